@@ -31,8 +31,7 @@ from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import StepTimes, simulate_levels
 from omnibal.search.goal import Free, Goal, Samples
 from omnibal.search.planning import Planned, plan
-from omnibal.trainers.export.directory import Export
-from omnibal.trainers.export.trainers import export_of
+from omnibal.trainers.export.directory import Export, export_of
 from omnibal.trainers.lint.all_rules import can_start, findings_of
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch import Finding, Launch

@@ -50,7 +50,7 @@ def export(
     """Write a plan as the files, flags and command of another trainer."""
     from omnibal.data.external_lengths import cached_folder
     from omnibal.job.check import open_plan
-    from omnibal.trainers.export.trainers import export_of
+    from omnibal.trainers.export.directory import export_of
 
     check_new_folder(to)
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
@@ -72,6 +72,7 @@ def export(
         made.write()
     print_notes(made.exported.given_up, prefix="not as planned: ")
     print_notes(made.exported.notes)
+    expected = made.expected
     result: dict[str, Any] = {
         "target": name,
         "folder": str(to),
@@ -80,9 +81,8 @@ def export(
         "settings": made.exported.settings,
         "given_up": made.exported.given_up,
         "notes": made.exported.notes,
-        "expected": made.expected.model_dump(mode="json"),
+        "expected": expected.model_dump(mode="json"),
     }
-    expected = made.expected
     entries = [
         ("Steps", "-" if expected.steps is None else f"{expected.steps:,}"),
         ("Step time", f"{expected.step_ms:,.1f} ms"),

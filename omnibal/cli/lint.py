@@ -9,7 +9,7 @@ import typer
 
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
-from omnibal.cli.lint_cost import NO_COST, CostOptions
+from omnibal.cli.lint_cost import CostOptions, cost_result, cost_tables
 from omnibal.cli.options import PRESET, JsonOption, count_option, size_option
 from omnibal.families.named import model_notes, model_of_line, named_model
 from omnibal.trainers.lint.launch import Launch, Launcher
@@ -74,14 +74,17 @@ def lint(
     unjudged = "not judged, for an unknown flag" if checked.near_names else "not judged"
     verdict = {True: "starts", False: "cannot start", None: unjudged}
     layers = None if starts is False else layers_by_chunk(checked)
-    costed = NO_COST if starts is False else cost.line_cost(checked, sizes)
-    findings = [*findings, *costed.findings]
+    costed = None if starts is False else cost.predict(checked, sizes)
+    shown, notes = [], [costed] if isinstance(costed, str) else []
+    if costed is not None and not isinstance(costed, str):
+        findings += [] if costed.finding is None else [costed.finding]
+        shown, notes = [*cost_tables(costed)], [*costed.line_job.notes]
     result = {
         "starts": starts,
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "launch": launch.model_dump(mode="json"),
         "layers_by_chunk": layers,
-        **costed.result,
+        **cost_result(costed),
     }
     parts = [f"TP {launch.tensor}", f"PP {launch.pipeline}", f"CP {launch.context}"]
     parts += [f"DP {checked.data}"] if checked.data is not None else []
@@ -104,12 +107,12 @@ def lint(
             f"  checked in {finding.source}"
             for finding in findings
         ),
-        *costed.shown,
+        *shown,
     )
     names = ", ".join(launch.unknown)
     unknown = [f"not known, which --set NAME=VALUE changes: {names}"] if names else []
     named = [] if model else [f"the model is {name}, which the line names; --model names another"]
-    print_notes([*named, *model_notes(name), *costed.notes, *unknown])
+    print_notes([*named, *model_notes(name), *notes, *unknown])
     if starts is False:
         raise typer.Exit(EXIT_USER_ERROR)
 

@@ -13,29 +13,14 @@ from omnibal.cli.plan import DEFAULT_IMAGE_SHARE
 from omnibal.data.lengths import read_lengths
 from omnibal.model.config import ModelConfig
 from omnibal.report.table import Facts, Table
-from omnibal.trainers.lint.launch import MEGATRON, Finding, Launcher
+from omnibal.trainers.lint.launch import MEGATRON, Launcher
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.published_errors import PublishedErrors
     from omnibal.trainers.lint.line import Line
-    from omnibal.trainers.lint.predicted import Costed, Verdict
+    from omnibal.trainers.lint.predict_line import Costed, Verdict
 
 DEFAULT_CLUSTER = "h100-80g"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LineCost:
-    """Printed costs of a line."""
-
-    result: dict[str, Any]
-    findings: tuple[Finding, ...] = ()
-    shown: tuple[Table | Facts | str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-NO_COST = LineCost(
-    result={"prediction": None, "better": None, "least_recompute": None, "not_predicted": None}
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,33 +51,29 @@ class CostOptions:
         bool, typer.Option("--cost/--no-cost", help="predict memory and time of a line that starts")
     ] = True
 
-    def line_cost(self, line: "Line", model: ModelConfig) -> LineCost:
-        """Predict a line that starts, or explain why not."""
-        from omnibal.trainers.lint.launched import launched
-        from omnibal.trainers.lint.predicted import Verdict
+    def predict(self, line: "Line", model: ModelConfig) -> "Verdict | str | None":
+        """Predict a line that starts, or say why it cannot be predicted; None if not asked."""
+        from omnibal.trainers.lint.line_job import make_line_job
+        from omnibal.trainers.lint.predict_line import Verdict
 
         if not self.cost:
-            return NO_COST
+            return None
         cluster = changed_cluster(self.cluster, self.memory_gib)
         samples = read_lengths(self.lengths) if self.lengths else None
         try:
-            verdict = Verdict.of(
-                launched(line, model, cluster, samples, self.image_share, self.sample_tokens)
+            return Verdict.of(
+                make_line_job(line, model, cluster, samples, self.image_share, self.sample_tokens)
             )
         except UserError as error:
-            why = f"the cost is not predicted: {error}"
-            return LineCost(result=NO_COST.result | {"not_predicted": why}, notes=(why,))
-        return LineCost(
-            result=NO_COST.result | _result(verdict),
-            findings=() if verdict.finding is None else (verdict.finding,),
-            shown=(_stages_table(verdict), _facts(verdict), *_advice(verdict)),
-            notes=verdict.launched.notes,
-        )
+            return f"the cost is not predicted: {error}"
 
 
-def _result(verdict: "Verdict") -> dict[str, Any]:
-    """Return the prediction and improvements for JSON."""
-    job, better, least = verdict.launched.job, verdict.better, verdict.least
+def cost_result(verdict: "Verdict | str | None") -> dict[str, Any]:
+    """Return the prediction and improvements for JSON, or why there is none."""
+    result = dict.fromkeys(("prediction", "better", "least_recompute", "not_predicted"))
+    if verdict is None or isinstance(verdict, str):
+        return result | {"not_predicted": verdict}
+    job, better, least = verdict.line_job.job, verdict.better, verdict.least
     errors = _published_errors(verdict)
     prediction = {
         **_costed_result(verdict, verdict.line),
@@ -102,29 +83,36 @@ def _result(verdict: "Verdict") -> dict[str, Any]:
         "usable_gib": job.memory_cap_gib,
         "fits": verdict.finding is None,
         "cost_source": verdict.line.prediction.cost_source,
-        "kind": verdict.launched.kind,
+        "kind": verdict.line_job.kind,
         "published_errors": None if errors is None else errors.model_dump(mode="json"),
-        "notes": list(verdict.launched.notes),
+        "notes": list(verdict.line_job.notes),
     }
     faster = better and _advised_result(verdict, better) | {"saved_fraction": verdict.saved}
     smaller = least and _advised_result(verdict, least)
-    return {"prediction": prediction, "better": faster, "least_recompute": smaller}
+    return result | {"prediction": prediction, "better": faster, "least_recompute": smaller}
+
+
+def cost_tables(verdict: "Verdict") -> Iterator[Table | Facts | str]:
+    """Yield what is printed of a prediction: stages, facts and advice."""
+    yield _stages_table(verdict)
+    yield _facts(verdict)
+    yield from _advice(verdict)
 
 
 def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
     """Return stages with their prediction."""
-    towers = verdict.launched.job.model.towers
+    towers = verdict.line_job.job.model.towers
     stages = [
         {
             "peak_gib": memory.allocated_gib,
             **memory.model_dump(),
             **{f"{tower}_layers": stage.number_of_layers(tower) for tower in towers},
             "recompute": {tower: len(stage.recomputed(tower)) for tower in towers},
-            "forward_ms": each.forward_ms,
-            "backward_ms": each.backward_ms,
-            "wait_fraction": each.wait_fraction,
+            "forward_ms": times.forward_ms,
+            "backward_ms": times.backward_ms,
+            "wait_fraction": times.wait_fraction,
         }
-        for stage, each, memory in zip(
+        for stage, times, memory in zip(
             costed.stages, costed.prediction.stages, costed.memory, strict=True
         )
     ]
@@ -147,8 +135,8 @@ def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
 
 
 def _stages_table(verdict: "Verdict") -> Table:
-    """Units, memory and times per micro-batch by stage."""
-    towers, line = verdict.launched.job.model.towers, verdict.line
+    """Return layers, memory and times per micro-batch by stage."""
+    towers, line = verdict.line_job.job.model.towers, verdict.line
     rows = [
         (
             str(index),
@@ -156,11 +144,11 @@ def _stages_table(verdict: "Verdict") -> Table:
             " + ".join(str(len(stage.recomputed(tower))) for tower in towers),
             f"{memory.allocated_gib:,.1f}",
             f"{memory.device_gib:,.1f}",
-            f"{each.forward_ms:,.2f}",
-            f"{each.backward_ms:,.2f}",
-            f"{each.wait_fraction:.1%}",
+            f"{times.forward_ms:,.2f}",
+            f"{times.backward_ms:,.2f}",
+            f"{times.wait_fraction:.1%}",
         )
-        for index, (stage, each, memory) in enumerate(
+        for index, (stage, times, memory) in enumerate(
             zip(line.stages, line.prediction.stages, line.memory, strict=True)
         )
     ]
@@ -170,12 +158,12 @@ def _stages_table(verdict: "Verdict") -> Table:
 
 
 def _facts(verdict: "Verdict") -> Facts:
-    launched, prediction = verdict.launched, verdict.line.prediction
-    sizes, tokens = launched.job.parallel, verdict.tokens_per_second_per_gpu
-    memory = max(verdict.line.memory, key=lambda each: each.device_gib)
+    line_job, prediction = verdict.line_job, verdict.line.prediction
+    sizes, tokens = line_job.job.parallel, verdict.tokens_per_second_per_gpu
+    memory = max(verdict.line.memory, key=lambda stage: stage.device_gib)
     torch = f"torch {memory.reserved_gib:,.1f}, its tensors {memory.allocated_gib:,.1f}"
     entries = [
-        ("devices", f"{sizes.world_size:,} of {launched.job.cluster.name}"),
+        ("devices", f"{sizes.world_size:,} of {line_job.job.cluster.name}"),
         ("step", f"{verdict.line.step_ms:,.1f} ms"),
         ("memory", f"{memory.device_gib:,.1f} GiB at most; {torch}"),
         ("pipeline idle time", f"{prediction.bubble_fraction:.1%} of the step"),
@@ -185,7 +173,7 @@ def _facts(verdict: "Verdict") -> Facts:
         per_second = prediction.samples_per_second_per_gpu * sizes.world_size
         entries.append(("samples per second", f"{per_second:,.2f}"))
     entries.append(("costs from", prediction.cost_source))
-    none = f"no published step of {launched.kind} was at hand"
+    none = f"no published step of {line_job.kind} was at hand"
     entries.append(("error of such predictions", str(_published_errors(verdict) or none)))
     return Facts("Prediction", entries)
 
@@ -193,10 +181,10 @@ def _facts(verdict: "Verdict") -> Facts:
 def _published_errors(verdict: "Verdict") -> "PublishedErrors | None":
     from omnibal.job.published_errors import published_errors
 
-    launched = verdict.launched
-    packs = launched.packs.packs
-    tokens = packs.sums(launched.lengths.tokens).max(initial=0)
-    return published_errors(launched.kind, launched.job.cluster, float(tokens))
+    line_job = verdict.line_job
+    packs = line_job.packs.packs
+    tokens = packs.sums(line_job.lengths.tokens).max(initial=0)
+    return published_errors(line_job.kind, line_job.job.cluster, float(tokens))
 
 
 def _advice(verdict: "Verdict") -> Iterator[str]:
@@ -216,14 +204,14 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
         yield f"{how}, {in_chunks}: {_flags(verdict, better)}"
     if least is not None and (better is None or least.flags != better.flags):
         step = f"{least.step_ms:,.1f} ms a step"
-        chunks = "" if verdict.launched.has_all_chunks else ", in one chunk each,"
+        chunks = "" if verdict.line_job.has_all_chunks else ", in one chunk each,"
         yield (
             f"the line's layers by stage{chunks} fit with the least recomputation, {step}: "
             f"{_flags(verdict, least)}"
         )
     if better is not None or least is not None:
         yield "(in place of all that the line says of the split, chunks and recomputation)"
-    elif verdict.finding is not None and verdict.launched.line.launch.launcher in MEGATRON:
+    elif verdict.finding is not None and verdict.line_job.line.launch.launcher in MEGATRON:
         yield (
             "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
             "expert size, or shorten the sequence"
@@ -241,7 +229,7 @@ def _flags(verdict: "Verdict", advised: "Costed") -> str:
 
 def _without_field(verdict: "Verdict", advised: "Costed") -> list[str]:
     """Return recomputed encoders without a field in the trainer."""
-    if verdict.launched.line.launch.launcher is not Launcher.MEGATRON_BRIDGE:
+    if verdict.line_job.line.launch.launcher is not Launcher.MEGATRON_BRIDGE:
         return []
-    encoders = verdict.launched.job.model.encoders
+    encoders = verdict.line_job.job.model.encoders
     return [name for name in encoders if any(stage.recomputed(name) for stage in advised.stages)]

@@ -1,6 +1,6 @@
 """Supported trainers and their constraints on plans; docs/trainers.md lists sources."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -150,11 +150,7 @@ class TrainerConstraints(Frozen):
             )
 
     def schedule_obstacle(self, name: str, stages: int, micro_batches: int) -> str | None:
-        """Explain why a schedule with these stages and micro-batches per rank cannot run.
-
-        Returns:
-            None if it can.
-        """
+        """Explain why a schedule with these micro-batches per rank cannot run, or return None."""
         if name not in self.schedules:
             return f"{self.title} runs {words(sorted(self.schedules))}"
         if name == "interleaved" and self.fills_groups and micro_batches % stages:
@@ -164,8 +160,8 @@ class TrainerConstraints(Frozen):
             )
         return None
 
-    def check_sizes(self, parallel: Parallel) -> None:
-        """Raise if the trainer does not support these parallel sizes."""
+    def limit_sizes(self, parallel: Parallel) -> Iterator[tuple[str, str, int, int]]:
+        """Yield option, name, value and limit of every size that the trainer does not support."""
         most_expert = None if self.has_experts else 1
         for option, name, size, most in (
             ("--pp", "pipeline", parallel.pipeline, self.most_pipeline),
@@ -173,16 +169,19 @@ class TrainerConstraints(Frozen):
             ("--ep", "expert-parallel", parallel.expert, most_expert),
         ):
             if most is not None and size > most:
-                raise UserError(
-                    f"{option} {size} was given for {self.title}, whose {name} size is at most "
-                    f"{most}: plan with `omnibal plan --for {self.name} {option} {most}`"
-                )
+                yield option, name, size, most
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Raise if the trainer does not support these parallel sizes."""
+        for option, name, size, most in self.limit_sizes(parallel):
+            raise UserError(
+                f"{option} {size} was given for {self.title}, whose {name} size is at most "
+                f"{most}: plan with `omnibal plan --for {self.name} {option} {most}`"
+            )
         if parallel.data > 1:
             self.check_shardings((parallel.sharding,))
 
 
-_FULLY = (WeightSharding.FULL,)
-_WHOLE = (WeightSharding.REPLICATED,)
 OWN = TrainerConstraints(
     has_adapters=True,
     schedules=frozenset({"1f1b", "interleaved", "zb-h1", "zb-v"}),
@@ -190,26 +189,23 @@ OWN = TrainerConstraints(
 )
 """This project's trainer, which takes any plan."""
 
-_MEGATRON = StageRules(
+_FULLY = (WeightSharding.FULL,)
+_MEGATRON_STAGES = StageRules(
     encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
-_WITH_CHUNKS = frozenset({"1f1b", "interleaved"})
-"""Schedules of Megatron-core."""
-_SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
 _ENGINE = RuntimeOptions(transformer_engine=True, accumulates_in_products=True)
-_MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False, "kept_logits": 2})
-"""Options of Megatron-LM exports, which request overlap and a loss per token."""
-_GIVEN = PackRules(full_steps=True)
+_FULL_STEPS = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 
-_OF_MEGATRON: dict[str, Any] = {
-    "shardings": _WHOLE,
-    "schedules": _WITH_CHUNKS,
-    "runtime": _MEGATRON_RUNTIME,
+_MEGATRON: dict[str, Any] = {
+    "shardings": (WeightSharding.REPLICATED,),
+    "schedules": frozenset({"1f1b", "interleaved"}),
+    # Of Megatron-LM exports, which request overlap and a loss per token.
+    "runtime": _ENGINE.model_copy(update={"fused_loss": False, "kept_logits": 2}),
     "has_alibi": False,
 }
-_OF_FULLY_SHARDED: dict[str, Any] = {
-    "stages": _SHARDED,
+_FULLY_SHARDED: dict[str, Any] = {
+    "stages": StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL),
     "shardings": _FULLY,
     "runtime": RuntimeOptions(scatters_weights_precision=True),
     "most_pipeline": 1,
@@ -218,16 +214,16 @@ _OF_FULLY_SHARDED: dict[str, Any] = {
 }
 
 TARGETS = {
-    each.name: each
-    for each in (
+    target.name: target
+    for target in (
         TrainerConstraints(
             name=TargetName.MS_SWIFT,
             title="ms-swift (Megatron)",
             version="4.6.0",
             has_adapters=True,
-            stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
+            stages=_MEGATRON_STAGES.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
-            **_OF_MEGATRON,
+            **_MEGATRON,
         ),
         TrainerConstraints(
             name=TargetName.MS_SWIFT_DEEPSPEED,
@@ -235,34 +231,34 @@ TARGETS = {
             version="4.6.0",
             has_adapters=True,
             packs=_NEXT_FIT,
-            **_OF_FULLY_SHARDED,
+            **_FULLY_SHARDED,
         ),
         TrainerConstraints(
             name=TargetName.XTUNER,
             title="XTuner v1",
             version="5cda4fb",
-            packs=_GIVEN.model_copy(update={"padded": Padding.EVERYWHERE}),
-            **_OF_FULLY_SHARDED,
+            packs=_FULL_STEPS.model_copy(update={"padded": Padding.EVERYWHERE}),
+            **_FULLY_SHARDED,
         ),
         TrainerConstraints(
             name=TargetName.MEGATRON_LM,
             title="Megatron-LM",
             version="core 0.16.1",
-            stages=_MEGATRON,
-            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
-            **_OF_MEGATRON,
+            stages=_MEGATRON_STAGES,
+            packs=_FULL_STEPS.model_copy(update={"padded": Padding.PIPELINES}),
+            **_MEGATRON,
         ),
         TrainerConstraints(
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
-            stages=_MEGATRON,
-            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
-            **_OF_MEGATRON
+            stages=_MEGATRON_STAGES,
+            packs=_FULL_STEPS.model_copy(update={"padded": Padding.PIPELINES}),
+            **_MEGATRON
             | {"runtime": _ENGINE.model_copy(update={"fused_routing": True, "dispatcher": "flex"})},
         ),
     )
-    if each.name is not None
+    if target.name is not None
 }
 """Other trainers by name."""
 

@@ -28,9 +28,9 @@ from omnibal.job.published_errors import FILE, SMALL_TOKENS, JobKind, PublishedE
 from omnibal.report.drawing import COLOURS, make_logarithmic, new_figure, style, svg_file
 from omnibal.report.formatting import write_ascii
 from omnibal.trainers.lint.command_line import read_launch
-from omnibal.trainers.lint.launched import launched
 from omnibal.trainers.lint.line import line_of
-from omnibal.trainers.lint.predicted import predicted_line
+from omnibal.trainers.lint.line_job import make_line_job
+from omnibal.trainers.lint.predict_line import predict_line
 
 FOLDER = Path(__file__).with_name("measured")
 LAYOUTS = "layouts"
@@ -99,7 +99,8 @@ def compared(path: Path, place: int) -> Compared:
         launch = read_launch(measured.line, {}, measured.launcher, measured.gpus)
         line = line_of(launch, measured.model)
         samples = None, measured.image_share, measured.sample_tokens
-        costed = predicted_line(job := launched(line, measured.model, measured.cluster, *samples))
+        job = make_line_job(line, measured.model, measured.cluster, *samples)
+        costed = predict_line(job)
     except (UserError, ValueError) as error:
         reason = " ".join(str(error).split())
         return at(kind=_kind_by_name(row), measured=measured, refused=reason)

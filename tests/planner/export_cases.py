@@ -21,10 +21,9 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
-from omnibal.trainers.export.directory import Export, export_input, make_export
+from omnibal.trainers.export.directory import EXPORTS, Export, export_input, make_export
 from omnibal.trainers.export.exported import ExportInput
 from omnibal.trainers.export.expressible import Data, obstacles
-from omnibal.trainers.export.trainers import EXPORTS
 
 MICRO_BATCHES = 4
 SAMPLES = 10_000

@@ -9,8 +9,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.families.named import named_model
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
 from omnibal.trainers.lint.command_line import read_launch
-from omnibal.trainers.lint.launched import Launched, launched
 from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.line_job import LineJob, make_line_job
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,9 +70,9 @@ def of_line(
     samples: Lengths | None = None,
     image_share: float = 0.5,
     **changes,
-) -> Launched:
+) -> LineJob:
     """What a launch line asks for, on H100s or on a cluster of other values."""
     sizes = load_model(model) if isinstance(model, str) else model
     launch = read_launch(line, VARIABLES)
     cluster = CLUSTER.model_copy(update=changes)
-    return launched(line_of(launch, sizes), sizes, cluster, samples, image_share)
+    return make_line_job(line_of(launch, sizes), sizes, cluster, samples, image_share)

@@ -6,8 +6,8 @@ from launch_cases import of_line
 
 from omnibal.families.named import named_model
 from omnibal.trainers.lint.device_memory import device_memories
-from omnibal.trainers.lint.launched import Launched
-from omnibal.trainers.lint.predicted import Costed, predicted_line
+from omnibal.trainers.lint.line_job import LineJob
+from omnibal.trainers.lint.predict_line import Costed, predict_line
 
 MIB = 2**20
 LLAMA, DEEPSEEK = "llama3.1-70b", "tests/planner/hub_configs/deepseek-v2"
@@ -36,7 +36,7 @@ LINE = (
 )
 
 
-def launched(ran: tuple, more: str = "", *, length: int = 4096) -> Launched:
+def launched(ran: tuple, more: str = "", *, length: int = 4096) -> LineJob:
     name, layers, sizes, *_ = ran
     tensor, pipeline, expert = (sizes.get(each, 1) for each in ("tensor", "pipeline", "expert"))
     flags = (
@@ -52,7 +52,7 @@ def launched(ran: tuple, more: str = "", *, length: int = 4096) -> Launched:
 
 
 def predicted(ran: tuple, more: str = "", *, length: int = 4096) -> Costed:
-    return predicted_line(launched(ran, more, length=length))
+    return predict_line(launched(ran, more, length=length))
 
 
 @pytest.mark.parametrize("ran", RAN)
@@ -139,7 +139,7 @@ def test_a_device_holds_more_than_torch():
 def test_memory_grows_with_what_passes_keep():
     """Prevents: a share of the whole taken for blocks that state never leaves empty."""
     job = launched(RAN[1])
-    line = predicted_line(job)
+    line = predict_line(job)
     (stage,) = line.prediction.stages
 
     def reserved_gib(**more: float) -> float:

@@ -37,9 +37,8 @@ from omnibal.pipeline.stage import Stage
 from omnibal.trainers.export.directory import export_input, make_export
 from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.expressible import obstacles
-from omnibal.trainers.export.order_file import write_order
-from omnibal.trainers.export.reading_order import reading_order
-from omnibal.trainers.export.recomputed_layers import all_or_none, one_number
+from omnibal.trainers.export.layout import all_or_none, one_number
+from omnibal.trainers.export.reading_order import reading_order, write_order
 
 SWIFT, XTUNER, MEGATRON = TargetName.MS_SWIFT, TargetName.XTUNER, TargetName.MEGATRON_LM
 VISION = ("vision embed", "vision 0..3", "projector")

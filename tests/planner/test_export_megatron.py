@@ -20,9 +20,9 @@ from omnibal.model.targets import TargetName
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage import Stage
 from omnibal.trainers.export import megatron_bridge, megatron_lm
+from omnibal.trainers.export.directory import EXPORTS
 from omnibal.trainers.export.exported import ExportInput
 from omnibal.trainers.export.layout import parse_layout
-from omnibal.trainers.export.trainers import EXPORTS
 from omnibal.trainers.lint.all_rules import findings_of
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch import MEGATRON, Launcher

@@ -21,7 +21,7 @@ from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.line import line_of
 from omnibal.trainers.lint.low_precision import notes_on_precision, precision_of
-from omnibal.trainers.lint.predicted import predicted_line
+from omnibal.trainers.lint.predict_line import predict_line
 
 CLUSTER = assumed_h100()
 LLAMA = load_model("llama3.1-8b")
@@ -216,7 +216,7 @@ def test_what_is_not_counted_is_said(flags, told):
 def test_a_line_in_fp8_takes_less_than_in_bf16():
     """Prevents: a precision that is read and predicted as if it were not."""
     plain, fast = (
-        predicted_line(of_line(LM + flags, "llama3.1-8b")) for flags in ("", "--fp8-format hybrid")
+        predict_line(of_line(LM + flags, "llama3.1-8b")) for flags in ("", "--fp8-format hybrid")
     )
     assert 0.6 < fast.step_ms / plain.step_ms < 0.85
     kept = [line.prediction.stages[0].memory.activations_gib for line in (plain, fast)]

@@ -20,10 +20,9 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
-from omnibal.trainers.export.directory import export_input, make_export
-from omnibal.trainers.export.trainers import EXPORTS
-from omnibal.trainers.lint.launched import Launched, recomputing
-from omnibal.trainers.lint.predicted import Verdict, predicted, predicted_line
+from omnibal.trainers.export.directory import EXPORTS, export_input, make_export
+from omnibal.trainers.lint.line_job import LineJob, recompute_first
+from omnibal.trainers.lint.predict_line import Verdict, predict_line, predict_stages
 
 INTERNVL, LLAMA = "internvl3.5-8b", "llama3.1-8b"
 RECIPE = "run_recipe.py -tp 1 -pp 2 -mb 1"
@@ -84,7 +83,7 @@ def test_an_exported_line_costs_what_its_plan_does(
     assert exported.expected.step_ms == plan.prediction.step_ms
     assert len(exported.expected.peak_gib) == parallel.pipeline
     if chunks > 1:
-        assert predicted_line(told).prediction == plan.prediction
+        assert predict_line(told).prediction == plan.prediction
         return
     # In FP8, what is kept may fit as it is.
     assert any(stage.recompute for stage in plan.stages) or precision == "fp8"
@@ -93,7 +92,7 @@ def test_an_exported_line_costs_what_its_plan_does(
     assert verdict.finding is None and verdict.better is None
 
 
-def published(name: str, line: str = "") -> Launched:
+def published(name: str, line: str = "") -> LineJob:
     (one,) = (each for each in LINES if each.id == name)
     # Sizes alone are listed; LoongForge's scripts give this flag.
     usual = " --use-distributed-optimizer" if "loongforge" in one.line else ""
@@ -159,7 +158,7 @@ def test_the_better_split_is_the_best_of_all(memory_gib):
     verdict = Verdict.of(told)
     first = len(unit_words(model)) - model.language.layers - 1
     tried = [
-        predicted(told, tuple(recomputing(stage, number, encoders) for stage in stages))
+        predict_stages(told, tuple(recompute_first(stage, number, encoders) for stage in stages))
         for layers in range(1, model.language.layers)
         for stages in [stages_from_cuts(model, [first + layers])]
         for number in range(model.language.layers + 1)
@@ -182,10 +181,10 @@ def test_the_better_split_is_the_best_of_all(memory_gib):
 def test_the_least_recomputation_is_the_least():
     """Prevents: advice to recompute layers that would fit anyway."""
     verdict = verdict_of("mb-q25vl-72b")
-    launched = verdict.launched
+    launched = verdict.line_job
     number = max(len(part.recomputed("language")) for part in verdict.least.parts)
-    fewer = [recomputing(part, number - 1, 0) for part in launched.parts]
-    least = predicted(launched, fewer, launched.schedule)
+    fewer = [recompute_first(part, number - 1, 0) for part in launched.parts]
+    least = predict_stages(launched, fewer, launched.schedule)
     assert least.most_gib > launched.job.cluster.memory_gib
 
 
@@ -197,7 +196,7 @@ def test_samples_of_a_micro_batch_attend_for_themselves():
         told = of_line(line, INTERNVL)
         assert told.workload.features.shape[0] == 32
         assert int(told.packs.tokens.sum()) == 32 * 8192
-        step_ms.append(predicted_line(told).step_ms)
+        step_ms.append(predict_line(told).step_ms)
     assert step_ms[0] < 0.99 * step_ms[1]
 
 
@@ -205,7 +204,7 @@ def test_context_parallel_ranks_share_samples():
     """Prevents: memory of whole samples on every rank, or time as if ranks had nothing to do."""
     told = [of_line(f"{RECIPE} -ng 8 -gb 8 -sl 16384 -cp {size}", INTERNVL) for size in (1, 2)]
     assert [one.job.parallel.data for one in told] == [4, 4]
-    stages = [predicted_line(one).prediction.stages for one in told]
+    stages = [predict_line(one).prediction.stages for one in told]
     # As many packs are in flight, of half as many tokens on each rank.
     alone, shared = (each[0].memory.activations_gib for each in stages)
     assert shared == pytest.approx(alone / 2, rel=0.02)
@@ -223,12 +222,12 @@ def test_a_data_set_is_packed_to_the_line():
     line = f"{RECIPE} -ng 4 -gb 16 -sl 8192"
     told = of_line(line, INTERNVL, lengths)
     assert int(told.packs.tokens.max()) <= 8192
-    line_cost = predicted_line(told).prediction
+    line_cost = predict_line(told).prediction
     per_second, seconds = line_cost.samples_per_second_per_gpu, line_cost.step_ms / 1e3
     assert per_second * 4 * seconds * told.packs.steps == pytest.approx(
         len(told.packs.packs.samples)
     )
-    made_up = predicted_line(of_line(line, INTERNVL)).prediction
+    made_up = predict_line(of_line(line, INTERNVL)).prediction
     assert made_up.samples_per_second_per_gpu is None
 
 
@@ -251,7 +250,7 @@ def test_ranks_that_share_samples_share_a_datasets_packs(launcher):
         assert int(told.packs.slot.max()) + 1 == 2 * context
         runtime = told.job.trainer.runtime
         assert runtime.ring_tokens is not None and 2000 < runtime.ring_tokens < 4000
-        steps[context] = predicted_line(told).step_ms
+        steps[context] = predict_line(told).step_ms
     # As much work a device, and what is exchanged.
     assert steps[1] * 0.95 < steps[2] < 1.4 * steps[1] and steps[2] < steps[4] < 1.8 * steps[1]
 
@@ -293,7 +292,7 @@ def test_chunks_of_a_stage_wait_less_and_keep_more():
     """Prevents: a launch line with chunks that is told the bubble of one without."""
     line, model = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096", model_of("qwen2.5-72b")
     told = of_line(f"{line} -vp 4", model)
-    plain, chunked = predicted_line(of_line(line, model)), predicted_line(told)
+    plain, chunked = predict_line(of_line(line, model)), predict_line(told)
     # Three quarters less of the time that stages wait for the first and the last micro-batch.
     idle = [each.step_ms * each.prediction.bubble_fraction for each in (plain, chunked)]
     assert 0.2 < idle[1] / idle[0] < 0.5
@@ -328,7 +327,7 @@ def test_advice_has_chunks_where_the_trainer_takes_them(launcher):
     assert better.step_ms < 0.9 * verdict.line.step_ms and better.most_gib <= CLUSTER.memory_gib
     told = of_line(f"{sizes} 8 {' '.join(better.flags)}", model)
     assert (told.parts, told.schedule) == (better.parts, better.schedule)
-    assert predicted_line(told).prediction == better.prediction
+    assert predict_line(told).prediction == better.prediction
     # Seven micro-batches a rank on four stages.
     odd = Verdict.of(of_line(f"{sizes} 7", model)).better
     assert odd is None or odd.schedule.name == "1f1b"
@@ -375,7 +374,7 @@ def test_command_tells_cost(capsys):
     line = f"{RECIPE} -ng 8 -gb 8 -sl 16384"
     lint = (f"lint --model {INTERNVL}", line)
     told = result(capsys, *lint)
-    expected, cost = predicted_line(of_line(line, INTERNVL)).prediction, told["prediction"]
+    expected, cost = predict_line(of_line(line, INTERNVL)).prediction, told["prediction"]
     assert cost["step_ms"] == expected.step_ms
     layers = [(each["vision_layers"], each["language_layers"]) for each in cost["stages"]]
     assert layers == [(24, 18), (0, 18)]

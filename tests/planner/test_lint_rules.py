@@ -11,7 +11,7 @@ from launch_cases import BROKEN, GOOD, LINES, PublishedLine, model_of, sized_mod
 
 from omnibal.families.named import named_model
 from omnibal.model.levels import ContextExchange
-from omnibal.trainers.lint.all_rules import GROUPS, findings_of
+from omnibal.trainers.lint.all_rules import RULES, findings_of
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch import Finding, Launcher
 from omnibal.trainers.lint.line import line_of
@@ -217,7 +217,7 @@ def test_a_rule_is_broken_and_kept(case: Case):
 
 def test_every_rule_is_tried():
     """Prevents: a rule without a line that breaks it."""
-    names = [rule.name for group in GROUPS for rule in group.rules]
+    names = [rule.name for rule in RULES]
     assert len(names) == len(set(names))
     assert {case.rule for case in CASES} | {"one-connection"} == set(names)
 

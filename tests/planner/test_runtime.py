@@ -18,8 +18,8 @@ from omnibal.model.rates import CollectiveTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.pipeline.stage_cost import PerStepCosts
 from omnibal.trainers.lint.command_line import read_launch
-from omnibal.trainers.lint.launched import runtime_of
 from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.line_job import runtime_of
 
 CLUSTER = assumed_h100()
 MODEL = named_model("llama3.1-70b")

@@ -119,7 +119,7 @@ def test_chunks_of_a_stage_are_those_of_core():
     assert layout.virtual == read.virtual_pipeline_model_parallel_size == 2
     for stage in range(3):
         held = tuple(tuple(unit.name for unit in chunk) for chunk in read.layout[stage])
-        assert layout.of_stage(stage) == held
+        assert layout.chunks[stage::3] == held
     assert layout.layers == (6, 2, 4)
     assert layout.place(4) == "chunk 1 of stage 1"
 

@@ -1,6 +1,6 @@
-"""An export as a folder: what is given to a trainer's export, and all of its files or none."""
+"""A plan exported as a folder of another trainer's files, all of them or none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,14 +9,22 @@ from omnibal.base.files import atomic_directory
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import check_same_data
 from omnibal.job.plan_files import PlanFiles
-from omnibal.model.targets import TrainerConstraints, trainer_of
+from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints, trainer_of
 from omnibal.steps.next_fit import largest_first
-from omnibal.trainers.export.expected import Expected
+from omnibal.trainers.export import megatron_bridge, megatron_lm, ms_swift, xtuner
 from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.expressible import obstacles
-from omnibal.trainers.export.order_file import ORDER_FILE, write_order
-from omnibal.trainers.export.reading_order import reading_order
-from omnibal.trainers.export.run_page import RUN_PAGE, run_page
+from omnibal.trainers.export.reading_order import ORDER_FILE, reading_order, write_order
+from omnibal.trainers.export.run_page import RUN_PAGE, Expected, run_page
+
+EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
+    TargetName.MS_SWIFT: ms_swift.export,
+    TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
+    TargetName.XTUNER: xtuner.export,
+    TargetName.MEGATRON_LM: megatron_lm.export,
+    TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
+}
+"""Export of each trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,20 +48,32 @@ class Export:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 write(folder / name)
             if given.order is not None:
-                lengths = given.files.steps[1]
-                write_order(given.order, lengths, given.annotations, folder / ORDER_FILE)
+                write_order(given.order, given.lengths, given.annotations, folder / ORDER_FILE)
             page = run_page(given, self.exported, self.expected)
             (folder / RUN_PAGE).write_text(page, encoding="utf-8")
 
 
+def export_of(
+    files: PlanFiles,
+    name: TargetName,
+    data: Path | None,
+    folder: Path,
+    workers: int,
+    checkpoint: str = "",
+) -> Export:
+    """Make a plan's files for a trainer, not yet written.
+
+    Without `data`, files that name samples are left out. Every rank has `workers` loader processes.
+    """
+    given = export_input(files, TARGETS[name], data, folder.absolute(), workers, checkpoint)
+    return make_export(given, EXPORTS[name])
+
+
 def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
     """Make a trainer's files of a plan, not yet written."""
-    exported = export(given)
-    expected = Expected.of(given)
-    shared = [*_unlike_predicted(given), *_left_out(expected)]
-    exported = replace(
-        exported, given_up=(*exported.given_up, *shared), notes=(*exported.notes, *_on_trust(given))
-    )
+    exported, expected = export(given), Expected.of(given)
+    given_up = (*exported.given_up, *_unpredicted_costs(given), *_dropped_samples(expected))
+    exported = replace(exported, given_up=given_up, notes=(*exported.notes, *_unproven_data(given)))
     return Export(given=given, exported=exported, expected=expected)
 
 
@@ -94,17 +114,18 @@ def export_input(
 
 
 def _check_data(files: PlanFiles, annotations: Annotations) -> None:
+    """Raise if the samples are not those that the plan's lengths were counted from."""
     plan = files.plan
     if plan.data is None:
         raise UserError(
             "--data was given with a plan of shapes only, which has no samples to export; leave it "
             "out, or make a plan with --lengths"
         )
-    lengths = files.steps[1]
     if plan.data.origin is not None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
         return
     # Samples of the data, or a lower bound if some were skipped.
+    lengths = files.steps[1]
     samples = len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
     if samples != len(annotations):
         raise UserError(
@@ -113,7 +134,7 @@ def _check_data(files: PlanFiles, annotations: Annotations) -> None:
         )
 
 
-def _left_out(expected: Expected) -> Iterator[str]:
+def _dropped_samples(expected: Expected) -> Iterator[str]:
     if expected.dropped_packs:
         yield (
             f"The last step would have {expected.dropped_packs:,} pack(s) instead of "
@@ -127,8 +148,8 @@ def _left_out(expected: Expected) -> Iterator[str]:
         )
 
 
-def _on_trust(given: ExportInput) -> Iterator[str]:
-    data = given.files.plan.data
+def _unproven_data(given: ExportInput) -> Iterator[str]:
+    data = given.plan.data
     if given.annotations is not None and data is not None and data.origin is None:
         yield (
             "The plan's lengths do not say which data they are of: that every row is of the sample "
@@ -136,27 +157,25 @@ def _on_trust(given: ExportInput) -> Iterator[str]:
         )
 
 
-def _unlike_predicted(given: ExportInput) -> Iterator[str]:
+def _unpredicted_costs(given: ExportInput) -> Iterator[str]:
     """Yield computation missing from the prediction of a plan made for another trainer."""
-    plan, target = given.files.plan, given.target
-    planned = trainer_of(plan.made_for)
+    plan, target = given.plan, given.target
+    planned, stages = trainer_of(plan.made_for), plan.parallel.pipeline
     left_out = "which the prediction of this plan, not made for it, leaves out"
-    stages_of_plan = plan.parallel.pipeline
-    foreseen = planned.packs.padded.applies(stages_of_plan)
-    if target.packs.padded.applies(stages_of_plan) and not foreseen:
+    less = "expect less speed and more memory."
+    if target.packs.padded.applies(stages) and not planned.packs.padded.applies(stages):
         yield (
             f"{target.title} pads every pack to the longest and computes the padding, {left_out}: "
-            "expect less speed and more memory."
+            f"{less}"
         )
-    divided = target.stages.encoders_whole and not planned.stages.encoders_whole
-    if divided and plan.parallel.tensor > 1 and plan.model.encoders:
+    replicates = target.stages.encoders_whole and not planned.stages.encoders_whole
+    if replicates and plan.parallel.tensor > 1 and plan.model.encoders:
         yield (
             f"Every tensor-parallel rank of {target.title} computes all of the encoders, and the "
-            "prediction of this plan, not made for it, divides them: expect less speed and more "
-            "memory."
+            f"prediction of this plan, not made for it, divides them: {less}"
         )
     if target.stages.head_on_all_tokens and not planned.stages.head_on_all_tokens:
         yield (
             f"The head of {target.title} computes logits of tokens without loss too, {left_out}: "
-            "expect less speed and more memory."
+            f"{less}"
         )

@@ -7,8 +7,8 @@ lines are written rank by rank and process by process.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.record_files import index_lines
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.trainers.export.exported import ExportInput, Writer, json_file, script_file
-from omnibal.trainers.export.order_file import sample_numbers
+from omnibal.trainers.export.reading_order import sample_numbers
 
 FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
@@ -34,48 +34,45 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
     A rank's last pack is repeated, to be read last, up to a multiple of its loader processes
     (`workers`, 0 as 1).
     """
-    each, workers = packs // ranks, max(workers, 1)
-    rounds = -(-each // workers)
-    turn = np.minimum(np.arange(rounds * workers), max(each - 1, 0))
+    of_rank, workers = packs // ranks, max(workers, 1)
+    rounds = -(-of_rank // workers)
+    turn = np.minimum(np.arange(rounds * workers), max(of_rank - 1, 0))
     by_process = turn.reshape(rounds, workers).T.ravel()
     return (by_process * ranks + np.arange(ranks)[:, None]).ravel()
 
 
 def whole_steps(given: ExportInput) -> ScheduledPacks | None:
     """Return the packs of all full steps, or None for a plan of shapes only."""
-    order, full = given.order, given.packs_per_step
-    if order is None:
+    if given.order is None or given.full_steps is None:
         return None
-    if len(order) < full:
-        ranks = given.files.plan.parallel.data
+    if not given.full_steps:
         raise UserError(
-            f"the plan has {len(order):,} packs for {ranks:,} data-parallel ranks, so that no step "
-            "is full and nothing would be trained; plan for fewer ranks, or with more samples"
+            f"the plan has {len(given.order):,} packs for {given.plan.parallel.data:,} "
+            "data-parallel ranks, so that no step is full and nothing would be trained; plan for "
+            "fewer ranks, or with more samples"
         )
-    return order.take(np.arange(len(order) // full * full))
+    return given.order.take(np.arange(given.full_steps * given.packs_per_step))
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
+    """Where Energon finds a sample."""
+
     dataset: str
     key: str
-    parts: tuple[str, ...]
-    """Parts of member names behind the key, the record first."""
-    files: tuple[Path, ...]
-    """Files to be stored under these parts, except the record, or empty in a shard."""
+    parts: dict[str, Path | None]
+    """Parts of member names behind the key, the record first, with files still to be stored."""
 
 
 def _find_members(annotations: Annotations, index: int) -> _Stored:
     """Find a sample's members, in its shard or to be stored."""
-    sample, record = annotations[index], annotations.read_stored(index)
-    shown = sample.files
+    shown, record = annotations[index].files, annotations.read_stored(index)
+    parts: dict[str, Path | None] = {"json": None}
     if record.in_shard:
-        members = (str(file.name).removeprefix(f"{record.name}.") for file in shown)
-        parts = tuple(dict.fromkeys(("json", *members)))
-        return _Stored(f"{_OF_SHARDS}{annotations.source[index]}", record.name, parts, ())
-    names = (f"{n}{PurePath(file.path).suffix.lower()}" for n, file in enumerate(shown))
-    files = tuple(file.path.absolute() for file in shown)
-    return _Stored(_MADE, f"{index:09}", ("json", *names), files)
+        parts |= {str(file.name).removeprefix(f"{record.name}."): None for file in shown}
+        return _Stored(f"{_OF_SHARDS}{annotations.source[index]}", record.name, parts)
+    for number, file in enumerate(shown):
+        parts[f"{number}{PurePath(file.path).suffix.lower()}"] = file.path.absolute()
+    return _Stored(_MADE, f"{index:09}", parts)
 
 
 def energon_files(given: ExportInput) -> Mapping[str, Writer]:
@@ -83,10 +80,10 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
     order, annotations = whole_steps(given), given.annotations
     if order is None or annotations is None:
         return {}
-    numbers = sample_numbers(order, given.files.steps[1])
-    ranks = given.files.plan.parallel.data
+    numbers = sample_numbers(order, given.lengths)
+    ranks = given.plan.parallel.data
     lines = loader_order(len(order), ranks, given.workers)
-    datasets = _datasets(annotations, numbers)
+    datasets = _find_datasets(annotations, numbers)
     described = {"ranks": ranks, "workers": max(given.workers, 1), "lines": len(lines)}
     meta = {
         "__module__": "megatron.energon",
@@ -96,17 +93,17 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
     offsets = order.packs.offsets
 
     def write_packs(path: Path) -> None:
-        seen = set[int]()
+        written = set[int]()
         with path.open("w", encoding="utf-8") as file:
             for pack in map(int, lines):
-                here = numbers[offsets[pack] : offsets[pack + 1]].tolist()
-                found = (_find_members(annotations, index) for index in here)
-                samples = [[each.dataset, each.key, each.parts] for each in found]
-                line = {"pack": -1 if pack in seen else pack, "samples": samples}
-                seen.add(pack)
+                indices = numbers[offsets[pack] : offsets[pack + 1]].tolist()
+                members = (_find_members(annotations, index) for index in indices)
+                samples = [[dataset, key, list(parts)] for dataset, key, parts in members]
+                line = {"pack": -1 if pack in written else pack, "samples": samples}
+                written.add(pack)
                 file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
 
-    written: dict[str, Writer] = {
+    files: dict[str, Writer] = {
         "packs.jsonl": write_packs,
         "packs.jsonl.idx": _write_offsets,
         "packs.json": json_file(described),
@@ -114,24 +111,24 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
         _MODULE: script_file(_MODULE),
     }
     if _MADE in datasets:
-        written["samples.jsonl"] = lambda path: _write_samples(path, numbers, annotations)
-        written[_MAKE_SHARDS] = script_file(_MAKE_SHARDS)
-    return {f"{FOLDER}/{name}": writer for name, writer in written.items()}
+        files["samples.jsonl"] = lambda path: _write_samples(path, numbers, annotations)
+        files[_MAKE_SHARDS] = script_file(_MAKE_SHARDS)
+    return {f"{FOLDER}/{name}": writer for name, writer in files.items()}
 
 
-def _datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
+def _find_datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
     """Return dataset folders by name, including that still to be made."""
     datasets = {}
-    for source in np.unique(annotations.source[numbers]):
-        index = int(numbers[np.argmax(annotations.source[numbers] == source)])
+    sources, first = np.unique(annotations.source[numbers], return_index=True)
+    for source, index in zip(sources.tolist(), numbers[first].tolist(), strict=True):
         if annotations.read_stored(index).in_shard:
-            datasets[f"{_OF_SHARDS}{source}"] = str(_prepared(annotations, int(source)))
+            datasets[f"{_OF_SHARDS}{source}"] = str(_find_prepared(annotations, source))
         else:
             datasets[_MADE] = _MADE
     return datasets
 
 
-def _prepared(annotations: Annotations, source: int) -> Path:
+def _find_prepared(annotations: Annotations, source: int) -> Path:
     """Return a prepared dataset's folder: the shards' or a parent."""
     root = annotations.roots[source].absolute()
     for folder in (root, *root.parents):
@@ -155,11 +152,11 @@ def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) ->
     _, first = np.unique(numbers, return_index=True)
     with path.open("w", encoding="utf-8") as file:
         for index in numbers[np.sort(first)].tolist():
-            found = _find_members(annotations, index)
-            if found.dataset == _MADE:
+            sample = _find_members(annotations, index)
+            if sample.dataset == _MADE:
                 record = annotations.read_stored(index).content.decode().strip()
-                names = list(zip(found.parts[1:], map(str, found.files), strict=True))
-                line = {"key": found.key, "record": record, "files": names}
+                files = [(part, str(file)) for part, file in sample.parts.items() if file]
+                line = {"key": sample.key, "record": record, "files": files}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -186,20 +183,19 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
         "call its `planned_dataset` in place of Energon's `get_train_dataset`."
     )
     yield (
-        f"`{FOLDER}/packs.jsonl` is in the order of {given.files.plan.parallel.data:,} "
-        f"data-parallel rank(s) with {max(given.workers, 1)} loader process(es) each: "
-        f"`--num-workers {given.workers}`. For others export again with --workers."
+        f"`{FOLDER}/packs.jsonl` is in the order of {given.plan.parallel.data:,} data-parallel "
+        f"rank(s) with {max(given.workers, 1)} loader process(es) each: `--num-workers "
+        f"{given.workers}`. For others export again with --workers."
     )
-    if f"{FOLDER}/samples.jsonl" in files:
-        yield (
-            f"The samples are files of their own, and Energon finds samples by key in tar shards: "
-            f"run `python {FOLDER}/{_MAKE_SHARDS}`, then `energon prepare {FOLDER}/{_MADE}`. The "
-            "shards are in the order in which packs need them. Their records are as they stand in "
-            "their files; what a record shows stands behind its key as 0.jpg, 1.jpg and so on, in "
-            "its order."
-        )
-    else:
+    if f"{FOLDER}/samples.jsonl" not in files:
         yield (
             "Samples are read by key from your shards, in the plan's order: keep them on a disk "
             "that is fast at random reads."
         )
+        return
+    yield (
+        "The samples are files of their own, and Energon finds samples by key in tar shards: run "
+        f"`python {FOLDER}/{_MAKE_SHARDS}`, then `energon prepare {FOLDER}/{_MADE}`. The shards "
+        "are in the order in which packs need them. Their records are as they stand in their "
+        "files; what a record shows stands behind its key as 0.jpg, 1.jpg and so on, in its order."
+    )

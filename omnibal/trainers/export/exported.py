@@ -1,4 +1,4 @@
-"""The result of a trainer module's `export(given: ExportInput) -> Exported`."""
+"""What a trainer's export takes and returns: `export(given: ExportInput) -> Exported`."""
 
 import json
 import shlex
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TrainerConstraints
 from omnibal.packing.packs import ScheduledPacks
@@ -36,21 +38,31 @@ class ExportInput:
     """Released checkpoint: a folder, or a name on a hub."""
 
     @property
+    def plan(self) -> Plan:
+        return self.files.plan
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths of the samples in `order`."""
+        return self.files.steps[1]
+
+    @property
     def packs_per_step(self) -> int:
         """Packs of a full step over all ranks."""
-        plan = self.files.plan
-        if plan.data is not None:
-            return packs_per_step(plan.data, plan.parallel.data)
-        assert plan.shapes is not None  # as an export is of a plan with either
-        return plan.shapes.micro_batches_per_step * plan.parallel.data
+        return packs_per_step(self.plan)
+
+    @property
+    def full_steps(self) -> int | None:
+        """Number of full steps, or None for a plan of shapes only."""
+        return None if self.order is None else len(self.order) // self.packs_per_step
 
     @property
     def longest_pack(self) -> int:
         """Tokens of the longest pack."""
         if self.order is None:
-            assert self.files.plan.shapes is not None  # as an export is of a plan with either
-            return self.files.plan.shapes.caps["tokens"]
-        return int(self.order.packs.sums(self.files.steps[1].tokens).max())
+            assert self.plan.shapes is not None  # as an export is of a plan with either
+            return self.plan.shapes.caps["tokens"]
+        return int(self.order.packs.sums(self.lengths.tokens).max())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,6 +110,5 @@ def array_file(array: np.ndarray) -> Writer:
 
 def script_file(name: str) -> Writer:
     """Copy a script of this package; it runs with the trainer and does not import omnibal."""
-    return text_file(
-        files("omnibal.trainers.export").joinpath("scripts", name).read_text(encoding="utf-8")
-    )
+    script = files("omnibal.trainers.export").joinpath("scripts", name)
+    return text_file(script.read_text(encoding="utf-8"))

@@ -8,11 +8,11 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
-from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, model_parts
+from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.steps.next_fit import largest_first, next_fit_packs
+from omnibal.trainers.export.layout import all_or_none, one_number
 from omnibal.trainers.export.reading_order import packs_per_step, reading_order
-from omnibal.trainers.export.recomputed_layers import all_or_none, one_number
 
 Data = tuple[ScheduledPacks, Lengths]
 
@@ -21,33 +21,31 @@ def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iter
     """Yield a sentence for each part of a plan that the trainer cannot express."""
     unknown = target.model_obstacle(plan.model)
     yield from [] if unknown is None else [unknown]
-    yield from _of_sizes(plan, target)
+    for _, name, size, most in target.limit_sizes(plan.parallel):
+        yield (
+            f"the plan has {name.removesuffix('-parallel')} size {size}, and {target.title} takes "
+            f"at most {most}"
+        )
     if plan.precision == "fp8" and not target.runtime.transformer_engine:
         yield f"the plan has products in FP8, and {target.title} none"
-    yield from _of_adapters(plan, target)
-    yield from _of_levels(plan, target)
-    yield from _of_schedule(plan, target)
-    yield from _of_stages(plan, target)
-    yield from _of_recomputation(plan, target)
-    yield from _of_sharding(plan, target)
+    yield from _adapter_obstacles(plan, target)
+    yield from _level_obstacles(plan, target)
+    sizes, name = plan.parallel, plan.schedule.name
+    micro_batches = packs_per_step(plan) // sizes.data
+    obstacle = target.schedule_obstacle(name, sizes.pipeline, micro_batches)
+    if obstacle is not None:
+        yield f"the plan's schedule is {name}, and {obstacle}"
+    if target.stages.encoders_on_first:
+        yield from _placement_obstacles(plan, target)
+    yield from _recompute_obstacles(plan, target)
+    yield from _sharding_obstacles(plan, target)
     if data is not None and plan.data is not None:
-        yield from _of_steps(plan, data[0])
+        yield from _step_obstacles(plan, data[0])
         if target.packs.next_fit:
-            yield from _merged(reading_order(data[0]), data[1], target)
+            yield from _next_fit_obstacles(reading_order(data[0]), data[1], target)
 
 
-def _of_sizes(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
-    sizes = plan.parallel
-    for name, size, most in (
-        ("pipeline", sizes.pipeline, target.most_pipeline),
-        ("tensor", sizes.tensor, target.most_tensor),
-        ("expert", sizes.expert, None if target.has_experts else 1),
-    ):
-        if most is not None and size > most:
-            yield f"the plan has {name} size {size}, and {target.title} takes at most {most}"
-
-
-def _of_adapters(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+def _adapter_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     adapters = plan.adapters
     if adapters is None:
         return
@@ -62,7 +60,7 @@ def _of_adapters(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
         )
 
 
-def _of_levels(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+def _level_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     if plan.has_shared_packs:
         yield (
             "ranks share packs of some levels and not of others, and no context-parallel size of "
@@ -77,61 +75,43 @@ def _of_levels(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
         yield f"encoders are data-parallel, which {target.title} cannot do"
 
 
-def _of_schedule(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
-    schedule, sizes = plan.schedule, plan.parallel
-    micro_batches = 0
-    if plan.shapes is not None:
-        micro_batches = plan.shapes.micro_batches_per_step
-    elif plan.data is not None:
-        micro_batches = packs_per_step(plan.data, sizes.data) // sizes.data
-    obstacle = target.schedule_obstacle(schedule.name, sizes.pipeline, micro_batches)
-    if obstacle is not None:
-        yield f"the plan's schedule is {schedule.name}, and {obstacle}"
-
-
-def _place(plan: Plan, part: int) -> str:
-    place, stages = plan.schedule.placement, plan.parallel.pipeline
-    stage = f"stage {place.stage_of(part, stages)}"
-    return stage if plan.schedule.chunks == 1 else f"chunk {part // stages} of {stage}"
-
-
-def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
-    rules, stages = target.stages, plan.stages
+def _placement_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+    """Yield units of encoders that are not on the first stage, and the language embed."""
+    stages, schedule, encoders = plan.parallel.pipeline, plan.schedule, plan.pipeline_model.encoders
     # A model's only projector has no encoder's name.
-    beginning = {"projector", *plan.pipeline_model.encoders}
-    beginning |= {f"{name}_projector" for name in plan.pipeline_model.encoders}
-    for number, stage in enumerate(stages):
-        away = [span for span in stage.units if span.part in beginning]
-        if rules.encoders_on_first and number and away:
+    parts = {"projector", *encoders, *(f"{name}_projector" for name in encoders)}
+    for number, stage in enumerate(plan.stages):
+        away = [span for span in stage.units if span.part in parts]
+        if number and away:
+            place = f"stage {schedule.placement.stage_of(number, stages)}"
+            if schedule.chunks > 1:
+                place = f"chunk {number // stages} of {place}"
             yield (
-                f"{_place(plan, number)} holds {away[0]}, and {target.title} has encoders on its "
-                "first stage alone"
+                f"{place} holds {away[0]}, and {target.title} has encoders on its first stage alone"
             )
-    embed = LANGUAGE_EMBED.replace("_", " ")
-    if rules.encoders_on_first and not stages[0].holds(embed):
-        yield f"the first stage does not hold the {embed}, as it does in {target.title}"
+    if not plan.stages[0].holds("language embed"):
+        yield f"the first stage does not hold the language embed, as it does in {target.title}"
 
 
-def _of_recomputation(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+def _recompute_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     stages, freedom = plan.stages_at(0), target.stages.recompute
-    towers = plan.pipeline_model.towers
-    for tower in towers:
+    for tower in plan.pipeline_model.towers:
+        counts = [len(stage.recomputed(tower)) for stage in stages]
         numbered = freedom is RecomputeFreedom.LANGUAGE and tower == LANGUAGE
         if numbered and one_number(stages, tower) is None:
-            of_stages = ", ".join(str(len(stage.recomputed(tower))) for stage in stages)
             yield (
-                f"stages recompute {of_stages} layers of {tower}, and {target.title} takes one "
-                "number for all stages, of the first layers that each holds"
+                f"stages recompute {', '.join(map(str, counts))} layers of {tower}, and "
+                f"{target.title} takes one number for all stages, of the first layers that each "
+                "holds"
             )
         elif not numbered and all_or_none(stages, tower) is None:
-            count = sum(len(stage.recomputed(tower)) for stage in stages)
             yield (
-                f"{count} layers of {tower} are recomputed and others are not, and "
+                f"{sum(counts)} layers of {tower} are recomputed and others are not, and "
                 f"{target.title} recomputes all of them or none"
             )
 
 
-def _of_sharding(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+def _sharding_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     planned = plan.parallel.sharding
     if planned not in target.shardings and plan.parallel.data > 1:
         divided = {
@@ -139,18 +119,17 @@ def _of_sharding(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
             WeightSharding.FULL: "weights and gradients too",
             WeightSharding.HYBRID: f"weights and gradients in groups of {plan.parallel.sharded}",
         }
-        able = " or ".join(divided[each] for each in target.shardings)
+        able = " or ".join(divided[sharding] for sharding in target.shardings)
         yield (
             f"the plan is predicted with {plan.parallel.data} data-parallel ranks that divide "
             f"{divided[planned]}, and those of {target.title} divide {able}"
         )
 
 
-def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
+def _step_obstacles(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
     """Yield incomplete steps: a trainer would read on into the next step."""
     assert plan.data is not None
-    ranks = plan.parallel.data
-    full = packs_per_step(plan.data, ranks)
+    ranks, full = plan.parallel.data, packs_per_step(plan)
     if plan.data.window is not None:
         yield (
             f"a step is a window of {plan.data.window:,} samples, with more or fewer packs, and a "
@@ -176,8 +155,10 @@ def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
         )
 
 
-def _merged(order: ScheduledPacks, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:
-    """Yield packs that differ from next-fit in reading order."""
+def _next_fit_obstacles(
+    order: ScheduledPacks, lengths: Lengths, target: TrainerConstraints
+) -> Iterator[str]:
+    """Yield the first pack that differs from next-fit in reading order."""
     packs = largest_first(order.packs, lengths.tokens)
     tokens = lengths.tokens[packs.samples].astype(np.int64)
     length = int(packs.sums(lengths.tokens).max())

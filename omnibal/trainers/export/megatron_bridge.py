@@ -13,10 +13,8 @@ from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.layout import Layout
 from omnibal.trainers.export.megatron_flags import (
     Batch,
-    command,
-    language_recompute,
+    join_command,
     launch_variables,
-    padding_sentences,
     parallel_fields,
     plan_layout,
     recompute_fields,
@@ -47,35 +45,32 @@ _FP8 = {
 
 def export(given: ExportInput) -> Exported:
     """Write a plan as Megatron-Bridge recipe overrides, and packs for Energon."""
-    plan, batch = given.files.plan, Batch.of(given)
-    layout, files = plan_layout(plan), energon_files(given)
-    values = overrides(plan, batch, layout)
+    plan, batch, files = given.plan, Batch.of(given), energon_files(given)
+    values = overrides(given, batch)
     names = given.checkpoint or plan.model.name, str(given.folder)
     checkpoint, folder = (name.replace("'", r"\'") for name in names)
     quoted = replace(given, checkpoint=checkpoint, folder=Path(folder))
-    lines = _lines(values)
     return Exported(
         files=files,
         variables=launch_variables(quoted, RECIPE="YOUR_RECIPE"),
-        command=command([torchrun(plan, _RUNNER), *lines, *_YOURS]),
-        settings=_settings(values, layout),
+        command=join_command([torchrun(plan, _RUNNER), *_override_words(values), *_YOURS]),
+        settings=_settings(values, plan_layout(plan)),
         given_up=tuple(_given_up(plan, batch, bool(files))),
         notes=(*_notes(plan, bool(files)), *energon_notes(given, files)),
     )
 
 
-def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
+def overrides(given: ExportInput, batch: Batch) -> Mapping[str, Any]:
     """Recipe fields set by the plan."""
-    number, overlaps = language_recompute(plan), plan.parallel.data > 1
+    plan, overlaps = given.plan, given.plan.parallel.data > 1
     return {
         **_of_model(parallel_fields(plan)),
-        **_split(layout),
-        **_of_model(recompute_fields(number)),
+        **_layer_fields(plan),
         "model.seq_length": batch.sequence_length,
         "dataset.seq_length": batch.sequence_length,
         "train.micro_batch_size": 1,
-        "train.global_batch_size": batch.packs_per_step,
-        **({} if batch.steps is None else {"train.train_iters": batch.steps}),
+        "train.global_batch_size": given.packs_per_step,
+        **({} if given.full_steps is None else {"train.train_iters": given.full_steps}),
         "model.calculate_per_token_loss": True,
         "ddp.average_in_collective": False,
         "ddp.use_distributed_optimizer": True,
@@ -88,75 +83,78 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return overrides of the split and recomputation."""
-    recompute = _of_model(recompute_fields(language_recompute(plan)))
-    return _lines({**_split(plan_layout(plan)), **recompute})
-
-
-def _lines(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={_hydra(value)}" for name, value in values.items()]
+    return _override_words(_layer_fields(plan))
 
 
 def _of_model(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {f"model.{name}": value for name, value in fields.items()}
 
 
-def _split(layout: Layout) -> Mapping[str, Any]:
-    """Return all split fields, resetting unused fields that a recipe may have set."""
-    ends = None if layout.is_even else layout.ends
-    in_full = ends is None and not layout.is_even
+def _layer_fields(plan: Plan) -> Mapping[str, Any]:
+    """Return all fields of the split and recomputation, None for unused fields of a recipe."""
+    layout = plan_layout(plan)
+    first, last = (None, None) if layout.is_even else layout.ends or (None, None)
+    in_full = first is None and not layout.is_even
     has_chunks = layout.virtual > 1
     # With batched messages, two stages of several chunks would take each other's.
-    messages = {"model.overlap_p2p_comm": True, "model.batch_p2p_comm": False}
-    return {
-        "model.virtual_pipeline_model_parallel_size": layout.virtual if has_chunks else None,
+    messages = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    fields = {
+        "virtual_pipeline_model_parallel_size": layout.virtual if has_chunks else None,
         **(messages if has_chunks else {}),
-        "model.num_layers_in_first_pipeline_stage": ends[0] if ends else None,
-        "model.num_layers_in_last_pipeline_stage": ends[1] if ends else None,
-        "model.account_for_embedding_in_pipeline_split": False,
-        "model.account_for_loss_in_pipeline_split": False,
-        "model.pipeline_model_parallel_layout": layout.short_text if in_full else None,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": layout.short_text if in_full else None,
+        **recompute_fields(plan),
     }
+    return _of_model(fields)
 
 
-def _hydra(value: Any) -> str:
-    """Format a value as a command line override."""
-    if value is None:
-        return "null"
-    # A shell needs quotes around a layout, and Hydra takes its letters and signs without any.
-    return f"'{value}'" if isinstance(value, str) and not value.isalnum() else str(value)
+def _override_words(values: Mapping[str, Any]) -> list[str]:
+    """Format values as command line overrides."""
+
+    def text(value: Any) -> str:
+        # A shell needs quotes around a layout, and Hydra takes its letters and signs without any.
+        quoted = isinstance(value, str) and not value.isalnum()
+        return f"'{value}'" if quoted else "null" if value is None else str(value)
+
+    return [f"{name}={text(value)}" for name, value in values.items()]
 
 
 def _settings(values: Mapping[str, Any], layout: Layout) -> str:
     """Format values as recipe statements, with the layout as lists."""
     lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
     lists = [f"    {list(chunk)!r}," for chunk in layout.chunks]
-    return "\n".join(["# in a recipe, whose ConfigContainer is cfg", *lines]) + (
-        "\n# the split as lists, for a recipe's own table of layouts\nlayout = [\n"
-        + "\n".join(lists)
-        + "\n]\n"
+    return "\n".join(
+        [
+            "# in a recipe, whose ConfigContainer is cfg",
+            *lines,
+            "# the split as lists, for a recipe's own table of layouts",
+            *("layout = [", *lists, "]\n"),
+        ]
     )
 
 
 def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
     if plan.parallel.pipeline > 1 or plan.parallel.expert > 1:
-        yield from padding_sentences(
-            batch,
+        yield from batch.padding_notes(
             "Megatron-Bridge pads to the sequence length when it trains a vision-language model "
-            "on several pipeline stages or expert-parallel ranks",
+            "on several pipeline stages or expert-parallel ranks"
         )
     if not has_packs:
         yield without_packs("Megatron-Bridge")
     encoders = recomputed_encoders(plan)
     if encoders:
         yield (
-            f"All layers of {', '.join(encoders)} are recomputed in the plan, and the command does "
+            f"All layers of {encoders} are recomputed in the plan, and the command does "
             "not say so: Megatron-Bridge has no field for it that all models share. See your "
             "model's provider for one; without, the first stage takes more memory than planned."
         )
-    unknown = [part for part in plan.frozen if part not in _FROZEN]
+    unknown = ", ".join(part for part in plan.frozen if part not in _FROZEN)
     if unknown:
         yield (
-            f"No field of Megatron-Bridge's models freezes {', '.join(unknown)}, which the plan "
+            f"No field of Megatron-Bridge's models freezes {unknown}, which the plan "
             "freezes; freeze it in the model."
         )
 

@@ -1,4 +1,4 @@
-"""Settings of Megatron's launchers for a plan, by names of Megatron-LM's flags."""
+"""Settings of a plan by names of Megatron-LM's flags, and torchrun commands."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,8 +13,7 @@ from omnibal.model.parallel import expert_counts
 from omnibal.model.units import LANGUAGE
 from omnibal.trainers.export.energon import whole_steps
 from omnibal.trainers.export.exported import ExportInput, shell_word
-from omnibal.trainers.export.layout import Layout, layout_of
-from omnibal.trainers.export.recomputed_layers import all_or_none, one_number
+from omnibal.trainers.export.layout import Layout, all_or_none, layout_of, one_number
 
 Flags = Mapping[str, str | None]
 """Values of flags by name without dashes, or None for a switch."""
@@ -22,30 +21,29 @@ Flags = Mapping[str, str | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Sizes of a micro-batch (a pack) and a step."""
+    """Length of a micro-batch, which is a pack."""
 
     sequence_length: int
     """Tokens of the longest pack, rounded up to multiples for tensor parallelism and FP8."""
-    packs_per_step: int
-    steps: int | None
-    """Full steps, or None for a plan of shapes only."""
     fullness: float
-    """Mean tokens of packs over the sequence length."""
+    """Mean tokens of packs over the sequence length, 1 for a plan of shapes only."""
 
     @classmethod
     def of(cls, given: ExportInput) -> Self:
-        """Count over full steps, or read from a plan of shapes only."""
-        order, multiple = whole_steps(given), given.files.plan.token_multiple
+        """Measure packs of full steps."""
+        order, multiple = whole_steps(given), given.plan.token_multiple
         tokens = np.array([given.longest_pack])
         if order is not None:
-            tokens = order.packs.sums(given.files.steps[1].tokens)
+            tokens = order.packs.sums(given.lengths.tokens)
         length = -(-int(tokens.max()) // multiple) * multiple
-        return cls(
-            sequence_length=length,
-            packs_per_step=given.packs_per_step,
-            steps=None if order is None else len(order) // given.packs_per_step,
-            fullness=1.0 if order is None else float(tokens.mean()) / length,
-        )
+        fullness = 1.0 if order is None else float(tokens.mean()) / length
+        return cls(sequence_length=length, fullness=fullness)
+
+    def padding_notes(self, reason: str) -> Iterator[str]:
+        """Yield the cost of padding every pack to the longest, or nothing if all are equal."""
+        if self.fullness < 1:
+            filled = f"{100 * self.fullness:.1f} % of the {self.sequence_length:,}"
+            yield f"{reason}: the plan's packs fill {filled} tokens on the mean."
 
 
 def plan_layout(plan: Plan) -> Layout:
@@ -65,9 +63,27 @@ def parallel_fields(plan: Plan) -> dict[str, Any]:
     if predicted:
         fields["mtp_num_layers"] = predicted
     if expert_counts(plan.model):
-        fields["expert_model_parallel_size"] = sizes.expert
-        fields["expert_tensor_parallel_size"] = 1
+        fields |= {"expert_model_parallel_size": sizes.expert, "expert_tensor_parallel_size": 1}
     return fields
+
+
+def recompute_fields(plan: Plan) -> dict[str, str | int | None]:
+    """Return settings to recompute the first layers of every chunk, by Megatron's names.
+
+    All are None if no layer of the language model is recomputed.
+    """
+    number = one_number(plan.stages_at(0), LANGUAGE)
+    assert number is not None  # as the plan was found expressible
+    return {
+        "recompute_granularity": "full" if number else None,
+        "recompute_method": "block" if number else None,
+        "recompute_num_layers": number or None,
+    }
+
+
+def recomputed_encoders(plan: Plan) -> str:
+    """Return the fully recomputed encoders, separated by commas."""
+    return ", ".join(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
 def as_flags(fields: Mapping[str, Any]) -> Flags:
@@ -86,35 +102,10 @@ def fp8_flags(plan: Plan) -> Flags:
     return {"fp8-format": FP8_FORMAT, "fp8-recipe": TRAINED_FP8.recipe}
 
 
-def language_recompute(plan: Plan) -> int:
-    """Return recomputed language model layers per chunk (all, if it has fewer)."""
-    number = one_number(plan.stages_at(0), LANGUAGE)
-    assert number is not None  # as the plan was found expressible
-    return number
-
-
-def recomputed_encoders(plan: Plan) -> tuple[str, ...]:
-    """Return fully recomputed encoders."""
-    return tuple(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
-
-
-def recompute_fields(number: int) -> dict[str, str | int | None]:
-    """Return settings to recompute the first `number` layers of every chunk, by Megatron's names.
-
-    All are None for 0.
-    """
-    return {
-        "recompute_granularity": "full" if number else None,
-        "recompute_method": "block" if number else None,
-        "recompute_num_layers": number or None,
-    }
-
-
-def flag_lines(*groups: Flags) -> list[str]:
+def flag_lines(flags: Flags) -> list[str]:
     """Return a line per flag, with shell quoting."""
     return [
         f"--{name}" if value is None else f"--{name} {shell_word(value)}"
-        for flags in groups
         for name, value in flags.items()
     ]
 
@@ -130,11 +121,11 @@ def launch_variables(given: ExportInput, **own: str) -> Mapping[str, str]:
     variables = {
         "EXPORT": shlex.quote(str(given.folder)),
         **own,
-        "MODEL": shlex.quote(given.checkpoint or given.files.plan.model.name),
+        "MODEL": shlex.quote(given.checkpoint or given.plan.model.name),
         "OUTPUT": "$EXPORT/output",
-        "LR": "1e-4" if given.files.plan.adapters else "1e-5",
+        "LR": "1e-4" if given.plan.adapters else "1e-5",
     }
-    if devices_and_nodes(given.files.plan)[1] > 1:
+    if devices_and_nodes(given.plan)[1] > 1:
         variables["NODE_RANK"] = "${NODE_RANK:-${SLURM_NODEID:?number of this node, from 0}}"
         variables["MASTER_ADDR"] = "${MASTER_ADDR:?name of the first node}"
         variables["MASTER_PORT"] = "${MASTER_PORT:-29500}"
@@ -155,14 +146,6 @@ def torchrun(plan: Plan, program: str) -> str:
     return f"{before}{line} {program}"
 
 
-def command(lines: Iterable[str]) -> str:
+def join_command(lines: Iterable[str]) -> str:
     """Join lines of a shell command."""
     return " \\\n  ".join(lines)
-
-
-def padding_sentences(batch: Batch, why: str) -> Iterator[str]:
-    """Yield the cost of padding every pack to the longest, or nothing if all are equal."""
-    if batch.fullness == 1:
-        return
-    filled = f"{100 * batch.fullness:.1f} % of the {batch.sequence_length:,}"
-    yield f"{why}: the plan's packs fill {filled} tokens on the mean."

@@ -11,12 +11,10 @@ from omnibal.trainers.export.megatron_flags import (
     Batch,
     Flags,
     as_flags,
-    command,
     flag_lines,
     fp8_flags,
-    language_recompute,
+    join_command,
     launch_variables,
-    padding_sentences,
     parallel_fields,
     plan_layout,
     recompute_fields,
@@ -29,39 +27,34 @@ _PROGRAM = "YOUR_TRAINING_SCRIPT.py"
 
 def export(given: ExportInput) -> Exported:
     """Write a plan's flags for Megatron-LM's launcher, and its packs for Energon."""
-    plan, batch = given.files.plan, Batch.of(given)
+    plan, batch, files = given.plan, Batch.of(given), energon_files(given)
     layout, has_ranks = plan_layout(plan), plan.parallel.data > 1
-    lines = flag_lines(
-        as_flags(parallel_fields(plan)),
-        split_flags(layout),
-        as_flags(recompute_fields(language_recompute(plan))),
-        _encoder_flags(plan),
-        {
-            "seq-length": str(batch.sequence_length),
-            "micro-batch-size": "1",
-            "global-batch-size": str(batch.packs_per_step),
-            **({} if batch.steps is None else {"train-iters": str(batch.steps)}),
-            "calculate-per-token-loss": None,
-            "use-distributed-optimizer": None,
-            **({"overlap-grad-reduce": None, "overlap-param-gather": None} if has_ranks else {}),
-            **({} if plan.precision == "fp32" else {"bf16": None}),
-            **fp8_flags(plan),
-        },
-        {"pretrained-checkpoint": "$MODEL", "load": "$OUTPUT", "save": "$OUTPUT"},
-        {"save-interval": "500", "lr": "$LR"},
-    )
-    files = energon_files(given)
-    data = {
-        "dataloader-type": "external",
-        "data-path": f"$EXPORT/{FOLDER}/meta.yaml",
-        "num-workers": str(given.workers),
+    flags = {
+        **as_flags(parallel_fields(plan)),
+        **_layer_flags(plan),
+        "seq-length": str(batch.sequence_length),
+        "micro-batch-size": "1",
+        "global-batch-size": str(given.packs_per_step),
+        **({} if given.full_steps is None else {"train-iters": str(given.full_steps)}),
+        "calculate-per-token-loss": None,
+        "use-distributed-optimizer": None,
+        **({"overlap-grad-reduce": None, "overlap-param-gather": None} if has_ranks else {}),
+        **({} if plan.precision == "fp32" else {"bf16": None}),
+        **fp8_flags(plan),
+        "pretrained-checkpoint": "$MODEL",
+        "load": "$OUTPUT",
+        "save": "$OUTPUT",
+        "save-interval": "500",
+        "lr": "$LR",
     }
+    if files:
+        flags["dataloader-type"] = "external"
+        flags["data-path"] = f"$EXPORT/{FOLDER}/meta.yaml"
+        flags["num-workers"] = str(given.workers)
     return Exported(
         files=files,
         variables=launch_variables(given, SCRIPT=_PROGRAM),
-        command=command(
-            [torchrun(plan, '"$SCRIPT"'), *lines, *(flag_lines(data) if files else [])]
-        ),
+        command=join_command([torchrun(plan, '"$SCRIPT"'), *flag_lines(flags)]),
         settings=f"layout in full: {layout.text}\nlayout in short: {layout.short_text}\n",
         given_up=tuple(_given_up(plan, batch, bool(files))),
         notes=(*_notes(plan), *energon_notes(given, files)),
@@ -70,20 +63,19 @@ def export(given: ExportInput) -> Exported:
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return flags of the split and recomputation."""
-    recompute = as_flags(recompute_fields(language_recompute(plan)))
-    return flag_lines(split_flags(plan_layout(plan)), recompute, _encoder_flags(plan))
+    return flag_lines(_layer_flags(plan))
 
 
-def _encoder_flags(plan: Plan) -> Flags:
-    return {"recompute-vision": None} if recomputed_encoders(plan) else {}
+def _layer_flags(plan: Plan) -> Flags:
+    encoders = {"recompute-vision": None} if recomputed_encoders(plan) else {}
+    return {**split_flags(plan_layout(plan)), **as_flags(recompute_fields(plan)), **encoders}
 
 
 def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
     if plan.parallel.pipeline > 1:
-        yield from padding_sentences(
-            batch,
+        yield from batch.padding_notes(
             "Megatron-LM's own launcher sets variable_seq_lengths to false, so that stages "
-            "exchange micro-batches of one length and every pack is padded to the longest",
+            "exchange micro-batches of one length and every pack is padded to the longest"
         )
     if not has_packs:
         yield without_packs("Megatron-LM")
@@ -103,9 +95,9 @@ def _notes(plan: Plan) -> Iterator[str]:
         "no --disable-bias-linear": language.bias,
         "--softmax-type learnable": language.sinks,
     }
-    given = [flag for flag, has in unusual.items() if has]
-    if given:
-        yield f"{plan.model.name} is built with {', '.join(given)}."
+    flags = ", ".join(flag for flag, is_needed in unusual.items() if is_needed)
+    if flags:
+        yield f"{plan.model.name} is built with {flags}."
     yield (
         "The first stage holds the encoders beside its layers of the language model, as in "
         "examples/multimodal; the split counts layers of the language model alone."
@@ -125,11 +117,11 @@ def _notes(plan: Plan) -> Iterator[str]:
     encoders = recomputed_encoders(plan)
     if encoders:
         yield (
-            f"All layers of {', '.join(encoders)} are recomputed: `--recompute-vision` is a flag "
+            f"All layers of {encoders} are recomputed: `--recompute-vision` is a flag "
             "of examples/multimodal's launcher, which Megatron-LM's own parser does not have; see "
             "to it that your script takes it."
         )
-    elif language_recompute(plan) and len(model_parts(plan.model)) > 1:
+    elif recompute_fields(plan)["recompute_num_layers"] and len(model_parts(plan.model)) > 1:
         yield (
             f"The recompute flags are of {LANGUAGE} alone; no layer of an encoder is recomputed. "
             "See to it that your model gives its encoders a configuration of their own."

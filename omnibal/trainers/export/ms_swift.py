@@ -13,43 +13,41 @@ from omnibal.job.plan import Plan
 from omnibal.model.adapters import ALL_LINEAR, AdapterConfig
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import LANGUAGE
-from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file, shell_word
-from omnibal.trainers.export.layout import split_flags
+from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file
+from omnibal.trainers.export.layout import all_or_none, split_flags
 from omnibal.trainers.export.megatron_flags import (
     as_flags,
-    command,
     devices_and_nodes,
     flag_lines,
     fp8_flags,
-    language_recompute,
+    join_command,
     launch_variables,
     parallel_fields,
     plan_layout,
     recompute_fields,
 )
 from omnibal.trainers.export.ms_swift_records import write_rows
-from omnibal.trainers.export.order_file import sample_numbers
-from omnibal.trainers.export.recomputed_layers import all_or_none
+from omnibal.trainers.export.reading_order import sample_numbers
 
 _ROWS, _CHECK = "train.jsonl", "check_packs.py"
 _DEEPSTACK = "deepstack_merger"
 """Part of the names of deepstack projectors' parameters."""
-Flags = Mapping[str, str]
+Flags = dict[str, str]
 """Values of flags by name without dashes."""
 
 
 def export(given: ExportInput) -> Exported:
     """Make rows and flags for `megatron sft`."""
-    plan = given.files.plan
+    plan = given.plan
     overlaps = _truth(plan.parallel.data > 1)
-    flags: dict[str, str] = {
+    flags = {
         **_data_flags(given),
-        **_as_ms_swifts({**as_flags(parallel_fields(plan)), **_split(plan)}),
-        **_recompute_flags(plan),
+        **_spell(as_flags(parallel_fields(plan))),
+        **_layer_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": "1",
         "global_batch_size": str(given.packs_per_step),
-        **_steps(given, "train_iters"),
+        **({} if given.full_steps is None else {"train_iters": str(given.full_steps)}),
         "train_dataloader_shuffle": "false",
         # As predicted: sharded state, fp32 gradients, overlapped reduction.
         "use_distributed_optimizer": "true",
@@ -58,38 +56,36 @@ def export(given: ExportInput) -> Exported:
         "overlap_param_gather": overlaps,
         **_frozen_flags(plan),
         "torch_dtype": _dtype(plan),
-        **_as_ms_swifts(fp8_flags(plan)),
+        **_spell(fp8_flags(plan)),
     }
-    return _exported(given, "megatron sft", flags)
+    return _export(given, "megatron sft", {"lr": "$LR", **flags})
 
 
 def export_deepspeed(given: ExportInput) -> Exported:
     """Make rows and flags for `swift sft` with DeepSpeed's ZeRO-3."""
-    plan = given.files.plan
-    again = all_or_none(plan.stages_at(0), LANGUAGE)
-    flags: dict[str, str] = {
+    plan = given.plan
+    flags = {
         **_data_flags(given),
         "deepspeed": "zero3",
         "attn_impl": "flash_attn",
         "per_device_train_batch_size": "1",
         "gradient_accumulation_steps": str(given.packs_per_step // plan.parallel.data),
-        **_steps(given, "max_steps"),
+        **({} if given.full_steps is None else {"max_steps": str(given.full_steps)}),
         "train_dataloader_shuffle": "false",
         "dataloader_drop_last": "true",
-        "gradient_checkpointing": _truth(bool(again)),
+        "gradient_checkpointing": _truth(bool(all_or_none(plan.stages_at(0), LANGUAGE))),
         "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
         **_frozen_flags(plan),
         "torch_dtype": _dtype(plan),
     }
-    return _exported(given, "swift sft", flags)
+    return _export(given, "swift sft", {"learning_rate": "$LR", **flags})
 
 
-def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
+def _export(given: ExportInput, program: str, flags: Flags) -> Exported:
     order, annotations = given.order, given.annotations
     files: dict[str, Writer] = {} if order is None else {_CHECK: script_file(_CHECK)}
     if order is not None and annotations is not None:
-        samples = sample_numbers(order, given.files.steps[1])
-        of_tiles = _takes_tiles(given.files.plan)
+        samples, of_tiles = sample_numbers(order, given.lengths), _takes_tiles(given.plan)
         files[_ROWS] = lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)
     given_up = []
     if annotations is not None and annotations.augmented:
@@ -100,7 +96,7 @@ def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
     return Exported(
         files=files,
         variables=launch_variables(given),
-        command=_command(given.files.plan, program, flags),
+        command=_command(given.plan, program, flags),
         given_up=tuple(given_up),
         notes=tuple(_notes(given)),
     )
@@ -108,11 +104,6 @@ def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
 
 def _takes_tiles(plan: Plan) -> bool:
     return any(isinstance(tower, TilesEncoder) for tower in plan.model.encoders.values())
-
-
-def _steps(given: ExportInput, name: str) -> Flags:
-    order = given.order
-    return {} if order is None else {name: str(len(order) // given.packs_per_step)}
 
 
 def _data_flags(given: ExportInput) -> Flags:
@@ -135,24 +126,22 @@ def _data_flags(given: ExportInput) -> Flags:
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return flags of the split and recomputation."""
-    flags = {**_as_ms_swifts(_split(plan)), **_recompute_flags(plan)}
+    flags = _layer_flags(plan)
     return flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
 
 
-def _split(plan: Plan) -> Flags:
-    return split_flags(plan_layout(plan)) if plan.parallel.pipeline > 1 else {}
-
-
-def _recompute_flags(plan: Plan) -> Flags:
-    """Always set a number, as the trainer's default recomputes some layers."""
-    flags = _as_ms_swifts(as_flags(recompute_fields(language_recompute(plan))))
+def _layer_flags(plan: Plan) -> Flags:
+    """Return flags of the split and recomputation; granularity is `none` without recomputation, as
+    the trainer's default recomputes some layers."""
     return {
-        **(flags or {"recompute_granularity": "none"}),
+        **(_spell(split_flags(plan_layout(plan))) if plan.parallel.pipeline > 1 else {}),
+        **(_spell(as_flags(recompute_fields(plan))) or {"recompute_granularity": "none"}),
         "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
     }
 
 
-def _as_ms_swifts(flags: Mapping[str, str | None]) -> Flags:
+def _spell(flags: Mapping[str, str | None]) -> Flags:
+    """Return Megatron-LM's flags as ms-swift spells them."""
     return {
         name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
     }
@@ -160,25 +149,22 @@ def _as_ms_swifts(flags: Mapping[str, str | None]) -> Flags:
 
 def _recomputes_encoders(plan: Plan) -> bool:
     again = {name: bool(all_or_none(plan.stages_at(0), name)) for name in plan.model.encoders}
-    return _alike(again, "recomputes the layers of")
+    return _common_value(again, "recomputes the layers of")
 
 
 def _frozen_flags(plan: Plan) -> Flags:
     """Return flags of trained parts: by default encoders and projectors are frozen."""
-    encoders = {name: name in plan.frozen for name in plan.model.encoders}
-    projectors = {
-        part: part in plan.frozen
-        for part in {span.part for stage in plan.stages for span in stage.units}
-        if part.endswith("projector")
-    }
+    encoders, parts = plan.model.encoders, {span.part for s in plan.stages for span in s.units}
     flags = {"tuner_type": "full", "freeze_llm": _truth(LANGUAGE in plan.frozen)}
     if plan.adapters is not None:
         flags |= _adapter_flags(plan.adapters, has_encoders=bool(encoders))
     if not encoders:
         return flags
-    tower, aligner = _alike(encoders, "freezes"), _alike(projectors, "freezes")
+    tower = _common_value({name: name in plan.frozen for name in encoders}, "freezes")
+    projectors = {part: part in plan.frozen for part in parts if part.endswith("projector")}
+    aligner = _common_value(projectors, "freezes")
     # Deepstack projectors are the aligner's there, and the tower's here.
-    has_deepstack = any(each.deepstack_features for each in plan.model.encoders.values())
+    has_deepstack = any(encoder.deepstack_features for encoder in encoders.values())
     if tower != aligner and has_deepstack and plan.adapters is None:
         flags["freeze_parameters_regex" if tower else "trainable_parameters_regex"] = _DEEPSTACK
     return flags | {"freeze_vit": _truth(tower), "freeze_aligner": _truth(aligner)}
@@ -201,7 +187,7 @@ def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:
     return flags | {"target_regex": rf"{within}\.({ends})"}
 
 
-def _alike(parts: Mapping[str, bool], verb: str) -> bool:
+def _common_value(parts: Mapping[str, bool], verb: str) -> bool:
     """Return the parts' common value, or raise."""
     if len(set(parts.values())) > 1:
         some = [name for name, holds in parts.items() if holds]
@@ -223,16 +209,14 @@ def _truth(value: bool) -> str:
 
 def _command(plan: Plan, program: str, flags: Flags) -> str:
     """Return shell lines of a command."""
-    rate = "lr" if program.startswith("megatron") else "learning_rate"
-    flags = {"model": "$MODEL", "output_dir": "$OUTPUT", rate: "$LR", **flags}
     per_node, nodes = devices_and_nodes(plan)
     environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
     if nodes > 1:
         names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
         lines.append(" ".join([f"NNODES={nodes}", *(f'{name}="${name}"' for name in names)]))
-    lines += [program, *(f"--{name} {shell_word(value)}" for name, value in flags.items())]
-    return command(lines)
+    names_flags = {"model": "$MODEL", "output_dir": "$OUTPUT"}
+    return join_command([*lines, program, *flag_lines({**names_flags, **flags})])
 
 
 def _image_sizes(plan: Plan) -> Flags:
@@ -273,7 +257,7 @@ def _notes(given: ExportInput) -> Iterator[str]:
         "--strict true ends a run at a row that cannot be read. Without it the row is left out, "
         "and the packs shift."
     )
-    if _takes_tiles(given.files.plan):
+    if _takes_tiles(given.plan):
         yield (
             "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "
             "trainer, and lengths of `omnibal lengths`, let the images of a sample share them."

@@ -1,9 +1,9 @@
 """Samples as ms-swift's rows: `messages` and media files.
 
-Read in ms-swift 4.6.0, swift/dataset/preprocessor/core.py (`RowPreprocessor`): a message has a role
-of `_ROLES`, a text, and for an assistant's `loss`; other keys are silently dropped. Hugging Face's
-JSON reader infers column types from the first 10 MiB (datasets 4.8.4,
-packaged_modules/json/json.py): columns absent there crash the run later.
+Read in ms-swift 4.6.0, swift/dataset/preprocessor/core.py (`RowPreprocessor`): a message has a
+role, a text, and for an assistant's `loss`; other keys are silently dropped. Hugging Face's JSON
+reader infers column types from the first 10 MiB (datasets 4.8.4, packaged_modules/json/json.py):
+columns absent there crash the run later.
 """
 
 import json
@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.data.annotations import Annotations, StoredRecord
-from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
+from omnibal.data.annotations import Annotations
+from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.stored_files import StoredFile
 
 _TYPED_BYTES = 10 << 20
 """Bytes of a file read for column type inference."""
-_ROLES = frozenset(("system", "user", "assistant"))
 _LOSS = "loss"
 Row = dict[str, Any]
 
@@ -28,14 +27,16 @@ Row = dict[str, Any]
 def write_rows(
     annotations: Annotations, samples: np.ndarray, path: Path, *, of_tiles: bool = False
 ) -> None:
-    """Write a row per sample, in order; `of_tiles` if the model tiles images, as InternVL does."""
+    """Write a row per sample, in order; `of_tiles` if the model tiles images, as InternVL does.
+
+    A record that is such a row already is copied as it is.
+    """
     begins: dict[str, int] = {}  # first byte of the rows with an optional key
     with path.open("wb") as file:
         for sample in samples.tolist():
-            stored = annotations.read_stored(sample)
-            row, line = _plain_row(stored, of_tiles=of_tiles), stored.content.strip()
-            if row is None:
-                row = row_of(annotations[sample], of_tiles=of_tiles)
+            row = row_of(annotations[sample], of_tiles=of_tiles)
+            line = annotations.read_stored(sample).content.strip()
+            if b"\n" in line or json.loads(line) != row:
                 line = json.dumps(row, ensure_ascii=False).encode()
             has_loss = any(_LOSS in message for message in row["messages"])
             for key in [*(row.keys() - {"messages"}), *[_LOSS] * has_loss]:
@@ -48,43 +49,6 @@ def write_rows(
             f"{path.name}, and the reader knows a column by the first {_TYPED_BYTES >> 20} MiB: "
             "plan with another --seed, so that one of these samples comes earlier"
         )
-
-
-def _plain_row(stored: StoredRecord, *, of_tiles: bool) -> Row | None:
-    """Return a record that is already a valid row, or None if it must be rewritten."""
-    try:
-        record = json.loads(stored.content)
-    except (ValueError, RecursionError):  # reported when read as a sample
-        return None
-    if not isinstance(record, dict) or not {"messages"} <= set(record) <= {"messages", "images"}:
-        return None
-    one_line = stored.content.strip()
-    if b"\n" in one_line or one_line[:1] != b"{":
-        return None
-    messages, images = record["messages"], record.get("images", [])
-    if not isinstance(messages, list) or not all(map(_is_plain_message, messages)):
-        return None
-    if of_tiles and any(f"{IMAGE}\n" in message["content"] for message in messages):
-        return None  # its line break is to be dropped
-    roles = [message["role"] for message in messages]
-    turns = roles[roles[:1] == ["system"] :]
-    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
-        return None
-    shown = sum(message["content"].count(IMAGE) for message in messages)
-    if not isinstance(images, list) or len(images) != shown or ("images" in record and not images):
-        return None
-    return record if all(isinstance(p, str) and Path(p).is_absolute() for p in images) else None
-
-
-def _is_plain_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and message["role"] in _ROLES
-        and isinstance(message["content"], str)
-        and VIDEO not in message["content"]
-        and AUDIO not in message["content"]
-    )
 
 
 def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:

@@ -1,10 +1,35 @@
-"""Reading order of a plan's packs: by step, slot, rank; rank r of R reads packs r, r + R, ..."""
+"""Reading order of a plan's packs (by step, slot, rank), and its file `order.parquet`.
+
+Rank r of R reads packs r, r + R, ...
+"""
+
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from omnibal.job.plan import DataPlan
+from omnibal.base.files import atomic
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.job.plan import Plan
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.steps.full_steps import size_of_step
+
+ORDER_FILE = "order.parquet"
+COLUMNS = {
+    "pack": "number of the pack in reading order, from 0",
+    "step": "step that trains it, from 0",
+    "rank": "data-parallel rank that trains it",
+    "slot": "place among that rank's micro-batches of the step",
+    "source": "name of the sample's source",
+    "sample": "number of the sample in all of the data, from 0",
+    "record": "number of the sample's record in its file, from 0, or without --data its row among "
+    "those of its source; left out where nothing tells it",
+    "file": "file of the record, with --data",
+    "tokens": "language tokens; behind it, columns of the items that encoders take",
+}
+"""Columns of `order.parquet`, a row per sample in reading order."""
 
 
 def reading_order(packs: ScheduledPacks) -> ScheduledPacks:
@@ -12,7 +37,66 @@ def reading_order(packs: ScheduledPacks) -> ScheduledPacks:
     return packs.take(np.lexsort((packs.dp_rank, packs.slot, packs.step)))
 
 
-def packs_per_step(data: DataPlan, ranks: int) -> int:
+def packs_per_step(plan: Plan) -> int:
     """Return the global batch in packs. Short epochs are one step with equally loaded ranks."""
-    packs = data.packs // data.epochs
-    return size_of_step(packs, data.packs_per_step, ranks) or data.packs_per_step
+    data, ranks = plan.data, plan.parallel.data
+    if data is None:
+        return 0 if plan.shapes is None else plan.shapes.micro_batches_per_step * ranks
+    return (
+        size_of_step(data.packs // data.epochs, data.packs_per_step, ranks) or data.packs_per_step
+    )
+
+
+def sample_numbers(order: ScheduledPacks, lengths: Lengths) -> np.ndarray:
+    """Return every row's sample number in `Annotations`. int64 [rows]"""
+    rows = order.packs.samples
+    return rows if lengths.sample is None else lengths.sample[rows]
+
+
+def record_numbers(
+    order: ScheduledPacks, lengths: Lengths, annotations: Annotations | None
+) -> np.ndarray | None:
+    """Return every row's record number in its file, int64 [rows].
+
+    Without data, the index within its source, or None if several sources had skipped records.
+    """
+    numbers = sample_numbers(order, lengths)
+    if annotations is not None:
+        return annotations.number[numbers]
+    if lengths.sample is None:
+        source = lengths.source
+        by_source = np.argsort(source, kind="stable")
+        first = np.searchsorted(source[by_source], source)
+        place = np.empty(len(source), np.int64)
+        place[by_source] = np.arange(len(source))
+        return (place - first)[order.packs.samples]
+    return numbers if len(lengths.source_names) == 1 else None
+
+
+def write_order(
+    order: ScheduledPacks, lengths: Lengths, annotations: Annotations | None, path: Path
+) -> None:
+    """Write `order.parquet`."""
+    rows, pack = order.packs.samples, order.packs.pack_of_sample
+    sample = sample_numbers(order, lengths)
+    columns = {
+        "pack": pa.array(pack),
+        "step": pa.array(order.step[pack]),
+        "rank": pa.array(order.dp_rank[pack]),
+        "slot": pa.array(order.slot[pack]),
+        "source": pa.DictionaryArray.from_arrays(
+            pa.array(lengths.source[rows]), list(lengths.source_names)
+        ),
+        "sample": pa.array(sample),
+    }
+    record = record_numbers(order, lengths, annotations)
+    if record is not None:
+        columns["record"] = pa.array(record)
+    if annotations is not None:
+        columns["file"] = pa.DictionaryArray.from_arrays(
+            pa.array(annotations.file[sample]), list(map(str, annotations.files))
+        )
+    columns["tokens"] = pa.array(lengths.tokens[rows])
+    columns |= {name: pa.array(lengths.items[name][rows]) for name in lengths.item_names}
+    with atomic(path) as temporary:
+        pq.write_table(pa.table(columns), temporary)

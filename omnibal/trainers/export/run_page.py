@@ -1,46 +1,112 @@
 """`RUN.md`: an export's training command and expected run."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
+import numpy as np
+
+from omnibal.base.frozen import Frozen
 from omnibal.job.plan import Plan
+from omnibal.job.planner import prediction_of
 from omnibal.job.published_errors import errors_of_plan
-from omnibal.trainers.export.expected import Expected
+from omnibal.model.limits import memory_cap_gib
 from omnibal.trainers.export.exported import Exported, ExportInput
-from omnibal.trainers.export.order_file import COLUMNS, ORDER_FILE
+from omnibal.trainers.export.reading_order import COLUMNS, ORDER_FILE
 
 RUN_PAGE = "RUN.md"
 
 
+class Expected(Frozen):
+    """Simulated figures of a plan's run by another trainer, or None without samples."""
+
+    steps: int | None = None
+    """Full steps."""
+    packs_per_step: int
+    micro_batches: int
+    packs: int | None = None
+    samples: int | None = None
+    """Samples in these steps, counted once per epoch."""
+    samples_per_step: float | None = None
+    dropped_packs: int = 0
+    """Packs of a dropped incomplete last step."""
+    dropped_samples: int = 0
+    """Samples dropped, including samples in no step of the plan."""
+    step_ms: float
+    samples_per_second: float | None
+    samples_per_second_per_gpu: float | None
+    bubble: float
+    """Idle share of device time."""
+    peak_gib: tuple[float, ...]
+    usable_gib: float
+    """Usable memory of a device."""
+    device_gib: float
+    cost_source: str
+
+    @classmethod
+    def of(cls, given: ExportInput) -> Self:
+        """Count trained samples, and copy the plan's predicted time and memory."""
+        plan, job, prediction = given.plan, given.files.job, given.plan.prediction
+        if prediction is None:  # as it was removed
+            packs, lengths = given.files.steps
+            workload = job.workload(packs, lengths, plan.pack_levels)
+            prediction = prediction_of(plan, job, packs, workload)
+        per_gpu = prediction.samples_per_second_per_gpu
+        return cls(
+            **_count_trained(given),
+            packs_per_step=given.packs_per_step,
+            micro_batches=given.packs_per_step // plan.parallel.data,
+            step_ms=prediction.step_ms,
+            samples_per_second=None if per_gpu is None else per_gpu * plan.parallel.world_size,
+            samples_per_second_per_gpu=per_gpu,
+            bubble=prediction.bubble_fraction,
+            peak_gib=tuple(stage.memory.peak_gib for stage in prediction.stages),
+            usable_gib=memory_cap_gib(plan.cluster),
+            device_gib=plan.cluster.memory_gib,
+            cost_source=prediction.cost_source,
+        )
+
+
+def _count_trained(given: ExportInput) -> dict[str, Any]:
+    """Return the fields of `Expected` on packs and samples of full steps."""
+    order, data, steps = given.order, given.plan.data, given.full_steps
+    if order is None or data is None or steps is None:
+        return {}
+    packs, sizes = steps * given.packs_per_step, np.diff(order.packs.offsets)
+    trained = int(sizes[:packs].sum())
+    return {
+        "steps": steps,
+        "packs": packs,
+        "samples": trained,
+        "samples_per_step": trained / steps if steps else None,
+        "dropped_packs": len(order) - packs,
+        "dropped_samples": int(sizes.sum()) - trained + data.left_out,
+    }
+
+
 def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
-    sections = [
-        _opening(given),
-        _section("Command", f"```bash\n{exported.script}\n```"),
-        _section("Settings", exported.settings and f"```\n{exported.settings.rstrip()}\n```"),
-        _section("What to expect", _expectation(given.files.plan, expected)),
-        _section("Stages", _stages(given.files.plan, expected)),
-        _section("What is not as planned", _listed(exported.given_up)),
-        _section("Notes", _listed(exported.notes)),
-        _section("Files", _listed(_files(given, exported))),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _section(title: str, text: str) -> str:
-    return f"## {title}\n\n{text}" if text else ""
-
-
-def _listed(sentences: Iterable[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences)
-
-
-def _opening(given: ExportInput) -> str:
-    plan, target = given.files.plan, given.target
-    return (
+    """Return the text of `RUN.md`."""
+    plan, target = given.plan, given.target
+    sections = {
+        "Command": f"```bash\n{exported.script}\n```",
+        "Settings": exported.settings and f"```\n{exported.settings.rstrip()}\n```",
+        "What to expect": _expectation(plan, expected),
+        "Stages": _stages(plan, expected),
+        "What is not as planned": _list(exported.given_up),
+        "Notes": _list(exported.notes),
+        "Files": _list(_files(given, exported)),
+    }
+    opening = (
         f"# {plan.model.name} on {plan.parallel.world_size:,} GPUs with {target.title}\n\n"
         f"A plan of `omnibal plan` as the files and flags of {target.title}, written by `omnibal "
         f"export`. Files and flags are those of its version {target.version}. Parallel sizes: "
         f"{plan.parallel.text}."
     )
+    parts = (f"## {title}\n\n{text}" for title, text in sections.items() if text)
+    return "\n\n".join([opening, *parts]) + "\n"
+
+
+def _list(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def _expectation(plan: Plan, expected: Expected) -> str:
@@ -51,7 +117,7 @@ def _expectation(plan: Plan, expected: Expected) -> str:
     if expected.samples_per_step is not None:
         rows.append(("samples a step, mean", f"{expected.samples_per_step:,.1f}"))
     rows.append(("step time, mean", f"{expected.step_ms:,.1f} ms"))
-    if expected.samples_per_second is not None and expected.samples_per_second_per_gpu is not None:
+    if expected.samples_per_second is not None:
         rows.append(("samples a second", f"{expected.samples_per_second:,.2f}"))
         rows.append(("samples a second and GPU", f"{expected.samples_per_second_per_gpu:,.3f}"))
     if plan.schedule.chunks > 1:
@@ -60,12 +126,10 @@ def _expectation(plan: Plan, expected: Expected) -> str:
     peak = f"{max(expected.peak_gib):.1f} GiB of {expected.device_gib:g} GiB"
     planned = f"{expected.usable_gib:.1f} GiB were planned with"
     rows.append(("memory of the fullest device, peak", f"{peak} ({planned})"))
-    table = _table(("", "expected"), rows)
     how = "measured" if expected.cost_source.startswith("profile:") else "counted"
-    source = f"{how} ({expected.cost_source})"
     return (
-        f"{table}\n\nAll of this is simulated, with costs that were {source}. Error of such "
-        f"predictions: {errors_of_plan(plan)}."
+        f"{_table(('', 'expected'), rows)}\n\nAll of this is simulated, with costs that were {how} "
+        f"({expected.cost_source}). Error of such predictions: {errors_of_plan(plan)}."
     )
 
 
@@ -88,6 +152,6 @@ def _files(given: ExportInput, exported: Exported) -> list[str]:
     names = [f"`{name}`" for name in sorted(exported.files)]
     if given.order is None:
         return names or ["none: the plan is of shapes only, so that it has no samples to order"]
-    columns = [f"  - `{name}`: {what}" for name, what in COLUMNS.items()]
     about = f"`{ORDER_FILE}`: every sample, a row each, in the order of reading, with the columns"
+    columns = (f"  - `{name}`: {meaning}" for name, meaning in COLUMNS.items())
     return [*names, "\n".join([about, *columns])]

@@ -24,9 +24,9 @@ from omnibal.trainers.export.exported import (
     json_file,
     script_file,
 )
+from omnibal.trainers.export.layout import all_or_none
 from omnibal.trainers.export.megatron_flags import launch_variables, torchrun
-from omnibal.trainers.export.order_file import record_numbers, sample_numbers
-from omnibal.trainers.export.recomputed_layers import all_or_none
+from omnibal.trainers.export.reading_order import record_numbers, sample_numbers
 
 _ORDER, _SCRIPT = "sampler_order.npy", "xtuner_packs.py"
 _PLAIN = -1
@@ -34,7 +34,7 @@ _PLAIN = -1
 
 
 def export(given: ExportInput) -> Exported:
-    plan = given.files.plan
+    plan = given.plan
     for path in () if given.annotations is None else given.annotations.files:
         if path.suffix == ".tar" or is_array(path):
             kind = "a tar shard" if path.suffix == ".tar" else "a JSON array"
@@ -53,13 +53,11 @@ def export(given: ExportInput) -> Exported:
 
 
 def _files(given: ExportInput) -> dict[str, Writer]:
-    order, annotations = given.order, given.annotations
-    if order is None:
+    order, annotations, steps = given.order, given.annotations, given.full_steps
+    if order is None or steps is None:
         return {}
-    full = given.packs_per_step
-    whole = np.arange(len(order) // full * full, dtype=np.int64)  # packs of all full steps
-    files = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(whole)}
-    lengths = given.files.steps[1]
+    whole = np.arange(steps * given.packs_per_step, dtype=np.int64)  # packs of all full steps
+    files, lengths = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(whole)}, given.lengths
     record = record_numbers(order, lengths, annotations)
     if record is None:
         return files
@@ -79,50 +77,48 @@ def _files(given: ExportInput) -> dict[str, Writer]:
 
 
 def _settings(given: ExportInput) -> str:
+    """Return the statements of a config on data, FSDP and recomputation."""
     if given.order is None:
         return ""
-    plan, yours = given.files.plan, launch_variables(given)
+    plan, datasets = given.plan, "\n".join(_datasets(given))
     ratio = 1.0 if all_or_none(plan.stages_at(0), LANGUAGE) else 0.0
-    batch = given.packs_per_step
-    lines = [
-        "import sys",
-        "",
-        "from xtuner.v1.config import AdamWConfig, FSDPConfig",
-        "from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig",
-        "",
-        f"EXPORT = {str(given.folder)!r}",
-        f"MODEL = {given.checkpoint or plan.model.name!r}",
-        "OUTPUT = f'{EXPORT}/output'",
-        f"LR = {yours['LR']}",
-        "sys.path.insert(0, EXPORT)",
-        "import xtuner_packs  # packs shorter than pack_max_length, and their images",
-        "",
-        "# tokenize_fn: the one of your model; it must count tokens as the plan's lengths do.",
-        "dataset_config = [",
-        *_datasets(given),
-        "]",
-        "dataloader_config = DataloaderConfig(",
-        "    dataset_config_list=dataset_config,",
-        '    pack_level="preset",',
-        "    pack_config_path=EXPORT,",
-        '    sampler_type="preset",',
-        f"    sampler_config_path=f'{{EXPORT}}/{_ORDER}',",
-        f"    pack_max_length={given.longest_pack},",
-        "    group_by_length=False,",
-        ")",
-        f"fsdp_config = FSDPConfig(recompute_ratio={ratio})",
-        "# trainer = TrainerConfig(dataloader_cfg=dataloader_config, fsdp_cfg=fsdp_config,",
-        "#                         load_from=MODEL, work_dir=OUTPUT, optim_cfg=AdamWConfig(lr=LR),",
-        f"#                         global_batch_size={batch}, epoch_num=1, ...)",
-    ]
-    return "\n".join(lines)
+    return f"""\
+import sys
+
+from xtuner.v1.config import AdamWConfig, FSDPConfig
+from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
+
+EXPORT = {str(given.folder)!r}
+MODEL = {given.checkpoint or plan.model.name!r}
+OUTPUT = f'{{EXPORT}}/output'
+LR = {launch_variables(given)["LR"]}
+sys.path.insert(0, EXPORT)
+import xtuner_packs  # packs shorter than pack_max_length, and their images
+
+# tokenize_fn: the one of your model; it must count tokens as the plan's lengths do.
+dataset_config = [
+{datasets}
+]
+dataloader_config = DataloaderConfig(
+    dataset_config_list=dataset_config,
+    pack_level="preset",
+    pack_config_path=EXPORT,
+    sampler_type="preset",
+    sampler_config_path=f'{{EXPORT}}/{_ORDER}',
+    pack_max_length={given.longest_pack},
+    group_by_length=False,
+)
+fsdp_config = FSDPConfig(recompute_ratio={ratio})
+# trainer = TrainerConfig(dataloader_cfg=dataloader_config, fsdp_cfg=fsdp_config,
+#                         load_from=MODEL, work_dir=OUTPUT, optim_cfg=AdamWConfig(lr=LR),
+#                         global_batch_size={given.packs_per_step}, epoch_num=1, ...)"""
 
 
 def _datasets(given: ExportInput) -> Iterator[str]:
     if given.annotations is None:
         yield "    # every file of the data, by the path that paths.json names"
         return
-    has_images = bool(given.files.plan.model.encoders)
+    has_images = bool(given.plan.model.encoders)
     for path, root in _roots(given.annotations).items():
         media = f", class_name='VLMJsonlDataset', media_root={str(root)!r}" if has_images else ""
         yield f"    {{'dataset': DatasetConfig(anno_path={str(path)!r}{media}),"
@@ -144,10 +140,10 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
 
 
 def _given_up(given: ExportInput) -> Iterator[str]:
-    plan, order = given.files.plan, given.order
+    plan, order = given.plan, given.order
     if order is not None:
         length = given.longest_pack
-        share = order.packs.sums(given.files.steps[1].tokens).mean() / length
+        share = order.packs.sums(given.lengths.tokens).mean() / length
         yield (
             f"XTuner pads every pack to the longest one's {length:,} tokens, and computes the "
             f"padding: packs fill {100 * share:.1f} % of that on the mean."
@@ -170,7 +166,7 @@ def _notes(given: ExportInput) -> Iterator[str]:
         yield "The plan is of shapes only, without packs to write: plan with --lengths."
         return
     if given.annotations is None:
-        yield from _without_data(given.order, given.files.steps[1])
+        yield from _without_data(given.order, given.lengths)
     yield "config.py is yours: the settings above, with the config of your model."
     yield (
         "xtuner_packs.py has not run with XTuner itself, but with a stand-in that has its fields. "

@@ -21,6 +21,8 @@ from omnibal.trainers.lint.flags import (
     is_on,
     is_override,
     read_flags,
+    read_numbers,
+    read_positive,
     whole_number,
 )
 from omnibal.trainers.lint.launch import Launch, Launcher
@@ -49,14 +51,12 @@ def read_launch(
     launch lines needs the `line_number` of one.
     """
     command = _launch_command(read_script(text, given), line_number)
-    flags = read_flags(command.words)
+    flags, environment = read_flags(command.words), command.environment
     by_name = {canonical(name): value for name, value in flags.items()}
     _check_known(by_name)
     launcher = launcher or _launcher_of(command.words, flags, by_name)
     settings = {**DEFAULTS.get(launcher, {}), **by_name}
-    marks = UNKNOWN.findall(" ".join(command.words))
     # Processes per node, if given, times nodes (default 1).
-    environment = command.environment
     a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
     nodes = _count(by_name.get("nnodes") or environment.get("NNODES") or "1")
     told_gpus = None if a_node is None or nodes is None else a_node * nodes
@@ -66,12 +66,10 @@ def read_launch(
         {
             **_fields(settings),
             "launcher": launcher,
-            "flags": {
-                name: None if text is None else show_unknown(text) for name, text in flags.items()
-            },
+            "flags": {name: value and show_unknown(value) for name, value in flags.items()},
             "gpus": gpus or told_gpus,
-            "environment": {name: show_unknown(text) for name, text in command.environment.items()},
-            "unknown": tuple(dict.fromkeys(marks)),
+            "environment": {name: show_unknown(value) for name, value in environment.items()},
+            "unknown": tuple(dict.fromkeys(UNKNOWN.findall(" ".join(command.words)))),
         }
     )
 
@@ -85,11 +83,11 @@ def _launch_command(commands: Sequence[Command], line_number: int | None) -> Com
                 "no part of the command above it, whose lines must all end in a backslash, without "
                 "a blank behind it and without a comment: correct it"
             )
-    everywhere = [command for command in commands if _is_launch(command)]
-    found = [command for command in everywhere if line_number in (None, command.line)]
-    if len(found) == 1:
-        return found[0]
-    if not everywhere:
+    launches = [command for command in commands if _is_launch(command)]
+    chosen = [command for command in launches if line_number in (None, command.line)]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not launches:
         flags = [word for command in commands for word in command.words if word.startswith("--")]
         given = f" among {show_unknown(joined_words(flags[:3]))}" if flags else ""
         raise UserError(
@@ -97,14 +95,14 @@ def _launch_command(commands: Sequence[Command], line_number: int | None) -> Com
             "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
             "the path of a script with one, or flags alone"
         )
-    lines = joined_words([str(command.line) for command in everywhere])
-    if len(everywhere) == 1:
+    lines = joined_words([str(command.line) for command in launches])
+    if len(launches) == 1:
         raise UserError(
             f"--line-number {line_number}: the one launch line is on line {lines}; leave it out"
         )
-    chosen = "none was" if line_number is None else f"line {line_number} was"
+    choice = "none was" if line_number is None else f"line {line_number} was"
     raise UserError(
-        f"the script has {len(everywhere)} launch lines, on lines {lines}, and {chosen} chosen; "
+        f"the script has {len(launches)} launch lines, on lines {lines}, and {choice} chosen; "
         "one at a time is judged: choose it with --line-number"
     )
 
@@ -166,16 +164,16 @@ def _count(text: str | None) -> int | None:
 
 
 def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
+    """Return fields of `Launch` that flags set, by normalised name."""
     given = {name: text for name, text in settings.items() if not is_nothing(text)}
-    fields = {
-        FIELDS[name][0]: FIELDS[name][1](f"--{name}", text)
-        for name, text in given.items()
-        if name in FIELDS
-    }
+    fields: dict[str, object] = {}
+    for name, text in given.items():
+        if name in FIELDS:
+            field, read = FIELDS[name]
+            fields[field] = read(f"--{name}", text)
     if _SPLIT_BY_CHUNK in given:
-        read = FIELDS["custom-pipeline-layers"][1]
-        fields["layers_by_stage"] = read(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
-        fields["is_by_chunk"] = True
+        numbers = read_numbers(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
+        fields |= {"layers_by_stage": numbers, "is_by_chunk": True}
     if is_on(given.get("recompute-activations", "false")):
         fields["recompute"] = "selective"
     if is_on(given.get("recompute-all", "false")):
@@ -183,6 +181,5 @@ def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
     frozen = [part for name, part in FROZEN.items() if is_on(given.get(name, "false"))]
     length = next((name for name in LENGTHS if name in settings), None)
     if length in given:
-        read = FIELDS["micro-batch-size"][1]
-        fields["sequence_length"] = read(f"--{length}", given[length])
+        fields["sequence_length"] = read_positive(f"--{length}", given[length])
     return fields | {"frozen": tuple(dict.fromkeys(frozen))}

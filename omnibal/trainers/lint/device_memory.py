@@ -54,39 +54,37 @@ def device_memories(
     levels: Sequence[Level],
     stages: Sequence[Stage],
     workload: Workload,
-    predicted: Sequence[StageMemory],
+    tensors: Sequence[StageMemory],
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory of a device of every stage, without libraries' buffers on a CPU.
 
-    Args:
-        predicted: tensors of every stage at its peak, with expert-parallel peers' buffers.
+    `tensors` are predicted peaks by stage, with expert-parallel peers' buffers.
     """
-    cost = job.cost_of_all(levels)
+    cost, on_cpu = job.cost_of_all(levels), "CPU" in job.cluster.device
     embed = cost.units[LANGUAGE_EMBED].trained_parameters * cost.rates.weight_bytes
     routed = _routed_bytes(job, workload)
-    found = []
-    for stage, memory in zip(stages, predicted, strict=True):
+    memories = []
+    for stage, memory in zip(stages, tensors, strict=True):
         counts, _ = counts_of_runs(len(cost.kinds), unit_runs(cost.kinds, [stage]))
         held = {name for name, count in zip(cost.units, counts.tolist(), strict=True) if count}
         with_experts = bool(counts @ cost.of_experts)
-        peers_gib = with_experts * cost.expert_peer_bytes / GIB
-        rows = _COPIES * max((each for name, each in routed.items() if name in held), default=0)
-        idle_gib = _LEFT_GIB + (embed * (LANGUAGE_EMBED in held) + rows) / GIB
-        outside_gib = _CONTEXT_GIB + _groups_gib(job, levels, with_experts) + peers_gib
-        if "CPU" in job.cluster.device:
-            peers_gib = idle_gib = outside_gib = 0.0
+        peers_gib = 0.0 if on_cpu else with_experts * cost.expert_peer_bytes / GIB
         passes_gib = memory.passes_gib - peers_gib
         allocated_gib = memory.state_gib + passes_gib
-        left_gib = job.trainer.runtime.fragmentation * passes_gib
-        reserved_gib = allocated_gib + idle_gib + left_gib
-        found.append(
+        reserved_gib = allocated_gib + job.trainer.runtime.fragmentation * passes_gib
+        outside_gib = 0.0
+        if not on_cpu:
+            rows = _COPIES * max((size for name, size in routed.items() if name in held), default=0)
+            reserved_gib += _LEFT_GIB + (embed * (LANGUAGE_EMBED in held) + rows) / GIB
+            outside_gib = _CONTEXT_GIB + _groups_gib(job, levels, with_experts) + peers_gib
+        memories.append(
             DeviceMemory(
                 allocated_gib=allocated_gib,
                 reserved_gib=reserved_gib,
                 device_gib=reserved_gib + outside_gib,
             )
         )
-    return tuple(found)
+    return tuple(memories)
 
 
 def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
@@ -94,18 +92,18 @@ def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
     if job.parallel.expert == 1:
         return {}
     largest = workload.features.max(axis=0)
-    lines = kept_lines(job.pipeline_model, job.parallel, job.precision)
+    kept = kept_lines(job.pipeline_model, job.parallel, job.precision)
     return {
-        name: float(line.bytes @ largest[: len(line.bytes)])
-        for name, of_kind in lines.items()
-        for line in of_kind
-        if line.what == ROUTED
+        name: float(tensor.bytes @ largest[: len(tensor.bytes)])
+        for name, tensors in kept.items()
+        for tensor in tensors
+        if tensor.what == ROUTED
     }
 
 
 def _groups_gib(job: JobSpec, levels: Sequence[Level], with_experts: bool) -> float:
     """Return NCCL buffers of a rank's groups, without expert peers' buffers."""
-    sizes, mib = job.parallel, 0.0
+    sizes, peers_mib = job.parallel, 0.0
     ranks = [sizes.tensor, sizes.pipeline, sizes.data]
     if sizes.tensor > 1 or sizes.pipeline > 1:
         ranks.append(sizes.tensor * sizes.pipeline)  # for the gradients' norm
@@ -113,9 +111,8 @@ def _groups_gib(job: JobSpec, levels: Sequence[Level], with_experts: bool) -> fl
         ranks.append(sizes.expert_data)
     for level in levels:
         if level.exchange is ContextExchange.HEADS:
-            mib += (level.context - 1) * job.cluster.peer_bytes / 2**20
+            peers_mib += (level.context - 1) * job.cluster.peer_bytes / 2**20
         else:
             ranks.append(level.context)
-    return (
-        mib + sum((_PAIR_MIB if size == 2 else _GROUP_MIB) for size in ranks if size > 1)
-    ) / 1024
+    groups_mib = sum(_PAIR_MIB if size == 2 else _GROUP_MIB for size in ranks if size > 1)
+    return (peers_mib + groups_mib) / 1024

@@ -85,7 +85,7 @@ def flag_of(launch: Launch, name: str) -> str:
 
 
 def is_override(name: str) -> bool:
-    """Whether the name is a Bridge recipe override, such as `model.x`."""
+    """Return whether the name is a Bridge recipe override, such as `model.x`."""
     return name.partition(".")[0] in _SECTIONS and "." in name
 
 
@@ -94,81 +94,83 @@ def whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", text) else None
 
 
-def _whole(name: str, text: str | None) -> int:
+def _read_whole(name: str, text: str | None) -> int:
     number = None if text is None else whole_number(text)
     if number is None:
         raise UserError(f"{name} {text or 'without a value'}: must be a whole number; correct it")
     return number
 
 
-def _positive(name: str, text: str | None) -> int:
-    value = _whole(name, text)
+def read_positive(name: str, text: str | None) -> int:
+    """Parse a size."""
+    value = _read_whole(name, text)
     if not 1 <= value <= MAX_COUNT:
         raise UserError(f"{name} {value}: must be from 1 to {MAX_COUNT:,}; correct it")
     return value
 
 
 def is_on(text: str | None) -> bool:
-    """Whether a switch is on: without a value, or with a true value."""
+    """Return whether a switch is on: without a value, or with a true value."""
     return text is None or text.strip().lower() not in ("false", "0", "no", "off", "none", "null")
 
 
-def _switch(name: str, text: str | None) -> bool:
+def _read_switch(name: str, text: str | None) -> bool:
     return is_on(text)
 
 
-def _numbers(name: str, text: str | None) -> tuple[int, ...]:
-    return tuple(_whole(name, part) for part in (text or "").split(",") if part.strip())
+def read_numbers(name: str, text: str | None) -> tuple[int, ...]:
+    """Parse whole numbers between commas."""
+    return tuple(_read_whole(name, part) for part in (text or "").split(",") if part.strip())
 
 
-def _one_of(*words: str) -> Callable[[str, str | None], str | None]:
+def _read_one_of(*words: str) -> Callable[[str, str | None], str | None]:
     """Return a reader of an enumerated value: None for unknown words, reported by a rule."""
     return lambda name, text: text if text in words else None
 
 
-def words_of(text: str | None) -> tuple[str, ...]:
+def split_words(text: str | None) -> tuple[str, ...]:
     """Split a list value: `a b`, `a,b` or `[a,b]`."""
     return tuple(re.findall(r"[^\s,\[\]'\"]+", text or ""))
 
 
-def _layout(name: str, text: str | None) -> str | tuple[tuple[str, ...], ...] | None:
+def _read_layout(name: str, text: str | None) -> str | tuple[tuple[str, ...], ...] | None:
     if text is None or not text.strip().startswith("["):
         return text
-    return tuple(words_of(inner) for inner in re.findall(r"\[([^\[\]]*)\]", text))
+    return tuple(split_words(inner) for inner in re.findall(r"\[([^\[\]]*)\]", text))
 
 
 Read = Callable[[str, str | None], Any]
 FIELDS: Mapping[str, tuple[str, Read]] = {
-    "tensor-model-parallel-size": ("tensor", _positive),
-    "pipeline-model-parallel-size": ("pipeline", _positive),
-    "context-parallel-size": ("context", _positive),
-    "expert-model-parallel-size": ("expert", _positive),
-    "expert-tensor-parallel-size": ("expert_tensor", _positive),
-    "num-virtual-stages-per-pipeline-rank": ("virtual", _positive),
-    "virtual-pipeline-model-parallel-size": ("virtual", _positive),
-    "num-layers-per-virtual-pipeline-stage": ("layers_per_virtual_stage", _positive),
-    "sequence-parallel": ("sequence_parallel", _switch),
-    "decoder-first-pipeline-num-layers": ("first_layers", _whole),
-    "decoder-last-pipeline-num-layers": ("last_layers", _whole),
-    "num-layers-in-first-pipeline-stage": ("first_layers", _whole),
-    "num-layers-in-last-pipeline-stage": ("last_layers", _whole),
-    "pipeline-model-parallel-layout": ("layout", _layout),
-    "custom-pipeline-layers": ("layers_by_stage", _numbers),
-    "account-for-embedding-in-pipeline-split": ("account_for_embedding", _switch),
-    "account-for-loss-in-pipeline-split": ("account_for_loss", _switch),
-    "recompute-granularity": ("recompute", _one_of("full", "selective")),
-    "recompute-method": ("recompute_method", _one_of("block", "uniform")),
-    "recompute-num-layers": ("recompute_layers", _whole),
-    "custom-pipeline-recompute-layers": ("recompute_by_stage", _numbers),
-    "recompute-modules": ("recompute_modules", lambda _, text: words_of(text)),
-    "recompute-vision": ("recompute_encoders", _switch),
-    "vit-gradient-checkpointing": ("recompute_encoders", _switch),
-    "micro-batch-size": ("micro_batch", _positive),
-    "global-batch-size": ("global_batch", _positive),
-    "mtp-num-layers": ("prediction_layers", _whole),
+    "tensor-model-parallel-size": ("tensor", read_positive),
+    "pipeline-model-parallel-size": ("pipeline", read_positive),
+    "context-parallel-size": ("context", read_positive),
+    "expert-model-parallel-size": ("expert", read_positive),
+    "expert-tensor-parallel-size": ("expert_tensor", read_positive),
+    "num-virtual-stages-per-pipeline-rank": ("virtual", read_positive),
+    "virtual-pipeline-model-parallel-size": ("virtual", read_positive),
+    "num-layers-per-virtual-pipeline-stage": ("layers_per_virtual_stage", read_positive),
+    "sequence-parallel": ("sequence_parallel", _read_switch),
+    "decoder-first-pipeline-num-layers": ("first_layers", _read_whole),
+    "decoder-last-pipeline-num-layers": ("last_layers", _read_whole),
+    "num-layers-in-first-pipeline-stage": ("first_layers", _read_whole),
+    "num-layers-in-last-pipeline-stage": ("last_layers", _read_whole),
+    "pipeline-model-parallel-layout": ("layout", _read_layout),
+    "custom-pipeline-layers": ("layers_by_stage", read_numbers),
+    "account-for-embedding-in-pipeline-split": ("account_for_embedding", _read_switch),
+    "account-for-loss-in-pipeline-split": ("account_for_loss", _read_switch),
+    "recompute-granularity": ("recompute", _read_one_of("full", "selective")),
+    "recompute-method": ("recompute_method", _read_one_of("block", "uniform")),
+    "recompute-num-layers": ("recompute_layers", _read_whole),
+    "custom-pipeline-recompute-layers": ("recompute_by_stage", read_numbers),
+    "recompute-modules": ("recompute_modules", lambda _, text: split_words(text)),
+    "recompute-vision": ("recompute_encoders", _read_switch),
+    "vit-gradient-checkpointing": ("recompute_encoders", _read_switch),
+    "micro-batch-size": ("micro_batch", read_positive),
+    "global-batch-size": ("global_batch", read_positive),
+    "mtp-num-layers": ("prediction_layers", _read_whole),
 }
 """Field of `Launch` and reader of each flag."""
-SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _switch)
+SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _read_switch)
 """Flags that need no value."""
 LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
 """Flags for the tokens of a sample or a pack, by precedence."""
@@ -200,5 +202,5 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
 
 
 def is_nothing(text: str | None) -> bool:
-    """Whether a value means None, as in overrides."""
+    """Return whether a value means None, as in overrides."""
     return text is not None and text.strip().lower() in ("none", "null", "")

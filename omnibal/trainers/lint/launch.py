@@ -24,9 +24,9 @@ class Launcher(StrEnum):
     TORCHTITAN = "torchtitan"
 
 
-MEGATRON = frozenset(
-    (Launcher.MEGATRON_LM, Launcher.MEGATRON_BRIDGE, Launcher.MS_SWIFT, Launcher.LOONGFORGE)
-)
+ARGPARSE = frozenset((Launcher.MEGATRON_LM, Launcher.LOONGFORGE))
+"""Trainers that run Megatron-LM's `validate_args`."""
+MEGATRON = ARGPARSE | {Launcher.MEGATRON_BRIDGE, Launcher.MS_SWIFT}
 """Trainers on Megatron-core, whose checks are known; others' lines are only predicted."""
 
 

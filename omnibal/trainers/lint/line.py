@@ -8,10 +8,10 @@ from typing import Any
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
-from omnibal.model.config import ModelConfig
+from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layers import LinearAttention
 from omnibal.model.levels import ContextExchange
-from omnibal.trainers.export.layout import Layout, parse_layout
+from omnibal.trainers.export.layout import Layout, LayoutError, parse_layout
 from omnibal.trainers.lint.flags import (
     FIELDS,
     FROZEN,
@@ -19,16 +19,13 @@ from omnibal.trainers.lint.flags import (
     canonical,
     is_nothing,
     is_on,
+    split_words,
     whole_number,
-    words_of,
 )
 from omnibal.trainers.lint.launch import MEGATRON, Launch, Launcher
 
 _NEAR = 0.9
 """Min similarity of flag names, from 0 to 1, for a suggestion: none in the published lines."""
-ARGPARSE = frozenset((Launcher.MEGATRON_LM, Launcher.LOONGFORGE))
-"""Trainers that run Megatron-LM's `validate_args`."""
-
 SIZE_FLAGS: Mapping[str, str] = {
     "num-layers": "layers",
     "hidden-size": "hidden",
@@ -45,7 +42,7 @@ _MODEL_FLAGS = {Launcher.MS_SWIFT: ("model",), Launcher.MEGATRON_BRIDGE: RECIPES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Language model sizes by Megatron's names."""
+    """Language model sizes that flags may set."""
 
     layers: int
     hidden: int
@@ -54,24 +51,14 @@ class Sizes:
     """Heads of k and v; equal to heads with latent attention."""
     experts: int
     """Routed experts of a layer, or 0."""
-    is_latent: bool
-    has_output_gate: bool
-    """Whether attention's output has a gate (Qwen3.5)."""
-    linear: LinearAttention | None
-    """Gated delta net, if any."""
-    prediction_layers: int
-    """Multi-token prediction layers of the released model."""
-    layer_weights: int
-    """Weights of a layer with attention of all heads and a dense gated feed-forward."""
-    head_weights: int
 
 
 @dataclass(frozen=True)
 class Line:
-    """A launch and its model's sizes, with derived quantities."""
+    """A launch and the language model that it names, with derived quantities."""
 
     launch: Launch
-    model_sizes: Sizes
+    language: LanguageConfig
 
     @cached_property
     def flags(self) -> dict[str, str | None]:
@@ -90,10 +77,10 @@ class Line:
         """Return whether a switch is on, or the default if not given."""
         return is_on(self.flags[name]) if name in self.flags else default
 
-    def text(self, name: str) -> str | None:
-        """Return a flag's value, or None if not given or "none"."""
-        text = self.flags.get(name)
-        return None if text is None or is_nothing(text) else text.strip()
+    def text(self, *names: str) -> str | None:
+        """Return the value of the first flag that is given and not "none", or None."""
+        texts = (self.flags.get(name) for name in names)
+        return next((text.strip() for text in texts if text and not is_nothing(text)), None)
 
     def number(self, name: str) -> int | None:
         """Return a flag's whole number, or None if not given or invalid."""
@@ -101,8 +88,21 @@ class Line:
         return None if text is None else whole_number(text)
 
     @cached_property
+    def model_sizes(self) -> Sizes:
+        """Sizes of the named model."""
+        language = self.language
+        mixtures = [kind.experts for kind in language.kinds if kind.experts is not None]
+        return Sizes(
+            layers=language.layers,
+            hidden=language.hidden_size,
+            heads=language.heads,
+            query_groups=language.heads if self.is_latent else language.kv_heads,
+            experts=max((mixture.experts for mixture in mixtures), default=0),
+        )
+
+    @cached_property
     def sizes(self) -> Sizes:
-        """Return the sizes that the trainer builds: flags override the model's."""
+        """Sizes that the trainer builds: flags override the model's."""
         given: dict[str, Any] = {size: self.number(flag) for flag, size in SIZE_FLAGS.items()}
         return replace(self.model_sizes, **{size: n for size, n in given.items() if n})
 
@@ -113,14 +113,24 @@ class Line:
         return {size: (built[size], model[size]) for size in built if built[size] != model[size]}
 
     @property
+    def is_latent(self) -> bool:
+        """Whether the model has multi-latent attention."""
+        return any(kind.latent is not None for kind in self.language.kinds)
+
+    @property
+    def linear(self) -> LinearAttention | None:
+        """The model's gated delta net, if any."""
+        return next((kind.linear for kind in self.language.kinds if kind.linear is not None), None)
+
+    @property
     def grid(self) -> int:
         """Ranks per model replica: tensor x pipeline x context."""
         return self.launch.tensor * self.launch.pipeline * self.launch.context
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Return words of `--cp-comm-type` or its default: a word for all layers, or per layer."""
-        return words_of(self.text("cp-comm-type")) or ("p2p",)
+        """Words of `--cp-comm-type` or its default: a word for all layers, or per layer."""
+        return split_words(self.text("cp-comm-type")) or ("p2p",)
 
     @property
     def exchange(self) -> ContextExchange:
@@ -158,20 +168,20 @@ class Line:
         if self.data is None or launch.micro_batch is None:
             return None
         at_once = launch.micro_batch * self.data
-        if (each := self.number("tokens.batch-accumulation-per-replica")) is not None:
-            return each
+        if (of_rank := self.number("tokens.batch-accumulation-per-replica")) is not None:
+            return of_rank
         steps = launch.global_batch or at_once
         return None if steps % at_once else steps // at_once
 
     @cached_property
-    def layout(self) -> Layout | str | None:
-        """Return the given layout, an error in words, or None without a layout."""
+    def layout(self) -> Layout | LayoutError | None:
+        """Return the given layout, an error, or None without a layout."""
         if self.launch.layout is None:
             return None
         try:
             whole = parse_layout(self.launch.layout, 1)
-        except UserError as error:
-            return str(error)
+        except LayoutError as error:
+            return error
         chunks, stages = whole.chunks, self.launch.pipeline
         return whole if len(chunks) % stages else Layout(pipeline=stages, chunks=chunks)
 
@@ -185,8 +195,8 @@ class Line:
     def is_plain(self) -> bool:
         """Whether no flag asks for an uneven split."""
         launch = self.launch
-        ends = launch.first_layers is None and launch.last_layers is None
-        return ends and launch.layout is None and launch.layers_by_stage is None
+        uneven = (launch.first_layers, launch.last_layers, launch.layout, launch.layers_by_stage)
+        return all(given is None for given in uneven)
 
     @property
     def virtual(self) -> int | None:
@@ -202,11 +212,9 @@ class Line:
     @property
     def chunk_group(self) -> int:
         """Micro-batch group size per virtual stage."""
-        names = (
-            "microbatch-group-size-per-virtual-pipeline-stage",
-            "microbatch-group-size-per-vp-stage",
-        )
-        return next(filter(None, map(self.number, names)), self.launch.pipeline)
+        name = "microbatch-group-size-per-{}-stage".format
+        given = map(self.number, (name("virtual-pipeline"), name("vp")))
+        return next(filter(None, given), self.launch.pipeline)
 
 
 def named_models(launch: Launch) -> list[str]:
@@ -216,29 +224,10 @@ def named_models(launch: Launch) -> list[str]:
 
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:
-    """Combine a launch with its model."""
-    language = model.language
-    mixtures = [kind.experts for kind in language.kinds if kind.experts is not None]
-    linear = [kind.linear for kind in language.kinds if kind.linear is not None]
-    is_latent = any(kind.latent is not None for kind in language.kinds)
-    sizes = Sizes(
-        layers=language.layers,
-        hidden=language.hidden_size,
-        heads=language.heads,
-        query_groups=language.heads if is_latent else language.kv_heads,
-        experts=max((mixture.experts for mixture in mixtures), default=0),
-        is_latent=is_latent,
-        has_output_gate=language.output_gate,
-        linear=linear[0] if linear else None,
-        prediction_layers=language.prediction_layers,
-        layer_weights=language.hidden_size
-        * (4 * language.heads * language.head_width + 3 * language.ffn_hidden_size),
-        head_weights=language.hidden_size * language.vocab_size,
-    )
-    line = Line(launch, sizes)
+    """Combine a launch with its model; raise for sizes of flags that no model has."""
+    line = Line(launch, model.language)
     for name in SIZE_FLAGS:
-        most = MAX_LAYERS if name == "num-layers" else MAX_COUNT
-        size = line.number(name)
+        most, size = MAX_LAYERS if name == "num-layers" else MAX_COUNT, line.number(name)
         if size is not None and not 0 <= size <= most:
             raise UserError(f"--{name} {size}: must be at most {most:,}; correct it")
     return line

@@ -1,12 +1,11 @@
 """Limits of LoongForge's trainer, for predictions of its launch lines, and its lists of layers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from omnibal.job.plan import Plan
 from omnibal.model.targets import TARGETS, PackRules, RecomputeFreedom, TargetName
-from omnibal.trainers.export.layout import DECODER
+from omnibal.trainers.export.layout import first_layers
 from omnibal.trainers.export.megatron_flags import Flags, flag_lines, plan_layout
-from omnibal.trainers.export.recomputed_layers import first_layers
 
 _MEGATRON_LM = TARGETS[TargetName.MEGATRON_LM]
 LOONGFORGE = _MEGATRON_LM.model_copy(
@@ -23,19 +22,19 @@ LOONGFORGE = _MEGATRON_LM.model_copy(
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return flags of the split and recomputation."""
-    return flag_lines(_split_flags(plan), _recompute_flags(plan))
+    return flag_lines({**_split_flags(plan), **_recompute_flags(plan)})
 
 
 def _split_flags(plan: Plan) -> Flags:
     """Return language model layers by stage, or by chunk in model order, or empty for one stage."""
     layout = plan_layout(plan)
     if layout.virtual > 1:
-        of_chunks = [chunk.count(DECODER) for chunk in layout.chunks]
+        by_virtual = zip(*layout.layers_by_chunk, strict=True)
         return {
             "num-virtual-stages-per-pipeline-rank": str(layout.virtual),
-            "custom-virtual-pipeline-layers": _join_numbers(of_chunks),
+            "custom-virtual-pipeline-layers": _join(sum(by_virtual, ())),
         }
-    return {"custom-pipeline-layers": _join_numbers(layout.layers)} if layout.pipeline > 1 else {}
+    return {"custom-pipeline-layers": _join(layout.layers)} if layout.pipeline > 1 else {}
 
 
 def _recompute_flags(plan: Plan) -> Flags:
@@ -51,8 +50,8 @@ def _recompute_flags(plan: Plan) -> Flags:
     full = {"recompute-granularity": "full", "recompute-method": "block"}
     if len(counts) == 1:
         return full | {"recompute-num-layers": str(counts[0])}
-    return full | {"custom-pipeline-recompute-layers": _join_numbers(counts)}
+    return full | {"custom-pipeline-recompute-layers": _join(counts)}
 
 
-def _join_numbers(numbers: Sequence[int]) -> str:
+def _join(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))

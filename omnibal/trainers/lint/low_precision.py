@@ -13,25 +13,26 @@ from omnibal.model.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
 from omnibal.trainers.lint.launch import Launcher
 from omnibal.trainers.lint.line import Line
 
-_ATTENTION = ("fp8-dot-product-attention", "fp8-multi-head-attention")
+_RECIPES: dict[str, Fp8Recipe] = {recipe: recipe for recipe in get_args(Fp8Recipe)}
 
 
 class _Named(NamedTuple):
+    """A named mixed precision of Megatron-Bridge."""
+
     recipe: Fp8Recipe
-    keeps_bf16_weights: bool
+    keeps_bf16_weights: bool = False
     bf16_ends: int = 0
     """bf16 layers at each end of the model."""
 
 
 _BRIDGE_NAMES: dict[str, _Named] = {
-    "bf16_with_fp8_delayed_scaling_mixed": _Named("delayed", False),
-    "bf16_with_mxfp8_mixed": _Named("mxfp8", False),
-    "bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", False, 1),
-    "nemotron_h_bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", False, 2),
-    "nanov2_bf16_with_fp8_current_scaling_mixed": _Named("blockwise", False, 2),
-    "bf16_with_fp8_subchannel_scaling_mixed": _Named("blockwise", True),
+    "bf16_with_fp8_delayed_scaling_mixed": _Named("delayed"),
+    "bf16_with_mxfp8_mixed": _Named("mxfp8"),
+    "bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", bf16_ends=1),
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", bf16_ends=2),
+    "nanov2_bf16_with_fp8_current_scaling_mixed": _Named("blockwise", bf16_ends=2),
+    "bf16_with_fp8_subchannel_scaling_mixed": _Named("blockwise", keeps_bf16_weights=True),
 }
-"""Megatron-Bridge's named configurations."""
 _BRIDGE_TYPES = {
     "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
     "fp8_mx": "bf16_with_mxfp8_mixed",
@@ -39,71 +40,62 @@ _BRIDGE_TYPES = {
     "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
 }
 """Recipes for `--compute_dtype` of Bridge's performance scripts."""
+_PLAIN_TYPES = ("", "bf16", "fp16", "fp32", "bf16_mixed", "fp16_mixed")
 
 
-_PLAIN_TYPES = ("bf16", "fp16", "fp32", "bf16_mixed", "fp16_mixed")
-
-
-def _given_name(line: Line) -> str | None:
-    """Return the line's mixed precision name, or None."""
+def _find_name(line: Line) -> str:
+    """Return the line's mixed precision name, or an empty string."""
     kind, recipe = ((line.text(name) or "").lower() for name in ("compute-dtype", "fp8-recipe"))
     if kind == "fp8":  # with a suffix of a type
         kind = f"fp8_{recipe}" if f"fp8_{recipe}" in _BRIDGE_TYPES else "fp8_ds"
     name = line.text("mixed-precision") or _BRIDGE_TYPES.get(kind, kind)
-    return name.lower().replace("-", "_") or None
-
-
-def _named(line: Line) -> _Named | None:
-    return _BRIDGE_NAMES.get(_given_name(line) or "")
+    return name.lower().replace("-", "_")
 
 
 def precision_of(line: Line) -> tuple[Precision, Fp8]:
     """Return the precision to predict a line in, with its FP8 recipe."""
-    named = _named(line)
-    if named is None and line.text("fp8-format") is None and line.text("fp8") is None:
+    named = _BRIDGE_NAMES.get(_find_name(line))
+    if named is None and line.text("fp8-format", "fp8") is None:
         return "bf16", TRAINED_FP8
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
     usual = named.recipe if named else "tensorwise" if is_bridge else "delayed"
-    given = line.text("fp8-recipe") or usual
-    known = [recipe for recipe in get_args(Fp8Recipe) if recipe == given]
+    unknown = named.recipe if named else "tensorwise"
+    recipe = _RECIPES.get(line.text("fp8-recipe") or usual, unknown)
     gathers = named is not None and not named.keeps_bf16_weights
     for flag in ("fp8-param-gather", "fp8-param"):
         gathers = line.on(flag, default=gathers)
-    return "fp8", Fp8(
-        recipe=known[0] if known else named.recipe if named else "tensorwise",
-        keeps_bf16_weights=not gathers,
-    )
+    return "fp8", Fp8(recipe=recipe, keeps_bf16_weights=not gathers)
 
 
 def notes_on_precision(line: Line) -> Iterator[str]:
     """Yield notes on FP8 settings approximated or not counted."""
-    if any(line.text(name) for name in ("fp4", "fp4-format")):
+    if line.text("fp4", "fp4-format"):
         yield "fp4 is not counted: products are predicted in bf16, as are activations"
-    name = _given_name(line)
-    if name is not None and _named(line) is None and name not in _PLAIN_TYPES:
+    name = _find_name(line)
+    if name not in _BRIDGE_NAMES and name not in _PLAIN_TYPES:
         yield f"precision {name} is not known here: products are predicted in bf16"
     precision, fp8 = precision_of(line)
     if precision != "fp8":
         return
     recipe = line.text("fp8-recipe")
-    known = (*get_args(Fp8Recipe), *(kind.removeprefix("fp8_") for kind in _BRIDGE_TYPES))
+    known = (*_RECIPES, *(kind.removeprefix("fp8_") for kind in _BRIDGE_TYPES))
     if recipe is not None and recipe.lower() not in known:
         yield f"FP8 recipe {recipe} is predicted as {fp8.recipe}"
-    ends = _bf16_layers(line)
+    ends = _count_bf16_layers(line)
     if ends:
         yield (
             f"{ends} layers of the language model stay in bf16, and are predicted in FP8: time is "
             "below what the line takes"
         )
-    if any(map(line.on, _ATTENTION)):
+    if line.on("fp8-dot-product-attention") or line.on("fp8-multi-head-attention"):
         yield "attention is predicted in bf16, and the line has it in FP8"
     if line.on("no-fp8-wgrad"):
         yield "gradients of weights are predicted in FP8, and the line has them in bf16"
 
 
-def _bf16_layers(line: Line) -> int:
+def _count_bf16_layers(line: Line) -> int:
     """Return bf16 layers at both ends; core's default is 1 at each end."""
-    named = _named(line)
+    named = _BRIDGE_NAMES.get(_find_name(line))
     usual = named.bf16_ends if named is not None else 0
     if "first-last-layers-bf16" in line.flags:
         usual = (usual or 1) if line.on("first-last-layers-bf16") else 0

@@ -19,37 +19,26 @@ PROGRAMS: Mapping[Launcher, re.Pattern[str]] = {
     Launcher.NANOTRON: re.compile(r"nanotron|run_train\.py"),
 }
 """What a command of each trainer has."""
-NAMES: Mapping[str, str] = {
-    "parallelism.tensor_parallel_degree": "tensor-model-parallel-size",
-    "parallelism.pipeline_parallel_degree": "pipeline-model-parallel-size",
-    "parallelism.context_parallel_degree": "context-parallel-size",
-    "parallelism.expert_parallel_degree": "expert-model-parallel-size",
-    "parallelism.expert_tensor_parallel_degree": "expert-tensor-parallel-size",
-    "training.local_batch_size": "micro-batch-size",
-    "training.batch_size": "micro-batch-size",
-    "training.global_batch_size": "global-batch-size",
-    "training.seq_len": "seq-length",
-    "activation_checkpoint.mode": "recompute-granularity",
-    "distributed.tp_size": "tensor-model-parallel-size",
-    "distributed.pp_size": "pipeline-model-parallel-size",
-    "distributed.cp_size": "context-parallel-size",
-    "distributed.ep_size": "expert-model-parallel-size",
-    "distributed.activation_checkpointing": "recompute-all",
-    "step_scheduler.local_batch_size": "micro-batch-size",
-    "step_scheduler.global_batch_size": "global-batch-size",
-    "dataset.seq_len": "seq-length",
-    "packed_sequence.packed_sequence_size": "seq-length",
-    "max_seq_len": "seq-length",
-    "device_train_microbatch_size": "micro-batch-size",
-    "global_train_batch_size": "global-batch-size",
-    "fsdp_config.activation_checkpointing": "recompute-all",
-    "parallelism.tp": "tensor-model-parallel-size",
-    "parallelism.pp": "pipeline-model-parallel-size",
-    "parallelism.context_parallel_size": "context-parallel-size",
-    "parallelism.recompute_layer": "recompute-all",
-    "tokens.micro_batch_size": "micro-batch-size",
-    "tokens.sequence_length": "seq-length",
+_SETTINGS = {
+    "tensor-model-parallel-size": "parallelism.tensor_parallel_degree distributed.tp_size "
+    "parallelism.tp",
+    "pipeline-model-parallel-size": "parallelism.pipeline_parallel_degree distributed.pp_size "
+    "parallelism.pp",
+    "context-parallel-size": "parallelism.context_parallel_degree distributed.cp_size "
+    "parallelism.context_parallel_size",
+    "expert-model-parallel-size": "parallelism.expert_parallel_degree distributed.ep_size",
+    "expert-tensor-parallel-size": "parallelism.expert_tensor_parallel_degree",
+    "micro-batch-size": "training.local_batch_size training.batch_size "
+    "step_scheduler.local_batch_size device_train_microbatch_size tokens.micro_batch_size",
+    "global-batch-size": "training.global_batch_size step_scheduler.global_batch_size "
+    "global_train_batch_size",
+    "seq-length": "training.seq_len dataset.seq_len packed_sequence.packed_sequence_size "
+    "max_seq_len tokens.sequence_length",
+    "recompute-granularity": "activation_checkpoint.mode",
+    "recompute-all": "distributed.activation_checkpointing fsdp_config.activation_checkpointing "
+    "parallelism.recompute_layer",
 }
+NAMES = {name: flag for flag, names in _SETTINGS.items() for name in names.split()}
 """Megatron's name of a setting of these trainers."""
 PLAIN = re.compile(r"max_seq_len|(?:device|global)_train_(?:microbatch|batch)_size")
 """Settings that are no flags and in no section."""

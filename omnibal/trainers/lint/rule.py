@@ -1,12 +1,12 @@
-"""A rule of launch lines, and groups of rules per module."""
+"""A rule of launch lines, and tables of rules."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any
 
-from omnibal.trainers.lint.launch import MEGATRON, Finding, Launcher, Severity
-from omnibal.trainers.lint.line import ARGPARSE, Line
+from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Finding, Launcher, Severity
+from omnibal.trainers.lint.line import Line
 
 CORE = "megatron-core 0.16.1"
 BRIDGE = "Megatron-Bridge@003e863"
@@ -28,7 +28,6 @@ class Rule:
     source: str
     """File, line and version of the trainer's own check."""
     check: Check
-    """Check named as the rule, with the requirement as docstring."""
     severity: Severity
     launchers: frozenset[Launcher]
     """Trainers that check it."""
@@ -38,29 +37,21 @@ class Rule:
         """Stable short name, such as `layers-divide-stages`."""
         return self.check.__name__.replace("_", "-")
 
-    @property
-    def holds(self) -> str:
-        """Return the requirement, as a part of a sentence."""
-        first, rest = " ".join((self.check.__doc__ or "").rstrip(".").split()).split(" ", 1)
-        return f"{first.lower() if first[1:] == first[1:].lower() else first} {rest}"
-
     def finding(self, line: Line) -> Finding | None:
         """Return the line's violation of this rule, or None."""
-        if line.launch.launcher not in self.launchers:
+        is_checked = line.launch.launcher in self.launchers
+        problem = next(self.check(line), None) if is_checked else None
+        if problem is None:
             return None
-        for given, change in self.check(line):
-            message = f"{given}; {self.holds}: {change}"
-            return Finding(
-                rule=self.name, severity=self.severity, message=message, source=self.source
-            )
-        return None
+        # The requirement is part of a sentence: a first word such as "GPUs" keeps its capitals.
+        first, others = " ".join((self.check.__doc__ or "").rstrip(".").split()).split(" ", 1)
+        first = first.lower() if first[1:] == first[1:].lower() else first
+        message = f"{problem[0]}; {first} {others}: {problem[1]}"
+        return Finding(rule=self.name, severity=self.severity, message=message, source=self.source)
 
 
-@dataclass(frozen=True, slots=True)
-class RuleGroup:
-    """Rules of one kind, in module order."""
-
-    rules: list[Rule] = field(default_factory=list)
+class Rules(list[Rule]):
+    """Rules of one kind, in checking order."""
 
     def rule(
         self,
@@ -72,7 +63,7 @@ class RuleGroup:
         """Decorator: add a rule, from the function's name and docstring."""
 
         def add(check: Check) -> Check:
-            self.rules.append(Rule(source, check, severity, frozenset(launchers)))
+            self.append(Rule(source, check, severity, frozenset(launchers)))
             return check
 
         return add

@@ -1,11 +1,11 @@
 """Rules of how tensor, sequence, context and expert ranks divide the model."""
 
 from omnibal.trainers.lint.flags import flag_of
-from omnibal.trainers.lint.launch import Launcher
-from omnibal.trainers.lint.line import ARGPARSE, Line
-from omnibal.trainers.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
+from omnibal.trainers.lint.launch import ARGPARSE, Launcher
+from omnibal.trainers.lint.line import Line
+from omnibal.trainers.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, Rules
 
-RULES = RuleGroup()
+RULES = Rules()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _PARALLEL = "core/model_parallel_config.py"
 
@@ -45,45 +45,37 @@ def query_groups_divide_tensor(line: Line) -> Problems:
 def gates_have_heads(line: Line) -> Problems:
     """With output gates, TP must not exceed the heads of k and v: gates are not divided further."""
     groups, tensor = line.sizes.query_groups, line.launch.tensor
-    if line.sizes.has_output_gate and groups < tensor:
+    if line.language.output_gate and groups < tensor:
         yield f"{groups} heads of k and v, output gates and TP {tensor}", f"use TP {groups} or less"
 
 
 @core_config("975-980")
 def delta_heads_divide_tensor(line: Line) -> Problems:
     """Both must be multiples of the tensor size."""
-    linear, tensor = line.sizes.linear, line.launch.tensor
+    linear, tensor = line.linear, line.launch.tensor
     if linear is not None and (linear.key_heads % tensor or linear.value_heads % tensor):
         heads = f"{linear.key_heads} key and {linear.value_heads} value heads"
         yield f"{heads} of the gated delta net and TP {tensor}", "choose a TP that divides both"
 
 
-def _linear_context(line: Line) -> Problems:
-    if line.sizes.linear is not None and line.launch.context > 1:
-        yield f"a gated delta net and CP {line.launch.context}", "use CP 1, or a newer core"
-
-
 @core_config("983", launchers={Launcher.MEGATRON_LM})
 def delta_net_without_context(line: Line) -> Problems:
     """This core's gated delta net cannot be divided over context ranks."""
-    return _linear_context(line)
+    if line.linear is not None and line.launch.context > 1:
+        yield f"a gated delta net and CP {line.launch.context}", "use CP 1, or a newer core"
 
 
 @core_config("983", severity="warning", launchers={Launcher.MEGATRON_BRIDGE, Launcher.LOONGFORGE})
 def delta_net_and_core(line: Line) -> Problems:
     """Core 0.16.1 refuses this and newer ones do not."""
-    return _linear_context(line)
-
-
-def _sequence(line: Line) -> Problems:
-    if line.launch.sequence_parallel and line.launch.tensor == 1:
-        yield "sequence parallelism with TP 1", "leave it out, or raise TP"
+    return delta_net_without_context(line)
 
 
 @rule(f"{_PARALLEL}:409, {CORE}", launchers={Launcher.MEGATRON_BRIDGE})
 def sequence_needs_tensor(line: Line) -> Problems:
     """Sequence parallelism needs tensor parallelism."""
-    return _sequence(line)
+    if line.launch.sequence_parallel and line.launch.tensor == 1:
+        yield "sequence parallelism with TP 1", "leave it out, or raise TP"
 
 
 @rule(
@@ -93,7 +85,7 @@ def sequence_needs_tensor(line: Line) -> Problems:
 )
 def sequence_dropped(line: Line) -> Problems:
     """Sequence parallelism is switched off without tensor parallelism."""
-    return _sequence(line)
+    return sequence_needs_tensor(line)
 
 
 @core_config("1048")
@@ -117,7 +109,7 @@ def experts_want_sequence(line: Line) -> Problems:
     launch = line.launch
     if launch.expert > 1 and launch.tensor > 1 and not launch.sequence_parallel:
         given = f"TP {launch.tensor} and EP {launch.expert} without it"
-        yield given, f"give {flag_of(line.launch, 'sequence-parallel')}"
+        yield given, f"give {flag_of(launch, 'sequence-parallel')}"
 
 
 @rule(f"core/transformer/moe/token_dispatcher.py:1346, {CORE}")

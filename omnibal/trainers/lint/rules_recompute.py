@@ -4,12 +4,12 @@ from typing import get_args
 
 from omnibal.model.runtime import RecomputedModule
 from omnibal.trainers.lint.flags import flag_of
-from omnibal.trainers.lint.launch import MEGATRON, Launcher
-from omnibal.trainers.lint.line import ARGPARSE, Line
-from omnibal.trainers.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
+from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Launcher
+from omnibal.trainers.lint.line import Line
+from omnibal.trainers.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, Rules
 
-RULES = RuleGroup()
-rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
+RULES = Rules()
+rule, core_config = RULES.rule, RULES.core_config
 _BLOCK = "core/transformer/transformer_block.py"
 _MODULES = ("core_attn", *get_args(RecomputedModule))
 
@@ -37,18 +37,21 @@ def recompute_needs_number(line: Line) -> Problems:
     launch = line.launch
     has_number = launch.recompute_layers is not None or launch.recompute_by_stage is not None
     if launch.recompute == "full" and not has_number:
-        yield (
-            "full recomputation without a number of layers",
-            f"give {flag_of(line.launch, 'recompute-num-layers')}",
-        )
+        change = f"give {flag_of(launch, 'recompute-num-layers')}"
+        yield "full recomputation without a number of layers", change
+
+
+def _full_layers(line: Line, *methods: str | None) -> int | None:
+    """Return the number given for full recomputation by one of these methods, or None."""
+    launch = line.launch
+    is_by_method = launch.recompute == "full" and launch.recompute_method in methods
+    return launch.recompute_layers if is_by_method else None
 
 
 @rule(f"{_BLOCK}:532, {CORE}", severity="refused-at-first-step")
 def recompute_number_positive(line: Line) -> Problems:
     """The loop over a stage's layers goes on by that number, and never ends with none."""
-    launch, number = line.launch, line.launch.recompute_layers
-    if launch.recompute != "full" or launch.recompute_method == "block":
-        return
+    number = _full_layers(line, "uniform", None)
     if number is not None and number <= 0:
         yield f"uniform recomputation of {number} layers at a time", "use 1 or more"
 
@@ -57,9 +60,8 @@ def recompute_number_positive(line: Line) -> Problems:
 def recompute_recomputes(line: Line) -> Problems:
     """A stage recomputes layers whose index is below the number, so that 0 or less
     recomputes none."""
-    launch, number = line.launch, line.launch.recompute_layers
-    is_block = launch.recompute == "full" and launch.recompute_method == "block"
-    if is_block and number is not None and number <= 0 and launch.recompute_by_stage is None:
+    number = _full_layers(line, "block")
+    if number is not None and number <= 0 and line.launch.recompute_by_stage is None:
         given = f"block recomputation of {number} layers"
         yield given, "give 1 or more, or leave recomputation out"
 
@@ -82,15 +84,14 @@ def selective_without_method(line: Line) -> Problems:
         yield f"selective recomputation with method {method}", change
 
 
-def _modules(line: Line) -> tuple[str, ...]:
-    """Return selectively recomputed modules."""
+def _selected_modules(line: Line) -> tuple[str, ...]:
     return line.launch.recompute_modules if line.launch.recompute == "selective" else ()
 
 
 @core_config("1196-1211")
 def recompute_modules_known(line: Line) -> Problems:
     """Modules must be those that can be recomputed."""
-    wrong = [module for module in _modules(line) if module not in _MODULES]
+    wrong = [module for module in _selected_modules(line) if module not in _MODULES]
     if wrong:
         yield f"modules {', '.join(wrong)}", f"choose of {', '.join(_MODULES)}"
 
@@ -98,20 +99,17 @@ def recompute_modules_known(line: Line) -> Problems:
 @core_config("1218")
 def recompute_latent(line: Line) -> Problems:
     """mla_up_proj is of multi-latent attention."""
-    if "mla_up_proj" in _modules(line) and not line.sizes.is_latent:
+    if "mla_up_proj" in _selected_modules(line) and not line.is_latent:
         yield "module mla_up_proj of a model without latent attention", "leave it out"
 
 
 @rule(f"core/transformer/multi_token_prediction.py:846, {CORE}", severity="refused-at-first-step")
 def prediction_recompute(line: Line) -> Problems:
     """Multi-token prediction is recomputed one layer at a time."""
-    launch, number = line.launch, line.launch.recompute_layers
-    is_uniform = launch.recompute == "full" and launch.recompute_method == "uniform"
-    if launch.prediction_layers and is_uniform and number not in (None, 1):
-        yield (
-            f"uniform recomputation of {number} layers at a time with multi-token prediction",
-            "use 1, or block",
-        )
+    number = _full_layers(line, "uniform")
+    if line.launch.prediction_layers and number not in (None, 1):
+        given = f"uniform recomputation of {number} layers at a time"
+        yield f"{given} with multi-token prediction", "use 1, or block"
 
 
 @rule(f"{_BLOCK}:532-560, {CORE}", severity="warning")

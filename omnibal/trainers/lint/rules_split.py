@@ -1,19 +1,32 @@
-"""Rules of layers per stage and chunk without a layout."""
+"""Rules of layers per stage and chunk: flags, layouts (as megatron-core's parser and check have
+them), and LoongForge's lists."""
 
-from omnibal.trainers.lint.launch import Launcher
-from omnibal.trainers.lint.line import ARGPARSE, Line
-from omnibal.trainers.lint.rule import CORE, SWIFT, Problems, RuleGroup
+from omnibal.trainers.export.layout import (
+    DECODER,
+    EMBEDDING,
+    ENCODER,
+    LOSS,
+    PREDICTION,
+    Layout,
+    LayoutError,
+)
+from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Launcher
+from omnibal.trainers.lint.line import Line
+from omnibal.trainers.lint.rule import CORE, LOONGFORGE, SWIFT, Problems, Rules
 from omnibal.trainers.lint.split import even_ends
 
-RULES = RuleGroup()
+RULES = Rules()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _BLOCK = "core/transformer/transformer_block.py"
+_LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
+_LISTS = "loongforge/train/arguments.py, _validate_legacy_pipeline_args, " + LOONGFORGE
+_MODEL_LISTS = "loongforge/train/arguments.py, _validate_custom_model_args, " + LOONGFORGE
 _SIZED_CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 _COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
 def _other_ends(line: Line) -> str:
-    """Describe valid sizes of first and last stages."""
+    """Return advice of sizes of the first and last stages that divide the layers."""
     ends = even_ends(line.sizes.layers, line.launch.pipeline, line.virtual or 1)
     if ends is None or line.launch.account_for_embedding or line.launch.account_for_loss:
         return "choose another PP, or give a layout"
@@ -22,27 +35,26 @@ def _other_ends(line: Line) -> str:
     return f"give {first} layers to the first stage and {last} to the last{between}, or a layout"
 
 
-def _counted(line: Line) -> str:
-    """Describe the layers shared by stages."""
+def _describe_layers(line: Line) -> str:
     extra = line.layers_to_split - line.sizes.layers
     return f"{line.sizes.layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
 
 
 def _even_share(line: Line) -> int | None:
-    """Layers of every stage, or None if not evenly divided."""
-    each, rest = divmod(line.layers_to_split, line.launch.pipeline)
-    return each if line.is_plain and not rest else None
+    """Return layers of every stage, or None if not evenly divided."""
+    share, left = divmod(line.layers_to_split, line.launch.pipeline)
+    return share if line.is_plain and not left else None
 
 
-def _divisors(layers: int) -> list[int]:
-    return [count for count in range(1, layers + 1) if layers % count == 0]
+def _list_divisors(layers: int) -> list[str]:
+    return [str(count) for count in range(1, layers + 1) if layers % count == 0]
 
 
 @rule(f"{_BLOCK}:155, transformer_config.py:1447-1460, {CORE}")
 def layers_divide_stages(line: Line) -> Problems:
     """Without other flags the layers must be a multiple of the stages."""
     if line.is_plain and _even_share(line) is None:
-        yield f"{_counted(line)} on {line.launch.pipeline} stages", _other_ends(line)
+        yield f"{_describe_layers(line)} on {line.launch.pipeline} stages", _other_ends(line)
 
 
 @rule(f"{_BLOCK}:174, transformer_config.py:1470, {CORE}")
@@ -52,57 +64,56 @@ def layers_divide_chunks(line: Line) -> Problems:
     if layers is None or chunks is None or stages == 1:
         return
     if line.launch.layers_per_virtual_stage is None and layers % chunks:
-        others = " or ".join(map(str, _divisors(layers)[1:]))
-        yield (
-            f"{layers} layers of a stage ({_counted(line)} on {stages}) in {chunks} chunks",
-            f"use {others} chunks, or a layout",
-        )
+        given = f"{layers} layers of a stage ({_describe_layers(line)} on {stages})"
+        change = f"use {' or '.join(_list_divisors(layers)[1:])} chunks, or a layout"
+        yield f"{given} in {chunks} chunks", change
 
 
-def _ends(line: Line) -> dict[str, int]:
-    """Layers of the first and last stage, if given."""
-    given = {"first": line.launch.first_layers, "last": line.launch.last_layers}
-    return {end: count for end, count in given.items() if count is not None}
+def _given_ends(line: Line) -> dict[str, int]:
+    """Return layers of the first and last stage, if given."""
+    ends = {"first": line.launch.first_layers, "last": line.launch.last_layers}
+    return {end: count for end, count in ends.items() if count is not None}
 
 
-def _split_ends(line: Line) -> dict[str, int]:
-    """Layers of the first and the last stage, if not overridden by a layout."""
-    return _ends(line) if line.launch.layout is None else {}
+def _ends_alone(line: Line) -> dict[str, int]:
+    """Return layers of the first and the last stage, if not overridden by a layout."""
+    return _given_ends(line) if line.launch.layout is None else {}
 
 
-def _on_ends(layers: dict[str, int]) -> str:
+def _describe_ends(layers: dict[str, int]) -> str:
     return ", ".join(f"{count} layers on the {end} stage" for end, count in layers.items())
 
 
 @core_config("1368, :1387")
 def end_stages_hold_layers(line: Line) -> Problems:
     """The first and the last stage must hold a layer."""
-    wrong = {end: count for end, count in _split_ends(line).items() if count <= 0}
+    wrong = {end: count for end, count in _ends_alone(line).items() if count <= 0}
     if wrong:
         change = "give it at least one, or write a layout, where a stage may have none"
-        yield _on_ends(wrong), change
+        yield _describe_ends(wrong), change
 
 
 @core_config("1371, :1390")
 def end_stages_divide_chunks(line: Line) -> Problems:
     """Layers of the first and the last stage must be multiples of the chunks."""
     chunks = line.virtual or 1
-    wrong = {end: count for end, count in _split_ends(line).items() if count % chunks}
+    wrong = {end: count for end, count in _ends_alone(line).items() if count % chunks}
     if wrong:
-        yield f"{_on_ends(wrong)} in {chunks} chunks", f"use multiples of {chunks}, or a layout"
+        given = f"{_describe_ends(wrong)} in {chunks} chunks"
+        yield given, f"use multiples of {chunks}, or a layout"
 
 
 def _middle(line: Line) -> tuple[int, int]:
-    """Layers and stages between given ends, or 0 without ends."""
-    ends = _split_ends(line)
+    """Return layers and stages between given ends, or 0 without ends."""
+    ends = _ends_alone(line)
     if not ends:
         return 0, 0
     return line.sizes.layers - sum(ends.values()), line.launch.pipeline - len(ends)
 
 
-def _left(line: Line, layers: int, stages: int) -> str:
-    """Describe the layers left by given ends."""
-    ends = ", ".join(f"{end} {count}" for end, count in _ends(line).items())
+def _describe_middle(line: Line) -> str:
+    layers, stages = _middle(line)
+    ends = ", ".join(f"{end} {count}" for end, count in _given_ends(line).items())
     return (
         f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "
         f"left for {stages} stages"
@@ -115,7 +126,7 @@ def middle_stages_and_layers(line: Line) -> Problems:
     layers, stages = _middle(line)
     if bool(layers) != bool(stages):
         change = _other_ends(line) if line.launch.pipeline > 1 else "leave those numbers out"
-        yield _left(line, layers, stages), change
+        yield _describe_middle(line), change
 
 
 @rule(
@@ -126,7 +137,7 @@ def middle_stages_hold_layers(line: Line) -> Problems:
     """First and last stages hold no more layers than the model has."""
     layers, stages = _middle(line)
     if layers < 0 < stages:
-        yield _left(line, layers, stages), _other_ends(line)
+        yield _describe_middle(line), _other_ends(line)
 
 
 @core_config("1414")
@@ -143,23 +154,24 @@ def middle_layers_divide_chunks(line: Line) -> Problems:
     layers, stages = _middle(line)
     if line.virtual is None or not stages or layers % stages:
         return
-    if layers // stages % line.virtual:
-        given = f"{layers // stages} layers of every other stage in {line.virtual} chunks"
+    share = layers // stages
+    if share % line.virtual:
+        given = f"{share} layers of every other stage in {line.virtual} chunks"
         yield given, _other_ends(line)
 
 
 @core_config("1294")
 def end_stages_or_counted(line: Line) -> Problems:
     """Layers of the first or last stage exclude counting embedding or loss as layers."""
-    launch = line.launch
-    if _ends(line) and (launch.account_for_embedding or launch.account_for_loss):
+    is_counted = line.launch.account_for_embedding or line.launch.account_for_loss
+    if is_counted and _given_ends(line):
         yield "both are given", "leave one of them out"
 
 
 @rule(f"megatron_args.py:885, {SWIFT}", launchers={Launcher.MS_SWIFT})
 def end_stages_need_pipeline(line: Line) -> Problems:
     """Layers of the first or last stage need a pipeline."""
-    if _ends(line) and line.launch.pipeline == 1:
+    if _given_ends(line) and line.launch.pipeline == 1:
         yield "layers of the first or last stage with PP 1", "leave them out, or raise PP"
 
 
@@ -179,9 +191,9 @@ def one_way_of_chunks(line: Line) -> Problems:
 @validate_args()
 def sized_chunks_exclude_ends(line: Line) -> Problems:
     """Chunks by their layers exclude layers of the first or last stage."""
-    if line.launch.layers_per_virtual_stage is not None and _ends(line):
-        change = f"give {_COUNTED_CHUNKS} in its place"
-        yield f"{_SIZED_CHUNKS} beside layers of the first or last stage", change
+    if line.launch.layers_per_virtual_stage is not None and _given_ends(line):
+        given = f"{_SIZED_CHUNKS} beside layers of the first or last stage"
+        yield given, f"give {_COUNTED_CHUNKS} in its place"
 
 
 @validate_args()
@@ -189,8 +201,8 @@ def sized_chunks_divide_stage(line: Line) -> Problems:
     """The layers of a stage must be a multiple of those of a chunk."""
     layers, size = _even_share(line), line.launch.layers_per_virtual_stage
     if layers is not None and size is not None and layers % size:
-        others = " or ".join(map(str, _divisors(layers)[:-1]))
-        yield f"{layers} layers of a stage in chunks of {size}", f"use chunks of {others}"
+        change = f"use chunks of {' or '.join(_list_divisors(layers)[:-1])}"
+        yield f"{layers} layers of a stage in chunks of {size}", change
 
 
 @validate_args(severity="ignored", launchers=ARGPARSE | {Launcher.MS_SWIFT})
@@ -198,3 +210,177 @@ def one_chunk(line: Line) -> Problems:
     """One chunk is the same as none."""
     if line.launch.virtual == 1 and line.launch.layout is None:
         yield "one chunk of every stage", "leave it out"
+
+
+def _whole_layout(line: Line) -> Layout | None:
+    """Return the layout if valid with equal numbers of chunks per stage."""
+    layout = line.layout
+    is_whole = isinstance(layout, Layout) and layout.pipeline == line.launch.pipeline
+    return layout if isinstance(layout, Layout) and is_whole else None
+
+
+@rule(f"{_LAYOUT}:282-321, {CORE}")
+def layout_form(line: Line) -> Problems:
+    """A layout must be of Megatron's form."""
+    if isinstance(line.layout, LayoutError):
+        yield line.layout.problem, line.layout.change
+
+
+@rule(f"{_LAYOUT}:40, {CORE}")
+def layout_divides_stages(line: Line) -> Problems:
+    """The chunks of a layout must be a multiple of the stages."""
+    layout, stages = line.layout, line.launch.pipeline
+    if not isinstance(layout, Layout) or len(layout.chunks) % stages == 0:
+        return
+    chunks = len(layout.chunks)
+    made_for = [
+        f"PP {chunks // size}" + (f" with {size} chunks a stage" if size > 1 else "")
+        for size in range(1, 9)
+        if chunks % size == 0 and chunks // size > 1
+    ]
+    others = " or ".join(made_for) or "one stage"
+    given = f"the layout has {chunks} chunks for PP {stages}"
+    yield given, f"it is one for {others}: set PP to that, or give another"
+
+
+@core_config("1344", launchers=MEGATRON - {Launcher.MS_SWIFT})
+def layout_chunks(line: Line) -> Problems:
+    """A layout's chunks a stage must be the virtual pipeline size, if that is given."""
+    layout, given = _whole_layout(line), line.launch.virtual
+    if layout is not None and given is not None and given != layout.virtual:
+        chunks = f"the layout has {layout.virtual} chunks for each of {layout.pipeline} stages"
+        change = f"leave that size out, or give a layout of {given * layout.pipeline} chunks"
+        yield f"{chunks}, and the virtual pipeline size is {given}", change
+
+
+@rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers={Launcher.MS_SWIFT})
+def layout_over_virtual_size(line: Line) -> Problems:
+    """A layout stands above the virtual pipeline size."""
+    layout, given = line.layout, line.launch.virtual
+    if isinstance(layout, Layout) and given is not None and given != layout.virtual:
+        chunks = f"the layout has {layout.virtual} chunks a stage"
+        yield f"{chunks} and the virtual pipeline size is {given}", "leave that size out"
+
+
+@core_config("1307-1324")
+def layout_alone(line: Line) -> Problems:
+    """A layout says all of the split by itself."""
+    launch = line.launch
+    others = {
+        "layers of the first stage": launch.first_layers is not None,
+        "layers of the last stage": launch.last_layers is not None,
+        "counting the embedding as a layer": launch.account_for_embedding,
+        "counting the loss as a layer": launch.account_for_loss,
+    }
+    given = ", ".join(name for name, is_given in others.items() if is_given)
+    if launch.layout is not None and given:
+        yield f"a layout beside {given}", "leave one of them out"
+
+
+@rule(f"{_LAYOUT}:94-105, {CORE}")
+def layout_ends(line: Line) -> Problems:
+    """A layout begins with the one embedding and ends with the one loss."""
+    layout = _whole_layout(line)
+    if layout is None:
+        return
+    units = layout.units
+    embeddings, losses = units.count(EMBEDDING), units.count(LOSS)
+    if (units[:1], units[-1:], embeddings, losses) != ((EMBEDDING,), (LOSS,), 1, 1):
+        shown = "" if ENCODER in units or not layout.short_text else f" {layout.short_text}"
+        given = f"the layout{shown} has {embeddings} embeddings and {losses} losses"
+        yield given, "begin it with E and end it with L"
+
+
+@rule(f"{_LAYOUT}:106, {CORE}")
+def layout_layers(line: Line) -> Problems:
+    """A layout must have all layers of the model."""
+    layout, layers = _whole_layout(line), line.sizes.layers
+    if layout is not None and (count := layout.units.count(DECODER)) != layers:
+        change = f"add {layers - count}" if layers > count else f"take {count - layers} away"
+        yield f"the layout has {count} layers (t), the model {layers}", change
+
+
+@rule(f"{_LAYOUT}:111, {CORE}")
+def layout_prediction_layers(line: Line) -> Problems:
+    """A layout must have as many layers of multi-token prediction as the flags."""
+    layout, given = _whole_layout(line), line.launch.prediction_layers
+    if layout is None:
+        return
+    count, allowed = layout.units.count(PREDICTION), {given or 0}
+    if given is None and line.launch.launcher is Launcher.MEGATRON_BRIDGE:
+        allowed.add(line.language.prediction_layers)
+    if count not in allowed:
+        layers = f"the layout has {count} layers of multi-token prediction (m)"
+        flags = f"the flags {'none' if given is None else given}"
+        yield f"{layers}, {flags}", f"make both {count or given}"
+
+
+@rule(f"{_LAYOUT}:116-135, {CORE}")
+def layout_prediction_place(line: Line) -> Problems:
+    """Multi-token prediction stands behind all layers, in one last chunk of a stage."""
+    layout = _whole_layout(line)
+    if layout is None or PREDICTION not in layout.units:
+        return
+    if DECODER in layout.units[layout.units.index(PREDICTION) :]:
+        yield "a layer (t) stands behind multi-token prediction (m)", "put m before L"
+    held = [number for number, chunk in enumerate(layout.chunks) if PREDICTION in chunk]
+    if len(held) > 1 or held[0] < (layout.virtual - 1) * layout.pipeline:
+        places = ", ".join(map(layout.place, held))
+        yield f"multi-token prediction (m) in {places}", "put all m before L"
+
+
+@rule(f"{_LAYOUT}:147, {CORE}")
+def layout_encoders(line: Line) -> Problems:
+    """A layout cannot place encoders."""
+    layout = _whole_layout(line)
+    if layout is not None and ENCODER in layout.units:
+        yield "the layout places encoder layers", "leave them out: they are on the first stage"
+
+
+def _list_flag(line: Line) -> str:
+    """Return the flag of LoongForge's list of layers."""
+    return f"--custom-{'virtual-' if line.launch.is_by_chunk else ''}pipeline-layers"
+
+
+@rule(_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_layers_for_stages(line: Line) -> Problems:
+    """A list of layers has a number for every stage, or for every chunk, and a comma."""
+    launch, layers, parts = line.launch, line.launch.layers_by_stage, line.launch.pipeline
+    if launch.is_by_chunk:
+        parts *= launch.virtual or 1
+    if layers is not None and (len(layers) != parts or parts == 1):
+        name = "chunks" if launch.is_by_chunk else "stages"
+        change = f"give {parts} numbers with commas" if parts > 1 else "leave it out with one stage"
+        yield f"{_list_flag(line)} has {len(layers)} numbers for {parts} {name}", change
+
+
+@rule(_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_layers_add_up(line: Line) -> Problems:
+    """The numbers of a list must add up to the model's layers."""
+    layers, given = line.sizes.layers, line.launch.layers_by_stage
+    if given is not None and sum(given) != layers:
+        numbers = f"{_list_flag(line)} {','.join(map(str, given))} adds up to {sum(given)}"
+        change = "correct the numbers, or check that the configuration is the right model's"
+        yield f"{numbers}, the model has {layers} layers", change
+
+
+@rule(_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_layers_fill_chunks(line: Line) -> Problems:
+    """A stage must have a layer for each of its chunks."""
+    layers, chunks = line.launch.layers_by_stage, line.launch.virtual
+    if layers is None or line.launch.is_by_chunk or chunks is None:
+        return
+    if min(layers) < chunks:
+        given = f"{_list_flag(line)} has a stage of {min(layers)} layers for {chunks} chunks"
+        yield given, f"give every stage at least {chunks}"
+
+
+@rule(_MODEL_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_recompute_for_stages(line: Line) -> Problems:
+    """A list of recomputed layers has a number for every stage, and a comma."""
+    numbers, stages = line.launch.recompute_by_stage, line.launch.pipeline
+    if numbers is not None and (len(numbers) != stages or stages == 1):
+        flag, change = "--custom-pipeline-recompute-layers", f"give {stages} numbers with commas"
+        if stages == 1:
+            change = "give --recompute-num-layers in its place"
+        yield f"{flag} has {len(numbers)} numbers for {stages} stages", change

@@ -61,11 +61,11 @@ def read_script(text: str, given: Mapping[str, str]) -> list[Command]:
     for match in _LINE.finditer(text):
         blanks = len(match[0]) - len(match[0].lstrip())
         line = text.count("\n", 0, match.start() + blanks) + 1
-        commands += reader.read_line(_without_comments(match[0]), line)
+        commands += reader.read_line(_drop_comments(match[0]), line)
     return commands
 
 
-def _without_comments(text: str) -> str:
+def _drop_comments(text: str) -> str:
     """Drop comments and line continuations."""
     return _KEPT.sub(lambda match: (match[1] or "").replace("\\\n", ""), text)
 
@@ -91,26 +91,27 @@ class _Reader:
         assigned, rest = [match for match in matches[:count] if match], raw[count:]
         if not rest:
             for match in assigned:
-                self.values[match[1]] = self._assigned(match)
+                self.values[match[1]] = self._evaluate(match)
             return
         if rest[0] in _CONTROL or _ELEMENT.match(rest[0]):
             self._refuse(rest[0])
-        words = tuple(word for each in rest for word in self._words(each))
+        words = tuple(word for each in rest for word in self._expand(each))
         known = {**self.values, **{name: (value,) for name, value in self.given.items()}}
         exported = {name: " ".join(known[name]) for name in sorted(self.exported & known.keys())}
-        before = {match[1]: " ".join(self._assigned(match)) for match in assigned}
+        before = {match[1]: " ".join(self._evaluate(match)) for match in assigned}
         if words:
             yield Command(words=words, environment=exported | before, line=line)
 
-    def _assigned(self, match: re.Match[str]) -> tuple[str, ...]:
+    def _evaluate(self, match: re.Match[str]) -> tuple[str, ...]:
+        """Return the words that an assignment gives its variable."""
         name, is_added, text = match.groups()
         if text.startswith("(") and text.endswith(")"):
-            raw = _WORD.findall(_without_comments(text[1:-1]))
-            value = tuple(word for each in raw for word in self._words(each))
+            raw = _WORD.findall(_drop_comments(text[1:-1]))
+            value = tuple(word for each in raw for word in self._expand(each))
             value = self.values.get(name, ()) + value if is_added else value
         else:
             before = " ".join(self.values.get(name, ())) if is_added else ""
-            value = (before + "".join(self._words(text, splits=False)),)
+            value = (before + "".join(self._expand(text, splits=False)),)
         if sum(map(len, value)) > _MOST_LETTERS:
             raise UserError(
                 f"the script gives {name} more than {_MOST_LETTERS:,} letters, which no launch "
@@ -118,22 +119,22 @@ class _Reader:
             )
         return value
 
-    def _words(self, raw: str, splits: bool = True) -> list[str]:
+    def _expand(self, raw: str, splits: bool = True) -> list[str]:
         """Expand a word."""
 
-        def expanded(match: re.Match[str]) -> str:
+        def substitute(match: re.Match[str]) -> str:
             if match["shell"]:
                 self._refuse(match["shell"])
             if match["double"] is not None:
-                return self._in_double(match["double"])
+                return self._expand_double(match["double"])
             if not (match["name"] or match["braced"]):
                 return match[0]
-            value = " ".join(self._value(match))
+            value = " ".join(self._look_up(match))
             if not splits:
                 return shlex.quote(value)
             return re.sub(r"\S+", lambda run: shlex.quote(run[0]), value)
 
-        text = _UNQUOTED.sub(expanded, raw)
+        text = _UNQUOTED.sub(substitute, raw)
         try:
             return shlex.split(text)
         except ValueError as error:
@@ -142,32 +143,32 @@ class _Reader:
                 "close, or ends in a backslash; correct it"
             ) from error
 
-    def _in_double(self, text: str) -> str:
+    def _expand_double(self, text: str) -> str:
         """Expand and quote a double-quoted text; arrays give several words."""
 
-        def expanded(match: re.Match[str]) -> str:
+        def substitute(match: re.Match[str]) -> str:
             if match["shell"]:
                 self._refuse(match["shell"])
             if not (match["name"] or match["braced"]):
                 return match["escaped"] or match[0]
-            words = self._value(match)
+            words = self._look_up(match)
             return '" "'.join(re.sub(r'(["\\])', r"\\\1", word) for word in words)
 
         only = _IN_DOUBLE.fullmatch(text)
-        if only and (only["name"] or only["all"]) and not self._value(only):
+        if only and (only["name"] or only["all"]) and not self._look_up(only):
             return ""
-        return f'"{_IN_DOUBLE.sub(expanded, text)}"'
+        return f'"{_IN_DOUBLE.sub(substitute, text)}"'
 
-    def _value(self, match: re.Match[str]) -> tuple[str, ...]:
+    def _look_up(self, match: re.Match[str]) -> tuple[str, ...]:
         """Return a variable's words, or its mark if unknown."""
         name, is_all = match["name"] or match["braced"], bool(match["all"])
         if name in ("@", "*"):
             return ()
         if name in self.given:
-            return tuple(self._words(self.given[name])) if is_all else (self.given[name],)
+            return tuple(self._expand(self.given[name])) if is_all else (self.given[name],)
         value = self.values.get(name)
         if match["other"] is not None and value in (None, (), ("",)):
-            return ("".join(self._words(match["other"], splits=False)),)
+            return ("".join(self._expand(match["other"], splits=False)),)
         if value is None:
             return (f"\ue000{name}\ue001",)
         return value if is_all else value[:1]

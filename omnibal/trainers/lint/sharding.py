@@ -3,8 +3,8 @@
 from enum import IntEnum
 
 from omnibal.base.errors import UserError
-from omnibal.trainers.lint.launch import MEGATRON, Launcher
-from omnibal.trainers.lint.line import ARGPARSE, Line
+from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Launcher
+from omnibal.trainers.lint.line import Line
 
 
 class ZeroStage(IntEnum):
@@ -18,51 +18,48 @@ class ZeroStage(IntEnum):
     """Weights, gradients and optimizer state."""
 
 
-_MEGATRON_STAGES = {
-    "no_shard": ZeroStage.NOTHING,
-    "optim": ZeroStage.OPTIMIZER,
-    "optim_grads": ZeroStage.GRADIENTS,
-    "optim_grads_params": ZeroStage.WEIGHTS,
+_MEGATRON_FSDP = "data-parallel-sharding-strategy"
+_COMPOSER = "fsdp-config.sharding-strategy"
+_NANOTRON = "zero-stage"
+_STAGES = {
+    _MEGATRON_FSDP: {
+        "no_shard": ZeroStage.NOTHING,
+        "optim": ZeroStage.OPTIMIZER,
+        "optim_grads": ZeroStage.GRADIENTS,
+        "optim_grads_params": ZeroStage.WEIGHTS,
+    },
+    _NANOTRON: {"0": ZeroStage.NOTHING, "1": ZeroStage.OPTIMIZER},
+    _COMPOSER: {
+        "FULL_SHARD": ZeroStage.WEIGHTS,
+        "HYBRID_SHARD": ZeroStage.WEIGHTS,
+        "SHARD_GRAD_OP": ZeroStage.GRADIENTS,
+        "NO_SHARD": ZeroStage.NOTHING,
+    },
 }
-"""`--data-parallel-sharding-strategy` of Megatron-FSDP."""
-_FSDP_STAGES = {
-    "NO_SHARD": ZeroStage.NOTHING,
-    "SHARD_GRAD_OP": ZeroStage.GRADIENTS,
-    "FULL_SHARD": ZeroStage.WEIGHTS,
-    "HYBRID_SHARD": ZeroStage.WEIGHTS,
-}
-"""`fsdp_config.sharding_strategy` of Composer."""
-_COPIES = ("parallelism.data_parallel_replicate_degree", "distributed.dp_replicate_size")
+"""Values of each flag, its default first."""
+_COPIES = ("parallelism.data-parallel-replicate-degree", "distributed.dp-replicate-size")
 
 
 def zero_stage(line: Line) -> ZeroStage:
-    """What the line's data-parallel ranks shard."""
+    """Return what the line's data-parallel ranks shard."""
     launcher = line.launch.launcher
-    if launcher in MEGATRON:
-        if line.on("use-torch-fsdp2"):
-            return ZeroStage.WEIGHTS
-        if line.on("use-megatron-fsdp"):
-            return _named(line, "data-parallel-sharding-strategy", "no_shard", _MEGATRON_STAGES)
-        is_default = launcher not in ARGPARSE
-        return ZeroStage(line.on("use-distributed-optimizer", default=is_default))
     if launcher is Launcher.NANOTRON:
-        stages = {str(stage.value): stage for stage in (ZeroStage.NOTHING, ZeroStage.OPTIMIZER)}
-        return _named(line, "zero-stage", "0", stages)
+        return _stage_by_flag(line, _NANOTRON)
     if launcher is Launcher.LLM_FOUNDRY:
-        return _named(line, "fsdp-config.sharding-strategy", "FULL_SHARD", _FSDP_STAGES)
-    return ZeroStage.WEIGHTS
+        return _stage_by_flag(line, _COMPOSER)
+    if launcher not in MEGATRON or line.on("use-torch-fsdp2"):
+        return ZeroStage.WEIGHTS
+    if line.on("use-megatron-fsdp"):
+        return _stage_by_flag(line, _MEGATRON_FSDP)
+    return ZeroStage(line.on("use-distributed-optimizer", default=launcher not in ARGPARSE))
 
 
 def weight_shards(line: Line, data: int) -> int:
-    """Data-parallel ranks that shard every weight, 1 if replicated.
-
-    Args:
-        data: data- and context-parallel ranks of a stage.
-    """
+    """Return how many of the `data` ranks of a stage (DP x CP) shard every weight; 1: none."""
     if zero_stage(line) < ZeroStage.GRADIENTS:
         return 1
-    copies = next(filter(None, map(line.number, map(_canonical, _COPIES))), 1)
-    if line.text("fsdp-config.sharding-strategy") == "HYBRID_SHARD":
+    copies = next(filter(None, map(line.number, _COPIES)), 1)
+    if line.text(_COMPOSER) == "HYBRID_SHARD":
         copies = max(data // 8, 1)
     if data % copies:
         raise UserError(
@@ -72,12 +69,9 @@ def weight_shards(line: Line, data: int) -> int:
     return data // copies
 
 
-def _canonical(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _named(line: Line, flag: str, usual: str, stages: dict[str, ZeroStage]) -> ZeroStage:
-    given = line.text(flag) or usual
+def _stage_by_flag(line: Line, flag: str) -> ZeroStage:
+    stages = _STAGES[flag]
+    given = line.text(flag) or next(iter(stages))
     if given not in stages:
         raise UserError(f"--{flag} {given}: must be one of {', '.join(stages)}; correct it")
     return stages[given]

@@ -21,13 +21,9 @@ SHOWN = 3
 
 def counted_lengths(folder: Path) -> list[int]:
     """Read the tokens of every row of a cached dataset."""
-    files = [
-        entry["filename"]
-        for entry in json.loads((folder / "state.json").read_text())["_data_files"]
-    ]
     rows: list[int | list[int]] = []
-    for name in files:
-        with pa.memory_map(str(folder / name)) as source:
+    for entry in json.loads((folder / "state.json").read_text())["_data_files"]:
+        with pa.memory_map(str(folder / entry["filename"])) as source:
             table = pa.ipc.open_stream(source).read_all()
         column = "lengths" if "lengths" in table.column_names else "length"
         rows += table[column].to_pylist()
@@ -49,10 +45,8 @@ def packs_of(lengths: list[int], packing_length: int) -> list[int]:
 def difference(counted: list[int], planned: list[int], packs: list[int]) -> str | None:
     """Describe the first difference from the plan, or return None.
 
-    Args:
-        counted: tokens of every row by ms-swift.
-        planned: tokens of every row in the plan.
-        packs: number of every row's pack in the plan.
+    `counted` are tokens of every row by ms-swift, `planned` in the plan; `packs` is every row's
+    pack in the plan.
     """
     if len(counted) != len(planned):
         return (
@@ -62,21 +56,21 @@ def difference(counted: list[int], planned: list[int], packs: list[int]) -> str 
     for pack, tokens in zip(packs, planned, strict=True):
         sums[pack] = sums.get(pack, 0) + tokens
     expected = [row for row, pack in enumerate(packs) if not row or packs[row - 1] != pack]
-    found = packs_of(counted, max(sums.values()))
-    if found == expected:
+    made = packs_of(counted, max(sums.values()))
+    if made == expected:
         return None
-    both = zip([*found, None], [*expected, None], strict=False)
-    first = next(number for number, (one, other) in enumerate(both) if one != other)
-    told, lengths = f"pack {first - 1} is another: ", other_lengths(counted, planned)
+    pairs = zip([*made, None], [*expected, None], strict=False)
+    first = next(number for number, (one, other) in enumerate(pairs) if one != other)
+    lengths = other_lengths(counted, planned)
+    reason = f"{lengths}: plan with these lengths"
     if lengths is None:
-        return told + "yet all lengths are the plan's; train.jsonl is not of this order.parquet"
-    return told + f"{lengths}: plan with these lengths"
+        reason = "yet all lengths are the plan's; train.jsonl is not of this order.parquet"
+    return f"pack {first - 1} is another: {reason}"
 
 
 def other_lengths(counted: list[int], planned: list[int]) -> str | None:
     """Count rows with unplanned token counts and name the first, or return None."""
-    pairs = list(zip(counted, planned, strict=True))
-    differ = [row for row, (one, other) in enumerate(pairs) if one != other]
+    differ = [row for row, tokens in enumerate(planned) if counted[row] != tokens]
     if not differ:
         return None
     named = [f"row {row} has {counted[row]} for {planned[row]}" for row in differ[:SHOWN]]
@@ -86,9 +80,9 @@ def other_lengths(counted: list[int], planned: list[int]) -> str | None:
 
 def verdict(counted: list[int], planned: list[int], packs: list[int]) -> tuple[str, int]:
     """Return the message and the exit status."""
-    told = difference(counted, planned, packs)
-    if told is not None:
-        return told, 1
+    problem = difference(counted, planned, packs)
+    if problem is not None:
+        return problem, 1
     count, lengths = (
         f"{packs[-1] + 1} packs of {len(planned)} rows",
         other_lengths(counted, planned),
@@ -102,29 +96,21 @@ def main() -> int:
     """Compare, print, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("counted", type=Path, help="folder `train` that `swift export` wrote")
-    order_file = Path(__file__).with_name("order.parquet")
-    parser.add_argument(
-        "--order", type=Path, default=order_file, help="order.parquet of the export"
-    )
+    default = Path(__file__).with_name("order.parquet")
+    parser.add_argument("--order", type=Path, default=default, help="order.parquet of the export")
     arguments = parser.parse_args()
+    unreadable = f"{arguments.counted}: no folder `train` of a cached dataset"
     try:
         counted = counted_lengths(arguments.counted)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        return failed(f"{arguments.counted}: no folder `train` of a cached dataset", error)
-    try:
+        unreadable = f"{arguments.order}: no order.parquet of an export"
         order = pq.read_table(arguments.order, columns=["tokens", "pack"])
-    except (OSError, ValueError, pa.ArrowException) as error:
-        return failed(f"{arguments.order}: no order.parquet of an export", error)
-    told, status = verdict(counted, order["tokens"].to_pylist(), order["pack"].to_pylist())
-    print(told)
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        print(f"error: {unreadable} ({type(error).__name__}: {reason})", file=sys.stderr)
+        return 2
+    message, status = verdict(counted, order["tokens"].to_pylist(), order["pack"].to_pylist())
+    print(message)
     return status
-
-
-def failed(what: str, error: Exception) -> int:
-    """Print what could not be read, on one line, and return the exit status."""
-    why = " ".join(str(error).split())
-    print(f"error: {what} ({type(error).__name__}: {why})", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Cost of a launch line, and of a better split with equal sizes, found by the joint search."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from omnibal.trainers.export import megatron_bridge, megatron_lm, ms_swift
 from omnibal.trainers.lint import loongforge
 from omnibal.trainers.lint.device_memory import DeviceMemory, device_memories
 from omnibal.trainers.lint.launch import Finding, Launcher
-from omnibal.trainers.lint.launched import EVERY, Launched, recomputing
+from omnibal.trainers.lint.line_job import EVERY, LineJob, recompute_first
 
 _WORTH_TELLING = 0.005
 """Min share of a step saved to suggest other flags."""
@@ -58,35 +60,36 @@ class Costed:
     @property
     def peaks_gib(self) -> list[float]:
         """Peak tensor memory per stage's device."""
-        return [each.allocated_gib for each in self.memory]
+        return [memory.allocated_gib for memory in self.memory]
 
     @property
     def most_gib(self) -> float:
         """Peak memory over all devices."""
-        return max(each.device_gib for each in self.memory)
+        return max(memory.device_gib for memory in self.memory)
 
 
-def predicted(
-    launched: Launched,
+def predict_stages(
+    line_job: LineJob,
     parts: Sequence[Stage],
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
     flags: Sequence[str] = (),
 ) -> Costed:
-    job = launched.job
+    """Predict a line's job with these parts."""
+    job = line_job.job
     prediction = predict(
-        job.cost_of_all(launched.levels),
+        job.cost_of_all(line_job.levels),
         job.pipeline_model,
         job.parallel,
         (tuple(parts),),
-        launched.packs,
-        launched.workload,
+        line_job.packs,
+        line_job.workload,
         schedule=schedule,
     )
-    if not launched.has_samples:
+    if not line_job.has_samples:
         # One step of made-up samples says nothing about a dataset.
         nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
         prediction = prediction.model_copy(update=nothing)
-    stages = launched.plan_of(parts, schedule).held(parts)
+    stages = line_job.plan_of(parts, schedule).held(parts)
     tensors = [stage.memory for stage in prediction.stages]
     return Costed(
         parts=tuple(parts),
@@ -94,141 +97,150 @@ def predicted(
         stages=stages,
         prediction=prediction,
         flags=tuple(flags),
-        memory=device_memories(job, launched.levels, stages, launched.workload, tensors),
+        memory=device_memories(job, line_job.levels, stages, line_job.workload, tensors),
     )
 
 
-def predicted_line(launched: Launched) -> Costed:
+def predict_line(line_job: LineJob) -> Costed:
     """Predict the line's own stages, with chunks if they can be simulated."""
-    return predicted(launched, launched.parts, launched.schedule)
+    return predict_stages(line_job, line_job.parts, line_job.schedule)
 
 
-def better_split(launched: Launched, line: Costed) -> Costed | None:
+def better_split(line_job: LineJob, line: Costed) -> Costed | None:
     """Return the fastest stages of equal sizes that fit and the trainer accepts, in any schedule.
 
     None if nothing fits, or if the line fits and is as fast or its chunks cannot be simulated.
     """
     better, limit_ms = None, np.inf
-    if line.most_gib <= launched.job.cluster.memory_gib:
-        if not launched.has_all_chunks:
+    if line.most_gib <= line_job.job.cluster.memory_gib:
+        if not line_job.has_all_chunks:
             return None
         limit_ms = line.step_ms * (1 - _WORTH_TELLING)
-    for schedule in _schedules(launched):
-        found = _fitting(launched, schedule, limit_ms)
-        if found is not None:
-            better, limit_ms = found, found.step_ms
+    for schedule in _schedules(line_job):
+        faster = _search_fitting(line_job, schedule, limit_ms)
+        if faster is not None:
+            better, limit_ms = faster, faster.step_ms
     if better is None:
         return None
-    return replace(better, flags=tuple(flags_of(launched, better.parts, better.schedule)))
+    return replace(better, flags=tuple(_layer_flags(line_job, better.parts, better.schedule)))
 
 
-def _fitting(launched: Launched, schedule: PipelineSchedule, limit_ms: float) -> Costed | None:
+def _search_fitting(
+    line_job: LineJob, schedule: PipelineSchedule, limit_ms: float
+) -> Costed | None:
     """Search the fastest fitting stages below `limit_ms`, with lower caps if devices overflow."""
-    memory_gib, cap_gib = launched.job.cluster.memory_gib, launched.job.memory_cap_gib
+    memory_gib, cap_gib = line_job.job.cluster.memory_gib, line_job.job.memory_cap_gib
     for _ in range(_MOST_SEARCHES):
         try:
-            found = predicted(launched, _searched(launched, schedule, cap_gib), schedule)
+            costed = predict_stages(line_job, _search(line_job, schedule, cap_gib), schedule)
         except DoesNotFit:
             return None
-        if found.step_ms > limit_ms:
+        if costed.step_ms > limit_ms:
             return None
-        if found.most_gib <= memory_gib:
-            return found
-        over_gib = found.most_gib - memory_gib
-        fullest = max(each.memory.peak_gib for each in found.prediction.stages)
-        cap_gib = min(cap_gib - over_gib, fullest * _BELOW)
+        if costed.most_gib <= memory_gib:
+            return costed
+        fullest = max(stage.memory.peak_gib for stage in costed.prediction.stages)
+        cap_gib = min(cap_gib - (costed.most_gib - memory_gib), fullest * _BELOW)
     return None
 
 
-def _schedules(launched: Launched) -> Iterator[PipelineSchedule]:
+def _schedules(line_job: LineJob) -> Iterator[PipelineSchedule]:
     """Yield 1F1B and the interleaved schedules that the line's trainer can run."""
     yield ONE_FORWARD_ONE_BACKWARD
-    line, job = launched.line, launched.job
+    line, job = line_job.line, line_job.job
     stages = job.parallel.pipeline
     why = job.trainer.schedule_obstacle("interleaved", stages, line.micro_batches or 0)
     if stages == 1 or why is not None or line.chunk_group != stages:
         return
     tried = PipelineSchedule.candidates({"interleaved"})
-    tried += [launched.schedule] if launched.schedule.chunks > 1 else []
+    tried += [line_job.schedule] if line_job.schedule.chunks > 1 else []
     for schedule in dict.fromkeys(tried):
         if stages * schedule.chunks <= job.model.language.layers:
             yield schedule
 
 
-def _searched(launched: Launched, schedule: PipelineSchedule, cap_gib: float) -> tuple[Stage, ...]:
+def _search(line_job: LineJob, schedule: PipelineSchedule, cap_gib: float) -> tuple[Stage, ...]:
     """Search a schedule's parts within the trainer's limits; raise DoesNotFit above the cap."""
-    job, cap_bytes = launched.job, cap_gib * GIB
-    cost, stages = job.cost_of_all(launched.levels), job.parallel.pipeline
-    rules, workload = job.trainer.stages, launched.workload
+    job, rules = line_job.job, line_job.job.trainer.stages
+    cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
+    task = (cost, job.model, line_job.workload, stages, cap_gib * GIB)
     if schedule == ONE_FORWARD_ONE_BACKWARD:
-        return search_stages(
-            cost, job.model, workload, stages, cap_bytes, rules=rules, prove=False
-        ).stages
-    return search_parts(
-        cost, job.model, workload, stages, cap_bytes, schedule, rules=rules, effort=_EFFORT
-    ).stages
+        return search_stages(*task, rules=rules, prove=False).stages
+    return search_parts(*task, schedule, rules=rules, effort=_EFFORT).stages
 
 
-def flags_of(launched: Launched, parts: Sequence[Stage], schedule: PipelineSchedule) -> list[str]:
+def _layer_flags(
+    line_job: LineJob, parts: Sequence[Stage], schedule: PipelineSchedule
+) -> list[str]:
     """Return flags that set these stages in the line's trainer."""
-    plan = launched.plan_of(parts, schedule)
-    return _LAYER_FLAGS[launched.line.launch.launcher](plan)
+    plan = line_job.plan_of(parts, schedule)
+    return _LAYER_FLAGS[line_job.line.launch.launcher](plan)
 
 
-def least_recompute(launched: Launched) -> Costed | None:
+def least_recompute(line_job: LineJob) -> Costed | None:
     """Return the line's split with the cheapest recomputation that fits, or None.
 
     One number for all stages (LoongForge: per stage and for encoders too). Otherwise recompute all
     or no encoder layers, by the shorter step.
     """
-    per_stage = launched.line.launch.launcher is Launcher.LOONGFORGE
-    schedule, count = launched.schedule, launched.job.parallel.pipeline
-    most = max(part.layer_count for part in launched.parts)
-    found: list[Costed] = []
+    per_stage = line_job.line.launch.launcher is Launcher.LOONGFORGE
+    fitting: list[Costed] = []
     for encoders in (None,) if per_stage else (0, EVERY):
-        low, high = np.zeros(count, np.int64), np.full(count, most)
-        if not _fit(launched, _with_numbers(launched, high, encoders)).all():
-            continue
-        while (low < high).any():
-            middle = (low + high) // 2
-            enough = _fit(launched, _with_numbers(launched, middle, encoders))
-            high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
-        numbers = high if per_stage else np.full_like(high, high.max())
-        parts = _with_numbers(launched, numbers, encoders)
-        flags = flags_of(launched, parts, schedule)
-        found.append(predicted(launched, parts, schedule, flags))
-    return min(found, key=lambda one: one.step_ms, default=None)
+        numbers = _least_numbers(line_job, encoders)
+        if numbers is not None:
+            numbers = numbers if per_stage else [max(numbers)] * len(numbers)
+            parts = _with_numbers(line_job, numbers, encoders)
+            flags = _layer_flags(line_job, parts, line_job.schedule)
+            fitting.append(predict_stages(line_job, parts, line_job.schedule, flags))
+    return min(fitting, key=lambda costed: costed.step_ms, default=None)
+
+
+def _least_numbers(line_job: LineJob, encoders: int | None) -> list[int] | None:
+    """Return the min number of recomputed layers with which each stage fits, or None if none does.
+
+    Stages are independent, and memory falls with the number.
+    """
+    stages, most = line_job.job.parallel.pipeline, max(p.layer_count for p in line_job.parts)
+
+    @cache
+    def fit(number: int) -> list[bool]:
+        return _fit(line_job, _with_numbers(line_job, [number] * stages, encoders))
+
+    def find_number(stage: int) -> int:
+        return bisect_left(range(most), True, key=lambda number: fit(number)[stage])
+
+    return [find_number(stage) for stage in range(stages)] if all(fit(most)) else None
 
 
 def _with_numbers(
-    launched: Launched, numbers: np.ndarray, encoders: int | None
+    line_job: LineJob, numbers: Sequence[int], encoders: int | None
 ) -> tuple[Stage, ...]:
     """Recompute `numbers` layers of the language model per chunk, [stages], and of each encoder.
 
     Encoders have the language model's number if `encoders` is None.
     """
     # Part k is on stage k % stages.
-    of_parts = zip(launched.parts, numbers.tolist() * launched.schedule.chunks, strict=True)
+    of_parts = zip(line_job.parts, [*numbers] * line_job.schedule.chunks, strict=True)
     return tuple(
-        recomputing(part, number, number if encoders is None else encoders)
+        recompute_first(part, number, number if encoders is None else encoders)
         for part, number in of_parts
     )
 
 
-def _fit(launched: Launched, parts: Sequence[Stage]) -> np.ndarray:
-    """Whether each stage fits its devices. bool [stages]"""
-    job, schedule = launched.job, launched.schedule
-    cost = job.cost_of_all(launched.levels)
-    tensors = stage_memories(cost, (parts,), launched.workload, schedule)
-    stages = launched.plan_of(parts, schedule).held(parts)
-    memories = device_memories(job, launched.levels, stages, launched.workload, tensors)
-    return np.array([each.device_gib for each in memories]) <= job.cluster.memory_gib
+def _fit(line_job: LineJob, parts: Sequence[Stage]) -> list[bool]:
+    """Return whether each stage fits its devices. [stages]"""
+    job, schedule = line_job.job, line_job.schedule
+    cost = job.cost_of_all(line_job.levels)
+    tensors = stage_memories(cost, (parts,), line_job.workload, schedule)
+    stages = line_job.plan_of(parts, schedule).held(parts)
+    memories = device_memories(job, line_job.levels, stages, line_job.workload, tensors)
+    return [memory.device_gib <= job.cluster.memory_gib for memory in memories]
 
 
-def memory_finding(launched: Launched, line: Costed) -> Finding | None:
+def memory_finding(line_job: LineJob, line: Costed) -> Finding | None:
     """Return a warning if a stage's predicted memory exceeds the device's."""
-    cluster, memory = launched.job.cluster, line.memory
-    of_device = [each.device_gib for each in memory]
+    cluster, memory = line_job.job.cluster, line.memory
+    of_device = [stage.device_gib for stage in memory]
     heaviest = int(np.argmax(of_device))
     if of_device[heaviest] <= cluster.memory_gib:
         return None
@@ -252,7 +264,7 @@ def memory_finding(launched: Launched, line: Costed) -> Finding | None:
 class Verdict:
     """Cost of a launch line, and improvements."""
 
-    launched: Launched
+    line_job: LineJob
     line: Costed
     finding: Finding | None
     """A memory warning, or None if the line fits."""
@@ -262,18 +274,18 @@ class Verdict:
     """The line's split with minimal recomputation that fits, or None if it fits unchanged."""
 
     @classmethod
-    def of(cls, launched: Launched) -> "Verdict":
+    def of(cls, line_job: LineJob) -> "Verdict":
         """Predict a line, and search for better stages of equal sizes that its trainer takes."""
-        line = predicted_line(launched)
-        finding = memory_finding(launched, line)
-        if launched.line.launch.launcher not in _LAYER_FLAGS:
-            return cls(launched=launched, line=line, finding=finding, better=None, least=None)
+        line = predict_line(line_job)
+        finding = memory_finding(line_job, line)
+        if line_job.line.launch.launcher not in _LAYER_FLAGS:
+            return cls(line_job=line_job, line=line, finding=finding, better=None, least=None)
         return cls(
-            launched=launched,
+            line_job=line_job,
             line=line,
             finding=finding,
-            better=better_split(launched, line),
-            least=None if finding is None else least_recompute(launched),
+            better=better_split(line_job, line),
+            least=None if finding is None else least_recompute(line_job),
         )
 
     @property
@@ -285,8 +297,8 @@ class Verdict:
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Mean over steps."""
-        launched = self.launched
-        samples = launched.packs.packs.samples
-        tokens = int(launched.lengths.tokens[samples].sum()) / launched.packs.steps
-        sizes = launched.job.parallel
+        line_job = self.line_job
+        samples = line_job.packs.packs.samples
+        tokens = int(line_job.lengths.tokens[samples].sum()) / line_job.packs.steps
+        sizes = line_job.job.parallel
         return tokens / (self.line.step_ms / 1e3) / sizes.world_size

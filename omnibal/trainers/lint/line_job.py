@@ -1,8 +1,10 @@
 """The job of a launch line; parts without costs here are replaced and noted."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate
 from typing import get_args
 
 import numpy as np
@@ -24,7 +26,7 @@ from omnibal.model.fp8 import TRAINED_FP8, Fp8
 from omnibal.model.levels import ContextExchange, CutRule, Level, are_plain
 from omnibal.model.limits import IMAGE_TOKENS, Caps, words
 from omnibal.model.parallel import Parallel, WeightSharding, expert_counts
-from omnibal.model.runtime import Dispatcher, RuntimeOptions
+from omnibal.model.runtime import Dispatcher, RecomputedModule, RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -33,30 +35,25 @@ from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.steps import Steps, deal_steps, size_load
+from omnibal.trainers.lint.adapters import adapters_of_line, is_adapter
 from omnibal.trainers.lint.flags import flag_of
-from omnibal.trainers.lint.launch import Launcher
-from omnibal.trainers.lint.line import ARGPARSE, Line
+from omnibal.trainers.lint.launch import ARGPARSE, Launcher
+from omnibal.trainers.lint.line import Line
 from omnibal.trainers.lint.loongforge import LOONGFORGE
 from omnibal.trainers.lint.low_precision import precision_of
 from omnibal.trainers.lint.other_trainers import TRAINERS
 from omnibal.trainers.lint.sharding import ZeroStage, weight_shards, zero_stage
 from omnibal.trainers.lint.split import layers_by_chunk
-from omnibal.trainers.lint.unmodelled_flags import (
-    accumulates_in_products,
-    adapters_of_line,
-    cuts_samples,
-    has_engine,
-    is_adapter,
-    notes_on,
-    recomputed_modules,
-)
+from omnibal.trainers.lint.unmodelled_flags import cuts_samples, notes_on
 
 _IN_GRAPHS = 0.1
 """Time of the host with CUDA graphs, relative to launching every kernel (assumed)."""
+EVERY = 10**6
+"""All layers: more than any stage has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Launched:
+class LineJob:
     """A line's job, micro-batches and stages."""
 
     line: Line
@@ -87,52 +84,50 @@ class Launched:
         return self.job.plan(schedule=schedule, stages=tuple(parts), data=None)
 
 
-def launched(
+def make_line_job(
     line: Line,
     model: ModelConfig,
     cluster: ClusterConfig,
     samples: Lengths | None,
     image_share: float,
     sample_tokens: int | None = None,
-) -> Launched:
+) -> LineJob:
     """Make the job of a valid line.
 
-    Args:
-        samples: of a dataset, or None for mock samples.
-        image_share: of a mock sample's tokens.
-        sample_tokens: of a mock sample in a pack of the line's sequence length, None for all.
+    `samples` is a dataset, or None for mock samples of `sample_tokens` tokens (None: one fills a
+    pack of the line's sequence length), `image_share` of them from images.
     """
     _check_predictable(line)
-    parallel, expert_notes = _parallel(line, model)
+    launch, is_bridge = line.launch, line.launch.launcher is Launcher.MEGATRON_BRIDGE
+    length, micro_batch = launch.sequence_length or 1, launch.micro_batch or 1
+    packed = max(length // min(sample_tokens or length, length), 1)
     precision, fp8 = precision_of(line)
-    launcher, packed = line.launch.launcher, _samples_in_pack(line, sample_tokens)
-    runtime = _runtime_on(line, samples, runtime_of(line, fp8), packed)
     trainers = {**TRAINERS, Launcher.LOONGFORGE: LOONGFORGE}
-    trainer = trainers.get(launcher) or TARGETS[TargetName(launcher.value)]
+    trainer = trainers.get(launch.launcher) or TARGETS[TargetName(launch.launcher.value)]
+    # Multi-token prediction: Bridge recipes default to the released model's, others to no layers.
+    predicted = launch.prediction_layers
+    if predicted is None:
+        predicted = model.language.prediction_layers if is_bridge else 0
+    trained = model.with_tower(LANGUAGE, prediction_layers=predicted)
+    if samples is None or line.on("moe-pad-expert-input-to-capacity"):
+        trained = with_imbalance(trained, 1.0)
     job = JobSpec(
-        model=_trained_model(line, model, samples),
+        model=trained,
         cluster=cluster,
-        parallel=parallel,
+        parallel=_parallel(line, model),
         precision=precision,
         frozen=_frozen(line, model),
         adapters=adapters_of_line(line, model),
         trainer=trainer.model_copy(
             update={
-                "runtime": runtime,
+                "runtime": _runtime_on(line, samples, runtime_of(line, fp8), length // packed),
                 "shardings": tuple(WeightSharding),
                 "tensor_across_nodes": True,
             }
         ),
     )
     caps = _caps(line, job.model, samples, image_share, packed)
-    context, per_micro_batch = line.launch.context, packed * (line.launch.micro_batch or 1)
-    levels: tuple[Level, ...] = (Level(caps=caps),)
-    if context > 1 and not cuts_samples(line):
-        # Context-parallel ranks share every pack, as Megatron cuts samples.
-        of_pack = Caps.of(**{name: caps[name] * per_micro_batch for name in caps.names})
-        exchange = line.exchange
-        levels = (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
-    packs, lengths = _micro_batches(line, job, samples, caps, levels, per_micro_batch)
+    levels, packs, lengths = _micro_batches(line, job, samples, caps, packed * micro_batch)
     layers = layers_by_chunk(line)
     if (held := sum(map(sum, layers))) != model.language.layers:
         raise UserError(
@@ -140,7 +135,8 @@ def launched(
             "divide them, or a layout"
         )
     parts, schedule = _parts(line, job.model, layers)
-    return Launched(
+    simulated = schedule.chunks > 1
+    return LineJob(
         line=line,
         job=job,
         levels=levels,
@@ -159,29 +155,20 @@ def launched(
             has_images=any(column.any() for column in lengths.items.values()),
         ),
         notes=(
-            *expert_notes,
-            *notes_on(line, chunks_are_simulated=schedule.chunks > 1),
+            *notes_on(line, model, chunks_are_simulated=simulated),
             *_notes_on_job(line, samples, job),
         ),
     )
 
 
-def _samples_in_pack(line: Line, sample_tokens: int | None) -> int:
-    """Mock samples of a pack."""
-    length = line.launch.sequence_length or 1
-    return max(length // min(sample_tokens or length, length), 1)
-
-
 def _runtime_on(
-    line: Line, samples: Lengths | None, runtime: RuntimeOptions, packed: int
+    line: Line, samples: Lengths | None, runtime: RuntimeOptions, sample_tokens: int
 ) -> RuntimeOptions:
     """Set the sample length, a token-weighted mean for datasets, which hides the ring exchange."""
     if samples is None:
-        assert line.launch.sequence_length is not None
         # A kernel of attention has a whole sample, but in a ring a rank's part of one.
         parts = line.launch.context if line.exchange is ContextExchange.GATHER else 1
-        tokens = max(line.launch.sequence_length // packed // parts, 1)
-        return runtime.model_copy(update={"sample_tokens": tokens})
+        return runtime.model_copy(update={"sample_tokens": max(sample_tokens // parts, 1)})
     if runtime.ring_tokens is None:
         return runtime
     lengths = samples.tokens.astype(np.float64)
@@ -195,57 +182,49 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     Megatron-Bridge recipes overlap communication and fuse the loss by default. Megatron-LM's flags
     are opt-in. ms-swift's loss is per token, without averaging.
     """
-    if line.launch.launcher in TRAINERS:
-        runtime = TRAINERS[line.launch.launcher].runtime
-        return runtime.model_copy(update=_sharding(line))
-    is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
-    averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
+    launch, stage = line.launch, zero_stage(line)
+    sharding = {
+        "keeps_weights": stage is ZeroStage.GRADIENTS,
+        "replicates_optimizer": stage is ZeroStage.NOTHING,
+    }
+    if launch.launcher in TRAINERS:
+        return TRAINERS[launch.launcher].runtime.model_copy(update=sharding)
+    is_bridge = launch.launcher is Launcher.MEGATRON_BRIDGE
+    averages = launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
     plain = line.on("no-bias-swiglu-fusion")
     fused_loss = line.on("cross-entropy-loss-fusion", default=is_bridge)
     in_fp32 = line.on("grad-reduce-in-fp32", default=True)
     # User buffers have one shape.
     overlap_tensor = line.on("tp-comm-overlap") and not line.on("variable-seq-lengths")
+    graphs = line.on("enable-cuda-graph") or line.on("external-cuda-graph")
+    has_graphs = graphs or line.text("cuda-graph-impl") is not None
+    has_engine, fusion = line.text("transformer-impl") != "local", "gradient-accumulation-fusion"
+    accumulates = line.on(fusion, default=True) and not line.on(f"no-{fusion}")
+    dispatchers: dict[str | None, Dispatcher] = {name: name for name in get_args(Dispatcher)}
+    dispatcher = dispatchers.get(line.text("moe-token-dispatcher-type"))
+    selected = launch.recompute_modules if launch.recompute == "selective" else ()
     return RuntimeOptions(
         overlap_gradients=line.on("overlap-grad-reduce", default=is_bridge),
         overlap_weights=line.on("overlap-param-gather", default=is_bridge),
-        overlap_tensor=overlap_tensor and line.launch.tensor > 1,
-        ring_tokens=line.launch.sequence_length if line.is_ring else None,
+        overlap_tensor=overlap_tensor and launch.tensor > 1,
+        ring_tokens=launch.sequence_length if line.is_ring else None,
         bf16_gradients=line.on("grad-reduce-in-bf16") or not in_fp32,
-        **_sharding(line),
+        **sharding,
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
         fused_loss=fused_loss,
         kept_logits=1 if fused_loss else 2,
         plain=plain,
         fragmentation=0.15 if plain else 0.1,
-        host_slowdown=_IN_GRAPHS if _has_graphs(line) else 1.0,
-        dispatcher=_dispatcher(line, "flex" if is_bridge else "alltoall"),
+        host_slowdown=_IN_GRAPHS if has_graphs else 1.0,
+        dispatcher=dispatcher or ("flex" if is_bridge else "alltoall"),
         padded_experts=line.on("moe-pad-expert-input-to-capacity"),
         overlap_experts=line.on("overlap-moe-expert-parallel-comm"),
         fused_routing=line.on("moe-permute-fusion", default=is_bridge),
-        transformer_engine=has_engine(line),
-        accumulates_in_products=accumulates_in_products(line),
-        recomputed=recomputed_modules(line),
+        transformer_engine=has_engine,
+        accumulates_in_products=has_engine and accumulates,
+        recomputed=tuple(name for name in get_args(RecomputedModule) if name in selected),
         fp8=fp8,
     )
-
-
-def _sharding(line: Line) -> dict[str, bool]:
-    stage = zero_stage(line)
-    return {
-        "keeps_weights": stage is ZeroStage.GRADIENTS,
-        "replicates_optimizer": stage is ZeroStage.NOTHING,
-    }
-
-
-def _has_graphs(line: Line) -> bool:
-    """Whether layers run as CUDA graphs."""
-    switches = ("enable-cuda-graph", "external-cuda-graph")
-    return any(map(line.on, switches)) or line.text("cuda-graph-impl") is not None
-
-
-def _dispatcher(line: Line, usual: Dispatcher) -> Dispatcher:
-    known: dict[str, Dispatcher] = {name: name for name in get_args(Dispatcher)}
-    return known.get(line.text("moe-token-dispatcher-type") or usual, usual)
 
 
 def _notes_on_job(line: Line, samples: Lengths | None, job: JobSpec) -> Iterator[str]:
@@ -278,11 +257,11 @@ def _check_predictable(line: Line) -> None:
             f"{launch.gpus} GPUs are no multiple of tensor x pipeline x context size, {line.grid}: "
             "correct one of these"
         )
-    at_once = (launch.micro_batch or 1) * (line.data or 1)
     if line.data and launch.global_batch and line.micro_batches is None and launch.micro_batch:
         raise UserError(
-            f"global batch size {launch.global_batch} is no multiple of the {at_once} samples that "
-            f"{line.data} data-parallel ranks compute at once: correct it"
+            f"global batch size {launch.global_batch} is no multiple of the "
+            f"{launch.micro_batch * line.data} samples that {line.data} data-parallel ranks "
+            "compute at once: correct it"
         )
     routes_alone = launch.tensor > 1 and not launch.sequence_parallel and line.sizes.experts
     needed = {
@@ -290,88 +269,64 @@ def _check_predictable(line: Line) -> None:
         "micro-batch-size": launch.micro_batch,
         "sequence-parallel": not routes_alone,
     }
-    missing = [flag_of(launch, name) for name, value in needed.items() if not value]
-    missing = [*([] if launch.gpus else ["the number of GPUs (--gpus)"]), *missing]
+    missing = [] if launch.gpus else ["the number of GPUs (--gpus)"]
+    missing += [flag_of(launch, name) for name, value in needed.items() if not value]
     if missing:
         raise UserError(f"the line does not say {words(missing)}: give these")
 
 
-def _trained_model(line: Line, model: ModelConfig, samples: Lengths | None) -> ModelConfig:
-    """Return the model with the line's multi-token prediction layers and routing.
-
-    Bridge recipes default to the released model's, others to no layers.
-    """
-    layers = line.launch.prediction_layers
-    if layers is None:
-        is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
-        layers = model.language.prediction_layers if is_bridge else 0
-    model = model.with_tower(LANGUAGE, prediction_layers=layers)
-    is_even = samples is None or line.on("moe-pad-expert-input-to-capacity")
-    return with_imbalance(model, 1.0) if is_even else model
-
-
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
     """Return frozen parts; with adapters all but the language model."""
-    others = [part for part in model_parts(model) if part != LANGUAGE]
+    parts = model_parts(model)
     if is_adapter(line):
-        return tuple(others)
-    # Flags that freeze know all encoders as `vision`.
-    flagged = {part: "projector" if part.endswith("projector") else "vision" for part in others}
-    flagged[LANGUAGE] = LANGUAGE
-    return tuple(part for part in model_parts(model) if flagged[part] in line.launch.frozen)
+        return tuple(part for part in parts if part != LANGUAGE)
+
+    def frozen_as(part: str) -> str:  # flags that freeze know all encoders as `vision`
+        if part == LANGUAGE:
+            return part
+        return "projector" if part.endswith("projector") else "vision"
+
+    return tuple(part for part in parts if frozen_as(part) in line.launch.frozen)
 
 
-def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
-    """Return parallel sizes, with CP counted in DP, and notes."""
-    launch, notes = line.launch, []
+def _parallel(line: Line, model: ModelConfig) -> Parallel:
+    """Return parallel sizes, with CP counted in DP."""
+    launch = line.launch
     assert line.data is not None
-    data, expert = line.data * launch.context, 1
-    if expert_counts(model):
-        expert = launch.expert * line.expert_tensor
-        if line.expert_tensor > 1:
-            notes.append(
-                f"expert tensor size {line.expert_tensor} is predicted as {expert} expert-parallel "
-                "ranks with whole experts, which hold as many bytes: --expert-tensor-parallel-size "
-                "1 with that --expert-model-parallel-size is what is predicted"
-            )
-    fits = not launch.tensor * data % expert and not (
-        expert % launch.tensor and launch.tensor % expert
-    )
-    if not fits:
+    data, tensor = line.data * launch.context, launch.tensor
+    expert = launch.expert * line.expert_tensor if expert_counts(model) else 1
+    if tensor * data % expert or (expert % tensor and tensor % expert):
         raise UserError(
             f"{expert} ranks that share out experts (expert size {launch.expert} x expert tensor "
-            f"size {line.expert_tensor}) are not predicted for tensor size {launch.tensor} and "
+            f"size {line.expert_tensor}) are not predicted for tensor size {tensor} and "
             f"{data} data-parallel ranks; give --expert-tensor-parallel-size 1 and a size that "
             "divides, or is a multiple of, the tensor size"
         )
-    divides = launch.sequence_parallel and launch.tensor > 1
-    sizes = Parallel(
-        tensor=launch.tensor,
+    return Parallel(
+        tensor=tensor,
         pipeline=launch.pipeline,
         data=data,
-        sequence_parallel=divides,
+        sequence_parallel=launch.sequence_parallel and tensor > 1,
         expert=expert,
         sharded=weight_shards(line, data),
     )
-    return sizes, notes
 
 
 def _caps(
     line: Line, model: ModelConfig, samples: Lengths | None, image_share: float, packed: int
 ) -> Caps:
     """Return caps of a mock sample, or of a dataset's micro-batch."""
-    assert line.launch.sequence_length is not None
-    assert line.launch.micro_batch is not None
-    tokens = line.launch.sequence_length // (line.launch.context if cuts_samples(line) else 1)
+    launch = line.launch
+    assert launch.sequence_length is not None and launch.micro_batch is not None
+    tokens = launch.sequence_length // (launch.context if cuts_samples(line) else 1)
     if samples is not None:
         if cuts_samples(line):
             raise UserError(
-                f"context size {line.launch.context} cannot be predicted of samples of a dataset "
+                f"context size {launch.context} cannot be predicted of samples of a dataset "
                 "for this model; leave --lengths out"
             )
-        names = limited_features(model)
-        return caps_of_tokens(samples, names, tokens * line.launch.micro_batch)
-    others = [each.feature for each in model.encoders.values() if not each.of_images]
+        return caps_of_tokens(samples, limited_features(model), tokens * launch.micro_batch)
+    others = [tower.feature for tower in model.encoders.values() if not tower.of_images]
     if others:
         raise UserError(
             f"{model.name} takes {words(others)}, of which made-up samples have none; give "
@@ -381,58 +336,61 @@ def _caps(
 
 
 def _micro_batches(
-    line: Line,
-    job: JobSpec,
-    samples: Lengths | None,
-    caps: Caps,
-    levels: tuple[Level, ...],
-    each: int,
-) -> tuple[ScheduledPacks, Lengths]:
-    """Return micro-batches of a dataset's steps, or of a mock step with `each` samples in one."""
-    micro_batches, ranks = line.micro_batches, job.parallel.data
+    line: Line, job: JobSpec, samples: Lengths | None, caps: Caps, size: int
+) -> tuple[tuple[Level, ...], ScheduledPacks, Lengths]:
+    """Return micro-batches of a dataset's steps, or of a mock step with `size` samples in one.
+
+    Context-parallel ranks share every pack, as Megatron cuts samples: then the only level says so.
+    """
+    launch, micro_batches, ranks = line.launch, line.micro_batches, job.parallel.data
     assert micro_batches is not None
+    levels: tuple[Level, ...] = (Level(caps=caps),)
+    if launch.context > 1 and not cuts_samples(line):
+        of_pack = Caps.of(**{name: caps[name] * size for name in caps.names})
+        cut, exchange = CutRule.ZIGZAG, line.exchange
+        levels = (Level(caps=of_pack, context=launch.context, cut=cut, exchange=exchange),)
     if samples is not None:
-        return SampleData(
+        data = SampleData(
             lengths=samples,
             levels=levels,
             packs_per_step=micro_batches * ranks,
             rules=job.trainer.packs,
-        ).schedule(job)
+        )
+        return levels, *data.schedule(job)
     shapes = Shapes(
         caps=caps,
-        micro_batches_per_step=micro_batches * each,
+        micro_batches_per_step=micro_batches * size,
         image_tokens=IMAGE_TOKENS if job.model.images is not None else None,
     )
     packs, lengths = data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
-    if each == 1 and are_plain(levels):
-        return packs, lengths
-    count = len(lengths) // each
-    steps = Steps(
-        packs=Packs.from_lists([range(each * pack, each * (pack + 1)) for pack in range(count)]),
-        step=packs.step[:count],
-        epoch=packs.epoch[:count],
-    )
-    return deal_steps(steps, lengths, lambda some: size_load(some, lengths), ranks, levels), lengths
+    if size > 1 or not are_plain(levels):
+        count = len(lengths) // size
+        steps = Steps(
+            packs=Packs.from_lists([range(size * n, size * (n + 1)) for n in range(count)]),
+            step=packs.step[:count],
+            epoch=packs.epoch[:count],
+        )
+        packs = deal_steps(steps, lengths, partial(size_load, lengths=lengths), ranks, levels)
+    return levels, packs, lengths
 
 
 def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
     """Return stages of these layers with the line's recomputation, all encoders first."""
-    units = unit_words(model)
-    first = len(units) - model.language.layers - 1
-    cuts = list(accumulate(map(sum, layers[:-1]), initial=first))[1:]
-    edges = pairwise([0, *cuts, len(units)])
-    empty = [stage for stage, (start, end) in enumerate(edges) if start == end]
+    held = [sum(chunks) for chunks in layers]
+    empty = [stage for stage, count in enumerate(held[1:-1], 1) if not count]
     if empty:
         raise UserError(
             f"stage {empty[0]} holds no layer of the language model; stages that hold nothing "
             "cannot be predicted: give it one"
         )
+    first = len(unit_words(model)) - model.language.layers - 1
+    cuts = list(accumulate(held[:-1], initial=first))[1:]
     stages = []
     split = zip(stages_from_cuts(model, cuts), layers, strict=True)
     for place, (stage, counts) in enumerate(split):
-        number = _number(line, place % line.launch.pipeline)
-        of_language = sum(min(number, count) for count in counts)
-        stages.append(recomputing(stage, of_language, _encoder_number(line, number)))
+        number = _recompute_number(line, place % line.launch.pipeline)
+        of_language = max(sum(min(number, count) for count in counts), 0)
+        stages.append(recompute_first(stage, of_language, _encoder_number(line, number)))
     return tuple(stages)
 
 
@@ -443,20 +401,13 @@ def _parts(
     chunks = len(layers[0])
     if chunks > 1:
         in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
-        try:
+        with suppress(UserError):
             parts = _stages(line, model, in_order)
-        except UserError:
-            pass
-        else:
             return parts, PipelineSchedule(name="interleaved", chunks=chunks)
     return _stages(line, model, layers), ONE_FORWARD_ONE_BACKWARD
 
 
-EVERY = 10**6
-"""All layers: more than any stage has."""
-
-
-def _number(line: Line, stage: int) -> int:
+def _recompute_number(line: Line, stage: int) -> int:
     """Return recomputed layers per chunk of a stage."""
     launch = line.launch
     if launch.recompute != "full":
@@ -467,21 +418,21 @@ def _number(line: Line, stage: int) -> int:
 
 
 def _encoder_number(line: Line, number: int) -> int:
-    """Return an encoder's recomputed layers."""
+    """Return an encoder's recomputed layers, given the stage's number."""
     launch = line.launch
     if launch.launcher is Launcher.LOONGFORGE:
         return number  # its configuration of an encoder has the same fields
+    recomputes = launch.recompute_encoders
     if launch.launcher is Launcher.MS_SWIFT and "vit-gradient-checkpointing" not in line.flags:
-        # Its default, megatron_args.py:856 of 4.6.0.
-        return 0 if "vision" in launch.frozen else EVERY
-    return EVERY if launch.recompute_encoders else 0
+        recomputes = "vision" not in launch.frozen  # its default, megatron_args.py:856 of 4.6.0
+    return EVERY if recomputes else 0
 
 
-def recomputing(stage: Stage, of_language: int, of_encoders: int) -> Stage:
+def recompute_first(stage: Stage, of_language: int, of_encoders: int) -> Stage:
     """Recompute the first layers of each tower: all if it holds fewer."""
-    recompute = []
-    for tower in dict.fromkeys(span.name for span in stage.units if span.layers):
-        again = stage.layers(tower)[: max(0, of_language if tower == LANGUAGE else of_encoders)]
-        if again:
-            recompute.append(Span(tower, again))
+    recompute = [
+        Span(tower, again)
+        for tower in dict.fromkeys(span.name for span in stage.units if span.layers)
+        if (again := stage.layers(tower)[: of_language if tower == LANGUAGE else of_encoders])
+    ]
     return stage.model_copy(update={"recompute": tuple(recompute)})

@@ -2,13 +2,14 @@
 
 from math import lcm
 
-from omnibal.trainers.lint.launch import Launcher
-from omnibal.trainers.lint.line import ARGPARSE, RECIPES, Line
-from omnibal.trainers.lint.rule import BRIDGE, CORE, SWIFT, Problems, RuleGroup
+from omnibal.trainers.lint.launch import ARGPARSE, Launcher
+from omnibal.trainers.lint.line import RECIPES, Line
+from omnibal.trainers.lint.rule import BRIDGE, CORE, SWIFT, Problems, Rules
 
-RULES = RuleGroup()
+RULES = Rules()
 rule, validate_args = RULES.rule, RULES.validate_args
 _STATE = "core/parallel_state.py"
+_SCHEDULES = "core/pipeline_parallel/schedules.py"
 
 
 @rule("this command, --gpus", severity="warning")
@@ -16,16 +17,17 @@ def gpus_known(line: Line) -> Problems:
     """Rules of GPUs, batch and data-parallel size cannot be judged without."""
     if line.launch.gpus is None:
         least = lcm(line.grid, line.expert_grid)
-        yield (
-            "the line does not say how many GPUs it runs on",
-            f"give --gpus; {least:,} is the least that its sizes allow, and every multiple of it",
+        change = (
+            f"give --gpus; {least:,} is the least that its sizes allow, and every multiple of it"
         )
+        yield "the line does not say how many GPUs it runs on", change
 
 
 @rule("this command", severity="warning", launchers={Launcher.MEGATRON_BRIDGE})
 def recipe_settings(line: Line) -> Problems:
     """What a recipe sets is not read, and is judged as if it were not set."""
-    for recipe in filter(None, map(line.text, RECIPES)):
+    recipe = line.text(*RECIPES)
+    if recipe is not None:
         change = "add to the line what the recipe sets of parallel sizes, split and recomputation"
         yield f"the recipe {recipe} has settings of its own", change
 
@@ -36,8 +38,10 @@ def gpus_divide_grid(line: Line) -> Problems:
     launch = line.launch
     if launch.gpus is not None and launch.gpus % line.grid:
         sizes = f"TP {launch.tensor} x PP {launch.pipeline} x CP {launch.context} = {line.grid}"
-        change = f"use a multiple of {line.grid}, or smaller sizes"
-        yield f"{launch.gpus:,} GPUs and {sizes}", change
+        yield (
+            f"{launch.gpus:,} GPUs and {sizes}",
+            f"use a multiple of {line.grid}, or smaller sizes",
+        )
 
 
 @rule(f"{_STATE}:793, {CORE}")
@@ -86,10 +90,8 @@ def batch_divides(line: Line) -> Problems:
     if launch.global_batch % at_once and not line.on("decrease-batch-size-if-needed"):
         nearest = max(at_once, round(launch.global_batch / at_once) * at_once)
         batches = f"global batch {launch.global_batch:,}, micro-batch {launch.micro_batch}"
-        yield (
-            f"{batches} and data-parallel size {data:,} ({launch.gpus:,} GPUs / {line.grid})",
-            f"use a multiple of {at_once:,}, such as {nearest:,}",
-        )
+        given = f"{batches} and data-parallel size {data:,} ({launch.gpus:,} GPUs / {line.grid})"
+        yield given, f"use a multiple of {at_once:,}, such as {nearest:,}"
 
 
 @validate_args()
@@ -100,7 +102,7 @@ def rampup_by_samples(line: Line) -> Problems:
         yield "--rampup-batch-size beside --train-iters", change
 
 
-@rule(f"core/pipeline_parallel/schedules.py:995-1003, {CORE}", severity="refused-at-first-step")
+@rule(f"{_SCHEDULES}:995-1003, {CORE}", severity="refused-at-first-step")
 def interleaved_groups(line: Line) -> Problems:
     """Chunks of stages need groups of at least as many micro-batches as stages, and no fewer
     micro-batches than a group."""
@@ -113,15 +115,13 @@ def interleaved_groups(line: Line) -> Problems:
         yield f"{groups} on {stages} stages of {line.virtual} chunks", change
 
 
-@rule(f"core/pipeline_parallel/schedules.py:1007-1015, {CORE}", severity="refused-at-first-step")
+@rule(f"{_SCHEDULES}:1007-1015, {CORE}", severity="refused-at-first-step")
 def interleaved_remainder(line: Line) -> Problems:
     """The last group of micro-batches must be empty or at least as large as the stages."""
     count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
     if line.virtual is not None and count is not None and group >= stages > count % group > 0:
-        yield (
-            f"{count} micro-batches in groups of {group} leave {count % group} on {stages} stages",
-            f"use a multiple of {group} micro-batches",
-        )
+        groups = f"{count} micro-batches in groups of {group} leave {count % group}"
+        yield f"{groups} on {stages} stages", f"use a multiple of {group} micro-batches"
 
 
 @validate_args(launchers=ARGPARSE | {Launcher.MEGATRON_BRIDGE})
