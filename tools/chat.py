@@ -78,12 +78,12 @@ def chat(
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
     try:
         model = load_whole_model(checkpoint, precision)
-        _print_as_it_comes(generate(model, reader, sample, max_new_tokens), tokenizer)
+        _print_answer(generate(model, reader, sample, max_new_tokens), tokenizer)
     finally:
         shut_down_distributed()
 
 
-def _print_as_it_comes(ids: Iterator[int], tokenizer: Tokenizer) -> None:
+def _print_answer(ids: Iterator[int], tokenizer: Tokenizer) -> None:
     answer: list[int] = []
     shown = ""
     for token in ids:
@@ -99,8 +99,8 @@ def _sample(prompt: str, shown: Shown, system: str | None) -> Sample:
     images, videos, audio = (each or [] for each in (shown.image, shown.video, shown.audio))
     for mark, option, files in ((AUDIO, "audio", audio), (VIDEO, "video", videos)):
         if files:
-            prompt = _placed(prompt, mark, option, files)
-    prompt = _placed(prompt, IMAGE, "image", images)
+            prompt = _place_marks(prompt, mark, option, files)
+    prompt = _place_marks(prompt, IMAGE, "image", images)
     return Sample(
         identity="prompt",
         source="prompt",
@@ -113,7 +113,7 @@ def _sample(prompt: str, shown: Shown, system: str | None) -> Sample:
     )
 
 
-def _placed(prompt: str, mark: str, option: str, files: list[Path]) -> str:
+def _place_marks(prompt: str, mark: str, option: str, files: list[Path]) -> str:
     """Prepend a mark for each file unless the prompt has marks."""
     placed = prompt.count(mark)
     if placed not in (0, len(files)):

@@ -69,7 +69,7 @@ _COPIES: dict[str, CopyKind] = {
 }
 
 
-def imported(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool) -> Rates:
+def read_rates(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool) -> Rates:
     """Read tables as rates in bf16."""
     operations = tables["operations"]
     attention = [
@@ -81,9 +81,9 @@ def imported(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool
     return Rates(
         device=tables["device"].split(",")[0],
         tflops=tflops,
-        products=_once(_product(row) for row in operations["matmul"]["measured"]),
-        grouped=_once(_grouped(row) for row in operations["group_matmul"]["measured"]),
-        attention=_once(attention),
+        products=_merge_repeats(_product(row) for row in operations["matmul"]["measured"]),
+        grouped=_merge_repeats(_grouped(row) for row in operations["group_matmul"]["measured"]),
+        attention=_merge_repeats(attention),
         collectives=() if kernels_only else tuple(_collectives(tables["networks"], link_gb_per_s)),
         copies=()
         if kernels_only
@@ -97,7 +97,7 @@ def imported(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool
 
 def _product(row: dict[str, Any]) -> ProductTime:
     m, k, n = row["m"], row["k"], row["n"]
-    share, gradient = _digits(row["share"]), row["out_dtype"]
+    share, gradient = _four_digits(row["share"]), row["out_dtype"]
     match row["layout"]:
         case "TN":
             return ProductTime(rows=m, inner=k, outer=n, share=share)
@@ -120,7 +120,7 @@ def _grouped(row: dict[str, Any]) -> GroupedTime:
         rows=row["M"],
         inner=row["K"],
         outer=row["N"],
-        share=_digits(row["share"]),
+        share=_four_digits(row["share"]),
     )
 
 
@@ -133,11 +133,11 @@ def _attention(row: dict[str, Any], of: Any) -> AttentionTime:
         head_size=row["qk_head_dim"],
         value_size=row["v_head_dim"],
         packed=not row["qkv_contiguous"],
-        share=_digits(row["share"]),
+        share=_four_digits(row["share"]),
     )
 
 
-def _once(given: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
+def _merge_repeats(given: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
     """Merge measurements of equal shapes by mean time."""
     shapes: dict[_Kernel, list[float]] = {}
     for one in given:
@@ -145,12 +145,14 @@ def _once(given: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
         shapes.setdefault(one.model_copy(update={"share": None}), []).append(one.share)
     return tuple(
         # Harmonic mean of shares.
-        shape.model_copy(update={"share": _digits(len(all_of) / sum(1 / one for one in all_of))})
+        shape.model_copy(
+            update={"share": _four_digits(len(all_of) / sum(1 / one for one in all_of))}
+        )
         for shape, all_of in shapes.items()
     )
 
 
-def _digits(share: float) -> float:
+def _four_digits(share: float) -> float:
     return float(f"{share:.4g}")
 
 
@@ -179,7 +181,7 @@ def _collectives(networks: dict[str, Any], link_gb_per_s: float) -> Iterator[Col
 
 
 def _gb_per_s(bandwidth: dict[str, Any], line: dict[str, Any]) -> float:
-    return _digits(bandwidth["gbps"] * line["efficient_factor"] * _GIB_IN_GB)
+    return _four_digits(bandwidth["gbps"] * line["efficient_factor"] * _GIB_IN_GB)
 
 
 def cluster_text(base: str, rates: Rates, source: str) -> str:
@@ -220,7 +222,7 @@ def import_rates(
     check_files({"--output": output}, [file, base_file])
     link_gb_per_s, tables = load_cluster(base).intra_node_gb_per_s, _read(file)
     try:
-        rates = imported(tables, link_gb_per_s, kernels_only=kernels_only)
+        rates = read_rates(tables, link_gb_per_s, kernels_only=kernels_only)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"{type(error).__name__} {error}"
         if isinstance(error, ValidationError):

@@ -13,7 +13,6 @@ import io
 import json
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -314,17 +313,17 @@ def dataset_folder(
     """Yield a folder to fill, which then becomes `output` with its description."""
     with atomic_directory(output) as part:
         yield part
-        description = made_with(version, samples, heldout_samples, seed)
+        description = dataset_description(version, samples, heldout_samples, seed)
         (part / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
 
 
-def made_with(version: int, samples: int, heldout_samples: int, seed: int) -> dict:
+def dataset_description(version: int, samples: int, heldout_samples: int, seed: int) -> dict:
     """Arguments that determine a dataset's content, written into it."""
     sizes = {"samples": samples, "heldout_samples": heldout_samples}
     return {"made_with": {"format": version, **sizes, "seed": seed}}
 
 
-def is_described_by(output: Path, description: dict) -> bool:
+def has_description(output: Path, description: dict) -> bool:
     """Return whether `output` is a complete dataset of this description."""
     try:
         return json.loads((output / DESCRIPTION_FILE).read_text(encoding="utf-8")) == description
@@ -340,9 +339,27 @@ def run_maker(
 ) -> int:
     """Make the dataset of a command line unless it exists; return the exit status."""
     with one_line_errors():
-        options = dataset_options(sys.argv[1:] if arguments is None else arguments, description)
-        output, sizes = options.output, (options.samples, options.heldout_samples)
-        if is_described_by(output, made_with(version, *sizes, options.seed)):
+        given = sys.argv[1:] if arguments is None else arguments
+        check_arguments(given)
+        parser = ArgumentParser(description=(description or "").split("\n\n")[0])
+        parser.add_argument("--output", type=Path, required=True, help="folder to make")
+        parser.add_argument("--samples", type=int, default=4000, help="for training (%(default)s)")
+        parser.add_argument("--heldout-samples", type=int, default=300, help="(%(default)s)")
+        parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+        options = parser.parse_args(given)
+        output, seed = options.output, options.seed
+        sizes = {"--samples": options.samples, "--heldout-samples": options.heldout_samples}
+        for option, count in sizes.items():
+            if not MIN_SAMPLES <= count <= MAX_SAMPLES:
+                raise UserError(
+                    f"{option} {count}: must be from {MIN_SAMPLES}, for every source to occur, to "
+                    f"{MAX_SAMPLES}"
+                )
+        if not 0 <= seed <= MAX_SEED:
+            raise UserError(f"--seed {seed}: must be from 0 to {MAX_SEED}")
+        samples, heldout_samples = sizes.values()
+        wanted = dataset_description(version, samples, heldout_samples, seed)
+        if has_description(output, wanted):
             print(f"{output}: already made with these arguments")
             return 0
         if output.exists():
@@ -351,30 +368,9 @@ def run_maker(
                 "remove it or pass another --output"
             )
         check_folder("--output", output, [])
-        make(output, *sizes, options.seed)
-        print(f"{output}: {sizes[0]} training samples, {sizes[1]} held out")
+        make(output, samples, heldout_samples, seed)
+        print(f"{output}: {samples} training samples, {heldout_samples} held out")
     return 0
-
-
-def dataset_options(arguments: list[str], description: str | None) -> Namespace:
-    """Parse the output path, sizes and seed of a dataset."""
-    check_arguments(arguments)
-    parser = ArgumentParser(description=(description or "").split("\n\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--samples", type=int, default=4000, help="for training (%(default)s)")
-    parser.add_argument("--heldout-samples", type=int, default=300, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    options = parser.parse_args(arguments)
-    for option in ("samples", "heldout_samples"):
-        count = vars(options)[option]
-        if not MIN_SAMPLES <= count <= MAX_SAMPLES:
-            raise UserError(
-                f"--{option.replace('_', '-')} {count}: must be from {MIN_SAMPLES}, for every "
-                f"source to occur, to {MAX_SAMPLES}"
-            )
-    if not 0 <= options.seed <= MAX_SEED:
-        raise UserError(f"--seed {options.seed}: must be from 0 to {MAX_SEED}")
-    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

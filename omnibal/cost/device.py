@@ -243,10 +243,8 @@ class Device:
     ) -> Kernels:
         """Return tensor-parallel exchange, an all-gather or reduce-scatter by default.
 
-        An all-reduce has two passes.
-
-        Args:
-            all_bytes: of the tensors, summed over passes. A rank sends all shares except one.
+        An all-reduce has two passes. `all_bytes`: of the tensors, summed over passes. A rank sends
+        all shares except one.
         """
         if self.tensor == 1:
             return ()

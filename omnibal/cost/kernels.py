@@ -5,7 +5,7 @@ A unit's cost is a list of kernels: `omnibal.cost.device.Device.ms` is the time 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -104,21 +104,9 @@ def product(
     given: str = "",
 ) -> Kernels:
     """Return the three passes of a linear: inputs [rows, inner] and weights [inner, outer]."""
-    passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
-    return tuple(
-        Kernel(
-            kind="product",
-            of=of,
-            rows=rows,
-            inner=inner,
-            outer=outer,
-            groups=groups,
-            dtype=dtype,
-            name=name,
-            given=given,
-        )
-        for of in passes
-    )
+    sizes: dict[str, Any] = {"rows": rows, "inner": inner, "outer": outer, "groups": groups}
+    forward = Kernel(kind="product", dtype=dtype, name=name, given=given, **sizes)
+    return tuple(replace(forward, of=of) for of in get_args(Pass))
 
 
 def attention(

@@ -135,10 +135,7 @@ def ring_ms_per_byte(
     """Time of a ring reduce-scatter or all-gather per byte of the full buffer.
 
     A ring sends (d - 1) / d of the buffer in d - 1 hops; their latency is negligible for large
-    buckets.
-
-    Args:
-        bucket_bytes: of small buckets.
+    buckets. `bucket_bytes`: of small buckets.
     """
     sent_ms = pass_line(cluster, group, precision, kind).each_ms * (group.ranks - 1) / group.ranks
     return sent_ms + (0 if bucket_bytes is None else hops_ms(cluster, group) / bucket_bytes)
@@ -152,8 +149,7 @@ def hops_ms(cluster: ClusterConfig, group: Group) -> float:
 def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
     """Ranks of a stage that shard the optimizer state, and if sharded the weights, of parameters.
 
-    Args:
-        of_experts: whether of experts, which fewer ranks hold, or of all other parameters.
+    `of_experts`: whether of experts, which fewer ranks hold, or of all other parameters.
     """
     ranks = {
         (False, False): parallel.data,

@@ -29,8 +29,7 @@ def with_adapters(
 ) -> Unit:
     """Return a frozen unit with adapters. Products without a name need `all-linear`.
 
-    Args:
-        part: share of the sequence that a device holds between blocks.
+    `part`: share of the sequence that a device holds between blocks.
     """
     kernels, added, given, parameters = list(unit.kernels), list[Kept](), set[str](), 0
     for product in unit.products:

@@ -195,10 +195,8 @@ def collective_line(
     """Latency of a ring pass, an all-to-all or a send, and time per byte sent, None if unmeasured.
 
     Uses the nearest measured group size. The slope is at least half the fastest time per byte.
-
-    Args:
-        kind: of the collective, None for any ring. A ring of this kind is preferred to others if
-            measured (a CPU's reduction is slower than a gather).
+    `kind`: of the collective, None for any ring. A ring of this kind is preferred to others if
+    measured (a CPU's reduction is slower than a gather).
     """
     wanted = (*_PASSES, None) if kind in (*_PASSES, None) else (kind,)
     found = [one for one in measured if one.kind in wanted and one.place == place]

@@ -120,10 +120,8 @@ class ShardedExchange:
         """Exposed exchange before forward and after backward, summed over stages, [packs, 2].
 
         The first gather and the last reduction of a stage are exposed. Stages are assumed to begin
-        and end with the layers that take longest to gather.
-
-        Args:
-            features: of every micro-batch, [packs, F].
+        and end with the layers that take longest to gather. `features`: of every micro-batch,
+        [packs, F].
         """
         first, last = self.sequence[0], self.sequence[-1]
         forward, backward = features @ self.forward_ms.T, features @ self.backward_ms.T
@@ -153,8 +151,7 @@ class ShardedExchange:
     def passes_ms(self, work: np.ndarray) -> np.ndarray:
         """Exposed time in forward, kept backward, and second forward with backward, [passes, 3].
 
-        Args:
-            work: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
+        `work`: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
         """
         assert self.again_ms is not None
         ahead, behind = self.exposed_ms(work).T

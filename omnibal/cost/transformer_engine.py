@@ -30,8 +30,7 @@ def without_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
 def library_buffers(trained: Mapping[str, Unit], element_bytes: int) -> tuple[LibraryBuffer, ...]:
     """Buffers that libraries keep for language units.
 
-    Args:
-        trained: trained language unit kinds, by name.
+    `trained`: trained language unit kinds, by name.
     """
     with_shape: dict[tuple[float, float], set[str]] = {}
     for name, unit in trained.items():

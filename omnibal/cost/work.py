@@ -135,8 +135,7 @@ class Unit(Work):
 def one_after_another(units: Sequence[tuple[str, Unit]]) -> Unit:
     """Combine units that run in sequence, with backward from the last.
 
-    Args:
-        units: a prefix of the names of kept activations, and the unit.
+    `units`: a prefix of the names of kept activations, and the unit.
     """
     working: list[Working] = []
     for place, (prefix, unit) in enumerate(units):

@@ -43,6 +43,7 @@ ChatTemplate = Literal[
 ]
 """Chat templates: InternVL's `template`, Llama 3.1, Qwen2.5, or the tokenizer's own."""
 T = TypeVar("T", bound="Frozen")
+E = TypeVar("E", TilesEncoder, ClipsEncoder)
 _PRESETS = Path(__file__).parents[1] / "presets"
 
 
@@ -274,13 +275,7 @@ class ModelConfig(Frozen):
     @property
     def vision(self) -> TilesEncoder:
         """Tile encoder of InternVL."""
-        tower = self.encoders.get("vision")
-        if not isinstance(tower, TilesEncoder):
-            raise UserError(
-                f"{self.name} has no encoder of image tiles, which this needs; it must be a model "
-                "with a vision table: choose another --model"
-            )
-        return tower
+        return self._encoder(TilesEncoder, "vision", "image tiles", "a vision table")
 
     @property
     def takes_images(self) -> bool:
@@ -296,11 +291,15 @@ class ModelConfig(Frozen):
     @property
     def audio(self) -> ClipsEncoder:
         """Audio clip encoder of the trainer."""
-        tower = self.encoders.get("audio")
-        if not isinstance(tower, ClipsEncoder):
+        table = 'an encoder "audio" of kind "clips"'
+        return self._encoder(ClipsEncoder, "audio", "audio clips", table)
+
+    def _encoder(self, kind: type[E], name: str, items: str, table: str) -> E:
+        tower = self.encoders.get(name)
+        if not isinstance(tower, kind):
             raise UserError(
-                f"{self.name} has no encoder of audio clips, which this needs; it must be a model "
-                'with an encoder "audio" of kind "clips": choose another --model'
+                f"{self.name} has no encoder of {items}, which this needs; it must be a model with "
+                f"{table}: choose another --model"
             )
         return tower
 
@@ -367,14 +366,6 @@ _NCCL_PEER_MIB = 32 * 12.0
 """NCCL buffers per all-to-all peer: 23.6 GiB for 63 peers (NVIDIA/Megatron-LM#6378)."""
 
 
-class Accuracy(Frozen):
-    """Prediction error that plans of earlier versions hold (`omnibal.job.published_errors`)."""
-
-    steps: Count
-    median: Annotated[float, Field(ge=0, le=10)]
-    largest: Annotated[float, Field(ge=0, le=10)]
-
-
 class ClusterConfig(Frozen):
     """Devices and links for the analytic cost model; bandwidths are per device."""
 
@@ -413,25 +404,19 @@ class ClusterConfig(Frozen):
         "where most of the rates come from; left out: assumed, or measured where there "
         "is a table of rates",
     )
-    rates: dict[PlainPrecision, Rates] = Field(
-        default={},
-        description="measured rates by precision, of shapes, which count in place of the shares",
+    # Not written if empty: plans are keyed by the hash of the written text.
+    rates: dict[PlainPrecision, Rates] = written_unless(
+        {}, "measured rates by precision, of shapes, which count in place of the shares"
     )
     hop_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(
         3.0, "latency of a ring's hop between nodes; fitted on published steps if left out"
     )
-    accuracy: dict[Precision, Accuracy] = written_unless(
+    accuracy: dict[str, Any] = written_unless(
         {}, "error that plans of earlier versions hold; not read"
     )
     rates_of: ScaledRates | None = written_unless(
         None, "another cluster, whose tables count where this one has none"
     )
-
-    @model_serializer(mode="wrap")
-    def _without_empty_rates(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Omitted if empty: plans are keyed by the hash of the written text.
-        fields: dict[str, Any] = serialize(self)
-        return fields if fields["rates"] else {k: v for k, v in fields.items() if k != "rates"}
 
     @property
     def network_share(self) -> float:
@@ -517,8 +502,7 @@ def _toml_value(value: Any) -> str:
 def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, Any]:
     """Describe a model's towers as JSON values, without names and data preparation.
 
-    Args:
-        without: fields of towers and experts to leave out.
+    `without`: fields of towers and experts to leave out.
     """
     fields = model.model_dump(mode="json")
     for name in _OF_DATA:

@@ -72,8 +72,7 @@ class _Measured(_Timed):
     def scaled(self, tflops: float, scale: float, most: float = 1.0) -> Self:
         """Return the measurement with `scale` times its share of `tflops`.
 
-        Args:
-            most: largest share of operations that are done.
+        `most`: largest share of operations that are done.
         """
         share = self.share or self.flops / self.time_ms(tflops) / tflops * _MS_PER_FLOP
         share = min(share * scale, most * self.max_share)

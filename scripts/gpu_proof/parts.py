@@ -97,10 +97,10 @@ def tests(context: Context) -> None:
         _run(context, "tests")
     finally:
         printed = (context.output / "logs" / "tests.txt").read_text(errors="replace")
-        context.figures.update(tested(printed))
+        context.figures.update(checks_of(printed))
 
 
-def tested(printed: str) -> dict[str, JsonValue]:
+def checks_of(printed: str) -> dict[str, JsonValue]:
     """Results in the output of cuda_checks.py, by name of the check."""
     return {name: f"{result.lower()} in {how}" for result, name, how in _TESTED.findall(printed)}
 

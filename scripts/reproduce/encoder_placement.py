@@ -55,7 +55,7 @@ def models() -> Iterator[tuple[str, ModelConfig]]:
     yield "6B + 20B", load_model("internvl-chat-1.5-6b-20b")
 
 
-def drawn(mixture: str, model: ModelConfig) -> Lengths:
+def draw_lengths(mixture: str, model: ModelConfig) -> Lengths:
     rng = np.random.default_rng(0)
     text_share, least, most = MIXTURES[mixture]
     tiles = rng.integers(least, most + 1, SAMPLES)
@@ -98,9 +98,9 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
     return best
 
 
-def row(name: str, mixture: str, model: ModelConfig) -> tuple[object, ...]:
+def placement_row(name: str, mixture: str, model: ModelConfig) -> tuple[object, ...]:
     """Return a row with both placements of a model on a mixture."""
-    lengths = drawn(mixture, model)
+    lengths = draw_lengths(mixture, model)
     data = SampleData(
         settings=PackSettings(seed=0),
         lengths=lengths,
@@ -136,11 +136,10 @@ def _time_and_sizes(plan: Plan) -> tuple[str, str]:
 
 def main() -> None:
     columns = (
-        *(("model", ""), ("samples", ""), ("encoder's share", ".1%")),
-        *(("in the pipeline", ""), ("TP/PP/DP", ""), ("data-parallel", ""), ("TP/PP/DP", "")),
-        *(("sharded over", ""), ("data-parallel is faster by", "+.1%")),
-    )
-    rows = (row(name, mixture, model) for name, model in models() for mixture in MIXTURES)
+        "model", "samples", "encoder's share|.1%", "in the pipeline", "TP/PP/DP", "data-parallel",
+        "TP/PP/DP", "sharded over", "data-parallel is faster by|+.1%",
+    )  # fmt: skip
+    rows = (placement_row(name, mixture, model) for name, model in models() for mixture in MIXTURES)
     print_table(f"Encoders in the pipeline and data-parallel, {GPUS} {CLUSTER}", columns, rows)
 
 

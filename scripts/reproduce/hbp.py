@@ -4,7 +4,7 @@
 
 Published system: 32 H100, DeepSpeed and Ulysses without TP or PP, one pack per rank or group of
 ranks, 512K tokens per iteration, logits of all tokens. Costs are counted operations; products and
-attention run at one share of the preset's rates, calibrated on Table 4 (`calibrated_share`), not on
+attention run at one share of the preset's rates, calibrated on Table 4 (`calibrate_share`), not on
 Table 6. Gathers of sharded weights count as hidden; attention exchanges all of a shared pack.
 
 GPU days are ratios to the first row's, since the paper's tables disagree on seconds. Attention is
@@ -183,7 +183,7 @@ def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
     return preset.model_copy(update={"rates": {PRECISION: rates}, "host_us": 0.0})
 
 
-def calibrated_share() -> float:
+def calibrate_share() -> float:
     """Share of the rates that gives Table 4's times on average (geometric mean)."""
 
     def difference(share: float) -> float:
@@ -226,7 +226,7 @@ class Data:
         packs = pack_by_level(self.lengths, levels, PackingMethod.ISF, seed)
         return packs, levels_of_packs(packs, self.lengths, levels)
 
-    def simulated(self, system: System, groups: Sequence[Group], is_balanced: bool) -> Simulated:
+    def simulate(self, system: System, groups: Sequence[Group], is_balanced: bool) -> Simulated:
         """Simulate an epoch without its incomplete iteration."""
         packs, level = self.packed(tuple(groups))
         tokens = packs.sums(self.lengths.tokens).astype(np.float64)
@@ -270,10 +270,9 @@ def print_calibration(system: System) -> None:
         setting = f"{group.kilotokens}K", group.context, group.recomputed
         rows.append((*setting, known, predicted, predicted / known - 1))
     columns = (
-        *(("length", ""), ("ranks", ""), ("recomputed", "")),
-        *(("paper s", ".2f"), ("predicted s", ".2f"), ("difference", "+.1%")),
-    )
-    share = calibrated_share()
+        "length", "ranks", "recomputed", "paper s|.2f", "predicted s|.2f", "difference|+.1%",
+    )  # fmt: skip
+    share = calibrate_share()
     print_table(f"Table 4 (calibration: {share:.3f} of the preset's rates)", columns, rows)
 
 
@@ -286,7 +285,7 @@ def print_ways(
     balance: Sequence[float] = (),
 ) -> None:
     """Print ways to pack and batch, as ratios to the first, beside GPU days and balance ratios."""
-    simulated = [data.simulated(system, *way) for way in ways(groups)]
+    simulated = [data.simulate(system, *way) for way in ways(groups)]
     rows = []
     for index, ((held, is_balanced), way) in enumerate(zip(ways(groups), simulated, strict=True)):
         lengths = " + ".join(f"{group.kilotokens}K/{group.context}" for group in held)
@@ -298,10 +297,9 @@ def print_ways(
         known = balance[index] if balance else None
         rows.append((lengths, *times, known, *ratios, *communication, way.fill))
     columns = (
-        *(("lengths/ranks", ""), ("paper days", ".2f"), ("predicted", ".2f")),
-        *(("difference", "+.1%"), ("paper ABR", ".3f"), ("ABR", ".4f"), ("by block", ".4f")),
-        *(("paper CR", ".3f"), ("CR", ".3f"), ("full", ".1%")),
-    )
+        "lengths/ranks", "paper days|.2f", "predicted|.2f", "difference|+.1%", "paper ABR|.3f",
+        "ABR|.4f", "by block|.4f", "paper CR|.3f", "CR|.3f", "full|.1%",
+    )  # fmt: skip
     print_table(title, columns, rows)
 
 
@@ -333,14 +331,14 @@ def level_search(lengths: Lengths, seed: int) -> tuple[Strategy, Strategy, float
     found = search_with_levels(request, ANY_LEVELS, lambda done: None, 1).best
     drawn = request.draw_samples()
     greedy = replace(drawn, settings=replace(drawn.settings, fill=FillRule.GREEDY))
-    levels = tuple(Group(length, context, 0).level for length, context in chosen_from_table_19())
+    levels = tuple(Group(length, context, 0).level for length, context in levels_of_table_19())
     sizing = Sizing(job.parallel)
     _, of_rule = plan_levels(Setting(request=greedy, packs={}), levels[-1].caps, (sizing, levels))
     assert isinstance(of_rule, Strategy), of_rule
     return of_rule, found, least_ms_per_sample(job, drawn.lengths)
 
 
-def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
+def levels_of_table_19() -> tuple[tuple[int, int], ...]:
     """Kilotokens and ranks of the levels that HBP's rule takes from its own figures."""
     return hbp_levels(
         [
@@ -351,7 +349,7 @@ def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
 
 
 def print_search(of_rule: Strategy, found: Strategy, least_ms: float) -> None:
-    words = " + ".join(f"{length}K/{context}" for length, context in chosen_from_table_19())
+    words = " + ".join(f"{length}K/{context}" for length, context in levels_of_table_19())
     print(f"HBP's rule on Table 19: {words}; the paper has 16K/1 + 128K/8\n")
     rows: list[tuple[object, ...]] = []
     for name, plan in (("HBP's", of_rule), ("search's", found)):
@@ -363,9 +361,8 @@ def print_search(of_rule: Strategy, found: Strategy, least_ms: float) -> None:
     change = least_ms / of_rule.ms_per_sample - 1
     rows.append(("lower bound", None, None, least_ms, change))
     columns = (
-        *(("levels", ""), ("lengths/ranks", ""), ("recomputed, longest", "")),
-        *(("ms a sample", ".3f"), ("difference", "+.1%")),
-    )
+        "levels", "lengths/ranks", "recomputed, longest", "ms a sample|.3f", "difference|+.1%",
+    )  # fmt: skip
     print_table("Search beside HBP, Llama3.1-8B on 32 H100, simulated", columns, rows)
 
 

@@ -90,7 +90,7 @@ class Compared:
         return record | predicted | {"fits": self.fits}
 
 
-def compared(path: Path, place: int) -> Compared:
+def compare_row(path: Path, place: int) -> Compared:
     """The row of a file at a place, predicted through its launch line."""
     row, measured = json.loads(path.read_text())["rows"][place], None
     at = partial(Compared, file=path.stem, place=place)
@@ -139,7 +139,7 @@ def _kind_by_name(row: object) -> str:
     return str(next((kind for word, kind in _KIND_WORDS.items() if re.search(word, text)), usual))
 
 
-def all_compared(paths: Iterable[Path]) -> list[Compared]:
+def compare_rows(paths: Iterable[Path]) -> list[Compared]:
     """All rows of files, with predictions; unreadable files raise UserError."""
     places = []
     for path in paths:
@@ -150,7 +150,9 @@ def all_compared(paths: Iterable[Path]) -> list[Compared]:
             raise UserError(message) from error
         places += [(path, place) for place in range(len(rows))]
     with ProcessPoolExecutor() as pool:
-        return list(pool.map(compared, *zip(*places, strict=True), chunksize=8)) if places else []
+        return (
+            list(pool.map(compare_row, *zip(*places, strict=True), chunksize=8)) if places else []
+        )
 
 
 def _group_rows(
@@ -178,10 +180,9 @@ def errors_by_kind(rows: Sequence[Compared]) -> list[PublishedErrors]:
 
 
 KINDS_COLUMNS = (
-    *(("kind", ""), ("device", ""), ("rows", ""), ("calibrate", ""), ("refused", "")),
-    *(("median of |error|", ".1%"), ("of error", "+.1%"), ("range", "")),
-    ("memory: median, most", ""),
-)
+    "kind", "device", "rows", "calibrate", "refused", "median of |error||.1%", "of error|+.1%",
+    "range", "memory: median, most",
+)  # fmt: skip
 
 
 def kinds_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
@@ -201,10 +202,7 @@ def kinds_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
     return table
 
 
-RANKING_COLUMNS = (
-    *(("set", ""), ("ran", ""), ("out of memory", "")),
-    *(("behind", ".1%"), ("memory judged right", ".0%")),
-)
+RANKING_COLUMNS = ("set", "ran", "out of memory", "behind|.1%", "memory judged right|.0%")
 
 
 def ranking_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
@@ -238,7 +236,7 @@ _KIND_COLOURS = {
 
 
 @style()
-def picture(rows: Sequence[Compared]) -> Figure:
+def draw_errors(rows: Sequence[Compared]) -> Figure:
     """Draw predicted over measured step time of every row, hollow if calibrated on."""
     figure = new_figure(760, 380)
     axes = figure.subplots()
@@ -287,7 +285,7 @@ def main() -> None:
     parser.add_argument("--write-errors", action="store_true", help="write the table of errors")
     arguments = parser.parse_args()
     try:
-        rows = all_compared(arguments.rows or sorted(FOLDER.glob("*.json")))
+        rows = compare_rows(arguments.rows or sorted(FOLDER.glob("*.json")))
     except UserError as error:
         sys.exit(f"error: {error}")
     if arguments.json:
@@ -307,7 +305,7 @@ def main() -> None:
         write_errors(rows)
     if arguments.picture is not None:
         title = "Predicted over measured step time, one point a measured job"
-        write_ascii(svg_file(picture(rows), title), arguments.picture)
+        write_ascii(svg_file(draw_errors(rows), title), arguments.picture)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Rows have a line of their own, sizes in words, or sizes as columns: of a published step, or of a
 sweep of layouts by nanotron on H100 or by Aleph Alpha's trainer on A100. `measured/lines.toml` has
-the trainers' lines. Raises UserError for a row without a job, or with one that lines cannot set.
+the trainers' lines, `measured/words.toml` the rows' words. Raises UserError for a row without a
+job, or with one that lines cannot set.
 """
 
 import re
@@ -22,56 +23,13 @@ from omnibal.model.runtime import RecomputedModule
 from omnibal.trainers.lint.launch import Launcher
 
 Row = Mapping[str, Any]
-_COLUMNS = {
-    "mbs": "micro_batch",
-    "gbs": "global_batch",
-    "seq": "sequence",
-    "vp": "chunks",
-    "vpp": "chunks",
-    "tokens_s_gpu": "tokens_per_s_gpu",
-}
-"""Other names of columns."""
-_SWEEPS = {"zero": "nanotron", "kernel": "aleph-alpha"}
-"""Trainer of a sweep of layouts, by a column that only its rows have."""
-_MEMORIES: dict[str, Literal["fullest", "mean", "device"]] = {
-    "mem_gib": "fullest",
-    "peak_allocated_gib": "fullest",
-    "allocated_gib": "fullest",
-    "max_alloc_avg_gib": "mean",
-    "max_alloc_gib": "fullest",
-    "peak_gb": "fullest",
-    "device_gib": "device",
-}
-"""Columns of memory, first match, and whose memory they have."""
-_CLUSTERS = {
-    "a100.*40": "a100-40g",
-    "a100": "a100-80g",
-    "a800": "a800-80g",
-    "h100": "h100-80g",
-    "h200": "h200-141g",
-    "h800": "h800-80g",
-    "gb200": "gb200-186g",
-    "b200": "b200-180g",
-    "gb300": "gb300-288g",
-    "b300": "b300-288g",
-}
-"""Preset of a device by what its name has, first match."""
-_MODELS = {"llama3-8b": "llama3.1-8b", "llama3-70b": "llama3.1-70b", "deepseekv2": "deepseek-v2"}
 _SQUAD_TOKENS = 256
 """Mean of a SQuAD sample with its prompt."""
 TUNED = r"\b(?:lora|sft|packed)\b"
 """Words of groups of fine-tuning."""
-_LINES = tomllib.loads(Path(__file__).with_name("measured").joinpath("lines.toml").read_text())
-_FP8 = {
-    "fp8": "delayed",
-    "fp8_ds": "delayed",
-    "fp8_cs": "tensorwise",
-    "fp8_mx": "mxfp8",
-    "mxfp8": "mxfp8",
-    "fp8_sc": "blockwise",
-}
-"""Recipe of FP8 by a row's precision, of Megatron-LM."""
-_BRIDGE_FP8 = {"fp8": "fp8_cs", "mxfp8": "fp8_mx"}
+_MEASURED = Path(__file__).with_name("measured")
+_LINES = tomllib.loads((_MEASURED / "lines.toml").read_text())
+_WORDS = tomllib.loads((_MEASURED / "words.toml").read_text())
 _SELECTIVE = {"granularity": "selective"}
 _FULL = {"granularity": "full", "method": "uniform", "num_layers": "1"}
 _EXPERTS = (
@@ -126,7 +84,7 @@ class Measured:
 
 def is_layout(row: object) -> bool:
     """Whether the row is of a sweep that compares layouts of one job."""
-    return isinstance(row, dict) and any(column in row for column in _SWEEPS)
+    return isinstance(row, dict) and any(column in row for column in _WORDS["sweeps"])
 
 
 def measured_row(row: Row) -> Measured:
@@ -138,7 +96,7 @@ def measured_row(row: Row) -> Measured:
 
 
 def _rename(row: Row) -> Row:
-    return {_COLUMNS.get(name, name): value for name, value in row.items()}
+    return {_WORDS["columns"].get(name, name): value for name, value in row.items()}
 
 
 def _positive(row: Row, name: str) -> float | None:
@@ -192,7 +150,7 @@ def _model_of(row: Row) -> ModelConfig:
         raise UserError("the row has no model: give it")
     if "hidden" in row:
         return _sizes_model(row)
-    model = named_model(_MODELS.get(name, name))
+    model = named_model(_WORDS["models"].get(name, name))
     return model if row.get("layers") is None else model.with_layers(language=_count(row, "layers"))
 
 
@@ -213,7 +171,9 @@ def _sizes_model(row: Row) -> ModelConfig:
 def _cluster(device: str) -> ClusterConfig:
     if not device:
         raise UserError("the row names no device or cluster: give it")
-    known = (preset for name, preset in _CLUSTERS.items() if re.search(name, device.lower()))
+    known = (
+        preset for name, preset in _WORDS["devices"].items() if re.search(name, device.lower())
+    )
     return load_cluster(device if device in preset_names("clusters") else next(known, device))
 
 
@@ -240,13 +200,13 @@ def _recomputation(row: Row) -> dict[str, str]:
 
 def _outcome(row: Row) -> dict[str, Any]:
     """Measured time and memory, as fields of `Measured`."""
-    memory = next((name for name in _MEMORIES if row.get(name) is not None), "")
+    memory = next((name for name in _WORDS["memory"] if row.get(name) is not None), "")
     step_s = _positive(row, "step_s")
     return {
         "step_ms": _positive(row, "step_ms") or (step_s and 1e3 * step_s),
         "rate": _positive(row, "tokens_per_s_gpu"),
         "allocated_gib": _positive(row, memory),
-        "memory": _MEMORIES.get(memory, "fullest"),
+        "memory": _WORDS["memory"].get(memory, "fullest"),
         "out_of_memory": bool(row.get("oom")),
     }
 
@@ -256,7 +216,7 @@ def _with_sizes(row: Row) -> Measured:
     group, extra, device = _text(row, "group"), _text(row, "extra"), _text(row, "device").lower()
     source = f"{group} {_text(row, 'source')}".lower()
     name = next((trainer for trainer in _LINES if trainer in source), "megatron-lm")
-    name = next((trainer for column, trainer in _SWEEPS.items() if column in row), name)
+    name = next((trainer for column, trainer in _WORDS["sweeps"].items() if column in row), name)
     trainer, model, job, outcome = _LINES[name], _model_of(row), _job(row), _outcome(row)
     if "lora" in group.lower() and "peft" not in extra:
         raise UserError("the row's group has LoRA, and its extra no --peft: give the adapters")
@@ -281,8 +241,8 @@ def _line(row: Row, name: str, job: Mapping[str, int], model: ModelConfig) -> st
     """Launch line of a trainer; raises for what the line cannot set."""
     trainer, recomputation = _LINES[name], _recomputation(row)
     precision = _text(row, "precision").lower().replace("-", "_") or "bf16"
-    if precision not in ("bf16", *_FP8):
-        raise UserError(f"precision {precision}: must be bf16 or one of {', '.join(_FP8)}")
+    if precision not in ("bf16", *_WORDS["fp8"]):
+        raise UserError(f"precision {precision}: must be bf16 or one of {', '.join(_WORDS['fp8'])}")
     mode = recomputation.get("granularity", "none")
     strategy = re.search(r"SHARD_GRAD_OP|HYBRID_SHARD|NO_SHARD", _text(row, "note"))
     accumulated, over = divmod(job["gbs"], job["batch"] * job["dp"])
@@ -343,9 +303,9 @@ def _megatron_flags(
         settings["ddp.use_megatron_fsdp"] = "true"
         settings["ddp.data_parallel_sharding_strategy"] = "optim_grads_params"
     if precision != "bf16" and is_bridge:
-        flags += f" --compute_dtype {_BRIDGE_FP8.get(precision, precision)}"
+        flags += f" --compute_dtype {_WORDS['bridge_fp8'].get(precision, precision)}"
     elif precision != "bf16":
-        flags += f" --fp8-format hybrid --fp8-recipe {_FP8[precision]}"
+        flags += f" --fp8-format hybrid --fp8-recipe {_WORDS['fp8'][precision]}"
     for key, value in settings.items():
         if is_bridge:
             flags += f" {key}={shlex.quote(value)}"
@@ -355,7 +315,7 @@ def _megatron_flags(
     return flags
 
 
-_WORDS = re.compile(r"\b(TP|PP|CP|EP|ETP|VPP|DP|MBS|GBS)\s?[=:]?\s?(\d+)\b", re.IGNORECASE)
+_SIZES = re.compile(r"\b(TP|PP|CP|EP|ETP|VPP|DP|MBS|GBS)\s?[=:]?\s?(\d+)\b", re.IGNORECASE)
 _LENGTH = re.compile(r"\b(\d{3,7}|\d+(?=k\b))(k?)\b", re.IGNORECASE)
 
 
@@ -394,23 +354,11 @@ def _options(row: Row) -> dict[str, Any]:
     return options
 
 
-_PHRASES = {
-    "full rec": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "fsdp|zero-?3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
-    "zero-?2": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
-    "fp8": "--fp8-format hybrid",
-    "vit frozen": "--freeze-vit",
-    r"\btp\s?[=:]?\s?(?!1\b)\d": "--sequence-parallel",
-    r"\bep\s?[=:]?\s?(?!1\b)\d": "--moe-grouped-gemm --moe-token-dispatcher-type alltoall",
-}
-"""Flags of a phrase in a row's words."""
-
-
 def _in_words(row: Row, name: str) -> str:
     """Line of Megatron-LM with the sizes that words have."""
     text, gpus = _text(row, "config"), _count(row, "gpus")
-    sizes = {name.lower(): int(number) for name, number in _WORDS.findall(text)}
-    lengths = [int(n) * (1024 if k else 1) for n, k in _LENGTH.findall(_WORDS.sub("", text))]
+    sizes = {name.lower(): int(number) for name, number in _SIZES.findall(text)}
+    lengths = [int(n) * (1024 if k else 1) for n, k in _LENGTH.findall(_SIZES.sub("", text))]
     if not lengths or "gbs" not in sizes:
         raise UserError(f"config {text!r} must have a length and GBS: give these, or a line")
     job = _job(_rename({"gpus": gpus, "mbs": 1, "seq": lengths[0], **sizes}))
@@ -418,7 +366,7 @@ def _in_words(row: Row, name: str) -> str:
         f" --expert-model-parallel-size {job['ep']} --expert-tensor-parallel-size {job['etp']}"
         f" --num-virtual-stages-per-pipeline-rank {job['chunks']}"
     )
-    flags = [flag for phrase, flag in _PHRASES.items() if re.search(phrase, text.lower())]
+    flags = [flag for phrase, flag in _WORDS["phrases"].items() if re.search(phrase, text.lower())]
     if "lora" in f"{name} {text}".lower():
         rank = re.search(r"\br(?:ank)?\s?(\d+)", text)
         flags.append(f"--peft lora --lora-dim {rank[1] if rank else 8}")

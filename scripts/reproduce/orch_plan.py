@@ -8,7 +8,7 @@ language model, 2,560 H100 and an MFU of 41.6 %. Assumed are:
 - language model: Qwen2-72B (80 layers of 8,192); vision: 48 layers of 4,096; audio: Whisper large's
   32 layers, widened from 1,280 to 1,920; two-layer projectors
 - 30 % speech recognition, 25 % spoken question answering, 30 % images, 15 % text, with assumed
-  lengths (`mixture`); text and audio correlate only in speech recognition
+  lengths (`draw_mixture`); text and audio correlate only in speech recognition
 - 256 tokens per tile, 25 per second of sound; clips of 10 s, with padding of the last clip
 
 First table: TP 8, PP 4, DP 80. Encoders are in the stages, or data-parallel: replicated, which does
@@ -60,13 +60,10 @@ SIZES = (
     Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True),
 )
 """Parallel sizes in steps of a pack per GPU."""
-PLAN_COLUMNS = (
-    *(("encoders", ""), ("divided over", ""), ("step s", ""), ("MFU", ""), ("peak GiB", "")),
-    ("lost most", ""),
-)
+PLAN_COLUMNS = ("encoders", "divided over", "step s", "MFU", "peak GiB", "lost most")
 
 
-def the_model(frames: int) -> ModelConfig:
+def assumed_model(frames: int) -> ModelConfig:
     """The assumed model, with clips of `frames` frames."""
     base = load_model("internvl2.5-78b").with_tower(
         "vision", layers=48, hidden_size=4_096, heads=32, ffn_hidden_size=16_384
@@ -87,29 +84,29 @@ def the_model(frames: int) -> ModelConfig:
     )
 
 
-def mixture(samples: int) -> Lengths:
+def draw_mixture(samples: int) -> Lengths:
     """Draw samples of the assumed mixture, in random order."""
     rng = np.random.default_rng(0)
     kind = rng.choice(4, samples, p=[0.30, 0.25, 0.30, 0.15])
     heard, asked, seen, read = (kind == each for each in range(4))
 
-    def drawn(median: float, sigma: float, least: float, most: float) -> np.ndarray:
+    def lognormal(median: float, sigma: float, least: float, most: float) -> np.ndarray:
         return np.clip(median * rng.lognormal(0, sigma, samples), least, most)
 
-    seconds = np.where(heard, drawn(9, 0.6, 1, LONGEST_RECORDING_S), 0.0)
-    seconds = np.where(asked, drawn(5, 0.5, 1, LONGEST_RECORDING_S), seconds)
+    seconds = np.where(heard, lognormal(9, 0.6, 1, LONGEST_RECORDING_S), 0.0)
+    seconds = np.where(asked, lognormal(5, 0.5, 1, LONGEST_RECORDING_S), seconds)
     images = np.where(rng.random(samples) < 0.8, 1, rng.integers(2, 5, samples))
     tiles_of_image = rng.choice([1, 3, 5, 7, 10, 13], samples, p=[0.2, 0.1, 0.2, 0.25, 0.15, 0.1])
     text = np.select(
         [heard, asked, seen, read],
         [
-            20 + 3.3 * seconds * drawn(1, 0.15, 0.5, 2),
-            drawn(250, 0.9, 16, 4_096),
-            drawn(200, 1.0, 16, 4_096),
-            drawn(700, 1.1, 16, 8_192),
+            20 + 3.3 * seconds * lognormal(1, 0.15, 0.5, 2),
+            lognormal(250, 0.9, 16, 4_096),
+            lognormal(200, 1.0, 16, 4_096),
+            lognormal(700, 1.1, 16, 8_192),
         ],
     )
-    audio = the_model(CLIP_S * FRAMES_PER_SECOND).encoders["audio"]
+    audio = assumed_model(CLIP_S * FRAMES_PER_SECOND).encoders["audio"]
     tiles = np.where(seen, images * tiles_of_image, 0)
     clips = np.ceil(seconds / CLIP_S).astype(np.int32)
     texts = np.round(text).astype(np.int32)
@@ -125,17 +122,17 @@ def mixture(samples: int) -> Lengths:
 
 def rows_of_sizes() -> Iterator[list[str]]:
     """Rows of all parallel sizes, in steps of equally many packs."""
-    mean = float(mixture(PACKS_PER_STEP).tokens.mean())
+    mean = float(draw_mixture(PACKS_PER_STEP).tokens.mean())
     samples = int(STEPS * PACKS_PER_STEP * CAPS["tokens"] / mean)
-    lengths = mixture(samples)
+    lengths = draw_mixture(samples)
     for parallel in SIZES:
         micro_batches = PACKS_PER_STEP // parallel.data
         for name in ("in the stages", "data-parallel"):
-            found = planned(lengths, CLUSTERS[0], WAYS[name], parallel, micro_batches)
+            found = plan_cells(lengths, CLUSTERS[0], WAYS[name], parallel, micro_batches)
             yield [parallel.text, f"{micro_batches}", name, *found]
 
 
-def planned(
+def plan_cells(
     lengths: Lengths,
     cluster: str,
     ways: tuple[WeightSharding, ...] | None,
@@ -151,7 +148,7 @@ def planned(
         DoesNotFit: no stages fit with the encoders.
     """
     job = JobSpec(
-        model=the_model(CLIP_S * FRAMES_PER_SECOND),
+        model=assumed_model(CLIP_S * FRAMES_PER_SECOND),
         cluster=load_cluster(cluster),
         parallel=parallel,
         precision="bf16",
@@ -187,23 +184,23 @@ def planned(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=10_000, help="of the mixture")
-    lengths = mixture(parser.parse_args().samples)
+    lengths = draw_mixture(parser.parse_args().samples)
     rows, refusals = [], []
     for cluster in CLUSTERS:
         for name, ways in WAYS.items():
             try:
-                found = planned(lengths, cluster, ways)
+                found = plan_cells(lengths, cluster, ways)
             except DoesNotFit as error:
                 refusals.append(f"{cluster}: {error.need}")
                 found = ("", "", "", "does not fit", "")
             rows.append([cluster, name, *found])
     title = "Placements of the encoders, simulated"
-    print_table(title, (("devices", ""), *PLAN_COLUMNS), rows)
+    print_table(title, ("devices", *PLAN_COLUMNS), rows)
     for refusal in refusals:
         print(refusal)
     print_table(
         f"Steps of {PACKS_PER_STEP:,} packs, {CLUSTERS[0]}, simulated",
-        (("sizes", ""), ("packs of a rank", ""), *PLAN_COLUMNS),
+        ("sizes", "packs of a rank", *PLAN_COLUMNS),
         rows_of_sizes(),
     )
 

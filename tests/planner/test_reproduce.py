@@ -72,7 +72,7 @@ BRIDGE = {"source": "Megatron-Bridge"}
 def test_lines_say_what_rows_say(tmp_path, row, in_line):
     """Prevents a row predicted as another job: fields in other words that are dropped."""
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
-    record = measured_gpus.compared(tmp_path / "rows.json", 0).record()
+    record = measured_gpus.compare_row(tmp_path / "rows.json", 0).record()
     assert in_line in record["line"] and record["predicted_ms"] > 0
     assert record["measured_ms"] > 0 and record["kind"]
 
@@ -101,7 +101,7 @@ def test_lines_say_what_rows_say(tmp_path, row, in_line):
 def test_rows_that_say_no_job_are_refused(tmp_path, row, why):
     """Prevents a traceback for a file of rows, or a row predicted as a job that it is not."""
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
-    record = measured_gpus.compared(tmp_path / "rows.json", 0).record()
+    record = measured_gpus.compare_row(tmp_path / "rows.json", 0).record()
     assert why in record["refused"] and "\n" not in record["refused"] and record["kind"]
 
 
@@ -110,7 +110,7 @@ def test_a_step_follows_from_tokens_a_second(tmp_path):
     line = "run_recipe.py -tp 1 -pp 1 -mb 1 -gb 64 -sl 4096 -ng 8"
     row = SAID | {"line": line, "measured": {"tokens_s_gpu": 8192}}
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
-    assert measured_gpus.compared(tmp_path / "rows.json", 0).record()["measured_ms"] == 4000
+    assert measured_gpus.compare_row(tmp_path / "rows.json", 0).record()["measured_ms"] == 4000
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def measured() -> list[measured_gpus.Compared]:
         measured_gpus.FOLDER / f"{name}.json"
         for name in ("steps", "more_steps", "vlm_steps", "ms_swift")
     ]
-    rows = measured_gpus.all_compared(files)
+    rows = measured_gpus.compare_rows(files)
     layouts = measured_gpus.FOLDER / "layouts_h100.json"
     for place, row in enumerate(json.loads(layouts.read_text())["rows"]):
         if (row["model"], row["gpus"]) in (("8B", 8), ("8B", 64)):
-            rows.append(measured_gpus.compared(layouts, place))
+            rows.append(measured_gpus.compare_row(layouts, place))
     return rows
 
 
@@ -239,7 +239,7 @@ def texts() -> hbp.Data:
 
 def test_hbps_system_is_calibrated_on_its_table_4():
     """Prevents tables that say they are calibrated on figures which they do not give."""
-    assert hbp.calibrated_share() == pytest.approx(hbp.SHARE_OF_RATES, abs=0.005)
+    assert hbp.calibrate_share() == pytest.approx(hbp.SHARE_OF_RATES, abs=0.005)
     system = hbp.System("llama3.1-8b", hbp.cluster_at())
     predicted = [system.iteration_s(group) for group in hbp.TABLE_4]
     np.testing.assert_allclose(predicted, list(hbp.TABLE_4.values()), rtol=0.045)
@@ -248,7 +248,7 @@ def test_hbps_system_is_calibrated_on_its_table_4():
 def test_table_6_of_hbp(texts: hbp.Data):
     """Prevents levels or balanced batches that gain another amount than published, on our data."""
     system = hbp.System("llama3.1-8b", hbp.cluster_at())
-    one, levels, balanced = (texts.simulated(system, *way) for way in hbp.ways(hbp.GROUPS_8B))
+    one, levels, balanced = (texts.simulate(system, *way) for way in hbp.ways(hbp.GROUPS_8B))
     ratios = np.array([levels.seconds, balanced.seconds]) / one.seconds
     np.testing.assert_allclose(ratios, np.array([4.51, 3.73]) / 5.22, rtol=0.15)
     assert one.attention_balance_ratio == pytest.approx(0.506, rel=0.2)
@@ -265,13 +265,13 @@ def test_table_6_of_hbp_for_the_large_model(texts: hbp.Data):
     published = np.array(hbp.DAYS_70B[1:]) / hbp.DAYS_70B[0]
     for context, tolerance in ((16, 0.22), (8, 0.18)):
         ways = hbp.ways(hbp.groups_70b(context))
-        seconds = [texts.simulated(system, *way).seconds for way in ways]
+        seconds = [texts.simulate(system, *way).seconds for way in ways]
         np.testing.assert_allclose(np.array(seconds[1:]) / seconds[0], published, rtol=tolerance)
 
 
 def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
     """Prevents a rule that is not HBP's, or a search that finds less than the rule."""
-    assert hbp.chosen_from_table_19() == ((16, 1), (128, 8))
+    assert hbp.levels_of_table_19() == ((16, 1), (128, 8))
     some = texts.made.take(np.random.default_rng(0).permutation(len(texts.made))[:6_000])
     of_rule, found, least_ms = hbp.level_search(some, seed=0)
     assert least_ms < found.ms_per_sample < of_rule.ms_per_sample
@@ -279,12 +279,12 @@ def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
 
 def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
     """Prevents: a plan of whole copies of 11B of encoders on devices of 80 GB."""
-    lengths = orch_plan.mixture(2_000)
+    lengths = orch_plan.draw_mixture(2_000)
     media = 256 * lengths.column("tiles") + 250 * lengths.column("clips")
     expected = lengths.loss_tokens + media
     np.testing.assert_array_equal(lengths.tokens, expected)
     with pytest.raises(DoesNotFit, match=r"needs 9\d\.\d+ GiB"):
-        orch_plan.planned(lengths, "h100-80g", (WeightSharding.REPLICATED,))
+        orch_plan.plan_cells(lengths, "h100-80g", (WeightSharding.REPLICATED,))
 
 
 def test_memory_of_launch_lines_is_near_what_they_note(measured):

@@ -110,7 +110,7 @@ time.sleep(3600)
 def test_checks_are_told_one_by_one():
     """Prevents: failed checks that are lost in what a program prints."""
     printed = "noise\nPASSED fused 4.2 s 0.10 GiB\n  raise\nFAILED checkpoint 1.0 s 2.00 GiB\n"
-    assert parts.tested(printed) == {
+    assert parts.checks_of(printed) == {
         "fused": "passed in 4.2 s 0.10 GiB", "checkpoint": "failed in 1.0 s 2.00 GiB"
     }  # fmt: skip
 
