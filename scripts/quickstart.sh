@@ -6,20 +6,14 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 [[ ${1:-0} =~ ^[0-9]+$ ]] || refuse "$1: a seed must be a whole number; give one, or none"
-work=work/quickstart
-data=$work/digits tokenizer=$work/digits/tokenizer.model
+work=work/quickstart tokenizer=work/quickstart/digits/tokenizer.model
 plan=$work/plan run=$work/run${1:+_$1}
-mkdir -p "$work"
 source scripts/quickstart_steps.sh
 
 make "$data" python tools/make_digits_dataset.py --output "$data"
 
 caps=(--max-tiles 12 --max-tokens 448)
-scan_and_profile internvl-digits 25
-
-make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
-    --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
-    --micro-batches 3 --epochs 3 -o "$plan"
+scan_and_plan internvl-digits 25
 
 train_and_evaluate 16 --seed "${1:-42}"
 

@@ -9,22 +9,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 encoder=${1:-pipeline}
 [[ $encoder =~ ^(pipeline|data-parallel)$ ]] || refuse "$encoder: must be pipeline or data-parallel"
-work=work/quickstart_omni
-data=$work/digits
-tokenizer=$data/tokenizer.model
-plan=$work/plan_$encoder
-run=$work/run_$encoder
-mkdir -p "$work"
+work=work/quickstart_omni tokenizer=work/quickstart_omni/digits/tokenizer.model
+plan=$work/plan_$encoder run=$work/run_$encoder
 source scripts/quickstart_steps.sh
 
 make "$data" python tools/make_spoken_digits.py --output "$data" --samples 7000 --heldout-samples 400
 
 caps=(--max-tiles 8 --limit clips=8 --max-tokens 320)
-scan_and_profile internvl-digits-omni 12
-
-make "$plan" omnibal plan --model internvl-digits-omni --cluster laptop-cpu --pp 2 \
-    --precision fp32 --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
-    --packing-levels 1 --micro-batches 3 --epochs 3 --encoder "$encoder" -o "$plan"
+scan_and_plan internvl-digits-omni 12 --packing-levels 1 --encoder "$encoder"
 
 train_and_evaluate 20
 

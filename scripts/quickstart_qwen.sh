@@ -6,22 +6,14 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-work=work/quickstart_qwen
-data=$work/digits
-tokenizer=$data/tokenizer
-plan=$work/plan
-run=$work/run
-mkdir -p "$work"
+work=work/quickstart_qwen tokenizer=work/quickstart_qwen/digits/tokenizer
+plan=$work/plan run=$work/run
 source scripts/quickstart_steps.sh
 
 make "$data" python tools/make_native_digits.py --output "$data" --samples 6000
 
 caps=(--limit image_tokens=160 --max-tokens 320)
-scan_and_profile qwen3-vl-digits 12
-
-make "$plan" omnibal plan --model qwen3-vl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
-    --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
-    --micro-batches 3 --epochs 3 -o "$plan"
+scan_and_plan qwen3-vl-digits 12
 
 train_and_evaluate 16
 

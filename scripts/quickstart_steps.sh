@@ -1,5 +1,7 @@
 # Sourced by the quickstarts: how they run on two CPU cores, how they run a step once, and the steps
-# that all of them have. Those take $work, $data, $tokenizer, $caps, $plan and $run.
+# that all of them have. Those take $work, $tokenizer, $caps, $plan and $run.
+data=$work/digits
+mkdir -p "$work"
 
 # A GPU, if there is one, could not hold two processes' devices: this is a job for the CPU.
 export CUDA_VISIBLE_DEVICES=
@@ -24,13 +26,17 @@ make() {
     show "$@"
 }
 
-# scan_and_profile MODEL REPETITIONS
-scan_and_profile() {
+# scan_and_plan MODEL REPETITIONS [OPTION]...: scan the data, profile the model, and plan it with more
+# options.
+scan_and_plan() {
     make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model "$1" \
         --tokenizer-model "$tokenizer" -o $work/lengths.parquet
     make $work/profile.json omnibal profile --model "$1" --precision fp32 --processes 2 \
         "${caps[@]}" --lengths $work/lengths.parquet --data "$data/train/meta.json" \
         --tokenizer-model "$tokenizer" --repetitions "$2" -o $work/profile.json
+    make "$plan" omnibal plan --model "$1" --cluster laptop-cpu --pp 2 --precision fp32 \
+        --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
+        --micro-batches 3 --epochs 3 "${@:3}" -o "$plan"
 }
 
 # train_and_evaluate MAX_NEW_TOKENS [OPTION]...: check the plan, train it with more options, and ask

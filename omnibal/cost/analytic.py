@@ -26,7 +26,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.casts import weight_copy_bytes
-from omnibal.cost.deferred import late_bytes, late_products, two_part_bytes
+from omnibal.cost.deferred import deferred_products, late_bytes, two_part_bytes
 from omnibal.cost.device import Device
 from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Kernel
@@ -35,7 +35,7 @@ from omnibal.cost.links import message_line, ring_ms_per_byte, state_group
 from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
-from omnibal.cost.transformer_engine import library_buffers, without_gradients
+from omnibal.cost.transformer_engine import drop_weight_gradients, library_buffers
 from omnibal.cost.work import Kept, Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster
@@ -153,7 +153,7 @@ def analytic_cost(
         bucket_parameters=parallel.bucket_parameters if runtime.overlap_gradients else math.inf,
         expert_rates=expert_rates,
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
-        source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
+        source=f"analytic:{cluster.name}, {_describe_rates(cluster, precision)}",
         library_buffers=library_buffers(trained, element_bytes) if engine else (),
     )
 
@@ -264,7 +264,7 @@ def _counting_device(
     return Device.of(model, cluster, parallel or Parallel(pipeline=1), precision)
 
 
-def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
+def _describe_rates(cluster: ClusterConfig, precision: Precision) -> str:
     rates = cluster.measured(precision)
     # Tables exist only for measured quantities.
     basis = "fitted" if cluster.basis == "fitted" else "measured" if rates else "assumed"
@@ -346,7 +346,7 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
     if one.unpadded.kernels is not unit.kernels:
         unpadded_ms = _sum_ms(device, one.passes(one.unpadded, device))
     exchanges = [[kernel for kernel in kernels if kernel.kind in EXCHANGES] for kernels in passes]
-    late = late_products(one.kind, unit, trained=one.trained)
+    late = deferred_products(one.kind, unit, trained=one.trained)
     # Measured products include the accumulation.
     added = 0.0 if device.accumulates else min(sum(each.weights for each in late), unit.parameters)
     weight_bytes = one.trained * device.element_bytes * device.one("fixed")
@@ -354,7 +354,7 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
     waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
     moments = unit.working if has_backward else unit.forward_working
     if device.runtime.accumulates_in_products and one.is_language:
-        moments = without_gradients(moments)
+        moments = drop_weight_gradients(moments)
     transient_bytes = [
         unit.working_bytes(each, trained=one.trained) + weight_bytes * each.weight + waiting_bytes
         for each in moments

@@ -20,7 +20,7 @@ _BF16_BYTES, _COPIES = 2, 2
 """Row- and column-wise copies, one byte each."""
 
 
-def in_fp8(
+def with_fp8(
     device: Device,
     unit: Unit,
     *,
@@ -38,7 +38,7 @@ def in_fp8(
     """
     if device.fp8 is None:
         return unit
-    kernels = tuple(_kernel_in_fp8(device, kernel) for kernel in unit.kernels)
+    kernels = tuple(_quantize_kernel(device, kernel) for kernel in unit.kernels)
     products = [one for one in kernels if one.dtype == "fp8" and one.of == "forward"]
     copies_bytes = _COPIES * np.max([one.rows * one.outer for one in products], axis=0)
     return replace(
@@ -57,7 +57,7 @@ def in_fp8(
     )
 
 
-def _kernel_in_fp8(device: Device, kernel: Kernel) -> Kernel:
+def _quantize_kernel(device: Device, kernel: Kernel) -> Kernel:
     """Return a linear's pass, or the gather of its operand, in FP8."""
     if kernel.name == GATHERED:
         return replace(kernel, bytes=kernel.bytes / _BF16_BYTES)

@@ -152,7 +152,7 @@ def costs_at(
                 divided = np.array([widths.query, widths.key + widths.value, widths.output])
                 of_token = np.append(model.language.hidden_size, divided / parallel.tensor) * size
                 in_ring = ring_tokens is not None
-                exchange = _of_attention(of_token, level, features, in_ring=in_ring)
+                exchange = _attention_exchange(of_token, level, features, in_ring=in_ring)
                 times_ms = exchange.times_ms(line, cluster)
                 # Measurements are within one node.
                 if group.is_within(cluster) and source.costs.profile is not None:
@@ -173,7 +173,7 @@ def costs_at(
                 unit = replace(unit, activation_bytes=kept_bytes)
                 units[kind.name] = _with_exchange(unit, exchange, times_ms, unit.has_backward)
             elif kind.name == LANGUAGE_EMBED and model.encoders:
-                exchange = _of_features(model, level, features, size)
+                exchange = _features_exchange(model, level, features, size)
                 times_ms = exchange.times_ms(of_features, cluster)[[0, 1, 0]] * [[1], [1], [0]]
                 units[kind.name] = _with_exchange(unit, exchange, times_ms, encoder_trained)
         return replace(cost, units=units)
@@ -213,7 +213,7 @@ def _is_gather(level: Level) -> bool:
     return level.exchange is ContextExchange.GATHER
 
 
-def _of_attention(
+def _attention_exchange(
     of_token: np.ndarray, level: Level, features: Mapping[str, np.ndarray], *, in_ring: bool
 ) -> _Exchange:
     """Exchange of a language layer.
@@ -254,7 +254,7 @@ def _of_attention(
     )
 
 
-def _of_features(
+def _features_exchange(
     model: ModelConfig, level: Level, features: Mapping[str, np.ndarray], size: int
 ) -> _Exchange:
     """Exchange of all encoders' features, replicated on tensor-parallel ranks.

@@ -12,7 +12,7 @@ from omnibal.cost.work import EXPERT_PRODUCTS, Unit, Working
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind
 
 
-def late_products(kind: UnitKind, unit: Unit, *, trained: bool) -> Kernels:
+def deferred_products(kind: UnitKind, unit: Unit, *, trained: bool) -> Kernels:
     """Weight gradients of a unit that are deferred."""
     if kind.is_embed or not trained:
         return ()

@@ -91,7 +91,7 @@ class Device:
             flops_per_ms["fp8"], fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
         streamed = streamed_bytes_per_ms(cluster, precision)
         precision = "bf16" if precision == "fp8" else precision  # of operations not in the table
-        plain = _fastest(rates, "plain")
+        plain = _fastest_copy(rates, "plain")
         # Kernel latency and the rate of element-wise kernels are measured together.
         latency_ms = plain.latency_ms if plain else None
         bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
@@ -100,7 +100,7 @@ class Device:
         bytes_per_ms /= runtime.elementwise_slowdown
 
         def copied_per_ms(kind: CopyKind) -> float:
-            found = _fastest(rates, kind)
+            found = _fastest_copy(rates, kind)
             return bytes_per_ms if found is None else found.bytes_per_ms
 
         # fp32 products regardless of the precision; without an fp32 peak, the precision's peak.
@@ -115,7 +115,7 @@ class Device:
         to_others = (parallel.expert - 1) / parallel.expert
         waited = _EXPOSED_EXPERTS if runtime.overlap_experts else 1.0
         across = parallel.pipeline > 1 and parallel.world_size > cluster.gpus_per_node
-        products, grouped, attention = _times_of(rates) if rates else (None, None, None)
+        products, grouped, attention = _fit_times(rates) if rates else (None, None, None)
         return cls(
             features=unit_vectors(feature_names(model)),
             flops_per_ms=flops_per_ms,
@@ -177,9 +177,9 @@ class Device:
                 time_ms = np.maximum(bytes_ms, kernel.flops / self.flops_per_ms[None])
             case "ring":
                 parts = self.tensor if self.runtime.overlap_tensor else 1
-                return _at(self.ring, kernel.bytes, kernel.passes) / parts
+                return _line_ms(self.ring, kernel.bytes, kernel.passes) / parts
             case "all_to_all":
-                return _at(self.all_to_all, kernel.bytes, kernel.launches)
+                return _line_ms(self.all_to_all, kernel.bytes, kernel.launches)
             case _:
                 time_ms = kernel.bytes / self.bytes_per_ms[kernel.kind]
         time_ms[0] += kernel.launches * self.kernel_ms
@@ -202,7 +202,7 @@ class Device:
             of = kernel.of
         if groups > 1 and self.grouped_times is not None and kernel.dtype != "fp32":
             line = self.grouped_times.line(of, *sizes, groups=groups)
-            time_ms = _at(line, kernel.rows)
+            time_ms = _line_ms(line, kernel.rows)
         else:
             rows = kernel.rows + 0.0
             if groups > 1:  # padded to full tiles
@@ -211,7 +211,7 @@ class Device:
             if kernel.dtype == "fp32":
                 return rows * each_ms / self.flops_per_ms["fp32"]
             if self.product_times is not None:
-                time_ms = _at(self.product_times.line(of, *sizes), rows)
+                time_ms = _line_ms(self.product_times.line(of, *sizes), rows)
             else:
                 time_ms = rows * each_ms / self.flops_per_ms[None]
         # FP8 speeds up all shapes by the ratio of peak rates to bf16.
@@ -230,7 +230,7 @@ class Device:
         tokens = self.runtime.sample_tokens if kernel.causal else None
         line = times.line(of, kernel.elements, causal=kernel.causal, tokens=tokens)
         # In full tiles of keys: half a tile per query is padding.
-        return _at(line, (kernel.pairs + TILE / 2 * kernel.rows) * operations)
+        return _line_ms(line, (kernel.pairs + TILE / 2 * kernel.rows) * operations)
 
     def rings(
         self,
@@ -283,7 +283,7 @@ class Device:
         )
 
 
-def _at(line: Line, size: np.ndarray, times: float = 1) -> np.ndarray:
+def _line_ms(line: Line, size: np.ndarray, times: float = 1) -> np.ndarray:
     """Time of a size [features] with `times` constants, [features]."""
     time_ms = size * line.each_ms
     time_ms[0] += times * line.fixed_ms
@@ -291,7 +291,7 @@ def _at(line: Line, size: np.ndarray, times: float = 1) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _times_of(
+def _fit_times(
     rates: Rates,
 ) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
     """Times of products, grouped products and attention, fitted once, or None if not measured."""
@@ -305,11 +305,11 @@ def _times_of(
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
     """Rate of long contiguous device memory reads and writes, measured if available."""
-    plain = _fastest(cluster.measured(precision), "plain")
+    plain = _fastest_copy(cluster.measured(precision), "plain")
     return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
 
 
-def _fastest(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
+def _fastest_copy(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
     """Return the fastest measured copy of a kind within the memory, or None if not measured."""
     found = [one for one in (rates.copies if rates else ()) if one.kind == kind]
     return max(found, key=lambda one: one.bytes_per_ms, default=None)

@@ -21,7 +21,7 @@ from omnibal.cost.towers import (
     moments_bytes,
     norm_parameters,
 )
-from omnibal.cost.work import Kept, Unit, Working, one_after_another
+from omnibal.cost.work import Kept, Unit, Working, chain_units
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import UnitKind
@@ -101,7 +101,7 @@ def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, devic
             replace(each, bytes=each.bytes + gradient_bytes) for each in projector.working
         ),
     )
-    both = one_after_another([("", layer), ("deepstack: ", projector)])
+    both = chain_units([("", layer), ("deepstack: ", projector)])
     return replace(
         both,
         # Both gradients of the layer's output are added.

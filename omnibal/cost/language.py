@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.attention import attention_block
-from omnibal.cost.casts import in_fp8
+from omnibal.cost.casts import with_fp8
 from omnibal.cost.device import Device
 from omnibal.cost.feed_forward import feed_forward
 from omnibal.cost.kernels import FP32_BYTES, KernelPass, element_wise, in_module, product
@@ -16,8 +16,8 @@ from omnibal.cost.work import (
     Unit,
     Work,
     Working,
-    one_after_another,
-    recomputed,
+    chain_units,
+    recompute_modules,
 )
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layers import LayerKind
@@ -102,7 +102,7 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
         output_bytes=part_bytes,
         working=(
             *second.working,
-            *(moment.moved_back(later, products) for moment in first.working),
+            *(moment.before_later_units(later, products) for moment in first.working),
         ),
         # Between the blocks: gradients of the norm's output, of the sum, and of the layer's output
         # unless shared with the second product.
@@ -119,10 +119,12 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
         + (2 + post_norms) * h * (1 + language.norm_bias),
         expert_biases=second.expert_biases,
     )
-    return recomputed(_in_fp8(kind, device, first, layer), device.runtime.recomputed)
+    return recompute_modules(
+        _with_fp8_linears(kind, device, first, layer), device.runtime.recomputed
+    )
 
 
-def _in_fp8(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Unit:
+def _with_fp8_linears(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Unit:
     """Return a layer with linears in FP8 if the device has it.
 
     Two linears of latent attention each keep the first norm's output. The router keeps the second
@@ -137,7 +139,7 @@ def _in_fp8(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Un
     if kind.experts is not None and kind.experts.shared_ffn_hidden_size is not None:
         (second,) = (line for line in layer.kept if line.what == SECOND_OUTPUT)
         copied.append((SECOND_OUTPUT, second.bytes / device.element_bytes))
-    return in_fp8(device, layer, whole=whole, copied=copied)
+    return with_fp8(device, layer, whole=whole, copied=copied)
 
 
 def head(language: LanguageConfig, device: Device) -> Unit:
@@ -153,15 +155,15 @@ def head(language: LanguageConfig, device: Device) -> Unit:
         return last
     h, number = language.hidden_size, language.prediction_layers
     layer = language_layer(language, language.kinds[-1], device)
-    units = (*(_joined(language, device), layer, last) * number, last)
-    unit = one_after_another([(f"{place}: ", unit) for place, unit in enumerate(units)])
+    units = (*(_join_embeddings(language, device), layer, last) * number, last)
+    unit = chain_units([(f"{place}: ", unit) for place, unit in enumerate(units)])
     # Predictions share the head's weights.
     copied = -number * last.products[0].outer
     copied += 0 if language.tied_head else language.words_of_rank(device.tensor)
     return replace(unit, other_parameters=unit.other_parameters + copied * h)
 
 
-def _joined(language: LanguageConfig, device: Device) -> Unit:
+def _join_embeddings(language: LanguageConfig, device: Device) -> Unit:
     """Embeddings of next tokens and hidden states, each normed, concatenated and projected."""
     t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
     h, own, sequence = language.hidden_size, tokens * device.whole, device.sequence_parallel
@@ -201,7 +203,7 @@ def _joined(language: LanguageConfig, device: Device) -> Unit:
         ),
         other_parameters=2 * h,
     )
-    return in_fp8(device, joined)
+    return with_fp8(device, joined)
 
 
 def _logits(language: LanguageConfig, device: Device) -> Unit:

@@ -40,22 +40,25 @@ def measured_sizes(
 
     Without the head's vocabulary (largest, few), fp32 routers, and memory-bound gates.
     """
-    every = _on_ranks(model, cluster)
+    every = _rank_products(model, cluster)
     products = [one for one in every if one.dtype != "fp32" and one.outer > 1]
     names = feature_names(model)
     at_caps = np.array([float(caps.get(name) or caps["tokens"]) for name in names])
     rows = [float(one.rows @ at_caps) for one in products]
     tensor_bytes = caps["tokens"] * model.language.hidden_size * ELEMENT_BYTES[precision]
     return MeasuredSizes(
-        rows=_spanning(rows, _SMALL_BATCH),
-        inner=_spanning(one.inner for one in products),
-        outer=_spanning(one.outer for one in products),
+        rows=_span_sizes(rows, _SMALL_BATCH),
+        inner=_span_sizes(one.inner for one in products),
+        outer=_span_sizes(one.outer for one in products),
         # Every rank's share has complete elements.
-        collective_bytes=(_in_shares(tensor_bytes * _SMALL_TENSOR), _in_shares(tensor_bytes)),
+        collective_bytes=(
+            _divisible_bytes(tensor_bytes * _SMALL_TENSOR),
+            _divisible_bytes(tensor_bytes),
+        ),
     )
 
 
-def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[Kernel]:
+def _rank_products(model: ModelConfig, cluster: ClusterConfig) -> Iterable[Kernel]:
     """Products of one rank, for every tensor-parallel size the model allows."""
     for tensor in _TENSOR_SIZES:
         # Tensor parallelism of experts requires sequence parallelism.
@@ -69,21 +72,21 @@ def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[Kernel]:
         yield from layer_products(model, parallel)
 
 
-def _spanning(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:
+def _span_sizes(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:
     """Sizes from min to max, each at most `_STEP` times its predecessor."""
     found = sorted(value for value in values if value >= 1)
     least, most = max(found[0] * smallest_share, 1), found[-1]
     count = math.ceil(math.log(most / least, _STEP) - 1e-9) + 1 if most > least else 1
-    return tuple(sorted({_rounded(size) for size in np.geomspace(least, most, count)}))
+    return tuple(sorted({_round_size(size) for size in np.geomspace(least, most, count)}))
 
 
-def _rounded(size: float) -> int:
+def _round_size(size: float) -> int:
     """Nearby size that kernels are tuned for."""
     multiple = 64 if size >= 512 else 8 if size >= 32 else 1
     return max(round(size / multiple) * multiple, 1)
 
 
-def _in_shares(size: float) -> int:
+def _divisible_bytes(size: float) -> int:
     """Nearby number of bytes that up to 8 ranks and any dtype divide evenly."""
     multiple = 4 * math.lcm(*range(1, 9))
     return max(round(size / multiple), 1) * multiple

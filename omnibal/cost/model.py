@@ -232,7 +232,7 @@ def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
 
 def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:
     """Features of every pack, float64 [packs, features], in the order of `feature_names`."""
-    columns = [packs.sums(_of_sample(lengths, name)) for name in features if name != "fixed"]
+    columns = [packs.sums(_sample_values(lengths, name)) for name in features if name != "fixed"]
     return np.stack([np.ones(len(packs)), *columns], axis=1).astype(np.float64)
 
 
@@ -260,7 +260,7 @@ def trained_features(
     return features
 
 
-def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
+def _sample_values(lengths: Lengths, feature: str) -> np.ndarray:
     """Contribution of every sample to a feature of its pack, [samples]."""
     if is_attended(feature):
         return attended(lengths.tokens.astype(np.int64), feature)

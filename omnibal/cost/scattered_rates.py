@@ -128,7 +128,7 @@ class ScatteredTimes:
             same &= getattr(shapes, name)[:, None] == getattr(self.shapes, name)[None]
         shared = covariance(shapes, self.shapes) + _CHANCE * same
         found = self.typical + shared @ self.weights
-        apart = _apart(shapes.kernel_sizes, self.shapes.kernel_sizes)
+        apart = _distances(shapes.kernel_sizes, self.shapes.kernel_sizes)
         near = np.argsort(apart, axis=1, kind="stable")[:, :_NEIGHBOURS]
         return np.exp(np.maximum(found, self.log_rates[near].min(axis=1))) * shapes.flops
 
@@ -141,7 +141,7 @@ def covariance(some: Shapes, others: Shapes) -> np.ndarray:
     return (
         _LEVEL
         + (some.tiles * _TILES) @ others.tiles.T
-        + _SIZES * _matern(_apart(some.kernel_sizes, others.kernel_sizes) / 2.5)
+        + _SIZES * _matern(_distances(some.kernel_sizes, others.kernel_sizes) / 2.5)
         + _SUMS * _matern(sums / 0.7)
         + _OPERATIONS * _matern(flops / 0.7)
         + _WIDTHS * np.exp(-layers.sum(axis=2))
@@ -149,7 +149,7 @@ def covariance(some: Shapes, others: Shapes) -> np.ndarray:
     )
 
 
-def _apart(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _distances(some: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Distances of log sizes, [some, others]."""
     return np.linalg.norm(some[:, None] - others[None], axis=2)
 

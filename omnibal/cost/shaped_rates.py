@@ -204,12 +204,12 @@ def collective_line(
     if not found or ranks < 2:
         return None
     nearest = min({one.ranks for one in found}, key=lambda size: abs(math.log(size / ranks)))
-    points = [point for one in found if one.ranks == nearest for point in _points(one)]
+    points = [point for one in found if one.ranks == nearest for point in _collective_points(one)]
     passes, sent_bytes, times_ms = np.array(points).T
     return fitted_line(sent_bytes, times_ms, passes=passes)
 
 
-def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
+def _collective_points(one: CollectiveTime) -> list[tuple[float, float, float]]:
     """Passes, bytes sent per rank, and ms: as measured, or sampled from a line."""
     passes = _PASSES.get(one.kind, 1)
     share = 1.0 if one.kind == "send" else passes * (one.ranks - 1) / one.ranks

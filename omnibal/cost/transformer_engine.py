@@ -18,7 +18,7 @@ _GROUPED_STREAMS = 4
 """Streams of grouped products, each with a workspace."""
 
 
-def without_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
+def drop_weight_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
     """Return moments of a language unit's backward without temporary weight gradients."""
     return tuple(
         each if each.of_words else replace(each, weight=0)

@@ -42,7 +42,7 @@ class Working:
     beside_logits: bool = False
     """Whether an unfused loss writes a gradient next to the logits."""
 
-    def moved_back(self, kept: Sequence[str], products: int) -> "Working":
+    def before_later_units(self, kept: Sequence[str], products: int) -> "Working":
         """Return the moment if later kept lines are freed and later products done by then."""
         return replace(self, gone=(*kept, *self.gone), after=self.after + products)
 
@@ -132,7 +132,7 @@ class Unit(Work):
         return np.sum([0 * self.boundary_bytes, *(line.bytes for line in lines)], axis=0)
 
 
-def one_after_another(units: Sequence[tuple[str, Unit]]) -> Unit:
+def chain_units(units: Sequence[tuple[str, Unit]]) -> Unit:
     """Combine units that run in sequence, with backward from the last.
 
     `units`: a prefix of the names of kept activations, and the unit.
@@ -144,7 +144,7 @@ def one_after_another(units: Sequence[tuple[str, Unit]]) -> Unit:
         later_products = sum(len(other.products) for _, other in later)
         for moment in unit.working:
             own = replace(moment, gone=tuple(f"{prefix}{what}" for what in moment.gone))
-            working.append(own.moved_back(later_kept, later_products))
+            working.append(own.before_later_units(later_kept, later_products))
     parts = [unit for _, unit in units]
     gathered_bytes = np.broadcast_arrays(*(unit.gathered_bytes for unit in parts))
     return replace(
@@ -167,7 +167,7 @@ def one_after_another(units: Sequence[tuple[str, Unit]]) -> Unit:
     )
 
 
-def recomputed(layer: Unit, modules: Collection[str]) -> Unit:
+def recompute_modules(layer: Unit, modules: Collection[str]) -> Unit:
     """Return a layer that repeats modules' forward instead of keeping their activations.
 
     As `--recompute-modules` of Megatron-core. A block's activations are made again before its
@@ -179,7 +179,7 @@ def recomputed(layer: Unit, modules: Collection[str]) -> Unit:
     names = [line.what for line in layer.kept]
     of_second = set(names[names.index(SECOND_OUTPUT) :])
 
-    def with_lost(moment: Working) -> Working:
+    def add_recomputed(moment: Working) -> Working:
         in_second = SECOND_OUTPUT not in moment.gone
         here = [what for what in lost if (what in of_second) == in_second]
         made = [lost[what] for what in here if what not in moment.gone]
@@ -189,5 +189,5 @@ def recomputed(layer: Unit, modules: Collection[str]) -> Unit:
         layer,
         kernels=(*layer.kernels, *(replace(one, of="repeated") for one in again)),
         kept=tuple(line for line in layer.kept if line.what not in lost),
-        working=tuple(map(with_lost, layer.working)),
+        working=tuple(map(add_recomputed, layer.working)),
     )
