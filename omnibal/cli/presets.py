@@ -9,7 +9,7 @@ from omnibal.report import command_tables
 
 def presets(as_json: JsonOption = False) -> None:
     """List the models and clusters that can be named, the models' parameters and hub ids."""
-    from omnibal.cost.parameters import model_parameters
+    from omnibal.cost.analytic import model_parameters
 
     models = [load_model(name) for name in preset_names("models")]
     counted = [(model, model_parameters(model)) for model in models]

@@ -25,17 +25,22 @@ from functools import cache, partial
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.casts import weight_copy_bytes
-from omnibal.cost.deferred import deferred_products, late_bytes, two_part_bytes
 from omnibal.cost.device import Device
 from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Kernel
 from omnibal.cost.language import head, language_embed, language_layer
+from omnibal.cost.linears import (
+    deferred_products,
+    drop_weight_gradients,
+    late_bytes,
+    library_buffers,
+    two_part_bytes,
+    weight_copy_bytes,
+    with_adapters,
+)
 from omnibal.cost.links import message_line, ring_ms_per_byte, state_group
-from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
-from omnibal.cost.transformer_engine import drop_weight_gradients, library_buffers
 from omnibal.cost.work import Kept, Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster
@@ -239,6 +244,37 @@ def layer_products(
 def unit_on_one(model: ModelConfig, kind: UnitKind) -> Unit:
     """Return a unit on one device, in bf16."""
     return _unit_of_kind(model, kind, _counting_device(model))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParameters:
+    """Parameters of a model, including encoders and multi-token prediction."""
+
+    stored: int
+    """As in a checkpoint: no vocabulary padding, a tied head counted once."""
+    active: int
+    """Stored parameters without inactive experts."""
+
+
+def model_parameters(model: ModelConfig) -> ModelParameters:
+    """Count a model's parameters by its units."""
+    units = {kind.name: unit_on_one(model, kind) for kind in unit_kinds(model)}
+    names, language = unit_names(model), model.language
+    # Prediction layers follow the last layer and are of its kind.
+    experts = [kind.experts for kind in (*language.kinds, language.kinds[-1])]
+    with_experts = names[-len(experts) :]
+    idle = sum(
+        units[name].expert_parameters // some.experts * (some.experts - some.experts_per_token)
+        for name, some in zip(with_experts, experts, strict=True)
+        if some is not None
+    )
+    # The last stage has a copy of the embedding, as tied head and for predictions.
+    matrices = 3 if language.prediction_layers and not language.tied_head else 2
+    padded = matrices * language.words_of_rank(1)
+    words = (1 if language.tied_head else 2) * language.vocab_size
+    stored = sum(units[name].parameters for name in names)
+    stored -= (padded - words) * language.hidden_size
+    return ModelParameters(stored=stored, active=stored - idle)
 
 
 def kept_lines(

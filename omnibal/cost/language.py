@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.attention import attention_block
-from omnibal.cost.casts import with_fp8
 from omnibal.cost.device import Device
 from omnibal.cost.feed_forward import feed_forward
 from omnibal.cost.kernels import FP32_BYTES, KernelPass, element_wise, in_module, product
+from omnibal.cost.linears import with_fp8
 from omnibal.cost.work import (
     FIRST_OUTPUT,
     SECOND_OUTPUT,

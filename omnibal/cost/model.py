@@ -162,7 +162,7 @@ class CostModel:
     weight_parts: int = 1
     """Ranks that shard every non-expert weight; bytes per parameter are per shard."""
     library_buffers: tuple[LibraryBuffer, ...] = ()
-    """Buffers of the trainer's libraries (`omnibal.cost.transformer_engine`)."""
+    """Buffers of the trainer's libraries (`omnibal.cost.linears`)."""
     slowness: tuple[float, ...] = ()
     """Slowdown per model part on its stage's devices, 1 for the fastest, or empty if uniform."""
     slow_ranks: tuple[tuple[float, ...], ...] = ()

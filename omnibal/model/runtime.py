@@ -58,7 +58,7 @@ class RuntimeOptions(Frozen):
     transformer_engine: bool = False
     """Whether language layers use Transformer Engine, which allows FP8 products."""
     accumulates_in_products: bool = False
-    """Whether its products accumulate weight gradients (`omnibal.cost.transformer_engine`)."""
+    """Whether its products accumulate weight gradients (`omnibal.cost.linears`)."""
     recomputed: tuple[RecomputedModule, ...] = ()
     """Modules of language layers that backward recomputes (`--recompute-modules`)."""
     host_slowdown: Rate = 1.0

@@ -2,7 +2,7 @@
 
 A chunk keeps a micro-batch's activations from forward to the end of (input) backward, then, with
 split backwards, linear inputs and output gradients until the weight backward
-(`omnibal.cost.deferred`). In 1F1B, receives are posted while a pass computes and a send is waited
+(`omnibal.cost.linears`). In 1F1B, receives are posted while a pass computes and a send is waited
 for at the next one, so P2P tensors come and go. Other schedules have one buffer each way per peer
 stage throughout, sized for the largest chunk.
 """

@@ -17,7 +17,7 @@ from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Marked, Row, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.cost.parameters import ModelParameters
+    from omnibal.cost.analytic import ModelParameters
     from omnibal.cost.profile import FitResidual
     from omnibal.job.fake_replay import FakeStage, Roofline
     from omnibal.job.replay import StageReplay

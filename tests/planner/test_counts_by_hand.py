@@ -16,7 +16,7 @@ from omnibal.cost.device import Device
 from omnibal.cost.images import images_embed, images_layer, images_projector
 from omnibal.cost.kernels import EXCHANGES, KernelPass, unit_vectors
 from omnibal.cost.language import head, language_embed, language_layer
-from omnibal.cost.low_rank import with_adapters
+from omnibal.cost.linears import with_adapters
 from omnibal.cost.shaped_rates import Line
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.work import Unit

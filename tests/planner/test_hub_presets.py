@@ -13,7 +13,7 @@ import pytest
 from cli_cases import printed
 
 from omnibal.base.errors import UserError
-from omnibal.cost.parameters import model_parameters
+from omnibal.cost.analytic import model_parameters
 from omnibal.families.named import hub_ids, model_notes, named_model, named_model_file
 from omnibal.model.config import load_model, preset_names
 from scripts.hub_presets import preset_texts

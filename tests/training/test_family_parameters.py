@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from omnibal.base.errors import UserError
-from omnibal.cost.parameters import model_parameters
+from omnibal.cost.analytic import model_parameters
 from omnibal.families import deepseek, gemma, glm, kimi, qwen, text
 from omnibal.families.named import named_model
 
