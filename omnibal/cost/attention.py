@@ -171,7 +171,7 @@ def _latent(
     )
     return Work(
         kernels=(
-            *(one for outer in down for one in product(own, h, outer)),
+            *(kernel for outer in down for kernel in product(own, h, outer)),
             *in_module("mla_up_proj", up),
             *_causal(device, attended, language.heads / t, elements),
             *product(tokens, widths.output / t, h),
@@ -261,8 +261,10 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
         ),
         gathered_bytes=device.gather_buffer(tokens * h * size),
         kept=tuple(
-            Kept(what, "self_attention", tokens * each / t, for_weights=what == "gated output")
-            for what, each in kept.items()
+            Kept(
+                what, "self_attention", tokens * token_bytes / t, for_weights=what == "gated output"
+            )
+            for what, token_bytes in kept.items()
         ),
         working=(Working(tokens * (h * device.whole + running) * size),),
         other_parameters=(convolution + 2 * heads) / t + e,

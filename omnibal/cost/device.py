@@ -100,8 +100,8 @@ class Device:
         bytes_per_ms /= runtime.elementwise_slowdown
 
         def copied_per_ms(kind: CopyKind) -> float:
-            found = _fastest_copy(rates, kind)
-            return bytes_per_ms if found is None else found.bytes_per_ms
+            copy = _fastest_copy(rates, kind)
+            return bytes_per_ms if copy is None else copy.bytes_per_ms
 
         # fp32 products regardless of the precision; without an fp32 peak, the precision's peak.
         fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
@@ -189,9 +189,9 @@ class Device:
 
     def launch_ms(self, kernels: Iterable[Kernel]) -> float:
         """Time of the host to launch kernels; casts and accumulation are within their products'."""
-        counted = [one for one in kernels if one.kind not in ("cast", "accumulation")]
-        passes = sum(one.passes for one in counted if one.kind == "ring")
-        others = sum(one.launches for one in counted if one.kind != "ring")
+        counted = [kernel for kernel in kernels if kernel.kind not in ("cast", "accumulation")]
+        passes = sum(kernel.passes for kernel in counted if kernel.kind == "ring")
+        others = sum(kernel.launches for kernel in counted if kernel.kind != "ring")
         return (others + passes) * self.host_ms + passes * self.ring_host_ms
 
     def _product_ms(self, kernel: Kernel) -> np.ndarray:
@@ -277,7 +277,7 @@ class Device:
             return self.all_reduced(block_bytes, block_bytes)
         gathers: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
         return (
-            *(one for of in gathers for one in self.rings(of, block_bytes, name=GATHERED)),
+            *(ring for of in gathers for ring in self.rings(of, block_bytes, name=GATHERED)),
             *self.rings("forward", block_bytes),
             *self.rings("backward", block_bytes),
         )
@@ -311,5 +311,5 @@ def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float
 
 def _fastest_copy(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
     """Return the fastest measured copy of a kind within the memory, or None if not measured."""
-    found = [one for one in (rates.copies if rates else ()) if one.kind == kind]
-    return max(found, key=lambda one: one.bytes_per_ms, default=None)
+    copies = [copy for copy in (rates.copies if rates else ()) if copy.kind == kind]
+    return max(copies, key=lambda copy: copy.bytes_per_ms, default=None)

@@ -236,7 +236,7 @@ def _encoder_cost(
     tower = model.encoders[name]
     # Fixed feature, items and, if counted, squares.
     squares = [] if tower.squares is None else [tower.squares]
-    columns = [0, *(cost.features.index(each) for each in (tower.feature, *squares))]
+    columns = [0, *(cost.features.index(feature) for feature in (tower.feature, *squares))]
     is_trained = any(unit.has_backward for unit in units)
 
     def total(name: str) -> np.ndarray:

@@ -98,7 +98,7 @@ def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, devic
             if line.made_by
         ),
         working=tuple(
-            replace(each, bytes=each.bytes + gradient_bytes) for each in projector.working
+            replace(moment, bytes=moment.bytes + gradient_bytes) for moment in projector.working
         ),
     )
     both = chain_units([("", layer), ("deepstack: ", projector)])

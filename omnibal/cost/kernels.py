@@ -90,7 +90,7 @@ GATHERED = "gathered input or gradient"
 
 def in_module(module: str, kernels: Iterable[Kernel]) -> Kernels:
     """Return kernels that are part of a module."""
-    return tuple(replace(one, modules=(*one.modules, module)) for one in kernels)
+    return tuple(replace(kernel, modules=(*kernel.modules, module)) for kernel in kernels)
 
 
 def product(

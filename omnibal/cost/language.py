@@ -221,7 +221,7 @@ def _logits(language: LanguageConfig, device: Device) -> Unit:
     exchange = device.rings("backward", 2 * loss_bytes, 2)
     if device.sequence_parallel:
         passes: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
-        exchange = tuple(one for of in passes for one in device.rings(of, gathered_bytes))
+        exchange = tuple(ring for of in passes for ring in device.rings(of, gathered_bytes))
     loss_moved, back_loss_moved = (1, 2) if device.runtime.fused_loss else _UNFUSED_LOSS_MOVED
     return Unit(
         kernels=(

@@ -41,15 +41,15 @@ def measured_sizes(
     Without the head's vocabulary (largest, few), fp32 routers, and memory-bound gates.
     """
     every = _rank_products(model, cluster)
-    products = [one for one in every if one.dtype != "fp32" and one.outer > 1]
+    products = [product for product in every if product.dtype != "fp32" and product.outer > 1]
     names = feature_names(model)
     at_caps = np.array([float(caps.get(name) or caps["tokens"]) for name in names])
-    rows = [float(one.rows @ at_caps) for one in products]
+    rows = [float(product.rows @ at_caps) for product in products]
     tensor_bytes = caps["tokens"] * model.language.hidden_size * ELEMENT_BYTES[precision]
     return MeasuredSizes(
         rows=_span_sizes(rows, _SMALL_BATCH),
-        inner=_span_sizes(one.inner for one in products),
-        outer=_span_sizes(one.outer for one in products),
+        inner=_span_sizes(product.inner for product in products),
+        outer=_span_sizes(product.outer for product in products),
         # Every rank's share has complete elements.
         collective_bytes=(
             _divisible_bytes(tensor_bytes * _SMALL_TENSOR),
@@ -74,8 +74,8 @@ def _rank_products(model: ModelConfig, cluster: ClusterConfig) -> Iterable[Kerne
 
 def _span_sizes(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:
     """Sizes from min to max, each at most `_STEP` times its predecessor."""
-    found = sorted(value for value in values if value >= 1)
-    least, most = max(found[0] * smallest_share, 1), found[-1]
+    sizes = sorted(value for value in values if value >= 1)
+    least, most = max(sizes[0] * smallest_share, 1), sizes[-1]
     count = math.ceil(math.log(most / least, _STEP) - 1e-9) + 1 if most > least else 1
     return tuple(sorted({_round_size(size) for size in np.geomspace(least, most, count)}))
 

@@ -194,9 +194,9 @@ class CostModel:
 
     def of_parameters(self, rate: Rate, parameters: Count, of_experts: Count) -> Count:
         """Bytes or time of parameters at a rate, `of_experts` of them experts'."""
-        each: float = getattr(self.rates, rate)
-        of_expert: float = getattr(self.expert_rates, rate)
-        return (parameters - of_experts) * each + of_experts * of_expert
+        per_parameter: float = getattr(self.rates, rate)
+        per_expert_parameter: float = getattr(self.expert_rates, rate)
+        return (parameters - of_experts) * per_parameter + of_experts * per_expert_parameter
 
     @property
     def tied_trained_parameters(self) -> int:
@@ -220,9 +220,9 @@ def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
 
     def pad_unit(unit: UnitCost) -> UnitCost:
         arrays: dict[str, Any] = {
-            each.name: np.concatenate([value, np.zeros((*value.shape[:-1], len(names)))], axis=-1)
-            for each in fields(unit)
-            if isinstance(value := getattr(unit, each.name), np.ndarray)
+            field.name: np.concatenate([value, np.zeros((*value.shape[:-1], len(names)))], axis=-1)
+            for field in fields(unit)
+            if isinstance(value := getattr(unit, field.name), np.ndarray)
         }
         return replace(unit, **arrays)
 

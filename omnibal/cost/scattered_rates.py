@@ -89,13 +89,13 @@ class Shapes:
 def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
     """Shapes of measurements."""
     sizes = [
-        (one.rows, one.inner, one.outer, one.groups if isinstance(one, GroupedTime) else 1)
-        for one in measured
+        (time.rows, time.inner, time.outer, time.groups if isinstance(time, GroupedTime) else 1)
+        for time in measured
     ]
     return Shapes(
         layer=np.log(np.array(sizes, np.float64)),
-        passes=np.array([PASSES.index(one.of) for one in measured]),
-        gradient_bytes=np.array([4.0 if one.gradient == "fp32" else 2.0 for one in measured]),
+        passes=np.array([PASSES.index(time.of) for time in measured]),
+        gradient_bytes=np.array([4.0 if time.gradient == "fp32" else 2.0 for time in measured]),
     )
 
 
@@ -127,10 +127,10 @@ class ScatteredTimes:
         for name in ("passes", "output_bytes"):
             same &= getattr(shapes, name)[:, None] == getattr(self.shapes, name)[None]
         shared = covariance(shapes, self.shapes) + _CHANCE * same
-        found = self.typical + shared @ self.weights
+        log_rates = self.typical + shared @ self.weights
         apart = _distances(shapes.kernel_sizes, self.shapes.kernel_sizes)
         near = np.argsort(apart, axis=1, kind="stable")[:, :_NEIGHBOURS]
-        return np.exp(np.maximum(found, self.log_rates[near].min(axis=1))) * shapes.flops
+        return np.exp(np.maximum(log_rates, self.log_rates[near].min(axis=1))) * shapes.flops
 
 
 def covariance(some: Shapes, others: Shapes) -> np.ndarray:

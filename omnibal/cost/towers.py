@@ -117,7 +117,7 @@ def encoder_layer(_model: ModelConfig, tower: Encoder, kind: UnitKind, device: D
     # Norms, layer scales and biases of row-parallel linears are replicated, the rest is divided.
     whole = 2 * norm_parameters(tower) + 2 * h * bias + 2 * h * scaled
     divided = into * f * bias + 3 * a * tower.qkv_bias + 2 * a * norms
-    hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
+    hidden_bytes, inner_bytes, width_bytes = (rows * width * size for width in (h, f / t, a / t))
     core_bytes, norm_bytes = width_bytes + rows * FP32_BYTES * heads, moments_bytes(tower, rows)
     # Replicated between the blocks: the first norm; add and norm; add. Divided: q/k norms and
     # rotation (norms over all heads read them again for tensor-parallel sums) and the activation.
@@ -224,7 +224,7 @@ def encoder_projector(
     if isinstance(tower, ImagesEncoder):
         inner, is_reordered = tower.projector_hidden_size or wide, False
         given, made_by = "norm's output", norm_by
-    output_bytes, inner_bytes, wide_bytes = (rows * each * size for each in (h, inner / t, wide))
+    output_bytes, inner_bytes, wide_bytes = (rows * width * size for width in (h, inner / t, wide))
     in_gelu = ("into GELU", "out of GELU")
     return Unit(
         kernels=(

@@ -77,7 +77,7 @@ class Work:
     @property
     def product_weights(self) -> float:
         """Weights of all products."""
-        return sum(one.weights for one in self.products)
+        return sum(product.weights for product in self.products)
 
     @property
     def parameters(self) -> int:
@@ -88,7 +88,9 @@ class Work:
     @property
     def expert_parameters(self) -> int:
         """Expert parameters on this device."""
-        experts = sum(one.weights for one in self.products if one.name in EXPERT_PRODUCTS)
+        experts = sum(
+            product.weights for product in self.products if product.name in EXPERT_PRODUCTS
+        )
         return round(experts) + self.expert_biases
 
     @property
@@ -121,10 +123,10 @@ class Unit(Work):
         """Kept activations; frozen units drop inputs of weight gradients."""
         return tuple(line for line in self.kept if trained or not line.for_weights)
 
-    def working_bytes(self, each: Working, *, trained: bool) -> np.ndarray:
+    def working_bytes(self, moment: Working, *, trained: bool) -> np.ndarray:
         """Working memory at a moment, without the weight's gradient, [features]."""
-        gone = [line.bytes for line in self.kept_lines(trained=trained) if line.what in each.gone]
-        return each.bytes - np.sum([0 * each.bytes, *gone], axis=0)
+        gone = [line.bytes for line in self.kept_lines(trained=trained) if line.what in moment.gone]
+        return moment.bytes - np.sum([0 * moment.bytes, *gone], axis=0)
 
     def kept_bytes(self, *, trained: bool) -> np.ndarray:
         """Bytes of kept activations, [features]."""
@@ -175,7 +177,7 @@ def recompute_modules(layer: Unit, modules: Collection[str]) -> Unit:
     """
     wanted = {*modules}
     lost = {line.what: line.bytes for line in layer.kept if wanted & {*line.modules}}
-    again = [one for one in layer.forward if wanted & {*one.modules}]
+    again = [kernel for kernel in layer.forward if wanted & {*kernel.modules}]
     names = [line.what for line in layer.kept]
     of_second = set(names[names.index(SECOND_OUTPUT) :])
 
@@ -187,7 +189,7 @@ def recompute_modules(layer: Unit, modules: Collection[str]) -> Unit:
 
     return replace(
         layer,
-        kernels=(*layer.kernels, *(replace(one, of="repeated") for one in again)),
+        kernels=(*layer.kernels, *(replace(kernel, of="repeated") for kernel in again)),
         kept=tuple(line for line in layer.kept if line.what not in lost),
         working=tuple(map(add_recomputed, layer.working)),
     )

@@ -171,14 +171,14 @@ def adapted_linears(
         return ()
     marked = (
         replace(
-            one,
+            linear,
             pieces=tuple(
-                replace(piece, is_adapted=_is_taken(adapters, piece, 0)) for piece in one.pieces
+                replace(piece, is_adapted=_is_taken(adapters, piece, 0)) for piece in linear.pieces
             ),
         )
-        for one in linears(model, kind)
+        for linear in linears(model, kind)
     )
-    return tuple(one for one in marked if one.adapted)
+    return tuple(linear for linear in marked if linear.adapted)
 
 
 def has_adapters(model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None) -> bool:
@@ -250,7 +250,7 @@ def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
 
 
 def _pieces(model: ModelConfig, kind: UnitKind) -> Iterator[Piece]:
-    return (piece for one in linears(model, kind) for piece in one.pieces)
+    return (piece for linear in linears(model, kind) for piece in linear.pieces)
 
 
 def _is_taken(adapters: AdapterConfig, piece: Piece, number: int) -> bool:
@@ -305,7 +305,7 @@ def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
     def piece(name: str, inputs: int, outputs: int, blocks: Sequence[str] = mlp) -> Piece:
         # Qwen2-VL's names of feed-forwards are shorter.
         names = dict.fromkeys((name, name.replace("linear_fc", "fc")))
-        paths = tuple(f"{at}.{each}" for at in blocks for each in names)
+        paths = tuple(f"{at}.{word}" for at in blocks for word in names)
         return Piece(name, inputs, outputs, paths)
 
     proj = piece(out, heads, wide, attention)

@@ -238,11 +238,13 @@ class Rates(Frozen):
             update={
                 "device": f"{self.device}, scaled",
                 "tflops": tflops,
-                "products": tuple(one.scaled(peak, scales.products) for one in self.products),
-                "grouped": tuple(one.scaled(peak, scales.grouped) for one in self.grouped),
+                "products": tuple(time.scaled(peak, scales.products) for time in self.products),
+                "grouped": tuple(time.scaled(peak, scales.grouped) for time in self.grouped),
                 "attention": tuple(
-                    one.scaled(peak, scales.attention, scales.attention_most[one.of == "backward"])
-                    for one in self.attention
+                    time.scaled(
+                        peak, scales.attention, scales.attention_most[time.of == "backward"]
+                    )
+                    for time in self.attention
                 ),
                 "collectives": (),
                 "copies": (),
@@ -254,7 +256,7 @@ class Rates(Frozen):
     def _shapes_are_given_once(self) -> Self:
         # Copies and collectives may repeat a size: lines are fitted through all.
         for name, given in self._measured.items():
-            shapes = Counter(one.model_copy(update={"ms": None, "share": None}) for one in given)
+            shapes = Counter(time.model_copy(update={"ms": None, "share": None}) for time in given)
             for shape, times in shapes.items():
                 if times > 1:
                     sizes = ", ".join(f"{key} {value}" for key, value in shape.model_dump().items())
@@ -263,7 +265,7 @@ class Rates(Frozen):
 
     @model_validator(mode="after")
     def _shares_have_a_peak(self) -> Self:
-        shares = any(one.share is not None for given in self._measured.values() for one in given)
+        shares = any(time.share is not None for given in self._measured.values() for time in given)
         if shares and self.tflops is None:
             raise ValueError(
                 "shares are given without the peak that they are of; add tflops, or give ms"

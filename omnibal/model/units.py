@@ -144,7 +144,7 @@ def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
     windowed = tower.is_windowed(number)
     deepstack = number in tower.deepstack_layers
     alike = f"{base.name}{'_window' * windowed}{'_deepstack' * deepstack}"
-    carried = base.carried + sum(each <= number for each in tower.deepstack_layers)
+    carried = base.carried + sum(layer <= number for layer in tower.deepstack_layers)
     return replace(
         base,
         name=f"{alike}{_carrying(carried)}",
@@ -195,9 +195,9 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
         replace(
             kind,
             period=period,
-            places=tuple(n for n, each in enumerate(layers[:period]) if each.name == name),
+            places=tuple(n for n, layer in enumerate(layers[:period]) if layer.name == name),
         )
-        for name, kind in {each.name: each for each in layers}.items()
+        for name, kind in {layer.name: layer for layer in layers}.items()
     ]
 
 
