@@ -1,14 +1,13 @@
 """OmniBal's planner: sample lengths and a cost model in, a checked training plan out.
 
-Nothing under `omnibal` may import torch or megatron (tests/planner/test_imports.py proves it), so a
-plan is made and read on any laptop in seconds. The names below are those of `omnibal.library`, as
-docs/python.md shows; they are imported when first used, as `import omnibal` waits for no scipy.
+Nothing under `omnibal` may import torch or megatron (tests/planner/test_imports.py). Names of
+`omnibal.library` (docs/python.md) are imported when first used, as scipy takes long to import.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from omnibal.base.version import VERSION
+from omnibal.base.version import VERSION as __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from omnibal.library import (
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
         training_job,
     )
 
-__version__ = VERSION
 __all__ = [
     "Free",
     "Goal",

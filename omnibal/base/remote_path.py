@@ -181,14 +181,14 @@ def versions_of(paths: Sequence[Path]) -> list[str]:
                     entry for entry in storage.ls(name, detail=True) if entry["type"] == "file"
                 ]
             for entry in found:
-                listed[folder / entry["name"].rpartition("/")[2]] = _Known.of(entry).version
+                listed[folder / entry["name"].rpartition("/")[2]] = _Known.from_info(entry).version
     return [listed.get(path) or version_of(path) for path in paths]
 
 
 def version_of(path: Path) -> str:
     """Version of a file; raises like `versions_of`."""
     if isinstance(path, RemotePath):
-        return _Known.of(_info(path)).version
+        return _Known.from_info(_info(path)).version
     found = path.stat()
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
@@ -201,7 +201,7 @@ class _Known:
     version: str
 
     @classmethod
-    def of(cls, info: dict[str, Any]) -> "_Known":
+    def from_info(cls, info: dict[str, Any]) -> "_Known":
         size = info.get("size")
         if size is None:
             raise StorageError(
@@ -222,7 +222,7 @@ def _remembered_info(path: RemotePath, when: int) -> _Known:
     info = _info(path)
     if info["type"] == "directory":
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-    return _Known.of(info)
+    return _Known.from_info(info)
 
 
 def _info(path: RemotePath) -> dict[str, Any]:

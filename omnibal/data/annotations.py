@@ -223,7 +223,7 @@ class Annotations:
         return tuple(entry.root for entry in self.entries)
 
     @property
-    def augmented(self) -> tuple[str, ...]:
+    def augmented_sources(self) -> tuple[str, ...]:
         """Sources with tile augmentation."""
         return tuple(entry.name for entry in self.entries if entry.meta.data_augment)
 
@@ -266,7 +266,7 @@ class Annotations:
             indexes += found
             root = real_path(source.root)
             keys += [_key(record_index, source, root) for record_index in found]
-            # Without data_augment: it changes no length. The trainer checks it by `augmented`.
+            # Without data_augment, which changes no length and is checked by the trainer.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())

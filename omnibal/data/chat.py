@@ -127,7 +127,7 @@ class _NamedTemplate:
         return self.format.strips or self.format.strips_all
 
     @property
-    def repeated(self) -> tuple[str, ...]:
+    def repeated_pieces(self) -> tuple[str, ...]:
         """Pieces repeated per image or video token."""
         if self.model.images is not None:
             return repeated_tokens(self.model.images)
@@ -142,9 +142,9 @@ class _NamedTemplate:
     @property
     def text_pieces(self) -> tuple[str, ...]:
         """Pieces reserved for the template, images and recordings."""
-        images = (IMAGE_START, *self.repeated, IMAGE_END) if self.model.takes_images else ()
+        images = (IMAGE_START, *self.repeated_pieces, IMAGE_END) if self.model.takes_images else ()
         audio = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if self.model.takes_audio else ()
-        return (*(images or self.repeated), *audio, *self.format.pieces)
+        return (*(images or self.repeated_pieces), *audio, *self.format.pieces)
 
     @property
     def control_pieces(self) -> tuple[str, ...]:
@@ -158,7 +158,9 @@ class _NamedTemplate:
         contents = self._with_items(questions, sample)
         if not self.format.message_by_message:
             sample = replace(sample, greeting=None)
-        return Conversation.of(sample, self._system(sample, chatting), contents, strips=strips)
+        return Conversation.from_sample(
+            sample, self._system(sample, chatting), contents, strips=strips
+        )
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids, int64 [tokens], each item's once, and the loss mask, bool."""
@@ -399,7 +401,9 @@ def _repeats(
 ) -> np.ndarray:
     """Repeats of each token, int64 [tokens]: 1, or tokens per image or recording."""
     repeats, required = np.ones(len(token_ids), np.int64), template.tokenizer.require_id
-    items = [(template.repeated, tiles, model.vision.tokens_per_item if model.takes_images else 1)]
+    items = [
+        (template.repeated_pieces, tiles, model.vision.tokens_per_item if model.takes_images else 1)
+    ]
     if model.takes_audio:
         items.append(((AUDIO_CONTEXT,), clips, model.audio.tokens_per_item))
     for pieces, counts, tokens_per_item in items:

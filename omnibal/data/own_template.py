@@ -56,7 +56,7 @@ class Conversation:
     """Text of each video's frames."""
 
     @classmethod
-    def of(
+    def from_sample(
         cls,
         sample: Sample,
         system: str | None,
@@ -126,7 +126,7 @@ class OwnTemplate:
     """Whether answers are stripped."""
 
     @property
-    def repeated(self) -> tuple[str, ...]:
+    def repeated_pieces(self) -> tuple[str, ...]:
         """Pieces repeated per image or video token."""
         shown = [] if self.image is None else [_IMAGE_TEXTS[self.image].each]
         if self.rule is not None and self.rule.video is not None:
@@ -166,7 +166,7 @@ class OwnTemplate:
             )
         given = system if sample.system is None else sample.system
         parts = [_parts(question, sample) for question in questions]
-        return Conversation.of(sample, given, parts, videos=videos)
+        return Conversation.from_sample(sample, given, parts, videos=videos)
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids, int64 [tokens], each image's once, and the loss mask, bool.
@@ -202,15 +202,16 @@ class OwnTemplate:
     def miscount(self, where: str, places: int, images: int) -> UserError:
         """Return the error of a conversation with another number of image pieces than images."""
         path = self.tokenizer.path
-        if not self.repeated:
+        if not self.repeated_pieces:
             return UserError(
                 f"{where}: has images, and the chat template of {path} writes none of the pieces "
                 f"that stand for one ({', '.join(_IMAGE_TEXTS)}); choose a model that takes "
                 "images, or its own tokenizer"
             )
         return UserError(
-            f"{where}: the chat template of {path} writes {places} {' and '.join(self.repeated)} "
-            f"where {images} were to stand for images; the template must write each once"
+            f"{where}: the chat template of {path} writes {places} "
+            f"{' and '.join(self.repeated_pieces)} where {images} were to stand for images; the "
+            "template must write each once"
         )
 
     def _check(self, sample: Sample) -> None:

@@ -111,7 +111,7 @@ class EnergonIndex:
     number: int
     """Shard number in the dataset."""
 
-    def of(self, shard: Path) -> tuple[Samples, int]:
+    def read_samples(self, shard: Path) -> tuple[Samples, int]:
         """Unchecked samples of the shard, and the end of its last entry."""
         offsets = shard.with_suffix(".tar.idx")
         try:
@@ -356,7 +356,7 @@ def index_shard(shard: Shard) -> RecordIndex:
 def _samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[Member]]]:
     """Key and members of each sample, by Energon's index or grouped by webdataset."""
     if shard.listed is not None:
-        yield from _list_samples(file, shard.path, *shard.listed.of(shard.path))
+        yield from _list_samples(file, shard.path, *shard.listed.read_samples(shard.path))
         return
     try:
         from webdataset.tariterators import group_by_keys

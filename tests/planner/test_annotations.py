@@ -109,7 +109,7 @@ def test_augmentation_is_known_and_changes_no_hash(tmp_path):
     for entry in ({}, {"data_augment": False}, {"data_augment": True}):
         augmented, annotations = any(entry.values()), open_jsonl(tmp_path, record_of(), **entry)
         assert annotations.sha256 == hashlib.sha256(spelled_out).hexdigest()
-        assert annotations.augmented == (("a",) if augmented else ())
+        assert annotations.augmented_sources == (("a",) if augmented else ())
         assert annotations[0].augment == annotations.take(np.array([0]))[0].augment == augmented
 
 

@@ -118,13 +118,13 @@ def test_videos_become_as_many_tokens_as_their_processor_makes(counts_frames: bo
         assert found.squares == found.number * found.tokens**2
 
 
-def text_of(frames, rule):
-    rate = 1.0 if rule.video is None else rule.video.frames_per_second
-    return SeenVideo(tuple(range(frames)), frames, rate).text(rule)
-
-
 def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
     """Prevents a video whose text is not what Qwen3-VL's and GLM's processors write."""
+
+    def text_of(frames: int, rule: ImagesEncoder) -> str:
+        rate = 1.0 if rule.video is None else rule.video.frames_per_second
+        return SeenVideo(tuple(range(frames)), frames, rate).text(rule)
+
     qwen3 = tower(frames_per_patch=2, video=VideoConfig(times="before", max_frames=3))
     pads = "<|vision_start|><|video_pad|><|vision_end|>"
     # The last patch has one frame, twice.
@@ -132,8 +132,7 @@ def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
     text = ImageText(before="<b>", each="<i>", after="</b>")
     glm = tower(frames_per_patch=2, video=VideoConfig(times="after", text=text, around=("(", ")")))
     assert text_of(6, glm) == "(<b><i></b>0<b><i></b>1<b><i></b>2)"
-    qwen2 = tower(frames_per_patch=2, video=VideoConfig())
-    assert text_of(6, qwen2) == pads
+    assert text_of(6, tower(frames_per_patch=2, video=VideoConfig())) == pads
     assert seen_frames(9, qwen3.video) == [0, 4, 8] and seen_frames(2, qwen3.video) == [0, 1]
     assert text_of(2, tower()) == "<|vision_start|><|image_pad|><|vision_end|>" * 2
 

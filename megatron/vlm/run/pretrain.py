@@ -407,7 +407,7 @@ def _options(run: Run, trainer: Trainer) -> dict[str, Any]:
     assert run.training_data is not None
     options: dict[str, Any] = asdict(trainer.options) | {
         "seed": run.arguments.seed,
-        "augmented": list(run.training_data.augmented),
+        "augmented": list(run.training_data.augmented_sources),
         "frozen": list(run.plan.frozen),
     }
     if run.plan.adapters is not None:

@@ -88,10 +88,10 @@ def _export(given: ExportInput, program: str, flags: Flags) -> Exported:
         samples, of_tiles = sample_numbers(order, given.lengths), _takes_tiles(given.plan)
         files[_ROWS] = lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)
     given_up = []
-    if annotations is not None and annotations.augmented:
+    if annotations is not None and annotations.augmented_sources:
         given_up.append(
-            f"Images of {', '.join(annotations.augmented)} are degraded at random (data_augment), "
-            "which ms-swift does not do."
+            f"Images of {', '.join(annotations.augmented_sources)} are degraded at random "
+            "(data_augment), which ms-swift does not do."
         )
     return Exported(
         files=files,
