@@ -23,11 +23,6 @@ class SharedExpertsText(TextTable):
     """Prediction layers, present only if the file says so."""
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """Sizes of a LanguageConfig."""
-        return super().sizes | {"prediction_layers": self.num_nextn_predict_layers}
-
-    @property
     def router(self) -> dict[str, Any]:
         """Router fields of an ExpertsConfig."""
         return {"selection_bias": True, "score": "sigmoid"}

@@ -74,8 +74,7 @@ class SiglipVision(LayersTable):
             raise ValueError(f"images become squares of side {given_side}; it must be {image}")
         return ImagesEncoder(
             **sizes,
-            **self.keys().parts,
-            norm_eps=self.layer_norm_eps,
+            **self.parts,
             learned_positions=side**2,
             min_pixels=image**2,
             max_pixels=image**2,

@@ -7,7 +7,6 @@ from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.deepseek import SharedExpertsText
 from omnibal.families.hub_table import NoDropout
-from omnibal.families.text import TextTable
 from omnibal.families.vision import Square, VisionTable, WholeTable, square
 from omnibal.model.encoders import ImagesEncoder
 
@@ -16,6 +15,7 @@ class GlmVision(VisionTable):
     """Tower of GLM-4.5V; `intermediate_size` is the projector's."""
 
     reads_video = False
+    output_key = "out_hidden_size"
 
     attention_dropout: NoDropout = 0.0
     image_size: Square = 336
@@ -28,14 +28,10 @@ class GlmVision(VisionTable):
         return super().sizes | {"ffn_hidden_size": self.out_hidden_size}
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """Other fields of an ImagesEncoder that depend on the table."""
-        return {
-            "norm_eps": self.rms_norm_eps,
-            "learned_positions": (square(self.image_size, "image_size") // self.sizes["patch_size"])
-            ** 2,
-            "projector_hidden_size": self.intermediate_size,
-        }
+    def parts(self) -> dict[str, Any]:
+        """Fields of an ImagesEncoder."""
+        side = square(self.image_size, "image_size") // self.sizes["patch_size"]
+        return super().parts | {"learned_positions": side**2}
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
         """Return the encoder, with the pixel limits of processor files beside a `config.json`."""
@@ -44,10 +40,6 @@ class GlmVision(VisionTable):
                 f"hidden_size {self.hidden_size} must divide by {self.num_heads} heads"
             )
         return super().encoder(whole, path)
-
-    def output_size(self, text: TextTable) -> int:
-        """Width of the projector's output."""
-        return self.out_hidden_size
 
 
 class GlmText(SharedExpertsText):
@@ -58,8 +50,3 @@ class GlmText(SharedExpertsText):
 
     num_key_value_heads: PositiveInt = 8
     attention_bias: bool = True
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Sizes of a LanguageConfig."""
-        return super().sizes | {"qkv_bias": self.attention_bias}

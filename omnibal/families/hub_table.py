@@ -37,6 +37,7 @@ class Keys(Frozen):
     must: dict[str, list[Any]] = Field(default={})
     ignored: frozenset[str] = frozenset()
     parts: dict[str, Any] = Field(default={})
+    fields: dict[str, str] = Field(default={})
 
 
 SECTIONS = read_toml_model(
@@ -71,7 +72,7 @@ class HubTable(Numbered):
         if info.context != _LENIENT:
             _refuse_variants(given)
             cls._refuse_unknown(given)
-        keys, used = cls.keys(), dict[str, Any]()
+        keys, used = cls.section(), dict[str, Any]()
         for key, value in given.items():
             name = keys.names.get(key, key)
             if name in used and used[name] != value:
@@ -86,17 +87,23 @@ class HubTable(Numbered):
 
     @classmethod
     @cache
-    def keys(cls) -> Keys:
+    def section(cls) -> Keys:
         """Return what tables.toml says of the class; subclasses override bases."""
         sections = [SECTIONS.get(base.__name__, Keys()) for base in reversed(cls.__mro__)]
-        names = ("defaults", "names", "must", "parts")
+        names = ("defaults", "names", "must", "parts", "fields")
         joined = {name: dict(ChainMap(*(vars(s)[name] for s in sections[::-1]))) for name in names}
         return Keys(**joined, ignored=frozenset().union(*(s.ignored for s in sections)))
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Fields of a configuration that the family always has, or has as a key of the table."""
+        keys, values = self.section(), dict(self)
+        return keys.parts | {field: values[key] for field, key in keys.fields.items()}
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:
         """Keys that are neither used nor known to have no effect."""
-        keys = cls.keys()
+        keys = cls.section()
         known = {*cls.model_fields, *keys.must, *keys.ignored}
         return [
             key
@@ -109,7 +116,7 @@ class HubTable(Numbered):
     @classmethod
     def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
         for key in cls.unknown_keys(given):
-            known = [*cls.model_fields, *cls.keys().must]
+            known = [*cls.model_fields, *cls.section().must]
             near = get_close_matches(key, known, n=1, cutoff=0.8)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(

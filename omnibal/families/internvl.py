@@ -50,10 +50,7 @@ class VisionTower(LayersTable):
             image_size=square(self.image_size, "image_size"),
             patch_size=square(self.patch_size, "patch_size"),
             normalization=NORMS[self.norm_type],
-            norm_eps=self.layer_norm_eps,
-            qkv_bias=self.qkv_bias,
-            qk_norm=self.qk_norm,
-            layer_scale_init=self.layer_scale_init,
+            **self.parts,
             downsample_ratio=downsample_ratio,
             tiling=tiling,
         )

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.processor import read_processor
-from omnibal.families.text import TextTable
 from omnibal.families.vision import LayersTable, WholeTable
 from omnibal.model.encoders import ImagesEncoder, ImageText
 
@@ -21,6 +20,7 @@ class KimiTable(WholeTable):
 class MoonVit(LayersTable):
     """Tower of Kimi-VL; video frames (four share tokens) are planned as images."""
 
+    output_key = "text_hidden_size"
     patches: ClassVar[int] = 4096
     """Patches of an image at most, by the release's processor."""
     side: ClassVar[int | None] = None
@@ -57,17 +57,13 @@ class MoonVit(LayersTable):
         )
         return ImagesEncoder(
             **sizes,
-            **self.keys().parts,
+            **self.parts,
             learned_positions=self.pos_emb_height * self.pos_emb_width,
             min_pixels=1,
             max_pixels=patches * self.patch_size**2,
             max_side_pixels=None if self.side is None else self.side * self.patch_size,
             image_text=text,
         )
-
-    def output_size(self, text: TextTable) -> int:
-        """Width of the projector's output."""
-        return self.text_hidden_size or text.hidden_size
 
 
 class MoonVit3d(MoonVit):

@@ -54,6 +54,8 @@ class Qwen25VLText(Qwen2Text, Sectioned):
 class Qwen2VLVision(DepthTable):
     """Tower of Qwen2-VL: full attention in all layers, ungated feed-forwards."""
 
+    output_key = "hidden_size"
+
     embed_dim: PositiveInt = 1280
     """Width of the layers; `hidden_size` is the projector's output."""
     mlp_ratio: PositiveFloat = 4
@@ -66,13 +68,11 @@ class Qwen2VLVision(DepthTable):
             "hidden_size": width, "ffn_hidden_size": int(width * self.mlp_ratio)
         }  # fmt: skip
 
-    def output_size(self, text: TextTable) -> int:
-        """Width of the projector's output."""
-        return self.hidden_size
-
 
 class Qwen25VLVision(VisionTable):
     """Tower of Qwen2.5-VL: mostly windowed attention (paper, section 2.1.1)."""
+
+    output_key = "out_hidden_size"
 
     window_size: PositiveInt = 112
     tokens_per_second: PositiveFloat = 4
@@ -80,35 +80,23 @@ class Qwen25VLVision(VisionTable):
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """Other fields of an ImagesEncoder that depend on the table."""
-        full_layers = tuple(sorted(self.fullatt_block_indexes))
-        return {"window_pixels": self.window_size, "full_layers": full_layers}
+    def parts(self) -> dict[str, Any]:
+        """Fields of an ImagesEncoder."""
+        return super().parts | {"full_layers": tuple(sorted(self.fullatt_block_indexes))}
 
     @property
     def video(self) -> VideoConfig:
         """Video settings of the released models."""
         return VideoConfig(positions_per_second=self.tokens_per_second)
 
-    def output_size(self, text: TextTable) -> int:
-        """Width of the projector's output."""
-        return self.out_hidden_size
-
 
 class RiceVit(VisionTable):
     """RICE-ViT of LLaVA-OneVision-1.5."""
 
+    output_key = "text_hidden_size"
+
     layer_norm_eps: PositiveFloat = 1e-5
     text_hidden_size: PositiveInt = 2560
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Other fields of an ImagesEncoder that depend on the table."""
-        return {"norm_eps": self.layer_norm_eps}
-
-    def output_size(self, text: TextTable) -> int:
-        """Width of the projector's output."""
-        return self.text_hidden_size
 
 
 class Qwen3VLText(Qwen3Text, Sectioned):
@@ -130,21 +118,11 @@ class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
 class Qwen3VLVision(VisionTable):
     """Tower of Qwen3-VL: learned positions and deepstack."""
 
+    output_key = "out_hidden_size"
+
     out_hidden_size: PositiveInt = 3584
     num_position_embeddings: PositiveInt = 2304
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Other fields of an ImagesEncoder that depend on the table."""
-        return {
-            "learned_positions": self.num_position_embeddings,
-            "deepstack_layers": self.deepstack_visual_indexes,
-        }
-
-    def output_size(self, text: TextTable) -> int:
-        """Width of the projector's output."""
-        return self.out_hidden_size
 
 
 class Qwen35Vision(Qwen3VLVision):
@@ -200,9 +178,7 @@ class HybridText(LayeredText):
     @property
     def sizes(self) -> dict[str, Any]:
         """Sizes of a LanguageConfig."""
-        prediction_layers = self.mtp_num_hidden_layers
-        width = self.ffn_hidden_size
-        return super().sizes | {"ffn_hidden_size": width, "prediction_layers": prediction_layers}
+        return super().sizes | {"ffn_hidden_size": self.ffn_hidden_size}
 
 
 class HybridMoeText(RoutedKeys, HybridText):
@@ -229,8 +205,8 @@ class HybridMoeText(RoutedKeys, HybridText):
 
 _FLAT = {
     *(set(Qwen25VLText.model_fields) - {"tie_word_embeddings"}),
-    *Qwen25VLText.keys().must,
-    *Qwen25VLText.keys().ignored - HubTable.keys().ignored,
+    *Qwen25VLText.section().must,
+    *Qwen25VLText.section().ignored - HubTable.section().ignored,
 }
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

@@ -141,7 +141,7 @@ class TextTable(HubTable):
         return LanguageConfig(
             **self.sizes,
             **self.rope_fields,
-            **self.keys().parts,
+            **self.parts,
             norm_eps=self.rms_norm_eps,
             tied_head=tied_head,
             runs=runs_of(self.kinds),

@@ -27,13 +27,17 @@ class WholeTable(HubTable):
 class Tower(HubTable):
     """Table of a vision tower of one family."""
 
+    output_key: ClassVar[str | None] = None
+    """Key of the projector's output width, None for the language model's."""
+
     def encoder(self, whole: Any, path: Path) -> Encoder:
         """Return the encoder, with the pixel limits of processor files beside a `config.json`."""
         raise NotImplementedError
 
     def output_size(self, text: TextTable) -> int:
         """Width of the projector's output, by the tower's table if it says so."""
-        return text.hidden_size
+        stated = None if self.output_key is None else dict(self)[self.output_key]
+        return stated or text.hidden_size
 
 
 class LayersTable(Tower):
@@ -82,14 +86,9 @@ class DepthTable(Tower):
         }
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """Other fields of an ImagesEncoder that depend on the table."""
-        return {}
-
-    @property
     def video(self) -> VideoConfig | None:
         """Video settings of the released models."""
-        video = self.keys().parts.get("video")
+        video = self.section().parts.get("video")
         return None if video is None else VideoConfig.model_validate(video)
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
@@ -98,7 +97,7 @@ class DepthTable(Tower):
         limits = _pixels(path, sizes)
         if video is not None and self.reads_video:
             video = _video_of(path, video)
-        fields = {**self.keys().parts, **limits, **self.fields, "video": video}
+        fields = {**self.parts, **limits, "video": video}
         return ImagesEncoder(**sizes, **fields)
 
 
