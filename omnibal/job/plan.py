@@ -319,8 +319,7 @@ class Plan(Frozen):
 
     def parts_of(self, stage: int) -> tuple[int, ...]:
         """Indices into `stages` of a pipeline stage's chunks."""
-        place, size = self.schedule.placement, self.parallel.pipeline
-        return tuple(place.part(stage, chunk, size) for chunk in range(self.schedule.chunks))
+        return tuple(self.schedule.parts_of(len(self.stages))[stage])
 
     def held(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """Merge the chunks of every pipeline stage."""

@@ -1,5 +1,6 @@
 """Summaries of a run log and a replay, as medians, so that rare slow steps do not count."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -213,14 +214,10 @@ def is_right(answer: EvaluatedAnswer) -> bool:
 
 def telling_examples(evaluation: Evaluation, limit: int) -> list[EvaluatedAnswer]:
     """Choose up to `limit` answers, alternating kinds, and right and wrong."""
-    groups: dict[tuple[str, bool], list[EvaluatedAnswer]] = {}
+    earlier, ranked = Counter[tuple[str, bool]](), []
     for answer in evaluation.examples:
-        groups.setdefault((answer.kind, is_right(answer)), []).append(answer)
-    ranked = [
-        (place, kind, not right, answer)
-        for (kind, right), answers in groups.items()
-        for place, answer in enumerate(answers)
-    ]
-    ranked.sort(key=lambda entry: entry[:3])
-    chosen = [entry[3] for entry in ranked[:limit]]
-    return sorted(chosen, key=lambda answer: (answer.kind, not is_right(answer)))
+        group = answer.kind, not is_right(answer)
+        ranked.append((earlier[group], group, answer))
+        earlier[group] += 1
+    ranked.sort(key=lambda entry: entry[:2])
+    return [answer for *_, answer in sorted(ranked[:limit], key=lambda entry: entry[1])]
