@@ -321,6 +321,12 @@ class Plan(Frozen):
         """Indices into `stages` of a pipeline stage's chunks."""
         return tuple(self.schedule.parts_of(len(self.stages))[stage])
 
+    @property
+    def stage_of_parts(self) -> tuple[int, ...]:
+        """Pipeline stage of every entry of `stages`."""
+        place, size = self.schedule.placement, self.parallel.pipeline
+        return tuple(place.stage_of(part, size) for part in range(len(self.stages)))
+
     def held(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """Merge the chunks of every pipeline stage."""
         return tuple(

@@ -214,14 +214,13 @@ def measured_causes(
     }
     cost, parts_of = job.cost_of_all(plan.pack_levels), plan.schedule.parts_of(len(plan.stages))
     causes = causes_of(cost, plan.stages_at_levels, workload)
-    stage_of = np.argsort(np.concatenate(parts_of)) // plan.schedule.chunks
 
     def factor(name: str, predicted_ms: np.ndarray) -> np.ndarray:
         """Measured over predicted time of each row's stages, [rows, parts]."""
         of_steps = np.zeros_like(logged[name])
         np.add.at(of_steps, step, predicted_ms[:, parts_of].sum(axis=2) / plan.parallel.data)
         of_each = np.divide(logged[name], of_steps, out=np.ones_like(of_steps), where=of_steps > 0)
-        return of_each[step][:, stage_of]
+        return of_each[step][:, list(plan.stage_of_parts)]
 
     forward = factor("forward_ms", causes.all.forward_ms)
     backward = factor("backward_ms", causes.all.backward_ms)

@@ -199,13 +199,7 @@ def _spread_over_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
     """Map stage slowness to parts of the model, or empty if none is slow."""
     if slowness.max() == 1:
         return ()
-    return tuple(slowness[_stage_of_parts(plan)].tolist())
-
-
-def _stage_of_parts(plan: Plan) -> np.ndarray:
-    """Pipeline stage of every part of the model, [parts]."""
-    parts_of = plan.schedule.parts_of(len(plan.stages))
-    return np.argsort(np.concatenate(parts_of)) // plan.schedule.chunks
+    return tuple(slowness[list(plan.stage_of_parts)].tolist())
 
 
 def list_terms(
@@ -216,7 +210,7 @@ def list_terms(
     ranks = np.array([rank_of_step[step] for step in workload.step.tolist()])
     workload = workload.rows(np.flatnonzero(workload.dp_rank == ranks))
     of_row, names = _terms_of_rows(plan, cost, workload)
-    stage_of_parts, columns = _stage_of_parts(plan), []
+    stage_of_parts, columns = np.array(plan.stage_of_parts), []
     for record in records:
         passes = record.passes
         assert passes is not None, "records are of measured steps"
