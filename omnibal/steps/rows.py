@@ -182,16 +182,10 @@ def match_packs(
 ) -> np.ndarray:
     """Step of every pack of an epoch, int64 [packs], counted from 0.
 
-    All steps but one have `packs_per_step` packs. The exception, at a random position, gets the
-    lightest packs, 0.5 to 1.5 times `packs_per_step`, which the packing could not fill.
-
-    Args:
-        items: int64 [packs], equal for packs with equal items, close for similar packs.
-        load: float64 [packs], to be similar within a row.
-        packs_per_step: of all ranks, a multiple of `packs_per_row`.
-        packs_per_row: packs of equal items and similar load.
-        rest_last: whether the exception is the last step, with at most `packs_per_step` packs.
-        samples: of every pack, int64 [packs], to be similar in all steps. None for random steps.
+    All steps but one have `packs_per_step` packs, in rows of `packs_per_row` of equal items and
+    similar load. The exception, at a random position, gets the lightest packs, 0.5 to 1.5 times
+    `packs_per_step`, which the packing could not fill. With `rest_last` it is the last step, with
+    at most `packs_per_step` packs. If `samples` of packs are given, steps have similar numbers.
     """
     rng = np.random.default_rng(seed)
     of_a_step = len(load) / packs_per_step

@@ -86,14 +86,10 @@ def pack_epochs(
     rules: PackRules = ANY_PACKS,
     most_types: int | None = None,
 ) -> list[Packs]:
-    """Packs of every epoch, drawn from (seed, epoch).
+    """Packs of every epoch, drawn from (seed, epoch), under the limits of levels by ascending caps.
 
-    Args:
-        levels: limits of packs, with ascending caps.
-        may_fill: samples allowed in packs of a longer level, bool [levels, samples]
-            (`omnibal.packing.by_level`). None for all.
-        rules: pack rules for unshared packs of one level.
-        most_types: see `pack_samples`, for one level.
+    `may_fill` are samples allowed in packs of a longer level, bool [levels, samples], by default
+    all. `rules` and `most_types` (see `pack_samples`) are for unshared packs of one level.
     """
     seeds = [_seeds(settings, epoch)[0] for epoch in range(settings.epochs)]
     if not are_plain(levels):
@@ -120,12 +116,10 @@ def draw_steps(
     packs_per_row: int,
     rules: PackRules = ANY_PACKS,
 ) -> Steps:
-    """Pack all epochs, each drawn from (seed, epoch), and order their packs into steps.
+    """Pack all epochs, unless `packed` by `pack_epochs`, and order their packs into steps.
 
     Args:
-        levels: limits of packs, with ascending caps.
         load: returns the load of every pack, such as its predicted milliseconds.
-        packed: cached result of `pack_epochs`.
         packs_per_step: of all ranks, unless `settings` give samples. A shared pack counts once
             per rank.
         packs_per_row: data-parallel size to balance for, a divisor of `packs_per_step`.
@@ -196,11 +190,8 @@ def deal_steps(
     Packs are dealt by longest processing time first, with counts that differ by at most one
     (`deal_in_rounds`), for ranks of unequal speed by `deal_by_speed`, and shared packs by context
     size (`deal_rows`). A rank runs its lightest packs first and last, as other stages idle during
-    pipeline fill and drain.
-
-    Args:
-        lockstep_ranks: neighbouring ranks that run slots together, e.g. for expert parallelism.
-        slowness: relative slowness of ranks, [dp]. None with several levels or lockstep.
+    pipeline fill and drain. `lockstep_ranks` neighbours run slots together, e.g. for expert
+    parallelism. `slowness` is relative, [dp], and None with several levels or lockstep.
     """
     level = levels_of_packs(steps.packs, lengths, levels)
     context = np.array([given.context for given in levels])[level]
