@@ -14,7 +14,7 @@ from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_pl
 from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import PlanFiles, data_in_portions, data_of_plan, job_of_plan
 from omnibal.job.plan_portions import in_run, portion_of_step, read_portion
-from omnibal.job.planner import for_all_portions, prediction_of
+from omnibal.job.planner import for_all_portions, memories_of, prediction_of
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
@@ -24,7 +24,7 @@ from omnibal.model.targets import OWN, trainer_of
 from omnibal.model.units import LANGUAGE
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.stage_memory import fits_cap, stage_memories
+from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.steps.metrics import seen_by_step
 from omnibal.steps.shares import shares_of
@@ -374,8 +374,7 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
     packs, lengths = files.steps
     workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
-        cost = job.cost_of_all(plan.pack_levels)
-        memories = stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
+        memories = memories_of(plan, job, workload)
     else:
         anew = prediction_of(plan, job, packs, workload)
         memories = [stage.memory for stage in anew.stages]

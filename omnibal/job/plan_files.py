@@ -197,7 +197,7 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
         )
         packs, _ = data.schedule(job)
         if is_ordered:
-            packs = in_best_order(plan, job, levels, packs, lengths, effort=_LATER_EFFORT)
+            packs = in_best_order(plan, job, packs, lengths, effort=_LATER_EFFORT)
         name = f"portion {place.number} of epoch {place.epoch}"
         check_memory(plan, job, packs, lengths, name)
         return packs

@@ -21,7 +21,7 @@ from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
-from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.prediction import Prediction, StageMemory
 from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
@@ -187,27 +187,21 @@ def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
     packs, lengths = result.data
     plan = result.plan
     job = request.job if plan.beside is None else replace(request.job, beside=plan.beside)
-    packs = in_best_order(plan, job, request.data.levels, packs, lengths)
+    packs = in_best_order(plan, job, packs, lengths)
     prediction = prediction_of(plan, job, packs, job.workload(packs, lengths, plan.pack_levels))
     described = {"data": request.data.described(packs, job), "prediction": prediction}
     return replace(result, plan=plan.model_copy(update=described), data=(packs, lengths))
 
 
 def in_best_order(
-    plan: Plan,
-    job: JobSpec,
-    levels: Sequence[Level],
-    packs: ScheduledPacks,
-    lengths: Lengths,
-    *,
-    effort: float = 1.0,
+    plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, *, effort: float = 1.0
 ) -> ScheduledPacks:
     """Reorder every rank's micro-batches for the planned stages, unless ranks run in lockstep."""
-    workload = job.workload(packs, lengths, levels)
+    workload = job.workload(packs, lengths, plan.pack_levels)
     if workload.runs_together:
         return packs
     slot = ordered_slots(
-        job.cost_of_all(levels),
+        job.cost_of_all(plan.pack_levels),
         plan.stages_at_levels,
         workload,
         job.memory_cap_gib * GIB,
@@ -250,15 +244,17 @@ def prediction_of(
     return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
 
 
+def memories_of(plan: Plan, job: JobSpec, workload: Workload) -> list[StageMemory]:
+    """Return the peak of every stage's devices."""
+    cost = job.cost_of_all(plan.pack_levels)
+    return stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
+
+
 def check_memory(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, what: str
 ) -> None:
     """Raise if packs exceed the stages' memory."""
-    cost, workload = (
-        job.cost_of_all(plan.pack_levels),
-        job.workload(packs, lengths, plan.pack_levels),
-    )
-    memories = stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
+    memories = memories_of(plan, job, job.workload(packs, lengths, plan.pack_levels))
     peak, cap_gib = max(memory.peak_gib for memory in memories), job.memory_cap_gib
     if not fits_cap(peak, cap_gib):
         raise UserError(
@@ -315,13 +311,10 @@ def _stages(
     request: PlanRequest, workload: Workload, effort: float
 ) -> tuple[tuple[tuple[Stage, ...], ...], SearchResult | None]:
     job = request.job
-    cost, model = job.cost_of_all(request.data.levels), job.model
-    pipeline = job.parallel.pipeline
     cap_bytes = job.memory_cap_gib * GIB
+    problem = job.cost_of_all(request.data.levels), job.model, workload, job.parallel.pipeline
     if request.split.is_joint:
-        result = search_stages(
-            cost, model, workload, pipeline, cap_bytes, rules=job.trainer.stages, effort=effort
-        )
+        result = search_stages(*problem, cap_bytes, rules=job.trainer.stages, effort=effort)
         return result.stages_at, result
-    rule = request.split.method, request.split.recompute
-    return (baseline_stages(*rule, cost, model, workload, pipeline, cap_bytes),), None
+    method, recompute = request.split.method, request.split.recompute
+    return (baseline_stages(method, recompute, *problem, cap_bytes),), None
