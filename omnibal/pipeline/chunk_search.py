@@ -37,7 +37,7 @@ from omnibal.pipeline.recompute_ways import (
 )
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.split_search import moved_cuts
+from omnibal.pipeline.split_search import move_cuts
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     PerStepCosts,
@@ -189,7 +189,7 @@ def search_parts(
         simulated += search.simulated
         best = search.best
         if best is None:
-            raise _does_not_fit(problem, memory_cap_bytes)
+            raise _memory_error(problem, memory_cap_bytes)
         stages_at = (stages_of(problem, best),) * cost.levels
         memories = stage_memories(cost, stages_at, workload, schedule)
         peaks = np.array([memory.peak_gib for memory in memories]) * GIB
@@ -198,7 +198,7 @@ def search_parts(
         caps_bytes = caps_bytes * np.minimum(memory_cap_bytes / peaks, 1)
         problem = problem.with_caps(caps_bytes)
     else:
-        raise _does_not_fit(problem, memory_cap_bytes)
+        raise _memory_error(problem, memory_cap_bytes)
     packs = sampled_steps(workload)
     step_ms = float(simulate_levels(cost, stages_at, packs, schedule).step_ms.mean())
     return SearchResult(
@@ -211,7 +211,7 @@ def search_parts(
 
 def stages_of(problem: PartProblem, candidate: Candidate) -> tuple[Stage, ...]:
     """Return a candidate's parts with their recomputed layers."""
-    _, recomputed, _ = _fitted(problem, [candidate])
+    _, recomputed, _ = _fit_candidates(problem, [candidate])
     layers = layer_kinds(problem.cost.kinds)
     return stages_from_cuts(problem.model, candidate.edges[1:-1], recomputed[0][:, layers].tolist())
 
@@ -235,7 +235,7 @@ def least_work_ms(problem: PartProblem) -> float:
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight) / problem.stages
 
 
-def _fitted(
+def _fit_candidates(
     problem: PartProblem, candidates: Sequence[Candidate]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return candidates' runs [C, k], recomputed layers [C, k, kinds], and whether they fit [C]."""
@@ -278,14 +278,14 @@ class _Search:
 
     def run(self, known: Candidate | None = None) -> None:
         """Improve several starts or `known`, then random moves of the best, to the work limit."""
-        for start in self._starts() if known is None else [known]:
+        for start in self._make_starts() if known is None else [known]:
             self._improve(start)
         rng, in_vain = np.random.default_rng(0), 0
         while self.best is not None and self.goes_on and in_vain < self.most_in_vain:
             before, best_ms = len(self.found_ms), self.best_ms
             kicked = self.best
             for _ in range(_KICKS):
-                moves = self._moves(kicked)
+                moves = self._list_moves(kicked)
                 kicked = moves[int(rng.integers(len(moves)))]
             self._improve(kicked)
             if len(self.found_ms) == before:
@@ -297,7 +297,7 @@ class _Search:
         """Return whether work is left."""
         return self.work_left > 0 and len(self.found_ms) < self.most_cuts
 
-    def _starts(self) -> list[Candidate]:
+    def _make_starts(self) -> list[Candidate]:
         """Return cuts into parts of even time, with several weights of encoders."""
         problem = self.problem
         steps = problem.simulator.steps
@@ -324,23 +324,23 @@ class _Search:
 
     def _improve(self, start: Candidate) -> None:
         """Apply the best move or combination while it improves."""
-        [at_ms] = self._tried([start], np.inf)
+        [at_ms] = self._evaluate([start], np.inf)
         at = start
         while self.goes_on:
-            moves = self._moves(at)
-            found = self._tried(moves, at_ms)
+            moves = self._list_moves(at)
+            found = self._evaluate(moves, at_ms)
             better = np.flatnonzero(found < at_ms * (1 - _TOLERANCE))
             if not len(better):
                 return
             top = [moves[each] for each in better[np.argsort(found[better], kind="stable")]]
-            together = _together(at, top[:_COMBINED])
-            found = np.append(self._tried(together, found.min()), found[moves.index(top[0])])
+            together = _combine_moves(at, top[:_COMBINED])
+            found = np.append(self._evaluate(together, found.min()), found[moves.index(top[0])])
             at = [*together, top[0]][int(found.argmin())]
             at_ms = float(found.min())
 
-    def _moves(self, at: Candidate) -> list[Candidate]:
+    def _list_moves(self, at: Candidate) -> list[Candidate]:
         """Return candidates one move away."""
-        cuts = moved_cuts(np.array(at.edges))
+        cuts = move_cuts(np.array(at.edges))
         cuts = cuts[(np.diff(cuts) > 0).all(axis=1)]
         moved = [Candidate(tuple(edges), at.orders) for edges in cuts.tolist()]
         # Change the order of a stage, or of all if shared.
@@ -352,7 +352,7 @@ class _Search:
                 moved.append(Candidate(at.edges, orders))
         return [each for each in dict.fromkeys(moved) if each != at]
 
-    def _tried(self, candidates: Sequence[Candidate], limit_ms: float) -> np.ndarray:
+    def _evaluate(self, candidates: Sequence[Candidate], limit_ms: float) -> np.ndarray:
         """Return step times; candidates bounded above the limit are not simulated. [C]"""
         new = [each for each in dict.fromkeys(candidates) if each not in self.found_ms]
         if new:
@@ -361,12 +361,12 @@ class _Search:
 
     def _simulate(self, candidates: list[Candidate], limit_ms: float) -> None:
         problem = self.problem
-        runs, recomputed, fits = _fitted(problem, candidates)
+        runs, recomputed, fits = _fit_candidates(problem, candidates)
         self.found_ms.update((candidates[index], np.inf) for index in np.flatnonzero(~fits))
         chosen = np.flatnonzero(fits)
         if not len(chosen):
             return
-        terms, once = _terms(problem, runs[chosen], recomputed[chosen])
+        terms, once = _candidate_costs(problem, runs[chosen], recomputed[chosen])
         bound_ms = _stage_bound_ms(problem, terms)
         may_win = bound_ms < limit_ms
         for index, bound in zip(chosen[~may_win], bound_ms[~may_win].tolist(), strict=True):
@@ -383,7 +383,7 @@ class _Search:
                 self.best, self.best_ms = candidates[index], ms
 
 
-def _terms(
+def _candidate_costs(
     problem: PartProblem, runs: np.ndarray, recomputed: np.ndarray
 ) -> tuple[PartTerms, PerStepCosts]:
     """Return costs of candidates with runs [C, k] and recomputed layers [C, k, kinds]."""
@@ -419,7 +419,7 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
     return length.max(axis=1)[:, steps.rows].max(axis=2) @ steps.weight
 
 
-def _together(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
+def _combine_moves(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
     """Combine pairs of moves, and the first 2, 3, ... moves."""
     sets = [*combinations(moves, 2), *(moves[:number] for number in range(3, len(moves) + 1))]
     here, found = np.array(at.edges), []
@@ -435,7 +435,7 @@ def _together(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
     return found
 
 
-def _does_not_fit(problem: PartProblem, cap_bytes: float) -> DoesNotFit:
+def _memory_error(problem: PartProblem, cap_bytes: float) -> DoesNotFit:
     cap = cap_bytes / GIB
     return DoesNotFit(
         f"no cut of {problem.model.name} into {problem.parts} parts was found for schedule "

@@ -134,7 +134,7 @@ class _Choice:
 def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSearch:
     """Return the best choice and stages found, and the proven bound; `effort` is the share of the
     usual number of choices and of stage search work."""
-    choices = _choices(problem, effort)
+    choices = _make_choices(problem, effort)
     best: EncoderSearch | None = None
     proven_ms, simulated = _first_bounds_ms(problem, choices, effort), 0
     is_open = np.ones(len(choices), bool)
@@ -159,7 +159,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
             bound_ms = choice.bound_ms(proven_ms[number], choices[other])
             proven_ms[other] = max(proven_ms[other], bound_ms)
     if best is None:
-        raise _too_large(problem)
+        raise _memory_error(problem)
     search = replace(
         best.search,
         lower_bound_ms=min(float(proven_ms.min()), best.search.step_ms),
@@ -170,12 +170,12 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
 
 def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
     """Estimate the step with the shortest waits that leave memory for a split; proves nothing."""
-    for choice in sorted(_choices(problem, effort), key=_Choice.shortest_ms):
+    for choice in sorted(_make_choices(problem, effort), key=_Choice.shortest_ms):
         try:
             return estimated_step_ms(*problem.pipeline_beside(choice.beside), effort=effort)
         except DoesNotFit:
             continue
-    raise _too_large(problem)
+    raise _memory_error(problem)
 
 
 def _first_bounds_ms(
@@ -187,7 +187,7 @@ def _first_bounds_ms(
         **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
     )
     waits_ms = np.max([choice.waits_ms for choice in choices], axis=0)  # [S, ranks, 2]
-    beside = next(_smallest(problem))
+    beside = next(_smallest_choices(problem))
     workload = problem.with_encoders(beside)
     assert workload.encoding is not None
     values, steps = workload.features.copy(), np.unique(sampled_steps(workload).step)
@@ -206,7 +206,7 @@ def _first_bounds_ms(
     return np.array([of_all.bound_ms(search.lower_bound_ms, choice) for choice in choices])
 
 
-def _too_large(problem: PlacementProblem) -> DoesNotFit:
+def _memory_error(problem: PlacementProblem) -> DoesNotFit:
     need, cap = least_peak_with_encoders(problem) / GIB, problem.memory_cap_bytes / GIB
     is_whole = [*problem.encoders] == [1]
     held, also = ("a whole copy", "give --sharding auto, ") if is_whole else ("a part", "")
@@ -223,10 +223,16 @@ def _too_large(problem: PlacementProblem) -> DoesNotFit:
 def least_peak_with_encoders(problem: PlacementProblem) -> float:
     """Return the min memory cap in bytes that some choice and split fit."""
     left = list[Workload]()
-    for beside in _smallest(problem):
+    for beside in _smallest_choices(problem):
         workload = problem.with_encoders(beside)
-        if not any(_taken(each).is_within(_taken(workload)) for each in left):
-            left = [each for each in left if not _taken(workload).is_within(_taken(each))]
+        if not any(
+            _encoder_memory_of(each).is_within(_encoder_memory_of(workload)) for each in left
+        ):
+            left = [
+                each
+                for each in left
+                if not _encoder_memory_of(workload).is_within(_encoder_memory_of(each))
+            ]
             left.append(workload)
     return min(
         least_peak_of_splits(problem.cost, problem.model, workload, problem.stages)
@@ -234,16 +240,16 @@ def least_peak_with_encoders(problem: PlacementProblem) -> float:
     )
 
 
-def _taken(workload: Workload) -> EncoderMemory:
+def _encoder_memory_of(workload: Workload) -> EncoderMemory:
     assert workload.encoding is not None
     return workload.encoding.encoder_memory
 
 
-def _smallest(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
+def _smallest_choices(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
     """Yield the choice with min memory for every group size and sharding."""
     for pipelines in _group_sizes(problem):
         for sharded in problem.encoders:
-            yield _beside(problem, pipelines, _sizes(problem, 1), sharded)
+            yield _make_beside(problem, pipelines, _items_per_pass(problem, 1), sharded)
 
 
 def _group_sizes(problem: PlacementProblem) -> list[int]:
@@ -251,25 +257,25 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
     return [pipelines for pipelines in range(1, size + 1) if size % pipelines == 0]
 
 
-def _choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
+def _make_choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     """Return choices that leave memory for the pipeline; raise DoesNotFit if there are none."""
     are_few = effort < 1 and any(
         one.is_of_samples for one in problem.any_encoders.encoders.values()
     )
-    workload = problem.with_encoders(next(_smallest(problem)))
+    workload = problem.with_encoders(next(_smallest_choices(problem)))
     assert workload.encoding is not None
     # Pipeline features do not depend on the encoding ranks.
-    features = EncoderMemory(features=_taken(workload).features)
+    features = EncoderMemory(features=_encoder_memory_of(workload).features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     # The fullest stage without encoders, over all splits.
     least = least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
-    choices = list(_choices_within(problem, least, are_few=are_few))
+    choices = list(_yield_choices(problem, least, are_few=are_few))
     if not choices:
-        raise _too_large(problem)
+        raise _memory_error(problem)
     return choices
 
 
-def _choices_within(
+def _yield_choices(
     problem: PlacementProblem, least_bytes: float, *, are_few: bool
 ) -> Iterator[_Choice]:
     """Yield choices that leave `least_bytes` for the pipeline, a subset if `are_few`."""
@@ -290,19 +296,21 @@ def _choices_within(
         }
         if not ways:
             continue
-        in_least_passes = _shares(problem, problem.workload, pipelines, _sizes(problem, 1))
-        for largest in _passes(problem, in_least_passes)[::step]:
-            sizes, shares = _sizes(problem, largest), in_least_passes
+        in_least_passes = _share_items(
+            problem, problem.workload, pipelines, _items_per_pass(problem, 1)
+        )
+        for largest in _pass_sizes(problem, in_least_passes)[::step]:
+            sizes, shares = _items_per_pass(problem, largest), in_least_passes
             if largest > 1:
-                shares = _shares(problem, problem.workload, pipelines, sizes)
-            of_sample = _shares(problem, sample, pipelines, sizes)
+                shares = _share_items(problem, problem.workload, pipelines, sizes)
+            of_sample = _share_items(problem, sample, pipelines, sizes)
             exchanges_ms = {
                 sharded: [features_exchange_ms(of_sample, each, is_back=b) for b in (False, True)]
                 for sharded, each in ways.items()
             }
             for kept in kept_choices(any_encoders, shares.most(), most_kept):
                 for sharded, encoders in ways.items():
-                    beside = _beside(problem, pipelines, sizes, sharded, kept)
+                    beside = _make_beside(problem, pipelines, sizes, sharded, kept)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
                     besides = max(encoder_memory.encoding, least_bytes)
                     if fits_cap(encoder_memory.held + besides, cap_bytes):
@@ -315,15 +323,15 @@ def _choices_within(
                         )
 
 
-def _shares(
+def _share_items(
     problem: PlacementProblem, workload: Workload, pipelines: int, items_per_pass: Mapping[str, int]
 ) -> ItemShares:
     """Return the shares of a workload's items, for any sharding."""
-    beside = _beside(problem, pipelines, items_per_pass, 1)
+    beside = _make_beside(problem, pipelines, items_per_pass, 1)
     return ItemShares.of(workload, problem.features, problem.any_encoders, beside)
 
 
-def _sizes(problem: PlacementProblem, largest: int) -> dict[str, int]:
+def _items_per_pass(problem: PlacementProblem, largest: int) -> dict[str, int]:
     """Return items per pass of every encoder for `largest` equal items."""
     return {
         name: largest * (_CELLS_OF_PASS if one.is_of_samples else 1)
@@ -331,9 +339,9 @@ def _sizes(problem: PlacementProblem, largest: int) -> dict[str, int]:
     }
 
 
-def _passes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
+def _pass_sizes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
     """Return pass sizes to try, from 1 to the max items of a rank."""
-    one, most = _sizes(problem, 1), shares.most()
+    one, most = _items_per_pass(problem, 1), shares.most()
     largest = max([1, *(-(-most[name] // one[name]) for name in one)])
     sizes = [1]
     while sizes[-1] < min(largest, _MOST_ITEMS_OF_PASS):
@@ -366,7 +374,7 @@ def kept_choices(
     ]
 
 
-def _beside(
+def _make_beside(
     problem: PlacementProblem,
     pipelines: int,
     items_per_pass: Mapping[str, int],

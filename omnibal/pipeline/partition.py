@@ -113,7 +113,7 @@ def search_stages(
         prove: False to return a good split quickly, bounded by the slowest stage only.
         effort: share of the usual work for descent and proof.
     """
-    problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
+    problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     def least_peak() -> float:
         return least_peak_of_splits(cost, model, workload, pipeline_size, rules)
@@ -124,10 +124,12 @@ def search_stages(
         search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
         if search.best_ms > limit_ms:
             search = search.with_options_of_better()
-        heavier = _heavier(problem, cost, workload, _stages_at(problem, search.best_options))
+        heavier = _add_heavier_passes(
+            problem, cost, workload, _stages_at(problem, search.best_options)
+        )
         if heavier is None:
-            found = _found(problem, search, prove, effort)
-            heavier = _heavier(problem, cost, workload, found.stages_at)
+            found = _finish_search(problem, search, prove, effort)
+            heavier = _add_heavier_passes(problem, cost, workload, found.stages_at)
     return found
 
 
@@ -143,13 +145,15 @@ def estimated_step_ms(
 ) -> float:
     """Estimate the step time of a good split quickly: checks memory in few passes and proves
     nothing. Arguments as in `search_stages`."""
-    problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
+    problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     limit_ms = max(_first_limit_ms(problem), _slowest_limit_ms(problem))
     return _first_split(problem, limit_ms, effort)[0].best_ms
 
 
-def _found(problem: SearchProblem, search: SplitSearch, prove: bool, effort: float) -> SearchResult:
+def _finish_search(
+    problem: SearchProblem, search: SplitSearch, prove: bool, effort: float
+) -> SearchResult:
     """Return the best stages by the problem's own memory tables."""
     complete = search.choices.complete
     if prove:
@@ -158,7 +162,7 @@ def _found(problem: SearchProblem, search: SplitSearch, prove: bool, effort: flo
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
-        best, best_ms, more = _changed(problem, search)
+        best, best_ms, more = _improve_sets(problem, search)
         optimistic = search.over_optimistic(best_ms)
         lower_bound_ms = (
             optimistic.prove(effort * MAX_WORK) if prove else optimistic.quick_bound_ms()
@@ -184,7 +188,9 @@ def _stages_at(
     )
 
 
-def _changed(problem: SearchProblem, search: SplitSearch) -> tuple[list[StageOptions], float, int]:
+def _improve_sets(
+    problem: SearchProblem, search: SplitSearch
+) -> tuple[list[StageOptions], float, int]:
     """Improve the best split's sets by small changes; return options, time and splits simulated."""
     best, best_ms, simulated = search.best_options, search.best_ms, 0
     for _ in range(_MAX_CHANGES):
@@ -202,7 +208,7 @@ def _changed(problem: SearchProblem, search: SplitSearch) -> tuple[list[StageOpt
     return best, best_ms, simulated
 
 
-def _heavier(
+def _add_heavier_passes(
     problem: SearchProblem,
     cost: CostModel,
     workload: Workload,
@@ -235,7 +241,7 @@ def sampled_steps(workload: Workload) -> Workload:
     return workload.some_steps(int(wanted))
 
 
-def _problem(
+def _make_problem(
     cost: CostModel,
     model: ModelConfig,
     workload: Workload,
@@ -290,7 +296,7 @@ def _first_split(
             if not fits_cap(peak_bytes, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise _infeasible(problem, max(least_peak() if least_peak else 0.0, peak_bytes))
+    raise _memory_error(problem, max(least_peak() if least_peak else 0.0, peak_bytes))
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
@@ -312,7 +318,7 @@ def _slowest_limit_ms(problem: SearchProblem) -> float:
     return _SLOWEST_SLACK * least_slowest_ms(problem.structure)
 
 
-def _infeasible(problem: SearchProblem, least_peak: float) -> DoesNotFit:
+def _memory_error(problem: SearchProblem, least_peak: float) -> DoesNotFit:
     """Return an error with the smallest cap that some split fits, and other remedies."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
     limits = limits_in_words(problem.rules, problem.model, problem.stages)

@@ -68,7 +68,7 @@ class Alike:
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     """Return the min peak with recomputation of many possible stages. [stages]"""
-    return _peak_bytes(table, counts, every_layer(table.kinds, counts, table.levels))
+    return _count_peaks(table, counts, every_layer(table.kinds, counts, table.levels))
 
 
 def least_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
@@ -108,16 +108,16 @@ class Cap:
 
     def holds(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Return whether every stage fits. [stages]"""
-        fits = fits_cap(_peak_bytes(self.under, counts, recomputed), self.cap_bytes)
+        fits = fits_cap(_count_peaks(self.under, counts, recomputed), self.cap_bytes)
         unsure = np.flatnonzero(~fits)
         for table in (self.over, self.table):
-            peaks = _peak_bytes(table, counts[unsure], recomputed[unsure])
+            peaks = _count_peaks(table, counts[unsure], recomputed[unsure])
             fits[unsure] = fits_cap(peaks, self.cap_bytes)
             unsure = unsure[fits[unsure]]
         return fits
 
 
-def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+def _count_peaks(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
     """Return `MemoryTable.peak_bytes` of every stage, computed in chunks. [stages]"""
     at_once = max(_CHUNK_ENTRIES // len(table.working_bytes), 1)
     peaks = np.empty(len(counts))
@@ -253,7 +253,7 @@ def recomputes_of_levels(
         same_at_levels: whether recomputed layers are equal at all levels.
     """
     if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):
-        alone = _each_level_alone(table, counts, extreme_ms, memory_cap_bytes)
+        alone = _combine_levels(table, counts, extreme_ms, memory_cap_bytes)
         if np.bincount(alone.stage, minlength=1).max() <= most:
             return LevelRecomputes(fitting=alone, optimistic=alone, complete=True)
     fit = LevelFit.of(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
@@ -263,14 +263,14 @@ def recomputes_of_levels(
     if most < np.inf:
         # Min and max layers per column over all minimal sets: the min goes with all others
         # recomputed, the max with the fewest others.
-        low = _column_by_column(fit, stage, held, low, held)
-        high = _column_by_column(fit, stage, low, low, held)
-    row, last, near, far = _grids(low, high, most)
-    at_near, near_fits = _with_fewest(fit, stage[row], near, last, high[row])
+        low = _minimize_each_column(fit, stage, held, low, held)
+        high = _minimize_each_column(fit, stage, low, low, held)
+    row, last, near, far = _split_boxes(low, high, most)
+    at_near, near_fits = _minimize_column(fit, stage[row], near, last, high[row])
     if (near == far).all():
-        found = _sorted(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
+        found = _sort_sets(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
         return LevelRecomputes(fitting=found, optimistic=found, complete=True)
-    at_far, far_fits = _with_fewest(fit, stage[row], far, last, high[row])
+    at_far, far_fits = _minimize_column(fit, stage[row], far, last, high[row])
     rows = np.concatenate([row[near_fits], row[far_fits]])
     fitting = np.concatenate([at_near[near_fits], at_far[far_fits]])
     fitting = least_below(fit, stage[rows], fitting, np.zeros(len(rows), np.int64))
@@ -278,13 +278,13 @@ def recomputes_of_levels(
     # found at the far corner.
     bounds = np.where(np.arange(far.shape[1]) == last[:, None], at_far, near)
     return LevelRecomputes(
-        fitting=_sorted(fit, stage[rows], fitting, extreme_ms),
-        optimistic=_sorted(fit, stage[row][far_fits], bounds[far_fits], extreme_ms),
+        fitting=_sort_sets(fit, stage[rows], fitting, extreme_ms),
+        optimistic=_sort_sets(fit, stage[row][far_fits], bounds[far_fits], extreme_ms),
         complete=False,
     )
 
 
-def _each_level_alone(
+def _combine_levels(
     table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
 ) -> Recomputes:
     """Return all combinations of per-level sets, for levels that are never in flight together."""
@@ -319,7 +319,7 @@ def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
     return fit.of_kinds(np.zeros(len(least), np.int64), least)
 
 
-def _column_by_column(
+def _minimize_each_column(
     fit: LevelFit, stage: np.ndarray, others: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
     """Return the min of each column that fits given `others`. [stages, columns]"""
@@ -331,7 +331,7 @@ def _column_by_column(
     return np.stack(found, axis=1) if columns else others
 
 
-def _grids(
+def _split_boxes(
     low: np.ndarray, high: np.ndarray, most: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Split boxes of sets, from `low` to `high` [boxes, columns], into at most `most` cells each in
@@ -361,7 +361,7 @@ def _grids(
     return box, last[box], near, far
 
 
-def _with_fewest(
+def _minimize_column(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, column: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Minimize a column given the rest, and return whether any number fits.
@@ -395,7 +395,7 @@ def least_below(
     return layers
 
 
-def _sorted(
+def _sort_sets(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, extreme_ms: np.ndarray
 ) -> Recomputes:
     """Sort sets [sets, columns], dropping dominated sets of each stage."""

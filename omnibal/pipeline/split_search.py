@@ -93,13 +93,13 @@ class SplitSearch:
         """Find a split and improve it by small changes; return whether there is any."""
         if not all(map(len, self.options)):
             return False
-        splits = _seeds(self.options, self.choices.nodes)
+        splits = _make_seeds(self.options, self.choices.nodes)
         self._simulate(splits)
         improved = True
         while improved and self.work < most_work:
             # Most changes do not affect the critical path.
             self._learn(self.best[None])
-            splits = _neighbours(self.choices, self.best, self.problem.units)
+            splits = _list_neighbours(self.choices, self.best, self.problem.units)
             improved = self._improve(splits)
         few = splits[:: -(-len(splits) // _SAMPLE)]
         self._learn(np.concatenate([self.best[None], few]))
@@ -172,7 +172,7 @@ class SplitSearch:
             lower_bound_ms = max(lower_bound_ms, open_ms)
             if stale == _MAX_STALE or self.work > most_work:
                 break
-            sample = np.concatenate([splits[_spread(len(splits), _SAMPLE // 2)], dropped])
+            sample = np.concatenate([splits[_spread_indices(len(splits), _SAMPLE // 2)], dropped])
             self._simulate(sample)
             self._learn(sample)
             width = min(2 * width, _MAX_WIDTH) if wider else width
@@ -274,17 +274,17 @@ class SplitSearch:
             if len(chosen) > width:
                 chosen = chosen[np.argsort(bound_ms[chosen], kind="stable")]
                 dropped_ms = min(dropped_ms, bound_ms[chosen[width]])
-                some = chosen[width:][_spread(len(chosen) - width, _DROPPED)]
-                few = _extended(bounds, stage, grown, parent[some], option[some], bound_ms[some])
-                dropped.append(self._completed(bounds, stage + 1, few))
+                some = chosen[width:][_spread_indices(len(chosen) - width, _DROPPED)]
+                few = _extend(bounds, stage, grown, parent[some], option[some], bound_ms[some])
+                dropped.append(self._complete(bounds, stage + 1, few))
                 chosen = np.sort(chosen[:width])
             picked = parent[chosen], option[chosen], bound_ms[chosen]
-            grown = _extended(bounds, stage, grown, *picked)
+            grown = _extend(bounds, stage, grown, *picked)
         order = np.argsort(grown.bound_ms, kind="stable")
         return (
-            self._of_options(grown.splits[order]),
+            self._kept_to_options(grown.splits[order]),
             grown.bound_ms[order],
-            self._of_options(_sample(dropped, self.problem.stages)),
+            self._kept_to_options(_sample_splits(dropped, self.problem.stages)),
             float(dropped_ms),
         )
 
@@ -308,21 +308,21 @@ class SplitSearch:
             bound_ms[chunk] = (grown.length[parent[chunk]] + rest[option[chunk]]).max(axis=1)
         return parent, option, bound_ms
 
-    def _completed(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
+    def _complete(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
         """Complete prefixes stage by stage with the option of min bound."""
         for later in range(stage, self.problem.stages):
             parent, option, bound_ms = self._children(bounds, later, grown)
             order = np.lexsort((option, bound_ms, parent))
             best = order[np.unique(parent[order], return_index=True)[1]]
-            grown = _extended(bounds, later, grown, parent[best], option[best], bound_ms[best])
+            grown = _extend(bounds, later, grown, parent[best], option[best], bound_ms[best])
         return grown
 
-    def _of_options(self, splits: np.ndarray) -> np.ndarray:
+    def _kept_to_options(self, splits: np.ndarray) -> np.ndarray:
         """Convert indices of kept options to indices of all options. [n, p]"""
         return np.stack([kept[splits[:, s]] for s, kept in enumerate(self.kept)], axis=1)
 
 
-def _extended(
+def _extend(
     bounds: _Bounds,
     stage: int,
     grown: _Partials,
@@ -339,22 +339,22 @@ def _extended(
     )
 
 
-def _spread(count: int, most: int) -> np.ndarray:
+def _spread_indices(count: int, most: int) -> np.ndarray:
     """Return at most `most` indices of `count` sorted splits: half the lowest, half spread out."""
     spread = np.linspace(0, count - 1, min(most // 2, count)).astype(np.int64)
     return np.unique(np.concatenate([np.arange(min(most // 2, count)), spread]))
 
 
-def _sample(completed: Sequence[_Partials], stages: int) -> np.ndarray:
+def _sample_splits(completed: Sequence[_Partials], stages: int) -> np.ndarray:
     """Return distinct splits, lowest bounds first. [n, p]"""
     splits = np.concatenate([np.zeros((0, stages), np.int64), *(each.splits for each in completed)])
     bound_ms = np.concatenate([np.zeros(0), *(each.bound_ms for each in completed)])
     splits, first = np.unique(splits, axis=0, return_index=True)
     order = np.argsort(bound_ms[first], kind="stable")
-    return splits[order[_spread(len(order), _SAMPLE // 2)]]
+    return splits[order[_spread_indices(len(order), _SAMPLE // 2)]]
 
 
-def _seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:
+def _make_seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:
     """Return splits with a near-minimal slowest stage and a small sum. [seeds, p]"""
     edges = [o.edges for o in options]
     slowest_ms = least_largest(edges, [o.bound_ms for o in options], nodes)
@@ -373,7 +373,7 @@ def _seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:
     return np.unique(splits, axis=0)
 
 
-def moved_cuts(cuts: np.ndarray) -> np.ndarray:
+def move_cuts(cuts: np.ndarray) -> np.ndarray:
     """Return the cuts [k + 1] with every range of inner cuts moved by one unit. [moves, k + 1]"""
     inner = np.arange(1, len(cuts) - 1)
     first, last = (each.ravel() for each in np.meshgrid(inner, inner, indexing="ij"))
@@ -383,14 +383,14 @@ def moved_cuts(cuts: np.ndarray) -> np.ndarray:
     return moved.reshape(-1, len(cuts))
 
 
-def _neighbours(choices: Choices, split: np.ndarray, units: int) -> np.ndarray:
+def _list_neighbours(choices: Choices, split: np.ndarray, units: int) -> np.ndarray:
     """Return splits with cuts moved by one unit, the recomputed set of one stage changed, or the
     numbers changed that all stages share. [n, p]"""
     options, nodes = choices.fitting, choices.nodes
     cuts = np.array([0, *(o.head[i] for o, i in zip(options, split, strict=True))])
     copies, is_inner = nodes // (units - 1), np.arange(len(cuts)) % len(split) > 0
     other = np.arange(1 - copies, copies)[:, None] * (units - 1)
-    moves = np.concatenate([cuts[None], moved_cuts(cuts), cuts + other * is_inner])
+    moves = np.concatenate([cuts[None], move_cuts(cuts), cuts + other * is_inner])
     splits = np.empty((len(moves), len(split)), np.int64)
     others = []
     for stage, option in enumerate(options):

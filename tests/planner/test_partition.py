@@ -336,7 +336,7 @@ def test_every_path_is_a_lower_bound():
     for _ in range(60):
         cost, model, packs, p = random_case(rng, 6)
         cap = rng.uniform(1, 1.5) * least_peak_of_splits(cost, model, packs, p)
-        problem = partition._problem(cost, model, packs, p, cap)
+        problem = partition._make_problem(cost, model, packs, p, cap)
         options = [
             stage_choices(problem, stage, np.arange(len(problem.structure.runs.start)))[0]
             for stage in range(p)
