@@ -2,7 +2,7 @@
 
 Megatron-core 0.16.1 names CUDA even if it needs no device (`torch.cuda.current_device()`,
 `device="cuda"`, type strings, random state). `prepare_megatron_core` redirects these to the CPU
-only without CUDA. Three repairs apply on every device: see `_repair_*`.
+only without CUDA. Three repairs apply on every device.
 
 Shapes: R rows (tokens), I inputs and O outputs of a linear.
 """
@@ -63,10 +63,12 @@ def prepare_megatron_core() -> None:
         torch._dynamo.config.disable = True
     provide_weight_gradients()
     _repair_distributed_optimizer_load()
-    _repair_checkpoint_results_queue()
-    # Without Transformer Engine, core 0.16.1's router uses an undefined name.
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer.moe import moe_utils
 
+    # A thread queue in saves: core's process takes 5 s a rank, and cannot start if forked.
+    filesystem_async._results_queue = queue.Queue()
+    # Without Transformer Engine, core 0.16.1's router uses an undefined name.
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 
@@ -263,10 +265,3 @@ def _repair_distributed_optimizer_load() -> None:
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_keeping_step
     DistributedOptimizer.load_state_dict = load_with_own_steps
-
-
-def _repair_checkpoint_results_queue() -> None:
-    """Use a thread queue in saves: core's process takes 5 s a rank, and cannot start if forked."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()

@@ -11,8 +11,8 @@ and values (per tensor-parallel rank):
   DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2).
 
 All run at the block's slowest link, are not overlapped, and are padded to the largest share
-(`EXCHANGED`); copies follow `megatron/vlm/model/exchange.py`. Within a node, measured layers on
-shares replace these counts if the profile has the same context size and exchange.
+(`EXCHANGED`); copies follow `megatron/vlm/model/shared_attention.py`. Within a node, measured
+layers on shares replace these counts if the profile has the same context size and exchange.
 """
 
 from collections.abc import Collection, Mapping, Sequence

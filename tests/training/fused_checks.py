@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from megatron.vlm.model.fused import activations, cross_entropy, head_norms, residual, rotary
 from megatron.vlm.model.fused.activations import Gelu
-from megatron.vlm.model.fused.residual import Branch, NormWeights
 
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 """Most that numbers may be off, of the largest: some last digits."""
@@ -31,12 +30,11 @@ class Case:
         numbers = torch.randn(shape, generator=self.generator)
         return numbers.to(self.device, self.dtype).requires_grad_()
 
-    def compare(self, functions, formula, arguments, kept=None) -> None:
+    def compare(self, function, formula, arguments, kept=None) -> None:
         """Outputs and gradients of arguments that have one are the formula's in float64.
 
         Args:
-            functions: an autograd function, and the public one that is it on a device alone.
-            kept: what the first keeps for backward, in order.
+            kept: what the function keeps for backward, in order.
         """
         exact = [_leaf(one, torch.float64) for one in arguments]
         expected = _listed(formula(*exact))
@@ -45,16 +43,15 @@ class Case:
         gradients = [one.permute(*range(one.dim())[::-1]) for one in gradients]
         torch.autograd.backward(expected, [one.double() for one in gradients])
         expected += _gradients(exact)
-        for number, function in enumerate(functions):
-            own = [_leaf(one) for one in arguments]
-            outputs = _listed(function(*own))
-            if kept is not None and not number:
-                saved = [one.shape for one in outputs[0].grad_fn.saved_tensors if one is not None]
-                assert saved == [one.shape for one in kept if one is not None], (function, saved)
-            given = [one.to(output.dtype) for one, output in zip(gradients, outputs, strict=True)]
-            torch.autograd.backward(outputs, given)
-            for found, other in zip(outputs + _gradients(own), expected, strict=True):
-                self.same(found, other, function)
+        own = [_leaf(one) for one in arguments]
+        outputs = _listed(function(*own))
+        if kept is not None:
+            saved = [one.shape for one in outputs[0].grad_fn.saved_tensors if one is not None]
+            assert saved == [one.shape for one in kept if one is not None], (function, saved)
+        given = [one.to(output.dtype) for one, output in zip(gradients, outputs, strict=True)]
+        torch.autograd.backward(outputs, given)
+        for found, other in zip(outputs + _gradients(own), expected, strict=True):
+            self.same(found, other, function)
 
     def same(self, found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
         assert found.shape == expected.shape, what
@@ -97,15 +94,13 @@ def _swiglu(inner, bias):
 
 def check_activations(case: Case) -> None:
     """SwiGLU and GELU, of rows that lie apart and of none too."""
-    swiglu = (activations.Swiglu.apply, activations.swiglu)
-    gelu = (activations.BiasGelu.apply, activations.bias_gelu)
     strided = case.random(6, 2, 20)[:, 1:, :14]
     for inner in (case.random(5, 2, 14), strided, case.random(0, 1, 8)):
         bias = case.random(inner.shape[-1])
         for some_bias in (None, bias):
-            case.compare(swiglu, _swiglu, [inner, some_bias], [inner, some_bias])
+            case.compare(activations.swiglu, _swiglu, [inner, some_bias], [inner, some_bias])
         for form in Gelu:
-            case.compare(gelu, _gelu, [inner, bias, form], [inner, bias])
+            case.compare(activations.bias_gelu, _gelu, [inner, bias, form], [inner, bias])
 
 
 def _norm(hidden, weight, bias, eps):
@@ -126,20 +121,8 @@ def _add_and_norm(shortcut, output, bias, scale, tile_scale, weight, norm_bias, 
 
 def check_residual(case: Case) -> None:
     """Norms and residual adds, with and without each of their parts."""
-    norm = (
-        residual.NormAndResidual.apply,
-        lambda hidden, *weights: residual.norm_and_residual(hidden, NormWeights(*weights)),
-    )
-    add = (
-        residual.ScaledAdd.apply,
-        lambda hidden, *branch: residual.add(hidden, Branch(*branch)),
-    )
-    both = (
-        residual.ScaledAddAndNorm.apply,
-        lambda hidden, *parts: residual.add_and_norm(
-            hidden, Branch(*parts[:4]), NormWeights(*parts[4:])
-        ),
-    )
+    norm, add = residual.NormAndResidual.apply, residual.ScaledAdd.apply
+    both = residual.ScaledAddAndNorm.apply
     for tokens, tiles, width in ((7, 3, 20), (0, 2, 8)):
         hidden, output = case.random(tokens, tiles, width), case.random(tokens, tiles, width)
         bias, scale, weight, norm_bias = (case.random(width) for _ in range(4))
@@ -166,15 +149,11 @@ def _heads(qkv, query_weight, key_weight, width, eps, group):
 
 def check_head_norms(case: Case) -> None:
     """Norms of q and k on one rank, and as two ranks compute them with sums from each other."""
-    functions = (
-        head_norms.HeadNorms.apply,
-        lambda qkv, query, key, *sizes: head_norms.split_with_norms(qkv, (query, key), *sizes),
-    )
     for tokens in (5, 0):
         qkv, width = case.random(tokens, 2, 3, 12), 12
         weights = [case.random(width) for _ in range(2)]
         kept = [qkv, *weights, qkv.new_empty(2, tokens, 2)]
-        case.compare(functions, _heads, [qkv, *weights, width, 1e-6, None], kept)
+        case.compare(head_norms.HeadNorms.apply, _heads, [qkv, *weights, width, 1e-6, None], kept)
     width, gradients = 24, case.random(3, 7, 2, 4, 6).detach()
     exact = [_leaf(one, torch.float64) for one in (case.random(7, 2, 4, 18), case.random(2, width))]
     outputs = _heads(exact[0], *exact[1], width, 1e-6, None)
@@ -221,16 +200,7 @@ def _normed_rotary(qkv, per_group, cosines, sines, query_weight, key_weight, eps
 
 def check_rotary(case: Case) -> None:
     """Rotation of q and k of groups of heads, with a norm of each before it and without."""
-    plain = (
-        rotary.SplitAndRotate.apply,
-        lambda qkv, group, *tables: rotary.split_and_rotate(qkv, group, rotary.Rotation(*tables)),
-    )
-    normed = (
-        rotary.NormAndRotate.apply,
-        lambda qkv, group, cosines, sines, *norms: rotary.split_norm_and_rotate(
-            qkv, group, rotary.Rotation(cosines, sines), rotary.HeadWeights(*norms)
-        ),
-    )
+    plain, normed = rotary.SplitAndRotate.apply, rotary.NormAndRotate.apply
     for samples, groups, group, size in (((3, 1, 6), 2, 3, 8), ((1,), 1, 1, 2), ((0,), 1, 2, 4)):
         borders = torch.tensor([0, *samples], device=case.device).cumsum(0).to(torch.int32)
         frequencies = 0.1 ** torch.arange(size // 2, device=case.device)
@@ -249,21 +219,17 @@ def _cross_entropy(logits, labels, words):
 
 def check_cross_entropy(case: Case) -> None:
     """The loss with and without padded words, on one rank and as ranks share the words."""
-    functions = (
-        cross_entropy.CrossEntropy.apply,
-        lambda logits, *others: cross_entropy.cross_entropy(logits * 1.0, *others),
-    )
     for positions, width, count in ((5, 130, 130), (3, 601, 599), (0, 8, 7), (1, 2, 1)):
         logits = (4 * case.random(positions, width)).detach().requires_grad_()
         labels = torch.arange(positions, device=case.device) * 7 % count
         words = cross_entropy.OwnWords(0, count, None)
         kept = [logits, labels, logits[:, 0]]
-        case.compare(functions, _cross_entropy, [logits, labels, words], kept)
+        case.compare(cross_entropy.cross_entropy, _cross_entropy, [logits, labels, words], kept)
     # Words that cannot be, but for one.
     late = torch.full((2, 50), -torch.inf, device=case.device, dtype=case.dtype)
     late[:, 40] = 1.0
     labels = torch.tensor([40, 40], device=case.device)
-    losses = cross_entropy.CrossEntropy.apply(late, labels, cross_entropy.OwnWords(0, 50, None))
+    losses = cross_entropy.cross_entropy(late, labels, cross_entropy.OwnWords(0, 50, None))
     assert not losses.any(), losses
     # Ranks of 12 words each, of which the second's last four are padding, and one of padding.
     labels = torch.tensor([0, 11, 12, 19, 5, 13], device=case.device)

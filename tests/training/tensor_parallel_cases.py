@@ -94,7 +94,7 @@ def train_steps(links, plan, steps, load=None, save=None, first=0, feed=PLAIN_FE
     results, gradients = [], []
     for number, packs in enumerate(steps, first):
         own = feed.dealt(plan, number, list(feed.packed(plan.model, number, packs)))
-        result = train_step(trainer, own, slots=trainer.most_in_lockstep(len(own)))
+        result = train_step(trainer, own, slots=trainer.max_in_lockstep(len(own)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gradients.append(gradients_of(trainer))
     trainer.wait_for_weights()

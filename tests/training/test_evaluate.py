@@ -15,7 +15,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.step.evaluate import Media, _questions, micro_batch
+from megatron.vlm.step.evaluate import _list_questions, micro_batch
 from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
@@ -84,15 +84,15 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
     sample = reader.annotations[0]
     first, second = reader.tiles_per_image(sample)
     prompts = [reader.prompt(sample, turn, room=8) for turn in range(3)]
-    assert [prompt.tiles for prompt in prompts] == [first, first, first + second]
+    assert [prompt.items["tiles"] for prompt in prompts] == [first, first, first + second]
     for prompt in prompts:
         context = np.count_nonzero(prompt.token_ids == reader.tokenizer.image_context)
-        assert context == prompt.tiles * reader.model.vision.tokens_per_item
+        assert context == prompt.items["tiles"] * reader.model.vision.tokens_per_item
     # As one question about the first image alone is, which is cut as it is beside the second.
     alone = replace(sample, images=sample.images[:1], turns=sample.turns[:1])
     share = reader.model.vision.tiling.max_dynamic_patch // 2
     prompt = reader.prompt(replace(alone, max_dynamic_patch=share), 0, room=8)
-    assert prompt.tiles == first
+    assert prompt.items["tiles"] == first
     np.testing.assert_array_equal(prompt.token_ids, prompts[0].token_ids)
 
 
@@ -136,10 +136,10 @@ def test_the_images_word_in_an_answer_stands_for_no_image(digits):
     """Prevents: an end, or images in wrong places, once a model answers with the word that stands
     for an image's tokens."""
     reader = reader_of(digits)
-    questions = [next(_questions(reader, SAMPLES, 3)) for _ in range(2)]
-    before = micro_batch(questions, Media(), reader).image_positions_M.tolist()
+    questions = [next(_list_questions(reader, SAMPLES, 3)) for _ in range(2)]
+    before = micro_batch(questions, {}, reader).image_positions_M.tolist()
     first = len(questions[0].prompt.token_ids)
     for question in questions:
         question.answer_ids.append(reader.tokenizer.image_context)
-    after = micro_batch(questions, Media(), reader).image_positions_M.tolist()
+    after = micro_batch(questions, {}, reader).image_positions_M.tolist()
     assert before and after == [place + (place >= first) for place in before]

@@ -12,8 +12,8 @@ from tensor_parallel_cases import OPTIONS, batches_of, compare_resumed, compare_
 
 from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.model import experts
-from megatron.vlm.step.expert_balance import take_expert_balance
+from megatron.vlm.model import deferred_weights, experts
+from megatron.vlm.model.experts import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.check import model_obstacle
 from omnibal.model.layers import ExpertsConfig, LayerRun
@@ -73,21 +73,22 @@ def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
     multiply = F.grouped_mm
 
     def leave_empty_groups(first, second, offs):
-        product = multiply(first, second, offs=offs)
-        if product.dim() == 3:
-            product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
-        return product
+        results = multiply(first, second, offs=offs)
+        if results.dim() == 3:
+            results[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return results
 
     counts, weight = (0, 5, 0, 3), torch.randn(4, 16, 8, dtype=torch.bfloat16)
     weight.requires_grad_()
     rows, gradient = (torch.randn(8, width, dtype=torch.bfloat16) for width in (8, 16))
-    experts.GroupedProduct.apply(rows, weight, counts).backward(gradient)
+    product = experts.GroupedProduct(counts)
+    deferred_weights.multiply(product, rows, weight).backward(gradient)
     monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
     monkeypatch.setattr(F, "grouped_mm", leave_empty_groups)
     expected, weight.grad = weight.grad, None
-    experts.GroupedProduct.apply(rows, weight, counts).backward(gradient)
+    deferred_weights.multiply(product, rows, weight).backward(gradient)
     late = torch.zeros(4, 16, 8)
-    experts._LateGroupedProduct(counts).add_weight_gradient(rows, gradient, late)
+    product.add_weight_gradient(rows, gradient, late)
     for found in (weight.grad, late.bfloat16()):
         torch.testing.assert_close(found, expected)
         assert not found[[0, 2]].any() and found[[1, 3]].all()

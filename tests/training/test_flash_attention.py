@@ -11,8 +11,7 @@ import torch
 from torch.nn.attention import list_flash_attention_impls
 
 from megatron.vlm.inputs.batch import borders_of
-from megatron.vlm.model.attention import attend_by_segment
-from megatron.vlm.model.flash_attention import attend_flash, prefer_flash_attention_3
+from megatron.vlm.model.attention import attend_by_segment, attend_flash, prefer_flash_attention_3
 
 TOKENS = [5, 1, 12, 7]
 KEYS = [9, 30, 12, 21]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.vlm.inputs.handing_over import Parcel, parcel, unpacked
+from megatron.vlm.inputs.read_ahead import Parcel, parcel, unpacked
 from omnibal.base.errors import UserError
 
 pytestmark = pytest.mark.quick

@@ -22,7 +22,7 @@ from PIL import Image
 from toy import stages_of
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.step.evaluate import Media, _questions, _shape, micro_batch
+from megatron.vlm.step.evaluate import _list_questions, _shape, micro_batch
 from omnibal.base.errors import UserError
 from omnibal.data.video_files import read_video_header
 
@@ -150,10 +150,9 @@ def test_answers_go_on_from_the_largest_position(data):
     """Prevents: an answer at positions of which its image's rows and columns are, and questions
     that show images of later turns. By hand, as Transformers' `rope_deltas` has it."""
     reader = data.reader
-    questions = list(_questions(reader, 6, 3))
-    media = Media(
-        patches={q.sample: reader.patches(q.sample, reader.shown(q.sample)) for q in questions}
-    )
+    questions = list(_list_questions(reader, 6, 3))
+    samples = [question.sample for question in questions]
+    media = {s: {"patches_YX": reader.patches(s, reader.shown(s))} for s in samples}
     before = micro_batch(questions, media, reader)
     lengths = [question.tokens for question in questions]
     for question in questions:

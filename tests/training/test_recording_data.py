@@ -16,7 +16,7 @@ from speech_cases import AUDIO, OMNI, hearing_tokenizer, make_speech, write_soun
 from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperFeatureExtractor
 
-from megatron.vlm.inputs.batch import MicroBatchShape, joined_items
+from megatron.vlm.inputs.batch import MicroBatchShape, join_items
 from megatron.vlm.inputs.data import DataOptions
 from megatron.vlm.run.generate import generate
 from megatron.vlm.step.evaluate import evaluate
@@ -117,7 +117,7 @@ def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
     assert torch.equal(both.frames_CBF, whole.frames_CBF[2:4])
     # As a pass of data-parallel encoders joins them.
     runs = [dataset.load_items(0, {"clips": items}) for items in (range(5, 6), range(2))]
-    joined = joined_items(runs)
+    joined = join_items(runs)
     assert torch.equal(joined.frames_CBF, whole.frames_CBF[[5, 0, 1]])
     assert joined.shape == MicroBatchShape(tiles=0, clips=3, tokens=0)
     reader, sample = data.reader, data.reader.annotations[3]

@@ -14,7 +14,6 @@ from megatron.vlm.inputs.pack_share import Share
 from megatron.vlm.model import attention
 from megatron.vlm.model import shared_attention as shared_attention_module
 from megatron.vlm.model.attention import attend_packed
-from megatron.vlm.model.exchange import exchange_rows
 from megatron.vlm.model.shared_attention import shared_attention
 from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import Caps
@@ -118,29 +117,3 @@ def test_gathered_keys_are_not_kept_for_backward():
     """Prevents: keys of the whole pack in memory for every layer and micro-batch in flight; and a
     third exchange in a layer that is recomputed anyway."""
     assert run_ranks(FOUR, gathered_keys) == [[(0, 2, 0), (1, 1, 0)]] * RANKS
-
-
-def exchanged_rows(links):
-    """Rank r sends r * (to + 1) % 3 rows to each; every row says whence it came and where it
-    goes, and its gradient must be what its receiver says."""
-    rank = dist.get_rank()
-    rows = [
-        [source, target, n]
-        for source in range(RANKS)
-        for target in range(RANKS)
-        for n in range(source * (target + 1) % 3)
-    ]
-    sent = torch.tensor([row for row in rows if row[0] == rank], dtype=torch.float64)
-    sent = sent.reshape(-1, 3).requires_grad_()
-    counts = np.zeros((RANKS, RANKS), int)
-    for source, target, _ in rows:
-        counts[source, target] += 1
-    got = exchange_rows(sent, counts[rank].tolist(), counts[:, rank].tolist(), dist.group.WORLD)
-    (got * (rank + 1)).sum().backward()
-    expected = [row for row in rows if row[1] == rank]
-    return got.tolist() == expected, torch.equal(sent.grad, sent[:, 1:2].expand(-1, 3) + 1)
-
-
-def test_exchange_of_rows_and_its_gradient():
-    """Prevents: features that reach another rank than their tokens, where some ranks send none."""
-    assert run_ranks(FOUR, exchanged_rows) == [(True, True)] * RANKS

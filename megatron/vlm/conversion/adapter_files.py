@@ -124,7 +124,7 @@ class MergedWeights:
             return values
         matrices = self._weights.read([each for one in beside for each in (one.lora_a, one.lora_b)])
         rows = OutputRows.of(beside[0].linear, len(values), beside[0].groups)
-        joined_OR = rows.joined([matrix.float() for matrix in matrices[1::2]])
+        joined_OR = rows.join([matrix.float() for matrix in matrices[1::2]])
         below_RI = torch.cat([matrix.float() for matrix in matrices[::2]])
         return (values.float() + self._adapters.scale * joined_OR @ below_RI).to(values.dtype)
 

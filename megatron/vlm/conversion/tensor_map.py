@@ -21,7 +21,7 @@ from itertools import product
 
 import torch
 
-from megatron.vlm.model.vision import IMAGE_CHANNELS
+from megatron.vlm.model.embeddings import IMAGE_CHANNELS
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder
 

@@ -29,7 +29,7 @@ from megatron.vlm.conversion.tensor_map import (
     audio_parameters,
     whisper_tensors,
 )
-from megatron.vlm.model.audio import sinusoids
+from megatron.vlm.model.embeddings import sinusoids
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room, complaint, read_json_model
 from omnibal.model.config import ModelConfig

@@ -31,7 +31,7 @@ def jpeg_qualities(keys_T: np.ndarray) -> list[int]:
     return (_MIN_QUALITY + keys_T % np.uint64(_MAX_QUALITY - _MIN_QUALITY + 1)).tolist()
 
 
-def degraded(tile_PPC: np.ndarray, quality: int) -> np.ndarray:
+def compress_as_jpeg(tile_PPC: np.ndarray, quality: int) -> np.ndarray:
     """Compress and decompress the uint8 tile as JPEG, as InternVL in training."""
     stored = io.BytesIO()
     Image.fromarray(tile_PPC).save(stored, format="JPEG", quality=quality)

@@ -37,7 +37,7 @@ class MicroBatchShape:
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
         names = ("tiles", "clips", "image_tokens", "tokens")
         columns = (packs.column(name)[rows].tolist() for name in names)
-        return [cls(**dict(zip(names, each, strict=True))) for each in zip(*columns, strict=True)]
+        return [cls(**dict(zip(names, sizes, strict=True))) for sizes in zip(*columns, strict=True)]
 
     @classmethod
     def of_shares(
@@ -157,25 +157,28 @@ class MicroBatch:
         """Copy the tensors to `device`, except host fields; asynchronous from pinned memory."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> "MicroBatch":
+    def pin_memory(self) -> "MicroBatch":
         return self._each(torch.Tensor.pin_memory)
 
     def for_units(self, units: Stage) -> "MicroBatch":
         """Drop items of encoders that these units do not embed, by far the largest tensors."""
-        others = (fields for unit, fields in _EMBEDDED.items() if not units.holds(unit))
-        gone: dict[str, Any] = dict.fromkeys(name for fields in others for name in fields)
-        return replace(self, **gone)
+        absent = [name for name, unit in _EMBEDDING_UNITS.items() if not units.holds(unit)]
+        nothing: dict[str, Any] = dict.fromkeys(absent)
+        return replace(self, **nothing)
 
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
         """Split by `feature` into at least one part, of at most `most` items or one larger
         image."""
         if feature == "image_tokens":
             return self._split_images(most)
-        count = {"tiles": self.tiles, "clips": self.clips}[feature]
-        return [
-            replace(self, **self._items(feature, slice(start, min(start + most, count))))
-            for start in range(0, max(count, 1), most)
-        ]
+        count, parts = vars(self)[feature], list[MicroBatch]()
+        tensors = {name: vars(self)[name] for name in ITEM_FIELDS[feature]}
+        for start in range(0, max(count, 1), most):
+            own = slice(start, min(start + most, count))
+            changed: dict[str, Any] = {feature: own.stop - own.start}
+            changed |= {name: tensor[own] for name, tensor in tensors.items() if tensor is not None}
+            parts.append(replace(self, **changed))
+        return parts
 
     def _split_images(self, most: int) -> "list[MicroBatch]":
         """Split into whole images and videos with at most `most` cells, or one larger image."""
@@ -183,7 +186,7 @@ class MicroBatch:
         per_cell = len(self.patches_YX) // max(self.image_tokens, 1)
         groups: list[list[Grid]] = [[]]
         for grid in self.image_grids:
-            held = sum(each.patches for each in groups[-1])
+            held = sum(earlier.patches for earlier in groups[-1])
             if groups[-1] and held + grid.patches > most * per_cell:
                 groups.append([])
             groups[-1].append(grid)
@@ -198,12 +201,6 @@ class MicroBatch:
             )
             for grids, number, own in zip(groups, patches, values, strict=True)
         ]
-
-    def _items(self, feature: str, own: slice) -> dict[str, Any]:
-        fields = {"tiles": ("pixels_TCPP", "drop_path_keys_T"), "clips": ("frames_CBF",)}[feature]
-        tensors = {name: vars(self)[name] for name in fields}
-        parts = {name: None if one is None else one[own] for name, one in tensors.items()}
-        return {feature: own.stop - own.start} | parts
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the tensors' memory until `stream` has used them."""
@@ -224,8 +221,17 @@ class MicroBatch:
         return borders_of(segments, segments, device)
 
 
-_EMBEDDED = {"vision embed": ("pixels_TCPP", "patches_YX"), "audio embed": ("frames_CBF",)}
-"""Item fields by the unit that embeds them."""
+ITEM_FIELDS = {
+    "tiles": ("pixels_TCPP", "drop_path_keys_T"),
+    "clips": ("frames_CBF",),
+    "image_tokens": ("patches_YX",),
+}
+"""Fields with a value per item, by feature. The first is the encoder's input."""
+_EMBEDDING_UNITS = {
+    "pixels_TCPP": "vision embed",
+    "patches_YX": "vision embed",
+    "frames_CBF": "audio embed",
+}
 
 
 def borders_of(
@@ -256,10 +262,10 @@ def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor,
     return here.to(device, non_blocking=True), here  # blocking, it would wait for the stream
 
 
-def joined_items(batches: Sequence[MicroBatch]) -> MicroBatch:
+def join_items(batches: Sequence[MicroBatch]) -> MicroBatch:
     """Join the items of micro-batches without tokens."""
     fields: dict[str, torch.Tensor] = {}
-    for name in ("pixels_TCPP", "frames_CBF", "patches_YX", "drop_path_keys_T"):
+    for name in (name for names in ITEM_FIELDS.values() for name in names):
         parts = [vars(batch)[name] for batch in batches]
         if all(part is not None for part in parts):
             fields[name] = torch.cat(parts)
@@ -298,7 +304,7 @@ class MicroBatchStream:
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def joining(self, others: int, empty: MicroBatch) -> "MicroBatchStream":
+    def append_empty(self, others: int, empty: MicroBatch) -> "MicroBatchStream":
         """Append empty micro-batches up to `others` in total."""
         missing = max(others - len(self), 0)
         return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)

@@ -4,7 +4,7 @@ Shapes: T tiles, C channels, P pixels per side; for frames C clips, B mel bins, 
 tokens, L loss positions.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.vlm.inputs.augment import Purpose, degraded, jpeg_qualities, tile_keys
+from megatron.vlm.inputs.augment import Purpose, compress_as_jpeg, jpeg_qualities, tile_keys
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.native_images import (
     ImageNeeds,
     NativeImages,
     blank_text,
-    image_fields,
     read_native_images,
 )
 from megatron.vlm.inputs.pack_share import Share, Sharing, feature_route, samples_of_items
@@ -29,7 +28,7 @@ from megatron.vlm.inputs.reader import (
     UnreadableFile,
     check_count,
     check_frames,
-    normalized,
+    normalize_tiles,
 )
 from omnibal.base.errors import UserError
 from omnibal.data.chat import EncodedSample, encode_sample
@@ -63,7 +62,7 @@ class LossWeighting(StrEnum):
         published = {"ave-token": cls.TOKEN, "sample-mean": cls.SAMPLE}
         published["token-mean"] = cls.MICRO_BATCH
         name = str(value).lower()
-        return published.get(name) or next((one for one in cls if one.value == name), None)
+        return published.get(name) or next((member for member in cls if member.value == name), None)
 
 
 class OnBadSample(StrEnum):
@@ -97,7 +96,6 @@ class _Draft:
     """A sample of a pack as read by this rank and stage."""
 
     sample: Sample
-    place: int
     tiles: int
     """Planned number of tiles; `clips` and `tokens` likewise."""
     clips: int
@@ -106,10 +104,8 @@ class _Draft:
     """Images and videos at native resolution."""
     own: Mapping[str, range]
     """Items that this rank encodes, by feature."""
-    found: list[np.ndarray]
-    """Own tiles, uint8 [P, P, C], if the stage embeds them and they are readable."""
-    frames_CBF: np.ndarray | None
-    """Own clips, float32, if the stage embeds them and they are readable."""
+    values: Mapping[str, np.ndarray]
+    """Own tiles and clips that the stage embeds, by field, zeros if unreadable; float32."""
     unreadable: str | None
     """Error of an unreadable file, or None if readable or not read here."""
 
@@ -154,6 +150,14 @@ class PackDataset(torch.utils.data.Dataset):
         self.sharing = sharing
         self._takes_tiles, self._native = reader.model.takes_images, reader.model.images
         self._needs = ImageNeeds.of(reader.model, stage)
+        self._embedded: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """Feature and item shape of tiles and clips that the stage embeds, by field."""
+        if self._takes_tiles and stage.holds("vision embed"):
+            side = reader.model.vision.image_size
+            self._embedded["pixels_TCPP"] = "tiles", (3, side, side)
+        if stage.holds("audio embed"):
+            audio = reader.model.audio
+            self._embedded["frames_CBF"] = "clips", (audio.mel_bins, audio.frames)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -183,15 +187,20 @@ class PackDataset(torch.utils.data.Dataset):
             tiles = own.items["tiles"]
             fields["drop_path_keys_T"] = keys_T[tiles.start : tiles.stop]
         drafts = {
-            position: self._draft(int(indices[position]), items)
+            position: self._draft(int(indices[position]), items, epoch)
             for position, items in self._read_samples(own, sample_items).items()
         }
-        if self._takes_tiles and self.stage.holds("vision embed"):
-            fields["pixels_TCPP"] = self._pixels(list(drafts.values()), epoch)
-        if self.stage.holds("audio embed"):
-            fields["frames_CBF"] = self._frames(list(drafts.values()))
+        for name, (_, shape) in self._embedded.items():
+            values = [draft.values[name] for draft in drafts.values() if name in draft.values]
+            none = np.zeros((0, *shape), np.float32)
+            fields[name] = torch.from_numpy(np.concatenate([none, *values]))
         images = [draft.images for draft in drafts.values()]
-        fields |= image_fields(images, self._native, self._needs)
+        if self._needs.grids:
+            fields["image_grids"] = tuple(grid for read in images for grid in read.grids)
+        if self._native is not None and self._needs.patches:
+            none = torch.zeros((0, self._native.values_per_patch))
+            patches = [read.patches_YX for read in images if read.patches_YX is not None]
+            fields["patches_YX"] = torch.cat([none, *patches])
         is_at_end = self.stage.holds("language embed") or self.stage.holds("head")
         if is_at_end or self._needs.places or self._needs.rope:
             shown = sample_items["tiles" if self._native is None else "image_tokens"]
@@ -202,7 +211,7 @@ class PackDataset(torch.utils.data.Dataset):
             level=int(self.scheduled.level[row]),
             loss_weight=self._loss_weight(indices, own),
             share=own.share,
-            unreadable=tuple(_told(drafts.values())),
+            unreadable=tuple(_list_errors(drafts.values())),
             **fields,
         )
 
@@ -242,7 +251,7 @@ class PackDataset(torch.utils.data.Dataset):
             wanted |= set(having["image_tokens"])
         in_pieces = own.pieces.sample.tolist()
         if self._needs.places or self._needs.rope:
-            wanted |= {each for each in in_pieces if sample_items["image_tokens"][each]}
+            wanted |= {sample for sample in in_pieces if sample_items["image_tokens"][sample]}
         if stage.holds("language embed"):
             wanted |= {*in_pieces, *having["tiles"]}
         if stage.holds("head"):
@@ -250,7 +259,7 @@ class PackDataset(torch.utils.data.Dataset):
             wanted |= set(range(len(sample_items["tiles"])) if by_pack else in_pieces)
         return {
             position: {
-                name: _within(items, sample_items[name], position)
+                name: _items_of_sample(items, sample_items[name], position)
                 for name, items in own.items.items()
             }
             for position in sorted(wanted)
@@ -268,12 +277,11 @@ class PackDataset(torch.utils.data.Dataset):
         ]
         return torch.from_numpy(np.concatenate(keys).view(np.int64))
 
-    def _draft(self, index: int, own: Mapping[str, range]) -> _Draft:
+    def _draft(self, index: int, own: Mapping[str, range], epoch: int) -> _Draft:
         """Read one sample, with its images and recordings if needed for inputs or a verdict."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
         tiles, clips = (int(self.lengths.column(name)[index]) for name in ("tiles", "clips"))
-        found: list[np.ndarray] = []
         images = read_native_images(
             self.reader,
             sample,
@@ -282,25 +290,33 @@ class PackDataset(torch.utils.data.Dataset):
             patches=self._needs.patches,
             verdict=self._skips and self._checks,
         )
-        frames_CBF, unreadable = None, images.unreadable
+        values, unreadable = dict[str, np.ndarray](), images.unreadable
         try:
             if self._takes_tiles:
                 found = self._tiles(sample, tiles, own["tiles"])
-            frames_CBF = self._clips(sample, clips, own["clips"])
+                if sample.augment and self.options.augment:
+                    keys = tile_keys(Purpose.JPEG_QUALITY, self.options.seed, epoch, place, tiles)
+                    keys = keys[own["tiles"].start : own["tiles"].stop]
+                    found = list(map(compress_as_jpeg, found, jpeg_qualities(keys)))
+                values["pixels_TCPP"] = normalize_tiles(found, self.reader.model.vision.image_size)
+            values |= self._clips(sample, clips, own["clips"])
         except UnreadableFile as error:
             unreadable = str(error)
         if unreadable is not None and not self._skips:
             raise UserError(f"{unreadable}, or go on without it: --on-bad-sample skip")
+        if unreadable is not None:
+            values = {
+                name: np.zeros((len(own[feature]), *shape), np.float32)
+                for name, (feature, shape) in self._embedded.items()
+            }
         return _Draft(
             sample=sample,
-            place=place,
             tiles=tiles,
             clips=clips,
             tokens=int(self.lengths.tokens[index]),
             images=images,
             own=own,
-            found=found,
-            frames_CBF=frames_CBF,
+            values=values,
             unreadable=unreadable,
         )
 
@@ -322,16 +338,16 @@ class PackDataset(torch.utils.data.Dataset):
         check_count(sum(self.reader.tiles_per_image(sample)), tiles, "tiles", sample)
         return self.reader.some_tiles(sample, own_tiles)
 
-    def _clips(self, sample: Sample, clips: int, own_clips: range) -> np.ndarray | None:
+    def _clips(self, sample: Sample, clips: int, own_clips: range) -> dict[str, np.ndarray]:
         """Read own clips; raises UnreadableFile for them, or when skipping for any recording."""
         if not sample.recordings:
-            return None
+            return {}
         embeds = self.stage.holds("audio embed")
         if embeds or (self._skips and self._checks):
             check_count(sum(self.reader.clips_per_recording(sample)), clips, "clips", sample)
         if self._skips and self._checks and not (embeds and len(own_clips) == clips):
             self.reader.check_recordings(sample)
-        return self.reader.some_clips(sample, own_clips) if embeds else None
+        return {"frames_CBF": self.reader.some_clips(sample, own_clips)} if embeds else {}
 
     @property
     def _checks(self) -> bool:
@@ -341,31 +357,6 @@ class PackDataset(torch.utils.data.Dataset):
     @property
     def _skips(self) -> bool:
         return self.options.on_bad_sample is OnBadSample.SKIP
-
-    def _pixels(self, drafts: Sequence[_Draft], epoch: int) -> torch.Tensor:
-        tiles: list[np.ndarray | None] = []
-        for draft in drafts:
-            own, seed = draft.own["tiles"], self.options.seed
-            if draft.unreadable is not None:
-                tiles += [None] * len(own)
-            elif draft.sample.augment and self.options.augment:
-                keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, draft.tiles)
-                tiles += map(degraded, draft.found, jpeg_qualities(keys[own.start : own.stop]))
-            else:
-                tiles += draft.found
-        return torch.from_numpy(normalized(tiles, self.reader.model.vision.image_size))
-
-    def _frames(self, drafts: Sequence[_Draft]) -> torch.Tensor:
-        """Return frames of all clips, zeros if unreadable; float32 [C, B, F]."""
-        audio = self.reader.model.audio
-        frames = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
-        for draft in drafts:
-            if draft.unreadable is not None:
-                blank = (len(draft.own["clips"]), audio.mel_bins, audio.frames)
-                frames.append(np.zeros(blank, np.float32))
-            elif draft.frames_CBF is not None:
-                frames.append(draft.frames_CBF)
-        return torch.from_numpy(np.concatenate(frames))
 
     def _text_fields(
         self, drafts: Mapping[int, _Draft], own: _OwnPart, sample_items: np.ndarray
@@ -377,13 +368,21 @@ class PackDataset(torch.utils.data.Dataset):
             is_learned = draft.unreadable is None
             mask = encoded.loss_mask if is_learned else np.zeros_like(encoded.loss_mask)
             texts[position] = replace(encoded, loss_mask=mask)
-        fields = self._position_fields(drafts, texts, own.pieces)
-        if self.stage.holds("language embed"):
-            runs = [texts[sample].token_ids[i:j] for sample, i, j in _runs(own.pieces)]
-            token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *runs]))
-            fields["token_ids_S"] = token_ids_S
+        fields: dict[str, Any] = {}
+        # Samples that this stage does not read have no images.
+        ids = [
+            texts[sample].token_ids[first:stop] if sample in texts else np.full(stop - first, -1)
+            for sample, first, stop in _runs(own.pieces)
+        ]
+        token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ids]))
+        embeds = self.stage.holds("language embed")
+        if embeds or self._needs.places:
             fields["image_positions_M"] = self.reader.image_positions(token_ids_S)
+        if embeds:
+            fields["token_ids_S"] = token_ids_S
             fields["audio_positions_N"] = self.reader.audio_positions(token_ids_S)
+        if self._needs.rope:
+            fields["rope_positions_3S"] = self._rope_positions(drafts, texts, own.pieces)
         if "image_positions_M" in fields and own.share is not None and sample_items.any():
             # Image features are sent to the ranks with their tokens.
             places = {at: _image_places(text.token_ids, self.reader) for at, text in texts.items()}
@@ -412,25 +411,18 @@ class PackDataset(torch.utils.data.Dataset):
             fields["loss_weights_L"] = torch.from_numpy(np.concatenate(weights))
         return fields
 
-    def _position_fields(
+    def _rope_positions(
         self, drafts: Mapping[int, _Draft], texts: Mapping[int, EncodedSample], pieces: Pieces
-    ) -> dict[str, Any]:
-        """Return image token and RoPE positions; samples that are not read use sample positions."""
-        places, positions, start = [np.zeros(0, np.int64)], [np.zeros((3, 0), np.int64)], 0
+    ) -> torch.Tensor:
+        """Return RoPE positions [3, S]; samples that are not read use sample positions."""
+        positions = [np.zeros((3, 0), np.int64)]
         for sample, first, stop in _runs(pieces):
             of_sample = np.broadcast_to(np.arange(stop), (3, stop))
             if sample in texts and self._native is not None:
-                token_ids = texts[sample].token_ids
-                of_sample = self.reader.rope_positions(token_ids, drafts[sample].images.shown)
-                places.append(start + _image_places(token_ids[first:stop], self.reader))
+                shown = drafts[sample].images.shown
+                of_sample = self.reader.rope_positions(texts[sample].token_ids, shown)
             positions.append(of_sample[:, first:stop])
-            start += stop - first
-        fields: dict[str, Any] = {}
-        if self._needs.places:
-            fields["image_positions_M"] = torch.from_numpy(np.concatenate(places))
-        if self._needs.rope:
-            fields["rope_positions_3S"] = torch.from_numpy(np.concatenate(positions, axis=1))
-        return fields
+        return torch.from_numpy(np.concatenate(positions, axis=1))
 
     def _encode(self, draft: _Draft) -> EncodedSample:
         blank_cells, shown = draft.images.blank_cells, draft.images.shown
@@ -456,14 +448,14 @@ def _all_of_first(items: int, files: int) -> list[int]:
     return [items, *[0] * (files - 1)] if files else []
 
 
-def _within(own: range, sample_items: np.ndarray, position: int) -> range:
+def _items_of_sample(own: range, sample_items: np.ndarray, position: int) -> range:
     """Convert item numbers of the pack to numbers within one sample."""
     start, count = int(sample_items[:position].sum()), int(sample_items[position])
     first = min(max(own.start - start, 0), count)
     return range(first, max(min(own.stop - start, count), first))
 
 
-def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
+def _list_errors(drafts: Iterable[_Draft]) -> Iterator[str]:
     """Return errors of samples; shared samples report on the rank with their first item."""
     for draft in drafts:
         items = draft.own["image_tokens" if draft.images.shown else "clips"]
@@ -528,7 +520,7 @@ class _DeviceCopies:
             return item
         # Make the device current: pinning would open a context on the first one.
         with torch.cuda.stream(self._stream):
-            batch = item.pinned().to(self._device)
+            batch = item.pin_memory().to(self._device)
             return batch, self._stream.record_event()
 
     def end(self, batch: MicroBatch, arrived: torch.cuda.Event) -> MicroBatch:

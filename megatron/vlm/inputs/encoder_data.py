@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron.vlm.inputs.batch import MicroBatch, joined_items
+from megatron.vlm.inputs.batch import MicroBatch, join_items
 from megatron.vlm.inputs.data import PackDataset
 from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares
 from omnibal.base.errors import UserError
@@ -52,7 +52,7 @@ class EncodingDataset(torch.utils.data.Dataset):
 
     def _load_pass(self, planned: EncoderPass) -> MicroBatch | UserError:
         try:
-            return joined_items(
+            return join_items(
                 [
                     self._items.load_items(run.row, {planned.feature: run.items})
                     for run in planned.runs

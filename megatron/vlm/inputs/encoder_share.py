@@ -153,7 +153,7 @@ class StepShares:
 
     def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
         """Return this rank's kept or recomputed passes of an encoder."""
-        return [one for one in self.passes if (one.encoder, one.is_kept) == (name, is_kept)]
+        return [own for own in self.passes if (own.encoder, own.is_kept) == (name, is_kept)]
 
     def only(self, names: Collection[str]) -> Self:
         return replace(
@@ -165,7 +165,7 @@ class StepShares:
     @cached_property
     def passes(self) -> tuple[EncoderPass, ...]:
         """Return this rank's passes by encoder, kept passes first."""
-        return tuple(one for name in self.items for one in self._passes_of(name))
+        return tuple(planned for name in self.items for planned in self._passes_of(name))
 
     def _passes_of(self, name: str) -> Iterator[EncoderPass]:
         runs = self.runs[name]
@@ -196,17 +196,14 @@ class StepShares:
         """Return row slices of this pipeline's packs by encoder, then empty ones to
         `micro_batches`."""
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
-        starts = self._starts
-        base = min((int(start[own[0]]) for start in starts.values()), default=0) if len(own) else 0
+        starts, sizes = self._starts[:, own], self._sizes[:, own]
+        starts = starts - (starts.min() if starts.size else 0)
         of_packs = [
             {
-                name: slice(
-                    int(starts[name][pack]) - base,
-                    int(starts[name][pack] + self._rows_of_packs[name][pack]) - base,
-                )
-                for name in self.items
+                name: slice(start, start + size)
+                for name, start, size in zip(self.items, of_pack, own_sizes, strict=True)
             }
-            for pack in own
+            for of_pack, own_sizes in zip(starts.T.tolist(), sizes.T.tolist(), strict=True)
         ]
         return of_packs + [dict.fromkeys(self.items, slice(0, 0))] * (micro_batches - len(own))
 
@@ -243,27 +240,26 @@ class StepShares:
         )
 
     @cached_property
-    def _rows_of_packs(self) -> dict[str, np.ndarray]:
-        return {n: items * rows_of_item(self.encoders[n]) for n, items in self.items.items()}
+    def _sizes(self) -> np.ndarray:
+        """Return the rows of every encoder's items in every pack, int64 [encoders, packs]."""
+        sizes = [items * rows_of_item(self.encoders[name]) for name, items in self.items.items()]
+        return np.array(sizes, np.int64).reshape(len(self.items), len(self.rows))
 
     @cached_property
-    def _starts(self) -> dict[str, np.ndarray]:
-        """Return the first row of every pack's features, by encoder, over the group."""
-        sizes = np.concatenate([np.zeros(0, np.int64), *self._rows_of_packs.values()])
-        count = len(self.rows)
-        encoder = np.repeat(np.arange(len(self.items)), count)
-        order = np.lexsort((encoder, np.tile(self.pipeline, len(self.items))))
-        starts = np.zeros(len(sizes), np.int64)
-        starts[order] = np.cumsum(sizes[order]) - sizes[order]
-        return {n: starts[i * count : (i + 1) * count] for i, n in enumerate(self.items)}
+    def _starts(self) -> np.ndarray:
+        """Return the first row of every encoder's items in every pack, over the group."""
+        encoder, pack = np.indices(self._sizes.shape).reshape(2, -1)
+        order = np.lexsort((encoder, self.pipeline[pack]))
+        sizes, starts = self._sizes.ravel()[order], np.zeros(self._sizes.size, np.int64)
+        starts[order] = np.cumsum(sizes) - sizes
+        return starts.reshape(self._sizes.shape)
 
     @property
     def _borders(self) -> np.ndarray:
         """Return the first row of every embedding rank's part, and the end; int64 [D + 1]."""
-        of_pack = np.sum(list(self._rows_of_packs.values()), axis=0)
+        of_pack, tensor = self._sizes.sum(0), self.ranks.parallel.tensor
         sums = np.bincount(self.pipeline, of_pack, self.ranks.pipelines).astype(np.int64)
-        shards = np.arange(self.ranks.parallel.tensor)
-        inside = sums[:, None] * shards // self.ranks.parallel.tensor
+        inside = sums[:, None] * np.arange(tensor) // tensor
         return np.append((np.cumsum(sums) - sums)[:, None] + inside, sums.sum())
 
     @property
@@ -275,19 +271,19 @@ class StepShares:
             rank's rows.
         """
         start, size, source = [], [], []
-        for name, runs in self.runs.items():
+        for starts, (name, runs) in zip(self._starts, self.runs.items(), strict=True):
             per_item = rows_of_item(self.encoders[name])
-            start.append(self._starts[name][runs.pack] + runs.first * per_item)
+            start.append(starts[runs.pack] + runs.first * per_item)
             size.append(runs.count * per_item)
             source.append(runs.rank)
-        starts, sizes, sources = map(np.concatenate, (start, size, source))
+        first, sizes, sources = map(np.concatenate, (start, size, source))
         # Each rank makes its rows encoder by encoder, the order of these arrays.
         order = np.argsort(sources, kind="stable")
         made = np.zeros(len(sizes), np.int64)
         made[order] = np.cumsum(sizes[order]) - sizes[order]
         of_rank = np.bincount(sources, sizes, self.ranks.size).astype(np.int64)
         made -= (np.cumsum(of_rank) - of_rank)[sources]
-        return starts, starts + sizes, sources, made
+        return first, first + sizes, sources, made
 
 
 def rows_of_item(encoder: Encoder) -> int:

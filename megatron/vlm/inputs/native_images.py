@@ -5,13 +5,11 @@ Shapes: Y patches of X values.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from megatron.vlm.inputs.reader import (
-    Prompt,
     SampleReader,
     UnreadableFile,
     all_times,
@@ -96,8 +94,8 @@ def read_native_images(
     except UnreadableFile as error:
         return _blank(sum(planned), len(own), encoder, patches, str(error))
     # Cells of an image, or of each time of a video.
-    segments = (segments_of(each.grid, encoder) for each in shown)
-    found = [one.tokens for one in segments for _ in range(one.number)]
+    segments = (segments_of(item.grid, encoder) for item in shown)
+    found = [segment.tokens for segment in segments for _ in range(segment.number)]
     cells = sum(found)
     if cells != sum(planned) and any(video.file is None for video in sample.videos):
         fewer = (
@@ -126,7 +124,7 @@ def read_native_images(
     pairs = zip(shown, times, strict=True)
     return NativeImages(
         shown=shown,
-        grids=tuple(each.grid._replace(times=len(own)) for each, own in pairs if own),
+        grids=tuple(item.grid._replace(times=len(own)) for item, own in pairs if own),
         patches_YX=values,
         unreadable=unreadable,
     )
@@ -135,8 +133,8 @@ def read_native_images(
 def _own_times(shown: Sequence[Shown], own: range, encoder: ImagesEncoder) -> list[range]:
     """Return each image's or video's times within these cells of a sample."""
     times, start = [], 0
-    for each in shown:
-        found = segments_of(each.grid, encoder)
+    for item in shown:
+        found = segments_of(item.grid, encoder)
         first, stop = (
             min(max(cell - start, 0) // found.tokens, found.number)
             for cell in (own.start, own.stop)
@@ -172,49 +170,3 @@ def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:
     token_ids = np.full(tokens, reader.answer_end)
     token_ids[:cells] = reader.tokenizer.require_id(repeated_tokens(encoder)[0])
     return EncodedSample(token_ids=token_ids, loss_mask=np.zeros(tokens, bool))
-
-
-def shown_cells(shown: Sequence[Shown], encoder: ImagesEncoder | None) -> int:
-    """Return the number of image and video tokens."""
-    if encoder is None:
-        return 0
-    return sum(segments_of(grid, encoder).all_tokens for grid, _ in shown)
-
-
-def asked_fields(
-    reader: SampleReader, asked: Sequence[tuple[Prompt, int]], patches: Sequence[torch.Tensor]
-) -> dict[str, Any]:
-    """Return image and position fields for questions: prompts and their answer lengths.
-
-    `patches` are of every question's sample, maybe beyond the prompt, or empty.
-    """
-    model = reader.model
-    fields: dict[str, Any] = {}
-    if model.language.rope_sections is not None:
-        positions = [
-            reader.rope_positions(np.pad(prompt.token_ids, (0, more)), prompt.shown, more)
-            for prompt, more in asked
-        ]
-        fields["rope_positions_3S"] = torch.from_numpy(np.concatenate(positions, axis=1))
-    if model.images is None:
-        return fields
-    fields["image_tokens"] = sum(shown_cells(prompt.shown, model.images) for prompt, _ in asked)
-    fields["image_grids"] = tuple(grid for prompt, _ in asked for grid, _ in prompt.shown)
-    if patches:
-        own = [each[: prompt.patches] for each, (prompt, _) in zip(patches, asked, strict=True)]
-        fields["patches_YX"] = torch.cat(own)
-    return fields
-
-
-def image_fields(
-    images: Sequence[NativeImages], encoder: ImagesEncoder | None, needs: ImageNeeds
-) -> dict[str, Any]:
-    """Return image fields for a micro-batch of samples."""
-    fields: dict[str, Any] = {}
-    if needs.grids:
-        fields["image_grids"] = tuple(grid for each in images for grid in each.grids)
-    if needs.patches and encoder is not None:
-        none = torch.zeros((0, encoder.values_per_patch))
-        values = [each.patches_YX for each in images if each.patches_YX is not None]
-        fields["patches_YX"] = torch.cat([none, *values])
-    return fields

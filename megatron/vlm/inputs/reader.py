@@ -4,7 +4,7 @@ Shapes: T tiles, C channels, P pixels per side; Y patches of X values; for frame
 bins, F frames; S packed tokens, M image tokens, N audio tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,19 +12,21 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from PIL import Image, ImageOps
 
-from megatron.vlm.inputs.patches import patches_of
 from omnibal.base.errors import StorageError, UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
 from omnibal.data.image_headers import as_rgb, ends_as_whole, upright_size
 from omnibal.data.lengths import check_positions
 from omnibal.data.native_resolution import (
+    Grid,
     Shown,
     repeated_tokens,
     seen_videos,
+    segments_of,
     shown_of,
     tokens_of_places,
 )
@@ -36,7 +38,7 @@ from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.data.video_files import BadVideo, read_video_frames
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ImageRule
+from omnibal.model.encoders import ImageRule, ImagesEncoder
 
 # ImageNet statistics, as in InternVL.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -52,17 +54,17 @@ class Prompt:
 
     token_ids: np.ndarray
     """Token ids, int64 [tokens]."""
-    tiles: int
-    """Tiles shown so far: the sample's first `tiles`."""
-    clips: int
-    """Clips heard so far: the sample's first `clips`."""
+    items: Mapping[str, int]
+    """Items so far by feature: the sample's first tiles, clips and image tokens."""
     shown: tuple[Shown, ...] = ()
-    """Images and videos at native resolution shown so far."""
+    """Images and videos at native resolution so far."""
 
     @property
-    def patches(self) -> int:
-        """Return the patches shown so far."""
-        return sum(grid.patches for grid, _ in self.shown)
+    def items_of_field(self) -> dict[str, int]:
+        """Return the items so far by field of a micro-batch."""
+        patches = sum(grid.patches for grid, _ in self.shown)
+        tiles, clips = self.items["tiles"], self.items["clips"]
+        return {"pixels_TCPP": tiles, "frames_CBF": clips, "patches_YX": patches}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,9 @@ class SampleReader:
         if self.model.images is None:
             return []
         try:
-            return shown_of(sample, self.model.images, lambda image: _upright_size(image, sample))
+            return shown_of(
+                sample, self.model.images, lambda image: _image_size(image, sample, upright=True)
+            )
         except (UnreadableFile, StorageError):
             raise
         except UserError as error:
@@ -164,7 +168,7 @@ class SampleReader:
         times = all_times(shown) if times is None else times
         found = [torch.zeros((0, encoder.values_per_patch))]
         grids = [
-            each.grid._replace(times=len(t)) for each, t in zip(shown, times, strict=True) if t
+            item.grid._replace(times=len(t)) for item, t in zip(shown, times, strict=True) if t
         ]
         for grid, frames in zip(grids, shown_frames(sample, encoder, times), strict=True):
             found.append(patches_of(frames, grid, encoder))
@@ -212,12 +216,14 @@ class SampleReader:
             f"{sample.where}: a question with {room:,} tokens for its answer",
             "shorten the question, or allow its answer fewer tokens",
         )
-        return Prompt(
-            token_ids=token_ids,
-            tiles=sum(tiles[: sample.items_until(IMAGE, turn)]),
-            clips=sum(clips[: sample.items_until(AUDIO, turn)]),
-            shown=tuple(shown[: self._shown_until(sample, turn)]),
-        )
+        shown = shown[: self._shown_until(sample, turn)]
+        cells = [segments_of(grid, rule).all_tokens for grid, _ in shown if rule is not None]
+        items = {
+            "tiles": sum(tiles[: sample.items_until(IMAGE, turn)]),
+            "clips": sum(clips[: sample.items_until(AUDIO, turn)]),
+            "image_tokens": sum(cells),
+        }
+        return Prompt(token_ids=token_ids, items=items, shown=tuple(shown))
 
     def _shown_until(self, sample: Sample, turn: int) -> int:
         """Return the number of images and videos up to this turn, inclusive."""
@@ -254,8 +260,8 @@ class SampleReader:
         starts = accumulate(counts, initial=0)
         for recording, start, count in zip(sample.recordings, starts, counts, strict=False):
             for clip in range(max(wanted.start - start, 0), min(wanted.stop - start, count)):
-                one = range(clip, clip + 1)
-                [wave_S] = _read_clips(recording, sample, one, audio.frames)
+                wanted_clip = range(clip, clip + 1)
+                [wave_S] = _read_clips(recording, sample, wanted_clip, audio.frames)
                 found.append(log_mel(wave_S, audio.mel_bins)[None])
         return np.concatenate(found)
 
@@ -290,17 +296,47 @@ class SampleReader:
     def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Return all tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
         tiles = [tile for sample in samples for tile in self.tiles(sample)]
-        return torch.from_numpy(normalized(tiles, self.model.vision.image_size))
+        return torch.from_numpy(normalize_tiles(tiles, self.model.vision.image_size))
 
 
-def normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
-    """Normalize tiles, float32 [T, C, P, P], with zeros for None."""
+def patches_of(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> torch.Tensor:
+    """Return patch values of an image (one frame) or video, float32 [Y, X], from RGB uint8.
+
+    Equal to Qwen's own processors: torch's antialiased bicubic filter on 8-bit values, as in
+    Transformers. Patches are by cell, then row by row; their values by channel, frame, row and
+    column. The last frame is repeated to fill patches.
+    """
+    frames = torch.from_numpy(np.ascontiguousarray(frames_FHWC)).permute(0, 3, 1, 2).contiguous()
+    # 8-bit pixels are normalized in one step, as Transformers rounds.
+    whole = 1 / encoder.pixel_scale
+    mean_C, std_C = (
+        torch.tensor(color) * whole for color in (encoder.pixel_mean, encoder.pixel_std)
+    )
+    size = grid.rows * encoder.patch_size, grid.columns * encoder.patch_size
+    if frames.shape[-2:] != size:
+        frames = F.interpolate(frames, size, mode="bicubic", antialias=True)
+    values = frames.to(torch.float32)
+    values = values.sub_(mean_C[:, None, None]).div_(std_C[:, None, None])
+    missing = grid.times * encoder.frames_per_patch - len(values)
+    values = torch.cat([values, values[-1:].expand(missing, -1, -1, -1)])
+    return rearrange(
+        values,
+        "(t f) c (r m p) (q n w) -> (t r q m n) (c f p w)",
+        t=grid.times,
+        m=encoder.merge_size,
+        n=encoder.merge_size,
+        p=encoder.patch_size,
+        w=encoder.patch_size,
+    ).contiguous()
+
+
+def normalize_tiles(tiles: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Normalize uint8 tiles [P, P, C], float32 [T, C, P, P]."""
     mean, std = np.array(PIXEL_MEAN, np.float32), np.array(PIXEL_STD, np.float32)
     pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
     for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):
-        if tile is not None:
-            scaled = (tile.astype(np.float32) / 255 - mean) / std
-            pixels_CPP[:] = rearrange(scaled, "row column c -> c row column")
+        scaled = (tile.astype(np.float32) / 255 - mean) / std
+        pixels_CPP[:] = rearrange(scaled, "row column c -> c row column")
     return pixels_TCPP
 
 
@@ -319,14 +355,12 @@ def _opened(image: ImageFile, sample: Sample) -> Iterator[BinaryIO]:
         ) from error
 
 
-def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
-    with _opened(image, sample) as file, Image.open(file) as header:
-        return header.size
-
-
-def _upright_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
+def _image_size(image: ImageFile, sample: Sample, *, upright: bool = False) -> tuple[int, int]:
     with _opened(image, sample) as file:
-        return upright_size(file)
+        if upright:
+            return upright_size(file)
+        with Image.open(file) as header:
+            return header.size
 
 
 def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> Image.Image:
@@ -337,7 +371,7 @@ def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> I
 
 def all_times(shown: Sequence[Shown]) -> list[range]:
     """Return all times of every image and video."""
-    return [range(each.grid.times) for each in shown]
+    return [range(item.grid.times) for item in shown]
 
 
 def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Iterator[np.ndarray]:

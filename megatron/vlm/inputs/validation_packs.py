@@ -86,14 +86,14 @@ def pack_validation(
         )
     packs = pack_isf(lengths, caps, _SEED)
     return ValidationPacks(
-        scheduled=_dealt(packs, lengths, data_parallel // level.context, level.context),
+        scheduled=_deal_packs(packs, lengths, data_parallel // level.context, level.context),
         lengths=lengths,
         level=level,
         left_out=len(taken) - len(lengths),
     )
 
 
-def _dealt(packs: Packs, lengths: Lengths, blocks: int, context: int) -> ScheduledPacks:
+def _deal_packs(packs: Packs, lengths: Lengths, blocks: int, context: int) -> ScheduledPacks:
     """Deal packs in turn: every block of `context` ranks takes every `blocks`-th pack."""
     slot, block = np.divmod(np.arange(len(packs)), blocks)
     return ScheduledPacks.of(packs, lengths, 0 * slot, block * context, slot)

@@ -43,12 +43,12 @@ from megatron.vlm.measure.random_images import (
 from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
 from megatron.vlm.measure.reading import Reading, reading
 from megatron.vlm.model.deferred_weights import LateProduct
+from megatron.vlm.model.embeddings import IMAGE_CHANNELS
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import ByTower, VLMStage, items_of
-from megatron.vlm.model.vision import IMAGE_CHANNELS
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
 from megatron.vlm.step.links import PipelineLinks

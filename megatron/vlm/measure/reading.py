@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
-from megatron.vlm.inputs.reader import SampleReader, normalized
+from megatron.vlm.inputs.reader import SampleReader, normalize_tiles
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.profile import ReadingMeasurement
@@ -65,7 +65,7 @@ class SampleDraws(torch.utils.data.Dataset):
         pixels = torch.zeros(0)
         if model.takes_images:
             every = [tile for of_sample in tiles for tile in of_sample]
-            pixels = torch.from_numpy(normalized(every, model.vision.image_size))
+            pixels = torch.from_numpy(normalize_tiles(every, model.vision.image_size))
         moments_s.append(time.process_time())
         shown, patches, cells = [reader.shown(one) for one in samples], torch.zeros(0), 0
         if model.images is not None:

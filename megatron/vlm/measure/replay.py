@@ -31,10 +31,17 @@ from megatron.vlm.measure.profiler import (
 )
 from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.run.launch import make_groups, shut_down_distributed
-from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
+from megatron.vlm.step.clock import (
+    Phase,
+    PhaseClock,
+    each_ms,
+    elapsed_ms,
+    forward_and_backward_ms,
+    in_place,
+    moment,
+)
 from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.messages import Channel, Message
-from megatron.vlm.step.pass_times import forward_and_backward_ms, in_place
 from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features

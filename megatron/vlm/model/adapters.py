@@ -125,12 +125,12 @@ class Adapters(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a linear and its adapters: [S, B, I] to [S, B, O], and the bias."""
         own = [self.get_submodule(piece.name) for piece in linear.adapted]
-        hidden_SBI, low_SBR = _Down.apply(hidden_SBI, *(one.lora_a for one in own))
+        hidden_SBI, low_SBR = _Down.apply(hidden_SBI, *(adapter.lora_a for adapter in own))
         output_SBO, bias_O = forward(hidden_SBI)
         if base.tp_group.size() > 1:
             exchange = _EXCHANGES[linear.divides_inputs, base.sequence_parallel]
             low_SBR = exchange(low_SBR, group=base.tp_group)
-        matrices = (one.lora_b for one in own)
+        matrices = (adapter.lora_b for adapter in own)
         return _Up.apply(output_SBO, low_SBR, rows, self.scale, *matrices), bias_O
 
 
@@ -157,7 +157,7 @@ class OutputRows:
             groups=groups, widths=widths, adapted=tuple(piece.is_adapted for piece in linear.pieces)
         )
 
-    def joined(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join all B's, [O, R], with zeros outside each piece's rows."""
         if len(self.widths) == 1:
             return matrices[0]
@@ -205,7 +205,7 @@ class _Down(torch.autograd.Function):
         ctx: Any, hidden_SBI: torch.Tensor, *matrices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(hidden_SBI, *matrices)
-        low_SBR = hidden_SBI @ _below(matrices).t()
+        low_SBR = hidden_SBI @ _stack_matrices(matrices).t()
         same = hidden_SBI.view_as(hidden_SBI)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(same)
@@ -219,13 +219,13 @@ class _Down(torch.autograd.Function):
         of_hidden = None
         if ctx.needs_input_grad[0]:
             # Only the linear has this gradient, which it has just made.
-            gradient_SBI.view(-1, gradient_SBI.shape[-1]).addmm_(low, _below(matrices))
+            gradient_SBI.view(-1, gradient_SBI.shape[-1]).addmm_(low, _stack_matrices(matrices))
             of_hidden = gradient_SBI
         of_matrices = low.t() @ hidden_SBI.reshape(-1, hidden_SBI.shape[-1])
         return of_hidden, *of_matrices.chunk(len(matrices))
 
 
-def _below(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stack_matrices(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
@@ -246,7 +246,7 @@ class _Up(torch.autograd.Function):
         added = torch.addmm(
             output_SBO.reshape(-1, output_SBO.shape[-1]),
             low_SBR.reshape(-1, low_SBR.shape[-1]),
-            rows.joined(matrices).t(),
+            rows.join(matrices).t(),
             alpha=scale,
         )
         return added.view(output_SBO.shape)
@@ -255,7 +255,7 @@ class _Up(torch.autograd.Function):
     def backward(ctx, *gradients):
         low_SBR, *matrices = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_low = (gradient @ ctx.rows.joined(matrices)) * ctx.scale
-        joined = gradient.t() @ (low_SBR.reshape(-1, low_SBR.shape[-1]) * ctx.scale)
-        of_matrices = ctx.rows.split(joined, matrices[0].shape[1])
+        of_low = (gradient @ ctx.rows.join(matrices)) * ctx.scale
+        join = gradient.t() @ (low_SBR.reshape(-1, low_SBR.shape[-1]) * ctx.scale)
+        of_matrices = ctx.rows.split(join, matrices[0].shape[1])
         return gradients[0], of_low.view(low_SBR.shape), None, None, *of_matrices

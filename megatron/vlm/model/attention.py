@@ -5,6 +5,10 @@ hidden size, N heads, G key/value heads, D head size, T packed tokens, K keys (T
 shared), W width of this rank's heads.
 """
 
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +25,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
 from megatron.vlm.model.fused.rotary import (
     HeadWeights,
@@ -32,6 +35,8 @@ from megatron.vlm.model.fused.rotary import (
 from megatron.vlm.model.image_places import ImageBorders
 from megatron.vlm.model.shared_attention import SharedAttention
 
+_HOPPER = 9
+"""Major compute capability for FlashAttention 3."""
 _HEAD_SIZE_MULTIPLE = 8  # required by the packed kernel
 _QUERIES_OF_A_MASK = 256
 """Maximum queries per mask, for pieces attended one at a time."""
@@ -267,3 +272,55 @@ def attend_by_segment(
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
         contexts.append(_attend(query, key, value, causal).squeeze(0).transpose(0, 1))
     return torch.cat(contexts)
+
+
+@functools.cache
+def prefer_flash_attention_3() -> bool:
+    """Use FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608) in torch, if available.
+
+    It needs a Hopper device and the package. Returns whether it is used. All towers' attention goes
+    through torch, which otherwise uses FlashAttention 2.
+    """
+    if importlib.util.find_spec("flash_attn_interface") is None or not torch.cuda.is_available():
+        return False
+    if torch.cuda.get_device_capability()[0] != _HOPPER:
+        return False
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl("FA3")
+    return True
+
+
+def attend_flash(
+    query_TND: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    packed: PackedSeqParams,
+    causal: bool,
+) -> torch.Tensor:
+    """Attend with one kernel call for the whole pack, on CUDA in 16 bit only.
+
+    Keys and values are never repeated, as copies would be kept for backward. The kernel supports
+    grouped queries in torch 2.11 too, which has no option for them.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    is_grouped = query_TND.shape[1] != key_TGD.shape[1]
+    options = {"enable_gqa": True} if is_grouped and asks_for_groups(varlen_attn) else {}
+    return varlen_attn(
+        query_TND,
+        key_TGD,
+        value_TGD,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        window_size=(-1, 0) if causal else (-1, -1),
+        **options,
+    )
+
+
+@functools.cache
+def asks_for_groups(attention: Callable[..., torch.Tensor]) -> bool:
+    """Return whether a call must say that keys have fewer heads than queries."""
+    return "enable_gqa" in inspect.signature(attention).parameters

@@ -65,10 +65,9 @@ class Beside:
 
 
 class PlannedBlock(TransformerBlock):
-    """Core's block, with recomputed layers given by number.
+    """Core's block with a loop of its own, which recomputes layers given by number.
 
     Args:
-        config: with `recompute_granularity="full"`, so that core calls `_checkpointed_forward`.
         recompute_layers: for every level, global numbers (from 0) of recomputed layers.
         groups: groups that divide the layers, Megatron's own by default.
     """
@@ -89,10 +88,6 @@ class PlannedBlock(TransformerBlock):
             pg_collection=groups,
         )
         self.set_levels(recompute_layers)
-        self._level = 0
-        self._branch_scales_L2B: torch.Tensor | None = None
-        self._routing: Routing | None = None
-        self._beside = Beside()
 
     def set_levels(self, recompute_layers: Sequence[Sequence[int]]) -> None:
         """Set each level's recomputed layers."""
@@ -100,118 +95,102 @@ class PlannedBlock(TransformerBlock):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_SBH: torch.Tensor,
         attention_mask: None,
+        *,
         branch_scales_L2B: torch.Tensor | None = None,
         level: int = 0,
         routing: Routing | None = None,
         beside: Beside | None = None,
-        **arguments: Any,
+        rotary_pos_emb: Rotation | None = None,
+        packed_seq_params: PackedSeqParams | SharedAttention | None = None,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers, with drop-path scales; B may be 0 (no images)."""
-        self._level = level
-        self._branch_scales_L2B = branch_scales_L2B
-        self._routing = routing
-        if not hidden_states.numel():
-            # Core's attention cannot reshape empty hidden states. Parameters join the graph with
-            # no elements, so that they get zero gradients in layer order.
-            beside = beside or Beside()
-            for layer in self.layers:
-                nothing = sum(weight.flatten()[:0].sum() for weight in layer.parameters())
-                hidden_states = hidden_states + nothing
-                projector = beside.projectors.get(layer.layer_number - 1)
-                if projector is not None:
-                    beside.made.append(projector(hidden_states))
-            return hidden_states
-        self._beside = beside or Beside()
-        if self.training or beside is None:
-            return super().forward(hidden_states, attention_mask, **arguments)
-        # Core's own loop over layers has no side inputs.
-        hidden_states = self._checkpointed_forward(
-            hidden_states,
-            attention_mask,
-            use_inner_quantization_context=bool(self.config.fp8),
-            **arguments,
-        )
-        return (
-            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
-        )
-
-    def _checkpointed_forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: None,
-        rotary_pos_emb: Rotation | None,
-        packed_seq_params: PackedSeqParams | SharedAttention | None,
-        use_inner_quantization_context: bool,
-        **unused: object,
-    ) -> torch.Tensor:
-        """Run [S, B, H] through all layers; called by core's forward in training."""
-        # Core's forward does not pass these; read now, as recomputation runs after other forwards.
-        scales_L2B, again = self._branch_scales_L2B, self.recompute_layers[self._level]
-        routing, beside = self._routing, self._beside
-        self._beside = Beside()  # so that its tensors go with their micro-batch
+        beside = beside or Beside()
+        if not hidden_SBH.numel():
+            return self._join_graph(hidden_SBH, beside)
+        if not self.training:
+            branch_scales_L2B = None  # no drop path
         packed_again = packed_seq_params
         if isinstance(packed_seq_params, SharedAttention):
             packed_again = packed_seq_params.recomputed()
         for index, layer in enumerate(self.layers):
-            # Nothing to keep before the first trained parameter.
             number = layer.layer_number - 1
-            is_trained = torch.is_grad_enabled() and any(
-                p.requires_grad for p in layer.parameters()
+            is_again = self._is_recomputed(layer, level, hidden_SBH)
+            run = self._run_of(
+                layer,
+                None if branch_scales_L2B is None else branch_scales_L2B[index],
+                beside.projectors.get(number),
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_again if is_again else packed_seq_params,
+                routing=routing,
             )
-            is_again = number in again and (hidden_states.requires_grad or is_trained)
-            packed = packed_again if is_again else packed_seq_params
-            projector = beside.projectors.get(number)
-
-            def run(
-                hidden_SBH: torch.Tensor,
-                index: int = index,
-                layer: Any = layer,
-                packed: Any = packed,
-                projector: Any = projector,
-            ) -> Outputs:
-                scales_2B = None
-                if scales_L2B is not None:
-                    scales_2B = scales_L2B[index].to(hidden_SBH.dtype)
-                # With per-tensor scaling: entered here, so that recomputation enters it too.
-                context = nullcontext()
-                if use_inner_quantization_context:
-                    context = get_fp8_context(self.config, layer.layer_number - 1)
-                with context:
-                    output_SBH = layer(
-                        hidden_SBH,
-                        attention_mask,
-                        rotary_pos_emb=rotary_pos_emb,
-                        packed_seq_params=packed,
-                        tile_scales_2B=scales_2B,
-                        routing=routing,
-                    )[0]
-                return (output_SBH,) if projector is None else (output_SBH, projector(output_SBH))
-
             if is_again:
-                # Core's checkpoint needs an input with gradient, which the first layer with
-                # adapters lacks if all earlier weights are frozen.
-                if not hidden_states.requires_grad:
-                    nothing = hidden_states.new_empty(0).requires_grad_()
-                    hidden_states = _Wanting.apply(hidden_states, nothing)
-                hidden_states, *features = self._checkpoint(_for_gradient(run), hidden_states)
+                hidden_SBH, *features = self._checkpoint(run, hidden_SBH)
             else:
-                hidden_states, *features = run(hidden_states)
+                hidden_SBH, *features = run(hidden_SBH)
             if features:
                 beside.made.extend(features)
                 # A separate tensor: the stage frees sent tensors, and the projector keeps this one.
-                hidden_states = hidden_states.view_as(hidden_states)
+                hidden_SBH = hidden_SBH.view_as(hidden_SBH)
             if number in beside.adds:
-                hidden_states = beside.adds[number](hidden_states)
-        return hidden_states
+                hidden_SBH = beside.adds[number](hidden_SBH)
+        return hidden_SBH if self.final_layernorm is None else self.final_layernorm(hidden_SBH)
 
-    def _checkpoint(self, run: Callable[..., Outputs], hidden: torch.Tensor) -> Outputs:
+    def _join_graph(self, hidden_SBH: torch.Tensor, beside: Beside) -> torch.Tensor:
+        """Add all parameters to the graph of empty hidden states, with no elements.
+
+        Core's attention cannot reshape these. Parameters get zero gradients, in layer order.
+        """
+        for layer in self.layers:
+            nothing = sum(weight.flatten()[:0].sum() for weight in layer.parameters())
+            hidden_SBH = hidden_SBH + nothing
+            projector = beside.projectors.get(layer.layer_number - 1)
+            if projector is not None:
+                beside.made.append(projector(hidden_SBH))
+        return hidden_SBH
+
+    def _is_recomputed(self, layer: Any, level: int, hidden_SBH: torch.Tensor) -> bool:
+        """Return whether to recompute a layer: before the first trained parameter none keeps any
+        activations."""
+        if not self.training or layer.layer_number - 1 not in self.recompute_layers[level]:
+            return False
+        is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters())
+        return hidden_SBH.requires_grad or is_trained
+
+    def _run_of(
+        self,
+        layer: Any,
+        scales_2B: torch.Tensor | None,
+        projector: Callable[[torch.Tensor], torch.Tensor] | None,
+        **arguments: Any,
+    ) -> Callable[[torch.Tensor], Outputs]:
+        """Return the forward of a layer, and of its feature projector if any."""
+
+        def run(hidden_SBH: torch.Tensor) -> Outputs:
+            scales = None if scales_2B is None else scales_2B.to(hidden_SBH.dtype)
+            # With per-tensor scaling: entered here, so that recomputation enters it too.
+            context = nullcontext()
+            if self.config.fp8:
+                context = get_fp8_context(self.config, layer.layer_number - 1)
+            with context:
+                output_SBH, _ = layer(hidden_SBH, None, tile_scales_2B=scales, **arguments)
+            return (output_SBH,) if projector is None else (output_SBH, projector(output_SBH))
+
+        return run
+
+    def _checkpoint(self, run: Callable[..., Outputs], hidden_SBH: torch.Tensor) -> Outputs:
         """Run a recomputed layer, in FP8 with Transformer Engine's checkpoint.
 
         It also keeps weights that are quantised without a graph.
         """
+        # Core's checkpoint needs an input with gradient, which the first layer with adapters lacks
+        # if all earlier weights are frozen.
+        if not hidden_SBH.requires_grad:
+            nothing = hidden_SBH.new_empty(0).requires_grad_()
+            hidden_SBH = _Wanting.apply(hidden_SBH, nothing)
+        run = _for_gradient(run)
         if not self.config.fp8:
-            return tensor_parallel.checkpoint(run, False, hidden)
+            return tensor_parallel.checkpoint(run, False, hidden_SBH)
         tracker = tensor_parallel.random.get_cuda_rng_tracker
-        return te_checkpoint(run, False, tracker, self.pg_collection.tp, hidden)
+        return te_checkpoint(run, False, tracker, self.pg_collection.tp, hidden_SBH)

@@ -135,8 +135,4 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": fuses_weight_gradients(),
-        # "full" routes training through PlannedBlock, which decides per layer.
-        "recompute_granularity": "full",
-        "recompute_method": "block",
-        "recompute_num_layers": 0,
     }

@@ -27,6 +27,7 @@ Shapes: R rows (tokens), I inputs and O outputs of a product. The weight of a li
 experts [X, O, I]. Rows may have several leading axes, the sequence first.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -41,25 +42,26 @@ OnGradient = Callable[[torch.nn.Parameter], None]
 """Callback with a parameter after its gradient was added to its buffer."""
 
 
-class Product:
-    """A product of rows with a weight, and both products of its backward."""
+class Product(ABC):
+    """A product of rows [R, I] with a weight, [R, O], and both products of its backward."""
 
-    def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the product of [R, I] with a weight: [R, O]."""
-        raise NotImplementedError
+    @abstractmethod
+    def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
-    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the rows."""
-        raise NotImplementedError
+    @abstractmethod
+    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def weight_gradient(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor: ...
 
     def add_weight_gradient(
         self, rows: torch.Tensor, gradient: torch.Tensor, buffer: torch.Tensor
     ) -> None:
         """Add the weight's gradient to a buffer of its shape."""
-        raise NotImplementedError
+        buffer.add_(self.weight_gradient(rows, gradient))
 
     def kept(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what to keep of rows and gradient."""
+        """Return the rows and the gradient to keep for the deferred product."""
         return rows, gradient
 
     def begin(self, late: "LateProduct") -> dist.Work | None:
@@ -97,27 +99,13 @@ class DeferredWeights:
         self.parameters = frozenset(parameters)
         self.on_gradient: OnGradient | None = None
         """Called with every parameter in a step's last part, if set."""
-        self._late: list[LateProduct] = []
+        self.late: list[LateProduct] = []
         # Makes autograd differentiate products with inputs that need no gradient.
-        self._wanted = torch.empty(0, requires_grad=True)
-
-    def multiply(
-        self,
-        product: Product,
-        rows: torch.Tensor,
-        weight: torch.nn.Parameter,
-        bias_O: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Multiply rows with a weight, deferring its gradient, and add a bias."""
-        # The weight is in a tuple, as autograd would compute its gradient.
-        use = product, weight, self._late
-        outputs: torch.Tensor = _InTwoParts.apply(rows, bias_O, self._wanted, use)
-        return outputs
+        self.wanted = torch.empty(0, requires_grad=True)
 
     def take(self) -> list[LateProduct]:
         """Take the products deferred since the last call."""
-        taken = list(self._late)
-        self._late.clear()
+        taken, self.late = self.late, []
         return taken
 
     @torch.no_grad()
@@ -133,36 +121,56 @@ class DeferredWeights:
                 self.on_gradient(now.weight)
 
 
-class _InTwoParts(torch.autograd.Function):
-    """A product with weight and bias that defers the weight's gradient."""
+def multiply(
+    product: Product,
+    rows: torch.Tensor,
+    weight: torch.nn.Parameter,
+    bias_O: torch.Tensor | None = None,
+    deferred: DeferredWeights | None = None,
+) -> torch.Tensor:
+    """Multiply rows with a weight and add a bias, deferring the weight gradient if asked to."""
+    if deferred is None:
+        return _Multiply.apply(product, rows, weight, bias_O, None, None)
+    # Hidden from autograd, which would compute the weight's gradient.
+    return _Multiply.apply(product, rows, None, bias_O, deferred.wanted, (weight, deferred))
 
+
+class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        product: Product,
         rows: torch.Tensor,
+        weight: torch.nn.Parameter | None,
         bias_O: torch.Tensor | None,
-        wanted: torch.Tensor,
-        use: tuple[Product, torch.nn.Parameter, list[LateProduct]],
+        wanted: torch.Tensor | None,
+        later: tuple[torch.nn.Parameter, DeferredWeights] | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.use = use
-        product, weight, _ = use
-        outputs = product.outputs(rows, weight)
+        ctx.product, ctx.later = product, later
+        # Only weight gradients need the rows.
+        keeps_rows = later is not None or ctx.needs_input_grad[2]
+        ctx.save_for_backward(rows if keeps_rows else None, weight)
+        outputs = product.outputs(rows, weight if later is None else later[0])
         return outputs if bias_O is None else outputs + bias_O
 
     @staticmethod
     def backward(ctx, *gradients):
-        [rows], (product, weight, late) = ctx.saved_tensors, ctx.use
-        of_rows = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_rows = product.input_gradient(gradients[0], weight)
+        (rows, weight), product = ctx.saved_tensors, ctx.product
+        of_rows = of_weight = of_bias = None
         gradient = gradients[0].contiguous()
+        if ctx.later is not None:
+            weight, deferred = ctx.later
         if ctx.needs_input_grad[1]:
+            of_rows = product.input_gradient(gradient, weight)
+        if ctx.needs_input_grad[2]:
+            of_weight = product.weight_gradient(rows, gradient)
+        if ctx.needs_input_grad[3]:
             of_bias = gradient.flatten(0, -2).sum(0)
-        # Detached, as the input's graph must be freed with this part.
-        kept = product.kept(rows.detach(), gradient)
-        late.append(LateProduct(product, weight, *kept))
-        return of_rows, of_bias, None, None
+        if ctx.later is not None:
+            # Detached, as the input's graph must be freed with this part.
+            kept = product.kept(rows.detach(), gradient)
+            deferred.late.append(LateProduct(product, weight, *kept))
+        return None, of_rows, of_weight, of_bias, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -222,16 +230,18 @@ class ParallelProduct(Product):
             whole, own.contiguous(), group=self.group, async_op=True
         )
 
+    def weight_gradient(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.flatten(0, -2).t() @ rows.flatten(0, -2)
+
     def add_weight_gradient(
         self, rows: torch.Tensor, gradient: torch.Tensor, buffer: torch.Tensor
     ) -> None:
-        rows_RI, gradient_RO = rows.flatten(0, -2), gradient.flatten(0, -2)
         if self.adds_up:
             core_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
-                rows_RI, gradient_RO, buffer
+                rows.flatten(0, -2), gradient.flatten(0, -2), buffer
             )
         else:
-            buffer.add_(gradient_RO.t() @ rows_RI)
+            buffer.add_(self.weight_gradient(rows, gradient))
 
 
 PARALLEL_LINEARS = (ColumnParallelLinear, RowParallelLinear)
@@ -258,6 +268,6 @@ def defer_linear(linear: Any, deferred: DeferredWeights) -> None:
             gathers_rows=sequence_parallel,
             gathers_gradient=is_row and linear.sequence_parallel,
         )
-        return deferred.multiply(product, input, weight, bias)
+        return multiply(product, input, weight, bias, deferred)
 
     linear._forward_impl = forward

@@ -13,13 +13,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.model.audio import AudioEmbedding, AudioProjector
 from megatron.vlm.model.block import Beside, PlannedBlock
+from megatron.vlm.model.embeddings import AudioEmbedding, ImageEmbedding, VisionEmbedding
 from megatron.vlm.model.image_places import ImagePlaces
-from megatron.vlm.model.images import DeepstackProjectors, ImageEmbedding, ImageProjector
 from megatron.vlm.model.layers import encoder_layer_spec
+from megatron.vlm.model.projectors import DeepstackProjectors, build_projector
 from megatron.vlm.model.providers import LayerParts
-from megatron.vlm.model.vision import VisionEmbedding, VisionProjector
 from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import Encoder, ImagesEncoder
@@ -31,12 +30,7 @@ _EMBEDDINGS: dict[str, type[torch.nn.Module]] = {
     "clips": AudioEmbedding,
     "images": ImageEmbedding,
 }
-_PROJECTORS: dict[str, type[torch.nn.Module]] = {
-    "tiles": VisionProjector,
-    "clips": AudioProjector,
-    "images": ImageProjector,
-}
-"""Both by kind of encoder."""
+"""By kind of encoder."""
 
 
 class EncoderUnits(NamedTuple):
@@ -73,7 +67,7 @@ class EncoderUnits(NamedTuple):
         if stage.holds(f"{name} embed"):
             embedding = _EMBEDDINGS[tower.kind](tower, config.params_dtype)
         if stage.holds(projector_unit(model, name)):
-            projector = _PROJECTORS[tower.kind](model, config, groups.tp)
+            projector = build_projector(model, tower, config, groups.tp)
         return cls(
             tower, embedding, layers, projector, _deepstack(model, tower, numbers, config, groups)
         )
@@ -177,7 +171,7 @@ def _deepstack(
     if not isinstance(tower, ImagesEncoder):
         return None
     held = {
-        number: ImageProjector(model, config, groups.tp, norms_cells=True)
+        number: build_projector(model, tower, config, groups.tp, is_deepstack=True)
         for number, layer in enumerate(tower.deepstack_layers)
         if layer in layers
     }

@@ -5,14 +5,16 @@ checkpoint tensors of any expert-parallel size. Core has one linear per expert, 
 depend on Transformer Engine.
 
 Shapes: S tokens of this rank, R rows (copies of tokens) of this rank's experts, H hidden size, X
-experts of this rank, E all experts, F feed-forward width of an expert, I inputs and O outputs.
+experts of this rank, E all experts, F feed-forward width of an expert, I inputs and O outputs, L
+language layers of the whole model, P expert-parallel ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,8 +25,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.vlm.model.deferred_weights import DeferredWeights, Product
+from megatron.vlm.backend import current_device
+from megatron.vlm.model.deferred_weights import DeferredWeights, Product, multiply
 from megatron.vlm.model.fused.activations import swiglu
+from omnibal.job.runlog import ExpertBalance
+from omnibal.model.parallel import Parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,7 +90,10 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity; backward also adds the auxiliary loss's gradient."""
+    """Identity; backward also adds the auxiliary loss's gradient.
+
+    Core's `MoEAuxLossAutoScaler` launches another kernel, for a scale of 1.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -153,9 +161,7 @@ class Experts(MegatronModule):
         self, rows_RI: torch.Tensor, weight_XOI: torch.nn.Parameter, counts: tuple[int, ...]
     ) -> torch.Tensor:
         """Multiply group i of `counts[i]` rows by matrix i: [R, O]."""
-        if self.deferred is None:
-            return GroupedProduct.apply(rows_RI, weight_XOI, counts)
-        return self.deferred.multiply(_LateGroupedProduct(counts), rows_RI, weight_XOI)
+        return multiply(GroupedProduct(counts), rows_RI, weight_XOI, deferred=self.deferred)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -201,7 +207,32 @@ class MixtureOfExperts(MoELayer):
 
 def routers(module: torch.nn.Module) -> Iterator[Router]:
     """Return a stage's routers, in layer order."""
-    return (one for one in module.modules() if isinstance(one, Router))
+    return (part for part in module.modules() if isinstance(part, Router))
+
+
+def take_expert_balance(
+    chunks: Sequence[MegatronModule], parallel: Parallel
+) -> ExpertBalance | None:
+    """Return the balance since the last call, without padding, or None if dense; collective."""
+    config = chunks[0].config
+    if config.num_moe_experts is None:
+        return None
+    counts_LE = torch.zeros(config.num_layers, config.num_moe_experts, device=current_device())
+    for router in (router for stage in chunks for router in routers(stage)):
+        assert router.layer_number is not None
+        counts_LE[router.layer_number - 1] = router.tokens_of_experts_E
+        router.tokens_of_experts_E.zero_()
+    dist.all_reduce(counts_LE)
+    counts_LP = counts_LE.unflatten(1, (parallel.expert, -1)).sum(-1)
+    return ExpertBalance(
+        fullest_expert=_max_over_mean(counts_LE), fullest_rank=_max_over_mean(counts_LP)
+    )
+
+
+def _max_over_mean(counts: torch.Tensor) -> float:
+    """Return the mean over rows of max / mean, or 1 for zeros."""
+    means = counts.mean(1)
+    return float(torch.where(means > 0, counts.amax(1) / means.clamp(min=1), 1.0).mean())
 
 
 def _weighted_swiglu(inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
@@ -224,31 +255,9 @@ class _WeightedSwiglu(torch.autograd.Function):
         return torch.autograd.grad(active_RF, inputs, gradients[0])
 
 
-class GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: tuple[int, ...]
-    ) -> torch.Tensor:
-        # Only weight gradients need the rows.
-        ctx.save_for_backward(rows_RI if ctx.needs_input_grad[1] else None, weight_XOI)
-        ctx.counts = counts
-        return _products(rows_RI, weight_XOI.transpose(1, 2), counts)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        rows_RI, weight_XOI = ctx.saved_tensors
-        gradient_RO = gradients[0].contiguous()
-        rows_gradient = weight_gradient = None
-        if ctx.needs_input_grad[0]:
-            rows_gradient = _products(gradient_RO, weight_XOI, ctx.counts)
-        if ctx.needs_input_grad[1]:
-            weight_gradient = _weight_gradients(gradient_RO, rows_RI, ctx.counts)
-        return rows_gradient, weight_gradient, None
-
-
 @dataclass(frozen=True, slots=True)
-class _LateGroupedProduct(Product):
-    """`GroupedProduct` with a deferred weight gradient."""
+class GroupedProduct(Product):
+    """Product of group i of `counts[i]` rows with matrix i."""
 
     counts: tuple[int, ...]
 
@@ -256,12 +265,10 @@ class _LateGroupedProduct(Product):
         return _products(rows, weight.transpose(1, 2), self.counts)
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _products(gradient.contiguous(), weight, self.counts)
+        return _products(gradient, weight, self.counts)
 
-    def add_weight_gradient(
-        self, rows: torch.Tensor, gradient: torch.Tensor, buffer: torch.Tensor
-    ) -> None:
-        buffer.add_(_weight_gradients(gradient, rows, self.counts))
+    def weight_gradient(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return _weight_gradients(gradient, rows, self.counts)
 
 
 def _products(

@@ -34,7 +34,7 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
             for shard in range(tensor)
             for start in range(0, data, context)
         ]
-        groups[context] = own = own_group(blocks)
+        groups[context] = own = create_own_group(blocks)
         dist.all_reduce(torch.zeros(1, device=current_device()), group=own)
     return groups
 
@@ -80,10 +80,12 @@ def _shard_groups(parallel: Parallel, ranks: int, block: int, apart: int) -> Sha
     for (alike, _), group in places.items():
         for place, rank in enumerate(group):
             copies.setdefault((rank // ranks, alike, place), []).append(rank)
-    return ShardGroups(shards=own_group(places.values()), copies=own_group(copies.values()))
+    return ShardGroups(
+        shards=create_own_group(places.values()), copies=create_own_group(copies.values())
+    )
 
 
-def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
+def create_own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
     """Create groups of ranks and return this rank's; collective over all ranks."""
     own, _ = dist.new_subgroups_by_enumeration(
         [list(ranks) for ranks in groups], timeout=COLLECTIVE_TIMEOUT
@@ -100,13 +102,13 @@ def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
     assert plan.beside is not None
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=0)
     blocks = range(plan.parallel.data // ranks.pipelines)
-    own = own_group(sorted(ranks.global_ranks(block)) for block in blocks)
+    own = create_own_group(sorted(ranks.global_ranks(block)) for block in blocks)
     token = torch.zeros(own.size(), device=current_device())
     dist.all_to_all_single(torch.empty_like(token), token, group=own)
     return own
 
 
-def replica_groups() -> ProcessGroupCollection:
+def create_replica_groups() -> ProcessGroupCollection:
     """Return core's groups for a module replicated on every rank of the job."""
     alone = dist.new_group(
         [dist.get_rank()], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True

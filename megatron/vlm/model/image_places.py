@@ -82,16 +82,16 @@ class ImagePlaces:
         down_2P, right_2P = torch.stack([1 - share_2P, share_2P], 1)
         indices_22P = rows_2P[:, None] * side + columns_2P
         weights_22P = down_2P[:, None] * right_2P
-        by_place = (one.flatten(0, 1).t().contiguous() for one in (indices_22P, weights_22P))
+        by_place = (values.flatten(0, 1).t().contiguous() for values in (indices_22P, weights_22P))
         return tuple(by_place)
 
-    def ordered(self, patches_PX: torch.Tensor) -> torch.Tensor:
+    def sort_patches(self, patches_PX: torch.Tensor) -> torch.Tensor:
         """Sort patches into layer order."""
         if self._cells_K is None:
             return patches_PX
         return patches_PX.index_select(0, self._on_device(self._positions(self._cells_K)))
 
-    def in_own_order(self, features_KE: torch.Tensor) -> torch.Tensor:
+    def restore_order(self, features_KE: torch.Tensor) -> torch.Tensor:
         """Restore features of cells to data order."""
         if self._cells_K is None:
             return features_KE

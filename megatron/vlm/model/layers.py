@@ -7,9 +7,7 @@ hidden size, F feed-forward width of this rank.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -72,18 +70,6 @@ class HeadNorm(Norm):
         super().__init__(config, hidden_size, eps)
         # Each rank sees its own heads, with or without sequence parallelism.
         self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
-
-
-def projector_linears(
-    config: TransformerConfig, group: dist.ProcessGroup, inputs: int, inner: int, outputs: int
-) -> tuple[ColumnParallelLinear, RowParallelLinear]:
-    """Return both linears of a projector's MLP. The activation adds the first bias."""
-    given: Any = {"config": config, "init_method": config.init_method, "bias": True}
-    given["tp_group"] = group
-    return (
-        ColumnParallelLinear(inputs, inner, **given, skip_bias_add=True),
-        RowParallelLinear(inner, outputs, **given, input_is_parallel=True, skip_bias_add=False),
-    )
 
 
 class LayerScale(torch.nn.Module):

@@ -32,14 +32,14 @@ def without_matrices() -> Iterator[None]:
 
     So a rank never has more than one full module. Vectors are small and stay.
     """
-    built = register_module_module_registration_hook(_let_go_of_matrices)
+    built = register_module_module_registration_hook(_free_matrices)
     try:
         yield
     finally:
         built.remove()
 
 
-def _let_go_of_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
+def _free_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
     """Free the matrices of a new submodule."""
     if built is None:
         return

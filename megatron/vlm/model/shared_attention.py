@@ -11,11 +11,12 @@ level selects how keys arrive:
 Samples within one rank need no exchange.
 
 Shapes: T tokens of this rank, N heads, G key/value heads, D head size, R tokens of its divided
-pieces, A tokens of all divided samples, K keys of all its pieces, C ranks that share the pack.
+pieces, M the maximum R of a rank, A tokens of all divided samples, K keys of all its pieces, C
+ranks that share the pack, X any row shape.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_to_all
 
 from megatron.vlm.inputs.batch import borders_of
 from megatron.vlm.inputs.pack_share import Share, ShareLayout
-from megatron.vlm.model.exchange import Gathering, exchange_rows, gather_rows, scatter_gradients
 from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.model.levels import ContextExchange
 
@@ -67,7 +68,16 @@ def shared_attention(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _GatheredKeys(SharedAttention):
-    gathering: Gathering
+    sent_R: torch.Tensor
+    """Own rows that other ranks may want, int64."""
+    max_sent: int
+    """M, equal on all ranks and at least 1: shorter sends are padded."""
+    wanted_K: torch.Tensor
+    """Wanted rows, int64: r < T is an own row, T + i * M + j is row j sent by rank i.
+
+    A row may be wanted at most twice, as the order of more sums could change.
+    """
+    group: dist.ProcessGroup
     borders: PackedSeqParams
     """Borders of this rank's pieces, and for keys of each sample up to the piece's end."""
     keeps_keys: bool = False
@@ -81,13 +91,13 @@ class _GatheredKeys(SharedAttention):
         query_tokens = layout.own.tokens.tolist()
         if layout.padding:
             query_tokens.append(layout.padding)
-        gathering = Gathering(
-            sent_S=_divided_rows(layout, device),
-            most_sent=most,
-            wanted_W=_ranges(starts, counts, device),
+        return cls(
+            sent_R=_divided_rows(layout, device),
+            max_sent=most,
+            wanted_K=_ranges(starts, counts, device),
             group=group,
+            borders=borders_of(query_tokens, key_tokens, device),
         )
-        return cls(gathering=gathering, borders=borders_of(query_tokens, key_tokens, device))
 
     def recomputed(self) -> "_GatheredKeys":
         return replace(self, keeps_keys=True)
@@ -98,18 +108,49 @@ class _GatheredKeys(SharedAttention):
         own_T2GD = torch.stack([key_TGD, value_TGD], 1)
         again = None
         if torch.is_grad_enabled() and not self.keeps_keys and own_T2GD.requires_grad:
-            again = _GatheredAgain(own_T2GD.detach(), self.gathering)
-        key_KGD, value_KGD = _GatherKeys.apply(own_T2GD, self.gathering, again)
+            again = _GatheredAgain(own_T2GD.detach(), self)
+        key_KGD, value_KGD = _GatherKeys.apply(own_T2GD, self, again)
         if again is None:
             return by(query_TND, key_KGD, value_KGD, self.borders, True)
-        again.stands_for(key_KGD)
+        again.set_memory_of(key_KGD)
         with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
             context_TND = by(query_TND, key_KGD, value_KGD, self.borders, True)
         return _GatherBefore.apply(context_TND, again)
 
 
+def gather_rows(rows_TX: torch.Tensor, keys: _GatheredKeys) -> torch.Tensor:
+    """Gather the wanted rows of all ranks, [K, X], without a gradient."""
+    most, ranks = keys.max_sent, keys.group.size()
+    own = len(rows_TX)
+    every = rows_TX.new_empty((own + ranks * most, *rows_TX.shape[1:]))
+    every[:own] = rows_TX
+    sent = rows_TX.new_zeros((most, *rows_TX.shape[1:]))
+    sent[: len(keys.sent_R)] = rows_TX.index_select(0, keys.sent_R)
+    dist.all_gather_into_tensor(every[own:], sent, group=keys.group)
+    return every.index_select(0, keys.wanted_K)
+
+
+def scatter_gradients(
+    gradients_KX: Sequence[torch.Tensor], own_rows: int, keys: _GatheredKeys
+) -> torch.Tensor:
+    """Sum gradients of gathered rows at their source: the transpose of `gather_rows`.
+
+    Return gradients of own rows, [T, entries, X].
+    """
+    most, ranks = keys.max_sent, keys.group.size()
+    first = gradients_KX[0]
+    every = first.new_zeros((own_rows + ranks * most, len(gradients_KX), *first.shape[1:]))
+    for entry, gradient_KX in enumerate(gradients_KX):
+        every[:, entry].index_add_(0, keys.wanted_K, gradient_KX)
+    sent = every.new_empty((most, *every.shape[1:]))
+    dist.reduce_scatter_tensor(sent, every[own_rows:], group=keys.group)
+    own = every[:own_rows].clone()  # a view would keep the whole memory
+    own.index_add_(0, keys.sent_R, sent[: len(keys.sent_R)])
+    return own
+
+
 def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return start and row count of every run of `Gathering.wanted_W`, and keys of every piece."""
+    """Return start and row count of every run of `Gathering.wanted_K`, and keys of every piece."""
     divided, own, is_divided = layout.divided, layout.own, layout.own_divided
     before = np.cumsum(divided.tokens) - divided.tokens
     of_rank = np.cumsum(layout.divided_tokens) - layout.divided_tokens
@@ -141,12 +182,12 @@ _View = tuple[torch.Size, tuple[int, ...], int]
 class _GatheredAgain:
     """A layer's gathered keys and values, freed after forward and gathered again for backward."""
 
-    def __init__(self, own_T2GD: torch.Tensor, gathering: Gathering) -> None:
-        self._own_T2GD, self._gathering = own_T2GD, gathering
+    def __init__(self, own_T2GD: torch.Tensor, keys: _GatheredKeys) -> None:
+        self._own_T2GD, self._keys = own_T2GD, keys
         self._address = 0
         self._keys_K2GD: torch.Tensor | None = None
 
-    def stands_for(self, key_KGD: torch.Tensor) -> None:
+    def set_memory_of(self, key_KGD: torch.Tensor) -> None:
         """Set the memory of the gathered keys, so that views of it are not saved."""
         self._address = key_KGD.untyped_storage().data_ptr()
 
@@ -165,7 +206,7 @@ class _GatheredAgain:
 
     def gather(self) -> None:
         """Gather again, before attention's backward."""
-        self._keys_K2GD = gather_rows(self._own_T2GD, self._gathering)
+        self._keys_K2GD = gather_rows(self._own_T2GD, self._keys)
 
     def free(self) -> None:
         """Free the keys, after attention's backward."""
@@ -175,17 +216,17 @@ class _GatheredAgain:
 class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, own_T2GD: torch.Tensor, gathering: Gathering, again: _GatheredAgain | None
+        ctx: Any, own_T2GD: torch.Tensor, keys: _GatheredKeys, again: _GatheredAgain | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.own_rows, ctx.gathering, ctx.again = len(own_T2GD), gathering, again
-        keys_K2GD = gather_rows(own_T2GD, gathering)
+        ctx.own_rows, ctx.keys, ctx.again = len(own_T2GD), keys, again
+        keys_K2GD = gather_rows(own_T2GD, keys)
         return keys_K2GD[:, 0], keys_K2GD[:, 1]
 
     @staticmethod
     def backward(ctx, *gradients):
         if ctx.again is not None:
             ctx.again.free()
-        return scatter_gradients(gradients, ctx.own_rows, ctx.gathering), None, None
+        return scatter_gradients(gradients, ctx.own_rows, ctx.keys), None, None
 
 
 class _GatherBefore(torch.autograd.Function):
@@ -264,12 +305,12 @@ class _DividedHeads(SharedAttention):
             for heads in qkv
         ]
         sent = torch.cat(split, 2).flatten(0, 1)  # [C * R, (N + 2 G) / C, D]
-        got_A = exchange_rows(sent, each_own, counts, self.group)
+        got_A = all_to_all(self.group, sent, counts, each_own)
         heads_AXD = got_A.index_select(0, self.by_sample_A)
         query, key, value = heads_AXD.split([part.shape[2] for part in split], 1)
         context_A = by(query, key, value, self.divided_borders, True)
         context_A = context_A.index_select(0, self.by_rank_A)
-        back = exchange_rows(context_A, counts, each_own, self.group)
+        back = all_to_all(self.group, context_A, each_own, counts)
         parts = [back.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)]
         if self.whole_borders is not None:
             query, key, value = (heads.index_select(0, self.whole_rows) for heads in qkv)

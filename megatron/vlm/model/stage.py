@@ -19,20 +19,20 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
+from megatron.vlm.inputs.batch import ITEM_FIELDS, MicroBatch, MicroBatchShape
 from megatron.vlm.model.adapters import Adapters
+from megatron.vlm.model.attention import prefer_flash_attention_3
 from megatron.vlm.model.block import Beside, PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.deferred_weights import PARALLEL_LINEARS, DeferredWeights, defer_linear
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
-from megatron.vlm.model.exchange import exchange_rows
 from megatron.vlm.model.experts import Experts, Routing, StackedLinear
-from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
 from megatron.vlm.model.groups import ContextGroups
@@ -135,7 +135,7 @@ class VLMStage(MegatronModule):
             )
             self.rotary_frequencies = _rotary_frequencies(language, language_config.kv_channels)
             self.rotary_axes = _rotary_axes(language.rope_sections)
-        self.deepstack_names = tuple(each.name for each in deepstack_of(model))
+        self.deepstack_names = tuple(feature.name for feature in deepstack_of(model))
         self.head = None
         if stage.holds("head"):
             # The sequence is gathered before the head, which takes some positions of it.
@@ -233,9 +233,9 @@ class VLMStage(MegatronModule):
                     given, batch.image_grids, branch_scales_L2B=scales_L2B, level=batch.level
                 )
                 made = [
-                    each.name
-                    for each in deepstack_of(self.model_config)
-                    if each.tower == name and each.layer in units.deepstack_projectors
+                    feature.name
+                    for feature in deepstack_of(self.model_config)
+                    if feature.tower == name and feature.layer in units.deepstack_projectors
                 ]
                 hidden |= dict(zip(made, features, strict=True))
         return hidden
@@ -365,11 +365,9 @@ class VLMStage(MegatronModule):
         """Exchange image features; return the features of this rank's tokens, [M, E]."""
         if batch.share is None or batch.sent_features_F is None:
             return image_features_KE
-        return exchange_rows(
-            image_features_KE.index_select(0, batch.sent_features_F),
-            *batch.feature_counts,
-            self.context_groups[batch.share.context],
-        )
+        sent, received = map(list, batch.feature_counts)
+        sent_FE = image_features_KE.index_select(0, batch.sent_features_F)
+        return all_to_all(self.context_groups[batch.share.context], sent_FE, received, sent)
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
         """Return the summed loss, or without labels the likeliest next tokens [A]."""
@@ -535,18 +533,18 @@ def _freeze(stage: VLMStage, plan: Plan) -> None:
 def _defer_weight_gradients(stage: VLMStage) -> None:
     """Defer the weight-gradient products of trained linears."""
     modules = list(stage.modules())
-    linears = [one for one in modules if isinstance(one, (*PARALLEL_LINEARS, StackedLinear))]
+    linears = [m for m in modules if isinstance(m, (*PARALLEL_LINEARS, StackedLinear))]
     # A tied head uses the embedding's matrix.
     tied: Any = stage.shared_embedding_or_output_weight()
-    weights = {one: tied if one.weight is None else one.weight for one in linears}
-    trained = {one: weight for one, weight in weights.items() if weight.requires_grad}
+    weights = {linear: tied if linear.weight is None else linear.weight for linear in linears}
+    trained = {linear: weight for linear, weight in weights.items() if weight.requires_grad}
     stage.deferred = DeferredWeights(trained.values())
-    for one in trained:
-        if isinstance(one, PARALLEL_LINEARS):
-            defer_linear(one, stage.deferred)
-    for one in modules:
-        if isinstance(one, Experts) and one.linear_fc1 in trained:
-            one.deferred = stage.deferred
+    for linear in trained:
+        if isinstance(linear, PARALLEL_LINEARS):
+            defer_linear(linear, stage.deferred)
+    for module in modules:
+        if isinstance(module, Experts) and module.linear_fc1 in trained:
+            module.deferred = stage.deferred
 
 
 def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
@@ -560,18 +558,16 @@ def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
 
 def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
     """Return an encoder's inputs in a micro-batch, or None if this stage does not embed them."""
-    return {"tiles": batch.pixels_TCPP, "clips": batch.frames_CBF, "images": batch.patches_YX}[
-        encoder.kind
-    ]
+    return vars(batch)[ITEM_FIELDS[encoder.feature][0]]
 
 
 def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
     """Sort tensor names as sent: each encoder and its deepstack features, then language."""
     deepstack = deepstack_of(model)
     names = [
-        each
+        name
         for tower in (*model.encoders_elsewhere, *model.towers)
-        for each in (tower, *(one.name for one in deepstack if one.tower == tower))
+        for name in (tower, *(feature.name for feature in deepstack if feature.tower == tower))
     ]
     return [name for name in names if name in held]
 
@@ -589,18 +585,18 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
         return any(stage.holds(unit) for stage in before)
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for number, each in enumerate(deepstack_of(model)):
+    for number, feature in enumerate(deepstack_of(model)):
         is_made = plan.beside is not None or any(
-            each.layer in stage.layers(each.tower) for stage in before
+            feature.layer in stage.layers(feature.tower) for stage in before
         )
         if is_made and not any(number in stage.layers(LANGUAGE) for stage in before):
-            shapes[each.name] = (items_of_shape(shape, model.encoders[each.tower]), width)
+            shapes[feature.name] = (getattr(shape, model.encoders[feature.tower].feature), width)
     if are_done("language embed"):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
         shapes[LANGUAGE] = (shape.padded_tokens(plan.token_multiple) // parts, 1, width)
     else:
         for name, tower in model.encoders.items():
-            items = items_of_shape(shape, tower)
+            items = getattr(shape, tower.feature)
             if are_done(projector_unit(model, name)):
                 shapes[name] = (items * tower.tokens_per_item, width)
             elif are_done(f"{name} embed"):
@@ -610,8 +606,3 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
                     sizes = (tower.positions_per_item, items)
                 shapes[name] = (*sizes, tower.hidden_size)
     return {name: shapes[name] for name in tensor_names(model, shapes)}
-
-
-def items_of_shape(shape: MicroBatchShape, encoder: Encoder) -> int:
-    """Return the number of a micro-batch's items for an encoder."""
-    return {"tiles": shape.tiles, "clips": shape.clips, "images": shape.image_tokens}[encoder.kind]

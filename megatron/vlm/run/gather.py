@@ -13,9 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.step.clock import Interval, Phase
+from megatron.vlm.step.clock import Interval, Phase, forward_and_backward_ms
 from megatron.vlm.step.links import PipelineLinks
-from megatron.vlm.step.pass_times import forward_and_backward_ms
 from omnibal.job.runlog import PassTimes, StageRecord
 
 _GIB = 2**30

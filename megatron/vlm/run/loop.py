@@ -19,9 +19,9 @@ from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run.gather import gather_pass_times, gather_stage_records
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values
+from megatron.vlm.step.evaluate import Validation, validate
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import StepResult, Trainer, train_step
-from megatron.vlm.step.validation import Validation, validate
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan

@@ -40,10 +40,9 @@ from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import ending_together
-from megatron.vlm.step.evaluate import evaluate
+from megatron.vlm.step.evaluate import Validation, evaluate
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer
-from megatron.vlm.step.validation import Validation
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder

@@ -1,11 +1,19 @@
-"""Data parallelism of a stage: replicated (Megatron-core's DDP) or sharded, with one interface."""
+"""Data parallelism of a stage: replicated (Megatron-core's DDP) or sharded, with one interface.
+
+`begin_pass` prepares a chunk's weights for a forward, a backward, or both. `running` wraps a step's
+micro-batches and yields a function to call before each chunk's last backward, or None. Then come
+`finish_gradients`, `grad_norm` over all ranks, not finite if any gradient is not, and `step`, which
+clips by the norm of everything trained.
+
+Shapes: Q values of this rank's shard of a unit's weights.
+"""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,69 +23,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.overlap import DataParallelOverlap
+from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 
 PassKind = Literal["forward", "backward", "both"]
-
-
-class DataParallel(ABC):
-    """A stage's weights and gradients across data-parallel ranks."""
-
-    __slots__ = ()
-    models: Sequence[Any]
-    """The wrapped chunks of the stage; `module` is the chunk."""
-    optimizer: ChainedOptimizer | ShardedAdam
-
-    @abstractmethod
-    def zero_gradients(self) -> None:
-        """Zero the gradients before a step."""
-
-    def begin_pass(self, kind: PassKind, chunk: int) -> None:  # noqa: B027
-        """Prepare a chunk's weights for a forward, a backward, or both."""
-
-    @abstractmethod
-    def running(
-        self, batches: MicroBatchStream, *, trains: bool
-    ) -> AbstractContextManager[Callable[[int], None] | None]:
-        """Run micro-batches inside, and begin to reduce gradients if they have backwards.
-
-        Yields a function to call before each chunk's last backward, or None.
-        """
-
-    @abstractmethod
-    def finish_gradients(self, factor: float) -> None:
-        """Finish the gradient reduction and scale all gradients."""
-
-    @abstractmethod
-    def grad_norm(self) -> float:
-        """Return the norm of all ranks' gradients, not finite if any is not; collective."""
-
-    @abstractmethod
-    def step(self, clip_grad: float, grad_norm: float) -> None:
-        """Clip gradients by the norm of all that is trained, and update weights."""
-
-    def begin_gather(self, changed: bool) -> None:  # noqa: B027
-        """Begin to gather weights on all ranks if an update changed them."""
-
-    def discard_gradients(self) -> None:  # noqa: B027
-        """Finish the reduction of unused gradients."""
-
-    def wait_for_weights(self) -> None:  # noqa: B027
-        """Wait until weights are up to date."""
-
-    @abstractmethod
-    def weights(self) -> Iterator[torch.Tensor]:
-        """Return the weights that this rank keeps for computation."""
-
-    @abstractmethod
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """Return the gradients that this rank keeps."""
-
-    @abstractmethod
-    def optimizer_state(self) -> Iterator[torch.Tensor]:
-        """Return the optimizer's state, with the weights that it updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +43,138 @@ class TiedCopies:
             for gradient in held:
                 dist.all_reduce(gradient, group=self.group)
         elif held:
-            one, other = held
-            one += other
-            other.copy_(one)
+            first, second = held
+            first += second
+            second.copy_(first)
+
+
+class DataParallelOverlap:
+    """Gradients of one stage reduced and weights gathered while it computes.
+
+    Core's DistributedDataParallel starts its buckets as gradients become ready and weights are
+    used. Ranks with different packs differ in that order (a pack without images, or no pack), and
+    collectives in different orders mix their data. So buckets start here in one order on all ranks:
+    gradients when all previous buckets are ready, in each chunk's last backward; weights after the
+    update, in forward order. Each layer or other unit waits for its weights before its forward.
+
+    Args:
+        models: chunks in model order, with equal weights on all ranks, and made with
+            `overlap_grad_reduce`, `overlap_param_gather` and `align_param_gather`.
+    """
+
+    def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
+        self._models = models
+        # From the model's end, as gradients become ready; core orders experts separately.
+        parameters = (parameter for model in models for parameter in model.module.parameters())
+        place = {parameter: place for place, parameter in enumerate(parameters)}
+        self._buckets = sorted(
+            (
+                bucket
+                for model in models
+                for bucket in (*model.bucket_groups, *model.expert_parallel_bucket_groups)
+            ),
+            key=lambda bucket: -min(place[parameter] for parameter in bucket.params),
+        )
+        self._bucket_of = {
+            parameter: number
+            for number, bucket in enumerate(self._buckets)
+            for parameter in bucket.params
+        }
+        self._missing: list[set[torch.nn.Parameter]] = []
+        self._begun = 0
+        self._in_last = set[int]()
+        for chunk, model in enumerate(models):
+            trained = [p for p in model.module.parameters() if p.requires_grad]
+            # On core's own nodes: after its hook, which adds the gradient to the bucket.
+            deferred = model.module.deferred
+            late = frozenset() if deferred is None else deferred.parameters
+            for parameter, node in zip(trained, model.grad_accs, strict=True):
+                if parameter not in late:
+                    node.register_hook(partial(self._on_gradient, chunk, parameter))
+            if deferred is not None:
+                deferred.on_gradient = partial(self._on_gradient, chunk)
+            for unit in _units(model.module):
+                # Core's hooks wait for the called module's parameters; fused operations use
+                # uncalled norms.
+                own = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
+                unit.register_forward_pre_hook(partial(self._wait_for, own))
+        self._mark_gathered()
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Run a step's micro-batches inside and begin the remaining reductions; core does not
+        count."""
+        self._missing = [set(bucket.params) for bucket in self._buckets]
+        self._begun = 0
+        with ExitStack() as without_sums:
+            for model in self._models:
+                without_sums.enter_context(model.no_sync())
+            yield
+        self._in_last.clear()
+        # All on a rank without micro-batches, or parameters that a pack did not use.
+        self._begin_up_to(len(self._buckets))
+
+    def before_last_backward(self, chunk: int) -> None:
+        """Mark a chunk's gradients as ready once added to their bucket, for the last time if
+        deferred."""
+        self._in_last.add(chunk)
+
+    def _on_gradient(self, chunk: int, parameter: torch.nn.Parameter, *_: object) -> None:
+        if chunk not in self._in_last:
+            return
+        number = self._bucket_of[parameter]
+        assert number >= self._begun, "a gradient comes after its bucket's reduction has begun"
+        self._missing[number].discard(parameter)
+        ready = self._begun
+        while ready < len(self._missing) and not self._missing[ready]:
+            ready += 1
+        self._begin_up_to(ready)
+
+    def _begin_up_to(self, end: int) -> None:
+        for bucket in self._buckets[self._begun : end]:
+            bucket.start_grad_sync()
+        self._begun = max(self._begun, end)
+
+    def finish_reduction(self) -> None:
+        for model in self._models:
+            model.finish_grad_sync()
+        self._mark_gathered()
+
+    def begin_gather(self, changed: bool) -> None:
+        """Begin to gather all weights if the update changed each rank's shard."""
+        if not changed:
+            self._mark_gathered()
+            return
+        for bucket in reversed(self._buckets):
+            bucket.start_param_sync()
+
+    def wait_for_weights(self) -> None:
+        """Wait until all weights are gathered, before they change or are read outside a forward."""
+        for bucket in self._buckets:
+            bucket.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def _wait_for(self, numbers: set[int], *_: object) -> None:
+        for number in numbers:
+            self._buckets[number].finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def _mark_gathered(self) -> None:
+        """Mark this rank's weights as gathered; core would gather them before the forward."""
+        for bucket in self._buckets:
+            bucket.param_gather_dispatched = True
+
+
+def _units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for part in stage.children():
+        if isinstance(part, PlannedBlock):
+            yield from part.layers
+            if part.final_layernorm is not None:
+                yield part.final_layernorm
+        else:
+            yield part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replicated(DataParallel):
+class Replicated:
     """Replicated weights and gradients, sharded optimizer: core's DDP and distributed optimizer."""
 
     models: Sequence[DistributedDataParallel]
@@ -115,6 +190,9 @@ class Replicated(DataParallel):
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def begin_pass(self, kind: PassKind, chunk: int) -> None:
+        """Do nothing: replicated weights are ready for any pass."""
 
     @contextmanager
     def running(
@@ -138,31 +216,30 @@ class Replicated(DataParallel):
         if self.tied is not None:
             stages = [model.module for model in self.models if model.module.holds_tied_copy]
             copies = [stage.shared_embedding_or_output_weight() for stage in stages]
-            self.tied.sum([one.main_grad for one in copies if one.requires_grad])
+            self.tied.sum([weight.main_grad for weight in copies if weight.requires_grad])
         for model in self.models:
             model.scale_gradients(factor)
 
     def grad_norm(self) -> float:
-        """Return the norm of all ranks' gradients, not finite if any gradient is not.
-
-        Core's `step` would clip to zero and step on momentum if only the norm overflows.
-        """
+        # Core's `step` would clip to zero and step on momentum if only the norm overflows.
         has_infinite = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         return math.inf if has_infinite else grad_norm
 
     def step(self, clip_grad: float, grad_norm: float) -> None:
-        for one in self.optimizer.chained_optimizers:
-            parameters = [] if one.is_stub_optimizer else one.get_parameters()
+        for optimizer in self.optimizer.chained_optimizers:
+            parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
             if clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
 
     def begin_gather(self, changed: bool) -> None:
+        """Begin to gather weights on all ranks if an update changed them."""
         if self.overlap is not None:
             self.overlap.begin_gather(changed)
 
     def discard_gradients(self) -> None:
+        """Finish the reduction of unused gradients."""
         if self.overlap is not None:
             self.overlap.finish_reduction()
 
@@ -187,7 +264,7 @@ class Replicated(DataParallel):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharded(DataParallel):
+class Sharded:
     """Sharded weights, gradients and optimizer state, with exchanges in every pass."""
 
     models: Sequence[ShardedStage]
@@ -219,8 +296,8 @@ class Sharded(DataParallel):
         for model in self.models:
             model.sum_over_copies()
         if self.tied is not None:
-            every = [pair for model in self.models for pair in model.gradients.items()]
-            self.tied.sum([one.own_Q for flat, one in every if flat.is_tied])
+            pairs = [pair for model in self.models for pair in model.gradients.items()]
+            self.tied.sum([gradients.own_Q for flat, gradients in pairs if flat.is_tied])
         self.optimizer.sum_over_tensor_ranks()
         self.optimizer.scale_gradients(factor)
 
@@ -229,6 +306,13 @@ class Sharded(DataParallel):
 
     def step(self, clip_grad: float, grad_norm: float) -> None:
         self.optimizer.step(clip_grad, grad_norm)
+
+    def begin_gather(self, changed: bool) -> None:
+        """Do nothing, as the next two: every pass gathers and reduces."""
+
+    def discard_gradients(self) -> None: ...
+
+    def wait_for_weights(self) -> None: ...
 
     def weights(self) -> Iterator[torch.Tensor]:
         yield from (flat.own_Q for model in self.models for flat in model.weights.flats)
@@ -239,6 +323,9 @@ class Sharded(DataParallel):
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
         yield from _state_tensors(self.optimizer.inner.state)
+
+
+DataParallel: TypeAlias = Replicated | Sharded
 
 
 def _state_tensors(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> Iterator[torch.Tensor]:

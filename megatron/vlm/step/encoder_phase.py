@@ -23,11 +23,34 @@ from megatron.core.utils import make_viewless_tensor
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
-from megatron.vlm.model.exchange import BegunExchange, exchange_without_gradient
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.data_parallel import DataParallel
 from megatron.vlm.step.sharded import ShardedStage
+
+
+class BegunExchange:
+    """An all-to-all of rows in progress, `sent` to and `received` from each rank; no autograd.
+
+    Ranks of the group begin exchanges in the same order. Each ends once all ranks began it.
+    """
+
+    def __init__(
+        self, rows_SE: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> None:
+        self._arriving = rows_SE.new_empty((sum(received), *rows_SE.shape[1:]))
+        # Held until sent.
+        self._leaving: torch.Tensor | None = rows_SE.contiguous()
+        self._work: dist.Work | None = dist.all_to_all_single(
+            self._arriving, self._leaving, received, sent, group=group, async_op=True
+        )
+
+    def wait(self) -> torch.Tensor:
+        """Wait and return the received rows, in rank order."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._leaving = None, None
+        return self._arriving
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +76,10 @@ class Encoders:
         return model if isinstance(model, ShardedStage) else None
 
     @contextmanager
-    def whole(self, encodes: bool) -> Iterator[None]:
+    def gather_weights(self, encodes: bool) -> Iterator[None]:
         """Gather all weights if this rank encodes, as item counts differ in validation;
         collective."""
-        with nullcontext() if self.sharded is None else self.sharded.whole(stays=encodes):
+        with nullcontext() if self.sharded is None else self.sharded.gather_weights(stays=encodes):
             yield
 
     @torch.no_grad()
@@ -68,7 +91,7 @@ class Encoders:
             parts = batch.split_items(encoder.feature, self.items_per_pass[name])
             passes = [self.stage.encode(part, only=name) for part in parts]
             for made in self.made[name]:
-                of_passes = [one[made] for one in passes]
+                of_passes = [outputs[made] for outputs in passes]
                 features[made] = torch.cat(of_passes) if len(passes) > 1 else of_passes[0]
         return features
 
@@ -114,39 +137,40 @@ class _Features:
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
         """Return a micro-batch's features by name, as views. The last call drops the rows."""
-        rows_RE = self._arrived()
-        found = dict[str, torch.Tensor]()
-        for name, own in self._slices[micro_batch].items():
-            names = self._made[name]
-            parts = _parts(rows_RE[own], len(names))
-            found |= {each: part.detach() for each, part in zip(names, parts, strict=True)}
+        views = self._views(self._wait_rows(), self._slices[micro_batch])
         self._left -= 1
         if not self._left:
             self._rows_RE = None
-        return found
+        return {feature: view.detach() for feature, view in views.items()}
 
-    def _arrived(self) -> torch.Tensor:
+    def _views(self, rows_RE: torch.Tensor, slices: Mapping[str, slice]) -> dict[str, torch.Tensor]:
+        """Return views of the rows by feature; an item's deepstack rows follow its own."""
+        views = dict[str, torch.Tensor]()
+        for name, own in slices.items():
+            names = self._made[name]
+            rows = rows_RE[own].unflatten(0, ((own.stop - own.start) // len(names), len(names)))
+            views |= dict(zip(names, rows.unbind(1), strict=True))
+        return views
+
+    def _wait_rows(self) -> torch.Tensor:
         if self._rows_RE is None:
             assert self._coming is not None, "features come once"
             # `memory_of_encoders` counts these tensors: drop references early.
             coming, self._coming = self._coming, None
-            arrived_PE = coming.arrived()
+            arrived_PE = coming.wait()
             del coming
-            part_PE = _sliced(arrived_PE, self._route.received_slices)
+            part_PE = _take_slices(arrived_PE, self._route.received_slices)
             del arrived_PE
-            self._rows_RE = _gathered(part_PE, self._route.parts)
+            self._rows_RE = _gather_rows(part_PE, self._route.parts)
             self._gradients_QE = self._no_gradients(self._rows_RE)
         return self._rows_RE
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         """Store a micro-batch's gradients; features without any stay 0."""
         assert self._gradients_QE is not None, "after the micro-batch's forward"
-        for name, own in self._gradient_slices[micro_batch].items():
-            names = self._made[name]
-            parts = _parts(self._gradients_QE[own], len(names))
-            for each, part in zip(names, parts, strict=True):
-                if each in message:
-                    part.copy_(message[each])
+        views = self._views(self._gradients_QE, self._gradient_slices[micro_batch])
+        for feature in views.keys() & message.keys():
+            views[feature].copy_(message[feature])
 
     def take_gradients(self, like: torch.Tensor) -> torch.Tensor:
         """Return gradients of trained features, [Q, E], like `like`, and free them here."""
@@ -154,14 +178,15 @@ class _Features:
         return self._no_gradients(like) if gradients_QE is None else gradients_QE
 
     def _no_gradients(self, like: torch.Tensor) -> torch.Tensor:
-        rows = sum(own.stop - own.start for one in self._gradient_slices for own in one.values())
+        slices = [own for of_pack in self._gradient_slices for own in of_pack.values()]
+        rows = sum(own.stop - own.start for own in slices)
         return like.new_zeros((rows, like.shape[1]))
 
     def finish(self) -> None:
         """Wait for the features of a pipeline without micro-batches."""
         self._rows_RE = None
         if self._coming is not None:
-            self._coming.arrived()
+            self._coming.wait()
             self._coming = None
 
 
@@ -180,13 +205,13 @@ class EncoderStep:
 
     @property
     def trained(self) -> frozenset[str]:
-        made = (each for name in self._trained.items for each in self._encoders.made[name])
+        made = (feature for name in self._trained.items for feature in self._encoders.made[name])
         return frozenset(made) & self._encoders.trained_features
 
     def encode(self) -> None:
         """Encode this rank's share and begin sending it, without waiting."""
         route = self._shares.route
-        leaving_SE = _sliced(self._encode_all(), route.sent_slices)
+        leaving_SE = _take_slices(self._encode_all(), route.sent_slices)
         exchange = BegunExchange(leaving_SE, route.sent, route.received, self._encoders.group)
         if self._shares.embeds_tokens:
             self._features = _Features(
@@ -202,10 +227,10 @@ class EncoderStep:
         assert self._features is not None, "where tokens are embedded"
         return self._features.take(micro_batch)
 
-    def let_go(self) -> None:
+    def free_sent(self) -> None:
         """Free sent features, once a later part has an input."""
         if self._leaving is not None:
-            self._leaving.arrived()
+            self._leaving.wait()
             self._leaving = None
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
@@ -218,7 +243,7 @@ class EncoderStep:
         if self._encoders.trained:
             self._backward()
         self._clock.switch(Phase.EXCHANGE)
-        self.let_go()
+        self.free_sent()
         if self._features is not None:
             self._features.finish()
 
@@ -231,12 +256,11 @@ class EncoderStep:
             # This rank's part of the rows; tensor-parallel ranks have equal gradients.
             shard = parallel_state.get_tensor_model_parallel_rank()
             own_PE = gradients_QE.split(route.parts)[shard]
-            back_PE = _restored(own_PE, route.received_slices)
+            back_PE = _restore_order(own_PE, route.received_slices)
             del gradients_QE, own_PE
-        group = self._encoders.group
-        returned_SE = exchange_without_gradient(back_PE, route.received, route.sent, group)
+        exchange = BegunExchange(back_PE, route.received, route.sent, self._encoders.group)
         del back_PE
-        return _restored(returned_SE, route.sent_slices)
+        return _restore_order(exchange.wait(), route.sent_slices)
 
     def _backward(self) -> None:
         gradients_SE = self._exchange_gradients()
@@ -318,28 +342,22 @@ class EncoderStep:
         return torch.empty((0, width), dtype=stage.config.params_dtype, device=current_device())
 
 
-def _parts(rows_RE: torch.Tensor, features: int) -> Sequence[torch.Tensor]:
-    """Split rows of items by feature, as views."""
-    sizes = len(rows_RE) // features, features
-    return rows_RE.unflatten(0, sizes).unbind(1) if features > 1 else [rows_RE]
-
-
-def _sliced(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
+def _take_slices(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
     """Return the rows of these slices, concatenated: all rows in another order."""
-    return rows_RE if len(slices) < 2 else torch.cat([rows_RE[one] for one in slices])
+    return rows_RE if len(slices) < 2 else torch.cat([rows_RE[place] for place in slices])
 
 
-def _restored(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
+def _restore_order(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
     if len(slices) < 2:
         return rows_RE
     restored_RE = torch.empty_like(rows_RE)
-    sizes = [one.stop - one.start for one in slices]
-    for one, part_RE in zip(slices, rows_RE.split(sizes), strict=True):
-        restored_RE[one] = part_RE
+    sizes = [place.stop - place.start for place in slices]
+    for place, part_RE in zip(slices, rows_RE.split(sizes), strict=True):
+        restored_RE[place] = part_RE
     return restored_RE
 
 
-def _gathered(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+def _gather_rows(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
     """All-gather a pipeline's rows over tensor-parallel ranks, [R, E]."""
     most = max(parts)
     if len(parts) == 1 or not most:

@@ -1,4 +1,4 @@
-"""Greedy answers to held-out questions, through the training pipeline.
+"""Loss on held-out packs, and greedy answers to held-out questions, in the training pipeline.
 
 Every turn of a sample is one question, with reference answers of earlier turns as context. An
 answer counts only if it equals the reference.
@@ -6,10 +6,12 @@ answer counts only if it equals the reference.
 Shapes: A answers wanted in a micro-batch.
 """
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat, takewhile
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,16 +20,44 @@ from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.inputs.native_images import asked_fields, shown_cells
 from megatron.vlm.inputs.reader import Prompt, SampleReader
-from megatron.vlm.step.train import Trainer
+from megatron.vlm.step.train import SeenBatches, Trainer, global_sums
 from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
-from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
+from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, ValidationRecord
 from omnibal.model.limits import Caps
 from omnibal.pipeline.stage import Stage
 
 _KIND_OF_PLAIN_DATA = "all"
+
+Media: TypeAlias = Mapping[Sample, Mapping[str, torch.Tensor]]
+"""Encoder inputs of samples, by field of a micro-batch; empty if no encoder runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """This data-parallel rank's held-out packs; may be empty."""
+
+    batches: Callable[[], MicroBatchStream]
+    """Function that reads the packs from the start, as this stage needs them."""
+    slots: int = 0
+    """Micro-batches of the rank, with empty ones to join other ranks."""
+
+
+def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
+    """Return the weighted mean loss over the held-out packs after `step` steps; collective."""
+    started = time.perf_counter()
+    seen = SeenBatches()
+    batches = seen.count(trainer.append_empty(validation.batches(), validation.slots))
+    with trainer.evaluating():
+        losses = trainer.run_forward(batches)
+    sums = global_sums(trainer.links, losses, seen)
+    return ValidationRecord(
+        step=step,
+        loss=sums.mean_loss,
+        loss_tokens=int(sums.loss_tokens),
+        seconds=time.perf_counter() - started,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,23 +67,11 @@ class Question:
     sample: Sample
     turn: int
     prompt: Prompt
-    items: dict[str, int]
-    """Items of every kind up to the turn, as named in caps."""
     answer_ids: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         return len(self.prompt.token_ids) + len(self.answer_ids)
-
-    @classmethod
-    def of(
-        cls, reader: SampleReader, sample: Sample, turn: int, room: int, *, chatting: bool = False
-    ) -> "Question":
-        """Encode a turn's question; `room` and `chatting` as in `SampleReader.prompt`."""
-        prompt = reader.prompt(sample, turn, room, chatting)
-        cells = shown_cells(prompt.shown, reader.model.images)
-        items = {"tiles": prompt.tiles, "clips": prompt.clips, "image_tokens": cells}
-        return cls(sample=sample, turn=turn, prompt=prompt, items=items)
 
 
 def evaluate(
@@ -74,33 +92,34 @@ def evaluate(
         samples: number of samples, evenly spaced over the held-out data.
     """
     data_ranks = trainer.plan.parallel.data
-    questions = list(_questions(reader, samples, max_new_tokens))
+    questions = list(_list_questions(reader, samples, max_new_tokens))
     own = questions[parallel_state.get_data_parallel_rank() :: data_ranks]
-    waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=max_new_tokens)
+    waves = _split_waves(own, caps, micro_batches=2 * trainer.links.size, room=max_new_tokens)
     answered = 0
     with trainer.evaluating():
         # A rank without questions runs empty waves until all lockstep ranks are done.
         for wave in chain(waves, repeat([])):
-            if not trainer.most_in_lockstep(len(wave)):
+            if not trainer.max_in_lockstep(len(wave)):
                 break
-            _answer(trainer, reader, wave, max_new_tokens)
+            _answer_wave(trainer, reader, wave, max_new_tokens)
             answered += sum(map(len, wave))
             on_progress(answered, len(own))
     shares: list[list[EvaluatedAnswer]] = [[] for _ in range(data_ranks)]
-    results = [_compared(question, reader) for question in own]
+    results = [_compare_answer(question, reader) for question in own]
     dist.all_gather_object(shares, results, group=parallel_state.get_data_parallel_group())
-    return _scored([answer for share in shares for answer in share], step)
+    return _score_answers([answer for share in shares for answer in share], step)
 
 
-def _questions(reader: SampleReader, samples: int, max_new_tokens: int) -> Iterator[Question]:
+def _list_questions(reader: SampleReader, samples: int, max_new_tokens: int) -> Iterator[Question]:
     total = len(reader.annotations)
     for index in np.linspace(0, total - 1, min(samples, total)).round().astype(int):
         sample = reader.shown_sample(reader.annotations[int(index)])
         for turn in range(len(sample.turns)):
-            yield Question.of(reader, sample, turn, max_new_tokens)
+            prompt = reader.prompt(sample, turn, max_new_tokens)
+            yield Question(sample=sample, turn=turn, prompt=prompt)
 
 
-def _waves(
+def _split_waves(
     questions: Sequence[Question], caps: Caps, micro_batches: int, room: int
 ) -> Iterator[list[list[Question]]]:
     """Split questions into waves of a few pipelines of micro-batches, within the caps if
@@ -108,7 +127,7 @@ def _waves(
     groups: list[list[Question]] = []
     filled: Counter[str] = Counter()
     for question in questions:
-        needed = Counter({**question.items, "tokens": question.tokens + room})
+        needed = Counter({**question.prompt.items, "tokens": question.tokens + room})
         if not groups or any(filled[name] + needed[name] > caps[name] for name in caps.names):
             groups.append([])
             filled.clear()
@@ -119,22 +138,22 @@ def _waves(
         yield wave
 
 
-def _answer(
+def _answer_wave(
     trainer: Trainer, reader: SampleReader, wave: list[list[Question]], max_new_tokens: int
 ) -> None:
     """Generate `answer_ids` of the wave's questions; finished questions leave the next round."""
     samples = {question.sample for group in wave for question in group}
-    media = Media.of(reader, samples, trainer.forward_units)
+    media = {sample: read_media(reader, sample, trainer.forward_units) for sample in samples}
     active, links = wave, trainer.links
     for _ in range(max_new_tokens):
-        slots = trainer.most_in_lockstep(len(active))
+        slots = trainer.max_in_lockstep(len(active))
         if not slots:
             break
         batches = MicroBatchStream(
             batches=(micro_batch(group, media, reader) for group in active),
             shapes=[_shape(group) for group in active],
         )
-        outputs = trainer.run_forward(trainer.joining(batches, slots, answers=True))
+        outputs = trainer.run_forward(trainer.append_empty(batches, slots, answers=True))
         asked = [question for group in active for question in group]
         # From the last stage, so that all stages continue alike.
         next_ids = torch.zeros(len(asked), dtype=torch.int64, device=current_device())
@@ -150,61 +169,59 @@ def _answer(
 
 
 def _shape(group: list[Question]) -> MicroBatchShape:
-    items = {n: sum(question.items[n] for question in group) for n in group[0].items}
+    names = group[0].prompt.items
+    items = {name: sum(question.prompt.items[name] for question in group) for name in names}
     return MicroBatchShape(**items, tokens=sum(question.tokens for question in group))
 
 
-@dataclass(frozen=True, slots=True)
-class Media:
-    """Encoder inputs by sample."""
-
-    pixels: dict[Sample, torch.Tensor] = field(default_factory=dict)
-    patches: dict[Sample, torch.Tensor] = field(default_factory=dict)
-    frames: dict[Sample, torch.Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, reader: SampleReader, samples: Iterable[Sample], units: Stage) -> "Media":
-        """Read the inputs that these units embed."""
-        media = cls()
-        for one in samples:
-            if units.holds("vision embed") and reader.model.images is not None:
-                media.patches[one] = reader.patches(one, reader.shown(one))
-            elif units.holds("vision embed"):
-                media.pixels[one] = reader.pixels([one])
-            if units.holds("audio embed"):
-                media.frames[one] = torch.from_numpy(reader.clips(one))
-        return media
+def read_media(reader: SampleReader, sample: Sample, units: Stage) -> dict[str, torch.Tensor]:
+    """Read a sample's encoder inputs that these units embed, by field of a micro-batch."""
+    media = {}
+    if units.holds("vision embed") and reader.model.images is not None:
+        media["patches_YX"] = reader.patches(sample, reader.shown(sample))
+    elif units.holds("vision embed"):
+        media["pixels_TCPP"] = reader.pixels([sample])
+    if units.holds("audio embed"):
+        media["frames_CBF"] = torch.from_numpy(reader.clips(sample))
+    return media
 
 
 def micro_batch(group: list[Question], media: Media, reader: SampleReader) -> MicroBatch:
-    """Return questions with their answers so far, and `media` if encoders run."""
+    """Return questions with their answers so far, and their media if encoders run."""
+    shape, segment_tokens = _shape(group), [question.tokens for question in group]
     prompts = [question.prompt for question in group]
-    ids = [np.concatenate([q.prompt.token_ids, np.array(q.answer_ids, np.int64)]) for q in group]
-    token_ids = np.concatenate(ids)
-    segment_tokens = tuple(len(one) for one in ids)
-    # A generated image placeholder token shows no image.
-    asked = [np.concatenate([q.prompt.token_ids, np.full(len(q.answer_ids), -1)]) for q in group]
-    asked_S = torch.from_numpy(np.concatenate(asked))
-    pixels = [media.pixels[q.sample][: q.prompt.tiles] for q in group if media.pixels]
-    frames = [media.frames[q.sample][: q.prompt.clips] for q in group if media.frames]
-    patches = [media.patches[q.sample] for q in group if media.patches]
+    fields = {
+        name: torch.cat([media[q.sample][name][: q.prompt.items_of_field[name]] for q in group])
+        for name in media.get(group[0].sample, {})
+    }
     answered = [len(question.answer_ids) for question in group]
+    # A generated image placeholder token shows no image.
+    asked = [
+        np.pad(prompt.token_ids, (0, more), constant_values=-1)
+        for prompt, more in zip(prompts, answered, strict=True)
+    ]
+    asked_S = torch.from_numpy(np.concatenate(asked))
+    if reader.model.language.rope_sections is not None:
+        shown = (prompt.shown for prompt in prompts)
+        positions = np.concatenate(list(map(reader.rope_positions, asked, shown, answered)), 1)
+        fields["rope_positions_3S"] = torch.from_numpy(positions)
+    token_ids = [ids for q in group for ids in (q.prompt.token_ids, np.array(q.answer_ids, int))]
     return MicroBatch(
-        tiles=sum(prompt.tiles for prompt in prompts),
-        clips=sum(prompt.clips for prompt in prompts),
-        tokens=len(token_ids),
-        segment_tokens=segment_tokens,
-        pixels_TCPP=torch.cat(pixels) if pixels else None,
-        token_ids_S=torch.from_numpy(token_ids),
-        frames_CBF=torch.cat(frames) if frames else None,
+        tiles=shape.tiles,
+        clips=shape.clips,
+        image_tokens=shape.image_tokens,
+        image_grids=tuple(grid for prompt in prompts for grid, _ in prompt.shown),
+        tokens=shape.tokens,
+        segment_tokens=tuple(segment_tokens),
+        token_ids_S=torch.from_numpy(np.concatenate(token_ids)),
         image_positions_M=reader.image_positions(asked_S),
         audio_positions_N=reader.audio_positions(asked_S),
         answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
-        **asked_fields(reader, list(zip(prompts, answered, strict=True)), patches),
+        **fields,
     ).to(current_device())
 
 
-def _compared(question: Question, reader: SampleReader) -> EvaluatedAnswer:
+def _compare_answer(question: Question, reader: SampleReader) -> EvaluatedAnswer:
     turn = question.sample.turns[question.turn]
     end = reader.answer_end
     words = list(takewhile(end.__ne__, question.answer_ids))
@@ -217,7 +234,7 @@ def _compared(question: Question, reader: SampleReader) -> EvaluatedAnswer:
     )
 
 
-def _scored(answers: list[EvaluatedAnswer], step: int) -> Evaluation:
+def _score_answers(answers: list[EvaluatedAnswer], step: int) -> Evaluation:
     by_kind: dict[str, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:
         by_kind[answer.kind].append(answer)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.model.groups import own_group
+from megatron.vlm.model.groups import create_own_group
 from megatron.vlm.model.stage import ByTower
 from megatron.vlm.step.messages import Channel, Content, Message
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -85,7 +85,7 @@ class PipelineLinks:
             return replace(self, schedule=schedule)
         links = replace(self, schedule=schedule, other_way=_two_groups())
         connected = set(_channels(self))
-        _connect(links, (one for one in _channels(links) if one not in connected))
+        _connect(links, (channel for channel in _channels(links) if channel not in connected))
         return links
 
 
@@ -110,7 +110,7 @@ def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> Pipeline
 
 
 def _two_groups() -> list[dist.ProcessGroup]:
-    return [own_group(all_pipelines()) for _ in range(2)]
+    return [create_own_group(all_pipelines()) for _ in range(2)]
 
 
 def _channels(links: PipelineLinks) -> list[Channel]:
@@ -172,7 +172,7 @@ class Inbox:
     def _begin(self, tensor: torch.Tensor) -> dist.Work | None:
         return dist.irecv(tensor, self._source_rank, group=self._group)
 
-    def launched(self, position: int) -> None:
+    def post_receives(self, position: int) -> None:
         """Post the next receive if allowed after the launch of operation `position`."""
         if self._coming is None and self._messages:
             after = self._messages[-1][0].after
@@ -191,7 +191,7 @@ class Inbox:
                     work.wait()
             self._here[message.cut, message.micro_batch] = tensors
             self._coming = None
-        self.launched(position - 1)
+        self.post_receives(position - 1)
         return self._here.pop((cut, micro_batch))
 
 
@@ -205,7 +205,7 @@ class Outbox:
     def put(self, message: ByTower) -> None:
         if self._waits:
             self.flush()
-        self._leaving = [one for one in self._leaving if not one[1].is_completed()]
+        self._leaving = [sending for sending in self._leaving if not sending[1].is_completed()]
         for tensor in message.values():
             if tensor.numel():
                 tensor = tensor.contiguous()

@@ -68,7 +68,7 @@ def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMe
     flows = _Flows(graph, trained_cuts)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
     sends_wait = flows.order(with_sends) is not None
-    asked = flows.asked(with_sends if sends_wait else waits)
+    list_receive_positions = flows.list_receive_positions(with_sends if sends_wait else waits)
     channels = {
         channel: tuple(
             Message(
@@ -76,7 +76,7 @@ def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMe
                 micro_batch=transfer.micro_batch,
                 after=None if after is None else after - flows.first[channel.target],
             )
-            for transfer, after in zip(transfers, asked[channel], strict=True)
+            for transfer, after in zip(transfers, list_receive_positions[channel], strict=True)
         )
         for channel, transfers in flows.channels.items()
     }
@@ -107,10 +107,10 @@ class _Flows:
         for operations in schedule.operations:
             self.first.append(self.first[-1] + len(operations))
         place = {
-            (one.kind is Pass.FORWARD, schedule.part(stage, one.chunk), one.micro_batch): number
+            (op.kind is Pass.FORWARD, schedule.part(stage, op.chunk), op.micro_batch): number
             for stage, operations in enumerate(schedule.operations)
-            for number, one in enumerate(operations, start=self.first[stage])
-            if one.kind is not Pass.BACKWARD_WEIGHT
+            for number, op in enumerate(operations, start=self.first[stage])
+            if op.kind is not Pass.BACKWARD_WEIGHT
         }
         self.channels: dict[Channel, list[_Transfer]] = {}
         for (is_forward, part, micro_batch), sender in place.items():
@@ -123,30 +123,30 @@ class _Flows:
                 receiver = place[is_forward, to, micro_batch]
                 transfer = _Transfer(cut, micro_batch, sender, receiver)
                 self.channels.setdefault(channel, []).append(transfer)
-        self._taken = {channel: _taken(sent) for channel, sent in self.channels.items()}
+        self._list_takers = {channel: _list_takers(sent) for channel, sent in self.channels.items()}
         self._launches: list[list[int]] = []
         """Every stage's first operations of each kind and chunk, in order."""
         for operations, first in zip(schedule.operations, self.first, strict=False):
             seen = dict[tuple[Pass, int], int]()
-            for number, one in enumerate(operations, start=first):
-                seen.setdefault((one.kind, one.chunk), number)
+            for number, operation in enumerate(operations, start=first):
+                seen.setdefault((operation.kind, operation.chunk), number)
             self._launches.append(list(seen.values()))
 
     def waits(self) -> list[tuple[int, int]]:
         """Return waits within the lists and for operations' inputs."""
         stages = zip(self.first, self.first[1:], strict=False)
-        by_list = [(one, one + 1) for first, end in stages for one in range(first, end - 1)]
-        sent = (one for transfers in self.channels.values() for one in transfers)
-        return by_list + [(one.sender, one.receiver) for one in sent]
+        by_list = [(op, op + 1) for first, end in stages for op in range(first, end - 1)]
+        sent = (transfer for transfers in self.channels.values() for transfer in transfers)
+        return by_list + [(transfer.sender, transfer.receiver) for transfer in sent]
 
     def waits_of_sends(self) -> Iterator[tuple[int, int]]:
         """Return a send's waits for the receiver to take the previous message."""
         for channel, sent in self.channels.items():
-            for taken, following in zip(self._taken[channel], sent[1:], strict=False):
+            for taken, following in zip(self._list_takers[channel], sent[1:], strict=False):
                 if taken > self.first[channel.target]:
                     yield taken - 1, following.sender
 
-    def asked(self, waits: _Waits) -> dict[Channel, list[int | None]]:
+    def list_receive_positions(self, waits: _Waits) -> dict[Channel, list[int | None]]:
         """Return the operation to launch before each receive, or None for first messages.
 
         It precedes first launches that the message does not depend on, except the launch of the
@@ -156,10 +156,10 @@ class _Flows:
 
         def after(channel: Channel, number: int) -> int:
             sender = self.channels[channel][number].sender
-            start, end = self._taken[channel][number - 1 : number + 1]
+            start, end = self._list_takers[channel][number - 1 : number + 1]
             # First launches between request and arrival, if requested after the previous message.
-            between = [one for one in self._launches[channel.target] if start <= one < end]
-            late = [one for one in between if one == start or needs[sender] >> one & 1]
+            between = [launch for launch in self._launches[channel.target] if start <= launch < end]
+            late = [launch for launch in between if launch == start or needs[sender] >> launch & 1]
             return max(late, default=self.first[channel.target] - 1)
 
         return {
@@ -169,20 +169,20 @@ class _Flows:
 
     def _launches_needed(self, waits: _Waits) -> list[int]:
         """Return a bit mask of first launches that every operation depends on, with its own."""
-        launches = {one for of_stage in self._launches for one in of_stage}
+        launches = {launch for of_stage in self._launches for launch in of_stage}
         before, order = self._before(waits), self.order(waits)
         assert order is not None, "the lists have no ring"
         needed = [0] * len(before)
         for number in order:
             needed[number] = 1 << number if number in launches else 0
-            for one in before[number]:
-                needed[number] |= needed[one]
+            for earlier in before[number]:
+                needed[number] |= needed[earlier]
         return needed
 
     def _before(self, waits: _Waits) -> list[list[int]]:
         before: list[list[int]] = [[] for _ in range(self.first[-1])]
-        for one, waiting in waits:
-            before[waiting].append(one)
+        for earlier, waiting in waits:
+            before[waiting].append(earlier)
         return before
 
     def order(self, waits: _Waits) -> list[int] | None:
@@ -193,9 +193,9 @@ class _Flows:
             return None
 
 
-def _taken(sent: Sequence[_Transfer]) -> list[int]:
+def _list_takers(sent: Sequence[_Transfer]) -> list[int]:
     """Return the operation that takes each message: its user, or a later message's earlier user."""
-    taken = [one.receiver for one in sent]
+    taken = [transfer.receiver for transfer in sent]
     for number in reversed(range(len(taken) - 1)):
         taken[number] = min(taken[number : number + 2])
     return taken

@@ -83,7 +83,7 @@ class _Mail:
         dtype = parameter_dtype(plan.precision)
         for channel, messages in step.channels.items():
             if channel.target == links.rank:
-                shapes = [self._shapes_of(channel.content, one) for one in messages]
+                shapes = [self._shapes_of(channel.content, message) for message in messages]
                 inbox = links.inbox(channel, messages, shapes, dtype)
                 self._inboxes[channel.source, channel.content] = inbox
             if channel.source == links.rank:
@@ -115,10 +115,10 @@ class _Mail:
         else:
             self._outboxes[target, content].put(message)
 
-    def launched(self, position: int) -> None:
+    def post_receives(self, position: int) -> None:
         """Post receives allowed after the launch of the operation at `position`."""
         for inbox in self._inboxes.values():
-            inbox.launched(position)
+            inbox.post_receives(position)
 
     def flush(self) -> None:
         for outbox in self._outboxes.values():
@@ -163,7 +163,7 @@ class _StageRun:
     def _last(self, *kinds: Pass) -> dict[int, int]:
         """Return the position of every chunk's last operation of some kinds."""
         operations = enumerate(self.operations)
-        return {one.chunk: place for place, one in operations if one.kind in kinds}
+        return {op.chunk: place for place, op in operations if op.kind in kinds}
 
     def run(self, before_last_backward: Callable[[int], None] | None = None) -> list[torch.Tensor]:
         """Run the operations; return the last part's output of every micro-batch."""
@@ -174,7 +174,7 @@ class _StageRun:
         for position, (operation, after) in enumerate(following):
             if operation.kind is Pass.BACKWARD_WEIGHT:
                 self._backward_weight(operation, position)
-                self.mail.launched(position)
+                self.mail.post_receives(position)
             elif operation.kind is not Pass.FORWARD:
                 is_last = self.last_backwards[operation.chunk] == position
                 if is_last and before_last_backward is not None:
@@ -207,7 +207,7 @@ class _StageRun:
         model.module.set_input_tensor(received)
         output = model(batch)
         self.clock.switch(Phase.WAIT)
-        self.mail.launched(position)
+        self.mail.post_receives(position)
         wanted = self.trained_inputs[operation.chunk]
         if part == self.links.last_part:
             self.results[micro_batch] = output.detach().clone() if trains else output
@@ -239,7 +239,7 @@ class _StageRun:
             self.clock.switch(Phase.WAIT)
             received = self.mail.take(Content.ACTIVATIONS, part - 1, micro_batch, position)
             if self.encoders is not None:
-                self.encoders.let_go()
+                self.encoders.free_sent()
         for name in self.trained_inputs[operation.chunk] & received.keys():
             received[name].requires_grad_()
         return received
@@ -257,7 +257,7 @@ class _StageRun:
         if trained:
             run_backward([(outputs[name], gradients.get(name)) for name in trained])
         self.clock.switch(Phase.WAIT)
-        self.mail.launched(position)
+        self.mail.post_receives(position)
         deferred = self.models[operation.chunk].module.deferred
         if deferred is not None:
             self.late[operation.chunk, micro_batch] = deferred.take()
@@ -286,11 +286,11 @@ class _StageRun:
             self.clock.switch(Phase.WAIT)
 
 
-def _is_at_once(one: Operation | None, after: Operation | None) -> bool:
+def _is_at_once(before: Operation | None, after: Operation | None) -> bool:
     """Return whether the second operation is the first's backward, right after it."""
-    if one is None or after is None or one.kind is not Pass.FORWARD:
+    if before is None or after is None or before.kind is not Pass.FORWARD:
         return False
-    return after == Operation(Pass.BACKWARD, one.micro_batch, one.chunk)
+    return after == Operation(Pass.BACKWARD, before.micro_batch, before.chunk)
 
 
 def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
@@ -304,12 +304,12 @@ def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) ->
         outputs: (output, gradient) pairs. A loss has None.
     """
     tensors, gradients = zip(*outputs, strict=True)
-    ones = (torch.ones_like(tensor) for tensor in tensors)
+    defaults = (torch.ones_like(tensor) for tensor in tensors)
     Variable._execution_engine.run_backward(
         tensors=tensors,
         grad_tensors=tuple(
-            one if gradient is None else gradient
-            for one, gradient in zip(ones, gradients, strict=True)
+            ones_like if gradient is None else gradient
+            for ones_like, gradient in zip(defaults, gradients, strict=True)
         ),
         keep_graph=False,
         create_graph=False,

@@ -14,9 +14,8 @@ Shapes: P values of a unit with padding, Q values of this rank's shard.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,8 +81,7 @@ class FlatGradients:
         self._close()
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """All-gather of a unit's weights, or reduction of its gradients."""
 
     unit: int
@@ -91,27 +89,29 @@ class Exchange:
     """Whether gradients are reduced; otherwise weights are gathered."""
 
 
-@dataclass(frozen=True)
 class PassExchanges:
-    """Exchanges of a pass, in the order of all ranks."""
+    """Exchanges of a pass, in the order of all ranks.
 
-    exchanges: tuple[Exchange, ...]
+    Args:
+        last: unit that runs backward right after its forward and keeps its weights.
+        of_forward: number of exchanges of the forward.
+    """
 
-    last: int | None = None
-    of_forward: int = 0
-    """Number of exchanges of the forward."""
+    def __init__(
+        self, exchanges: Sequence[Exchange] = (), last: int | None = None, of_forward: int = 0
+    ) -> None:
+        self.exchanges, self.last, self.of_forward = exchanges, last, of_forward
+        gathers = [(unit, place) for place, (unit, sums) in enumerate(exchanges) if not sums]
+        self.first_gathers = dict(reversed(gathers))
+        self.last_gathers = dict(gathers)
+        """Place of every unit's last gather, before backward if there is one."""
+        self.sums = {unit: place for place, (unit, sums) in enumerate(exchanges) if sums}
 
     @classmethod
     def of(
         cls, units: Sequence[ShardedUnit], tower: str | None, *, forward: bool, backward: bool
     ) -> "PassExchanges":
-        """List the exchanges of a forward, a backward, or both.
-
-        The last unit runs backward right after its forward and keeps its weights.
-
-        Args:
-            tower: tower that computes, or None for all.
-        """
+        """List the exchanges of a forward, a backward, or both, of one tower or all."""
         own = [number for number, unit in enumerate(units) if tower in (None, unit.tower)]
         exchanges = [Exchange(unit, sums=False) for unit in own if forward]
         if backward and not forward and units[own[-1]].gathers_again:
@@ -121,21 +121,7 @@ class PassExchanges:
                 exchanges.append(Exchange(own[place - 1], sums=False))
             if units[own[place]].reduced:
                 exchanges.append(Exchange(own[place], sums=True))
-        return cls(tuple(exchanges), last=own[-1], of_forward=len(own) * forward)
-
-    @cached_property
-    def first_gathers(self) -> dict[int, int]:
-        places = reversed(list(enumerate(self.exchanges)))
-        return {one.unit: i for i, one in places if not one.sums}
-
-    @cached_property
-    def last_gathers(self) -> dict[int, int]:
-        """Return the index of every unit's last gather, before backward if there is one."""
-        return {one.unit: i for i, one in enumerate(self.exchanges) if not one.sums}
-
-    @cached_property
-    def sums(self) -> dict[int, int]:
-        return {one.unit: i for i, one in enumerate(self.exchanges) if one.sums}
+        return cls(exchanges, last=own[-1], of_forward=len(own) * forward)
 
 
 class ShardedStage(torch.nn.Module):
@@ -147,7 +133,7 @@ class ShardedStage(torch.nn.Module):
         self.gradients = {flat: FlatGradients(flat) for flat in weights.flats if flat.is_trained}
         self._units = weights.units
         self._passes: dict[tuple[str | None, bool, bool], PassExchanges] = {}
-        self._pass = PassExchanges(())
+        self._pass = PassExchanges()
         self._is_whole = False
         self._begun = 0
         self._computing: int | None = None
@@ -189,7 +175,7 @@ class ShardedStage(torch.nn.Module):
         ]
 
     @contextmanager
-    def whole(self, stays: bool) -> Iterator[None]:
+    def gather_weights(self, stays: bool) -> Iterator[None]:
         """Gather all weights for forwards without gradients, kept if `stays`; collective."""
         self.finish_pass()
         for flat in self.weights.flats:
@@ -220,9 +206,9 @@ class ShardedStage(torch.nn.Module):
         """Join the pass's remaining exchanges and release all weights."""
         self._computing = None
         self._begin(len(self._pass.exchanges))
-        self._let_go(kept=())
+        self._release_units(kept=())
         self._finish_sums()
-        self._pass, self._begun, self._goes_back = PassExchanges(()), 0, False
+        self._pass, self._begun, self._goes_back = PassExchanges(), 0, False
 
     def _before_forward(self, number: int, *_: Any) -> None:
         if self._is_whole:
@@ -251,7 +237,7 @@ class ShardedStage(torch.nn.Module):
         """Wait for a unit's weights and begin gathering the next unit's; release others."""
         self._computing = number
         self._begin(place + 1)
-        self._let_go(kept=(number,))
+        self._release_units(kept=(number,))
         reads = not self._goes_back or self._units[number].gathers_again
         assert not reads or number in self._held, "units compute in another order than planned"
         for work in self._held.get(number, ()):
@@ -272,14 +258,14 @@ class ShardedStage(torch.nn.Module):
                 self._gather(exchange.unit)
 
     def _gather(self, number: int) -> None:
-        self._let_go(kept=(self._computing, number))
+        self._release_units(kept=(self._computing, number))
         # Every rank must join, even one that still holds the unit because it computed nothing.
         for work in self._held.get(number, ()):
             work.wait()
         works = [flat.begin_gather() for flat in self._units[number].flats]
         self._held[number] = [work for work in works if work is not None]
 
-    def _let_go(self, kept: Sequence[int | None]) -> None:
+    def _release_units(self, kept: Sequence[int | None]) -> None:
         gone = [number for number in self._held if number not in kept]
         for number in gone:
             for work in self._held.pop(number):
@@ -291,8 +277,8 @@ class ShardedStage(torch.nn.Module):
 
     def _sum(self, number: int) -> None:
         self._finish_sums()
-        each = [self.gradients[flat] for flat in self._units[number].reduced]
-        self._arriving = [(gradients, gradients.begin_sum()) for gradients in each]
+        unit_gradients = [self.gradients[flat] for flat in self._units[number].reduced]
+        self._arriving = [(gradients, gradients.begin_sum()) for gradients in unit_gradients]
 
     def _finish_sums(self) -> None:
         for gradients, work in self._arriving:

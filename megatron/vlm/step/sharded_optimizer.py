@@ -65,10 +65,10 @@ class ShardedAdam:
     def sum_over_tensor_ranks(self) -> None:
         """Sum gradients of sequence-parallel parameters over tensor-parallel ranks; collective."""
         partial = [
-            one.main.grad
-            for one in self.ranges
+            part.main.grad
+            for part in self.ranges
             # Core's mark of sequence-parallel parameters.
-            if vars(one.own.parameter).get("sequence_parallel", False)
+            if vars(part.own.parameter).get("sequence_parallel", False)
         ]
         if self._tensor_group.size() == 1 or not partial:
             return
@@ -97,12 +97,12 @@ class ShardedAdam:
         """Return the norm of all ranks' gradients, each counted once; collective."""
         first = self._tensor_group.rank() == 0
         counted = [
-            one.main.grad
-            for one in self.ranges
-            if one.flat.groups.copies.rank() == 0
+            part.main.grad
+            for part in self.ranges
+            if part.flat.groups.copies.rank() == 0
             # Core's mark of a second copy on another stage.
-            and not vars(one.own.parameter).get("shared", False)
-            and (first or vars(one.own.parameter)["tensor_model_parallel"])
+            and not vars(part.own.parameter).get("shared", False)
+            and (first or vars(part.own.parameter)["tensor_model_parallel"])
         ]
         squares = get_total_norm(counted).to(current_device()).square()
         dist.all_reduce(squares)
@@ -116,11 +116,11 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Return groups as in core: vectors do not decay, experts and `others` are separate."""
     groups: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
-    for is_expert in sorted({one.is_expert for one in ranges} | {False}):
+    for is_expert in sorted({part.is_expert for part in ranges} | {False}):
         groups |= {(is_expert, False, is_vector): [] for is_vector in (False, True)}
-    for one in ranges:
-        own = one.own.parameter
-        groups.setdefault((one.is_expert, own in others, own.dim() == 1), []).append(one.main)
+    for part in ranges:
+        own = part.own.parameter
+        groups.setdefault((part.is_expert, own in others, own.dim() == 1), []).append(part.main)
     return [
         {
             **settings_of[is_other],

@@ -28,24 +28,29 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.adapters import ADAPTERS
 from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.experts import take_expert_balance
 from megatron.vlm.model.groups import (
     ShardGroups,
     create_context_groups,
     create_encoder_shard_groups,
     create_encoding_group,
+    create_replica_groups,
     create_shard_groups,
-    replica_groups,
 )
 from megatron.vlm.model.initialize import FirstWeights, first_values, initialize_parameters
 from megatron.vlm.model.sharded_units import divide_weights
 from megatron.vlm.model.sharded_weights import FirstValues, without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
-from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded, TiedCopies
+from megatron.vlm.step.data_parallel import (
+    DataParallel,
+    DataParallelOverlap,
+    Replicated,
+    Sharded,
+    TiedCopies,
+)
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
-from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.links import PipelineLinks, all_pipelines
-from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.schedule import run_forward, run_forward_backward
 from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
@@ -53,7 +58,6 @@ from omnibal.job.plan import Plan
 from omnibal.job.runlog import ExpertBalance
 from omnibal.model.adapters import trained_kinds
 from omnibal.model.config import Provider
-from omnibal.model.parallel import Parallel
 from omnibal.model.units import LANGUAGE, deepstack_of, unit_kinds
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
@@ -145,14 +149,14 @@ class Trainer:
         for model in self.models:
             model.eval()
         encoders, is_first = self.encoders, self.links.is_first
-        with nullcontext() if encoders is None else encoders.whole(encodes=is_first):
+        with nullcontext() if encoders is None else encoders.gather_weights(encodes=is_first):
             yield
         for model in self.models:
             model.train()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
         """Run a step's forwards and backwards, encoders included, and begin gradient reduction."""
-        self._let_go_of_fp8_weights()
+        self._requantize_fp8_weights()
         encoding = None if self.encoders is None else EncoderStep(self.encoders, batches, clock)
         held = self.data_parallel
         with held.running(batches, trains=True) as before_last_backward:
@@ -182,16 +186,16 @@ class Trainer:
             return self.units
         return Stage(units=(*encoders_stage(self.plan.model).units, *self.units.units))
 
-    def joining(
+    def append_empty(
         self, batches: MicroBatchStream, slots: int, *, answers: bool = False
     ) -> MicroBatchStream:
         """Append empty micro-batches up to `slots`, as lockstep ranks need."""
         if slots <= len(batches):
             return batches
         empty = MicroBatch.empty(self.plan.model, current_device(), answers=answers)
-        return batches.joining(slots, empty)
+        return batches.append_empty(slots, empty)
 
-    def most_in_lockstep(self, number: int) -> int:
+    def max_in_lockstep(self, number: int) -> int:
         """Return the maximum of a number over lockstep ranks; collective over them."""
         parallel = self.plan.parallel
         if parallel.lockstep_ranks == 1:
@@ -207,13 +211,13 @@ class Trainer:
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run forwards only. The first stage runs data-parallel encoders on its own items."""
-        self._let_go_of_fp8_weights()
+        self._requantize_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
         held = self.data_parallel
         with held.running(batches, trains=False):
             return run_forward(self.plan, self.models, self.links, batches, encode, held.begin_pass)
 
-    def _let_go_of_fp8_weights(self) -> None:
+    def _requantize_fp8_weights(self) -> None:
         """Make FP8 linears quantise their weights again after an update."""
         for stage in self.chunks:
             stage.set_is_first_microbatch()
@@ -262,8 +266,8 @@ def build_trainer(
             build_stage(plan, part, options.drop_path_rate, provider, groups)
             for part in links.parts
         )
-    exchange = _data_parallel_config(plan.parallel)
-    settings = _optimizer_config(plan, options, exchange)
+    overlaps = plan.parallel.data > 1
+    settings = _optimizer_config(plan, options, overlaps)
     tied = _tied_copies(plan, links)
     values_of = partial(first_values, seed=seed, origin=origin)
     data_parallel: DataParallel
@@ -274,6 +278,15 @@ def build_trainer(
     else:
         for stage in chunks:
             initialize_parameters(stage, values_of(stage))
+        exchange = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=overlaps,
+            # Core's hooks then wait for weights but do not begin the next gather.
+            align_param_gather=overlaps,
+            bucket_size=plan.parallel.bucket_parameters,
+        )
         data_parallel = _replicated(chunks, settings, options.of_vision, exchange, tied=tied)
     encoders = None if plan.beside is None else _build_encoders(plan, options, settings, values_of)
     of_encoders = None if encoders is None else encoders.data_parallel
@@ -308,12 +321,12 @@ class _Scheduled:
     """All optimizers of a rank, as core's scheduler takes them."""
 
     def __init__(self, *held: DataParallel | None) -> None:
-        self._held = [each for each in held if each is not None]
+        self._held = [wrapper for wrapper in held if wrapper is not None]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return all parameter groups (torch's name); not cached, as loading replaces them."""
-        return [group for each in self._held for group in each.optimizer.param_groups]
+        return [group for wrapper in self._held for group in wrapper.optimizer.param_groups]
 
 
 def _replicated(
@@ -338,8 +351,8 @@ def _replicated(
     )
     # One kernel without temporary tensors: core's default takes 4 bytes a parameter on CUDA, and a
     # dozen operations per tensor on the CPU.
-    for one in optimizer.chained_optimizers:
-        inner = None if one.is_stub_optimizer else one.optimizer
+    for chained in optimizer.chained_optimizers:
+        inner = None if chained.is_stub_optimizer else chained.optimizer
         if isinstance(inner, torch.optim.AdamW):
             for group in (inner.defaults, *inner.param_groups):
                 group.update(fused=True, foreach=False)
@@ -404,7 +417,7 @@ def _build_encoders(
     values_of: Callable[[VLMStage], FirstValues],
 ) -> Encoders:
     assert plan.beside is not None, "encoders are data-parallel"
-    group, groups = create_encoding_group(plan), replica_groups()
+    group, groups = create_encoding_group(plan), create_replica_groups()
     is_sharded = plan.beside.sharded > 1
     with without_matrices() if is_sharded else nullcontext():
         stage = build_encoders(plan, groups, options.drop_path_rate)
@@ -432,7 +445,10 @@ def _build_encoders(
         group=group,
         trained=trained,
         made={
-            name: (name, *(each.name for each in deepstack_of(plan.model) if each.tower == name))
+            name: (
+                name,
+                *(feature.name for feature in deepstack_of(plan.model) if feature.tower == name),
+            )
             for name in plan.model.encoders
         },
         trained_features=plan.trained_towers(0),
@@ -440,9 +456,7 @@ def _build_encoders(
     )
 
 
-def _optimizer_config(
-    plan: Plan, options: OptimizationOptions, exchange: DistributedDataParallelConfig
-) -> OptimizerConfig:
+def _optimizer_config(plan: Plan, options: OptimizationOptions, overlaps: bool) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -455,22 +469,9 @@ def _optimizer_config(
         bf16=plan.precision != "fp32",
         params_dtype=parameter_dtype(plan.precision),
         use_distributed_optimizer=True,
-        overlap_param_gather=exchange.overlap_param_gather,
+        overlap_param_gather=overlaps,
         # Any scale makes core check for gradients that are not finite and skip the update.
         loss_scale=1.0,
-    )
-
-
-def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:
-    overlaps = parallel.data > 1
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=overlaps,
-        overlap_param_gather=overlaps,
-        # Core's hooks then wait for weights but do not begin the next gather.
-        align_param_gather=overlaps,
-        bucket_size=parallel.bucket_parameters,
     )
 
 
@@ -523,7 +524,7 @@ def train_step(
         stop_requested: whether this rank was asked to stop. All ranks learn of it.
         slots: micro-batches with empty ones appended for lockstep ranks.
     """
-    batches = trainer.joining(batches, slots)
+    batches = trainer.append_empty(batches, slots)
     clock = PhaseClock()
     clock.switch(Phase.OPTIMIZER)
     trainer.zero_gradients()
@@ -533,7 +534,7 @@ def train_step(
     clock.switch(Phase.WAIT)
     sums = global_sums(trainer.links, losses, seen, stop_requested)
     clock.switch(Phase.OPTIMIZER)
-    for error in seen.told(trainer.links):
+    for error in seen.list_errors(trainer.links):
         _log.warning(f"passed over: {error}")
     # Schedule first: the rate at step 0 is 0, and would waste the first batch. The decay has one
     # more step for the same reason. Skipped steps count too, so that rates depend on the sample
@@ -574,17 +575,16 @@ class SeenBatches:
         self.unreadable: list[str] = []
 
     def count(self, batches: MicroBatchStream) -> MicroBatchStream:
-        return replace(batches, batches=self._counted(batches.batches))
+        return replace(batches, batches=map(self._count_batch, batches.batches))
 
-    def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        for batch in batches:
-            if batch.labels_L is not None:
-                self.loss_tokens += len(batch.labels_L)
-                self.loss_weights.append(batch.loss_weights_L)
-            self.unreadable += batch.unreadable
-            yield batch
+    def _count_batch(self, batch: MicroBatch) -> MicroBatch:
+        if batch.labels_L is not None:
+            self.loss_tokens += len(batch.labels_L)
+            self.loss_weights.append(batch.loss_weights_L)
+        self.unreadable += batch.unreadable
+        return batch
 
-    def told(self, links: PipelineLinks) -> tuple[str, ...]:
+    def list_errors(self, links: PipelineLinks) -> tuple[str, ...]:
         """Return errors of unreadable samples, on one rank only."""
         first = links.is_first and parallel_state.get_tensor_model_parallel_rank() == 0
         return tuple(self.unreadable) if first or self.reads_once else ()
@@ -618,7 +618,7 @@ def global_sums(
     # Tensor-parallel ranks see the same micro-batches; rank 0 counts.
     counts = parallel_state.get_tensor_model_parallel_rank() == 0
     tokens = seen.loss_tokens if counts and links.is_last else 0
-    replaced = len(seen.told(links))
+    replaced = len(seen.list_errors(links))
     own = torch.tensor(
         [0, 0, tokens, replaced, stop_requested], dtype=torch.float64, device=current_device()
     )

@@ -25,40 +25,32 @@ class Gelu(Enum):
 
 def swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.Tensor:
     """Return silu(gate) * value (arXiv 2002.05202) of inner + bias: [..., 2F] to [..., F]."""
-    if inner_RI.is_cuda:
-        return Swiglu.apply(inner_RI, bias_I)
-    return _eager_swiglu(inner_RI, bias_I)
+    return _Activation.apply(inner_RI, bias_I, None)
 
 
 def bias_gelu(
     inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu = Gelu.EXACT
 ) -> torch.Tensor:
-    if inner_RF.is_cuda:
-        return BiasGelu.apply(inner_RF, bias_F, form)
-    return _eager_bias_gelu(inner_RF, bias_F, form)
-
-
-def _eager_swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.Tensor:
-    biased_RI = inner_RI if bias_I is None else inner_RI + bias_I
-    gate_RF, value_RF = biased_RI.chunk(2, -1)
-    return F.silu(gate_RF) * value_RF
-
-
-def _eager_bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu) -> torch.Tensor:
-    biased_RF = inner_RF + bias_F
-    if form == Gelu.EXACT:
-        return F.gelu(biased_RF)
-    if form == Gelu.TANH:
-        return F.gelu(biased_RF, approximate="tanh")
-    return biased_RF * torch.sigmoid(_QUICK_SLOPE * biased_RF)
+    return _Activation.apply(inner_RF, bias_F, form)
 
 
 def _sum_of_rows(gradient_RF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
     return gradient_RF.flatten(0, -2).sum(0).to(bias_F.dtype)
 
 
-_swiglu = compiled_on_cuda("swiglu")(_eager_swiglu)
-_bias_gelu = compiled_on_cuda("bias_gelu")(_eager_bias_gelu)
+@compiled_on_cuda("swiglu")
+def _swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None) -> torch.Tensor:
+    biased_RI = inner_RI if bias_I is None else inner_RI + bias_I
+    gate_RF, value_RF = biased_RI.chunk(2, -1)
+    return F.silu(gate_RF) * value_RF
+
+
+@compiled_on_cuda("bias_gelu")
+def _bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu) -> torch.Tensor:
+    biased_RF = inner_RF + bias_F
+    if form == Gelu.QUICK:
+        return biased_RF * torch.sigmoid(_QUICK_SLOPE * biased_RF)
+    return F.gelu(biased_RF, approximate="tanh" if form == Gelu.TANH else "none")
 
 
 @compiled_on_cuda("swiglu_backward")
@@ -90,27 +82,19 @@ def _bias_gelu_backward(
     return gradient_RF.to(inner_RF.dtype), _sum_of_rows(gradient_RF, bias_F)
 
 
-class Swiglu(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
+    """A form of GELU, or SwiGLU if None."""
+
     @staticmethod
-    def forward(ctx, inner_RI, bias_I):
+    def forward(ctx, inner_RI, bias_I, form):
         inner_RI = inner_RI.contiguous()
         ctx.save_for_backward(inner_RI, bias_I)
-        return _swiglu(inner_RI, bias_I)
-
-    @staticmethod
-    def backward(ctx, gradient_RF):
-        return _swiglu_backward(gradient_RF.contiguous(), *ctx.saved_tensors)
-
-
-class BiasGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inner_RF, bias_F, form):
-        inner_RF = inner_RF.contiguous()
-        ctx.save_for_backward(inner_RF, bias_F)
         ctx.form = form
-        return _bias_gelu(inner_RF, bias_F, form)
+        return _swiglu(inner_RI, bias_I) if form is None else _bias_gelu(inner_RI, bias_I, form)
 
     @staticmethod
     def backward(ctx, gradient_RF):
-        gradients = _bias_gelu_backward(gradient_RF.contiguous(), *ctx.saved_tensors, ctx.form)
-        return *gradients, None
+        given = gradient_RF.contiguous(), *ctx.saved_tensors
+        if ctx.form is None:
+            return *_swiglu_backward(*given), None
+        return *_bias_gelu_backward(*given, ctx.form), None

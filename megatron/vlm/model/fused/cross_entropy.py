@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from megatron.core import tensor_parallel
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
@@ -30,13 +28,7 @@ class OwnWords:
 
 def cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWords) -> torch.Tensor:
     """Return the loss of each position, float32 [L]; labels are numbers in the whole vocabulary."""
-    if logits_LW.is_cuda:
-        return CrossEntropy.apply(logits_LW, labels_L, words)
-    logits_LW = logits_LW.float()
-    hide_padding(logits_LW, words)
-    if words.group is None:
-        return F.cross_entropy(logits_LW, labels_L, reduction="none")
-    return tensor_parallel.vocab_parallel_cross_entropy(logits_LW, labels_L)
+    return CrossEntropy.apply(logits_LW, labels_L, words)
 
 
 def hide_padding(logits_LW: torch.Tensor, words: OwnWords) -> None:
@@ -85,7 +77,7 @@ def _backward(
     return torch.where(words_W < count, gradient_LW, 0.0).to(logits_LW.dtype)
 
 
-def combined(
+def combine_parts(
     largest_L: torch.Tensor, sums_2L: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine `_partial` of every rank into losses and log-sum-exp, [L] each."""
@@ -103,7 +95,7 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits_LW, labels_L, words):
         logits_LW = logits_LW.contiguous()
         largest_L, sums_2L = _partial(logits_LW, labels_L, words.first, words.count)
-        losses_L, normalizer_L = combined(largest_L, sums_2L, words.group)
+        losses_L, normalizer_L = combine_parts(largest_L, sums_2L, words.group)
         ctx.save_for_backward(logits_LW, labels_L, normalizer_L)
         ctx.words = words
         return losses_L

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
@@ -33,14 +32,7 @@ def split_with_norms(
         width: unpadded width of all ranks' heads; padded heads are zero.
         group: ranks that divide the heads, or None for one rank.
     """
-    if qkv_SBN3D.is_cuda or group is not None:
-        return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
-    *heads, value_SBND = qkv_SBN3D.chunk(3, -1)
-    query_SBND, key_SBND = (
-        F.rms_norm(x_SBND.flatten(2), weight_W.shape, weight_W, eps).view(x_SBND.shape)
-        for x_SBND, weight_W in zip(heads, weights_W, strict=True)
-    )
-    return query_SBND, key_SBND, value_SBND
+    return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
 
 
 def _sum_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
@@ -156,9 +148,7 @@ class HeadNorms(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         qkv_SBN3D, *weights_W, rstds_2SB = ctx.saved_tensors
-        parts = list(gradients)
-        if qkv_SBN3D.is_cuda:
-            parts = [gradient.contiguous() for gradient in gradients]
+        parts = [gradient.contiguous() for gradient in gradients]
         of_heads = (qkv_SBN3D, parts, weights_W, rstds_2SB)
         along_2SB = None
         if ctx.group is not None:

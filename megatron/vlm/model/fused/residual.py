@@ -6,7 +6,6 @@ Shapes: S sequence, B batch (tiles), H hidden size, M moments per position (rstd
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
@@ -38,15 +37,12 @@ def norm_and_residual(
     hidden_SBH: torch.Tensor, weights: NormWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise every position; also return the input, so that backward fuses both gradients."""
-    if hidden_SBH.is_cuda:
-        return NormAndResidual.apply(hidden_SBH, *weights)
-    return _eager_norm(hidden_SBH, weights), hidden_SBH
+    return NormAndResidual.apply(hidden_SBH, *weights)
 
 
 def add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
-    is_plain = branch.bias_H is None and branch.scale_H is None and branch.tile_scale_B is None
-    if is_plain or not residual_SBH.is_cuda:
-        return _eager_add(residual_SBH, branch)
+    if branch.bias_H is None and branch.scale_H is None and branch.tile_scale_B is None:
+        return residual_SBH + branch.output_SBH
     return ScaledAdd.apply(residual_SBH, *branch)
 
 
@@ -54,28 +50,7 @@ def add_and_norm(
     residual_SBH: torch.Tensor, branch: Branch, weights: NormWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the branch; return the norm and the new residual."""
-    if residual_SBH.is_cuda:
-        return ScaledAddAndNorm.apply(residual_SBH, *branch, *weights)
-    summed_SBH = _eager_add(residual_SBH, branch)
-    return _eager_norm(summed_SBH, weights), summed_SBH
-
-
-def _eager_norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
-    shape = weights.weight_H.shape
-    if weights.bias_H is None:
-        return F.rms_norm(hidden_SBH, shape, weights.weight_H, weights.eps)
-    return F.layer_norm(hidden_SBH, shape, weights.weight_H, weights.bias_H, weights.eps)
-
-
-def _eager_add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
-    output_SBH = branch.output_SBH
-    if branch.bias_H is not None:
-        output_SBH = output_SBH + branch.bias_H
-    if branch.tile_scale_B is not None:
-        output_SBH = output_SBH * branch.tile_scale_B.unsqueeze(-1)
-    if branch.scale_H is None:
-        return residual_SBH + output_SBH
-    return torch.addcmul(residual_SBH, output_SBH, branch.scale_H)
+    return ScaledAddAndNorm.apply(residual_SBH, *branch, *weights)
 
 
 def _normalize(
@@ -157,7 +132,7 @@ def _norm_backward(
     result_SBH = result_SBH * rstd_SB1
     if passed_SBH is not None:
         result_SBH = result_SBH + passed_SBH
-    of_weights_MH = torch.stack([each.flatten(0, -2).sum(0) for each in of_weights])
+    of_weights_MH = torch.stack([of_weight.flatten(0, -2).sum(0) for of_weight in of_weights])
     return result_SBH.to(hidden_SBH.dtype), of_weights_MH.to(weight_H.dtype)
 
 
@@ -185,8 +160,6 @@ def _scaled_add_backward(
 
 
 class NormAndResidual(torch.autograd.Function):
-    """`norm_and_residual` on any device."""
-
     @staticmethod
     def forward(ctx, hidden_SBH, weight_H, bias_H, eps):
         ctx.set_materialize_grads(False)
@@ -202,8 +175,6 @@ class NormAndResidual(torch.autograd.Function):
 
 
 class ScaledAdd(torch.autograd.Function):
-    """`add` on any device."""
-
     @staticmethod
     def forward(ctx, residual_SBH, *branch):
         parts = [_contiguous(tensor) for tensor in branch]
@@ -216,8 +187,6 @@ class ScaledAdd(torch.autograd.Function):
 
 
 class ScaledAddAndNorm(torch.autograd.Function):
-    """`add_and_norm` on any device."""
-
     @staticmethod
     def forward(ctx, residual_SBH, *branch_and_norm):
         ctx.set_materialize_grads(False)

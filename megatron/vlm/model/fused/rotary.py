@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
@@ -68,11 +67,7 @@ def sectioned_rotation(
 
 def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> Heads:
     """Split [T, G, (Q + 2) D] into q, k and v, rotating q and k. The input is not kept."""
-    if qkv.is_cuda:
-        return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)
-    query_TND, key_TGD, value_TGD = _split_heads(qkv, queries_per_group)
-    tables = [table.to(qkv.dtype) for table in turned_by]
-    return _turn(query_TND, *tables), _turn(key_TGD, *tables), value_TGD
+    return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)
 
 
 def split_norm_and_rotate(
@@ -82,21 +77,7 @@ def split_norm_and_rotate(
 
     The input is kept for backward; v is a view of it.
     """
-    if qkv.is_cuda:
-        return NormAndRotate.apply(qkv, queries_per_group, *turned_by, *norms)
-    query_D, key_D, eps = norms
-    size = len(query_D)
-    query, key, value = qkv.unflatten(-1, (-1, size)).split([queries_per_group, 1, 1], 2)
-    query, key = (F.rms_norm(x, (size,), w, eps) for x, w in ((query, query_D), (key, key_D)))
-    normed = torch.cat([query, key, value], 2).flatten(2)
-    return split_and_rotate(normed, queries_per_group, turned_by)
-
-
-def _split_heads(qkv: torch.Tensor, queries_per_group: int) -> Heads:
-    size = qkv.shape[-1] // (queries_per_group + 2)
-    query, key_TGD, value_TGD = qkv.split([queries_per_group * size, size, size], -1)
-    query_TND = query.reshape(len(qkv), queries_per_group * qkv.shape[1], size)
-    return query_TND, key_TGD, value_TGD
+    return NormAndRotate.apply(qkv, queries_per_group, *turned_by, *norms)
 
 
 def _turn(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -118,7 +99,9 @@ def _in_groups(query_TND: torch.Tensor, groups: int) -> torch.Tensor:
 def _split_and_rotate(
     qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
 ) -> Heads:
-    query_TND, key_TGD, value_TGD = _split_heads(qkv, queries_per_group)
+    size = qkv.shape[-1] // (queries_per_group + 2)
+    query, key_TGD, value_TGD = qkv.split([queries_per_group * size, size, size], -1)
+    query_TND = query.reshape(len(qkv), queries_per_group * qkv.shape[1], size)
     query_TND, key_TGD = (_turn(x, cosines, sines).to(qkv.dtype) for x in (query_TND, key_TGD))
     return query_TND, key_TGD, value_TGD.clone(memory_format=torch.contiguous_format)
 

@@ -1,0 +1,121 @@
+"""Projectors of encoders: positions of items to features of the language model's tokens.
+
+Deepstack projectors (Qwen3-VL, arXiv 2511.21631, section 2) make features of one layer's output.
+
+Shapes: V positions of an item, B items, H hidden size of the encoder, K tokens of all items, W
+joined width of a token's positions, E language hidden size. Images and videos at native resolution
+are one sequence, B = 1.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.vlm.model.fused.activations import bias_gelu
+from megatron.vlm.model.image_places import ImagePlaces
+from megatron.vlm.model.layers import Norm
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder, Encoder, TilesEncoder
+
+
+class Projector(MegatronModule):
+    """Norm, neighbouring positions joined to tokens, and an MLP: Linear, GELU, Linear.
+
+    Args:
+        fold: function that joins positions [V, B, H] to tokens [K, W]; items stay in order.
+        norm: norm of positions, or of tokens if `norms_tokens`.
+        inner: width inside the MLP.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tp_group: dist.ProcessGroup,
+        fold: Callable[[torch.Tensor], torch.Tensor],
+        norm: torch.nn.Module,
+        *,
+        norms_tokens: bool,
+        inputs: int,
+        inner: int,
+        outputs: int,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group, self.norm = tp_group, norm
+        self._fold, self._norms_tokens = fold, norms_tokens
+        given: Any = {"config": config, "init_method": config.init_method, "bias": True}
+        given["tp_group"] = tp_group
+        # The activation adds the first bias.
+        self.linear_fc1 = ColumnParallelLinear(inputs, inner, **given, skip_bias_add=True)
+        self.linear_fc2 = RowParallelLinear(
+            inner, outputs, **given, input_is_parallel=True, skip_bias_add=False
+        )
+
+    def forward(self, hidden_VBH: torch.Tensor, places: ImagePlaces | None = None) -> torch.Tensor:
+        """Project [V, B, H] to [K, E], images in data order."""
+        if self._norms_tokens:
+            tokens_KW = self.norm(self._fold(hidden_VBH))
+        else:
+            tokens_KW = self._fold(self.norm(hidden_VBH))
+        features_KE = self.linear_fc2(bias_gelu(*self.linear_fc1(tokens_KW)))[0]
+        return features_KE if places is None else places.restore_order(features_KE)
+
+
+def build_projector(
+    model: ModelConfig,
+    tower: Encoder,
+    config: TransformerConfig,
+    tp_group: dist.ProcessGroup,
+    *,
+    is_deepstack: bool = False,
+) -> Projector:
+    """Build an encoder's projector, or one of its deepstack projectors."""
+    inputs, outputs = tower.projector_input_size, model.language.hidden_size
+    inner, norms_tokens = outputs, is_deepstack
+    fold = _join_positions(tower.positions_per_item)
+    if isinstance(tower, TilesEncoder):
+        # InternVL's MLP has a LayerNorm, whatever the tower's norms are.
+        norm, norms_tokens = torch.nn.LayerNorm(inputs, dtype=config.params_dtype), True
+        fold = _shuffle_pixels(tower)
+    else:
+        norm = Norm(config, inputs if norms_tokens else tower.hidden_size, tower.norm_eps)
+        if isinstance(tower, ClipsEncoder):
+            fold = _join_positions(tower.positions_per_token)
+        else:
+            inner = tower.projector_hidden_size or inputs
+    return Projector(
+        config,
+        tp_group,
+        fold,
+        norm,
+        norms_tokens=norms_tokens,
+        inputs=inputs,
+        inner=inner,
+        outputs=outputs,
+    )
+
+
+def _join_positions(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda hidden_VBH: rearrange(hidden_VBH, "(k n) b h -> (b k) (n h)", n=number)
+
+
+def _shuffle_pixels(tower: TilesEncoder) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return InternVL's pixel shuffle (`ps_version v2`), which drops the class token."""
+    side, factor = tower.patches_per_side // tower.pixel_shuffle_factor, tower.pixel_shuffle_factor
+    pattern = "(row r column c) b h -> (b row column) (r c h)"
+    sizes = {"row": side, "column": side, "r": factor, "c": factor}
+    return lambda hidden_VBH: rearrange(hidden_VBH[1:], pattern, **sizes)
+
+
+class DeepstackProjectors(MegatronModule):
+    """An encoder's deepstack projectors on a stage, by their number in the encoder."""
+
+    def __init__(self, config: TransformerConfig, projectors: Mapping[int, Projector]) -> None:
+        super().__init__(config)
+        for number, projector in projectors.items():
+            self.add_module(str(number), projector)
