@@ -9,14 +9,17 @@ from functools import partial
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.data.lengths import Lengths, draw_samples
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import SampleData, StreamData, limited_features
+from omnibal.job.plan_data import SampleData, StreamData, limited_features, model_of_lengths
 from omnibal.job.planner import PlanRequest
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level, largest_caps
 from omnibal.model.limits import Caps, in_canonical_order
 from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding
+from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.packs import Packs
+from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
@@ -25,7 +28,6 @@ from omnibal.search.engine import try_all
 from omnibal.search.memory_need import least_need_gib, least_state_gib
 from omnibal.search.trial import (
     MIN_STEPS,
-    Comparison,
     GivenTrial,
     Trial,
     encoders_ms_per_sample,
@@ -34,6 +36,7 @@ from omnibal.search.trial import (
     micro_batches_at,
     time_per_sample,
 )
+from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import pack_epochs
 
 _TRIAL_EFFORT = 0.4
@@ -66,23 +69,39 @@ class FreeSizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StrategyRequest(Comparison):
-    """GPUs, placements of encoders to choose from, and training data."""
+class StrategyRequest:
+    """A job, the choices that are open, and the training data to compare them on."""
 
+    job: JobSpec
     sizes: FreeSizes
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
+    """Encoder placements to choose from."""
     shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
     """Weight shardings of the trainer to choose from."""
     layouts: tuple[Parallel, ...] = ()
     """Given layouts, in every sharding to choose from. Empty for all layouts of `sizes`."""
+    split: SplitRule = JOINT
+    """Rules for splitting the model over stages and choosing recomputed layers."""
+    schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
+    """Schedule that sizes must allow. Sizes are compared in 1F1B."""
     caps: Caps | None = None
     """Caps of every strategy. None to search for caps."""
     fixed_caps: Mapping[str, int] = field(default_factory=dict)
     """Caps by feature of a search for the others."""
+    lengths: Lengths
     given: StreamData | SampleData | None = None
     """Data with given steps, which all strategies train. A stream's packs follow the caps."""
-    schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
-    """Schedule that sizes must allow. Sizes are compared in 1F1B."""
+    settings: PackSettings = field(default_factory=PackSettings)
+    rules: PackRules = ANY_PACKS
+    samples_per_step: int
+    """Samples per step of all data-parallel ranks."""
+    samples: int
+    """Random samples to compare strategies on. More for large steps, all if fewer."""
+    all_samples: int = 0
+    """Number of samples these were drawn from. 0 if not drawn."""
+
+    def __post_init__(self) -> None:
+        model_of_lengths(self.job.model, self.lengths)
 
     @property
     def limited_features(self) -> list[str]:
@@ -90,11 +109,27 @@ class StrategyRequest(Comparison):
         return in_canonical_order({*limited_features(self.job.model), *self.fixed_caps})
 
     def draw_samples(self) -> Self:
-        """Draw samples for evaluation: for data with given steps, all or the first windows."""
-        if self.given is None:
-            return Comparison.draw_samples(self)
-        given = self.given.sampled(max(self.samples, MIN_STEPS * self.samples_per_step))
-        return replace(self, given=given, lengths=given.lengths)
+        """Draw samples to compare on: for data with given steps, all or the first windows."""
+        wanted = max(self.samples, MIN_STEPS * self.samples_per_step)
+        if self.given is not None:
+            given = self.given.sampled(wanted)
+            return replace(self, given=given, lengths=given.lengths)
+        lengths = draw_samples(self.lengths, wanted, self.settings.seed)
+        return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
+
+    def sample_data(self, levels: tuple[Level, ...]) -> SampleData:
+        """Data of a trial with packs of these levels. Packs per step are not set yet.
+
+        Full steps and next fit are off: filling the last step is overweighted on few samples, and
+        reading order does not change packs.
+        """
+        return SampleData(
+            lengths=self.lengths,
+            settings=replace(self.settings, epochs=1, curriculum_steps=0, samples_per_step=None),
+            levels=levels,
+            packs_per_step=self.job.parallel.data,
+            rules=self.rules.model_copy(update={"full_steps": False, "next_fit": False}),
+        )
 
 
 @dataclass(frozen=True, slots=True)

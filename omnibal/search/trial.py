@@ -5,20 +5,17 @@ some jobs larger steps with less bubble.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from omnibal.cost.encoder_phase import ITEM
-from omnibal.data.lengths import Lengths, draw_samples
+from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
-from omnibal.job.plan_data import SampleData, model_of_lengths
+from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, make_plan, placement_problem
 from omnibal.model.encoders import squares_of
-from omnibal.model.levels import Level
-from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
@@ -27,54 +24,12 @@ from omnibal.pipeline.encoder_search import estimated_step_ms_beside
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.steps.pack_settings import PackSettings
 
 MIN_STEPS = 8
 """Min number of steps in the evaluation samples."""
 _ESTIMATED_STEPS = 4  # steps to simulate for an estimate
 _ESTIMATE_EFFORT = 0.003
 """Effort of the stage search for estimates."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Comparison:
-    """Basis for comparing candidates: samples, pack rules and samples per step."""
-
-    job: JobSpec
-    lengths: Lengths
-    settings: PackSettings = field(default_factory=PackSettings)
-    samples_per_step: int
-    """Samples per step of all data-parallel ranks."""
-    samples: int
-    """Random samples to evaluate candidates on. More for large steps, all if fewer."""
-    rules: PackRules = ANY_PACKS
-    split: SplitRule = JOINT
-    """Rules for splitting the model over stages and choosing recomputed layers."""
-    all_samples: int = 0
-    """Number of samples these were drawn from. 0 if not drawn."""
-
-    def __post_init__(self) -> None:
-        model_of_lengths(self.job.model, self.lengths)
-
-    def draw_samples(self) -> Self:
-        """Draw the evaluation samples."""
-        wanted = max(self.samples, MIN_STEPS * self.samples_per_step)
-        lengths = draw_samples(self.lengths, wanted, self.settings.seed)
-        return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
-
-    def sample_data(self, levels: tuple[Level, ...]) -> SampleData:
-        """Data of a trial with packs of these levels. Packs per step are not set yet.
-
-        Full steps and next fit are off: filling the last step is overweighted on few samples, and
-        reading order does not change packs.
-        """
-        return SampleData(
-            lengths=self.lengths,
-            settings=replace(self.settings, epochs=1, curriculum_steps=0, samples_per_step=None),
-            levels=levels,
-            packs_per_step=self.job.parallel.data,
-            rules=self.rules.model_copy(update={"full_steps": False, "next_fit": False}),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

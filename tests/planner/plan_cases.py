@@ -22,7 +22,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
 from omnibal.packing.packing import PackingMethod
-from omnibal.search.trial import Comparison
+from omnibal.search.strategy import StrategyRequest
 from omnibal.steps.pack_settings import PackSettings
 
 MODEL = load_model("internvl-digits")
@@ -145,15 +145,15 @@ def example_profile(activation_bytes: int | None = None) -> Profile:
     )
 
 
-def search_request(kind: type[Comparison], defaults: dict, changes: dict) -> Comparison:
+def search_request(defaults: dict, changes: dict) -> StrategyRequest:
     """A search of fields of its own, of its job, and of settings of packs."""
     given = defaults | changes
     job = job_spec(**{name: given.pop(name) for name in JOB if name in given})
     samples = {"samples_per_step": given.pop("samples_per_step")}
-    return kind(job=job, settings=settings_of(given), **samples, **given)
+    return StrategyRequest(job=job, settings=settings_of(given), **samples, **given)
 
 
-def planned_ms_per_sample(searched: Comparison, caps: Caps, parallel: Parallel) -> float:
+def planned_ms_per_sample(searched: StrategyRequest, caps: Caps, parallel: Parallel) -> float:
     """As the planner alone predicts it, for steps of the requested samples."""
     job = searched.job.sized(parallel)
     data = SampleData(

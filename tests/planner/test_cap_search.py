@@ -63,7 +63,7 @@ def request_of(**changes) -> StrategyRequest:
         "samples": 1000,
         "sizes": FreeSizes(gpus=4),
     }
-    request = search_request(StrategyRequest, defaults, changes)
+    request = search_request(defaults, changes)
     return replace(request, layouts=(request.job.parallel,))
 
 

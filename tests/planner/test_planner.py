@@ -18,7 +18,7 @@ from omnibal.job.planner import make_plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.parallel import Parallel
-from omnibal.search.trial import Comparison
+from omnibal.search.strategy import FreeSizes, StrategyRequest
 from omnibal.steps.metrics import rank_sums
 
 pytestmark = pytest.mark.quick
@@ -92,7 +92,8 @@ def test_samples_beyond_the_models_rope_are_refused():
         make_plan(request(model=limited(most - 1)))
     with pytest.raises(UserError, match=message):
         job = job_spec(model=limited(most - 1))
-        Comparison(job=job, lengths=lengths, samples_per_step=50, samples=300)
+        sizes = FreeSizes(gpus=2)
+        StrategyRequest(job=job, sizes=sizes, lengths=lengths, samples_per_step=50, samples=300)
     # Made-up samples at the caps are of no length that is trained.
     make_plan(request(model=limited(16), lengths=None))
 

@@ -74,7 +74,7 @@ def strategy_request(**changes) -> StrategyRequest:
         "samples": 1000,
         "caps": CAPS,
     }
-    return search_request(StrategyRequest, defaults, changes)
+    return search_request(defaults, changes)
 
 
 def possible_parallels(searched: StrategyRequest) -> list[Parallel]:
