@@ -54,7 +54,7 @@ class Stored:
         self.file = self.source = np.zeros(samples, np.int32)
         self.sources, self.roots = ("a",), (root,)
 
-    def stored(self, index: int) -> StoredRecord:
+    def read_stored(self, index: int) -> StoredRecord:
         return StoredRecord(b"{}", f"{index:06}", True)
 
     def where(self, index: int) -> str:
