@@ -20,7 +20,7 @@ from megatron.vlm.run.pretrain import (
     open_trainable,
     plan_for_all,
     plan_to_train,
-    resumed,
+    resume_elastic,
 )
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.base.printable import printable
@@ -38,7 +38,7 @@ def main() -> None:
             if launch.rank == 0:
                 print_dry_run(planned.plan, Console())
             return
-        arguments, store = resumed(given), None
+        arguments, store = resume_elastic(given), None
         directory = plan_to_train(plan, arguments, launch)
         if arguments.checkpoints.elastic:
             store = open_store(launch, start=f"{latest_step(arguments.save)} {launch.world_size}")

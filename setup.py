@@ -49,7 +49,7 @@ setup(
             "report/*.jinja",
             "report/*.mplstyle",
         ],
-        "megatron.vlm.measure.fake_device": ["device.cpp"],
+        "megatron.vlm": ["conversion/*.jinja", "conversion/*.toml", "measure/fake_device/*.cpp"],
     },
     install_requires=PLANNER,
     extras_require={

@@ -49,7 +49,8 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
-from megatron.vlm.measure.profiler import ProfileOptions, device_name
+from megatron.vlm.measure.profiler import device_name
+from megatron.vlm.measure.random_batches import ProfileOptions
 from megatron.vlm.measure.replay import MicroBatchTimes
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.base.files import read_json_model, write_json_model

@@ -26,16 +26,12 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.measure.profiler import (
-    OPTIMIZATION,
-    ProfileOptions,
-    Profiler,
-    peak_activation_bytes,
-)
+from megatron.vlm.measure.profiler import OPTIMIZATION, Profiler, peak_activation_bytes
+from megatron.vlm.measure.random_batches import ProfileOptions
 from megatron.vlm.measure.replay import (
     MicroBatchTimes,
     StageReplayer,
-    predicted_waits,
+    predict_waits,
     random_rows,
     standing_in,
 )
@@ -304,7 +300,7 @@ class ReplayWorker:
 
     def _replay(self, variant: Variant, rows: np.ndarray) -> MicroBatchTimes:
         one, own = self._planned[variant], self._workloads[variant].rows(rows)
-        waits = predicted_waits(one.plan, self._stage, one.cost, own)
+        waits = predict_waits(one.plan, self._stage, one.cost, own)
         return self._replayers[variant].step(self._load[variant](rows), waits)
 
     def update_ms(self, variant: Variant) -> float:

@@ -24,7 +24,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from megatron.vlm.measure.fake_device.job import (
+from megatron.vlm.measure.fake_device.fake_stage import (
     check_fake_device,
     fake_replay_info,
     run_fake_stages,

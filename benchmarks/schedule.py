@@ -47,7 +47,8 @@ from rich.table import Table
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.measure.profiler import OPTIMIZATION, random_batch
+from megatron.vlm.measure.profiler import OPTIMIZATION
+from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.model.configs import language_transformer_config, parameter_dtype
 from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed

@@ -14,7 +14,7 @@ from typing import Annotated, cast
 import typer
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
+from megatron.vlm.conversion.tokenizer_files import TOKENIZER_FOLDER
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed

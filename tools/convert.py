@@ -24,18 +24,19 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
-from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter, trained_whole
-from megatron.vlm.conversion.added_audio import add_audio
+from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter, list_fully_trained
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
-from megatron.vlm.conversion.importing import (
-    TOKENIZER_FOLDER,
-    ImportSource,
-    import_checkpoint,
-    open_released,
-)
+from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from megatron.vlm.conversion.released_files import SINGLE_FILE, dtype_name
 from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.conversion.whisper import check_same_encoder, export_audio, is_whisper, open_audio
+from megatron.vlm.conversion.tokenizer_files import TOKENIZER_FOLDER
+from megatron.vlm.conversion.whisper import (
+    add_audio,
+    check_same_encoder,
+    export_audio,
+    is_whisper,
+    open_audio,
+)
 from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder
@@ -103,12 +104,13 @@ def import_(
     if released.files.unread is not None:
         others = f"those that {released.files.unread} names"
         print(f"note: the weights are those of {SINGLE_FILE}, not {others}")
-    wanted: ImportSource = released
+    wanted = released
     if audio is not None:
         wanted = add_audio(released, audio, positions_per_token, seed)
         print(f"{audio}: {wanted.model.name}, {wanted.bytes:,} bytes with the encoder")
     if adapter is not None:
         wanted = add_adapter(released, adapter)
+        assert wanted.adapters is not None
         print(f"{adapter}: rank {wanted.adapters.rank}, {', '.join(wanted.adapters.targets)}")
     with _progress("importing", wanted.bytes) as advance:
         lines = import_checkpoint(wanted, output, advance)
@@ -201,7 +203,7 @@ def _export_adapter(
         f"wrote {output}: the adapters of step {stored.step} of {stored.path.parent}, beside "
         f"{modules} modules of layout {layout}"
     )
-    whole = trained_whole(stored)
+    whole = list_fully_trained(stored)
     if whole:
         print(
             f"note: {', '.join(whole)} was trained whole, which no adapter holds; without "

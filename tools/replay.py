@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.vlm.measure.fake_device.job import check_fake_device, run_fake_stages
+from megatron.vlm.measure.fake_device.fake_stage import check_fake_device, run_fake_stages
 from megatron.vlm.measure.replay_job import (
     ReplayJob,
     check_alone,

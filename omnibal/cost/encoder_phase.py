@@ -189,8 +189,8 @@ def encoders_cost(
     # Replicas on all ranks equal tensor size 1 with all ranks data-parallel.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
-    shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
-    rates = source.with_rates(cluster).measured(precision)
+    shards = source.fill_rates(cluster), copies, precision, OWN_RUNTIME
+    rates = source.fill_rates(cluster).measured(precision)
     link = None if source.profile is None else source.profile.link
     encoders, held, cost = dict[str, EncoderCost](), list[UnitCost](), whole
     towers = {kind.name: kind.tower for kind in unit_kinds(model)}

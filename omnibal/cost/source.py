@@ -38,7 +38,7 @@ class CostSource:
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
         """Return costs of all units at context size 1."""
-        sizes = model, self.with_rates(cluster), parallel, precision, frozen
+        sizes = model, self.fill_rates(cluster), parallel, precision, frozen
         if self.profile is None:
             cost = analytic_cost(*sizes, adapters=adapters, runtime=runtime)
         else:
@@ -50,7 +50,7 @@ class CostSource:
         """The only tensor-parallel size with costs, None for any."""
         return None if self.profile is None else self.profile.tensor
 
-    def with_rates(self, cluster: ClusterConfig) -> ClusterConfig:
+    def fill_rates(self, cluster: ClusterConfig) -> ClusterConfig:
         """Return the cluster with the rates for exchange."""
         if self.profile is None or self.profile.rates is None:
             return cluster

@@ -82,7 +82,7 @@ class JobSpec:
         self.check_sizes(self.parallel)
         cost, exchange = with_host_waits(self._unit_costs()), None
         if self.parallel.sharded > 1:
-            cluster = self.cost_source.with_rates(self.cluster)
+            cluster = self.cost_source.fill_rates(self.cluster)
             shards = cluster, self.parallel, self.precision, self.trainer.runtime
             names = unit_names(self.pipeline_model)
             has_one_loss = not self.model.language.prediction_layers
@@ -238,7 +238,7 @@ class JobSpec:
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Return unit costs per level, with exchanges at measured rates if any."""
-        cluster = self.cost_source.with_rates(self.cluster)
+        cluster = self.cost_source.fill_rates(self.cluster)
         trained = trained_kinds(self.model, self.frozen, self.adapters)
         sizes = self.model, cluster, self.parallel, self.precision, trained
         source = ExchangeSource(costs=self.cost_source, runtime=self.trainer.runtime)

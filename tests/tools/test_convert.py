@@ -20,8 +20,8 @@ import torch
 from commands import REPOSITORY, launcher
 
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
+from megatron.vlm.conversion.config_files import configurations
 from megatron.vlm.conversion.importing import ReleasedCheckpoint
-from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from omnibal.model.config import load_model
 from tools import convert

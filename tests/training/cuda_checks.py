@@ -23,7 +23,7 @@ from toy import OPTIONS, cut_plan, toy_batch, toy_model
 from megatron.vlm.backend import WeightGradients, current_device, has_cuda
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream, borders_of
-from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.model.attention import attend_by_segment, attend_flash
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.links import PipelineLinks

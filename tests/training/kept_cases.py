@@ -17,7 +17,7 @@ from toy import OPTIONS
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
-from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.measure.replay import standing_in
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.analytic import kept_lines

@@ -13,7 +13,7 @@ from tensor_parallel_cases import with_unequal_weights
 from toy import ToySample, pack
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megatron.vlm.conversion.qwen_files import qwen_files
+from megatron.vlm.conversion.config_files import qwen_files
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.data.native_resolution import Grid

@@ -19,11 +19,12 @@ from megatron.vlm.run.arguments import (
     StorageArguments,
     parse_arguments,
 )
-from megatron.vlm.run.pretrain import with_rates
+from megatron.vlm.run.pretrain import fill_rates
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.base.errors import UserError
 
 TRAIN = "--plan p --data d.json --tokenizer-model t --save s"
+NO_PATHS = dict.fromkeys(("data_index", "data_cache", "data_root"))
 MODULES = Path(arguments_module.__file__).parents[1]
 
 
@@ -37,8 +38,7 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
     assert parsed(monkeypatch, TRAIN)[1] == RunArguments(
         tokenizer_model=Path("t"), save=Path("s"), load=None, data=Path("d.json"),
         skip_train=False, finetune=False, train_iters=None, seed=42, max_skipped_steps=5,
-        num_workers=2, provider="local",
-        samples=DataOptions(seed=42, augment=True),
+        num_workers=2, provider="local", samples=DataOptions(seed=42, augment=True),
         optimization=OptimizationOptions(
             lr=None, min_lr=0.0, lr_decay_style="cosine", lr_warmup_fraction=0.03,
             weight_decay=0.05, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,
@@ -47,8 +47,8 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
             save_interval=1000, keep_checkpoints=None, async_save=True, exit_after_failed_saves=2,
             replan_at=(), elastic=False,
         ),
-        storage=StorageArguments(),
-        tensorboard_dir=None, wandb_project=None, profile_steps=range(0),
+        storage=StorageArguments(**NO_PATHS, data_cache_gib=32), profile_steps=range(0),
+        tensorboard_dir=None, wandb_project=None,
         evaluation=None,
     )  # fmt: skip
 
@@ -88,14 +88,14 @@ def test_rates_are_those_of_recipes() -> None:
     tower, and a rate for one that is frozen."""
     plan, options = pipeline_plan(), replace(OPTIONS, lr=None, min_lr=0.0)
     with_adapters = {"adapters": EVERYWHERE, "frozen": ("vision",)}
-    found = with_rates(options, plan)
+    found = fill_rates(options, plan)
     assert (found.lr, found.vision_lr) == (1e-5, pytest.approx(2e-6))
-    found = with_rates(options, plan.model_copy(update=with_adapters))
+    found = fill_rates(options, plan.model_copy(update=with_adapters))
     assert (found.lr, found.vision_lr) == (1e-4, None)
     with pytest.raises(UserError, match="at most --lr, 1e-05"):
-        with_rates(replace(options, min_lr=1.0), plan)
+        fill_rates(replace(options, min_lr=1.0), plan)
     with pytest.raises(UserError, match="trains no vision encoder"):
-        with_rates(replace(options, vision_lr=1.0), pipeline_plan(frozen=("vision",)))
+        fill_rates(replace(options, vision_lr=1.0), pipeline_plan(frozen=("vision",)))
 
 
 def test_dry_run_needs_only_the_plan(monkeypatch) -> None:

@@ -18,7 +18,7 @@ from tensor_parallel_cases import (
 )
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.schedule import _HeldBatches
 from megatron.vlm.step.train import build_trainer

@@ -48,11 +48,10 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.conversion.config_files import configurations, internvl_processor_files
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
-from megatron.vlm.conversion.internvl_files import internvl_processor_files
-from megatron.vlm.conversion.released_config import configurations
-from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
 from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tokenizer_files import fast_tokenizer
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.base.errors import UserError
 from omnibal.data.chat import encode_sample

@@ -30,8 +30,9 @@ from transformers import (
 )
 
 from megatron.vlm.checkpoint.identity import architecture_differences
+from megatron.vlm.conversion.config_files import configurations
 from megatron.vlm.conversion.importing import open_released
-from megatron.vlm.conversion.released_config import configurations, read_config
+from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import VLMStage

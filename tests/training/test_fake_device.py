@@ -10,7 +10,7 @@ from commands import launcher
 from length_cases import lengths_of
 from pipeline_cases import MODEL
 
-from megatron.vlm.measure.fake_device import job
+from megatron.vlm.measure.fake_device import fake_stage
 from megatron.vlm.measure.replay_job import load_replay
 from omnibal.base.errors import UserError
 from omnibal.job.check import open_plan
@@ -145,9 +145,9 @@ def test_a_fake_stage_is_the_one_of_its_name(planned, tmp_path):
 
 def test_what_was_counted_is_of_the_compiled_part_too(planned, tmp_path, monkeypatch):
     """Prevents: figures of an earlier device.cpp that pass for those of the one there is."""
-    monkeypatch.setattr(job, "_TRAINER", tmp_path)
+    monkeypatch.setattr(fake_stage, "_TRAINER", tmp_path)
     hashes = []
     for name, text in (("a.py", "1"), ("b.cpp", "1"), ("b.cpp", "2"), ("c.md", "1")):
         (tmp_path / name).write_text(text)
-        hashes.append(job.fake_replay_info(open_plan(planned).plan).trainer_sha256)
+        hashes.append(fake_stage.fake_replay_info(open_plan(planned).plan).trainer_sha256)
     assert len(set(hashes)) == 3 and hashes[2] == hashes[3]

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from toy import IMAGE_TOKEN, cut_plan, pack, toy_batch, toy_model, toy_sample
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megatron.vlm.conversion.released_config import configurations
+from megatron.vlm.conversion.config_files import configurations
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage

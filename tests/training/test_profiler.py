@@ -16,15 +16,17 @@ from rich.console import Console
 from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_omni_model, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.measure.measured_shares import context_sizes
 from megatron.vlm.measure.profiler import (
     KeptActivations,
-    ProfileOptions,
     Profiler,
     _slowdown,
     kept_bytes_of_units,
     peak_activation_bytes,
-    profiled_batches,
+)
+from megatron.vlm.measure.random_batches import (
+    ProfileOptions,
+    context_sizes,
+    make_profiled_batches,
     random_batch,
 )
 from megatron.vlm.measure.rates import group_sizes, measure_rates
@@ -138,8 +140,7 @@ IMAGES = (0, (90, 10), 7), {"images": (24, 16, 12)}, OF_IMAGES
     ids=["audio", "Qwen3-VL", "Qwen2.5-VL"],
 )
 def test_units_of_encoders_add_up_and_are_measured(model, batch, item, tolerance, ratios):
-    """Prevents: an encoder or a kind of layer that is measured as another, or costs nothing where
-    items are large; features or deepstack projectors that count for no unit."""
+    """Prevents units measured as others or free, and deepstack projectors that count for none."""
     (sizes, items, options), (tower, feature) = batch, item.split()
     plan = toy_plan(model, stages_of(model))
     work = partial(units_and_profile, **items)
@@ -288,7 +289,7 @@ def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
         repetitions=1, layers=1,
     )  # fmt: skip
     model = MODEL if max_tiles else TEXT
-    batches, names = list(profiled_batches(model, options)), feature_names(model)
+    batches, names = list(make_profiled_batches(model, options)), feature_names(model)
     features = features_of(names, batches)
     for batch in batches:
         assert sum(batch.segment_tokens) == batch.tokens <= max_tokens

@@ -9,7 +9,7 @@ from pipeline_cases import pipeline_plan
 from programs import run_program
 
 from megatron.vlm.installed import import_failure
-from megatron.vlm.measure.fake_device.job import check_fake_device
+from megatron.vlm.measure.fake_device.fake_stage import check_fake_device
 from megatron.vlm.model.providers import check_precision, check_provider
 from megatron.vlm.model.stage import build_stage
 from omnibal.base.errors import UserError

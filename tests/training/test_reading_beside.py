@@ -12,7 +12,8 @@ from toy import PROFILE, stages_of, toy_model, toy_plan
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
-from megatron.vlm.measure.profiler import Profiler, profiled_batches
+from megatron.vlm.measure.profiler import Profiler
+from megatron.vlm.measure.random_batches import make_profiled_batches
 from megatron.vlm.measure.reading import Reading, ReadSamples, SampleDraws
 from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
@@ -93,7 +94,7 @@ def test_profile_reads_as_much_as_it_trains():
     model = toy_model()
     plan = toy_plan(model, stages_of(model))
     passes = 2  # the second time with every layer recomputed
-    expected = passes * sum(batch.tokens for batch in profiled_batches(model, PROFILE))
+    expected = passes * sum(batch.tokens for batch in make_profiled_batches(model, PROFILE))
     found = run_ranks(Parallel(pipeline=1), tokens_taken_in_a_round, plan)
     assert found == [(expected, None)]
 

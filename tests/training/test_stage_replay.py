@@ -15,7 +15,8 @@ from toy import OPTIONS, stages_of, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure import replay as replay_module
-from megatron.vlm.measure.profiler import peak_activation_bytes, random_batch
+from megatron.vlm.measure.profiler import peak_activation_bytes
+from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
 from megatron.vlm.measure.replay_job import load_replay, replay_info, replay_stages
 from megatron.vlm.run.launch import Launch, open_store
@@ -76,10 +77,7 @@ def bytes_of_rank(links, plan):
 
 @pytest.mark.parametrize("plan", ALONE.values(), ids=ALONE)
 def test_a_rank_alone_needs_what_it_needs_in_the_job(plan):
-    """Prevents: a plan that fits when its stages are tried alone, and not when they train.
-
-    State and kept activations of every stage, to the byte.
-    """
+    """Prevents a plan that fits when stages are tried alone, and not in training, to the byte."""
     ranks = run_ranks(plan.parallel, bytes_of_rank, plan)
     per_stage = plan.parallel.world_size // plan.parallel.pipeline
     for number in range(plan.parallel.pipeline):

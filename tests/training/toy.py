@@ -9,7 +9,7 @@ import torch
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
 from megatron.vlm.inputs.pack_share import Share
-from megatron.vlm.measure.profiler import ProfileOptions
+from megatron.vlm.measure.random_batches import ProfileOptions
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.job.plan import Plan
 from omnibal.model.adapters import AdapterConfig

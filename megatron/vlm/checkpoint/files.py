@@ -49,8 +49,7 @@ def publish_checkpoint(
 ) -> Path:
     """Publish a checkpoint that is on disk as the newest, atomically; return its folder.
 
-    Args:
-        checksums: by file name, computed during the writes. Other files are read again.
+    `checksums` by file name were computed during the writes. Other files are read again.
     """
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     write_checksums(part, checksums or {})

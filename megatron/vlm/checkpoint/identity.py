@@ -78,10 +78,8 @@ def open_newest(
 ) -> CheckpointIdentity:
     """Open a run's newest checkpoint with the bytes that were saved; collective with `agree`.
 
-    Checkpoints that are broken are passed over, and a line says so.
-
-    Args:
-        agree: calls a function on every rank, and raises UserError on all if it fails on one.
+    Broken checkpoints are skipped, with a log line. `agree` calls a function on every rank, and
+    raises UserError on all if it fails on one.
     """
     steps = agree(lambda: whole_steps(directory))
     if not steps:
@@ -92,15 +90,15 @@ def open_newest(
     failures: list[UserError] = []
     for step in steps:
         try:
-            found = agree(partial(_open, directory, step, rank, ranks))
+            identity = agree(partial(_open, directory, step, rank, ranks))
         except UserError as error:
             failures.append(error)
             continue
         if failures:
             # A run shows one rank's INFO. Tools show warnings alone.
             level = logging.INFO if dist.is_initialized() else logging.WARNING
-            _log.log(level, f"{failures[0]}; until then, {found.path} is loaded")
-        return found
+            _log.log(level, f"{failures[0]}; until then, {identity.path} is loaded")
+        return identity
     raise failures[0]
 
 
@@ -141,14 +139,18 @@ def adapter_differences(
     """Differences between a checkpoint's adapters and a plan's. Empty if equal."""
     if here is None:
         return ["it has some, and the plan none"]
-    return differences(_described(model, there), _described(model, here), "in the plan")
+    return differences(
+        _describe_adapters(model, there), _describe_adapters(model, here), "in the plan"
+    )
 
 
-def _described(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
+def _describe_adapters(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
     """Entries of adapters that decide their shapes and scale, independent of target names."""
     beside = {
         kind.part: ", ".join(
-            piece.name for one in adapted_linears(model, kind, adapters) for piece in one.adapted
+            piece.name
+            for linear in adapted_linears(model, kind, adapters)
+            for piece in linear.adapted
         )
         for kind in unit_kinds(model)
         if has_adapters(model, kind, adapters)
@@ -172,7 +174,7 @@ def architecture_differences(
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -> list[str]:
     """Differences between two nested settings."""
-    there, here = _flat(there), _flat(here)
+    there, here = _flatten(there), _flatten(here)
     return [
         f"{name} is {there.get(name)} there and {here.get(name)} {place}"
         for name in sorted(there.keys() | here.keys())
@@ -180,10 +182,10 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -
     ]
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in settings.items():
-        nested = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else None
+        nested = _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else None
         flat.update(nested if nested is not None else {prefix + name: value})
     return flat
 

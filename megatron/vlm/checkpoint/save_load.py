@@ -58,7 +58,7 @@ from megatron.vlm.checkpoint.identity import (
     open_newest,
     reason,
 )
-from megatron.vlm.checkpoint.state import Optimizer, joined_settings, state_of
+from megatron.vlm.checkpoint.state import Optimizer, join_settings, state_of
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
@@ -78,13 +78,8 @@ class CheckpointWriter:
     """Saves one run's state in its directory, one save at a time.
 
     All methods are collective. A failed save is logged and counted, not raised: existing
-    checkpoints stay, and the next save tries again.
-
-    Args:
-        directory: of the run, shared by all ranks.
-        stages: this rank's chunks of the model, and data-parallel encoders.
-        optimizers: per stage. None if it is frozen.
-        asynchronous: whether `save` returns as soon as the state is copied.
+    checkpoints stay, and the next save tries again. `stages` are this rank's chunks of the model,
+    and data-parallel encoders. If `asynchronous`, `save` returns as soon as the state is copied.
     """
 
     def __init__(
@@ -101,7 +96,7 @@ class CheckpointWriter:
         self._directory = directory
         self._state = state_of(stages, optimizers)
         self._scheduler = scheduler
-        self._identity = identity_state(plan.model, plan.data, _plain(options), plan.adapters)
+        self._identity = identity_state(plan.model, plan.data, _copy_plain(options), plan.adapters)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         # A host group: polling for completion must not wait for the devices.
@@ -120,16 +115,13 @@ class CheckpointWriter:
         """Save the state after `step` steps, after any pending save; weights may change on return.
 
         Weights must be gathered (`Trainer.wait_for_weights`). Does nothing if `step` is saved
-        already.
-
-        Args:
-            training_state: small, JSON-serializable, identical on all ranks. A load returns it.
+        already. A load returns `training_state`, which is JSON-serializable and equal on all ranks.
         """
         self.finish()
         if step == self.newest_step:
             return
         try:
-            self._pending = self._start(step, _plain(training_state))
+            self._pending = self._start(step, _copy_plain(training_state))
         except _RankError as error:
             self._give_up(step, error)
         if not self._asynchronous:
@@ -167,27 +159,27 @@ class CheckpointWriter:
                 "omnibal": self._identity,
             },
             validate_access_integrity=not self._is_validated,
-            preprocess_common_before_consistancy_check=_same_on_all_ranks,
+            preprocess_common_before_consistancy_check=_select_common,
         )
         self._is_validated = True  # the checked layout is constant over saves
-        common = _same_on_all_ranks(common) | {"optimizer": common.get("optimizer")}
+        common = _select_common(common) | {"optimizer": common.get("optimizer")}
         # Core stores rank 0's settings for all, but frozen stages have none, and stages without
         # language layers have none for experts.
         gathered = filter(None, _gather(common["optimizer"], self._group))
-        common["optimizer"] = joined_settings(list(gathered))
-        layout = _Layouts(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK).async_save(
-            sharded, str(path)
-        )
-        self._check_space(layout)
-        writes = _agree(lambda: self._copied_writes(layout, path, common), self._group)
-        return _PendingSave(
-            step=step, layout=layout, files=[self._threads.submit(write) for write in writes]
-        )
+        common["optimizer"] = join_settings(list(gathered))
+        planner = _Planner(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK)
+        writer, metadata = planner.async_save(sharded, str(path))
+        self._check_space(writer.write_buckets or [])
+        writes = _agree(lambda: self._copied_writes(writer, path, common), self._group)
+        files = [self._threads.submit(write) for write in writes]
+        return _PendingSave(step, writer, metadata, files)
 
-    def _check_space(self, layout: "_Layout") -> None:
+    def _check_space(self, buckets: Sequence[WriteBucket]) -> None:
         """Raise _RankError if the ranks' files exceed the free disk space."""
+        tensors = [tensor for _, _, (_, written) in buckets for _, tensor in written]
+        size = sum(_TENSOR_OVERHEAD_BYTES + tensor.nbytes for tensor in tensors)
         free = _agree(lambda: shutil.disk_usage(self._directory).free, self._group)
-        ranks = _gather((layout.size, free), self._group)
+        ranks = _gather((size, free), self._group)
         needed, free = sum(size for size, _ in ranks), min(free for _, free in ranks)
         if needed > free:
             raise _RankError(
@@ -197,15 +189,15 @@ class CheckpointWriter:
             )
 
     def _copied_writes(
-        self, layout: "_Layout", path: Path, common: dict[str, Any]
+        self, writer: FileSystemWriterAsync, path: Path, common: dict[str, Any]
     ) -> "list[Callable[[], _WrittenFile]]":
         """Return functions that write this rank's files from data that training cannot change."""
         changing = set()
         if self._asynchronous:
-            changing = {one.untyped_storage().data_ptr() for one in self._state.changing()}
+            changing = {tensor.untyped_storage().data_ptr() for tensor in self._state.changing()}
         writes: list[Callable[[], _WrittenFile]] = [
-            partial(_write_bucket, layout.writer, bucket)
-            for bucket in _on_host(layout.buckets, changing, self._copies)
+            partial(_write_bucket, writer, bucket)
+            for bucket in _on_host(writer.write_buckets or [], changing, self._copies)
         ]
         if dist.get_rank() == 0:
             copied = io.BytesIO()
@@ -239,7 +231,7 @@ class CheckpointWriter:
     def _publish(self, save: "_PendingSave", written: "list[list[_WrittenFile]]") -> None:
         path = part_path(self._directory, save.step)
         files = [file for own in written for file in own]
-        save.layout.writer.finish(save.layout.metadata, [file.results for file in files])
+        save.writer.finish(save.metadata, [file.results for file in files])
         save_config(CheckpointingConfig(*CHECKPOINT_BACKEND), str(path))
         force_to_disk(path / CONFIG_FNAME)
         checksums = {file.name: file.checksum for file in files}
@@ -260,42 +252,24 @@ class CheckpointWriter:
         _log.info(line)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layout:
-    """Layout of a checkpoint: tensors per file, as core planned them."""
+class _Planner(TorchDistSaveShardedStrategy):
+    """Save strategy that stops after planning: core's next steps may fail on one rank alone.
 
-    writer: FileSystemWriterAsync
-    metadata: Metadata | None
-    """Metadata of the whole checkpoint, on rank 0. None on others."""
-
-    @property
-    def buckets(self) -> list[WriteBucket]:
-        """This rank's files, with content."""
-        return self.writer.write_buckets or []
-
-    @property
-    def size(self) -> int:
-        """Maximum number of bytes that this rank writes."""
-        return sum(
-            _TENSOR_OVERHEAD_BYTES + tensor.nbytes
-            for _, _, (_, tensors) in self.buckets
-            for _, tensor in tensors
-        )
-
-
-class _Layouts(TorchDistSaveShardedStrategy):
-    """Save strategy that stops after planning: core's next steps may fail on one rank alone."""
+    Returns the writer, with this rank's files, and on rank 0 the whole checkpoint's metadata.
+    """
 
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple
-    ) -> _Layout:
-        return _Layout(writer=writer, metadata=save_state_dict_ret[1])
+    ) -> tuple[FileSystemWriterAsync, Metadata | None]:
+        return writer, save_state_dict_ret[1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _PendingSave:
     step: int
-    layout: _Layout
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None
+    """Of the whole checkpoint, on rank 0. None on others."""
     files: "list[Future[_WrittenFile]]"
 
 
@@ -357,7 +331,9 @@ def _on_host(
     """
     copied, number = [], count()
     for path, name, (objects, tensors) in buckets:
-        own = [(item, _host_copy(one, changing, copies, next(number))) for item, one in tensors]
+        own = [
+            (item, _host_copy(tensor, changing, copies, next(number))) for item, tensor in tensors
+        ]
         copied.append((path, name, (objects, own)))
     # On the current stream the copies run after this update and before the next, but the writer
     # threads do not synchronize with a stream.
@@ -417,7 +393,7 @@ def _writing(path: Path) -> "Iterator[io.BufferedWriter[_ChecksummedFile]]":
         raise
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _WrittenFile:
     name: str
     checksum: int
@@ -431,13 +407,13 @@ def _write_bucket(writer: FileSystemWriterAsync, bucket: WriteBucket) -> _Writte
             _write_item(writer.transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
             for item, data in (*objects, *tensors)
         ]
-    return _WrittenFile(name=name, checksum=stream.raw.checksum, results=results)
+    return _WrittenFile(name, stream.raw.checksum, results)
 
 
 def _write_common(path: Path, content: io.BytesIO) -> _WrittenFile:
     with _writing(path) as stream:
         stream.write(content.getbuffer())
-    return _WrittenFile(name=path.name, checksum=stream.raw.checksum, results=[])
+    return _WrittenFile(path.name, stream.raw.checksum, [])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -460,17 +436,16 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Restore weights, optimizer and position from the newest checkpoint; collective.
 
-    Args:
-        hash_steps: returns `steps_sha256` of the plan's first `n` steps, as a longer plan of the
-            same data goes on with the run of a shorter one.
+    `hash_steps` returns `steps_sha256` of the plan's first `n` steps: a longer plan of the same
+    data goes on with the run of a shorter one.
     """
-    found = _open(directory, plan)
-    path = found.path
-    if found.options is None:
+    identity = _open_checked(directory, plan)
+    path = identity.path
+    if identity.options is None:
         raise UserError(
             f"{path}: holds weights alone, as an import does; start from them with --finetune"
         )
-    stored, given = ({**settings} for settings in (found.options, options))
+    stored, given = dict(identity.options), dict(options)
     before, now = (
         {name: settings.pop(name, None) for name in RATES} for settings in (stored, given)
     )
@@ -480,9 +455,9 @@ def load_checkpoint(
             f"{path}: was trained with other settings: {'; '.join(different)}; resume with the same"
         )
     data = plan.data
-    if data is not None and found.steps_sha256 not in (
+    if data is not None and identity.steps_sha256 not in (
         data.steps_sha256,
-        None if found.steps is None else hash_steps(found.steps),
+        None if identity.steps is None else hash_steps(identity.steps),
     ):
         raise UserError(
             f"{path}: was trained on other steps than the plan's, so its step count does not say "
@@ -491,7 +466,7 @@ def load_checkpoint(
         )
     for line in differences(before, now, "given"):
         _log.info(f"{path}: {line}, which the run goes on with")
-    state, loaded = state_of(stages, optimizers), found.common
+    state, loaded = state_of(stages, optimizers), identity.common
 
     def load() -> None:
         with one_error(path):
@@ -506,48 +481,50 @@ def load_checkpoint(
 
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
     """Restore the newest weights, and adapters if stored; collective. Returns the step."""
-    found = _open(directory, plan)
-    load_opened_weights(found, plan, stages)
-    return found.step
+    identity = _open_checked(directory, plan)
+    load_opened_weights(identity, plan, stages)
+    return identity.step
 
 
-def load_opened_weights(found: CheckpointIdentity, plan: Plan, stages: Sequence[VLMStage]) -> None:
+def load_opened_weights(
+    identity: CheckpointIdentity, plan: Plan, stages: Sequence[VLMStage]
+) -> None:
     """Restore a checkpoint's weights, and adapters if stored; collective."""
     state = state_of(stages, [None] * len(stages))
-    has_adapters = plan.adapters is None or found.adapters is not None
+    has_adapters = plan.adapters is None or identity.adapters is not None
 
     def load() -> None:
-        with one_error(found.path):
-            state.load_weights(StoredTensors(found.path), adapters=has_adapters)
+        with one_error(identity.path):
+            state.load_weights(StoredTensors(identity.path), adapters=has_adapters)
 
     _agree_or_refuse(load)
 
 
-def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
+def _select_common(common: Mapping[str, Any]) -> dict[str, Any]:
     """Common state without optimizer settings and empty entries, which stages have or lack."""
     return {name: common[name] for name in ("scheduler", "step", "training_state", "omnibal")}
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Copy settings without enums and the like, which a load would refuse to unpickle."""
     return json.loads(json.dumps(dict(settings)))
 
 
-def _open(directory: Path, plan: Plan) -> CheckpointIdentity:
+def _open_checked(directory: Path, plan: Plan) -> CheckpointIdentity:
     """Open the newest whole checkpoint and check that its model is the plan's; collective."""
     model = plan.model
-    found = open_newest(directory, _agree_or_refuse, dist.get_rank(), dist.get_world_size())
-    different = architecture_differences(found.model, model)
+    identity = open_newest(directory, _agree_or_refuse, dist.get_rank(), dist.get_world_size())
+    different = architecture_differences(identity.model, model)
     if different:
         raise UserError(
-            f"{found.path}: is a checkpoint of another model: {'; '.join(different)}; load one of "
-            f"{model.name}, or plan for the model of the checkpoint"
+            f"{identity.path}: is a checkpoint of another model: {'; '.join(different)}; load one "
+            f"of {model.name}, or plan for the model of the checkpoint"
         )
-    if found.adapters is not None:
-        others = adapter_differences(model, found.adapters, plan.adapters)
+    if identity.adapters is not None:
+        others = adapter_differences(model, identity.adapters, plan.adapters)
         if others:
             raise UserError(
-                f"{found.path}: is of other adapters: {'; '.join(others)}; plan with those of the "
-                "checkpoint, or load an export that has them in its weights"
+                f"{identity.path}: is of other adapters: {'; '.join(others)}; plan with those of "
+                "the checkpoint, or load an export that has them in its weights"
             )
-    return found
+    return identity

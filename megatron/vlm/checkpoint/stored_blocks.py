@@ -69,12 +69,7 @@ class StoredTensors:
 
     @torch.no_grad()
     def read_blocks(self, blocks: Iterable[ShardedTensor]) -> None:
-        """Read blocks into their data.
-
-        Raises:
-            ValueError: a tensor is missing, incomplete or of another shape.
-            OSError: a file is missing or truncated.
-        """
+        """Read blocks into their data; ValueError if a tensor is missing or differs in shape."""
         by_key: dict[str, list[ShardedTensor]] = defaultdict(list)
         for block in blocks:
             by_key[block.key].append(block)
@@ -181,15 +176,11 @@ def blocks_of(
     values: torch.Tensor,
     copy: int = 0,
 ) -> Iterator[ShardedTensor]:
-    """Split a flat range of a parameter into blocks of its stored tensors.
+    """Split the range `first:end` of a flat parameter into blocks of its stored tensors.
 
-    Args:
-        entry: the parameter's entry in its stage's sharded state.
-        key: stored name, of the parameter or of a moment.
-        first: start of the range in the flat parameter.
-        end: end of the range.
-        values: the range, one axis; blocks are views of it.
-        copy: replica index among ranks with this range.
+    `entry` is the parameter's in its stage's sharded state, `key` the stored name of the parameter
+    or of a moment. Blocks are views of `values`, the range on one axis. `copy` is the replica's
+    number among ranks with this range.
     """
     offset = 0
     if isinstance(entry, ShardedTensor):
@@ -200,6 +191,7 @@ def blocks_of(
         parts = [replace(part, data=None) for part in built]
     for part in parts:
         size = math.prod(part.local_shape)
+        replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
         low, high = max(first - offset, 0), min(end - offset, size)
         # The axis of a tower's layers becomes an ordinary axis: core takes it only from regular
         # grids.
@@ -212,7 +204,7 @@ def blocks_of(
                 data=values[begin : begin + count].view(lengths),
                 local_shape=lengths,
                 global_offset=tuple(map(sum, zip(part.global_offset, place, strict=True))),
-                replica_id=(*_axes(part.replica_id)[:-1], copy),
+                replica_id=(*replica[:-1], copy),
                 axis_fragmentations=None,
                 prepend_axis_num=0,
             )
@@ -223,11 +215,9 @@ def blocks_of(
 def boxes(
     shape: tuple[int, ...], first: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split a flat range of a tensor into boxes, in order.
+    """Split a flat range of a tensor into boxes, in order: offset and lengths per axis.
 
-    Returns:
-        Offset and lengths per axis. A matrix gives at most three boxes: tail of a row, whole rows,
-        head of a row.
+    A matrix gives at most three boxes: tail of a row, full rows, head of a row.
 
     Example:
         >>> list(boxes((3, 4), 2, 9))
@@ -249,10 +239,6 @@ def boxes(
             rows = (end - first) // width
             yield (row, *(0 for _ in inner)), (rows, *inner)
         first = (row + rows) * width
-
-
-def _axes(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
-    return replica_id if isinstance(replica_id, tuple) else (replica_id,)
 
 
 def _place(index: Sequence[int], strides: Sequence[int]) -> int:

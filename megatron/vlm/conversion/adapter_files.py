@@ -10,10 +10,9 @@ Qwen-VL begin with `model.`.
 Shapes: r rank, R ranks of a linear's adapters together, I inputs, O outputs, P outputs of a piece.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,7 +21,8 @@ import torch
 from pydantic import BaseModel
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity
-from megatron.vlm.conversion.importing import FoundTokenizer, ImportSource, ReleasedCheckpoint
+from megatron.vlm.conversion.config_files import json_text
+from megatron.vlm.conversion.importing import Addition, ReleasedCheckpoint
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_config import check_exportable
 from megatron.vlm.conversion.released_files import ReleasedFiles, check_tensors, write_file, writing
@@ -44,14 +44,6 @@ from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-_IN_MEMORY = {
-    Layout.TRANSFORMERS: Layout.TRANSFORMERS_PREFIXED,
-    Layout.TRANSFORMERS_STACKED: Layout.TRANSFORMERS_PREFIXED,
-    Layout.QWEN2_VL: Layout.QWEN2_VL_PREFIXED,
-    Layout.QWEN2_5_VL: Layout.QWEN2_5_VL_PREFIXED,
-}
-"""Layouts with other tensor names in files than in memory."""
-
 _FIRST_WEIGHTS = (True, False, "gaussian", "eva", "orthogonal")
 """PEFT's ways of drawing first adapters that leave the base's weights as they are."""
 _WITHOUT_EFFECT = {
@@ -75,12 +67,12 @@ class AdaptedPiece:
     lora_b: Parameter
 
 
-def adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[AdaptedPiece]:
+def list_adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[AdaptedPiece]:
     """Yield every pair of a model's adapters, in forward order."""
     for kind in unit_kinds(model):
         for linear in adapted_linears(model, kind, adapters):
-            outputs = sum(each.outputs for each in linear.pieces)
-            for made, piece in product(_places(model, kind), linear.adapted):
+            outputs = sum(part.outputs for part in linear.pieces)
+            for made, piece in product(_list_constructors(model, kind), linear.adapted):
                 name, tower = f"adapters.{piece.name}", model.encoders.get(kind.tower)
                 yield AdaptedPiece(
                     base=made(f"{linear.module}.weight", (outputs, piece.inputs)),
@@ -92,7 +84,9 @@ def adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[Adap
                 )
 
 
-def _places(model: ModelConfig, kind: UnitKind) -> list[Callable[[str, Shape], Parameter]]:
+def _list_constructors(
+    model: ModelConfig, kind: UnitKind
+) -> list[Callable[[str, Shape], Parameter]]:
     """Constructors of parameters for each unit of a kind, by name and shape."""
     if not kind.is_layer:
         owner = "projector" if kind.tower == "vision" else f"{kind.tower}_projector"
@@ -112,17 +106,19 @@ class MergedWeights:
     def __init__(self, stored: CheckpointIdentity) -> None:
         self._weights, self._adapters = StoredWeights(stored.path), stored.adapters
         self._beside: dict[tuple[str, int | None], list[AdaptedPiece]] = {}
-        for one in adapted_pieces(stored.model, stored.adapters) if stored.adapters else ():
-            self._beside.setdefault((one.base.key, one.base.layer), []).append(one)
+        for piece in list_adapted_pieces(stored.model, stored.adapters) if stored.adapters else ():
+            self._beside.setdefault((piece.base.key, piece.base.layer), []).append(piece)
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        return list(map(self._merged, parameters, self._weights.read(parameters)))
+        return list(map(self._merge, parameters, self._weights.read(parameters)))
 
-    def _merged(self, parameter: Parameter, values: torch.Tensor) -> torch.Tensor:
+    def _merge(self, parameter: Parameter, values: torch.Tensor) -> torch.Tensor:
         beside = self._beside.get((parameter.key, parameter.layer))
         if beside is None or self._adapters is None:
             return values
-        matrices = self._weights.read([each for one in beside for each in (one.lora_a, one.lora_b)])
+        matrices = self._weights.read(
+            [matrix for piece in beside for matrix in (piece.lora_a, piece.lora_b)]
+        )
         rows = OutputRows.of(beside[0].linear, len(values), beside[0].groups)
         joined_OR = rows.join([matrix.float() for matrix in matrices[1::2]])
         below_RI = torch.cat([matrix.float() for matrix in matrices[::2]])
@@ -144,9 +140,10 @@ class _Modules:
             yield f"{_PREFIX}{name}.lora_A.weight", f"{_PREFIX}{name}.lora_B.weight"
 
 
-def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Modules:
+def _find_modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Modules:
     """Find the released modules of a pair."""
-    made_of = released(piece.base, model, _IN_MEMORY.get(layout, layout))
+    prefixed = [other for other in Layout if other == f"{layout.removesuffix('-stacked')}-prefixed"]
+    made_of = released(piece.base, model, prefixed[0] if prefixed else layout)
     names = tuple(name.removesuffix(".weight") for name in made_of.names)
     pieces = piece.linear.pieces
     # q, k and v of tiles are arranged differently, or in several modules.
@@ -157,7 +154,7 @@ def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Module
             f"layout {layout} has {names[0]} in one module, and adapters of "
             f"{', '.join(each.name for each in pieces)} are apart: choose another layout"
         )
-    own = names[[each.name for each in pieces].index(piece.piece.name)]
+    own = names[[part.name for part in pieces].index(piece.piece.name)]
     return _Modules(piece=piece, names=(own,), arrangement=Parts(piece.lora_b.shape))
 
 
@@ -175,8 +172,8 @@ def export_adapter(
     weights = StoredWeights(stored.path)
     tensors: dict[str, torch.Tensor] = {}
     names: list[str] = []
-    for piece in adapted_pieces(stored.model, adapters):
-        own = _modules(piece, stored.model, layout)
+    for piece in list_adapted_pieces(stored.model, adapters):
+        own = _find_modules(piece, stored.model, layout)
         lora_a, lora_b = weights.read([piece.lora_a, piece.lora_b])
         parts = own.arrangement.split(lora_b)
         for (name_a, name_b), rows in zip(own.tensors(), parts, strict=True):
@@ -189,7 +186,7 @@ def export_adapter(
     return len(names)
 
 
-def trained_whole(stored: CheckpointIdentity) -> list[str]:
+def list_fully_trained(stored: CheckpointIdentity) -> list[str]:
     """Fully trained parts of a model that also has adapters."""
     if stored.adapters is None or stored.options is None:
         return []
@@ -214,7 +211,7 @@ def _peft_config(adapters: AdapterConfig, names: Sequence[str], base: str | None
         "use_dora": False,
         "use_rslora": adapters.rank_stabilized,
     }
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return json_text(config)
 
 
 class _PeftConfig(BaseModel, extra="allow"):
@@ -242,47 +239,7 @@ class _PeftConfig(BaseModel, extra="allow"):
         return [name for name, is_there in has.items() if is_there]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointWithAdapter(ImportSource):
-    """A released checkpoint with adapters."""
-
-    directory: Path
-    released: ReleasedCheckpoint
-    model: ModelConfig
-    files: ReleasedFiles
-    adapters: AdapterConfig
-    modules: Mapping[str, tuple[_Modules, bool]]
-    """Modules of every adapter parameter, by name, and whether it is an A."""
-
-    def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type to write. An adapter's is that of its weight."""
-        if parameter.name not in self.modules:
-            return self.released.dtype(parameter)
-        return self.released.dtype(self.modules[parameter.name][0].piece.base)
-
-    def read(self, parameter: Parameter) -> torch.Tensor:
-        if parameter.name not in self.modules:
-            return self.released.read(parameter)
-        own, is_a = self.modules[parameter.name]
-        values = [self.files.read(a if is_a else b) for a, b in own.tensors()]
-        if is_a and any(not torch.equal(values[0], other) for other in values[1:]):
-            raise UserError(
-                f"{', '.join(own.names)} have an A each in {WEIGHTS_FILE}, and are one linear with "
-                "one A here: such adapters cannot be imported; merge them with PEFT first"
-            )
-        whole = values[0] if is_a else own.arrangement.join(values, parameter.shape)
-        return whole.to(self.dtype(parameter))
-
-    def file_order(self) -> list[Parameter]:
-        pairs = [own.piece for own, is_a in self.modules.values() if is_a]
-        beside = [each for one in pairs for each in (one.lora_a, one.lora_b)]
-        return [*self.released.file_order(), *beside]
-
-    def found_tokenizer(self) -> FoundTokenizer | None:
-        return self.released.found_tokenizer()
-
-
-def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapter:
+def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
     """Add adapters in PEFT's format to a released checkpoint."""
     given = read_json_model(_PeftConfig, folder / CONFIG_FILE, "give a folder that PEFT has saved")
     obstacles = given.obstacles()
@@ -298,15 +255,15 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
         rank_stabilized=given.use_rslora,
         parts=tuple({kind.part: None for kind in unit_kinds(source.model)}),
     )
-    found = [
+    present = [
         own
-        for piece in adapted_pieces(source.model, everywhere)
-        for own in [_modules(piece, source.model, source.layout)]
+        for piece in list_adapted_pieces(source.model, everywhere)
+        for own in [_find_modules(piece, source.model, source.layout)]
         if any(name in files.tensors for pair in own.tensors() for name in pair)
     ]
-    adapters = _described(source.model, everywhere, found, folder)
-    pieces = adapted_pieces(source.model, adapters)
-    kept = [_modules(piece, source.model, source.layout) for piece in pieces]
+    adapters = _describe_adapters(source.model, everywhere, present, folder)
+    pieces = list_adapted_pieces(source.model, adapters)
+    kept = [_find_modules(piece, source.model, source.layout) for piece in pieces]
     shapes: dict[str, tuple[str, Shape]] = {}
     for own in kept:
         piece = own.piece
@@ -315,31 +272,46 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
             shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
             shapes[name_b] = (piece.lora_b.key, shape)
     check_tensors(folder, shapes, files.tensors, "adapters of all layers alike")
-    return CheckpointWithAdapter(
-        directory=source.directory,
-        released=source,
-        model=source.model,
-        files=files,
-        adapters=adapters,
-        modules={
-            parameter.name: (own, is_a)
-            for own in kept
-            for parameter, is_a in ((own.piece.lora_a, True), (own.piece.lora_b, False))
-        },
-    )
+    additions = {
+        added.parameter.name: added for own in kept for added in _additions(source, files, own)
+    }
+    return replace(source, additions=additions, adapters=adapters)
 
 
-def _described(
-    model: ModelConfig, everywhere: AdapterConfig, found: Sequence[_Modules], folder: Path
+def _additions(
+    source: ReleasedCheckpoint, files: ReleasedFiles, own: _Modules
+) -> Iterator[Addition]:
+    """Yield A and B of a pair, of the type of its weight."""
+    dtype = source.dtype(own.piece.base)
+
+    def read_a() -> torch.Tensor:
+        values = [files.read(name) for name, _ in own.tensors()]
+        if any(not torch.equal(values[0], other) for other in values[1:]):
+            raise UserError(
+                f"{', '.join(own.names)} have an A each in {WEIGHTS_FILE}, and are one linear with "
+                "one A here: such adapters cannot be imported; merge them with PEFT first"
+            )
+        return values[0].to(dtype)
+
+    def read_b() -> torch.Tensor:
+        values = [files.read(name) for _, name in own.tensors()]
+        return own.arrangement.join(values, own.piece.lora_b.shape).to(dtype)
+
+    yield Addition(parameter=own.piece.lora_a, dtype=dtype, read=read_a)
+    yield Addition(parameter=own.piece.lora_b, dtype=dtype, read=read_b)
+
+
+def _describe_adapters(
+    model: ModelConfig, everywhere: AdapterConfig, modules: Sequence[_Modules], folder: Path
 ) -> AdapterConfig:
     """Derive an adapter config from the adapted modules."""
-    if not found:
+    if not modules:
         raise UserError(
             f"{folder / WEIGHTS_FILE}: no tensor is of a linear of {model.name}; give adapters of "
             "that model"
         )
-    names = {own.piece.piece.name for own in found}
-    owners = {own.piece.base.key.partition(".")[0] for own in found}
+    names = {own.piece.piece.name for own in modules}
+    owners = {own.piece.base.key.partition(".")[0] for own in modules}
     parts = tuple(
         kind.part
         for kind in unit_kinds(model)

@@ -1,6 +1,5 @@
 """Export of a run's weights in a released checkpoint's files or in a layout."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +11,17 @@ import torch
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, architecture_differences
 from megatron.vlm.conversion.adapter_files import MergedWeights
-from megatron.vlm.conversion.importing import ReleasedCheckpoint, tokenizer_files
-from megatron.vlm.conversion.internvl_files import internvl_processor_files
-from megatron.vlm.conversion.own_weights import StoredWeights
-from megatron.vlm.conversion.qwen_files import PROCESSOR_FILE
-from megatron.vlm.conversion.released_config import (
-    CONFIG_FILE,
+from megatron.vlm.conversion.config_files import (
+    PROCESSOR_FILE,
     TokenIds,
-    check_exportable,
-    check_read_back,
     configurations,
-    with_dtype,
+    internvl_processor_files,
+    json_text,
+    replace_dtype,
 )
+from megatron.vlm.conversion.importing import ReleasedCheckpoint
+from megatron.vlm.conversion.own_weights import StoredWeights
+from megatron.vlm.conversion.released_config import check_exportable, check_read_back
 from megatron.vlm.conversion.released_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -40,16 +38,18 @@ from megatron.vlm.conversion.tensor_map import (
     parameters,
     released,
 )
+from megatron.vlm.conversion.tokenizer_files import tokenizer_files
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room, read_text
 from omnibal.data.chat import answer_end, check_tokenizer
 from omnibal.data.tokenizer import Tokenizer
+from omnibal.families.folder import CONFIG_FILE
 from omnibal.model.config import ModelConfig
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Piece:
     name: str
     parameter: Parameter
@@ -63,10 +63,10 @@ class _Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _File:
     name: str
-    pieces: tuple[_Piece, ...]
+    pieces: Sequence[_Piece]
     metadata: dict[str, str] | None
 
     @property
@@ -74,15 +74,15 @@ class _File:
         return sum(piece.bytes for piece in self.pieces)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Export:
     """A checked export: the files to write."""
 
     stored: CheckpointIdentity
     model: ModelConfig
     layout: Layout
-    files: tuple[_File, ...]
-    copied: tuple[Path, ...]
+    files: Sequence[_File]
+    copied: Sequence[Path]
     made: Mapping[str, str]
     """Contents of generated files, by name: configurations and the index."""
 
@@ -97,7 +97,9 @@ def plan_export_like(
 ) -> Export:
     """Plan a copy of `like` with the stored weights; files, names and default types are kept."""
     place = f"in {like.directory / CONFIG_FILE}"
-    different = architecture_differences(_as_seen(stored.model, like.model), like.model, place)
+    different = architecture_differences(
+        _drop_missing_audio(stored.model, like.model), like.model, place
+    )
     if different:
         raise UserError(
             f"{stored.path}: is of another model than {like.directory}: {'; '.join(different)}; "
@@ -109,7 +111,7 @@ def plan_export_like(
         return dtype or (tensors[name].dtype if name in tensors else like.dtype(parameter))
 
     has_head = head_name(like.layout) in tensors
-    pieces = _pieces(like.model, like.layout, dtype_of, has_head=has_head)
+    pieces = _list_pieces(like.model, like.layout, dtype_of, has_head=has_head)
     by_file: dict[str, list[_Piece]] = {}
     for piece in pieces:
         # A missing copy of the tied head goes to the embedding's file.
@@ -117,13 +119,13 @@ def plan_export_like(
         place = piece.name if piece.name in tensors else first
         by_file.setdefault(tensors[place].file, []).append(piece)
     files = [
-        _File(name=name, pieces=tuple(pieces), metadata=like.files.header_metadata(name))
+        _File(name, pieces, like.files.header_metadata(name))
         for name, pieces in sorted(by_file.items())
     ]
     made = {}
     if dtype is not None:
         config = read_text(like.directory / CONFIG_FILE, "fetch it again")
-        made[CONFIG_FILE] = with_dtype(config, dtype_name(dtype))
+        made[CONFIG_FILE] = replace_dtype(config, dtype_name(dtype))
     # Reuse the folder's index unless types change or a tensor is added.
     names = {piece.name for piece in pieces}
     if like.files.index is not None and (dtype is not None or names != tensors.keys()):
@@ -136,17 +138,10 @@ def plan_export_like(
         and path.name != like.files.unread
         and (path.name == INDEX_FILE or not path.name.endswith(_WEIGHT_SUFFIXES))
     ]
-    return Export(
-        stored=stored,
-        model=like.model,
-        layout=like.layout,
-        files=tuple(files),
-        copied=tuple(copied),
-        made=made,
-    )
+    return Export(stored, like.model, like.layout, files, copied, made)
 
 
-def _as_seen(model: ModelConfig, like: ModelConfig) -> ModelConfig:
+def _drop_missing_audio(model: ModelConfig, like: ModelConfig) -> ModelConfig:
     """Drop the audio encoder and its tokens from the model if the released model lacks them."""
     if not model.takes_audio or like.takes_audio:
         return model
@@ -160,7 +155,7 @@ def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
     metadata = (index.get("metadata") or {}) | {"total_size": sum(file.bytes for file in files)}
     weight_map = {piece.name: file.name for file in files for piece in file.pieces}
     whole = {**index, "metadata": metadata, "weight_map": weight_map}
-    return json.dumps(whole, indent=2, sort_keys=True) + "\n"
+    return json_text(whole)
 
 
 def plan_export_as(
@@ -178,16 +173,13 @@ def plan_export_as(
     def dtype_of(_: str, parameter: Parameter) -> torch.dtype:
         return dtype or weights.dtype(parameter)
 
-    pieces = _pieces(model, layout, dtype_of)
-    files = _dealt(pieces, bytes_per_file)
-    ids, beside = None, []
+    pieces = _list_pieces(model, layout, dtype_of)
+    files = _split_into_files(pieces, bytes_per_file)
+    ids, beside = None, list[Path]()
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
-        ids = TokenIds(
-            of_items=_item_ids(model, tokenizer),
-            begin=tokenizer.id_of(tokenizer.bos_piece),
-            end=answer_end(model, tokenizer),
-        )
+        begin, end = tokenizer.id_of(tokenizer.bos_piece), answer_end(model, tokenizer)
+        ids = TokenIds(of_items=_item_ids(model, tokenizer), begin=begin, end=end)
         beside = tokenizer_files(tokenizer.path.parent)
     made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
     if tokenizer is not None and model.takes_images and not layout.is_original:
@@ -198,14 +190,8 @@ def plan_export_as(
     replaced = [PROCESSOR_FILE] if layout.is_qwen_vl else []
     if len(files) > 1:
         made[INDEX_FILE] = _index_text({}, files)
-    return Export(
-        stored=stored,
-        model=model,
-        layout=layout,
-        files=tuple(files),
-        copied=tuple(path for path in beside if path.name not in {*made, *replaced}),
-        made=made,
-    )
+    copied = [path for path in beside if path.name not in {*made, *replaced}]
+    return Export(stored, model, layout, files, copied, made)
 
 
 def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
@@ -238,11 +224,11 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
             (folder / name).write_text(text, encoding="utf-8")
         weights = MergedWeights(export.stored)
         for file in export.files:
-            write_file(folder / file.name, _tensors(export, file, weights), file.metadata)
+            write_file(folder / file.name, _split_tensors(export, file, weights), file.metadata)
             on_written(file.bytes)
 
 
-def _pieces(
+def _list_pieces(
     model: ModelConfig,
     layout: Layout,
     dtype_of: Callable[[str, Parameter], torch.dtype],
@@ -257,14 +243,7 @@ def _pieces(
     for parameter in parameters(model):
         made_of = released(parameter, model, layout)
         for position, (name, shape) in enumerate(zip(made_of.names, made_of.shapes, strict=True)):
-            piece = _Piece(
-                name=name,
-                parameter=parameter,
-                position=position,
-                shape=shape,
-                dtype=dtype_of(name, parameter),
-            )
-            pieces.append(piece)
+            pieces.append(_Piece(name, parameter, position, shape, dtype_of(name, parameter)))
     if model.language.tied_head and (has_head or layout.is_original):
         embedding, head = embedding_parameter(model), head_name(layout)
         tied = next(piece for piece in pieces if piece.parameter == embedding)
@@ -272,7 +251,7 @@ def _pieces(
     return pieces
 
 
-def _dealt(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:
+def _split_into_files(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:
     """Split pieces in order into files of at most `bytes_per_file` bytes."""
     groups: list[list[_Piece]] = [[]]
     size = 0
@@ -286,13 +265,11 @@ def _dealt(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:
         f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         for number in range(1, len(groups) + 1)
     ]
-    return [
-        _File(name=name, pieces=tuple(group), metadata={"format": "pt"})
-        for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE], groups, strict=True)
-    ]
+    names = names if len(groups) > 1 else [SINGLE_FILE]
+    return [_File(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
-def _tensors(export: Export, file: _File, weights: MergedWeights) -> dict[str, torch.Tensor]:
+def _split_tensors(export: Export, file: _File, weights: MergedWeights) -> dict[str, torch.Tensor]:
     wanted = list(dict.fromkeys(piece.parameter for piece in file.pieces))
     split = {
         parameter: released(parameter, export.model, export.layout).arrangement.split(values)

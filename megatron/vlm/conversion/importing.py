@@ -6,16 +6,12 @@ RUN/tokenizer/       tokenizer, for --tokenizer-model RUN/tokenizer
 """
 
 import math
-import shutil
-import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from megatron.vlm.conversion.added_pieces import add_pieces
 from megatron.vlm.conversion.own_weights import write_weights
 from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.released_files import (
@@ -25,113 +21,86 @@ from megatron.vlm.conversion.released_files import (
     dtype_name,
     writing,
 )
-from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer, is_slow
 from megatron.vlm.conversion.tensor_map import (
     Layout,
     Parameter,
-    Released,
     embedding_parameter,
     head_name,
     parameters,
     released,
 )
+from megatron.vlm.conversion.tokenizer_files import (
+    TOKENIZER_FOLDER,
+    FoundTokenizer,
+    find_tokenizer,
+    is_slow,
+)
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room
-from omnibal.data.chat import check_tokenizer
-from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
+from omnibal.data.tokenizer import FAST_FILE
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig, config_toml
 from omnibal.model.units import LANGUAGE
 
 MODEL_FILE = "model.toml"
-TOKENIZER_FOLDER = "tokenizer"
-_TOKENIZER_FILES = (
-    "tokenizer.model",
-    FAST_FILE,
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "tokenization_*.py",
-)
 
 
-class ImportSource(ABC):
-    """Source of a run's directory: a released checkpoint, possibly with additions."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addition:
+    """A parameter that a released checkpoint lacks, or has in another shape."""
 
-    directory: Path
-    model: ModelConfig
-    adapters: AdapterConfig | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(
-            math.prod(one.shape) * self.dtype(one).itemsize for one in parameters(self.model)
-        )
-
-    @abstractmethod
-    def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type to write the parameter in."""
-
-    @abstractmethod
-    def read(self, parameter: Parameter) -> torch.Tensor:
-        """Read the values of the parameter."""
-
-    @abstractmethod
-    def file_order(self) -> list[Parameter]:
-        """All parameters in file order, so that each file is read once."""
-
-    @abstractmethod
-    def found_tokenizer(self) -> "FoundTokenizer | None":
-        """The tokenizer to copy, if any."""
+    parameter: Parameter
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleasedCheckpoint(ImportSource):
-    """A released checkpoint that is complete and supported."""
+class ReleasedCheckpoint:
+    """A released checkpoint that is complete and supported, possibly with additions."""
 
     directory: Path
     files: ReleasedFiles
     model: ModelConfig
     layout: Layout
+    additions: Mapping[str, Addition] = field(default_factory=dict)
+    """Adapters, or what an audio encoder adds, by parameter name."""
+    adapters: AdapterConfig | None = None
+    tokenizer: FoundTokenizer | None = None
+    """Tokenizer with additions. None for the directory's."""
 
-    def dtype(self, parameter: Parameter) -> torch.dtype:
-        return self.files.tensors[self._released(parameter).names[0]].dtype
-
-    def read(self, parameter: Parameter) -> torch.Tensor:
-        return self.files.joined(self._released(parameter), parameter)
-
-    def found_tokenizer(self) -> "FoundTokenizer | None":
-        """Return the tokenizer, checked against the model, or None if unusable."""
-        folder = self.directory
-        files = tuple(tokenizer_files(folder))
-        if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
-            check_tokenizer(self.model, open_tokenizer(folder))
-            return FoundTokenizer(files=files, made=None)
-        made = fast_tokenizer(folder) if is_slow(folder) else None
-        if made is None:
-            return None
-        found = FoundTokenizer(files=files, made=made)
-        tokenizer = found.opened()
-        tokenizer.path = folder / FAST_FILE  # path for error messages
-        check_tokenizer(self.model, tokenizer)
-        return found
-
-    def file_order(self) -> list[Parameter]:
-        return sorted(
-            parameters(self.model),
-            key=lambda one: self.files.tensors[self._released(one).names[0]].file,
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters, without adapters."""
+        return sum(
+            math.prod(parameter.shape) * self.dtype(parameter).itemsize
+            for parameter in parameters(self.model)
         )
 
-    def _released(self, parameter: Parameter) -> Released:
-        return released(parameter, self.model, self.layout)
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Type to write the parameter in."""
+        added = self.additions.get(parameter.name)
+        return self._first_tensor(parameter).dtype if added is None else added.dtype
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """Read the values of the parameter."""
+        added = self.additions.get(parameter.name)
+        if added is not None:
+            return added.read()
+        return self.files.joined(released(parameter, self.model, self.layout), parameter)
+
+    def file_order(self) -> list[Parameter]:
+        """All parameters in file order, so that each file is read once; additions first."""
+        added = {name: addition.parameter for name, addition in self.additions.items()}
+        stored = (parameter for parameter in parameters(self.model) if parameter.name not in added)
+        ordered = sorted(stored, key=lambda parameter: self._first_tensor(parameter).file)
+        return [*added.values(), *ordered]
+
+    def found_tokenizer(self) -> FoundTokenizer | None:
+        """The tokenizer to copy, if any."""
+        return self.tokenizer or find_tokenizer(self.directory, self.model)
+
+    def _first_tensor(self, parameter: Parameter) -> TensorInfo:
+        return self.files.tensors[released(parameter, self.model, self.layout).names[0]]
 
 
 def open_released(directory: Path) -> ReleasedCheckpoint:
@@ -142,7 +111,7 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
     """
     files = ReleasedFiles(directory)
     model, layout = read_config(directory, files.tensors.keys())
-    if layout.has_turned_experts and not _are_turned(model, layout, files.tensors):
+    if layout.experts == "transposed" and not _are_transposed(model, layout, files.tensors):
         layout = Layout.QWEN3_VL_MOE_STACKED
     _check_tensors(directory, model, layout, files.tensors)
     checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
@@ -159,7 +128,7 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
     return checkpoint
 
 
-def _are_turned(model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]) -> bool:
+def _are_transposed(model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether stacked experts are stored transposed, by the shape of a non-square matrix."""
     for parameter in parameters(model):
         if ".experts." not in parameter.key or len(set(parameter.shape[1:])) == 1:
@@ -170,17 +139,10 @@ def _are_turned(model: ModelConfig, layout: Layout, tensors: Mapping[str, Tensor
     return True
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The tokenizer's files in a folder, and their companions."""
-    return [
-        path for name in _TOKENIZER_FILES for path in sorted(folder.glob(name)) if path.is_file()
-    ]
-
-
 def _check_tensors(
     directory: Path, model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]
 ) -> None:
-    expected = [(one, released(one, model, layout)) for one in parameters(model)]
+    expected = [(parameter, released(parameter, model, layout)) for parameter in parameters(model)]
     shapes = {
         name: (parameter.key, shape)
         for parameter, made_of in expected
@@ -193,7 +155,7 @@ def _check_tensors(
 
 
 def import_checkpoint(
-    source: ImportSource, run: Path, on_written: Callable[[int], None]
+    source: ReleasedCheckpoint, run: Path, on_written: Callable[[int], None]
 ) -> list[str]:
     """Write the run's directory; return user notes. `on_written` gets each parameter's bytes."""
     tokenizer = source.found_tokenizer()
@@ -230,34 +192,3 @@ def import_checkpoint(
     else:
         lines.append(f"{source.directory} has no tokenizer; pass your own as --tokenizer-model")
     return lines
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundTokenizer:
-    """Files for the run's tokenizer folder."""
-
-    files: tuple[Path, ...]
-    made: str | None
-    """Generated tokenizer.json, if the source lacks it."""
-    added: tuple[str, ...] = ()
-    """Tokens to add to the source's tokenizer."""
-
-    @property
-    def names(self) -> list[str]:
-        made = [] if self.made is None else [FAST_FILE]
-        return [path.name for path in self.files] + made
-
-    def write(self, target: Path) -> None:
-        target.mkdir()
-        for path in self.files:
-            shutil.copyfile(path, target / path.name)
-        if self.made is not None:
-            (target / FAST_FILE).write_text(self.made, encoding="utf-8")
-        if self.added:
-            add_pieces(target, self.added)
-
-    def opened(self) -> Tokenizer:
-        """Open the tokenizer as in the run's folder."""
-        with tempfile.TemporaryDirectory() as temporary:
-            self.write(Path(temporary) / TOKENIZER_FOLDER)
-            return open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)

@@ -68,7 +68,9 @@ class StoredWeights:
             return self._stored.dtype(parameter.key)
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        values = [torch.empty(one.shape, dtype=self.dtype(one)) for one in parameters]
+        values = [
+            torch.empty(parameter.shape, dtype=self.dtype(parameter)) for parameter in parameters
+        ]
         with one_error(self._path):
             self._stored.read_blocks(map(_block, parameters, values))
         return values

@@ -1,42 +1,23 @@
-"""Conversion of a released checkpoint's config.json to a ModelConfig and back.
+"""Conversion of a released checkpoint's config.json to a ModelConfig, and limits of the inverse.
 
 Reads the original InternVLChatConfig, Transformers' InternVLConfig, Qwen2VLConfig,
 Qwen2_5_VLConfig, Qwen3VLConfig and Qwen3VLMoeConfig (`omnibal.families`), and the text-only
 LlamaConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig. Unsupported settings raise an error.
-Output was tested with Transformers 4.57.3 and 5.23.
 """
 
-import json
-import re
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.vlm.checkpoint.identity import architecture_differences
-from megatron.vlm.conversion.language_entries import (
-    dtype_entries,
-    kind_of,
-    rope_entries,
-    rope_scaling,
-    text_entries,
-)
-from megatron.vlm.conversion.qwen_files import (
-    MODEL_TYPES,
-    PREPROCESSOR_FILE,
-    language_kind,
-    qwen_files,
-    qwen_layout,
-)
-from megatron.vlm.conversion.tensor_map import Layout, has_stacked_experts, head_name
-from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
+from megatron.vlm.conversion.config_files import kind_of
+from megatron.vlm.conversion.tensor_map import Family, Layout, has_stacked_experts, head_name
 from omnibal.base.errors import UserError
 from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
 from omnibal.families.hub import TRAINED_TYPES, is_quantized, read_config_table
 from omnibal.families.hub_table import as_table
 from omnibal.families.internvl import (
-    NORMS,
     TRANSFORMERS_QK_NORM_EPS,
     internvl_language,
     internvl_model,
@@ -46,32 +27,10 @@ from omnibal.families.internvl import (
 )
 from omnibal.families.text import LANGUAGES, LanguageType, language_type
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.encoders import TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import words
 
-GENERATION_FILE = "generation_config.json"
-_BICUBIC = 3
-"""Pillow's number of bicubic resampling."""
-_STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
-_PREFIXED = "model.vision_tower."
-_ORIGINAL_LAYOUTS: dict[LanguageType, Layout] = {
-    "internlm2": Layout.INTERNVL_INTERNLM2,
-    "llama": Layout.INTERNVL_LLAMA,
-    "qwen2": Layout.INTERNVL_QWEN2,
-    "qwen3": Layout.INTERNVL_QWEN3,
-    "qwen3_moe": Layout.INTERNVL_QWEN3_MOE,
-}
-_TEXT_ONLY: dict[LanguageType, Layout] = {
-    "llama": Layout.LLAMA,
-    "qwen2": Layout.QWEN2,
-    "qwen3": Layout.QWEN3,
-    "qwen3_moe": Layout.QWEN3_MOE,
-}
-_LANGUAGES = {
-    layout: kind for kinds in (_ORIGINAL_LAYOUTS, _TEXT_ONLY) for kind, layout in kinds.items()
-} | {Layout.QWEN3_MOE_STACKED: "qwen3_moe"}
-"""Language model of a layout; Transformers' InternVL takes any but InternLM2."""
+_PREFIXED = ("model.vision_tower.", "model.visual.")
 
 
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
@@ -83,226 +42,87 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
             f"{path}: has a quantization_config; weights must be unquantized: convert a release in "
             "floating point"
         )
-    name = model_name(directory)
+    name, stated = model_name(directory), given.get("model_type")
     with naming(path):
-        if given.get("model_type") in MODEL_TYPES:
-            model = read_config_table(given, name, path)
-            if len(set(model.language.kinds)) > 1:
-                raise ValueError(
-                    "has a decoder_sparse_step or mlp_only_layers that leave layers without "
-                    "experts; they must be 1 and []: experts in every layer"
-                )
-            return model, qwen_layout(given["model_type"], names)
+        for family in {layout.family for layout in Layout if layout.is_qwen_vl}:
+            if stated == family:
+                model = read_config_table(given, name, path)
+                if len(set(model.language.kinds)) > 1:
+                    raise ValueError(
+                        "has a decoder_sparse_step or mlp_only_layers that leave layers without "
+                        "experts; they must be 1 and []: experts in every layer"
+                    )
+                return model, _find_layout(family, None, names)
         if is_internvl(given):
-            layout = _internvl_layout(given, names)
+            layout = _find_internvl_layout(given, names)
             return internvl_model(given, name, path, has_head=head_name(layout) in names), layout
-        stated = given.get("model_type")
-        known = [kind for kind in _TEXT_ONLY if kind == stated]
-        if not known:
+        known = _languages_of("text")
+        if stated not in known:
             raise ValueError(
                 f"is of a model of type {stated!r}, which is not converted; it must be one of "
                 f"{words(list(TRAINED_TYPES), 'or')}"
             )
-        kind = language_type(given, known)
+        kind = language_type(given, [language for language in known if language == stated])
         table = as_table(LANGUAGES[kind], given, str(path), lenient=True)
         table.check_trained()
-        layout = Layout.QWEN3_MOE_STACKED if has_stacked_experts(names) else _TEXT_ONLY[kind]
+        layout = _find_layout("text", kind, names)
         has_head = head_name(layout) in names
         tied = is_tied(table.tie_word_embeddings, None, original=False, has_head=has_head)
         return table.as_model(name, tied_head=tied), layout
 
 
-def _internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
-    kind = internvl_language(given)
-    if is_original(given):
-        if kind not in _ORIGINAL_LAYOUTS:
-            known = words([LANGUAGES[each].architecture for each in _ORIGINAL_LAYOUTS], "or")
-            raise ValueError(
-                f"its language model is {LANGUAGES[kind].architecture}, which is planned and not "
-                f"converted; it must be {known}"
-            )
-        return _ORIGINAL_LAYOUTS[kind]
-    if has_stacked_experts(names):
-        return Layout.TRANSFORMERS_STACKED
-    prefixed = any(name.startswith(_PREFIXED) for name in names)
-    return Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
+def _languages_of(family: Family) -> list[LanguageType]:
+    kinds = [layout.language for layout in Layout if layout.family == family]
+    return [kind for kind in dict.fromkeys(kinds) if kind is not None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenIds:
-    """Token ids in configurations of a model."""
+def _find_layout(family: Family, kind: LanguageType | None, names: Collection[str]) -> Layout:
+    """Layout of a family, and of a kind of language model, whose form the tensors' names show.
 
-    of_items: Mapping[str, int]
-    """Ids of image and video tokens, by their keys in config.json."""
-    begin: int | None
-    """Id at the beginning of a text, if any."""
-    end: int
-    """Id at the end of an answer."""
-
-
-def configurations(
-    model: ModelConfig, layout: Layout, dtype: str, ids: TokenIds | None
-) -> dict[str, str]:
-    """Contents of the configuration files of an exported model, by file name.
-
-    Transformers' preprocessor always adds a thumbnail to several tiles, and may choose a different
-    grid if two with equal tile counts are equally near to the aspect ratio. Otherwise tiles are
-    equal.
+    Stacked experts count as transposed, as Qwen3-VL is released; names do not show it.
     """
-    files: dict[str, dict[str, Any]] = {}
-    if layout.is_text_only:
-        kind = _LANGUAGES[layout]
-        language = files[CONFIG_FILE] = {
-            "architectures": [LANGUAGES[kind].architecture],
-            **dtype_entries(dtype),
-            **text_entries(model.language, kind),
-            **rope_entries(model.language),
-        }
-        if ids is not None:
-            language["bos_token_id"] = ids.begin
-    elif layout.is_original:
-        files[CONFIG_FILE] = _original(model, layout, dtype)
-        language = files[CONFIG_FILE]["llm_config"]
-    elif model.images is not None:
-        of_items = {} if ids is None else ids.of_items
-        files |= qwen_files(model, model.images, layout, dtype, of_items)
-        language = files[CONFIG_FILE]["text_config"]
-        if ids is not None:
-            language["bos_token_id"] = ids.begin
-    else:
-        files[CONFIG_FILE] = _transformers(model, dtype, ids)
-        language = files[CONFIG_FILE]["text_config"]
-        files[PREPROCESSOR_FILE] = _preprocessor(model)
-    if ids is not None:
-        language["eos_token_id"] = ids.end
-        files[GENERATION_FILE] = {"eos_token_id": ids.end, "pad_token_id": ids.end}
-    return {
-        name: json.dumps(content, indent=2, sort_keys=True) + "\n"
-        for name, content in files.items()
-    }
+    forms = [
+        layout for layout in Layout if layout.family == family and kind in (None, layout.language)
+    ]
+    is_stacked = has_stacked_experts(names)
+    forms = [layout for layout in forms if (layout.experts != "apart") == is_stacked] or forms
+    is_prefixed = any(name.startswith(_PREFIXED) for name in names)
+    alike = [layout for layout in forms if (layout.root == "model.language_model") == is_prefixed]
+    return (alike or forms)[0]
 
 
-def with_dtype(config: str, dtype: str) -> str:
-    """Replace every tensor type in a config.json by `dtype`."""
-    return _STATED_DTYPE.sub(rf'\g<1>{dtype}"', config)
-
-
-def _preprocessor(model: ModelConfig) -> dict[str, Any]:
-    """Settings of Transformers' image processor: tiles and pixel values as in training."""
-    size, tiling = model.vision.image_size, model.vision.tiling
-    return {
-        "image_processor_type": "GotOcr2ImageProcessor",
-        "crop_to_patches": tiling.max_dynamic_patch > 1,
-        "do_convert_rgb": True,
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": list(PIXEL_MEAN),
-        "image_std": list(PIXEL_STD),
-        "max_patches": tiling.max_dynamic_patch,
-        "min_patches": tiling.min_dynamic_patch,
-        "processor_class": "InternVLProcessor",
-        "resample": _BICUBIC,
-        "rescale_factor": 1 / 255,
-        "size": {"height": size, "width": size},
-    }
-
-
-def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
-    vision, tiling = model.vision, model.vision.tiling
-    scaling = rope_scaling(model.language) or {}
-    # InternVL's code reads only this name of the kind.
-    scaling = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
-    message = model.chat_system_message
-    message = model.system_message if message is None else message
-    system = {} if message is None else {"system_message": message}
-    return system | {
-        "architectures": ["InternVLChatModel"],
-        "model_type": "internvl_chat",
-        "downsample_ratio": model.vision.downsample_ratio,
-        "dynamic_image_size": tiling.max_dynamic_patch > 1,
-        "force_image_size": vision.image_size,
-        "llm_config": {"architectures": [LANGUAGES[_LANGUAGES[layout]].architecture], "bias": False}
-        | text_entries(model.language, _LANGUAGES[layout])
-        | {"rope_theta": float(model.language.rope_base)}
-        | ({"rope_scaling": scaling} if scaling else {}),
-        "max_dynamic_patch": tiling.max_dynamic_patch,
-        "min_dynamic_patch": tiling.min_dynamic_patch,
-        "ps_version": "v2",
-        "select_layer": -1,
-        "template": model.chat_template,
-        "tie_word_embeddings": model.language.tied_head,
-        "torch_dtype": dtype,
-        "use_thumbnail": tiling.use_thumbnail,
-        "vision_config": {
-            "architectures": ["InternVisionModel"],
-            "model_type": "intern_vit_6b",
-            **_vision(vision),
-            "hidden_act": "gelu",
-            "image_size": vision.image_size,
-            "initializer_factor": vision.layer_scale_init,
-            "patch_size": vision.patch_size,
-            "qk_normalization": vision.qk_norm,
-            "qkv_bias": vision.qkv_bias,
-        },
-    }
-
-
-def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[str, Any]:
-    vision, language = model.vision, model.language
-    return {
-        **({} if ids is None else ids.of_items),
-        "architectures": ["InternVLForConditionalGeneration"],
-        "model_type": "internvl",
-        "downsample_ratio": model.vision.downsample_ratio,
-        **dtype_entries(dtype),
-        "image_seq_length": model.vision.tokens_per_item,
-        "text_config": text_entries(language, kind_of(language)) | rope_entries(language),
-        "tie_word_embeddings": language.tied_head,
-        "vision_config": {
-            "model_type": "internvl_vision",
-            **_vision(vision),
-            "attention_bias": vision.qkv_bias,
-            "image_size": [vision.image_size, vision.image_size],
-            "layer_scale_init_value": vision.layer_scale_init,
-            "patch_size": [vision.patch_size, vision.patch_size],
-            "use_qk_norm": vision.qk_norm,
-        },
-    }
-
-
-def _vision(vision: TilesEncoder) -> dict[str, Any]:
-    """Entries of the tower in both formats."""
-    return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_hidden_size,
-        "layer_norm_eps": vision.norm_eps,
-        "norm_type": next(name for name, norm in NORMS.items() if norm == vision.normalization),
-        "num_attention_heads": vision.heads,
-        "num_hidden_layers": vision.layers,
-    }
+def _find_internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
+    if not is_original(given):
+        return _find_layout("transformers", None, names)
+    kind, known = internvl_language(given), _languages_of("internvl")
+    if kind not in known:
+        raise ValueError(
+            f"its language model is {LANGUAGES[kind].architecture}, which is planned and not "
+            f"converted; it must be {words([LANGUAGES[one].architecture for one in known], 'or')}"
+        )
+    return _find_layout("internvl", kind, names)
 
 
 def check_exportable(model: ModelConfig, layout: Layout) -> None:
     """Raise UserError if the layout cannot describe the model."""
     language = model.language
-    kind = language_kind(layout) if layout.is_qwen_vl else _LANGUAGES.get(layout, kind_of(language))
     obstacles = [
         (layout.is_text_only and bool(model.encoders), "an encoder"),
         (not (layout.is_text_only or model.encoders), "no encoder"),
         (model.takes_audio, "an audio encoder"),
         (layout.is_qwen_vl and model.takes_images, "an encoder of tiles"),
         (not layout.is_qwen_vl and model.images is not None, "images at their native resolution"),
-        *_language_obstacles(language, kind),
+        *_language_obstacles(language, layout.language or kind_of(language)),
         (not layout.is_qwen_vl and language.rope_sections is not None, "RoPE of rows and columns"),
-        (layout.has_turned_experts and _is_square(language), "experts with square matrices"),
+        (layout.experts == "transposed" and _is_square(language), "experts with square matrices"),
     ]
-    for vision in (model.vision,) if model.takes_images else ():
-        eps_differs = vision.norm_eps != TRANSFORMERS_QK_NORM_EPS
+    if model.takes_images:
+        vision = model.vision
+        has_other_norm = vision.qk_norm and vision.norm_eps != TRANSFORMERS_QK_NORM_EPS
         obstacles += [
             (vision.layer_scale_init is None, "no layer scale"),
             (
-                not layout.is_original and vision.qk_norm and eps_differs,
+                not layout.is_original and has_other_norm,
                 f"q and k norms with norm_eps {vision.norm_eps}",
             ),
         ]

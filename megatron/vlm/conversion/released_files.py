@@ -73,16 +73,16 @@ class ReleasedFiles:
                         f"{index}: has {name} in {file!r}; a tensor must be in a file of the "
                         "index's own folder: fetch the index again"
                     )
-            found = self._headers(sorted(set(listed.weight_map.values())))
-            _check_index(index, listed.weight_map, found)
+            tensors = self._headers(sorted(set(listed.weight_map.values())))
+            _check_index(index, listed.weight_map, tensors)
         else:
             if not is_whole:
                 raise UserError(
                     f"{directory}: holds neither {INDEX_FILE} nor {single_file}; only safetensors "
                     "are read: save pickled weights anew with `save_pretrained`"
                 )
-            found = self._headers([single_file])
-        self.tensors: Mapping[str, TensorInfo] = found
+            tensors = self._headers([single_file])
+        self.tensors: Mapping[str, TensorInfo] = tensors
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor, memory-mapped."""
@@ -100,16 +100,16 @@ class ReleasedFiles:
         return self._opened(file).metadata()
 
     def _headers(self, files: list[str]) -> dict[str, TensorInfo]:
-        found: dict[str, TensorInfo] = {}
+        headers: dict[str, TensorInfo] = {}
         for file in files:
             for name, info in _header(self._directory / file):
-                if name in found:
+                if name in headers:
                     raise UserError(
-                        f"{self._directory}: {name} is in both {found[name].file} and {file}; "
+                        f"{self._directory}: {name} is in both {headers[name].file} and {file}; "
                         "fetch the files again"
                     )
-                found[name] = info
-        return found
+                headers[name] = info
+        return headers
 
 
 def _header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
@@ -135,14 +135,14 @@ def _broken(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: is truncated or broken ({error}); fetch it again")
 
 
-def _check_index(index: Path, listed: Mapping[str, str], found: Mapping[str, TensorInfo]) -> None:
-    unlisted = sorted(found.keys() - listed.keys())
+def _check_index(index: Path, listed: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
+    unlisted = sorted(tensors.keys() - listed.keys())
     if unlisted:
         raise UserError(
-            f"{index}: does not name {shortened(unlisted)}, which the files hold; fetch it again"
+            f"{index}: does not name {shorten_list(unlisted)}, which the files hold; fetch it again"
         )
     for name, file in listed.items():
-        if name not in found or found[name].file != file:
+        if name not in tensors or tensors[name].file != file:
             raise UserError(f"{index}: {name} is not in {file}; fetch both again")
 
 
@@ -159,9 +159,9 @@ def check_tensors(
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())
     if missing or unknown:
-        found = [f"lacks {shortened(missing)}"] if missing else []
-        found += [f"has {shortened(unknown)}, which the model does not"] if unknown else []
-        raise UserError(f"{directory}: {' and '.join(found)}; the tensors must be those of {whose}")
+        flaws = [f"lacks {shorten_list(missing)}"] if missing else []
+        flaws += [f"has {shorten_list(unknown)}, which the model does not"] if unknown else []
+        raise UserError(f"{directory}: {' and '.join(flaws)}; the tensors must be those of {whose}")
     wrong = [
         f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
         for name, (_, shape) in expected.items()
@@ -169,7 +169,7 @@ def check_tensors(
     ]
     if wrong:
         raise UserError(
-            f"{directory}: config.json and the tensors disagree: {shortened(wrong)}; fetch both "
+            f"{directory}: config.json and the tensors disagree: {shorten_list(wrong)}; fetch both "
             "again"
         )
     dtypes: dict[str, set[torch.dtype]] = {}
@@ -178,8 +178,8 @@ def check_tensors(
     mixed = sorted(whole for whole, found_types in dtypes.items() if len(found_types) > 1)
     if mixed:
         raise UserError(
-            f"{directory}: {shortened(mixed)} are stored in several types; save the checkpoint in "
-            "one"
+            f"{directory}: {shorten_list(mixed)} are stored in several types; save the checkpoint "
+            "in one"
         )
 
 
@@ -188,7 +188,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shortened(names: list[str]) -> str:
+def shorten_list(names: list[str]) -> str:
     """Join the first names and the number of further names."""
     listed = ", ".join(names[:_LISTED])
     return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"

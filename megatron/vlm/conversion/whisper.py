@@ -1,12 +1,16 @@
 """Import of Whisper's encoder from a checkpoint of Transformers, and export into a copy of it.
 
+An import adds it to a released checkpoint, and initializes the audio projector's linears and the
+embeddings of new audio tokens as the trainer does.
+
 Its last norm is the first module of the audio projector. The rest of the projector is in no
 released checkpoint. Its positions are sinusoids, computed and not stored.
 """
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,8 @@ import torch
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, differences
+from megatron.vlm.conversion.importing import Addition, ReleasedCheckpoint
 from megatron.vlm.conversion.own_weights import StoredWeights
-from megatron.vlm.conversion.released_config import CONFIG_FILE
 from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
     TensorInfo,
@@ -26,12 +30,18 @@ from megatron.vlm.conversion.released_files import (
 from megatron.vlm.conversion.tensor_map import (
     Parameter,
     Released,
+    Shape,
     audio_parameters,
+    embedding_parameter,
+    parameters,
     whisper_tensors,
 )
 from megatron.vlm.model.embeddings import sinusoids
+from megatron.vlm.model.initialize import initial_values
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room, complaint, read_json_model
+from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
+from omnibal.families.folder import CONFIG_FILE
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder
 
@@ -94,7 +104,7 @@ def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) ->
     files = ReleasedFiles(directory)
     encoder = _encoder(directory / CONFIG_FILE, positions_per_token)
     names = files.tensors.keys()
-    prefix = next((each for each in _PREFIXES if f"{each}conv1.weight" in names), _PREFIXES[0])
+    prefix = next((root for root in _PREFIXES if f"{root}conv1.weight" in names), _PREFIXES[0])
     audio = ReleasedAudio(directory=directory, files=files, prefix=prefix, encoder=encoder)
     _check_tensors(audio, model)
     _check_positions(audio)
@@ -130,7 +140,7 @@ def _encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
 
 
 def _check_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
-    made = map(audio.tensors_of, audio_parameters(with_audio(model, audio.encoder)))
+    made = map(audio.tensors_of, audio_parameters(_with_audio(model, audio.encoder)))
     expected = {
         name: ("the encoder's tensors", shape)
         for made_of in made
@@ -164,7 +174,68 @@ def _check_positions(audio: ReleasedAudio) -> None:
         )
 
 
-def with_audio(model: ModelConfig, encoder: ClipsEncoder) -> ModelConfig:
+def add_audio(
+    released: ReleasedCheckpoint, directory: Path, positions_per_token: int, seed: int
+) -> ReleasedCheckpoint:
+    """Add a released Whisper as an encoder of a released checkpoint."""
+    audio = open_audio(directory, released.model, positions_per_token)
+    tokenizer = released.found_tokenizer()
+    if tokenizer is None:
+        raise UserError(
+            f"{released.directory} has no tokenizer, to which the words for recordings would be "
+            "added; put the model's own there"
+        )
+    model = _with_audio(released.model, audio.encoder)
+    known = tokenizer.opened()
+    needed = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END)
+    added = tuple(piece for piece in needed if known.id_of(piece) is None)
+    words = max(model.language.vocab_size, known.vocab_size + len(added))
+    model = model.with_tower("language", vocab_size=words)
+    additions = {
+        addition.parameter.name: addition for addition in _additions(released, audio, model, seed)
+    }
+    return replace(
+        released,
+        model=model.model_copy(update={"name": f"{model.name}-whisper"}),
+        additions=additions,
+        tokenizer=replace(tokenizer, added=added),
+    )
+
+
+def _additions(
+    released: ReleasedCheckpoint, audio: ReleasedAudio, model: ModelConfig, seed: int
+) -> Iterator[Addition]:
+    """Yield Whisper's parameters, other audio parameters, and matrices with rows of new tokens."""
+
+    def draw(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return initial_values(model, name, shape, seed).to(dtype)
+
+    def read_with_new_rows(old: Parameter, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        new_WE = draw(old.name, (rows, old.shape[1]), dtype)
+        return torch.cat([released.read(old), new_WE])
+
+    default = released.dtype(embedding_parameter(model))
+    for parameter in audio_parameters(model):
+        first = audio.first_tensor(parameter)
+        read = partial(draw, parameter.name, parameter.shape, default)
+        if first is not None:
+            read = partial(audio.read, parameter)
+        yield Addition(
+            parameter=parameter, dtype=default if first is None else first.dtype, read=read
+        )
+    words = model.language.vocab_size
+    rows = words - released.model.language.vocab_size
+    for old in parameters(released.model):
+        if rows and old.key in ("embedding.word_embeddings.weight", "head.weight"):
+            dtype = released.dtype(old)
+            yield Addition(
+                parameter=replace(old, shape=(words, old.shape[1])),
+                dtype=dtype,
+                read=partial(read_with_new_rows, old, rows, dtype),
+            )
+
+
+def _with_audio(model: ModelConfig, encoder: ClipsEncoder) -> ModelConfig:
     """Return the model with an audio encoder after its others."""
     return model.model_copy(update={"encoders": model.encoders | {"audio": encoder}})
 
@@ -193,8 +264,8 @@ def export_audio(
         for path in others:
             if path.suffix != _WEIGHT_SUFFIX:
                 shutil.copyfile(path, folder / path.name)
-        for file in sorted({one.file for one in tensors.values()}):
-            held = {name: value_of(name) for name, one in tensors.items() if one.file == file}
+        for file in sorted({info.file for info in tensors.values()}):
+            held = {name: value_of(name) for name, info in tensors.items() if info.file == file}
             write_file(folder / file, held, like.files.header_metadata(file))
             on_written(sum(tensor.nbytes for tensor in held.values()))
 
@@ -202,7 +273,9 @@ def export_audio(
 def check_same_encoder(stored: CheckpointIdentity, like: ReleasedAudio) -> None:
     """Raise UserError unless the stored audio encoder has the released encoder's sizes."""
     other = {"positions_per_token", "layer_scale_init"}
-    own, there = (one.model_dump(exclude=other) for one in (stored.model.audio, like.encoder))
+    own, there = (
+        encoder.model_dump(exclude=other) for encoder in (stored.model.audio, like.encoder)
+    )
     different = differences(own, there, f"in {like.directory / CONFIG_FILE}")
     if different:
         raise UserError(

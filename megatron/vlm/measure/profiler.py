@@ -10,16 +10,15 @@ Shapes as in `megatron.vlm.model.stage`.
 
 import argparse
 import gc
-import math
 import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -33,20 +32,18 @@ from rich.progress import track
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.measure.measured_shares import context_sizes, shares_of_process
-from megatron.vlm.measure.random_images import (
-    equal_images,
-    image_fields,
+from megatron.vlm.measure.random_batches import (
+    ProfileOptions,
+    context_sizes,
+    make_profiled_batches,
+    shares_of_process,
     squared_tokens,
     with_every_kind,
 )
 from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
 from megatron.vlm.measure.reading import Reading, reading
 from megatron.vlm.model.deferred_weights import LateProduct
-from megatron.vlm.model.embeddings import IMAGE_CHANNELS
-from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.groups import create_context_groups
-from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import ByTower, VLMStage, items_of
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
@@ -76,7 +73,6 @@ from omnibal.families.named import named_model
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_cluster
-from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime
 from omnibal.model.units import (
@@ -87,65 +83,14 @@ from omnibal.model.units import (
     layer_names,
     projector_name,
 )
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # from latency to bandwidth
-_SMALLEST_SHARE = 0.25  # smaller shares are dominated by latency
-_PACK_SHARES = (
-    # tiles, tokens, loss, even, samples: linearly independent, so that every cost can be fitted.
-    (1.0, 1.0, 0.1, True, None),
-    (0.5, 1.0, 0.5, False, None),
-    (0.25, 1.0, 0.3, True, None),
-    (1.0, 0.75, 0.4, False, None),
-    (0.5, 0.75, 0.05, True, None),
-    (0.75, 0.5, 0.5, False, None),
-    (0.25, 0.5, 0.1, True, None),
-    (_SMALLEST_SHARE, _SMALLEST_SHARE, 0.3, False, None),
-    # The longest samples that fit: attention's cost is quadratic in their length.
-    (0.75, 1.0, 0.2, True, 1),
-    (0.75, 0.75, 0.4, True, 2),
-    (0.5, _SMALLEST_SHARE, 0.2, True, 1),
-)
-"""Packs to measure: shares of tile and token caps, share of tokens with loss, whether samples are
-equal, number of samples (None: from the mean length)."""
-_CLIP_SHARES = (0.25, 1.0, 0.5, 0.25, 1.0, 0.75, 0.5, _SMALLEST_SHARE, 1.0, 0.25, 0.75)
-"""Shares of the clip cap in these packs, for models with clips."""
 OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
 build_for_times = partial(build_trainer, options=OPTIMIZATION, steps=1, seed=0, origin="measured")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOptions:
-    max_tiles: int
-    max_tokens: int
-    tokens_per_sample: int
-    """Mean sample length of the packs; attention's cost depends on it."""
-    layers: int
-    """Layers of each tower in the measured stage; at most the model's."""
-    repetitions: int
-    """Timed rounds after a warm-up round. A round runs every micro-batch once."""
-    provider: Provider = "local"
-    max_clips: int = 0
-    """For models with recordings."""
-    max_image_tokens: int = 0
-    """For models with native-resolution images."""
-    contexts: tuple[int, ...] = ()
-    """Context-parallel sizes to measure language layers with."""
-
-    def caps(self, model: ModelConfig) -> Caps:
-        """Return the caps, with tiles and clips only if the model has them."""
-        items = {
-            "tiles": self.max_tiles,
-            "clips": self.max_clips,
-            "image_tokens": self.max_image_tokens,
-        }
-        return Caps.of(
-            **{name: items[name] for name in model.item_features}, tokens=self.max_tokens
-        )
 
 
 def profile(
@@ -156,7 +101,7 @@ def profile(
     reader: SampleReader | None = None,
 ) -> Profile:
     """Measure units, optimizer, links, and rates by shape; collective."""
-    _check_options(job.model, options)
+    options.check(job.model)
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
     # Before the model's layers take the device's memory.
@@ -175,23 +120,10 @@ def profile(
         result = profiler.result([profiler.round() for _ in repetitions])
     shut_down_distributed()
     sends = [
-        CollectiveTime(kind="send", ranks=2, bytes=one.bytes, ms=one.ms) for one in result.links
+        CollectiveTime(kind="send", ranks=2, bytes=link.bytes, ms=link.ms) for link in result.links
     ]
     rates = rates.model_copy(update={"collectives": (*rates.collectives, *sends)})
     return result.model_copy(update={"rates": rates})
-
-
-def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
-    towers = model.encoders.values()
-    one_of_each = sum(tower.tokens_per_item for tower in towers)
-    smallest = math.ceil(one_of_each / _SMALLEST_SHARE)
-    if options.max_tokens < smallest:
-        items = " and ".join(f"one {tower.feature.removesuffix('s')}" for tower in towers)
-        raise UserError(
-            f"--max-tokens {options.max_tokens}: packs of a quarter of the cap are measured too, "
-            f"and must hold {items} of {model.name} ({one_of_each} tokens); "
-            f"give at least {smallest}"
-        )
 
 
 Round = dict[Hashable, list[float]]
@@ -209,7 +141,7 @@ class Profiler:
         reading: Reading | None = None,
     ) -> None:
         self._job, self._links, self._reading = job, links, reading
-        self._batches = list(profiled_batches(job.model, options))
+        self._batches = list(make_profiled_batches(job.model, options))
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
         # Each kind of layer of the tower is measured.
@@ -217,7 +149,7 @@ class Profiler:
         deep = max(deep, *kinds, 1)
 
         def build(depth: int) -> Trainer:
-            plan = _plan_of_whole_stages(job, links.size, depth)
+            plan = _plan_whole_stages(job, links.size, depth)
             return build_for_times(plan, links, provider=options.provider)
 
         self._provider = options.provider
@@ -256,7 +188,7 @@ class Profiler:
             if self._reading is not None:
                 self._reading.take(2 * batch.tokens)
         for index, share in enumerate(self._shares):
-            layers = _layer_units(stage, share.batch, {})
+            layers = _language_layer_units(stage, share.batch, {})
             hidden_S1E = torch.randn(
                 (share.batch.tokens, 1, stage.config.hidden_size),
                 dtype=stage.config.params_dtype,
@@ -287,8 +219,18 @@ class Profiler:
         chosen = totals_ms.argsort()[extremes : len(rounds) - extremes]
         typical = [rounds[index] for index in chosen.tolist()]
         layer = self._job.model.language.kinds[0].name
-        taken_ms = {key: mean_ms([one for ms in typical for one in ms[key]]) for key in rounds[0]}
+        taken_ms = {
+            key: mean_ms([sample_ms for ms in typical for sample_ms in ms[key]])
+            for key in rounds[0]
+        }
         deep_optimizer = _optimizer_measurement(self._trainer, taken_ms["optimizer"])
+
+        def recompute_ms(batch: int, unit: str) -> float:
+            """Time that recomputation adds to forward and backward."""
+            parts = ("forward", "backward")
+            without_ms = sum(taken_ms[batch, unit, part] for part in parts)
+            return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
+
         return Profile(
             device=device_name(),
             precision=self._job.precision,
@@ -303,7 +245,7 @@ class Profiler:
                     **_features(self._job.model, batch),
                     forward_ms=taken_ms[index, unit, "forward"],
                     backward_ms=taken_ms[index, unit, "backward"],
-                    recompute_ms=_recompute_ms(taken_ms, index, unit) if _is_layer(unit) else None,
+                    recompute_ms=recompute_ms(index, unit) if _is_layer(unit) else None,
                     activation_bytes=self._kept_bytes[index][unit],
                 )
                 for index, batch in enumerate(self._batches)
@@ -312,13 +254,13 @@ class Profiler:
             shares=tuple(
                 ShareMeasurement(
                     unit=layer,
-                    context=one.context,
-                    exchange=one.exchange,
-                    **one.features,
+                    context=share.context,
+                    exchange=share.exchange,
+                    **share.features,
                     forward_ms=taken_ms["share", index, layer, "forward"],
                     backward_ms=taken_ms["share", index, layer, "backward"],
                 )
-                for index, one in enumerate(self._shares)
+                for index, share in enumerate(self._shares)
             ),
             optimizer=(*self._shallow_optimizer, deep_optimizer),
             links=tuple(
@@ -346,12 +288,6 @@ def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
     )
 
 
-def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> float:
-    """Time that recomputation adds to forward and backward."""
-    without_ms = taken_ms[batch, unit, "forward"] + taken_ms[batch, unit, "backward"]
-    return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
-
-
 def device_name() -> str:
     if has_cuda():
         return torch.cuda.get_device_name()
@@ -361,7 +297,7 @@ def device_name() -> str:
     return names[0] if names else "CPU"
 
 
-def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
+def _plan_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
     """Plan, no valid pipeline, with all kinds of units and `depth` layers per tower everywhere."""
     towers, model = job.model.towers, with_every_kind(job.model, depth)
     whole = stages_from_cuts(model.with_layers(**dict.fromkeys(towers, depth)), ())
@@ -375,84 +311,6 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
     )
 
 
-def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
-    """Yield packs at shares of both caps, with the given mean sample length or few samples."""
-    for shares, clip_share in zip(_PACK_SHARES, _CLIP_SHARES, strict=True):
-        tile_share, token_share, loss_share, even, given = shares
-        tokens = max(round(options.max_tokens * token_share), 1)
-        room, tiles, clips = tokens, 0, 0
-        if model.takes_audio:
-            most = max(round(options.max_clips * clip_share), 1)
-            room -= model.vision.tokens_per_item if model.takes_images else 0
-            clips = min(most, room // model.audio.tokens_per_item)
-            room = tokens - clips * model.audio.tokens_per_item
-        samples = given or max(round(tokens / options.tokens_per_sample), 1)
-        images: list[int] = []
-        if model.takes_images:
-            most = max(round(options.max_tiles * tile_share), 1)
-            tiles = min(most, room // model.vision.tokens_per_item)
-        elif model.images is not None:
-            most = max(round(options.max_image_tokens * tile_share), 1)
-            images = equal_images(min(most, room), samples)
-        batch = random_batch(
-            model,
-            tiles,
-            _segments(tokens, samples, even),
-            max(round(tokens * loss_share), 1),
-            clips=clips,
-            images=images,
-        )
-        yield batch.to(current_device())
-
-
-def _segments(tokens: int, samples: int, even: bool) -> tuple[int, ...]:
-    """Lengths of `samples` samples that sum to `tokens`; if uneven, the first has over a third."""
-    longest = tokens // samples if even else tokens * (samples + 2) // (3 * samples)
-    rest = np.diff(np.linspace(longest, tokens, samples).round().astype(int))
-    return tuple(int(length) for length in (longest, *rest) if length)
-
-
-def random_batch(
-    model: ModelConfig,
-    tiles: int,
-    segment_tokens: tuple[int, ...],
-    loss_tokens: int,
-    stage: Stage | None = None,
-    *,
-    clips: int = 0,
-    images: Sequence[int] = (),
-) -> MicroBatch:
-    """Make a micro-batch of these sizes with random content, on the host."""
-    tokens = sum(segment_tokens)
-    items = tiles + sum(images)
-    generator = torch.Generator().manual_seed(clips * 104_729 + items * 7919 + tokens)
-    fields = image_fields(model, images, segment_tokens, stage, generator)
-    if model.takes_images and (stage is None or stage.holds("vision embed")):
-        shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
-        fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
-    if model.takes_audio and (stage is None or stage.holds("audio embed")):
-        frames = (clips, model.audio.mel_bins, model.audio.frames)
-        fields["frames_CBF"] = torch.randn(frames, generator=generator)
-    ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
-    if stage is None or stage.holds("language embed"):
-        fields["token_ids_S"] = ids
-        first = sum(images)
-        if model.takes_images:
-            first = tiles * model.vision.tokens_per_item
-            fields["image_positions_M"] = torch.arange(first)
-        if model.takes_audio:
-            stop = first + clips * model.audio.tokens_per_item
-            fields["audio_positions_N"] = torch.arange(first, stop)
-    if stage is None or stage.holds("head"):
-        positions = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
-        fields["loss_positions_L"] = positions
-        fields["labels_L"] = ids[positions]
-        fields["loss_weights_L"] = torch.ones(len(positions))
-    return MicroBatch(
-        tiles=tiles, clips=clips, tokens=tokens, segment_tokens=segment_tokens, **fields
-    )
-
-
 class Unit(NamedTuple):
     """One unit of a stage, run by itself."""
 
@@ -463,110 +321,85 @@ class Unit(NamedTuple):
     """Convert the output to the next unit's input: store or add deepstack features."""
 
 
-def _units(whole: VLMStage, batch: MicroBatch) -> list[Unit]:
-    """Split the forward of a complete stage into units."""
+def _units(whole: VLMStage, batch: MicroBatch) -> Iterator[Unit]:
+    """Yield the units of a complete stage's forward, in order."""
     stage: Any = whole  # Any: no unit is None here
-
     encoded: dict[str, torch.Tensor] = {}
+    for name in stage.encoders:
+        yield from _encoder_units(stage, name, batch, encoded)
 
     def embed_tokens(last_features_KE: torch.Tensor | None) -> torch.Tensor:
         if last_features_KE is not None:  # may be a copy, detached from its encoder's graph
             encoded[list(stage.encoders)[-1]] = last_features_KE
         return stage.embed_tokens(batch, encoded)
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        return stage.head_output(batch, stage.language.final_layernorm(hidden))
-
-    return [
-        *chain.from_iterable(
-            _encoder_units(stage, name, units, batch, encoded)
-            for name, units in stage.encoders.items()
-        ),
-        Unit(LANGUAGE_EMBED, embed_tokens),
-        *_layer_units(stage, batch, encoded),
-        Unit(HEAD, head),
-    ]
+    yield Unit(LANGUAGE_EMBED, embed_tokens)
+    yield from _language_layer_units(stage, batch, encoded)
+    yield Unit(HEAD, lambda x: stage.head_output(batch, stage.language.final_layernorm(x)))
 
 
 def _encoder_units(
-    stage: VLMStage,
-    name: str,
-    units: EncoderUnits,
-    batch: MicroBatch,
-    encoded: dict[str, torch.Tensor],
+    stage: VLMStage, name: str, batch: MicroBatch, encoded: dict[str, torch.Tensor]
 ) -> Iterator[Unit]:
     """Yield the units of an encoder; features go into `encoded`, by name."""
-    every: Any = units  # Any: no unit is None here
+    units: Any = stage.encoders[name]  # Any: no unit is None here
     places = units.places(batch.image_grids)
     arguments = units.layer_arguments(places)
-    made = iter(each.name for each in deepstack_of(stage.model_config) if each.tower == name)
+    deepstack = iter(
+        features.name for features in deepstack_of(stage.model_config) if features.tower == name
+    )
 
     def project(hidden_VBH: torch.Tensor | None) -> torch.Tensor:
-        encoded[name] = every.projector(hidden_VBH, *places)
+        encoded[name] = units.projector(hidden_VBH, *places)
         return encoded[name]
 
-    def embed(_: None) -> torch.Tensor:
-        return every.embedding(items_of(batch, units.tower), *places)
+    def run_with_projector(
+        layer: Any, projector: torch.nn.Module, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output = _run_layer(layer, arguments, hidden)
+        return output, projector(output, *places)
 
-    yield Unit(f"{name}_embed", embed)
+    def put_aside(features: str, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden, encoded[features] = both
+        return hidden.view_as(hidden)  # a view, to time the hidden states' backward
+
+    yield Unit(f"{name}_embed", lambda _: units.embedding(items_of(batch, units.tower), *places))
     kinds = layer_names(stage.model_config, name)
     # Core offsets layer numbers by stage, but every process holds the first layers.
-    for place, (layer, kind) in enumerate(zip(every.layers.layers, kinds, strict=False)):
-        run = partial(_run_layer, layer, arguments)
+    for place, (layer, kind) in enumerate(zip(units.layers.layers, kinds, strict=False)):
         projector = units.deepstack_projectors.get(place)
         if projector is None:
-            yield Unit(kind, run)
+            yield Unit(kind, partial(_run_layer, layer, arguments))
         else:
-            both = partial(_run_with_projector, run, projector, places)
-            yield Unit(kind, both, partial(_put_aside, encoded, next(made)))
+            run = partial(run_with_projector, layer, projector)
+            yield Unit(kind, run, partial(put_aside, next(deepstack)))
     yield Unit(projector_name(stage.model_config, name), project)
 
 
-def _run_layer(layer: Any, arguments: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
-    return layer(hidden, None, **arguments)[0]
+def _language_layer_units(
+    whole: VLMStage, batch: MicroBatch, encoded: Mapping[str, torch.Tensor]
+) -> Iterator[Unit]:
+    """Yield the language layers. The first add deepstack features."""
+    stage: Any = whole
+    names = layer_names(stage.model_config, LANGUAGE)
+    arguments = stage.packing(batch)
 
+    def add_features(features: str, hidden: torch.Tensor) -> torch.Tensor:
+        return stage.add_features(batch, encoded[features], hidden)
 
-def _run_with_projector(
-    run: Callable[[torch.Tensor], torch.Tensor],
-    projector: torch.nn.Module,
-    places: tuple[ImagePlaces, ...],
-    hidden: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output = run(hidden)
-    return output, projector(output, *places)
-
-
-def _put_aside(
-    encoded: dict[str, torch.Tensor], name: str, both: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    """Store deepstack features; return a view of the hidden states, to time their backward."""
-    hidden, encoded[name] = both
-    return hidden.view_as(hidden)
+    for place, (layer, name) in enumerate(zip(stage.language.layers, names, strict=False)):
+        unit = Unit(name, partial(_run_layer, layer, arguments))
+        for features in stage.deepstack_names[place : place + 1]:
+            unit = unit._replace(hand_on=partial(add_features, features))
+        yield unit
 
 
 def _is_layer(unit: str) -> bool:
     return "_layer" in unit
 
 
-def _layer_units(
-    whole: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
-) -> Iterator[Unit]:
-    """Yield the language units."""
-    stage: Any = whole
-    arguments = stage.packing(batch)
-    names = layer_names(stage.model_config, LANGUAGE)
-    taken = (*stage.deepstack_names, *[None] * len(names))
-
-    def add_features(features: str, hidden: torch.Tensor) -> torch.Tensor:
-        return stage.add_features(batch, encoded[features], hidden)
-
-    for layer, name, features in zip(stage.language.layers, names, taken, strict=False):
-        run = partial(_run_layer, layer, arguments)
-        yield (
-            Unit(name, run)
-            if features is None
-            else Unit(name, run, partial(add_features, features))
-        )
+def _run_layer(layer: Any, arguments: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+    return layer(hidden, None, **arguments)[0]
 
 
 def _times_ms(
@@ -613,7 +446,7 @@ class KeptActivations:
     """Current and peak bytes saved by autograd, without weights; shared tensors count once."""
 
     def __init__(self, *stages: VLMStage) -> None:
-        self._weights = {_address(weight) for one in stages for weight in one.parameters()}
+        self._weights = {_address(weight) for stage in stages for weight in stage.parameters()}
         self._holders: dict[int, int] = defaultdict(int)
         self.now_bytes = 0
         self.peak_bytes = 0
@@ -649,11 +482,11 @@ class KeptActivations:
             self.now_bytes -= size
 
 
+@dataclass(frozen=True, eq=False)
 class _Saved:
     """Handle of one saved tensor, freed with the graph's reference to it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -675,13 +508,13 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
     kept = KeptActivations(*trainer.chunks)
     with ExitStack() as recorded:
         for stage in trainer.chunks:
-            recorded.enter_context(_recorded(stage, kept))
+            recorded.enter_context(_record_stage(stage, kept))
         step()
     return kept.peak_bytes
 
 
 @contextmanager
-def _recorded(stage: Any, kept: KeptActivations) -> Iterator[None]:
+def _record_stage(stage: Any, kept: KeptActivations) -> Iterator[None]:
     """Count saved and received tensors of a stage, and inputs kept for weight-gradient passes."""
     forward, set_input_tensor, deferred = stage.forward, stage.set_input_tensor, stage.deferred
 
@@ -696,9 +529,9 @@ def _recorded(stage: Any, kept: KeptActivations) -> Iterator[None]:
 
     def held_products() -> list[LateProduct]:
         taken = type(deferred).take(deferred)
-        for one in taken:
-            kept.hold(one.rows)
-            kept.hold(one.gradient)
+        for product in taken:
+            kept.hold(product.rows)
+            kept.hold(product.gradient)
         return taken
 
     stage.forward, stage.set_input_tensor = recorded_forward, held_input
@@ -785,19 +618,20 @@ def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
 def main() -> None:
     """Measure in every process; rank 0 writes profile.json."""
     parser = argparse.ArgumentParser(description="Measure every kind of unit on this device.")
-    parser.add_argument("--model", required=True, help="preset name or TOML file")
-    parser.add_argument("--precision", choices=get_args(PlainPrecision), default="bf16")
-    parser.add_argument("--max-tiles", type=int, default=0, help="tile cap of a pack")
-    parser.add_argument("--max-clips", type=int, default=0, help="clip cap of a pack")
-    parser.add_argument("--max-image-tokens", type=int, default=0, help="image token cap of a pack")
-    parser.add_argument("--max-tokens", type=int, required=True, help="token cap of a pack")
-    parser.add_argument("--tokens-per-sample", type=int, required=True, help="a typical sample's")
-    parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")
-    parser.add_argument("--repetitions", type=int, default=15, help="timed runs of each pack")
-    parser.add_argument("--provider", choices=get_args(Provider), default="local", help="of layers")
-    parser.add_argument("--data", type=Path, help="samples that are read meanwhile")
-    parser.add_argument("--tokenizer-model", type=Path, help="needed with --data")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="profile.json to write")
+    add = parser.add_argument
+    add("--model", required=True, help="preset name or TOML file")
+    add("--precision", choices=get_args(PlainPrecision), default="bf16")
+    add("--max-tiles", type=int, default=0, help="tile cap of a pack")
+    add("--max-clips", type=int, default=0, help="clip cap of a pack")
+    add("--max-image-tokens", type=int, default=0, help="image token cap of a pack")
+    add("--max-tokens", type=int, required=True, help="token cap of a pack")
+    add("--tokens-per-sample", type=int, required=True, help="mean tokens of a sample")
+    add("--layers", type=int, default=4, help="layers of each tower to build")
+    add("--repetitions", type=int, default=15, help="timed runs of each pack")
+    add("--provider", choices=get_args(Provider), default="local", help="provider of layers")
+    add("--data", type=Path, help="samples to read meanwhile")
+    add("--tokenizer-model", type=Path, help="needed with --data")
+    add("-o", "--output", type=Path, required=True, help="profile.json to write")
     arguments = parser.parse_args()
     launch = Launch.from_environment()
     try:

@@ -44,6 +44,8 @@ def measure_rates(
     """Measure this device: means over processes; collective. No collectives for one process."""
     dtype = parameter_dtype(precision)
     points = list(product(sizes.rows, sizes.inner, sizes.outer))
+    source_E = torch.zeros(_COPY_BYTES // 2, dtype=torch.uint8, device=current_device())
+    copy = partial(torch.empty_like(source_E).copy_, source_E)
     shown = track(
         points, "measuring matrix products", console=progress, disable=dist.get_rank() != 0
     )
@@ -54,7 +56,7 @@ def measure_rates(
             for m, k, n in shown
         ),
         collectives=tuple(_collectives(sizes.collective_bytes, dtype)),
-        copies=(CopyTime(bytes=_COPY_BYTES, ms=mean_ms([_copy_ms()])),),
+        copies=(CopyTime(bytes=_COPY_BYTES, ms=mean_ms([_typical_ms(copy)])),),
         hidden=_hidden_share(max(sizes.collective_bytes), dtype),
     )
 
@@ -67,22 +69,19 @@ def _product_ms(m: int, k: int, n: int, dtype: torch.dtype) -> float:
     return _typical_ms(lambda: torch.mm(input_MK, weight_NK.t(), out=output_MN))
 
 
-def _copy_ms() -> float:
-    source_E = torch.zeros(_COPY_BYTES // 2, dtype=torch.uint8, device=current_device())
-    target_E = torch.empty_like(source_E)
-    return _typical_ms(lambda: target_E.copy_(source_E))
-
-
 def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[CollectiveTime]:
     """Time every kind in groups of every size, all groups of a size concurrently."""
     for ranks in group_sizes(dist.get_world_size()):
-        group = _own_group(ranks)
+        # Neighbouring ranks. None for ranks that are left over.
+        firsts = range(0, dist.get_world_size() - ranks + 1, ranks)
+        groups = [list(range(first, first + ranks)) for first in firsts]
+        group, _ = dist.new_subgroups_by_enumeration(groups)
         for kind, size in product(_KINDS, sizes):
             own_ms = []
             if group is not None:
                 buffer_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
                 begin = _collective(kind, buffer_E, ranks, group)
-                own_ms = [_typical_ms(partial(_wait_for, begin), together=group)]
+                own_ms = [_typical_ms(partial(_run_collective, begin), together=group)]
             yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=mean_ms(own_ms))
 
 
@@ -90,14 +89,6 @@ def group_sizes(processes: int) -> list[int]:
     """Group sizes to measure: powers of two, and all processes."""
     powers = [2**exponent for exponent in range(1, processes.bit_length())]
     return sorted({*powers, processes} - {1})
-
-
-def _own_group(ranks: int) -> dist.ProcessGroup | None:
-    """This process's group of `ranks` neighbours. None if it is left over. Collective."""
-    firsts = range(0, dist.get_world_size() - ranks + 1, ranks)
-    groups = [list(range(first, first + ranks)) for first in firsts]
-    own, _ = dist.new_subgroups_by_enumeration(groups)
-    return own
 
 
 def _collective(
@@ -153,10 +144,10 @@ def _times_beside(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[f
 
     works = (partial(both, 0), partial(compute, calls), partial(both, calls))
     rounds = [[together_ms(work) for work in works] for _ in range(_BESIDE_ROUNDS)]
-    return [mean_ms([float(each)]) for each in np.median(rounds, axis=0)]
+    return [mean_ms([float(time_ms)]) for time_ms in np.median(rounds, axis=0)]
 
 
-def _wait_for(begin: Callable[[], dist.Work]) -> None:
+def _run_collective(begin: Callable[[], dist.Work]) -> None:
     begin().wait()
 
 

@@ -24,7 +24,7 @@ _ENDLESS = 1 << 40  # more items than any profile reads
 _COUNTED = ("tiles", "image_tokens", "clips", "tokens")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ReadSamples:
     """Samples that a loader process read at once, and its CPU time."""
 
@@ -61,18 +61,18 @@ class SampleDraws(torch.utils.data.Dataset):
         reader, model = self._reader, self._reader.model
         moments_s = [time.process_time()]
         samples = [reader.annotations[index] for index in drawn.tolist()]
-        tiles = [reader.tiles(one) if model.takes_images else [] for one in samples]
+        tiles = [reader.tiles(sample) if model.takes_images else [] for sample in samples]
         pixels = torch.zeros(0)
         if model.takes_images:
             every = [tile for of_sample in tiles for tile in of_sample]
             pixels = torch.from_numpy(normalize_tiles(every, model.vision.image_size))
         moments_s.append(time.process_time())
-        shown, patches, cells = [reader.shown(one) for one in samples], torch.zeros(0), 0
+        shown, patches, cells = [reader.shown(sample) for sample in samples], torch.zeros(0), 0
         if model.images is not None:
             patches = torch.cat(list(map(reader.patches, samples, shown)))
             cells = len(patches) // model.images.positions_per_item
         moments_s.append(time.process_time())
-        clips = [reader.clips(one) if model.takes_audio else np.zeros(0) for one in samples]
+        clips = [reader.clips(sample) if model.takes_audio else np.zeros(0) for sample in samples]
         frames = torch.from_numpy(np.concatenate(clips))
         moments_s.append(time.process_time())
         counted = zip(samples, map(len, tiles), map(len, clips), shown, strict=True)
@@ -81,15 +81,10 @@ class SampleDraws(torch.utils.data.Dataset):
         moments_s.append(time.process_time())
         # Time since the last item was spent on transferring it.
         before_s, self._ended_s = self._ended_s or moments_s[0], moments_s[-1]
+        scale = 1e3 * (moments_s[-1] - before_s) / (moments_s[-1] - moments_s[0])
+        counts = np.array([len(pixels), cells, len(frames), len(tokens)], np.float64)
         content = pixels, patches, frames, tokens
-        counts = [len(pixels), cells, len(frames), len(tokens)]
-        return ReadSamples(
-            content=content,
-            samples=len(samples),
-            counts=np.array(counts, np.float64),
-            ms=np.diff(moments_s)
-            * (1e3 * (moments_s[-1] - before_s) / (moments_s[-1] - moments_s[0])),
-        )
+        return ReadSamples(content, len(samples), counts, scale * np.diff(moments_s))
 
 
 class Reading:
@@ -119,13 +114,9 @@ class Reading:
             [self._samples, *self._counts, *self._ms], dtype=torch.float64, device=current_device()
         )
         dist.all_reduce(totals)
-        samples, *rest = totals.tolist()
-        counts, ms = rest[: len(_COUNTED)], rest[len(_COUNTED) :]
-        each_ms = {
-            name: sum_ms / count
-            for name, count, sum_ms in zip(_COUNTED, counts, ms, strict=True)
-            if count
-        }
+        samples, *sums = totals.tolist()
+        by_kind = zip(_COUNTED, sums[: len(_COUNTED)], sums[len(_COUNTED) :], strict=True)
+        each_ms = {name: sum_ms / count for name, count, sum_ms in by_kind if count}
         return ReadingMeasurement(
             samples=round(samples),
             token_ms=each_ms.pop("tokens"),

@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,9 +27,8 @@ from megatron.vlm.measure.profiler import (
     RepeatedUpdate,
     build_for_times,
     peak_activation_bytes,
-    random_batch,
 )
-from megatron.vlm.measure.random_images import image_sizes
+from megatron.vlm.measure.random_batches import image_sizes, random_batch
 from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import (
     Phase,
@@ -126,19 +125,21 @@ class MicroBatchTimes:
         cls, times: Sequence["MicroBatchTimes"], how: Callable[[list[np.ndarray]], np.ndarray]
     ) -> "MicroBatchTimes":
         """Combine several times array by array."""
-        names = [each.name for each in fields(cls)]
-        return cls(**{name: how([getattr(each, name) for each in times]) for name in names})
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: how([getattr(step, name) for step in times]) for name in names})
 
 
-def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
+def predict_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
     """Predicted wait in ms before each operation of a stage, in a step of one rank."""
     times = workload_times(cost, plan.stages_at_levels, own)
     alone = replace(times, waits_ms=None)
     timeline = simulate_ranks(alone, own.each_rank_alone(), plan.schedule).of_step(0)
     waits_ms, schedule = waits_before(timeline), timeline.schedule
     return tuple(
-        float(waits_ms[one.kind][one.micro_batch, schedule.part(stage, one.chunk)])
-        for one in schedule.operations[stage]
+        float(
+            waits_ms[operation.kind][operation.micro_batch, schedule.part(stage, operation.chunk)]
+        )
+        for operation in schedule.operations[stage]
     )
 
 
@@ -155,7 +156,7 @@ class _RecomputeClock(PhaseClock):
         self._again: list[list[tuple[object, object]]] = []
         self._begun: object = None
         self._in_backward = False
-        for block in (each for stage in trainer.chunks for each in stage.blocks.values()):
+        for block in (block for stage in trainer.chunks for block in stage.blocks.values()):
             for layer in block.layers:
                 if any(layer.layer_number - 1 in again for again in block.recompute_layers):
                     layer.register_forward_pre_hook(self._begin)
@@ -230,9 +231,8 @@ class StageReplayer:
     ) -> MicroBatchTimes:
         """Run forward and backward of one rank's micro-batches of a step, in the plan's order.
 
-        Args:
-            waits_ms: before every operation, as an idle CPU computes more slowly at first. On CUDA
-                ignored: there the stream waits, not the host.
+        `waits_ms` are before every operation, as an idle CPU computes more slowly at first. On CUDA
+        ignored: there the stream waits, not the host.
         """
         links = self._links
         if not has_cuda():
@@ -290,19 +290,16 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
     loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
     held = plan.units_of(stage)
 
-    def one(row: int) -> MicroBatch:
-        batch = random_batch(
-            plan.model,
-            int(packs.column("tiles")[row]),
-            tuple(lengths.tokens[packs.packs[row]].tolist()),
-            max(int(loss_tokens[row]), 1),
-            held,
-            clips=int(packs.column("clips")[row]),
-            images=image_sizes(lengths, packs.packs[row]),
-        )
+    def make(row: int) -> MicroBatch:
+        samples = packs.packs[row]
+        tiles, clips = (int(packs.column(name)[row]) for name in ("tiles", "clips"))
+        segments = tuple(lengths.tokens[samples].tolist())
+        sizes = tiles, segments, max(int(loss_tokens[row]), 1)
+        images = image_sizes(lengths, samples)
+        batch = random_batch(plan.model, *sizes, held, clips=clips, images=images)
         return replace(batch, level=int(packs.level[row]))
 
-    return lambda rows: [one(row) for row in rows]
+    return lambda rows: [make(row) for row in rows]
 
 
 def read_rows(
@@ -312,16 +309,13 @@ def read_rows(
     every_row = np.arange(len(packs))
     dataset = PackDataset(reader, packs, lengths, every_row, plan.units_of(stage))
 
-    def load(rows: np.ndarray) -> list[MicroBatch]:
-        found = []
-        for row in rows:
-            item = dataset[int(row)]
-            if isinstance(item, UserError):
-                raise item
-            found.append(item)
-        return found
+    def read(row: int) -> MicroBatch:
+        item = dataset[row]
+        if isinstance(item, UserError):
+            raise item
+        return item
 
-    return load
+    return lambda rows: [read(int(row)) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -391,15 +385,14 @@ def _replay(
             on_run()
         times.append(MicroBatchTimes.combined(repetitions, partial(np.median, axis=0)))
     measured = MicroBatchTimes.combined(times, np.concatenate)
-    has_late = replayer.trainer.plan.schedule.in_two
+    times_ms = {name: tuple(times.tolist()) for name, times in asdict(measured).items()}
+    if not replayer.trainer.plan.schedule.in_two:
+        times_ms["weight_ms"] = ()
     update_ms = [replayer.update_ms() for _ in range(_UPDATES)]
     return StageReplay(
         stage=stage,
         rows=tuple(np.concatenate(work.steps).tolist()),
-        forward_ms=tuple(measured.forward_ms.tolist()),
-        backward_ms=tuple(measured.backward_ms.tolist()),
-        weight_ms=tuple(measured.weight_ms.tolist()) if has_late else (),
-        recompute_ms=tuple(measured.recompute_ms.tolist()),
+        **times_ms,
         update_ms=float(np.median(update_ms)),
         state_gib=replayer.state_bytes / 2**30,
         activations_gib=activation_bytes / 2**30,

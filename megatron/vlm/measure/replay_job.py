@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.reader import SampleReader
@@ -18,12 +16,13 @@ from megatron.vlm.measure.profiler import device_name
 from megatron.vlm.measure.replay import (
     LoadRows,
     StageWork,
-    predicted_waits,
+    predict_waits,
     random_rows,
     read_rows,
     replay_stage,
 )
 from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.log import progress_of_rank
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
@@ -89,7 +88,7 @@ class ReplayJob:
         return StageWork(
             steps=tuple(steps),
             waits_ms=tuple(
-                predicted_waits(self.plan, stage, cost, workload.rows(own)) for own in steps
+                predict_waits(self.plan, stage, cost, workload.rows(own)) for own in steps
             ),
             heaviest=heaviest_rows(cost, self.plan, stage, workload),
             repetitions=info.repetitions,
@@ -109,33 +108,40 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
             "--packing-levels 1`"
         )
     packs, lengths = planned.steps
-    reader = _reader(planned.plan, data, tokenizer)
+    reader = _open_reader(planned.plan, data, tokenizer)
     return ReplayJob(planned=planned, packs=packs, lengths=lengths, reader=reader)
 
 
 def check_alone(plan: Plan) -> None:
     """Raise UserError if a stage of the plan cannot run alone on a real device."""
-    if plan.parallel.expert > 1:
-        raise UserError(
-            "the plan has ranks that share out experts, and a replay runs one rank alone, which "
-            "has nobody to send tokens to: add --fake-device, which spreads them evenly, or give a "
-            "plan of `omnibal plan --ep 1`"
-        )
-    if plan.beside is not None:
-        raise UserError(
-            "the plan has data-parallel encoders, and a replay runs one rank alone, which has "
-            "nobody to exchange features with: add --fake-device, which counts them, or give a "
-            "plan of `omnibal plan --encoder pipeline`"
-        )
-    if plan.parallel.sharded > 1:
-        raise UserError(
-            "the plan has ranks that divide weights, and a replay runs one rank alone, which has "
-            "nobody to gather them from: add --fake-device, which counts them, or give a plan "
-            "whose parallel.sharded is 1"
-        )
+    for is_there, ranks, missing, plan_without in (
+        (
+            plan.parallel.expert > 1,
+            "ranks that share out experts",
+            "nobody to send tokens to: add --fake-device, which spreads them evenly",
+            "a plan of `omnibal plan --ep 1`",
+        ),
+        (
+            plan.beside is not None,
+            "data-parallel encoders",
+            "nobody to exchange features with: add --fake-device, which counts them",
+            "a plan of `omnibal plan --encoder pipeline`",
+        ),
+        (
+            plan.parallel.sharded > 1,
+            "ranks that divide weights",
+            "nobody to gather them from: add --fake-device, which counts them",
+            "a plan whose parallel.sharded is 1",
+        ),
+    ):
+        if is_there:
+            raise UserError(
+                f"the plan has {ranks}, and a replay runs one rank alone, which has {missing}, or "
+                f"give {plan_without}"
+            )
 
 
-def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> SampleReader | None:
+def _open_reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> SampleReader | None:
     if data is None and tokenizer_path is None:
         return None
     if data is None or tokenizer_path is None:
@@ -164,11 +170,7 @@ def replay_info(
     processes: int = 1,
     provider: Provider = "local",
 ) -> ReplayInfo:
-    """Describe the settings that identify this replay.
-
-    Args:
-        steps: maximum number of replayed steps, spread evenly over the run.
-    """
+    """Describe the settings that identify this replay of at most `steps` steps, spread evenly."""
     return ReplayInfo(
         plan_sha256=plan_sha256(job.plan),
         steps=chosen_steps(job.packs, steps),
@@ -193,9 +195,9 @@ def replay_stages(
         torch.cuda.set_device(launch.local_rank)
     else:
         torch.set_num_threads(1)  # as each CPU process of a job
-    left = stages_left(REPLAY_FILES, info, job, stages, output, launch, store)
+    left = list_unfinished_stages(REPLAY_FILES, info, job, stages, output, launch, store)
     work = {stage: job.work_of(stage, info) for stage in left}
-    runs = sum(one.runs for one in work.values())
+    runs = sum(stage_work.runs for stage_work in work.values())
     with shared_progress("replaying steps of single ranks", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
             try:
@@ -216,7 +218,7 @@ def replay_stages(
         raise UserError("; ".join(failures))
 
 
-def stages_left(
+def list_unfinished_stages(
     files: StageFiles[Identity, Result],
     info: Identity,
     job: ReplayJob,
@@ -231,7 +233,7 @@ def stages_left(
         store.set("output", "open")
     store.wait(["output"])
     files.open(output, info)
-    kept = {one.stage for one in files.read(output, job.plan.parallel.pipeline)}
+    kept = {result.stage for result in files.read(output, job.plan.parallel.pipeline)}
     # All processes read before any writes.
     together(store, "read", launch.world_size)
     return [stage for stage in stages if stage not in kept]
@@ -259,8 +261,7 @@ def shared_progress(
     title: str, launch: Launch, store: dist.Store, total: int
 ) -> Iterator[Callable[..., None]]:
     """Show a progress bar of all processes' runs on rank 0, until all are done."""
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=launch.rank != 0) as progress:
+    with progress_of_rank(launch.rank) as progress:
         task = progress.add_task(title, total=total)
 
         def on_run(runs: int = 1) -> None:

@@ -1,9 +1,10 @@
 """The command line of pretrain_vlm.py, with Megatron-LM's flag names if it has the option."""
 
+# ruff: noqa: RUF009  `_parsed` returns a field, which is not shared.
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,76 +21,6 @@ _CACHE_GIB = 32
 LEARNING_RATE, ADAPTER_LEARNING_RATE, VISION_SHARE = 1e-5, 1e-4, 0.2
 """The largest rate of all weights and of adapters, and the vision encoder's share of it."""
 DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointArguments:
-    save_interval: int
-    keep_checkpoints: int | None
-    """Number of newest checkpoints to keep. None for all."""
-    async_save: bool
-    exit_after_failed_saves: int
-    replan_at: tuple[int, ...]
-    """Steps that are followed by replanning from measured times."""
-    elastic: bool
-    """Whether to resume the newest checkpoint with a plan for the current number of processes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageArguments:
-    data_index: Path | None = None
-    """Index of the training data from `omnibal lengths`. None to read all files."""
-    data_cache: Path | None = None
-    """Cache folder for remote data, shared by a node's processes. None for no cache."""
-    data_cache_gib: float = _CACHE_GIB
-    data_root: Path | None = None
-    """Folder or URL that all files of the data must be in. None for any."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationArguments:
-    """Options for held-out data: questions after training, and validation during it."""
-
-    eval_data: Path
-    """Meta JSON of held-out samples."""
-    eval_samples: int
-    eval_interval: int | None
-    """Steps between validations. None for no validation."""
-    max_new_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunArguments:
-    """Arguments of a run that trains, evaluates or both."""
-
-    tokenizer_model: Path
-    """tokenizer.model, tokenizer.json or folder, as the plan's lengths were scanned with."""
-    save: Path
-    load: Path | None
-    """Run directory to resume, to take weights from, or to evaluate."""
-    data: Path | None
-    """Meta JSON, as the plan's lengths were scanned from. May be None with `skip_train`."""
-    skip_train: bool
-    """Whether to only evaluate `load`, which must be given."""
-    finetune: bool
-    """Whether to take only weights from `load`, and train the plan from its first step."""
-    train_iters: int | None
-    """Step of the plan to stop after. None for the last."""
-    seed: int
-    """Seed of initial weights, augmentation and drop path."""
-    max_skipped_steps: int
-    """Maximum number of consecutive steps skipped for non-finite loss or gradients."""
-    num_workers: int
-    provider: Provider
-    samples: DataOptions
-    storage: StorageArguments
-    optimization: OptimizationOptions
-    checkpoints: CheckpointArguments
-    tensorboard_dir: Path | None
-    wandb_project: str | None
-    profile_steps: range
-    """Steps with torch profiler traces."""
-    evaluation: EvaluationArguments | None
 
 
 def _number(
@@ -126,7 +57,7 @@ def _steps(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def _each_step(text: str) -> tuple[int, ...]:
+def _replanning_steps(text: str) -> tuple[int, ...]:
     """Parse comma-separated steps."""
     steps = text.split(",")
     if not all(step.isdecimal() and int(step) for step in steps):
@@ -145,27 +76,202 @@ def _loss_weighting(text: str) -> LossWeighting:
         ) from None
 
 
+def _option(
+    about: str, kind: Callable[[str], Any] | None = None, default: Any = None, **more: Any
+) -> dict[str, Any]:
+    """Settings of `argparse.add_argument`; the help shows the default. A switch without `kind`."""
+    if kind is None:
+        return {"action": "store_true", "help": about, "default": bool(default), **more}
+    about += "" if default in (None, (), range(0)) else f" (default: {default})"
+    return {"help": about, "type": kind, "default": default, **more}
+
+
+def _parsed(*settings: Any, **more: Any) -> Any:
+    """Field of a dataclass that is the option of the same name."""
+    return field(metadata=_option(*settings, **more))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointArguments:
+    save_interval: int = _parsed("steps between checkpoints", _POSITIVE, 1000)
+    keep_checkpoints: int | None = _parsed(
+        "number of newest checkpoints to keep (default: all)", _POSITIVE
+    )
+    async_save: bool = _parsed(
+        "write checkpoints while training goes on (default: yes)",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+    )
+    exit_after_failed_saves: int = _parsed(
+        "consecutive failed saves that end the run; a failed last save ends it too", _POSITIVE, 2
+    )
+    replan_at: tuple[int, ...] = _parsed(
+        "steps after which to plan again from measured times, such as 50,500 (default: none)",
+        _replanning_steps,
+        (),
+        metavar="STEPS",
+    )
+    elastic: bool = _parsed(
+        "resume the newest checkpoint of --save, planned for the number of processes launched"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageArguments:
+    data_index: Path | None = _parsed(
+        "index that `omnibal lengths --data-index` wrote; no file of --data is read to open it",
+        Path,
+    )
+    data_cache: Path | None = _parsed(
+        "folder on a local disk that caches remote data; shared by all ranks of a node", Path
+    )
+    data_cache_gib: float = _parsed(
+        f"size of the cache in GiB (default: {_CACHE_GIB})", _POSITIVE_SIZE
+    )
+    data_root: Path | None = _parsed(
+        "folder or URL that all files of the data must be in, links followed", location
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationArguments:
+    """Held-out data: questions after training, and validation during it."""
+
+    eval_data: Path = _parsed("annotation file or meta JSON of held-out samples", location)
+    eval_samples: int = _parsed("maximum number of held-out samples", _POSITIVE, 500)
+    eval_interval: int | None = _parsed(
+        "steps between validations (default: no validation)", _POSITIVE
+    )
+    max_new_tokens: int = _parsed(
+        "longest answer in tokens; every token runs the whole question again, images included",
+        _POSITIVE,
+        64,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunArguments:
+    """Arguments of a run that trains, evaluates or both."""
+
+    data: Path | None = _parsed(
+        "annotation file or meta JSON that the lengths were scanned from, or its URL "
+        "(s3://BUCKET/meta.json)",
+        location,
+    )
+    tokenizer_model: Path = _parsed(
+        "tokenizer.model, tokenizer.json or folder that the lengths were scanned with", Path
+    )
+    save: Path = _parsed("directory of the run", Path)
+    load: Path | None = _parsed("directory of a run to resume", Path)
+    finetune: bool = _parsed(
+        "take only the weights of --load, and train the plan from its first step"
+    )
+    skip_train: bool = _parsed("only evaluate --load")
+    train_iters: int | None = _parsed("step of the plan to stop after (default: last)", _POSITIVE)
+    seed: int = _parsed("seed of initial weights, augmentation and drop path", _SEED, 42)
+    max_skipped_steps: int = _parsed(
+        "maximum consecutive steps skipped because loss or gradients are not finite", _NATURAL, 5
+    )
+    num_workers: int = _parsed("loader processes of each rank", _NATURAL, 2)
+    provider: Provider = _parsed(
+        "implementation of linears and attention: this project and Megatron-core, or Transformer "
+        "Engine; checkpoints are the same",
+        str,
+        "local",
+        choices=get_args(Provider),
+    )
+    tensorboard_dir: Path | None = _parsed("folder for TensorBoard events (default: none)", Path)
+    wandb_project: str | None = _parsed("Weights & Biases project (default: none)", str)
+    profile_steps: range = _parsed(
+        "steps with torch profiler traces in SAVE/traces (default: none)",
+        _steps,
+        range(0),
+        metavar="FIRST[-LAST]",
+    )
+    samples: DataOptions
+    storage: StorageArguments
+    optimization: OptimizationOptions
+    checkpoints: CheckpointArguments
+    evaluation: EvaluationArguments | None
+
+    @property
+    def continues_run(self) -> bool:
+        """Whether `load` is the run directory `save`."""
+        return self.load is not None and self.load.resolve() == self.save.resolve()
+
+
+_JOB = {
+    "plan": _option("directory made by `omnibal plan`", Path, required=True),
+    "dry_run": _option("only check the plan and print the layout over ranks"),
+    "on_bad_sample": _option(
+        "whether an unreadable image or recording stops the run or its sample is skipped",
+        OnBadSample,
+        OnBadSample.STOP,
+        choices=list(OnBadSample),
+    ),
+}
+_OPTIMIZATION = {
+    "lr": _option(
+        f"largest learning rate (default: {LEARNING_RATE}, of adapters {ADAPTER_LEARNING_RATE})",
+        _NOT_NEGATIVE,
+    ),
+    "vision_lr": _option(
+        f"largest rate of the vision encoder's own weights (default: {VISION_SHARE:g} x --lr)",
+        _NOT_NEGATIVE,
+    ),
+    "min_lr": _option("learning rate of the last step", _NOT_NEGATIVE, 0.0),
+    "lr_decay_style": _option(
+        "decay after the warm-up", str, "cosine", choices=["cosine", "linear", "constant"]
+    ),
+    "lr_warmup_fraction": _option("share of the steps with linear warm-up", _FRACTION, 0.03),
+    "weight_decay": _option("weight decay of matrices; 0 for vectors", _NOT_NEGATIVE, 0.05),
+    "adam_beta1": _option("decay of Adam's first moment", _FRACTION, 0.9),
+    "adam_beta2": _option("decay of Adam's second moment", _FRACTION, 0.999),
+    "adam_eps": _option("Adam's epsilon", _NOT_NEGATIVE, 1e-8),
+    "clip_grad": _option("maximum gradient norm; 0 does not clip", _NOT_NEGATIVE, 1.0),
+    "loss_weighting": _option(
+        "weight of a loss token: 1 (token), 1/n or 1/sqrt(n) in a sample of n loss tokens, 1/n in "
+        "a micro-batch of n; sum divides nothing. Also HBP's names: Ave-Token (token), Sample-Mean "
+        "(sample), Token-Mean (micro-batch) and Sum",
+        _loss_weighting,
+        LossWeighting.TOKEN,
+        metavar="{" + ",".join(LossWeighting) + "}",
+    ),
+    "drop_path_rate": _option(
+        "drop-path rate of the last vision layer, rising linearly from 0 at the first",
+        _FRACTION,
+        0.0,
+    ),
+}
+"""Options of `OptimizationOptions`, AdamW's by Megatron-LM's names."""
+
+
+def _settings_of(kind: type) -> dict[str, Mapping[str, Any]]:
+    return {member.name: member.metadata for member in fields(kind) if member.metadata}
+
+
 def parse_arguments() -> tuple[Path, RunArguments | None]:
     """Parse and check this process's command line.
 
-    Returns:
-        The plan, and the arguments of the run. None for a dry run.
+    Returns the plan, and the arguments of the run. None for a dry run.
     """
     parser = ArgumentParser(prog="pretrain_vlm.py", description=DESCRIPTION)
-    _add_job(parser.add_argument_group("job"))
-    _add_checkpoints(parser.add_argument_group("checkpoints and faults"))
-    _add_data(parser.add_argument_group("data and model"))
-    _add_optimization(parser.add_argument_group("optimization (AdamW)"))
-    _add_reports(parser.add_argument_group("reports"))
-    _add_evaluation(parser.add_argument_group("validation, and evaluation by greedy answers"))
+    for title, options in (
+        ("job", _JOB | _settings_of(RunArguments)),
+        ("checkpoints", _settings_of(CheckpointArguments)),
+        ("storage of the data", _settings_of(StorageArguments)),
+        ("optimization (AdamW)", _OPTIMIZATION),
+        ("validation, and evaluation by greedy answers", _settings_of(EvaluationArguments)),
+    ):
+        group = parser.add_argument_group(title)
+        for name, settings in options.items():
+            group.add_argument(f"--{name.replace('_', '-')}", **settings)
     given = parser.parse_args()
     check_local(vars(given))
     _check_together(given)
     check_provider(given.provider)
-    return given.plan, None if given.dry_run else _run_arguments(given)
-
-
-def _run_arguments(given: argparse.Namespace) -> RunArguments:
+    if given.dry_run:
+        return given.plan, None
     values = vars(given) | {
         "data_cache_gib": given.data_cache_gib or _CACHE_GIB,
         "samples": DataOptions(
@@ -175,25 +281,18 @@ def _run_arguments(given: argparse.Namespace) -> RunArguments:
             augment=True,
             drop_path=given.drop_path_rate > 0,
         ),
-        "evaluation": None,
     }
-    for name, group in _GROUPS.items():
-        if name != "evaluation" or given.eval_data is not None:
-            values[name] = group(**_fields_of(group, values))
-    return RunArguments(**_fields_of(RunArguments, values))
 
+    def make(kind: type) -> Any:
+        return kind(**{member.name: values[member.name] for member in fields(kind)})
 
-_GROUPS: dict[str, type] = {
-    "optimization": OptimizationOptions,
-    "storage": StorageArguments,
-    "checkpoints": CheckpointArguments,
-    "evaluation": EvaluationArguments,
-}
-
-
-def _fields_of(group: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the values that are fields of a dataclass."""
-    return {field.name: values[field.name] for field in fields(group)}
+    values |= {
+        "storage": make(StorageArguments),
+        "optimization": make(OptimizationOptions),
+        "checkpoints": make(CheckpointArguments),
+        "evaluation": None if given.eval_data is None else make(EvaluationArguments),
+    }
+    return given.plan, make(RunArguments)
 
 
 def _check_together(given: argparse.Namespace) -> None:
@@ -229,123 +328,3 @@ def _check_together(given: argparse.Namespace) -> None:
     ):
         if wrong:
             raise UserError(f"{message}; see pretrain_vlm.py --help")
-
-
-def _add(
-    group: argparse._ArgumentGroup,
-    name: str,
-    kind: Callable[[str], Any],
-    default: Any = None,
-    about: str | None = None,
-    **more: Any,
-) -> None:
-    if default not in (None, (), range(0)):
-        about = f"{about or ''} (default: {default})".lstrip()
-    group.add_argument(name, type=kind, default=default, help=about, **more)
-
-
-def _add_job(job: argparse._ArgumentGroup) -> None:
-    _add(job, "--plan", Path, None, "directory made by `omnibal plan`", required=True)
-    lengths = "that the lengths were scanned"
-    about = f"annotation file or meta JSON {lengths} from, or its URL (s3://BUCKET/meta.json)"
-    _add(job, "--data", location, None, about)
-    index = (
-        "that `omnibal lengths --data-index` wrote, by which no file of --data is read to open it"
-    )
-    _add(job, "--data-index", Path, None, index)
-    cache = "folder on a local disk for what is read of remote data; all ranks of a node share it"
-    _add(job, "--data-cache", Path, None, cache)
-    size = f"most that it holds, in GiB (default: {_CACHE_GIB})"
-    _add(job, "--data-cache-gib", _POSITIVE_SIZE, None, size)
-    below = "folder or URL that all files of the data must be in, links followed"
-    _add(job, "--data-root", location, None, below)
-    tokenizer = f"tokenizer.model, tokenizer.json or folder {lengths} with"
-    _add(job, "--tokenizer-model", Path, None, tokenizer)
-    _add(job, "--save", Path, None, "directory of the run")
-    _add(job, "--load", Path, None, "directory of a run to resume")
-    weights = "take only the weights of --load, and train the plan from its first step"
-    job.add_argument("--finetune", action="store_true", help=weights)
-    _add(job, "--train-iters", _POSITIVE, None, "stop after this many of the plan's steps")
-    _add(job, "--seed", _SEED, 42, "of initial weights, augmentation and drop path")
-    layout = "only check the plan and print which rank would hold what"
-    job.add_argument("--dry-run", action="store_true", help=layout)
-
-
-def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--save-interval", _POSITIVE, 1000, "steps between checkpoints")
-    newest = "number of newest checkpoints to keep (default: all)"
-    _add(group, "--keep-checkpoints", _POSITIVE, None, newest)
-    group.add_argument(
-        "--async-save",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="write checkpoints while training goes on (default: yes)",
-    )
-    failed = "failed saves in a row that end the run; a failed last save ends it too"
-    _add(group, "--exit-after-failed-saves", _POSITIVE, 2, failed)
-    skipped = "steps in a row that may be skipped because loss or gradients are not finite"
-    _add(group, "--max-skipped-steps", _NATURAL, 5, skipped)
-    anew = "steps after which the run is planned anew by what it has measured, such as 50,500"
-    _add(group, "--replan-at", _each_step, (), anew, metavar="STEPS")
-    elastic = "go on from the newest checkpoint of --save, planned for as many processes as came"
-    group.add_argument("--elastic", action="store_true", help=elastic)
-    bad = "whether an unreadable image or recording stops the run or its sample is passed over"
-    choices = list(OnBadSample)
-    _add(group, "--on-bad-sample", OnBadSample, OnBadSample.STOP, bad, choices=choices)
-
-
-def _add_data(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--num-workers", _NATURAL, 2, "loader processes of each rank")
-    _add(
-        group,
-        "--loss-weighting",
-        _loss_weighting,
-        LossWeighting.TOKEN,
-        "a loss token weighs 1 (token), 1/n or 1/sqrt(n) in a sample with n of them, 1/n in a "
-        "micro-batch with n; sum divides nothing. Also HBP's names: Ave-Token (token), Sample-Mean "
-        "(sample), Token-Mean (micro-batch) and Sum",
-        metavar="{" + ",".join(LossWeighting) + "}",
-    )
-    rate = "of the last vision layer's branches; rises linearly from 0 at the first layer"
-    _add(group, "--drop-path-rate", _FRACTION, 0.0, rate)
-    group.add_argument(
-        "--provider",
-        choices=get_args(Provider),
-        default="local",
-        help="of the layers' linears and attention: this project and Megatron-core, or "
-        "Transformer Engine; checkpoints are the same (default: local)",
-    )
-
-
-def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    largest = (
-        f"largest learning rate (default: {LEARNING_RATE}, of adapters {ADAPTER_LEARNING_RATE})"
-    )
-    _add(group, "--lr", _NOT_NEGATIVE, None, largest)
-    vision = f"that of the vision encoder's own weights (default: {VISION_SHARE:g} x --lr)"
-    _add(group, "--vision-lr", _NOT_NEGATIVE, None, vision)
-    _add(group, "--min-lr", _NOT_NEGATIVE, 0.0, "learning rate of the last step")
-    styles = ["cosine", "linear", "constant"]
-    _add(group, "--lr-decay-style", str, "cosine", "after the warm-up", choices=styles)
-    _add(group, "--lr-warmup-fraction", _FRACTION, 0.03, "share of the steps")
-    _add(group, "--weight-decay", _NOT_NEGATIVE, 0.05, "of matrices; vectors have none")
-    _add(group, "--adam-beta1", _FRACTION, 0.9)
-    _add(group, "--adam-beta2", _FRACTION, 0.999)
-    _add(group, "--adam-eps", _NOT_NEGATIVE, 1e-8)
-    _add(group, "--clip-grad", _NOT_NEGATIVE, 1.0, "gradient norm; 0 does not clip")
-
-
-def _add_reports(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--tensorboard-dir", Path, None, "also write TensorBoard events there")
-    _add(group, "--wandb-project", str, None, "also log to this Weights & Biases project")
-    traces = "write torch profiler traces of these steps into SAVE/traces"
-    _add(group, "--profile-steps", _steps, range(0), traces, metavar="FIRST[-LAST]")
-
-
-def _add_evaluation(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--eval-data", location, None, "annotation file or meta JSON of held-out samples")
-    _add(group, "--eval-samples", _POSITIVE, 500, "held-out samples, at most")
-    _add(group, "--eval-interval", _POSITIVE, None, "steps between losses on the held-out samples")
-    longest = "longest answer; every token runs the whole question again, images included"
-    _add(group, "--max-new-tokens", _POSITIVE, 64, longest)
-    group.add_argument("--skip-train", action="store_true", help="only evaluate --load")

@@ -49,8 +49,8 @@ def _stages_table(plan: Plan) -> Table:
         cells = [
             str(number),
             "\n".join(_words(plan.stages[part].units) for part in parts),
-            "\n".join(_recomputed(plan, part) for part in parts),
-            _loaded(plan.units_of(number)),
+            "\n".join(_list_recomputed(plan, part) for part in parts),
+            _list_loads(plan.units_of(number)),
         ]
         if plan.prediction is not None:
             cells.append(f"{plan.prediction.stages[number].memory.peak_gib:.2f}")
@@ -62,7 +62,7 @@ def _words(spans: Sequence[Span]) -> str:
     return ", ".join(map(str, spans)) or "nothing"
 
 
-def _recomputed(plan: Plan, part: int) -> str:
+def _list_recomputed(plan: Plan, part: int) -> str:
     """Recomputed layers of a part of the model, a line per context-parallel size."""
     again = [_words(stages[part].recompute) for stages in plan.stages_at_levels]
     if not plan.levels:
@@ -80,6 +80,6 @@ def _levels_table(plan: Plan) -> Table:
     return table
 
 
-def _loaded(stage: Stage) -> str:
+def _list_loads(stage: Stage) -> str:
     loads = {"vision embed": "pixels", "language embed": "token ids", "head": "labels"}
     return ", ".join(what for unit, what in loads.items() if stage.holds(unit)) or "nothing"

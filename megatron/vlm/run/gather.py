@@ -1,7 +1,7 @@
 """Gathers every rank's measurements of a step for the run's log.
 
-Shapes: p stages, d data-parallel ranks, t tensor-parallel ranks, c chunks of a stage, m
-micro-batches of a data-parallel rank.
+Shapes: p stages, d data-parallel ranks, t tensor-parallel ranks, c chunks of a stage, P
+chunks of the model, m micro-batches of a data-parallel rank.
 """
 
 import resource
@@ -82,23 +82,18 @@ def gather_pass_times(
     ranks_ms = by_rank_pd[:, :, 0].tolist()
     if len(ranks_ms[0]) > 1:
         stages = [
-            stage.model_copy(update={"ranks_ms": _rounded(each)})
-            for stage, each in zip(stages, ranks_ms, strict=True)
+            stage.model_copy(update={"ranks_ms": _round_times(times_ms)})
+            for stage, times_ms in zip(stages, ranks_ms, strict=True)
         ]
-    passes_p2mc = by_rank_pd[:, turn, 1:].view(links.size, *wanted_2mc.shape)
+    times_p2mc = by_rank_pd[:, turn, 1:].view(links.size, *wanted_2mc.shape)
     held = links.schedule.parts_of(links.size * links.schedule.chunks)
-    places = [
-        (stage, parts.index(part))
-        for part in range(links.size * links.schedule.chunks)
-        for stage, parts in enumerate(held)
-        if part in parts
-    ]
-    forward_ms, backward_ms = (
-        tuple(_rounded(passes_p2mc[stage, kind, :, chunk].tolist()) for stage, chunk in places)
-        for kind in range(2)
+    places = sorted(
+        (part, stage, chunk) for stage, own in enumerate(held) for chunk, part in enumerate(own)
     )
+    chunks_2mP = torch.stack([times_p2mc[stage, ..., chunk] for _, stage, chunk in places], -1)
+    forward_ms, backward_ms = (tuple(map(_round_times, ms_mP.T.tolist())) for ms_mP in chunks_2mP)
     return tuple(stages), PassTimes(dp_rank=turn, forward_ms=forward_ms, backward_ms=backward_ms)
 
 
-def _rounded(times_ms: Sequence[float]) -> tuple[float, ...]:
+def _round_times(times_ms: Sequence[float]) -> tuple[float, ...]:
     return tuple(round(ms, _DIGITS) for ms in times_ms)

@@ -67,9 +67,7 @@ def open_store(launch: Launch, init_method: str = "env://", start: str = "") -> 
     """Open the rendezvous store; waits until all ranks have joined.
 
     Rank 0 (under torchrun, the first node's launcher) serves it while the returned object lives.
-
-    Args:
-        start: key prefix of this start, if a launcher's store outlives a restart.
+    `start` is a key prefix of this start, if a launcher's store outlives a restart.
     """
     if launch.world_size == 1:
         return dist.HashStore()

@@ -1,10 +1,13 @@
-"""Log lines of a run on its terminal."""
+"""Log lines and progress of a run on its terminal."""
 
 import errno
 import logging
 import os
 import sys
 from typing import TextIO
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 
 def show_log(rank: int) -> None:
@@ -31,3 +34,9 @@ class _Lines(logging.StreamHandler):
             raise
         # The terminal is gone, and SIGHUP asks for a save, which has lines to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def progress_of_rank(rank: int) -> Progress:
+    """Progress bar with counts on rank 0's stderr."""
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=rank != 0)

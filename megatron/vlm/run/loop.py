@@ -114,11 +114,8 @@ class RunOutcome:
 class TrainingLoop:
     """Trains step by step; collective.
 
-    Args:
-        health: updated every step.
-        portions: successive portions of the data, taken when their first step comes.
-        sinks: metrics outputs of the writing rank, empty on others. A failing sink is removed.
-        stop_requested: polled after every step on each rank.
+    Portions of the data are taken when their first step comes. Only the writing rank has sinks; a
+    failing sink is removed. `stop_requested` is polled after every step on each rank.
     """
 
     def __init__(

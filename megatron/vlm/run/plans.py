@@ -53,10 +53,10 @@ def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
     first = MadePlan.of(given)
     folder = run / _FOLDER
     folders = sorted(folder.iterdir()) if folder.is_dir() else []
-    made = [MadePlan.of(each) for each in folders if each.name.startswith("step_")]
-    known = [first, *(one for one in made if one.root_sha256 == first.root_sha256)]
-    past = [one for one in known if one.step <= step or one is first]
-    return max(past, key=lambda one: (one.plan.parallel.world_size == world_size, one.step))
+    made = [MadePlan.of(path) for path in folders if path.name.startswith("step_")]
+    known = [first, *(plan for plan in made if plan.root_sha256 == first.root_sha256)]
+    past = [plan for plan in known if plan.step <= step or plan is first]
+    return max(past, key=lambda plan: (plan.plan.parallel.world_size == world_size, plan.step))
 
 
 def plan_again(
@@ -72,11 +72,11 @@ def plan_again(
     words += [] if gpus is None else ["--gpus", str(gpus)]
     measured = ["--run", str(run)]
     try:
-        summary = _planned([*words, *measured] if _has_log(directory, run) else words)
+        summary = _run_replan([*words, *measured] if _has_log(directory, run) else words)
     except UserError:
         if gpus is None or not _has_log(directory, run):
             raise
-        summary = _planned(words)  # keeps the costs if too little was measured
+        summary = _run_replan(words)  # keeps the costs if too little was measured
     if gpus is None and summary["gain"] < least_gain:
         return None
     plan = read_plan(considered)
@@ -98,7 +98,7 @@ def _has_log(directory: Path, run: Path) -> bool:
     return read_run_info(run).plan_sha256 == plan_sha256(read_plan(directory))
 
 
-def _planned(words: list[str]) -> dict[str, Any]:
+def _run_replan(words: list[str]) -> dict[str, Any]:
     """Run `omnibal replan` and return its output."""
     root = str(Path(omnibal.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}

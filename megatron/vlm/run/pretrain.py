@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint.files import name_newest
@@ -35,6 +33,7 @@ from megatron.vlm.run.arguments import (
 )
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.log import progress_of_rank
 from megatron.vlm.run.loop import RunData, RunOptions, RunOutcome, TrainingLoop, encoder_shares
 from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
@@ -81,7 +80,7 @@ accurate to some percent (docs/results.md), differences between plans of one job
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """A training run with checked arguments, plan and data, before processes join."""
 
@@ -130,17 +129,17 @@ def open_trainable(directory: Path) -> PlanFiles:
 
 def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
     """Newest plan directory to continue with, replanned or given."""
-    resumes = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
-    if not (resumes or arguments.checkpoints.elastic) or arguments.finetune:
+    is_continued = arguments.continues_run or arguments.checkpoints.elastic
+    if arguments.finetune or not is_continued:
         return given
     step = latest_step(arguments.save) or 0
-    found = newest_plan(given, arguments.save, step, launch.world_size)
-    if found.directory != given:
-        _log.info(f"going on with {found.directory}, made after step {found.step}")
-    return found.directory
+    newest = newest_plan(given, arguments.save, step, launch.world_size)
+    if newest.directory != given:
+        _log.info(f"going on with {newest.directory}, made after step {newest.step}")
+    return newest.directory
 
 
-def resumed(arguments: RunArguments) -> RunArguments:
+def resume_elastic(arguments: RunArguments) -> RunArguments:
     """Set `load` of an elastic run to its own newest checkpoint, if any."""
     if not arguments.checkpoints.elastic or latest_step(arguments.save) is None:
         return arguments
@@ -166,17 +165,17 @@ def plan_for_all(
             reason = f"{processes} processes came, and the plan is for others: {error}"
             answer = {"error": reason}
         store.set(key, json.dumps(answer))
-    told = json.loads(store.get(key))
-    if "error" in told:
-        raise UserError(told["error"])
-    _log.info(f"planned for the {processes} processes that came: {told['plan']}")
-    return Path(told["plan"])
+    answer = json.loads(store.get(key))
+    if "error" in answer:
+        raise UserError(answer["error"])
+    _log.info(f"planned for the {processes} processes that came: {answer['plan']}")
+    return Path(answer["plan"])
 
 
 def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
     """Read and check data, tokenizer and directories. All ranks raise the same errors."""
     plan = planned.plan
-    arguments = replace(arguments, optimization=with_rates(arguments.optimization, plan))
+    arguments = replace(arguments, optimization=fill_rates(arguments.optimization, plan))
     launch.check_against(plan.parallel)
     check_provider_of(plan, arguments.provider)
     if arguments.samples.drop_path and not plan.model.takes_images:
@@ -199,23 +198,15 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
         training_data = Annotations.open(arguments.data, index, cache, below)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is a new run.
-        save, load = arguments.save, None if arguments.finetune else arguments.load
-        step = latest_step(save)
-        if step is not None and (load is None or load.resolve() != save.resolve()):
+        save, step = arguments.save, latest_step(arguments.save)
+        if step is not None and (arguments.finetune or not arguments.continues_run):
             raise UserError(
                 f"{save}: holds a run of {step} steps; resume it with --load {save}, or give "
                 "another --save"
             )
     if arguments.evaluation is not None:
         heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache, below=below)
-    run = Run(
-        arguments=arguments,
-        planned=planned,
-        tokenizer=tokenizer,
-        launch=launch,
-        training_data=training_data,
-        heldout_data=heldout_data,
-    )
+    run = Run(arguments, planned, tokenizer, launch, training_data, heldout_data)
     traced = arguments.profile_steps
     if traced and traced[-1] >= run.last_step:
         raise UserError(
@@ -225,7 +216,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     return run
 
 
-def with_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
+def fill_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
     """Fill in the learning rates that are not given, as most published recipes have them."""
     usual = LEARNING_RATE if plan.adapters is None else ADAPTER_LEARNING_RATE
     lr = usual if options.lr is None else options.lr
@@ -253,7 +244,7 @@ def execute(run: Run, store: dist.Store) -> None:
         links = initialize_distributed(run.launch, run.plan.parallel, arguments.seed, store=store)
         if arguments.skip_train:
             assert arguments.load is not None
-            trainer = _built(run, links)
+            trainer = _build(run, links)
             steps = load_weights(arguments.load, run.plan, trainer.stages)
             outcome = RunOutcome(steps, 0, False)
         else:
@@ -268,7 +259,7 @@ def execute(run: Run, store: dist.Store) -> None:
         shut_down_distributed()
 
 
-def _built(run: Run, links: PipelineLinks) -> Trainer:
+def _build(run: Run, links: PipelineLinks) -> Trainer:
     arguments = run.arguments
     return build_trainer(
         run.plan,
@@ -283,7 +274,7 @@ def _built(run: Run, links: PipelineLinks) -> Trainer:
 
 def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
     """Train until the last step, replanning if requested; collective over all ranks."""
-    trainer = _built(run, links)
+    trainer = _build(run, links)
     done = _load(run, trainer)
     sinks: list[MetricsSink] = []
     is_first = True
@@ -293,12 +284,12 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
             is_due = is_asked and steps < run.last_step
             # Not if already replanned after these steps.
             is_due = is_due and MadePlan.of(run.directory).step != steps
-            anew = planned_anew(run, steps) if is_due else None
-            if anew is not None:
+            replanned = replan_and_log(run, steps) if is_due else None
+            if replanned is not None:
                 # Free its memory before building the next trainer.
                 del trainer
                 gc.collect()
-                run, trainer = anew, _built(anew, links)
+                run, trainer = replanned, _build(replanned, links)
                 _load(run, trainer)
             done = train_plan(run, trainer, done, stop, sinks, is_first=is_first)
             if done.stopped or done.steps >= run.last_step:
@@ -309,13 +300,13 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
     return run, trainer, done
 
 
-def planned_anew(run: Run, steps: int) -> Run | None:
+def replan_and_log(run: Run, steps: int) -> Run | None:
     """Replan from measured times on rank 0; collective. None if the gain is too small."""
-    told: list[tuple[str | None, str]] = [(None, "")]
+    answer: list[tuple[str | None, str]] = [(None, "")]
     if run.launch.rank == 0:
-        told = [_replan(run, steps)]
-    dist.broadcast_object_list(told, src=0)
-    [(directory, line)] = told
+        answer = [_replan(run, steps)]
+    dist.broadcast_object_list(answer, src=0)
+    [(directory, line)] = answer
     _log.info(line)
     if directory is None:
         return None
@@ -325,9 +316,8 @@ def planned_anew(run: Run, steps: int) -> Run | None:
 
 def _replan(run: Run, steps: int) -> tuple[str | None, str]:
     """Replan; return the directory of a better plan, if any, and a log line."""
-    save = run.arguments.save
     try:
-        made = plan_again(run.directory, save, steps, least_gain=LEAST_GAIN)
+        made = plan_again(run.directory, run.arguments.save, steps, least_gain=LEAST_GAIN)
     except (UserError, OSError) as error:
         return None, f"not planned anew after step {steps}: {error}"
     if made is None:
@@ -351,14 +341,9 @@ def train_plan(
     *,
     is_first: bool,
 ) -> RunOutcome:
-    """Train until the next replanning step or the end.
-
-    Args:
-        sinks: metrics outputs; failing sinks are removed.
-        is_first: whether to prepare the run's directory and open the sinks.
-    """
+    """Train until the next replanning step or the end; at first prepare the run's directory."""
     arguments, evaluation = run.arguments, run.arguments.evaluation
-    first_step, last_step = done.steps, run.last_step
+    checkpoints, first_step, last_step = arguments.checkpoints, done.steps, run.last_step
     if first_step >= last_step:
         _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return done
@@ -366,7 +351,7 @@ def train_plan(
         note = too_few_loaders(run.plan.prediction, arguments.num_workers)
         if note is not None:
             _log.info(note)
-    pauses = [step for step in arguments.checkpoints.replan_at if first_step < step < last_step]
+    pauses = [step for step in checkpoints.replan_at if first_step < step < last_step]
     pause_step = min([*pauses, last_step])
     validation = _validation(run, trainer)
     if run.launch.rank == 0 and is_first:
@@ -376,27 +361,22 @@ def train_plan(
     writer = CheckpointWriter(
         arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
         _options(run, trainer),
-        keep_last=arguments.checkpoints.keep_checkpoints,
-        asynchronous=arguments.checkpoints.async_save,
+        keep_last=checkpoints.keep_checkpoints, asynchronous=checkpoints.async_save,
     )  # fmt: skip
+    options = RunOptions(
+        save=arguments.save,
+        save_interval=checkpoints.save_interval,
+        last_step=last_step,
+        pause_step=pause_step,
+        eval_interval=None if evaluation is None else evaluation.eval_interval,
+        exit_after_failed_saves=checkpoints.exit_after_failed_saves,
+        profile_steps=arguments.profile_steps,
+    )
+    health = RunHealth(arguments.max_skipped_steps, done.skipped_steps)
     portions = _portions(run, trainer, range(first_step, pause_step), validation)
     with closing(portions):
         loop = TrainingLoop(
-            trainer,
-            portions,
-            RunOptions(
-                save=arguments.save,
-                save_interval=arguments.checkpoints.save_interval,
-                last_step=last_step,
-                pause_step=pause_step,
-                eval_interval=None if evaluation is None else evaluation.eval_interval,
-                exit_after_failed_saves=arguments.checkpoints.exit_after_failed_saves,
-                profile_steps=arguments.profile_steps,
-            ),
-            writer,
-            RunHealth(arguments.max_skipped_steps, done.skipped_steps),
-            sinks,
-            lambda: stop.requested,
+            trainer, portions, options, writer, health, sinks, lambda: stop.requested
         )
         return loop.run(first_step)
 
@@ -484,7 +464,7 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
         arguments.load, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
         _options(run, trainer), partial(hash_steps, run.directory),
     )  # fmt: skip
-    if run.launch.rank == 0 and arguments.load.resolve() == arguments.save.resolve():
+    if run.launch.rank == 0 and arguments.continues_run:
         name_newest(arguments.save, loaded.step)  # a broken one may have been passed over
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
     return RunOutcome(loaded.step, loaded.training_state["skipped_steps"], False)
@@ -498,8 +478,7 @@ def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
         sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
     if arguments.wandb_project is not None:
         sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
-    same_run = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
-    first_logged = first_step if same_run else 0
+    first_logged = first_step if arguments.continues_run else 0
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
@@ -509,15 +488,15 @@ def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
 
 def _write_info(run: Run, first_step: int) -> None:
     """Record the plan's hash in the run directory, from `first_step` at the latest."""
-    save, digest, since_step = run.arguments.save, plan_sha256(run.plan), first_step
+    save, digest = run.arguments.save, plan_sha256(run.plan)
     if (save / RUN_INFO_FILE).exists() and read_run_info(save).plan_sha256 == digest:
-        since_step = min(read_run_info(save).since_step, first_step)
+        first_step = min(read_run_info(save).since_step, first_step)
     info = RunInfo(
         model=run.plan.model.name,
         packs_sha256=run.data.packs_sha256,
         provider=run.arguments.provider,
         plan_sha256=digest,
-        since_step=since_step,
+        since_step=first_step,
     )
     write_run_info(info, save)
 
@@ -558,8 +537,7 @@ def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
         name: max(1, *(level.caps[name] // level.context for level in levels))
         for name in run.data.caps.names
     }
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=run.launch.rank != 0) as progress:
+    with progress_of_rank(run.launch.rank) as progress:
         task = progress.add_task("answering held-out questions", total=None)
         evaluation = evaluate(
             trainer,

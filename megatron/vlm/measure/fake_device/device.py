@@ -76,7 +76,7 @@ def fake_calls(
         )
     random_calls = ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")
     with contextlib.ExitStack() as replaced:
-        for owner, calls in _replacements(memory, resized):
+        for owner, calls in _list_patches(memory, resized):
             replaced.enter_context(patch.multiple(owner, **calls))
         for owner, names in (
             (torch.cuda, (*random_calls, "default_generators")),
@@ -92,7 +92,7 @@ def fake_calls(
         yield
 
 
-def _replacements(
+def _list_patches(
     memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
 ) -> list[tuple[Any, dict[str, Any]]]:
     resize = torch.UntypedStorage.resize_
@@ -139,7 +139,7 @@ def _replacements(
         (torch.cuda, cuda),
         (torch.UntypedStorage, {"resize_": resize_}),
         (torch.cuda.nvtx, {"range_push": nothing(), "range_pop": nothing()}),
-        (torch.nn.Module, {"to": _moved_module, "cuda": _moved_module}),
+        (torch.nn.Module, {"to": _move_module, "cuda": _move_module}),
         (dist, {"all_gather_object": gather_object, "barrier": nothing()}),
         # Otherwise Adam updates tensor by tensor, which needs less memory than multi-tensor.
         (optimizer, {"_foreach_supported_types": [*_MULTI_TENSOR_TYPES, FakeTensor]}),
@@ -147,19 +147,19 @@ def _replacements(
     ]
 
 
-def _moved_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
+def _move_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
     """Move a module of fake tensors; `Module.to` swaps contents, which their weakrefs forbid."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.device.type == "cpu":
-                part._parameters[name] = _on_device(parameter)
+                part._parameters[name] = _move_parameter(parameter)
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.device.type == "cpu":
                 part._buffers[name] = buffer.to("cuda")
     return module
 
 
-def _on_device(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+def _move_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """The parameter on the device, with core's attributes."""
     moved = torch.nn.Parameter(parameter.detach().to("cuda"), parameter.requires_grad)
     for name, value in vars(parameter).items():

@@ -17,8 +17,7 @@ from megatron.vlm.inputs.encoder_share import (
     rows_of_item,
 )
 from megatron.vlm.inputs.pack_share import samples_of_items
-from megatron.vlm.measure.profiler import random_batch
-from megatron.vlm.measure.random_images import image_sizes
+from megatron.vlm.measure.random_batches import image_sizes, random_batch
 from megatron.vlm.measure.replay import EncodingWork
 from megatron.vlm.run.loop import encoder_shares
 from omnibal.cost.encoder_phase import ITEM
@@ -64,17 +63,17 @@ class HeaviestShares(StepShares):
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
         """Slices of micro-batches' features: consecutive at first, then the rest of the step's
         buffer."""
-        start, found = 0, []
+        start, slices = 0, []
         for place in range(micro_batches):
             of_pack = {}
             for name, items in self.window.items():
                 end = start + int(items[place]) * rows_of_item(self.encoders[name])
                 of_pack[name] = slice(start, end)
                 start = end
-            found.append(of_pack)
+            slices.append(of_pack)
         for name in list(self.window)[:1]:
-            found.append({name: slice(start, sum(self.receiving.route.parts))})
-        return found
+            slices.append({name: slice(start, sum(self.receiving.route.parts))})
+        return slices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,16 +100,16 @@ class HeaviestEncoding:
         shares = ItemShares.of(workload, names, cost, beside)
         blocks = plan.parallel.data // shares.pipelines
         encoded, held = np.zeros(1), np.zeros(1)
-        for name, one in cost.encoders.items():
-            encoded = encoded + one.feature_bytes * shares.encoded[name]
+        for name, encoder in cost.encoders.items():
+            encoded = encoded + encoder.feature_bytes * shares.encoded[name]
             if name in shares.samples:
                 passes = shares.passes(name, beside)
                 again = passes.work(is_kept=False)[..., ITEM]
-                encoded = encoded + passes.kept_bytes(one) + one.input_bytes * again
+                encoded = encoded + passes.kept_bytes(encoder) + encoder.input_bytes * again
             else:
-                item_bytes = one.kept_bytes[ITEM] + one.input_bytes
+                item_bytes = encoder.kept_bytes[ITEM] + encoder.input_bytes
                 encoded = encoded + item_bytes * shares.encoded[name]
-            held = held + one.feature_bytes * shares.held[name]
+            held = held + encoder.feature_bytes * shares.held[name]
         cell, number = np.unravel_index(encoded.argmax(), encoded.shape)
         own, pipeline = np.unravel_index(held.argmax(), held.shape)
         ranks = EncodingRanks(pipelines=shares.pipelines, parallel=plan.parallel, rank=0)
@@ -164,8 +163,8 @@ class HeaviestEncoding:
 
     def _samples(self, planned: EncoderPass) -> np.ndarray:
         """Samples of a pass, as indices into the lengths."""
-        cells, found = self.lengths.column(planned.feature), [np.zeros(0, np.int64)]
+        cells, parts = self.lengths.column(planned.feature), [np.zeros(0, np.int64)]
         for run in planned.runs:
             samples = self.packs.packs[run.row]
-            found.append(samples[samples_of_items(run.items, cells[samples])])
-        return np.concatenate(found)
+            parts.append(samples[samples_of_items(run.items, cells[samples])])
+        return np.concatenate(parts)

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,7 +48,7 @@ class MemoryTracker:
         self.highest_bytes = 0
         """Maximum bytes since `watch`."""
         self._highest_moment = 0
-        self._highest_working: tuple[Label, int] | None = None
+        self._highest_working = 0
         self.highest_label: Label | None = None
         """What was running at the maximum since `watch`."""
 
@@ -76,7 +76,7 @@ class MemoryTracker:
         self._made.append(allocation)
         self.now_bytes += allocation.size
 
-    def resized(self, storage: torch.UntypedStorage, label: Label) -> None:
+    def resize(self, storage: torch.UntypedStorage, label: Label) -> None:
         """Count a tracked storage by its new size, as a new allocation."""
         key = storage._cdata
         if key not in self._live:
@@ -94,18 +94,16 @@ class MemoryTracker:
     def settle(self, label: Label, working_bytes: int = 0) -> None:
         """Update the peaks after an operation with `working_bytes` of workspace."""
         most = self.now_bytes + working_bytes
-        if most > self.peak_bytes:
-            self.peak_bytes = most
+        self.peak_bytes = max(self.peak_bytes, most)
         if most > self.highest_bytes:
             self.highest_bytes, self._highest_moment = most, self._moment
-            self._highest_working = (label, working_bytes) if working_bytes else None
-            self.highest_label = label
+            self.highest_label, self._highest_working = label, working_bytes
 
     def relabel(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
         for tensor in tensors:
-            found = self._live.get(tensor.untyped_storage()._cdata)
-            if found is not None:
-                found[1].label = label
+            entry = self._live.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                entry[1].label = label
 
     def relabel_rest(self, label: Label) -> None:
         """Change the label of all storages made so far, except relabelled storages."""
@@ -115,28 +113,27 @@ class MemoryTracker:
 
     def live(self) -> dict[Label, tuple[int, int]]:
         """Current number of storages and bytes by label."""
-        return _by_label(allocation for _, allocation in self._live.values())
+        return _count_by_label(allocation for _, allocation in self._live.values())
 
     def contents(self) -> dict[Label, tuple[int, int]]:
         """Number of storages and bytes by label at the maximum since `watch`; sums to
         `highest_bytes`."""
-        there = _by_label(
-            one
-            for one in self._made
-            if one.born <= self._highest_moment
-            and (one.died is None or one.died > self._highest_moment)
+        moment = self._highest_moment
+        held = _count_by_label(
+            allocation
+            for allocation in self._made
+            if allocation.born <= moment and (allocation.died is None or allocation.died > moment)
         )
-        if self._highest_working is not None:
-            label, size = self._highest_working
-            working = Label(label.where, f"{label.operation} (working memory)", label.phase)
-            there[working] = (1, size)
-        return there
+        label = self.highest_label
+        if label is not None and self._highest_working:
+            working = replace(label, operation=f"{label.operation} (working memory)")
+            held[working] = (1, self._highest_working)
+        return held
 
 
-def _by_label(allocations: Iterable[_Allocation]) -> dict[Label, tuple[int, int]]:
-    counts: Counter[Label] = Counter()
-    sizes: Counter[Label] = Counter()
-    for one in allocations:
-        counts[one.label] += 1
-        sizes[one.label] += one.size
+def _count_by_label(allocations: Iterable[_Allocation]) -> dict[Label, tuple[int, int]]:
+    counts, sizes = Counter[Label](), Counter[Label]()
+    for allocation in allocations:
+        counts[allocation.label] += 1
+        sizes[allocation.label] += allocation.size
     return {label: (counts[label], sizes[label]) for label in sizes}

@@ -48,7 +48,7 @@ class Places:
 
     def name(self, *modules: torch.nn.Module) -> None:
         """Take the names of submodules as paths."""
-        self._names = {id(p): path for one in modules for path, p in one.named_modules()}
+        self._names = {id(p): path for module in modules for path, p in module.named_modules()}
 
     def current(self) -> str:
         """Path of the running module. Empty outside modules."""
@@ -61,7 +61,7 @@ class Places:
         return self._made[thread].of(node._sequence_nr())
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def follow(self) -> Iterator[None]:
         """Track the running module."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)

@@ -58,27 +58,27 @@ def _sort_chunks(
     return torch.cat(rows.split(sizes)), weights
 
 
-def _even(total: int, parts: int) -> np.ndarray:
+def _split_evenly(total: int, parts: int) -> np.ndarray:
     """Split a number into parts that differ by at most one, int64 [parts]."""
     bounds = np.arange(parts + 1) * total // parts
     return np.diff(bounds)
 
 
-def _spread(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
+def _spread_tokens(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
     """Set token counts, as core's `preprocess`; return the counts of this rank's experts."""
     ranks, experts = dispatcher.ep_size, dispatcher.num_local_experts
     dispatcher.num_out_tokens = len(routing_map_SE) * dispatcher.config.moe_router_topk
-    sent = _even(dispatcher.num_out_tokens, dispatcher.num_experts).reshape(ranks, experts)
+    sent = _split_evenly(dispatcher.num_out_tokens, dispatcher.num_experts).reshape(ranks, experts)
     if ranks > 1:
         dispatcher.input_splits = dispatcher.output_splits = sent.sum(1)
     # Other ranks send equal counts, so that all ranks are equally full.
-    own = np.stack([_even(int(rows), experts) for rows in sent.sum(1)])
+    own = np.stack([_split_evenly(int(rows), experts) for rows in sent.sum(1)])
     dispatcher.num_global_tokens_per_local_expert = own
     return own.sum(0)
 
 
 @contextlib.contextmanager
-def evenly_routed(read: Callable[[], None]) -> Iterator[None]:
+def route_evenly(read: Callable[[], None]) -> Iterator[None]:
     """Make core's dispatcher spread tokens evenly in a process with a fake device."""
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -89,7 +89,7 @@ def evenly_routed(read: Callable[[], None]) -> Iterator[None]:
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     with (
-        patch.object(dispatcher, "preprocess", _spread),
+        patch.object(dispatcher, "preprocess", _spread_tokens),
         patch.object(dispatcher, "_maybe_dtoh_and_synchronize", bring_to_host),
         patch.object(token_dispatcher, "permute", _permute),
         patch.object(token_dispatcher, "sort_chunks_by_idxs", _sort_chunks),

@@ -1,0 +1,408 @@
+"""Configuration files of an exported model, tested with Transformers 4.57.3 and 5.23.
+
+config.json of text-only models, of InternVL in its own and in Transformers' format, and of
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with the settings of their processors.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
+from omnibal.base.files import read_json_model
+from omnibal.data.chat import chatml_texts
+from omnibal.data.tokenizer import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from omnibal.data.tokenizer import FAST_FILE, TEMPLATE_FILE, Tokenizer
+from omnibal.families.folder import CONFIG_FILE
+from omnibal.families.internvl import NORMS
+from omnibal.families.text import (
+    LANGUAGES,
+    SCALES_LATER,
+    SCALES_WAVES,
+    LanguageType,
+    released_coefficient,
+)
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ImagesEncoder, TilesEncoder
+
+GENERATION_FILE = "generation_config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
+PROCESSOR_FILE = "processor_config.json"
+"""Replaces the two files above in Transformers 5."""
+_PROCESSOR: dict[str, Any] = dict.fromkeys(
+    ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True
+)
+"""Settings of every image processor."""
+_BICUBIC = 3
+"""Pillow's number of bicubic resampling."""
+_MAX_POSITIONS = 32_768
+"""Maximum length of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit.
+Serving tools use it as context length; unscaled RoPE does not depend on it."""
+_STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
+_QWEN_NAMES = {
+    "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
+    "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2_5_VL", "Qwen2VL"),
+    "qwen3_vl": ("Qwen3VL", "Qwen3VL", "Qwen3VL"),
+    "qwen3_vl_moe": ("Qwen3VLMoe", "Qwen3VL", "Qwen3VL"),
+}
+"""Class names of model, processor and video processor by family, without their common suffix."""
+_INTERNVL_PIECES = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+_INTERNVL_TEMPLATE = "internvl_processor.jinja"
+"""Training's format of messages. The processor replaces <IMG_CONTEXT> by an image's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenIds:
+    """Token ids in configurations of a model."""
+
+    of_items: Mapping[str, int]
+    """Ids of image and video tokens, by their keys in config.json."""
+    begin: int | None
+    """Id at the beginning of a text, if any."""
+    end: int
+    """Id at the end of an answer."""
+
+
+def json_text(content: Mapping[str, Any], *, ascii_only: bool = True) -> str:
+    """JSON as Transformers writes it."""
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"
+
+
+def replace_dtype(config: str, dtype: str) -> str:
+    """Replace every tensor type in a config.json by `dtype`."""
+    return _STATED_DTYPE.sub(rf'\g<1>{dtype}"', config)
+
+
+def configurations(
+    model: ModelConfig, layout: Layout, dtype: str, ids: TokenIds | None
+) -> dict[str, str]:
+    """Contents of the configuration files of an exported model, by file name.
+
+    Transformers' preprocessor always adds a thumbnail to several tiles, and may choose a different
+    grid if two with equal tile counts are equally near to the aspect ratio. Otherwise tiles are
+    equal.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    of_items = {} if ids is None else ids.of_items
+    if layout.is_text_only:
+        assert layout.language is not None
+        language = files[CONFIG_FILE] = {
+            "architectures": [LANGUAGES[layout.language].architecture],
+            **_dtype(dtype),
+            **_language(model.language, layout.language),
+            **_rope(model.language),
+        }
+    elif layout.is_original:
+        files[CONFIG_FILE] = _original(model, layout, dtype)
+        language = files[CONFIG_FILE]["llm_config"]
+    elif model.images is not None:
+        files |= qwen_files(model, model.images, layout, dtype, of_items)
+        language = files[CONFIG_FILE]["text_config"]
+    else:
+        files[CONFIG_FILE] = _transformers(model, dtype, of_items)
+        files[PREPROCESSOR_FILE] = _tile_processor(model.vision)
+        language = files[CONFIG_FILE]["text_config"]
+    if ids is not None:
+        if layout.is_text_only or layout.is_qwen_vl:
+            language["bos_token_id"] = ids.begin
+        language["eos_token_id"] = ids.end
+        files[GENERATION_FILE] = {"eos_token_id": ids.end, "pad_token_id": ids.end}
+    return {name: json_text(content) for name, content in files.items()}
+
+
+def kind_of(language: LanguageConfig) -> LanguageType:
+    """Kind of language model that Transformers has for these layers."""
+    if language.qk_norm:
+        return "qwen3" if language.kinds[0].experts is None else "qwen3_moe"
+    return "qwen2" if language.qkv_bias else "llama"
+
+
+def _language(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
+    """Sizes and options of a language model, without RoPE."""
+    entries: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_act": "silu",
+        "hidden_size": language.hidden_size,
+        "intermediate_size": language.ffn_hidden_size,
+        "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
+        "num_attention_heads": language.heads,
+        "num_hidden_layers": language.layers,
+        "num_key_value_heads": language.kv_heads,
+        "rms_norm_eps": language.norm_eps,
+        "tie_word_embeddings": language.tied_head,
+        "vocab_size": language.vocab_size,
+    }
+    if language.head_size is not None or kind in ("qwen3", "qwen3_moe"):
+        entries["head_dim"] = language.head_width
+    experts = language.kinds[0].experts
+    if experts is not None:
+        coefficient = released_coefficient(
+            experts.auxiliary_loss, experts.experts_per_token, language.layers
+        )
+        entries |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": experts.ffn_hidden_size,
+            "norm_topk_prob": experts.normalized,
+            "num_experts": experts.experts,
+            "num_experts_per_tok": experts.experts_per_token,
+            "output_router_logits": experts.auxiliary_loss > 0,
+            "router_aux_loss_coef": coefficient,
+        }
+    return entries
+
+
+def _rope(language: LanguageConfig) -> dict[str, Any]:
+    """RoPE's base, scaling and sections under the names of Transformers 4 and of 5."""
+    base, scaling = {"rope_theta": float(language.rope_base)}, _rope_scaling(language)
+    if not scaling:
+        return base | {"rope_parameters": base | {"rope_type": "default"}}
+    return base | {"rope_parameters": base | scaling, "rope_scaling": scaling}
+
+
+def _rope_scaling(language: LanguageConfig) -> dict[str, Any]:
+    """RoPE scaling or sections. Empty if neither is used."""
+    scaling, sections = language.rope_scaling, language.rope_sections
+    if sections is not None:
+        interleaved = {"mrope_interleaved": True} if sections.interleaved else {}
+        return interleaved | {
+            "rope_type": "default",
+            "mrope_section": [sections.time, sections.rows, sections.columns],
+        }
+    if scaling is not None:
+        return {
+            "rope_type": SCALES_WAVES,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    if language.rope_factor is not None:
+        return {"rope_type": SCALES_LATER, "factor": language.rope_factor}
+    return {}
+
+
+def _dtype(dtype: str) -> dict[str, Any]:
+    """Tensor type under the names of Transformers 4 and of 5."""
+    return {"dtype": dtype, "torch_dtype": dtype}
+
+
+def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
+    vision, tiling, kind = model.vision, model.vision.tiling, layout.language
+    assert kind is not None
+    scaling = _rope_scaling(model.language)
+    # InternVL's code reads only this name of the kind.
+    scaling = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
+    message = model.chat_system_message
+    message = model.system_message if message is None else message
+    system = {} if message is None else {"system_message": message}
+    return system | {
+        "architectures": ["InternVLChatModel"],
+        "model_type": "internvl_chat",
+        "downsample_ratio": vision.downsample_ratio,
+        "dynamic_image_size": tiling.max_dynamic_patch > 1,
+        "force_image_size": vision.image_size,
+        "llm_config": {"architectures": [LANGUAGES[kind].architecture], "bias": False}
+        | _language(model.language, kind)
+        | {"rope_theta": float(model.language.rope_base)}
+        | ({"rope_scaling": scaling} if scaling else {}),
+        "max_dynamic_patch": tiling.max_dynamic_patch,
+        "min_dynamic_patch": tiling.min_dynamic_patch,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "template": model.chat_template,
+        "tie_word_embeddings": model.language.tied_head,
+        "torch_dtype": dtype,
+        "use_thumbnail": tiling.use_thumbnail,
+        "vision_config": {
+            "architectures": ["InternVisionModel"],
+            "model_type": "intern_vit_6b",
+            **_tile_tower(vision),
+            "hidden_act": "gelu",
+            "image_size": vision.image_size,
+            "initializer_factor": vision.layer_scale_init,
+            "patch_size": vision.patch_size,
+            "qk_normalization": vision.qk_norm,
+            "qkv_bias": vision.qkv_bias,
+        },
+    }
+
+
+def _transformers(model: ModelConfig, dtype: str, of_items: Mapping[str, int]) -> dict[str, Any]:
+    vision, language = model.vision, model.language
+    return {
+        **of_items,
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "downsample_ratio": vision.downsample_ratio,
+        **_dtype(dtype),
+        "image_seq_length": vision.tokens_per_item,
+        "text_config": _language(language, kind_of(language)) | _rope(language),
+        "tie_word_embeddings": language.tied_head,
+        "vision_config": {
+            "model_type": "internvl_vision",
+            **_tile_tower(vision),
+            "attention_bias": vision.qkv_bias,
+            "image_size": [vision.image_size, vision.image_size],
+            "layer_scale_init_value": vision.layer_scale_init,
+            "patch_size": [vision.patch_size, vision.patch_size],
+            "use_qk_norm": vision.qk_norm,
+        },
+    }
+
+
+def _tile_tower(vision: TilesEncoder) -> dict[str, Any]:
+    """Entries of InternViT in both formats."""
+    return {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_hidden_size,
+        "layer_norm_eps": vision.norm_eps,
+        "norm_type": next(name for name, norm in NORMS.items() if norm == vision.normalization),
+        "num_attention_heads": vision.heads,
+        "num_hidden_layers": vision.layers,
+    }
+
+
+def _tile_processor(vision: TilesEncoder) -> dict[str, Any]:
+    """Settings of Transformers' image processor: tiles and pixel values as in training."""
+    size, tiling = vision.image_size, vision.tiling
+    return _PROCESSOR | {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "crop_to_patches": tiling.max_dynamic_patch > 1,
+        "image_mean": list(PIXEL_MEAN),
+        "image_std": list(PIXEL_STD),
+        "max_patches": tiling.max_dynamic_patch,
+        "min_patches": tiling.min_dynamic_patch,
+        "processor_class": "InternVLProcessor",
+        "resample": _BICUBIC,
+        "rescale_factor": 1 / 255,
+        "size": {"height": size, "width": size},
+    }
+
+
+def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """Settings of Transformers' InternVLProcessor and of the tokenizer, and a missing ChatML
+    template of a tokenizer.json, for a model that came in InternVL's own format."""
+    path = tokenizer.path.with_name(TOKENIZER_CONFIG_FILE)
+    settings: dict[str, Any] = {}
+    if path.is_file():
+        settings = read_json_model(dict[str, Any], path, "restore the tokenizer's own")
+    known = {name: settings.get(name, piece) for name, piece in _INTERNVL_PIECES.items()}
+    more = settings.get("extra_special_tokens")
+    extra = {**known, **(more if isinstance(more, dict) else {})}
+    settings |= {**known, "extra_special_tokens": extra, "processor_class": "InternVLProcessor"}
+    processor = {
+        "image_seq_length": model.vision.tokens_per_item,
+        "processor_class": "InternVLProcessor",
+    }
+    files = {
+        TOKENIZER_CONFIG_FILE: json_text(settings, ascii_only=False),
+        PROCESSOR_FILE: json_text(processor),
+    }
+    texts = chatml_texts(model)
+    if tokenizer.template is None and texts is not None and tokenizer.path.name == FAST_FILE:
+        message, line_end = texts
+        template = Path(__file__).with_name(_INTERNVL_TEMPLATE).read_text()
+        template = template.replace("SYSTEM", json.dumps(message, ensure_ascii=False))
+        files[TEMPLATE_FILE] = template.replace("LINE_END", json.dumps(line_end))
+    return files
+
+
+def qwen_files(
+    model: ModelConfig, tower: ImagesEncoder, layout: Layout, dtype: str, ids: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Contents of config.json and of the processors' files of a Qwen-VL, by file name."""
+    kind, language, video = layout.family, model.language, tower.video
+    assert layout.language is not None
+    architecture, processor, video_processor = _QWEN_NAMES[kind]
+    text = _language(language, layout.language) | {"model_type": f"{kind}_text"}
+    files: dict[str, dict[str, Any]] = {
+        CONFIG_FILE: {
+            "architectures": [f"{architecture}ForConditionalGeneration"],
+            "model_type": kind,
+            **_dtype(dtype),
+            **ids,
+            "text_config": text | _rope(language) | _dtype(dtype),
+            "tie_word_embeddings": language.tied_head,
+            "vision_config": _qwen_tower(tower, kind, language.hidden_size),
+        },
+        PREPROCESSOR_FILE: _qwen_processor(tower, tower.min_pixels, tower.max_pixels)
+        | {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": f"{processor}Processor",
+        },
+    }
+    if video is not None:
+        files[VIDEO_FILE] = _qwen_processor(tower, video.min_pixels, video.max_pixels) | {
+            "fps": video.frames_per_second,
+            "max_frames": video.max_frames,
+            "min_frames": video.min_frames,
+            "processor_class": f"{processor}Processor",
+            "video_processor_type": f"{video_processor}VideoProcessor",
+        }
+    return files
+
+
+def _qwen_tower(tower: ImagesEncoder, kind: str, width: int) -> dict[str, Any]:
+    """Entries of an image encoder of a family, whose features are `width` wide."""
+    entries: dict[str, Any] = {
+        "model_type": kind,
+        "depth": tower.layers,
+        "in_channels": 3,
+        "num_heads": tower.heads,
+        "patch_size": tower.patch_size,
+        "spatial_merge_size": tower.merge_size,
+        "temporal_patch_size": tower.frames_per_patch,
+    }
+    if kind == "qwen2_vl":
+        return entries | {
+            "embed_dim": tower.hidden_size,
+            "hidden_act": "quick_gelu",
+            "hidden_size": width,
+            "mlp_ratio": _whole(tower.ffn_hidden_size / tower.hidden_size),
+        }
+    entries |= {
+        "hidden_size": tower.hidden_size,
+        "intermediate_size": tower.ffn_hidden_size,
+        "out_hidden_size": width,
+    }
+    if kind != "qwen2_5_vl":
+        return entries | {
+            "deepstack_visual_indexes": list(tower.deepstack_layers),
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_position_embeddings": tower.learned_positions,
+        }
+    rate = None if tower.video is None else tower.video.positions_per_second
+    return entries | {
+        **({} if rate is None else {"tokens_per_second": _whole(rate)}),
+        "fullatt_block_indexes": list(tower.full_layers),
+        "hidden_act": "silu",
+        "window_size": tower.window_pixels,
+    }
+
+
+def _qwen_processor(tower: ImagesEncoder, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+    return _PROCESSOR | {
+        "image_mean": list(tower.pixel_mean),
+        "image_std": list(tower.pixel_std),
+        "merge_size": tower.merge_size,
+        "patch_size": tower.patch_size,
+        "rescale_factor": tower.pixel_scale,
+        "size": {"longest_edge": max_pixels, "shortest_edge": min_pixels},
+        "temporal_patch_size": tower.frames_per_patch,
+    }
+
+
+def _whole(number: float) -> float:
+    """Convert integral floats to int, as Transformers 5 checks types."""
+    return int(number) if number.is_integer() else number
