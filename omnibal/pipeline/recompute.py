@@ -22,6 +22,8 @@ from omnibal.pipeline.unit_runs import layer_kinds
 
 _CHUNK_ENTRIES = 4_000_000
 """Entries of [stages, sets of micro-batches] per chunk: limits memory to about 100 MB."""
+_FEW_ENTRIES = 20_000
+"""Entries of [stages, passes] that all passes decide as fast as a few."""
 _MORE = (1, 2, 4, 8)
 """Layer increments tried in one column around a set."""
 
@@ -108,6 +110,8 @@ class Cap:
 
     def holds(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Return whether every stage fits. [stages]"""
+        if len(counts) * len(self.table.working_bytes) <= _FEW_ENTRIES:
+            return fits_cap(_count_peaks(self.table, counts, recomputed), self.cap_bytes)
         fits = fits_cap(_count_peaks(self.under, counts, recomputed), self.cap_bytes)
         unsure = np.flatnonzero(~fits)
         for table in (self.over, self.table):
