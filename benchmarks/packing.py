@@ -142,16 +142,12 @@ def medians(
 
 def own_caps(lengths: Lengths) -> Caps:
     """What `omnibal caps` finds for InternVL-Chat 1.5 on A100s, PP 8 x DP 8, 32 micro-batches."""
-    job = JobSpec(
-        model=MODEL,
-        cluster=CLUSTER,
-        parallel=Parallel(pipeline=8, data=RANKS),
-        precision="bf16",
-    )
+    parallel = Parallel(pipeline=8, data=RANKS)
+    job = JobSpec(model=MODEL, cluster=CLUSTER, parallel=parallel, precision="bf16")
     request = StrategyRequest(
         job=job,
-        sizes=FreeSizes(gpus=job.parallel.world_size),
-        layouts=(job.parallel,),
+        sizes=FreeSizes(gpus=parallel.world_size),
+        layouts=(parallel,),
         lengths=lengths,
         samples_per_step=round(4.5 * 32 * RANKS),
         samples=20_000,

@@ -182,7 +182,7 @@ class FittingNumbers:
     """Min numbers of one stage to fit memory, cached."""
 
     caps: Sequence[Cap]
-    """Of the passes of every chunk."""
+    """Memory caps of the passes of every chunk."""
     ways: RecomputeWays
     alike: np.ndarray
     """First run with the same sequence of units, [runs]."""

@@ -10,28 +10,21 @@ from kept_job_cases import plan_job, write_data
 
 from omnibal.model.config import load_cluster
 
-FIXED = (1, 2, 3)
-"""Seeds of the suite; `make goals DRAWS=500` draws others."""
-TOLERANCE = 1e-3
+FIXED = (2, "first sizes do not fit")
+"""A seed of the suite, and a goal by its name; `make goals DRAWS=500` draws others."""
 
 
-class Kind(NamedTuple):
-    """Model, data, and caps to choose from."""
-
-    options: str
-    caps: tuple[str, ...]
-    given: tuple[tuple[str, ...], ...] = ()
-    """Values of options that only this kind has."""
-
-
-KINDS = (
-    Kind("--model llama3.1-8b --lengths texts", ("--max-tokens 8192", "--max-tokens 16384")),
-    Kind("--model internvl3-8b --lengths tiles", ("--max-tiles 12 --max-tokens 4096",),
-         (("--encoder pipeline", "--encoder data-parallel"),)),
-    Kind("--model qwen3-vl-8b --lengths native",
-         ("--limit image_tokens=12288 --max-tokens 16384",), (("--encoder pipeline",),)),
-    Kind("--model qwen3-30b-a3b --lengths texts", ("--max-tokens 8192",), (("--ep 2", "--ep 8"),)),
-)  # fmt: skip
+KINDS = {
+    "llama3.1-8b --lengths texts": (("--max-tokens 8192", "--max-tokens 16384"),),
+    "internvl3-8b --lengths tiles": (
+        ("--max-tiles 12 --max-tokens 4096",), ("--encoder pipeline", "--encoder data-parallel"),
+    ),
+    "qwen3-vl-8b --lengths native": (
+        ("--limit image_tokens=12288 --max-tokens 16384",), ("--encoder pipeline",),
+    ),
+    "qwen3-30b-a3b --lengths texts": (("--max-tokens 8192",), ("--ep 2", "--ep 8")),
+}  # fmt: skip
+"""Options of the kinds' own to choose from."""
 GIVEN = (
     ("--tp 1", "--tp 2", "--tp 4"),
     ("--pp 1", "--pp 2", "--pp 4"),
@@ -65,12 +58,19 @@ class DrawnGoal(NamedTuple):
             yield self._replace(gpus=2 * self.gpus)
 
 
+ESTIMATED_GOAL = DrawnGoal(
+    "--model qwen3-30b-a3b --lengths texts --cluster a100-80g --samples-per-step 128",
+    gpus=8, memory_gib=80, given=("--pp 1", "--max-tokens 8192", "--schedule 1f1b"),
+)  # fmt: skip
+"""A search once skipped sizes of which it estimated only choices that do not fit."""
+
+
 def draw_goal(rng: random.Random) -> DrawnGoal:
-    kind, cluster = rng.choice(KINDS), rng.choice(["h100-80g", "a100-80g"])
+    kind, cluster = rng.choice([*KINDS]), rng.choice(["h100-80g", "a100-80g"])
     samples = rng.choice([64, 128, 256])
-    values = [rng.choice(each) for each in (*GIVEN, *kind.given, kind.caps)]
+    values = [rng.choice(choices) for choices in (*GIVEN, *KINDS[kind])]
     return DrawnGoal(
-        fixed=f"{kind.options} --cluster {cluster} --samples-per-step {samples}",
+        fixed=f"--model {kind} --cluster {cluster} --samples-per-step {samples}",
         gpus=rng.choice([8, 16, 32]),
         memory_gib=load_cluster(cluster).memory_gib * rng.choice([0.6, 1.0]),
         given=tuple(rng.sample(values, rng.randint(1, 3))),
@@ -103,14 +103,13 @@ def test_freedom_never_costs(data, tmp_path, seed):
             return None
         return goal.gpus * result["samples_per_second_per_gpu"]
 
-    for _ in range(20):
+    goal, least = ESTIMATED_GOAL, rate(ESTIMATED_GOAL) if isinstance(seed, str) else None
+    while least is None:
         goal = draw_goal(rng)
         least = rate(goal)
-        if least is not None:
-            break
     worse = {
         more.command: (found, least)
         for more in goal.relaxed()
-        if not (found := rate(more)) or found < (1 - TOLERANCE) * least
+        if not (found := rate(more)) or found < 0.999 * least
     }
     assert not worse, f"slower than {goal.command}: {worse}"

@@ -84,14 +84,9 @@ def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = request(epochs=1)
     make_plan(planned)
     make_plan(planned.capped(Caps.of(tiles=8, tokens=400)))
-    of_caps = StrategyRequest(
-        job=planned.job,
-        sizes=FreeSizes(gpus=planned.job.parallel.world_size),
-        layouts=(planned.job.parallel,),
-        lengths=example_lengths(),
-        samples_per_step=50,
-        samples=100,
-    )
+    samples = {"lengths": example_lengths(), "samples_per_step": 50, "samples": 100}
+    sizes = {"sizes": FreeSizes(gpus=4), "layouts": (planned.job.parallel,)}
+    of_caps = StrategyRequest(job=planned.job, **sizes, **samples)
     search_caps(of_caps, "time", lambda done: None)
     assert (made.call_count, checked.call_count) == (1, 1)
 

@@ -91,9 +91,8 @@ def test_samples_beyond_the_models_rope_are_refused():
     with pytest.raises(UserError, match=message):
         make_plan(request(model=limited(most - 1)))
     with pytest.raises(UserError, match=message):
-        job = job_spec(model=limited(most - 1))
-        sizes = FreeSizes(gpus=2)
-        StrategyRequest(job=job, sizes=sizes, lengths=lengths, samples_per_step=50, samples=300)
+        job, free = job_spec(model=limited(most - 1)), FreeSizes(gpus=2)
+        StrategyRequest(job=job, sizes=free, lengths=lengths, samples_per_step=50, samples=300)
     # Made-up samples at the caps are of no length that is trained.
     make_plan(request(model=limited(16), lengths=None))
 

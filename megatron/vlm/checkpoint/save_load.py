@@ -269,7 +269,7 @@ class _PendingSave:
     step: int
     writer: FileSystemWriterAsync
     metadata: Metadata | None
-    """Of the whole checkpoint, on rank 0. None on others."""
+    """Metadata of the whole checkpoint, on rank 0. None on others."""
     files: "list[Future[_WrittenFile]]"
 
 

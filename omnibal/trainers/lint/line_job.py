@@ -35,7 +35,7 @@ from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.steps import Steps, deal_steps, size_load
-from omnibal.trainers.lint.adapters import adapters_of_line, is_adapter
+from omnibal.trainers.lint.adapter_flags import adapters_of_line, is_adapter
 from omnibal.trainers.lint.flags import flag_of
 from omnibal.trainers.lint.launch import ARGPARSE, Launcher
 from omnibal.trainers.lint.line import Line

@@ -13,7 +13,7 @@ _KIND_FLAGS = ("tuner-type", "train-type", "peft-scheme", "task", "finetuning", 
 _RANK_FLAGS = ("lora-rank", "peft.dim", "lora-dim")
 _TARGET_FLAGS = ("target-modules", "peft.target_modules", "lora-target-modules")
 _DEFAULT_RANK = 8
-"""Of ms-swift 4.6.0 (`swift/arguments/tuner_args.py`)."""
+"""Default of ms-swift 4.6.0 (`swift/arguments/tuner_args.py`)."""
 _BRIDGE_RANK = 32
 
 
