@@ -1,8 +1,9 @@
 """`omnibal report`: write the page of a plan, its replay and its run."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from omnibal.cli.options import DirectoryArgument, JsonOption
 from omnibal.job.plan import plan_files
 from omnibal.job.runlog import EVALUATION_FILE, RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE
 from omnibal.report.table import Facts, Table
+
+if TYPE_CHECKING:  # it imports matplotlib
+    from omnibal.report.page import ReportInput
 
 
 def report(
@@ -31,10 +35,7 @@ def report(
     from omnibal.job.check import open_plan
     from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES
-    from omnibal.report.cards import card_facts, headline_cards
-    from omnibal.report.command_tables import fake_device_table
     from omnibal.report.page import write_report
-    from omnibal.report.plan_tables import accuracy_table, memory_table, stages_table
     from omnibal.report.summary import replay_figures
 
     trained, inputs = _run_directory(run), [*plan_files(directory)]
@@ -62,16 +63,29 @@ def report(
         result["accuracy"] = {kind.kind: kind.accuracy for kind in shown.evaluation.kinds}
         result["chance"] = {kind.kind: kind.chance for kind in shown.evaluation.kinds}
     result["report"] = str(output)
-    sources = shown.plan, shown.run, shown.replay
-    tables: list[Table | Facts | None] = []
-    if shown.run or shown.replay:
-        facts = card_facts(headline_cards(*sources, shown.records))
-        tables += [facts, stages_table(*sources), memory_table(*shown.memory_sources)]
-    tables.append(fake_device_table(shown.plan, shown.fake_stages) if shown.fake_stages else None)
-    tables.append(accuracy_table(shown.evaluation) if shown.evaluation else None)
-    shown_tables = [table for table in tables if table is not None]
     advice = result.get("advice", ())
-    print_result(as_json, result, *shown_tables, *advice, f"report: {output}")
+    print_result(as_json, result, *_tables(shown), *advice, f"report: {output}")
+
+
+def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
+    """Yield the page's tables of a replay and a run."""
+    from omnibal.report.cards import card_facts, headline_cards
+    from omnibal.report.command_tables import fake_device_table
+    from omnibal.report.plan_tables import accuracy_table, memory_table, stages_table
+
+    sources, run = (shown.plan, shown.run, shown.replay), shown.run
+    if run or shown.replay:
+        yield card_facts(headline_cards(*sources, shown.records))
+        yield stages_table(*sources)
+        memory = memory_table(*shown.memory_sources)
+        yield from [] if memory is None else [memory]
+    if run:
+        counts = [(name, f"{count:,}") for name, count in run.incidents().items()]
+        yield Facts("Run", [("provider", run.provider or "not recorded"), *counts])
+    if shown.fake_stages:
+        yield fake_device_table(shown.plan, shown.fake_stages)
+    accuracy = None if shown.evaluation is None else accuracy_table(shown.evaluation)
+    yield from [] if accuracy is None else [accuracy]
 
 
 def _run_directory(run: Path | None) -> Path | None:

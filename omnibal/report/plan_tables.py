@@ -122,12 +122,13 @@ def memory_table(
         caption += f"; weights are {describe_sharding(plan.parallel, plan.beside.sharded)}."
     columns = [_column("stage", names, "left")]
     if memories:
-        kinds = ("weights", "gradients", "optimizer", "activations", "transient", "peak")
         sizes = {
-            kind.replace("transient", "working"): [
-                getattr(memory, f"{kind}_gib") for memory in memories
-            ]
-            for kind in kinds
+            "weights": [memory.weights_gib for memory in memories],
+            "gradients": [memory.gradients_gib for memory in memories],
+            "optimizer": [memory.optimizer_gib for memory in memories],
+            "activations": [memory.activations_gib for memory in memories],
+            "working": [memory.transient_gib for memory in memories],
+            "peak": [memory.peak_gib for memory in memories],
         }
         shares = [Marked.share(memory.peak_gib / cap_gib) for memory in memories]
         columns += _aligned("predicted, GiB", sizes, at_least=2)
