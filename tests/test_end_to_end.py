@@ -76,7 +76,7 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single, digits, tmp_pa
     replay, data = tmp_path / "replay", digits / "train" / "meta.json"
     given = ("--data", data, "--tokenizer-model", digits / "tokenizer.model", "-o", replay)
     steps = ("--steps", "1", "--repetitions", "1")
-    assert "stage 1 waits" in pair_succeeds("tools/replay.py", plan, *given, *steps)
+    assert "idle" in pair_succeeds("tools/replay.py", plan, *given, *steps)
     result = json.loads(succeed(*report, "--replay", replay))
     assert result["replay"]["provider"] == "local"
     assert result["replay"]["step_ms"] > 0 and result["run"]["step_ms"] > 0

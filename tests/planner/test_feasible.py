@@ -416,5 +416,5 @@ def test_reasons_of_what_was_not_chosen_are_no_advice():
     """Prevents: a plan whose table of other ways says what would fit in its place."""
     free = Free(shardings=ALL, placements=(EncoderPlacement.PIPELINE,))
     sharding = plan(four_ranks(data=SHAPES, free=free)).sharding
-    assert sharding.chosen is WeightSharding.FULL
+    assert sharding.sharding is WeightSharding.FULL
     assert " GiB" in sharding.reason and "what would fit" not in sharding.reason

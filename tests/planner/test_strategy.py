@@ -199,9 +199,9 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
         assert {each.sharding for each in one_stage if each.tensor == 1} == {*WeightSharding}
         assert {each.sharded for each in one_stage if each.tensor == 1} == {1, 4, 8}
         choice = ShardingChoice.of_strategies(found := found_as_planned(searched))
-        winners.add(choice.chosen)
-        assert choice.chosen is found.best.parallel.sharding
-        assert {choice.chosen, *choice.others} == {each.sharding for each in every}
+        winners.add(choice.sharding)
+        assert choice.sharding is found.best.parallel.sharding
+        assert {choice.sharding, *choice.others} == {each.sharding for each in every}
     assert WeightSharding.REPLICATED in winners and len(winners) > 1
 
 
