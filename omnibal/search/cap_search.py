@@ -14,7 +14,7 @@ from omnibal.packing.isf import pack_isf
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.search.bounded import BoundedTrials
-from omnibal.search.caps import cap_space
+from omnibal.search.caps import MOST_IN_GRID, cap_space
 from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
 from omnibal.search.parallel_sizes import unusable
@@ -83,7 +83,7 @@ def most_candidates(request: StrategyRequest, rule: CapRule) -> int:
     """Return the total of the progress that `search_caps` reports."""
     if rule == "paper":
         return _PAPER_CANDIDATES
-    return len(cap_space(request).grid()) + len(_MOVES) * (2 * len(request.limited_features) + 2)
+    return MOST_IN_GRID + len(_MOVES) * (2 * len(request.limited_features) + 2)
 
 
 def search_caps(

@@ -18,6 +18,8 @@ from omnibal.search.strategy import StrategyRequest
 
 _FACTORS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the minimum."""
+MOST_IN_GRID = len(_FACTORS)
+"""Max caps of a grid: some are equal where tokens have few steps or a fixed cap."""
 _TOKEN_STEPS = 8
 """Min number of token steps, a power of two each, in the smallest token cap."""
 _COMMON_SHARE = 1 / 8

@@ -194,7 +194,7 @@ class GoalRequests:
     def most_shared_request(self, request: StrategyRequest, sizing: Sizing) -> PlanRequest:
         """Return the plan request of sizes on all data, in packs that most ranks share, if any."""
         job = self.goal.job.sized(sizing.parallel, sizing.placement)
-        caps = request.caps or least_caps(request.lengths, limited_features(job.model))
+        caps = request.caps or least_caps(request.lengths, request.limited_features)
         data = self._data_of(request, job, caps)
         if isinstance(data, SampleData) and self.may_have_levels(request):
             data = replace(data, levels=most_shared(job, data.caps))

@@ -23,7 +23,7 @@ from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
 from omnibal.search.bounded import BoundedTrials
-from omnibal.search.caps import cap_space
+from omnibal.search.caps import MOST_IN_GRID, cap_space
 from omnibal.search.encoder_placement import neither
 from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
@@ -117,7 +117,7 @@ def progress_total(request: StrategyRequest) -> int:
     if request.caps is not None:
         return sizings + _MOST_PLANNED
     moves = _FINALISTS * _MOVES + _MOST_MOVES_PLANNED
-    return sizings * len(cap_space(request).grid()) + _MOST_PLANNED + moves
+    return sizings * MOST_IN_GRID + _MOST_PLANNED + moves
 
 
 def search_strategies(

@@ -259,15 +259,12 @@ def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int
 
     Makes the packs.
     """
-    if setting.request.given is None:
-        caps = list(dict.fromkeys(caps for _, caps in choices if caps not in setting.packs))
-        setting.packs.update(try_all(partial(pack_at, setting), caps, processes))
-    if setting.request.layouts and setting.request.given is None:
-        return [
-            (sizing, caps)
-            for sizing, caps in choices
-            if len(setting.packs[caps]) >= sizing.parallel.data
-        ]
+    request, packs = setting.request, setting.packs
+    if request.given is None:
+        new = list(dict.fromkeys(caps for _, caps in choices if caps not in packs))
+        packs.update(try_all(partial(pack_at, setting), new, processes))
+        if request.layouts:
+            return [each for each in choices if len(packs[each[1]]) >= each[0].parallel.data]
     return [choice for choice in choices if setting.micro_batches(choice) >= 1]
 
 
