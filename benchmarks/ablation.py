@@ -51,7 +51,7 @@ from rich.table import Table
 
 from megatron.vlm.measure.profiler import device_name
 from megatron.vlm.measure.random_batches import ProfileOptions
-from megatron.vlm.measure.replay import MicroBatchTimes
+from megatron.vlm.measure.stage_replay import MicroBatchTimes
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Frozen

@@ -28,7 +28,7 @@ from megatron.vlm.inputs.data import PackDataset, load_batches
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import OPTIMIZATION, Profiler, peak_activation_bytes
 from megatron.vlm.measure.random_batches import ProfileOptions
-from megatron.vlm.measure.replay import (
+from megatron.vlm.measure.stage_replay import (
     MicroBatchTimes,
     StageReplayer,
     predict_waits,

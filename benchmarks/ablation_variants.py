@@ -30,8 +30,8 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings

@@ -40,7 +40,7 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.search.cap_search import search_caps
 from omnibal.search.strategy import FreeSizes, StrategyRequest
-from omnibal.steps.metrics import PackMetrics, measure_packs
+from omnibal.steps.balance_metrics import PackMetrics, measure_packs
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps
 

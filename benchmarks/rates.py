@@ -14,7 +14,7 @@ import numpy as np
 
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
 from omnibal.model.config import load_cluster
-from omnibal.model.rates import ProductTime
+from omnibal.model.rate_tables import ProductTime
 
 
 def errors_of(

@@ -38,9 +38,9 @@ from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_recomputes
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB, memory_tables
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings

@@ -20,7 +20,7 @@ from omnibal.job.plan import plan_files
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.plan_files import save_plan as _save_plan
 from omnibal.job.planner import PlanResult
-from omnibal.model.adapters import AdapterConfig, adapters_of
+from omnibal.model.adapter_settings import AdapterConfig, adapters_of
 from omnibal.model.config import Precision, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.limits import Caps
@@ -34,7 +34,7 @@ from omnibal.search.planning import Planned, plan
 from omnibal.trainers.export.directory import Export, export_of
 from omnibal.trainers.lint.all_rules import can_start, findings_of
 from omnibal.trainers.lint.command_line import read_launch
-from omnibal.trainers.lint.launch import Finding, Launch
+from omnibal.trainers.lint.launch_settings import Finding, Launch
 from omnibal.trainers.lint.line import line_of
 
 

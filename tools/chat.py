@@ -21,7 +21,7 @@ from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_di
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.program import run_app
-from omnibal.cli.groups import with_groups
+from omnibal.cli.help_groups import with_groups
 from omnibal.data.annotations import Annotations, video_at
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn

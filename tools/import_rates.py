@@ -31,7 +31,7 @@ from omnibal.base.files import atomic, complaint, read_text
 from omnibal.base.outputs import check_files
 from omnibal.base.program import run_app
 from omnibal.model.config import config_file, load_cluster, precision_rates_toml
-from omnibal.model.rates import (
+from omnibal.model.rate_tables import (
     AttentionTime,
     CollectiveKind,
     CollectiveTime,

@@ -35,7 +35,7 @@ from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_folder
 from omnibal.base.program import run_app
 from omnibal.cli.console import print_result
-from omnibal.cli.groups import with_groups
+from omnibal.cli.help_groups import with_groups
 from omnibal.cli.options import ProviderOption
 from omnibal.job.fake_replay import Roofline, read_fake_stages
 from omnibal.job.replay import REPLAY_FILES, read_replay

@@ -12,22 +12,22 @@ import typer
 from omnibal import __version__
 from omnibal.base.program import run_app
 from omnibal.cli import (
-    caps,
-    check,
-    export,
-    lengths,
-    lint,
-    pack,
-    plan,
-    presets,
-    profile,
-    replan,
-    report,
-    run,
-    simulate,
+    caps_command,
+    check_command,
+    export_command,
+    lengths_command,
+    lint_command,
+    pack_command,
+    plan_command,
+    presets_command,
+    profile_command,
+    replan_command,
+    report_command,
+    run_command,
+    simulate_command,
 )
 from omnibal.cli.earlier_names import with_current_names
-from omnibal.cli.groups import Command, with_groups
+from omnibal.cli.help_groups import Command, with_groups
 
 app = typer.Typer(name="omnibal", add_completion=False, rich_markup_mode=None)
 
@@ -51,42 +51,42 @@ def root(
 
 
 EXAMPLES: dict[Callable[..., None], str] = {
-    run.run: r"""
+    run_command.run: r"""
         omnibal run --model OpenGVLab/InternVL3-8B --data meta.json \
             --cluster h100-80g --gpus 8 -o job
         omnibal run --model Qwen/Qwen3-VL-8B-Instruct --data data.jsonl \
             --tokenizer-model Qwen3-VL-8B --cluster h100-80g --gpus 8 \
             --for ms-swift -o job""",
-    lengths.lengths: r"""
+    lengths_command.lengths: r"""
         omnibal lengths data.jsonl --model Qwen/Qwen3-VL-8B-Instruct \
             --tokenizer-model Qwen3-VL-8B -o lengths.parquet""",
-    plan.plan: r"""
+    plan_command.plan: r"""
         omnibal plan --model Qwen/Qwen3-VL-8B-Instruct --gpus 8 \
             --cluster h100-80g --lengths lengths.parquet -o plan
         omnibal plan --model llama3.1-8b --gpus 64 --max-tokens 8192 \
             --cluster h100-80g --for megatron-lm -o plan""",
-    check.check: "omnibal check plan",
-    export.export: "omnibal export plan --to export --data data.jsonl",
-    report.report: "omnibal report plan --run job/run -o report.html",
-    replan.replan: "omnibal replan plan --run job/run --gpus 4 -o new-plan",
-    lint.lint: r"""
+    check_command.check: "omnibal check plan",
+    export_command.export: "omnibal export plan --to export --data data.jsonl",
+    report_command.report: "omnibal report plan --run job/run -o report.html",
+    replan_command.replan: "omnibal replan plan --run job/run --gpus 4 -o new-plan",
+    lint_command.lint: r"""
         omnibal lint train.sh --model qwen3-vl-30b-a3b --set NNODES=4
         omnibal lint "run_recipe.py -ng 64 -tp 2 -pp 4 -ep 8 -mb 1 \
             -gb 1024 -sl 4096" --model qwen3.5-397b-a17b""",
-    presets.presets: "",
-    pack.pack: "",
-    caps.caps: "",
-    profile.profile: "",
-    simulate.simulate: "omnibal simulate plan --trace step.json",
+    presets_command.presets: "",
+    pack_command.pack: "",
+    caps_command.caps: "",
+    profile_command.profile: "",
+    simulate_command.simulate: "omnibal simulate plan --trace step.json",
 }
 """Examples of every command's help."""
 
 for command, examples in EXAMPLES.items():
     # What follows `--` is the trainer's. A launch line of flags alone begins as an option does.
     settings = {
-        "allow_extra_args": command is run.run,
-        "ignore_unknown_options": command is lint.lint,
+        "allow_extra_args": command is run_command.run,
+        "ignore_unknown_options": command is lint_command.lint,
     }
-    without = "lengths" if command is run.run else ""
+    without = "lengths" if command is run_command.run else ""
     typed = with_groups(command, without)
     app.command(cls=Command, epilog=examples, context_settings=settings)(typed)

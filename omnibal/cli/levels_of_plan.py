@@ -59,7 +59,7 @@ def balance_of(
     plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
 ) -> dict[str, float | None]:
     """Return attention balance and exchange, by JSON keys."""
-    from omnibal.steps.metrics import measure_packs
+    from omnibal.steps.balance_metrics import measure_packs
 
     names = (
         "attention_balance_ratio",

@@ -9,11 +9,11 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster, count_option
-from omnibal.cli.plan import DEFAULT_IMAGE_SHARE
+from omnibal.cli.plan_command import DEFAULT_IMAGE_SHARE
 from omnibal.data.lengths import read_lengths
 from omnibal.model.config import ModelConfig
 from omnibal.report.table import Facts, Table
-from omnibal.trainers.lint.launch import MEGATRON, Launcher
+from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.published_errors import PublishedErrors

@@ -13,10 +13,10 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.remote_path import location
-from omnibal.cli.groups import COUNT, HelpAllOption
+from omnibal.cli.help_groups import COUNT, HelpAllOption
 from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
-from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapters_of
+from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig, adapters_of
 from omnibal.model.config import (
     ChatTemplate,
     ClusterConfig,
@@ -27,7 +27,7 @@ from omnibal.model.config import (
     load_cluster,
     with_imbalance,
 )
-from omnibal.model.layers import MAX_IMBALANCE
+from omnibal.model.layer_kinds import MAX_IMBALANCE
 from omnibal.model.limits import FEATURE_NAME, USABLE_MEMORY_FRACTION
 from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
 from omnibal.model.targets import OWN, TrainerConstraints

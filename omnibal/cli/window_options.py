@@ -38,7 +38,7 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     """Compare a plan's windows with a plain loader's, or return None without windows."""
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData
-    from omnibal.steps.metrics import imbalance, rank_sums
+    from omnibal.steps.balance_metrics import imbalance, rank_sums
 
     stream = StreamData.of_plan(result.plan, result.data)
     if stream is None or result.data is None:

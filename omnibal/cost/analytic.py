@@ -1,13 +1,13 @@
 """Costs by counting operations and bytes at a cluster's rates.
 
 A unit is two lists of kernels (`omnibal.cost.kernels`), forward's and backward's, that run one
-after another; `omnibal.cost.device` has the time of each. A layer's products have 24 s h^2 + 4 s^2
-h operations per sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, appendix),
-generalised to grouped-query attention, SwiGLU and any feed-forward size; causal attention does half
-of the squared term. Backward has a product for each gradient that is needed; attention's has 2.5
-times forward's operations, as it recomputes scores (Dao 2023, FlashAttention-2, arXiv 2307.08691,
-section 3.3). Element-wise kernels read and write what this project's fused kernels do. Gradients
-are accumulated in fp32.
+after another; `omnibal.cost.device_rates` has the time of each. A layer's products have
+24 s h^2 + 4 s^2 h operations per sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473,
+appendix), generalised to grouped-query attention, SwiGLU and any feed-forward size; causal
+attention does half of the squared term. Backward has a product for each gradient that is needed;
+attention's has 2.5 times forward's operations, as it recomputes scores (Dao 2023,
+FlashAttention-2, arXiv 2307.08691, section 3.3). Element-wise kernels read and write what this
+project's fused kernels do. Gradients are accumulated in fp32.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4, without dropout masks (32
 s h bytes per layer) and with flash attention; `kept_lines` lists all. Tensors between the parallel
@@ -25,7 +25,7 @@ from functools import cache, partial
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.device import Device
+from omnibal.cost.device_rates import Device
 from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Kernel
 from omnibal.cost.language import head, language_embed, language_layer
@@ -38,11 +38,11 @@ from omnibal.cost.linears import (
     weight_copy_bytes,
     with_adapters,
 )
-from omnibal.cost.links import message_line, ring_ms_per_byte, state_group
+from omnibal.cost.link_rates import message_line, ring_ms_per_byte, state_group
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.work import Kept, Unit
-from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
+from omnibal.model.adapter_settings import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.limits import words

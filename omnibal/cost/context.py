@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.attention import attention_widths
+from omnibal.cost.attention_costs import attention_widths
 from omnibal.cost.kernels import ELEMENT_BYTES, unit_vectors
-from omnibal.cost.links import Group, all_to_all_line, pass_line
+from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import fitted_exchange_ms
 from omnibal.cost.shaped_rates import Line

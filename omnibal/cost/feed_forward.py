@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.device import Device
+from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import FP32_BYTES, Kernel, Kernels, element_wise, in_module, product
 from omnibal.cost.work import EXPERT_PRODUCTS, SECOND_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
-from omnibal.model.layers import ExpertsConfig, LayerKind
+from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 
 ROUTED = "routed tokens"
 """Kept input rows of experts."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.device import Device
+from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import FP32_BYTES, element_wise, product
 from omnibal.cost.towers import (
     LAST_OUTPUT,

@@ -1,6 +1,6 @@
 """Kernels that a unit launches in its passes; vectors have one entry per feature.
 
-A unit's cost is a list of kernels: `omnibal.cost.device.Device.ms` is the time of each.
+A unit's cost is a list of kernels: `omnibal.cost.device_rates.Device.ms` is the time of each.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from omnibal.model.config import Precision
-from omnibal.model.rates import Pass
+from omnibal.model.rate_tables import Pass
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # bytes of a number
@@ -64,7 +64,7 @@ class Kernel:
     waits: int = 0
     """Times that the host waits for its result."""
     name: str = ""
-    """Linear's name as in `omnibal.model.adapters.linears`, or `GATHERED`."""
+    """Linear's name as in `omnibal.model.adapter_settings.linears`, or `GATHERED`."""
     given: str = ""
     """Name of the `Kept` line that is its input."""
     modules: tuple[str, ...] = ()

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.attention import attention_block
-from omnibal.cost.device import Device
+from omnibal.cost.attention_costs import attention_block
+from omnibal.cost.device_rates import Device
 from omnibal.cost.feed_forward import feed_forward
 from omnibal.cost.kernels import FP32_BYTES, KernelPass, element_wise, in_module, product
 from omnibal.cost.linears import with_fp8
@@ -20,7 +20,7 @@ from omnibal.cost.work import (
     recompute_modules,
 )
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.layers import LayerKind
+from omnibal.model.layer_kinds import LayerKind
 
 _TOKEN_ID_BYTES = 8  # torch int64
 _UNFUSED_LOSS_MOVED = (19, 7)

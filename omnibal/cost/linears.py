@@ -25,11 +25,11 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.device import Device
+from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import GATHERED, Kernel, KernelPass, Kernels, element_wise
 from omnibal.cost.model import LibraryBuffer
 from omnibal.cost.work import EXPERT_PRODUCTS, Kept, Unit, Working
-from omnibal.model.adapters import AdapterConfig, Linear
+from omnibal.model.adapter_settings import AdapterConfig, Linear
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind
 

@@ -18,10 +18,10 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost, unit_on_one
-from omnibal.cost.links import state_group
+from omnibal.cost.link_rates import state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line, collective_line, fitted_line, weighted_nnls
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
@@ -32,7 +32,7 @@ from omnibal.model.config import (
 )
 from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import Rates
+from omnibal.model.rate_tables import Rates
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import EXCHANGED, UnitKind, feature_names, unit_kinds
 

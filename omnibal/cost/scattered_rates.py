@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from omnibal.model.rates import GroupedTime, Pass, ProductTime
+from omnibal.model.rate_tables import GroupedTime, Pass, ProductTime
 
 _NEIGHBOURS = 8  # nearest measured shapes used for interpolation
 _ELEMENT_BYTES = 2  # bf16 gradients, used in others' measurements

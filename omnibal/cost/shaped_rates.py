@@ -27,7 +27,7 @@ from scipy.interpolate import RegularGridInterpolator
 from scipy.optimize import nnls
 
 from omnibal.cost.scattered_rates import PASSES, ScatteredTimes, Shapes, shapes_of
-from omnibal.model.rates import (
+from omnibal.model.rate_tables import (
     AttentionTime,
     CollectiveKind,
     CollectiveTime,

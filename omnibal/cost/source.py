@@ -9,7 +9,7 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates, write_profile
 from omnibal.cost.refitted import Refit
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions

@@ -5,7 +5,7 @@ Letters: h hidden, f feed-forward, t tensor size, a head width.
 
 import numpy as np
 
-from omnibal.cost.device import Device
+from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import FP32_BYTES, attention, element_wise, product
 from omnibal.cost.work import FIRST_OUTPUT, SECOND_OUTPUT, Kept, Unit, Working
 from omnibal.model.config import ModelConfig

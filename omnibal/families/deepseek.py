@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from omnibal.families.text import TextTable
-from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind
+from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerKind
 
 
 class SharedExpertsText(TextTable):

@@ -10,7 +10,7 @@ from omnibal.families.processor import read_processor
 from omnibal.families.text import LayeredText
 from omnibal.families.vision import LayersTable, Square, WholeTable, square
 from omnibal.model.encoders import ImagesEncoder
-from omnibal.model.layers import LayerKind
+from omnibal.model.layer_kinds import LayerKind
 
 
 class GemmaTable(WholeTable):

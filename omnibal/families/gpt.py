@@ -7,7 +7,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.text import LayeredText, TextTable, read_text
 from omnibal.model.config import ModelConfig
-from omnibal.model.layers import ExpertsConfig, LayerKind
+from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 
 
 class PlainText(TextTable):

@@ -20,7 +20,7 @@ from omnibal.families.text import (
 from omnibal.families.vision import DepthTable, VisionTable, read_vision_language
 from omnibal.model.config import ModelConfig, RopeSections
 from omnibal.model.encoders import VideoConfig
-from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
+from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LinearAttention
 
 _UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}
 """Names of unscaled RoPE, including Qwen2-VL's."""

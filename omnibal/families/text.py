@@ -9,7 +9,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from omnibal.base.frozen import Numbered
 from omnibal.families.hub_table import HubTable, NoDropout, as_table
 from omnibal.model.config import ChatTemplate, LanguageConfig, ModelConfig
-from omnibal.model.layers import ExpertsConfig, LayerKind, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LayerRun
 from omnibal.model.limits import words
 
 LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe", "phi3"]

@@ -17,7 +17,7 @@ from omnibal.job.plan_portions import in_run, portion_of_step, read_portion
 from omnibal.job.planner import for_all_portions, memories_of, prediction_of
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
-from omnibal.model.layers import ExpertsConfig, LayerKind
+from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of
@@ -26,7 +26,7 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
-from omnibal.steps.metrics import seen_by_step
+from omnibal.steps.balance_metrics import seen_by_step
 from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import most_slots, steps_of
 

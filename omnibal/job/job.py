@@ -10,15 +10,15 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
 from omnibal.cost.context import ExchangeSource, costs_at
-from omnibal.cost.encoder_phase import EncodersCost, encoders_cost, pipeline_cost
+from omnibal.cost.encoder_phase_costs import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.host_waits import host_waits, with_host_waits
 from omnibal.cost.model import CostModel, pack_features, trained_features
-from omnibal.cost.sharded import ShardedExchange, exposed_columns, sharded_cost
+from omnibal.cost.sharding_costs import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
+from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import (
     DataParallelEncoders,

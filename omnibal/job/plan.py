@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen, written_unless
 from omnibal.data.lengths import LengthsOrigin
-from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
+from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
 from omnibal.model.fp8 import FP8_MULTIPLE
@@ -23,7 +23,7 @@ from omnibal.model.targets import TargetName
 from omnibal.model.units import LANGUAGE, deepstack_of, frozen_mistake, unit_kinds
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.stage import Stage, Words
+from omnibal.pipeline.stage_units import Stage, Words
 from omnibal.pipeline.unit_runs import stage_units
 
 SCHEMA_VERSION: Final = 2

@@ -43,7 +43,7 @@ from omnibal.job.plan_portions import (
 from omnibal.job.planner import PlanResult, check_memory, in_best_order
 from omnibal.model.levels import are_plain
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
-from omnibal.steps.metrics import milestones, seen_by_step
+from omnibal.steps.balance_metrics import milestones, seen_by_step
 from omnibal.steps.portions import FIRST_PORTION, PortionedSamples, PortionPlace
 from omnibal.steps.steps import steps_of
 

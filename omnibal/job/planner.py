@@ -19,14 +19,14 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule, baseline_stages
 from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
+from omnibal.pipeline.loader_time import StageReading
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction, StageMemory
-from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
 Dealt = tuple[ScheduledPacks, Lengths]

@@ -11,7 +11,7 @@ from pathlib import Path
 from omnibal.base.files import read_toml_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.levels import largest_caps
 from omnibal.model.parallel import Parallel, expert_counts

@@ -29,8 +29,8 @@ from omnibal.model.encoders import (
     TilesEncoder,
     TilingConfig,
 )
-from omnibal.model.layers import LayerKind, LayerRun
-from omnibal.model.rates import Rates, ScaledRates
+from omnibal.model.layer_kinds import LayerKind, LayerRun
+from omnibal.model.rate_tables import Rates, ScaledRates
 
 Precision = Literal["fp32", "bf16", "fp8"]
 """Weight and activation type; "fp8" is bf16 with FP8 products in layers (`omnibal.model.fp8`)."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import Encoder, ImagesEncoder
-from omnibal.model.layers import LayerKind
+from omnibal.model.layer_kinds import LayerKind
 from omnibal.model.levels import Level
 
 LANGUAGE = "language"

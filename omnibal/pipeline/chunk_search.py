@@ -38,7 +38,6 @@ from omnibal.pipeline.recompute_ways import (
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_search import move_cuts
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     PerStepCosts,
     of_pass,
@@ -51,6 +50,7 @@ from omnibal.pipeline.stage_memory import (
     stage_memories,
     unit_bytes,
 )
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 

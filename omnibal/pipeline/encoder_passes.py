@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.cost.encoder_phase import EncoderCost
+from omnibal.cost.encoder_phase_costs import EncoderCost
 from omnibal.steps.whole_samples import SamplePasses
 
 PassBytes = Callable[[np.ndarray], np.ndarray]

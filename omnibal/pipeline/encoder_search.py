@@ -14,11 +14,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from omnibal.base.errors import DoesNotFit
-from omnibal.cost.encoder_phase import EncodersCost
+from omnibal.cost.encoder_phase_costs import EncodersCost
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
+from omnibal.pipeline.encoder_loads import EncoderMemory
 from omnibal.pipeline.encoder_waits import (
     ItemShares,
     features_exchange_ms,
@@ -27,7 +28,6 @@ from omnibal.pipeline.encoder_waits import (
     waits_at_ends,
     with_encoders,
 )
-from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
 from omnibal.pipeline.stage_memory import GIB, fits_cap
@@ -54,8 +54,8 @@ class PlacementProblem:
     """A pipeline without encoders, and costs of data-parallel encoders."""
 
     cost: CostModel
-    """Costs of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`) at all levels,
-    with the shortest encoder update."""
+    """Costs of the pipeline's units (`omnibal.cost.encoder_phase_costs.pipeline_cost`) at all
+    levels, with the shortest encoder update."""
     features: tuple[str, ...]
     """Feature names of the workload."""
     model: ModelConfig

@@ -19,11 +19,11 @@ from functools import partial
 
 import numpy as np
 
-from omnibal.cost.encoder_phase import ITEM, EncoderCost, EncodersCost
+from omnibal.cost.encoder_phase_costs import ITEM, EncoderCost, EncodersCost
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
+from omnibal.pipeline.encoder_loads import EncoderMemory, EncoderWaits, Encoding
 from omnibal.pipeline.encoder_passes import EqualPasses, Passes, WholePasses, encoding_ms
-from omnibal.pipeline.encoding import EncoderMemory, EncoderWaits, Encoding
 from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload

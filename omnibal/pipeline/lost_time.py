@@ -13,8 +13,8 @@ from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, workload_times
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
 

@@ -33,7 +33,6 @@ from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.passes import all_passes
 from omnibal.pipeline.recompute_ways import FittingNumbers, TowerNumbers
 from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, TOLERANCE, SplitSearch
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
     contents_of,
@@ -52,6 +51,7 @@ from omnibal.pipeline.stage_options import (
     recompute_extremes_ms,
 )
 from omnibal.pipeline.stage_rules import limits_in_words
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 

@@ -7,14 +7,14 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.loader_time import StageReading
 from omnibal.pipeline.lost_time import causes_of, lost_time_of
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
-from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs
 from omnibal.pipeline.stage_memory import stage_memories
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 

@@ -19,8 +19,8 @@ import numpy as np
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import OperationGraph, listed_micro_batches, schedule_graph
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule, Schedule
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs, workload_times
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 2_000_000

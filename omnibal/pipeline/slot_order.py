@@ -17,9 +17,9 @@ from omnibal.cost.model import CostModel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import SimulatedRows
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
 from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
 _MOST_WORK = 6e8

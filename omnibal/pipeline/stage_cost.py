@@ -13,7 +13,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.units import ENCODER_WAITS_MS, unit_names
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import (
     holds_both_ends,
     holds_one_end,

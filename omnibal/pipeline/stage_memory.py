@@ -19,7 +19,7 @@ import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.model.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
-from omnibal.pipeline.encoding import EncoderMemory
+from omnibal.pipeline.encoder_loads import EncoderMemory
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.passes import (
     LinkBuffers,
@@ -32,7 +32,7 @@ from omnibal.pipeline.passes import (
 )
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import (
     UnitRun,
     counts_of_runs,

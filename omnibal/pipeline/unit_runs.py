@@ -14,7 +14,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import HEAD, LANGUAGE_EMBED, UnitKind, unit_kinds, unit_names
-from omnibal.pipeline.stage import Span, Stage, joined
+from omnibal.pipeline.stage_units import Span, Stage, joined
 
 
 def layer_kinds(kinds: Sequence[UnitKind]) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from omnibal.base.arrays import rows_of
-from omnibal.pipeline.encoding import Encoding
+from omnibal.pipeline.encoder_loads import Encoding
 from omnibal.steps.shares import Shares, empty_slots
 from omnibal.steps.whole_samples import SampleItems
 

@@ -47,7 +47,7 @@ from omnibal.report.plan_tables import (
 from omnibal.report.step_time import StepTime, measured_causes, step_time
 from omnibal.report.summary import RunSummary, summarise_run
 from omnibal.report.timeline import timeline_figure
-from omnibal.steps.metrics import measure_packs
+from omnibal.steps.balance_metrics import measure_packs
 
 _SOURCES_SHOWN = 12  # rows before a table is longer than a screen
 

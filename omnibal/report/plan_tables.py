@@ -33,7 +33,7 @@ from omnibal.search.encoder_placement import PlacementChoice
 from omnibal.search.schedule_choice import ScheduleChoice
 from omnibal.search.step_size import StepRate, StepSamples
 from omnibal.search.weight_sharding import ShardingChoice
-from omnibal.steps.metrics import PackMetrics
+from omnibal.steps.balance_metrics import PackMetrics
 
 _EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
 _TEXT_LIMIT = 160  # characters: about three lines of a cell

@@ -11,7 +11,7 @@ from omnibal.job.plan import Plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import StepRecord
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.encoding import EncoderWaits
+from omnibal.pipeline.encoder_loads import EncoderWaits
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.simulate import predict_steps

@@ -11,8 +11,8 @@ import numpy as np
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import encoder_blocks, simulate_ranks
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import workload_times
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
 _US_PER_MS = 1e3  # times of the format are in microseconds

@@ -19,7 +19,7 @@ from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
 from omnibal.search.parallel_sizes import unusable
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
-from omnibal.steps.metrics import dist_ratio
+from omnibal.steps.balance_metrics import dist_ratio
 
 CapRule = Literal["time", "paper"]
 

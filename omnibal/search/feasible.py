@@ -20,7 +20,7 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import least_caps
 from omnibal.job.planner import PlanRequest
-from omnibal.model.adapters import adapters_of
+from omnibal.model.adapter_settings import adapters_of
 from omnibal.model.config import load_cluster, preset_names
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import are_plain

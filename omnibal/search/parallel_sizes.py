@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.links import state_group
+from omnibal.cost.link_rates import state_group
 from omnibal.job.job import JobSpec
 from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement

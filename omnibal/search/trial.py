@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.cost.encoder_phase import ITEM
+from omnibal.cost.encoder_phase_costs import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan

@@ -36,7 +36,7 @@ from omnibal.model.config import ClusterConfig, PlainPrecision, load_cluster, lo
 from omnibal.model.levels import ContextExchange, FillRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import ScaledRates
+from omnibal.model.rate_tables import ScaledRates
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
@@ -46,7 +46,7 @@ from omnibal.search.level_choice import least_ms_per_sample
 from omnibal.search.level_estimates import ANY_LEVELS, ProfiledLength, hbp_levels
 from omnibal.search.level_sets import plan_levels, search_with_levels
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, Strategy, StrategyRequest
-from omnibal.steps.metrics import dist_ratio
+from omnibal.steps.balance_metrics import dist_ratio
 from omnibal.steps.pack_settings import PackSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -20,7 +20,7 @@ from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, prese
 from omnibal.model.limits import words
 from omnibal.model.parallel import expert_counts
 from omnibal.model.runtime import RecomputedModule
-from omnibal.trainers.lint.launch import Launcher
+from omnibal.trainers.lint.launch_settings import Launcher
 
 Row = Mapping[str, Any]
 _SQUAD_TOKENS = 256

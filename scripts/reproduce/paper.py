@@ -36,9 +36,9 @@ from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.report.table import Table

@@ -8,7 +8,7 @@ import numpy as np
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
-from omnibal.model.layers import LayerRun
+from omnibal.model.layer_kinds import LayerRun
 from omnibal.model.units import feature_names, unit_kinds
 from omnibal.pipeline.passes import Passes
 from omnibal.pipeline.schedules import Pass

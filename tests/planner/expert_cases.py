@@ -4,7 +4,7 @@ from cost_cases import small_model
 from plan_cases import MODEL
 
 from omnibal.model.config import ModelConfig
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=5)
 

@@ -20,7 +20,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export.directory import EXPORTS, Export, export_input, make_export
 from omnibal.trainers.export.exported import ExportInput
 from omnibal.trainers.export.expressible import Data, obstacles

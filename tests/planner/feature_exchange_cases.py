@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 from exchange_cases import simulated_ms
 
-from omnibal.cost.encoder_phase import EncoderCost, EncodersCost
+from omnibal.cost.encoder_phase_costs import EncoderCost, EncodersCost
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.pipeline.encoder_search import PlacementProblem, kept_choices
 from omnibal.pipeline.encoder_waits import ItemShares

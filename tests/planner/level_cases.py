@@ -13,7 +13,7 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
 from omnibal.pipeline.schedules import Operation, Pass, one_forward_one_backward
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import recomputed_counts, stage_units
 from omnibal.pipeline.workload import Workload
 

@@ -12,8 +12,8 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import LANGUAGE, unit_names
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.stage_units import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 

@@ -3,7 +3,7 @@
 import math
 from itertools import product
 
-from omnibal.model.rates import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
+from omnibal.model.rate_tables import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
 
 PROCESSORS, TILE, LAUNCH_MS = 132, 128, 4e-3
 FLOPS_PER_MS_OF_PROCESSOR = 5e9

@@ -10,8 +10,8 @@ from omnibal.pipeline.lost_time import causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import Operation, Pass, PipelineSchedule, Schedule
 from omnibal.pipeline.simulate import SimulatedRows, Timeline, block_sizes
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import PerStepCosts, per_step_costs, stage_times
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stage_units
 from omnibal.pipeline.workload import Workload
 

@@ -11,7 +11,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_data import MockData
 from omnibal.job.planner import PlanRequest, make_plan
-from omnibal.model.adapters import AdapterConfig, adapter_mistake, adapters_of
+from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake, adapters_of
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel

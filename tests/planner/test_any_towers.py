@@ -13,7 +13,7 @@ from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.model.config import ModelConfig, config_toml, load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import check_stages, stages_from_cuts, unit_words
 
 pytestmark = pytest.mark.quick

@@ -26,9 +26,9 @@ from omnibal.pipeline.baselines import (
 )
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.stage import Span, Stage, joined
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.stage_units import Span, Stage, joined
 from omnibal.pipeline.unit_runs import (
     check_stages,
     recomputed_counts,

@@ -14,7 +14,7 @@ from plan_cases import ISF, MODEL, example_lengths, example_profile, job_spec, o
 
 from omnibal import training_job
 from omnibal.base.errors import UserError
-from omnibal.cli.simulate import simulate
+from omnibal.cli.simulate_command import simulate
 from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
@@ -23,7 +23,7 @@ from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanResult, make_plan, prediction_of
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import load_cluster
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.levels import CutRule
@@ -32,7 +32,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.stage import Span, Stage
+from omnibal.pipeline.stage_units import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report.plan_tables import stages_table
 

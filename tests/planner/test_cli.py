@@ -33,7 +33,7 @@ from omnibal.job.plan_files import data_of_plan, job_of_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.units import unit_names
 from omnibal.packing.packs import read_packs
-from omnibal.steps.metrics import rank_sums
+from omnibal.steps.balance_metrics import rank_sums
 
 pytestmark = pytest.mark.quick
 
@@ -610,4 +610,4 @@ def test_an_interrupted_command_says_so(capsys, monkeypatch, tmp_path):
     # `omnibal run` passes on the status of a program that has said so.
     monkeypatch.setattr("omnibal.runs.running.run_steps", lambda *_, **__: 130)
     with pytest.raises(SystemExit):
-        importlib.import_module("omnibal.cli.run")._do([], tmp_path)
+        importlib.import_module("omnibal.cli.run_command")._do([], tmp_path)

@@ -9,9 +9,9 @@ from cost_cases import workload_of_a_step
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import AttentionTime, CopyTime, Rates
+from omnibal.model.rate_tables import AttentionTime, CopyTime, Rates
 from omnibal.pipeline.stage_cost import held_units, per_step_costs, trained_parameters
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.unit_runs import stages_from_cuts

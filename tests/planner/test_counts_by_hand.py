@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnibal.cost.device import Device
+from omnibal.cost.device_rates import Device
 from omnibal.cost.images import images_embed, images_layer, images_projector
 from omnibal.cost.kernels import EXCHANGES, KernelPass, unit_vectors
 from omnibal.cost.language import head, language_embed, language_layer
@@ -20,11 +20,11 @@ from omnibal.cost.linears import with_adapters
 from omnibal.cost.shaped_rates import Line
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.work import Unit
-from omnibal.model.adapters import AdapterConfig, adapted_linears
+from omnibal.model.adapter_settings import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.fp8 import TRAINED_FP8
-from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
+from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import unit_kinds
 

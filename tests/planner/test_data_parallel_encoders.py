@@ -20,19 +20,19 @@ from partition_cases import planners_figures
 from plan_cases import JOB, job_spec, request
 from schedule_cases import event_loop, lost_time, needed_ms, workload_of
 
-from omnibal.cost.encoder_phase import (
+from omnibal.cost.encoder_phase_costs import (
     EncoderCost,
     EncodersCost,
     encoders_cost,
     pipeline_cost,
 )
 from omnibal.cost.shaped_rates import Line
-from omnibal.cost.sharded import ShardedExchange
+from omnibal.cost.sharding_costs import ShardedExchange
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward

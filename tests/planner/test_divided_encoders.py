@@ -11,8 +11,8 @@ from plan_cases import example_lengths
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.device import streamed_bytes_per_ms
-from omnibal.cost.encoder_phase import encoders_cost
+from omnibal.cost.device_rates import streamed_bytes_per_ms
+from omnibal.cost.encoder_phase_costs import encoders_cost
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan

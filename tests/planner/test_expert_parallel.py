@@ -19,7 +19,7 @@ from omnibal.job.check import open_plan
 from omnibal.job.plan import read_plan
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster, with_imbalance
-from omnibal.model.layers import LayerRun
+from omnibal.model.layer_kinds import LayerRun
 from omnibal.model.limits import USABLE_MEMORY_FRACTION, Caps
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel, expert_sizes
 from omnibal.packing.packs import read_packs

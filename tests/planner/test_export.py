@@ -33,7 +33,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN, TARGETS, TargetName
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export.directory import export_input, make_export
 from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.expressible import obstacles

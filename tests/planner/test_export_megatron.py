@@ -14,18 +14,18 @@ from plan_cases import MODEL
 
 from omnibal.base.errors import UserError
 from omnibal.model.config import ModelConfig
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export import megatron_bridge, megatron_lm
 from omnibal.trainers.export.directory import EXPORTS
 from omnibal.trainers.export.exported import ExportInput
 from omnibal.trainers.export.layout import parse_layout
 from omnibal.trainers.lint.all_rules import findings_of
 from omnibal.trainers.lint.command_line import read_launch
-from omnibal.trainers.lint.launch import MEGATRON, Launcher
+from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
 from omnibal.trainers.lint.line import line_of
 from omnibal.trainers.lint.split import layers_by_chunk
 

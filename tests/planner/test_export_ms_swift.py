@@ -23,9 +23,9 @@ from packing_cases import sequential_packs
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.targets import TARGETS, TargetName
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export.directory import export_input
 from omnibal.trainers.export.ms_swift import export
 from omnibal.trainers.export.ms_swift_records import row_of, write_rows

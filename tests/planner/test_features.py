@@ -32,7 +32,7 @@ from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import read_packs, write_packs
 from omnibal.packing.patterns import Grid, knapsack_table
 from omnibal.search.caps import CapSpace
-from omnibal.steps.metrics import measure_packs
+from omnibal.steps.balance_metrics import measure_packs
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps, size_load
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from length_cases import lengths_of
 
-from omnibal.cost.links import Group, all_to_all_line
+from omnibal.cost.link_rates import Group, all_to_all_line
 from omnibal.cost.share_features import part_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Segments, sizes_of

@@ -11,7 +11,7 @@ from cli_cases import failure, result, status
 
 from omnibal.base.errors import UserError
 from omnibal.trainers.lint.command_line import read_launch
-from omnibal.trainers.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.launch_settings import Launch, Launcher
 from omnibal.trainers.lint.script import read_script
 
 pytestmark = pytest.mark.quick

@@ -293,6 +293,8 @@ def test_command_draws_its_own_schedule(capsys, tmp_path) -> None:
 def test_picture_without_a_place_is_found_first(capsys, tmp_path, monkeypatch, name, expected):
     """Prevents packing for minutes towards a picture that has no place."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
-    monkeypatch.setattr("omnibal.cli.pack.read_lengths", lambda paths: pytest.fail("worked first"))
+    monkeypatch.setattr(
+        "omnibal.cli.pack_command.read_lengths", lambda paths: pytest.fail("worked first")
+    )
     assert expected in failure(capsys, PACK, tmp_path / "l.parquet", "--picture", tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["l.parquet"]

@@ -10,7 +10,7 @@ from schedule_cases import lost_time, workload_of
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 

@@ -9,7 +9,7 @@ from length_cases import lengths_of
 from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.metrics import (
+from omnibal.steps.balance_metrics import (
     dist_ratio,
     least_dist_ratio,
     measure_packs,

@@ -12,15 +12,16 @@ import typer
 from cli_cases import printed
 
 from omnibal import cli
-from omnibal.cli import caps, lengths, pack, plan, profile
-from omnibal.cli.groups import with_groups
+from omnibal.cli.caps_command import caps
+from omnibal.cli.help_groups import with_groups
+from omnibal.cli.lengths_command import lengths
+from omnibal.cli.pack_command import pack
+from omnibal.cli.plan_command import plan
+from omnibal.cli.profile_command import profile
 
 pytestmark = pytest.mark.quick
 
-COMMANDS = {
-    function.__name__: function
-    for function in (lengths.lengths, pack.pack, caps.caps, profile.profile, plan.plan)
-}
+COMMANDS = {function.__name__: function for function in (lengths, pack, caps, profile, plan)}
 OWN = {
     "lengths": "an argument, or an option that may be repeated",
     "output": "another file",

@@ -105,7 +105,7 @@ def test_the_graph_is_that_of_the_code():
     graph = import_graph()
     assert len(graph) > 100 and sum(map(len, graph.values())) > 400
     assert "omnibal/model/limits.py" in graph["omnibal/steps/steps.py"]
-    assert "omnibal/job/check.py" in graph["omnibal/cli/plan.py"]  # inside a function
+    assert "omnibal/job/check.py" in graph["omnibal/cli/plan_command.py"]  # inside a function
     assert "omnibal/model/config.py" in graph["megatron/vlm/conversion/tensor_map.py"]
 
 
@@ -143,9 +143,9 @@ def test_imports_go_down_only():
         ("omnibal/cost/analytic.py", "omnibal/pipeline/unit_runs.py"),
         ("omnibal/pipeline/simulate.py", "omnibal/job/planner.py"),
         ("omnibal/job/planner.py", "omnibal/report/page.py"),
-        ("omnibal/job/check.py", "omnibal/cli/plan.py"),
+        ("omnibal/job/check.py", "omnibal/cli/plan_command.py"),
         ("omnibal/job/planner.py", "megatron/vlm/step/train.py"),
-        ("megatron/vlm/measure/replay.py", "omnibal/report/page.py"),
+        ("megatron/vlm/measure/stage_replay.py", "omnibal/report/page.py"),
         ("omnibal/model/config.py", "omnibal/data/tiling.py"),
         ("omnibal/job/check.py", "omnibal/search/feasible.py"),
         ("megatron/vlm/inputs/batch.py", "megatron/vlm/model/stage.py"),

@@ -37,10 +37,10 @@ from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps, simulate_levels
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import (
     check_stages,
     layer_kinds,

@@ -19,7 +19,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.parallel import Parallel
 from omnibal.search.strategy import FreeSizes, StrategyRequest
-from omnibal.steps.metrics import rank_sums
+from omnibal.steps.balance_metrics import rank_sums
 
 pytestmark = pytest.mark.quick
 

@@ -12,9 +12,9 @@ from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile, fit_residuals, model_sha256, read_profile, write_profile
 from omnibal.cost.source import CostSource
 from omnibal.model.config import ModelConfig, RopeScaling
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.units import unit_names
 
 pytestmark = pytest.mark.quick

@@ -12,7 +12,7 @@ from omnibal.base.errors import UserError
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
 from omnibal.cost.shaped_rates import AttentionTimes, ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, config_toml, load_cluster
-from omnibal.model.rates import CollectiveTime
+from omnibal.model.rate_tables import CollectiveTime
 
 pytestmark = pytest.mark.quick
 

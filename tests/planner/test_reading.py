@@ -11,7 +11,7 @@ from omnibal.cost.source import CostSource
 from omnibal.job.planner import make_plan
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.pipeline.reading import StageReading, slow_reading, too_few_loaders
+from omnibal.pipeline.loader_time import StageReading, slow_reading, too_few_loaders
 
 pytestmark = pytest.mark.quick
 

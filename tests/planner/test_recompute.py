@@ -11,7 +11,6 @@ from omnibal.cost.model import UnitCost
 from omnibal.pipeline import recompute
 from omnibal.pipeline import stage_memory as stage_memory_module
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
-from omnibal.pipeline.stage import joined
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import (
     GIB,
@@ -20,6 +19,7 @@ from omnibal.pipeline.stage_memory import (
     stage_memory,
     undominated,
 )
+from omnibal.pipeline.stage_units import joined
 from omnibal.pipeline.unit_runs import (
     counts_of_runs,
     layer_kinds,

@@ -37,8 +37,8 @@ from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks, write_packs
 from omnibal.pipeline import prediction as predicting
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 from omnibal.report import figures
 from omnibal.report.command_tables import sources_table

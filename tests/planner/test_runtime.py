@@ -8,13 +8,13 @@ from cost_cases import assumed_h100
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.context import ExchangeSource, costs_at
-from omnibal.cost.links import Group, all_to_all_line, message_line, pass_line
+from omnibal.cost.link_rates import Group, all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
 from omnibal.families.named import named_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.pipeline.stage_cost import PerStepCosts
 from omnibal.trainers.lint.command_line import read_launch

@@ -11,8 +11,8 @@ from schedule_cases import BI, BW, SCHEDULES, F, held_in_list, workload_of
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.schedules import Operation, PipelineSchedule
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 

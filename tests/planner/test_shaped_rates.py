@@ -15,7 +15,7 @@ from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, load_model
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Pass, ProductTime, Rates
+from omnibal.model.rate_tables import CollectiveTime, Pass, ProductTime, Rates
 from omnibal.model.units import feature_names
 
 pytestmark = pytest.mark.quick

@@ -13,9 +13,9 @@ from schedule_cases import lost_time
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.links import Group, pass_line
+from omnibal.cost.link_rates import Group, pass_line
 from omnibal.cost.model import CostModel, UnitCost, trained_features
-from omnibal.cost.sharded import sharded_cost
+from omnibal.cost.sharding_costs import sharded_cost
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
@@ -24,7 +24,7 @@ from omnibal.model.config import ClusterConfig, load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.targets import OWN, TARGETS, StageRules, TargetName, TrainerConstraints
 from omnibal.model.units import feature_names_at, unit_names

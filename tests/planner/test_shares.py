@@ -18,11 +18,11 @@ from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
-from omnibal.model.layers import LayerRun
+from omnibal.model.layer_kinds import LayerRun
 from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import feature_names, feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks

@@ -29,8 +29,8 @@ from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import held_units, trained_parameters
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_words
 from omnibal.pipeline.workload import Workload
 

@@ -17,7 +17,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.targets import PackRules
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.metrics import rank_sums, straggler_factor
+from omnibal.steps.balance_metrics import rank_sums, straggler_factor
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.rows import match_packs
 from omnibal.steps.steps import (

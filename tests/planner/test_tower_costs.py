@@ -17,7 +17,7 @@ from omnibal.job.plan_data import shape_caps
 from omnibal.model.config import LanguageConfig, ModelConfig, load_model, preset_names
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import ENCODER_KINDS, EncoderLayers
-from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel

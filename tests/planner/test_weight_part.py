@@ -9,7 +9,7 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import UnitCost
 from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names

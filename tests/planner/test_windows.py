@@ -21,7 +21,7 @@ from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
-from omnibal.steps.metrics import imbalance, rank_sums
+from omnibal.steps.balance_metrics import imbalance, rank_sums
 from omnibal.steps.steps import steps_of
 from omnibal.steps.windows import schedule_windows
 

@@ -17,7 +17,7 @@ from released import KINDS, save_released, transformers_model
 
 from megatron.vlm.conversion.adapter_files import add_adapter
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
-from omnibal.model.adapters import adapters_of
+from omnibal.model.adapter_settings import adapters_of
 from omnibal.model.parallel import Parallel
 
 NAME = "300m-qwen2"

@@ -17,7 +17,7 @@ from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 
 EVERYWHERE = AdapterConfig(rank=4, alpha=12, parts=("vision", "projector", "language"))
 FAST = replace(OPTIONS, lr=0.05, min_lr=0.05, clip_grad=0.0)

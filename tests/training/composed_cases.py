@@ -35,7 +35,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, PlannedLevel, write_plan
 from omnibal.job.plan_data import MockData
 from omnibal.job.planner import PlanRequest, make_plan
-from omnibal.model.adapters import AdapterConfig, adapter_mistake
+from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import ContextExchange, CutRule

@@ -24,7 +24,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, load_model
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 TOLERANCE = 1e-4
 OURS = {

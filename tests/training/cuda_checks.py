@@ -29,11 +29,11 @@ from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_di
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.encoders import ImagesEncoder, ImageText
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 PACKS = [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)]]
 

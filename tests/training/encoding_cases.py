@@ -14,7 +14,7 @@ from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares
 from omnibal.model.config import ModelConfig, load_cluster
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 PLACES = {"step": [0, 0, 0, 1, 1, 1], "dp_rank": [0, 0, 1, 0, 0, 1], "slot": [0, 1, 0] * 2}

@@ -29,7 +29,7 @@ from megatron.vlm.measure.fake_device import fake_stage
 from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
 from megatron.vlm.measure.fake_device.mode import fake_cuda
-from megatron.vlm.measure.replay import (
+from megatron.vlm.measure.stage_replay import (
     StageReplayer,
     StandInLinks,
     random_rows,
@@ -48,7 +48,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.planner import PlanRequest, make_plan, prediction_of
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig, load_cluster, load_model, with_imbalance
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
@@ -57,8 +57,8 @@ from omnibal.model.parallel import Parallel, expert_counts
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, PartitionMethod, RecomputeRule, SplitRule
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
+from omnibal.pipeline.stage_units import Stage, joined
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
 Planned = tuple[Plan, tuple[ScheduledPacks, Lengths]]

@@ -18,14 +18,14 @@ from toy import OPTIONS
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.random_batches import random_batch
-from megatron.vlm.measure.replay import standing_in
+from megatron.vlm.measure.stage_replay import standing_in
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.towers import LAST_OUTPUT
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.config import load_cluster, load_model
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, layer_names, model_parts, unit_kinds, unit_names
 from omnibal.pipeline.unit_runs import stages_from_cuts

@@ -2,7 +2,7 @@
 
 from toy import stages_of, toy_model, toy_plan
 
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 
 def model_of(**changes):

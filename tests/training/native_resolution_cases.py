@@ -20,7 +20,7 @@ from omnibal.data.native_resolution import Grid
 from omnibal.families.folder import CONFIG_FILE
 from omnibal.model.config import LanguageConfig, ModelConfig, RopeSections
 from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 IMAGE, VIDEO, START, END = 0, 1, 2, 3
 """Tokens of images and of videos, and the two around both."""

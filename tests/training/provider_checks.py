@@ -15,7 +15,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import Profiler
-from megatron.vlm.measure.replay import StageReplayer, standing_in
+from megatron.vlm.measure.stage_replay import StageReplayer, standing_in
 from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step

@@ -6,7 +6,7 @@ from toy import ToySample, toy_text_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from omnibal.model.config import ModelConfig
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 
 def model_of(normalized: bool, auxiliary_loss: float = 0.0) -> ModelConfig:

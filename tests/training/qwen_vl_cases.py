@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import VideoConfig
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 PIECES = (
     "<unk> <|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> "

@@ -14,10 +14,10 @@ from toy import share_of, stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from omnibal.job.plan import Plan, PlannedLevel
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.levels import ContextExchange, CutRule
 from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks

@@ -16,7 +16,7 @@ from megatron.vlm.conversion.adapter_files import CONFIG_FILE, add_adapter
 from megatron.vlm.conversion.exporting import plan_export_like, write_export
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from omnibal.base.errors import UserError
-from omnibal.model.adapters import adapters_of
+from omnibal.model.adapter_settings import adapters_of
 from omnibal.model.parallel import Parallel
 
 NAME = "300m-qwen2"

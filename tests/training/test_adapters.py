@@ -8,7 +8,7 @@ from ranks import run_ranks
 from tensor_parallel_cases import MODELS, Feed, alone, compare_with_one_process, what_moves
 from toy import cut_plan
 
-from omnibal.model.adapters import AdapterConfig, adapters_of
+from omnibal.model.adapter_settings import AdapterConfig, adapters_of
 
 EVERYWHERE = AdapterConfig(rank=4, alpha=8, parts=("vision", "projector", "language"))
 SOME = adapters_of(rank=3, alpha=6, targets="q_proj,v_proj,down_proj", rank_stabilized=True)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
-from megatron.vlm.checkpoint.files import part_path
+from megatron.vlm.checkpoint.run_folders import part_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, LoadedCheckpoint, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step

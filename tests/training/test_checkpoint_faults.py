@@ -21,13 +21,13 @@ from ranks import TIMEOUT_S, logged, run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
-from megatron.vlm.checkpoint.files import (
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.checkpoint.run_folders import (
     CHECKSUMS_FILE,
     begin_checkpoint,
     name_newest,
     part_path,
 )
-from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.run.launch import Launch, initialize_distributed

@@ -24,7 +24,7 @@ from megatron.vlm.step.schedule import _HeldBatches
 from megatron.vlm.step.train import build_trainer
 from omnibal.job.check import training_obstacles
 from omnibal.job.plan import PlannedLevel
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.limits import Caps
 from omnibal.pipeline.schedules import PipelineSchedule
 

@@ -24,7 +24,7 @@ from megatron.vlm.step.schedule import run_backward
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 
 MODEL = MODELS["300M-like"]

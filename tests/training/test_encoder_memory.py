@@ -19,7 +19,7 @@ from megatron.vlm.model.groups import create_encoding_group
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.train import build_trainer
-from omnibal.cost.encoder_phase import encoders_cost
+from omnibal.cost.encoder_phase_costs import encoders_cost
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.steps.items import shares_of_ranks
 

@@ -16,7 +16,7 @@ from megatron.vlm.model import deferred_weights, experts
 from megatron.vlm.model.experts import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.check import model_obstacle
-from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 # Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
 # whose tokens carry no loss.

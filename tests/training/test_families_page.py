@@ -11,7 +11,7 @@ from omnibal.base.errors import UserError
 from omnibal.families.hub import FAMILIES, TRAINED_TYPES
 from omnibal.families.named import named_model
 from omnibal.job.check import model_obstacle
-from omnibal.model.adapters import AdapterConfig, adapter_mistake
+from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake
 from omnibal.model.units import model_parts
 
 pytestmark = pytest.mark.quick

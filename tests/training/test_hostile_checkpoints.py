@@ -14,8 +14,8 @@ from ranks import run_ranks
 from released import imported, saved, write_tokenizer
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
-from megatron.vlm.checkpoint.files import write_checksums
 from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.checkpoint.run_folders import write_checksums
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
 from omnibal.job.runlog import checkpoint_path

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
-from omnibal.cost.attention import CHUNK
+from omnibal.cost.attention_costs import CHUNK
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
-from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, unit_names
 

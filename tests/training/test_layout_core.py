@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from omnibal.base.errors import UserError
 from omnibal.model.config import ModelConfig, load_model, preset_names
 from omnibal.model.units import projector_unit
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export.layout import EMBEDDING, Layout, layout_of, parse_layout, split_flags
 
 Chunks = tuple[tuple[str, ...], ...]

@@ -13,7 +13,7 @@ from toy import OPTIONS, toy_batch, toy_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.clock import PhaseClock
-from megatron.vlm.step.messages import step_messages
+from megatron.vlm.step.stage_messages import step_messages
 from megatron.vlm.step.train import build_trainer
 from omnibal.pipeline.operation_graph import operation_graph
 from omnibal.pipeline.schedules import (

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import OPTIONS, toy_model
 
-from megatron.vlm.checkpoint.files import CHECKSUMS_FILE
+from megatron.vlm.checkpoint.run_folders import CHECKSUMS_FILE
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.step.train import build_trainer
 from omnibal.job.runlog import checkpoint_path

@@ -40,7 +40,7 @@ from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.data.native_resolution import Grid
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 

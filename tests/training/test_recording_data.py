@@ -24,7 +24,7 @@ from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
 from omnibal.data.sample import Sample
 from omnibal.model.limits import Caps
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 [WHOLE] = stages_of(OMNI)
 _VISION, _ENCODERS = OMNI.vision.layers + 2, OMNI.vision.layers + AUDIO.layers + 4

@@ -13,7 +13,7 @@ from toy import stages_of, toy_plan
 
 from omnibal.data.native_resolution import Grid
 from omnibal.job.plan import PlannedLevel
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.levels import CutRule
 from omnibal.model.limits import Caps
 

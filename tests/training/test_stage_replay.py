@@ -17,8 +17,13 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure import replay as replay_module
 from megatron.vlm.measure.profiler import peak_activation_bytes
 from megatron.vlm.measure.random_batches import random_batch
-from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
 from megatron.vlm.measure.replay_job import load_replay, replay_info, replay_stages
+from megatron.vlm.measure.stage_replay import (
+    StageReplayer,
+    random_rows,
+    standing_in,
+    state_bytes_of,
+)
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
@@ -31,7 +36,7 @@ from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.stage import joined
+from omnibal.pipeline.stage_units import joined
 from omnibal.steps.pack_settings import PackSettings
 from tests.planner.plan_cases import request
 

@@ -17,7 +17,7 @@ from tensor_parallel_cases import (
 )
 from toy import stages_of, toy_plan
 
-from megatron.vlm.checkpoint.files import write_checksums
+from megatron.vlm.checkpoint.run_folders import write_checksums
 from megatron.vlm.model.stage import TIED_NAME, tied_copies
 from omnibal.job.runlog import checkpoint_path
 from omnibal.model.parallel import Parallel

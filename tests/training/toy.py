@@ -12,12 +12,12 @@ from megatron.vlm.inputs.pack_share import Share
 from megatron.vlm.measure.random_batches import ProfileOptions
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.stage import Stage, joined
+from omnibal.pipeline.stage_units import Stage, joined
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.steps.cut import item_bounds
 from omnibal.steps.item_shares import ImagePieces

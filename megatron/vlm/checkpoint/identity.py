@@ -14,11 +14,11 @@ from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoin
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint.files import CHECKSUMS_FILE, check_checksums, whole_steps
+from megatron.vlm.checkpoint.run_folders import CHECKSUMS_FILE, check_checksums, whole_steps
 from omnibal.base.errors import UserError
 from omnibal.job.plan import DataPlan
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path
-from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
+from omnibal.model.adapter_settings import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ModelConfig, model_sizes
 from omnibal.model.units import unit_kinds
 

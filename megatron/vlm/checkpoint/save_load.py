@@ -39,14 +39,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, has_cuda
-from megatron.vlm.checkpoint.files import (
-    begin_checkpoint,
-    force_to_disk,
-    part_path,
-    prune_checkpoints,
-    publish_checkpoint,
-    remove_checkpoint,
-)
 from megatron.vlm.checkpoint.identity import (
     CHECKPOINT_BACKEND,
     CheckpointIdentity,
@@ -57,6 +49,14 @@ from megatron.vlm.checkpoint.identity import (
     one_error,
     open_newest,
     reason,
+)
+from megatron.vlm.checkpoint.run_folders import (
+    begin_checkpoint,
+    force_to_disk,
+    part_path,
+    prune_checkpoints,
+    publish_checkpoint,
+    remove_checkpoint,
 )
 from megatron.vlm.checkpoint.state import Optimizer, join_settings, state_of
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors

@@ -38,7 +38,7 @@ from megatron.vlm.conversion.tensor_map import (
 from megatron.vlm.model.adapters import OutputRows
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room, read_json_model
-from omnibal.model.adapters import AdapterConfig, Linear, Piece, adapted_linears
+from omnibal.model.adapter_settings import AdapterConfig, Linear, Piece, adapted_linears
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 

@@ -38,7 +38,7 @@ from megatron.vlm.conversion.tokenizer_files import (
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room
 from omnibal.data.tokenizer import FAST_FILE
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig, config_toml
 from omnibal.model.units import LANGUAGE
 

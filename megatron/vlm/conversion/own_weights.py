@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.vlm.checkpoint.files import begin_checkpoint, publish_checkpoint
 from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, identity_state, one_error
+from megatron.vlm.checkpoint.run_folders import begin_checkpoint, publish_checkpoint
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.tensor_map import Parameter
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig
 
 WEIGHTS_STEP = 0

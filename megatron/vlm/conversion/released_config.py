@@ -27,7 +27,7 @@ from omnibal.families.internvl import (
 )
 from omnibal.families.text import LANGUAGES, LanguageType, language_type
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.layers import ExpertsConfig, LayerKind
+from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 from omnibal.model.limits import words
 
 _PREFIXED = ("model.vision_tower.", "model.visual.")

@@ -19,7 +19,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ from omnibal.data.chat import EncodedSample, encode_sample
 from omnibal.data.lengths import Lengths
 from omnibal.data.sample import Sample
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.steps.cut import Pieces, whole_samples
 
 

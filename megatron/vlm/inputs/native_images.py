@@ -23,7 +23,7 @@ from omnibal.data.sample import Sample
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import projector_unit
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 _SEED = 0
 

@@ -74,7 +74,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_cluster
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime
+from omnibal.model.rate_tables import CollectiveTime
 from omnibal.model.units import (
     HEAD,
     LANGUAGE,

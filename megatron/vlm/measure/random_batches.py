@@ -31,7 +31,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import EXCHANGED, LANGUAGE, deepstack_of
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 _SMALLEST_SHARE = 0.25  # smaller shares of the token cap are dominated by latency
 _SHARES = (1 / 4, 1 / 16)

@@ -19,7 +19,7 @@ from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.step.clock import elapsed_ms, moment
 from omnibal.cost.measured_sizes import MeasuredSizes
 from omnibal.model.config import Precision
-from omnibal.model.rates import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
+from omnibal.model.rate_tables import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
 
 _KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _COPY_BYTES = 1 << 27

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import device_name
-from megatron.vlm.measure.replay import (
+from megatron.vlm.measure.stage_replay import (
     LoadRows,
     StageWork,
     predict_waits,

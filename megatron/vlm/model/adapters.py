@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.vlm.model.tensor_parallel import divide
-from omnibal.model.adapters import AdapterConfig, Linear
+from omnibal.model.adapter_settings import AdapterConfig, Linear
 
 ADAPTERS = ".adapters."
 """Substring of the names of adapter parameters, and of no others."""

@@ -17,7 +17,7 @@ from omnibal.model.config import LanguageConfig, ModelConfig, Precision
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:

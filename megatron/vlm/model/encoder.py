@@ -23,7 +23,7 @@ from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.units import projector_unit
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 _EMBEDDINGS: dict[str, type[torch.nn.Module]] = {
     "tiles": VisionEmbedding,

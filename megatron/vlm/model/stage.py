@@ -42,7 +42,7 @@ from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import adapted_linears
+from omnibal.model.adapter_settings import adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig, Precision, Provider, RopeSections
 from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
@@ -55,7 +55,7 @@ from omnibal.model.units import (
     projector_unit,
     unit_kinds,
 )
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 ByTower = Mapping[str, torch.Tensor]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.job.plan import Plan
-from omnibal.pipeline.stage import Span, Stage
+from omnibal.pipeline.stage_units import Span, Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.checkpoint.files import name_newest
+from megatron.vlm.checkpoint.run_folders import name_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
@@ -70,8 +70,8 @@ from omnibal.job.runlog import (
 from omnibal.model.limits import Caps
 from omnibal.model.units import feature_names
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.reading import too_few_loaders
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.loader_time import too_few_loaders
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 LEAST_GAIN = 0.02

@@ -26,7 +26,7 @@ from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, ValidationRecord
 from omnibal.model.limits import Caps
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 _KIND_OF_PLAIN_DATA = "all"
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.vlm.backend import current_device
 from megatron.vlm.model.groups import create_own_group
 from megatron.vlm.model.stage import ByTower
-from megatron.vlm.step.messages import Channel, Content, Message
+from megatron.vlm.step.stage_messages import Channel, Content, Message
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 
 MessageShapes = Mapping[str, tuple[int, ...]]

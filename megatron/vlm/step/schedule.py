@@ -24,12 +24,12 @@ from megatron.vlm.model.stage import ByTower, boundary_shapes, tensor_names
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.encoder_phase import EncoderStep
 from megatron.vlm.step.links import Inbox, MessageShapes, Outbox, PipelineLinks
-from megatron.vlm.step.messages import Content, Message, step_messages
+from megatron.vlm.step.stage_messages import Content, Message, step_messages
 from omnibal.job.plan import Plan
 from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import operation_graph
 from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass, ScheduleRule
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
 

@@ -56,10 +56,10 @@ from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 from omnibal.job.plan import Plan
 from omnibal.job.runlog import ExpertBalance
-from omnibal.model.adapters import trained_kinds
+from omnibal.model.adapter_settings import trained_kinds
 from omnibal.model.config import Provider
 from omnibal.model.units import LANGUAGE, deepstack_of, unit_kinds
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 _SMALLEST_WEIGHT = 1e-12  # avoids division by 0 without loss tokens

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from omnibal.base.errors import UserError
 from omnibal.model.units import HEAD, LANGUAGE
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 
 EMBEDDING, DECODER, PREDICTION, LOSS, ENCODER = "embedding", "decoder", "mtp", "loss", "encoder"
 _WORDS = {"E": EMBEDDING, "t": DECODER, "m": PREDICTION, "L": LOSS}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import ALL_LINEAR, AdapterConfig
+from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import LANGUAGE
 from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file

@@ -2,9 +2,9 @@
 
 import re
 
-from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapter_mistake
+from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig, adapter_mistake
 from omnibal.model.config import ModelConfig
-from omnibal.trainers.lint.launch import Launcher
+from omnibal.trainers.lint.launch_settings import Launcher
 from omnibal.trainers.lint.line import Line
 
 _KINDS = ("lora", "longlora", "adalora", "dora", "peft")

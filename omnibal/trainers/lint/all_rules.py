@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from omnibal.trainers.lint import rules_model, rules_recompute, rules_sizes, rules_split
-from omnibal.trainers.lint.launch import MEGATRON, Finding
+from omnibal.trainers.lint.launch_settings import MEGATRON, Finding
 from omnibal.trainers.lint.line import Line
 
 RULES = (*rules_sizes.RULES, *rules_split.RULES, *rules_recompute.RULES, *rules_model.RULES)

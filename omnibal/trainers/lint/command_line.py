@@ -25,7 +25,7 @@ from omnibal.trainers.lint.flags import (
     read_positive,
     whole_number,
 )
-from omnibal.trainers.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.launch_settings import Launch, Launcher
 from omnibal.trainers.lint.other_trainers import PROGRAMS
 from omnibal.trainers.lint.script import UNKNOWN, Command, read_script, show_unknown
 

@@ -25,8 +25,8 @@ from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.units import LANGUAGE_EMBED
 from omnibal.pipeline.prediction import StageMemory
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
 

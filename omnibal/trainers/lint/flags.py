@@ -9,7 +9,7 @@ from typing import Any
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
-from omnibal.trainers.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.launch_settings import Launch, Launcher
 from omnibal.trainers.lint.other_trainers import DEFAULTS as OTHER_DEFAULTS
 from omnibal.trainers.lint.other_trainers import NAMES, PLAIN
 from omnibal.trainers.lint.script import UNKNOWN

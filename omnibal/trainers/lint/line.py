@@ -9,7 +9,7 @@ from typing import Any
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.layers import LinearAttention
+from omnibal.model.layer_kinds import LinearAttention
 from omnibal.model.levels import ContextExchange
 from omnibal.trainers.export.layout import Layout, LayoutError, parse_layout
 from omnibal.trainers.lint.flags import (
@@ -22,7 +22,7 @@ from omnibal.trainers.lint.flags import (
     split_words,
     whole_number,
 )
-from omnibal.trainers.lint.launch import MEGATRON, Launch, Launcher
+from omnibal.trainers.lint.launch_settings import MEGATRON, Launch, Launcher
 
 _NEAR = 0.9
 """Min similarity of flag names, from 0 to 1, for a suggestion: none in the published lines."""

@@ -31,13 +31,13 @@ from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.stage import Span, Stage
+from omnibal.pipeline.stage_units import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.steps import Steps, deal_steps, size_load
 from omnibal.trainers.lint.adapter_flags import adapters_of_line, is_adapter
 from omnibal.trainers.lint.flags import flag_of
-from omnibal.trainers.lint.launch import ARGPARSE, Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
 from omnibal.trainers.lint.line import Line
 from omnibal.trainers.lint.loongforge import LOONGFORGE
 from omnibal.trainers.lint.low_precision import precision_of

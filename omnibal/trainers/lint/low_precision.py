@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 
 from omnibal.model.config import Precision
 from omnibal.model.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
-from omnibal.trainers.lint.launch import Launcher
+from omnibal.trainers.lint.launch_settings import Launcher
 from omnibal.trainers.lint.line import Line
 
 _RECIPES: dict[str, Fp8Recipe] = {recipe: recipe for recipe in get_args(Fp8Recipe)}

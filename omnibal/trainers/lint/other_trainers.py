@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.targets import StageRules, TrainerConstraints
-from omnibal.trainers.lint.launch import Launcher
+from omnibal.trainers.lint.launch_settings import Launcher
 
 PROGRAMS: Mapping[Launcher, re.Pattern[str]] = {
     Launcher.TORCHTITAN: re.compile(r"torchtitan"),

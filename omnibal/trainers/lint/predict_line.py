@@ -14,12 +14,12 @@ from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export import megatron_bridge, megatron_lm, ms_swift
 from omnibal.trainers.lint import loongforge
 from omnibal.trainers.lint.device_memory import DeviceMemory, device_memories
-from omnibal.trainers.lint.launch import Finding, Launcher
+from omnibal.trainers.lint.launch_settings import Finding, Launcher
 from omnibal.trainers.lint.line_job import EVERY, LineJob, recompute_first
 
 _WORTH_TELLING = 0.005

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any
 
-from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Finding, Launcher, Severity
+from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Finding, Launcher, Severity
 from omnibal.trainers.lint.line import Line
 
 CORE = "megatron-core 0.16.1"

@@ -1,7 +1,7 @@
 """Rules of how tensor, sequence, context and expert ranks divide the model."""
 
 from omnibal.trainers.lint.flags import flag_of
-from omnibal.trainers.lint.launch import ARGPARSE, Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
 from omnibal.trainers.lint.line import Line
 from omnibal.trainers.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, Rules
 

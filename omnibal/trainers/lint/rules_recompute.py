@@ -4,7 +4,7 @@ from typing import get_args
 
 from omnibal.model.runtime import RecomputedModule
 from omnibal.trainers.lint.flags import flag_of
-from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
 from omnibal.trainers.lint.line import Line
 from omnibal.trainers.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, Rules
 

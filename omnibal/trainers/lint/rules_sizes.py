@@ -2,7 +2,7 @@
 
 from math import lcm
 
-from omnibal.trainers.lint.launch import ARGPARSE, Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
 from omnibal.trainers.lint.line import RECIPES, Line
 from omnibal.trainers.lint.rule import BRIDGE, CORE, SWIFT, Problems, Rules
 

@@ -10,7 +10,7 @@ from omnibal.trainers.export.layout import (
     Layout,
     LayoutError,
 )
-from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
 from omnibal.trainers.lint.line import Line
 from omnibal.trainers.lint.rule import CORE, LOONGFORGE, SWIFT, Problems, Rules
 from omnibal.trainers.lint.split import even_ends

@@ -3,7 +3,7 @@
 from enum import IntEnum
 
 from omnibal.base.errors import UserError
-from omnibal.trainers.lint.launch import ARGPARSE, MEGATRON, Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
 from omnibal.trainers.lint.line import Line
 
 

@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 from omnibal.trainers.export.layout import Layout
-from omnibal.trainers.lint.launch import MEGATRON, Launcher
+from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
 from omnibal.trainers.lint.line import Line
 
 

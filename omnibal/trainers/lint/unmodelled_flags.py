@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import expert_counts
 from omnibal.trainers.lint.adapter_flags import is_adapter
-from omnibal.trainers.lint.launch import ARGPARSE, Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
 from omnibal.trainers.lint.line import Line
 from omnibal.trainers.lint.low_precision import notes_on_precision
 

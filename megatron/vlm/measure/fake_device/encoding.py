@@ -18,9 +18,9 @@ from megatron.vlm.inputs.encoder_share import (
 )
 from megatron.vlm.inputs.pack_share import samples_of_items
 from megatron.vlm.measure.random_batches import image_sizes, random_batch
-from megatron.vlm.measure.replay import EncodingWork
+from megatron.vlm.measure.stage_replay import EncodingWork
 from megatron.vlm.run.loop import encoder_shares
-from omnibal.cost.encoder_phase import ITEM
+from omnibal.cost.encoder_phase_costs import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan

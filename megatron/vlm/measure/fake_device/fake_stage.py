@@ -18,8 +18,8 @@ from megatron.vlm.measure.fake_device.device import install_device
 from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.memory import Label
 from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cuda
-from megatron.vlm.measure.replay import LoadRows, StageReplayer, standing_in
 from megatron.vlm.measure.replay_job import ReplayJob, list_unfinished_stages, shared_progress
+from megatron.vlm.measure.stage_replay import LoadRows, StageReplayer, standing_in
 from megatron.vlm.run.launch import Launch
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import Trainer

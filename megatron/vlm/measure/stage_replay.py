@@ -40,7 +40,7 @@ from megatron.vlm.step.clock import (
     moment,
 )
 from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
-from megatron.vlm.step.messages import Channel, Message
+from megatron.vlm.step.stage_messages import Channel, Message
 from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features

@@ -9,7 +9,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import print_notes, print_result, status
-from omnibal.cli.lengths import is_parquet
+from omnibal.cli.lengths_command import is_parquet
 from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
 from omnibal.families.named import hub_ids
 from omnibal.job.plan import plan_files

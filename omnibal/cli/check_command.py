@@ -7,7 +7,7 @@ from omnibal.cli.options import DirectoryArgument, JsonOption
 def check(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
     """Prove that training can follow a plan, or say why not."""
     from omnibal.job.check import check_and_open, training_obstacles
-    from omnibal.pipeline.reading import slow_reading
+    from omnibal.pipeline.loader_time import slow_reading
 
     files, passed = check_and_open(directory)
     notes = training_obstacles(files.plan)

@@ -39,7 +39,7 @@ from omnibal.model.limits import (
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks, write_packs
-from omnibal.steps.metrics import measure_packs
+from omnibal.steps.balance_metrics import measure_packs
 from omnibal.steps.pack_settings import PackSettings
 
 

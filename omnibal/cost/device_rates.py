@@ -19,12 +19,12 @@ from omnibal.cost.kernels import (
     MovingKind,
     unit_vectors,
 )
-from omnibal.cost.links import Group, all_to_all_line, pass_line
+from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
 from omnibal.cost.shaped_rates import TILE, AttentionPass, AttentionTimes, Line, ProductTimes
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CopyKind, CopyTime, Pass, Rates
+from omnibal.model.rate_tables import CopyKind, CopyTime, Pass, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import feature_names
 

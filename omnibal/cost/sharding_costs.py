@@ -11,8 +11,9 @@ arXiv 2304.11277, section 3.2). The exchange overlaps with one unit's computatio
                + sum over units of max(backward, gather of the previous + reduce of the next)
 
 max(a, b) becomes a + b - hidden x min(a, b) if a lower overlap was measured
-(`omnibal.model.rates.Rates.hidden`). The head's weights stay gathered from forward to backward.
-Experts are exchanged among the ranks that hold the same experts (`Parallel.expert_shards`).
+(`omnibal.model.rate_tables.Rates.hidden`). The head's weights stay gathered from forward to
+backward. Experts are exchanged among the ranks that hold the same experts
+(`Parallel.expert_shards`).
 
 Exposed exchange is a feature of the micro-batch, as it is not linear in sizes. Tensor-, expert- and
 context-parallel exchange and recomputation are assumed to hide nothing, since they take the same
@@ -27,8 +28,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from omnibal.cost.device import streamed_bytes_per_ms
-from omnibal.cost.links import (
+from omnibal.cost.device_rates import streamed_bytes_per_ms
+from omnibal.cost.link_rates import (
     Group,
     copies_group,
     hops_ms,
@@ -39,7 +40,7 @@ from omnibal.cost.links import (
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import RingKind
+from omnibal.model.rate_tables import RingKind
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from omnibal.cost.shaped_rates import Line, collective_line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import Place, RingKind
+from omnibal.model.rate_tables import Place, RingKind
 from omnibal.model.runtime import Dispatcher
 
 

@@ -10,8 +10,8 @@ peer (`ClusterConfig.peer_bytes`) make large groups expensive.
 
 Replicated encoders all-reduce gradients after the last backward and gather weights before the first
 forward, both exposed. Sharded encoders gather and reduce per unit in every pass
-(`omnibal.cost.sharded`); in a second forward the last unit's weights stay for the backward that
-follows. Replicas of a shard sum gradients once a step.
+(`omnibal.cost.sharding_costs`); in a second forward the last unit's weights stay for the backward
+that follows. Replicas of a shard sum gradients once a step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.cost.kernels import ELEMENT_BYTES, FP32_BYTES
-from omnibal.cost.links import Group, message_line, pass_line
+from omnibal.cost.link_rates import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line, collective_line
-from omnibal.cost.sharded import ShardedExchange, sharded_cost
+from omnibal.cost.sharding_costs import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Place
+from omnibal.model.rate_tables import CollectiveTime, Place
 from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 

@@ -17,7 +17,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import Count, Frozen, written_unless
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
-from omnibal.model.layers import LayerKind
+from omnibal.model.layer_kinds import LayerKind
 from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 
 ALL_LINEAR = "all-linear"

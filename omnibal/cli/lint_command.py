@@ -12,7 +12,7 @@ from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import CostOptions, cost_result, cost_tables
 from omnibal.cli.options import PRESET, JsonOption, count_option, size_option
 from omnibal.families.named import model_notes, model_of_line, named_model
-from omnibal.trainers.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.launch_settings import Launch, Launcher
 
 _MOST_BYTES = 2**20
 """Max size of a script; larger files are data."""

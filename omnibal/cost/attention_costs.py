@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.cost.device import Device
+from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import FP32_BYTES, Kernels, attention, element_wise, in_module, product
 from omnibal.cost.work import FIRST_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
-from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
+from omnibal.model.layer_kinds import LatentAttention, LayerKind, LinearAttention
 from omnibal.model.units import attended_feature
 
 CHUNK = 64

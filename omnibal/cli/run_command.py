@@ -10,7 +10,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cli.console import print_notes
-from omnibal.cli.groups import given_options
+from omnibal.cli.help_groups import given_options
 from omnibal.cli.options import (
     DataRootOption,
     JobOptions,
@@ -18,7 +18,7 @@ from omnibal.cli.options import (
     TemplateOption,
     TokenizerOption,
 )
-from omnibal.cli.plan import DataOptions, PlacementOptions, StrategyOptions
+from omnibal.cli.plan_command import DataOptions, PlacementOptions, StrategyOptions
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
 from omnibal.runs import running

@@ -10,7 +10,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
-from omnibal.cli.groups import given_options
+from omnibal.cli.help_groups import given_options
 from omnibal.cli.levels_of_plan import balance_of, levels_of_plan, levels_table
 from omnibal.cli.mixing import MixtureOption, draw_mixture
 from omnibal.cli.options import (
@@ -314,7 +314,7 @@ def plan(
 ) -> None:
     """Plan packs, parallel sizes, stages and recomputed layers, and predict the step."""
     from omnibal.job.plan_files import check_replaceable, save_plan
-    from omnibal.pipeline.reading import slow_reading
+    from omnibal.pipeline.loader_time import slow_reading
     from omnibal.search import planning
 
     check_replaceable(output)

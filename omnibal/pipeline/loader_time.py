@@ -18,7 +18,7 @@ from omnibal.model.units import HEAD
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.prediction import Prediction, ReadingPrediction
 from omnibal.pipeline.simulate import StepTimes
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
 _TOLD = 0.01
