@@ -456,7 +456,7 @@ def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypa
     """Prevents an hour of work whose result has no place, and a bare number for a full disk."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     for command, options in (("plan", f"{PLAN} --lengths"), ("pack", f"{PACK} --dp 2")):
-        read = f"omnibal.cli.{command}.read_lengths"
+        read = f"omnibal.cli.{command}_command.read_lengths"
         monkeypatch.setattr(read, lambda paths: pytest.fail("worked first"))
         error = failure(capsys, options, lengths_file, "-o", tmp_path / "a/b")
         assert f"{tmp_path} cannot be written to" in error
