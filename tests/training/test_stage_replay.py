@@ -14,7 +14,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.measure import replay as replay_module
+from megatron.vlm.measure import stage_replay as replay_module
 from megatron.vlm.measure.profiler import peak_activation_bytes
 from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.measure.replay_job import load_replay, replay_info, replay_stages
