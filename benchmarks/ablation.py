@@ -733,9 +733,9 @@ def lost_table(layout: Layout, result: LayoutResult) -> Table:
 def lost_entries(one: VariantResult) -> dict[str, float]:
     """By cause, from the ideal up; they add up to the mean step (and what is between two)."""
     if one.trained is None:
-        return one.replayed.lost.named()
+        return one.replayed.lost.causes()
     trained = one.trained
-    entries = trained.lost.named()
+    entries = trained.lost.causes()
     entries.pop("communication")  # which is the cost model's
     entries["data"] = trained.data_ms
     rest = trained.usual_step_ms - sum(entries.values())
@@ -821,7 +821,7 @@ def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
     return ShownStep(
         title=one.variant if one.variant is not Variant.MEMORY else "this project",
         note=f"{PRACTICE[one.variant]}; vision+language layers of the stages: {one.stages}",
-        timeline=rows.simulated().of_step(0),
+        timeline=rows.simulate().of_step(0),
         recompute_ms=times["recompute_ms"][..., 0],
         samples=one.shown.samples,
     )

@@ -83,7 +83,7 @@ class Planned:
         """Of all ranks' packs of the run."""
         features = pack_features(self.packs.packs, self.lengths, self.cost.features)
         shares = shares_of(self.packs, self.plan.pack_levels)
-        return Workload.of(shares, features, self.plan.parallel.data)
+        return Workload.build(shares, features, self.plan.parallel.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

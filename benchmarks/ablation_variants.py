@@ -213,7 +213,7 @@ def _plain_plan(
     model = model_of_lengths(job.model, lengths)
     cost = job.cost
     features = pack_features(packs.packs, lengths, cost.features)
-    workload = Workload.of(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
+    workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
     stages = baseline_stages(
         method,
         RecomputeRule.FULL,
@@ -273,7 +273,7 @@ def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     assert balanced.data is not None
     (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
     features = pack_features(packs.packs, lengths, cost.features)
-    workload = Workload.of(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
+    workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
     found = search_stages(
         recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
     )

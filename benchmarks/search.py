@@ -34,12 +34,12 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
-from omnibal.pipeline.recompute import useful_recomputes
+from omnibal.pipeline.recompute import useful_sets
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.pipeline.stage_memory import GIB, memory_tables
+from omnibal.pipeline.stage_memory import GIB, pareto_tables
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -128,10 +128,8 @@ def steady_state_stages(
     layers_ms = forward[layers]
     run_ms = np.full((stages, len(before), len(before)), np.inf)
     recomputed = np.zeros((*run_ms.shape, len(layers)), np.int64)
-    for stage, table in enumerate(memory_tables(cost, packs, stages)):
-        sets = useful_recomputes(
-            table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes
-        )
+    for stage, table in enumerate(pareto_tables(cost, packs, stages)):
+        sets = useful_sets(table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes)
         place = stage, start[sets.stage], end[sets.stage]
         again = recomputed[place] = sets.layers
         run_ms[place] = counts[place[1:]] @ (forward + backward) + again @ layers_ms
@@ -170,7 +168,7 @@ def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None
     cost = analytic_cost(model, load_cluster("a100-80g"), parallel, "bf16")
     packs = real_packs(cost, model, lengths)
     for name, given in (("real", packs), ("equal", equal_packs(packs))):
-        least_gib = least_peak_of_splits(cost, model, given, stages) / GIB
+        least_gib = min_peak_of_splits(cost, model, given, stages) / GIB
         for cap_gib in (PLENTY_GIB, *(factor * least_gib for factor in CAP_FACTORS)):
             start = time.perf_counter()
             result = search_stages(cost, model, given, stages, cap_gib * GIB)
@@ -222,7 +220,7 @@ def level_table(lengths: Lengths) -> Table:
         job = JobSpec(model=model, cluster=cluster, parallel=parallel, precision="bf16")
         packs, levels = level_workload(job, lengths, sizes)
         cost = job.cost_of_all(levels)
-        cap_bytes = LEVEL_CAP_FACTOR * least_peak_of_splits(cost, model, packs, stages)
+        cap_bytes = LEVEL_CAP_FACTOR * min_peak_of_splits(cost, model, packs, stages)
         for prove in (False, True):
             start = time.process_time()
             result = search_stages(cost, model, packs, stages, cap_bytes, prove=prove)

@@ -107,7 +107,7 @@ def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
             "peak_gib": memory.allocated_gib,
             **memory.model_dump(),
             **{f"{tower}_layers": stage.number_of_layers(tower) for tower in towers},
-            "recompute": {tower: len(stage.recomputed(tower)) for tower in towers},
+            "recompute": {tower: len(stage.recomputed_in(tower)) for tower in towers},
             "forward_ms": times.forward_ms,
             "backward_ms": times.backward_ms,
             "wait_fraction": times.wait_fraction,
@@ -141,7 +141,7 @@ def _stages_table(verdict: "Verdict") -> Table:
         (
             str(index),
             *(str(stage.number_of_layers(tower)) for tower in towers),
-            " + ".join(str(len(stage.recomputed(tower))) for tower in towers),
+            " + ".join(str(len(stage.recomputed_in(tower))) for tower in towers),
             f"{memory.allocated_gib:,.1f}",
             f"{memory.device_gib:,.1f}",
             f"{times.forward_ms:,.2f}",
@@ -232,4 +232,4 @@ def _without_field(verdict: "Verdict", advised: "Costed") -> list[str]:
     if verdict.line_job.line.launch.launcher is not Launcher.MEGATRON_BRIDGE:
         return []
     encoders = verdict.line_job.job.model.encoders
-    return [name for name in encoders if any(stage.recomputed(name) for stage in advised.stages)]
+    return [name for name in encoders if any(stage.recomputed_in(name) for stage in advised.stages)]

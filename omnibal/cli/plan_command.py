@@ -507,7 +507,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
             {
                 **{f"{tower}_layers": stage.number_of_layers(tower) for tower in towers},
                 "recompute": stage.recomputed_layers,
-                **{f"recompute_{tower}": len(stage.recomputed(tower)) for tower in towers},
+                **{f"recompute_{tower}": len(stage.recomputed_in(tower)) for tower in towers},
                 "forward_ms": predicted.forward_ms,
                 "backward_ms": predicted.backward_ms,
                 "wait_fraction": predicted.wait_fraction,

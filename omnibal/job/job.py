@@ -259,9 +259,9 @@ class JobSpec:
         unpadded = trained_features(features, names, padded=False, whole_loss=whole_loss)
         if self.trainer.packs.padded.applies(self.parallel.pipeline):
             padded = trained_features(features, names, padded=True, whole_loss=whole_loss)
-            workload = Workload.of(shares, padded, self.parallel.data, unpadded)
+            workload = Workload.build(shares, padded, self.parallel.data, unpadded)
         else:
-            workload = Workload.of(shares, unpadded, self.parallel.data)
+            workload = Workload.build(shares, unpadded, self.parallel.data)
         if self.has_data_parallel_encoders:
             samples = samples_of_shares(self.model, packs, lengths, levels, shares)
             workload = replace(workload, samples=samples)

@@ -23,7 +23,7 @@ from omnibal.model.targets import TargetName
 from omnibal.model.units import LANGUAGE, deepstack_of, frozen_mistake, unit_kinds
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.stage_units import Stage, Words
+from omnibal.pipeline.stage_units import SpanText, Stage
 from omnibal.pipeline.unit_runs import stage_units
 
 SCHEMA_VERSION: Final = 2
@@ -196,7 +196,7 @@ class DataPlan(Shapes):
 class PlannedLevel(Level):
     """A level with the recomputed layers of every stage."""
 
-    recompute: tuple[tuple[Words, ...], ...]
+    recompute: tuple[tuple[SpanText, ...], ...]
     """Layers of each stage recomputed in the backward for this level's packs."""
 
     @property

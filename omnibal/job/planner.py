@@ -24,7 +24,7 @@ from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction, StageMemory
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.slot_order import in_slots, ordered_slots
+from omnibal.pipeline.slot_order import apply_slots, order_slots
 from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
@@ -200,7 +200,7 @@ def in_best_order(
     workload = job.workload(packs, lengths, plan.pack_levels)
     if workload.runs_together:
         return packs
-    slot = ordered_slots(
+    slot = order_slots(
         job.cost_of_all(plan.pack_levels),
         plan.stages_at_levels,
         workload,
@@ -208,7 +208,7 @@ def in_best_order(
         plan.schedule,
         effort=effort,
     )
-    return in_slots(packs, slot)
+    return apply_slots(packs, slot)
 
 
 def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -> dict[str, object]:
@@ -283,7 +283,7 @@ def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
     profile = job.cost_source.profile
     if profile is None or profile.reading is None:
         return None
-    return StageReading.of(
+    return StageReading.build(
         profile.reading,
         plan.model,
         plan.held(plan.stages),

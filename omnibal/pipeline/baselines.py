@@ -32,7 +32,7 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import UnitKind, unit_kinds, unit_names
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.stage_memory import GIB, fits_cap, memory_tables
+from omnibal.pipeline.stage_memory import GIB, fits_cap, pareto_tables
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
@@ -41,7 +41,7 @@ BMP_RADIUS = 3  # max units that a cut moves, enough in the paper
 BMP_RUNS = 15  # splits that are run, as in the paper
 BMP_STEPS = 200
 """Steps of each BMP run, spread evenly over the data (3 in the paper)."""
-_TIE = 1e-9
+_TIE_TOLERANCE = 1e-9
 
 Cuts = tuple[int, ...]
 
@@ -103,11 +103,11 @@ def baseline_stages(
             "change one of the two"
         )
     features = workload.features
-    tables = memory_tables(cost, workload, pipeline_size)
+    tables = pareto_tables(cost, workload, pipeline_size)
     mean = features.mean(axis=0)
     has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
     weights = unit_weights(method, cost, model, mean)
-    every_cuts = [balanced_cuts(weights, _is_layer(model), pipeline_size)]
+    every_cuts = [balanced_cuts(weights, _layer_mask(model), pipeline_size)]
     if method == PartitionMethod.BMP:  # other candidates to run
         every_cuts += bmp_candidates(cost, model, mean, every_cuts[0])
     splits: list[_Split] = []
@@ -144,7 +144,7 @@ def unit_weights(
         case PartitionMethod.PARAMETER:
             return np.array([unit.parameters for unit in units], np.float64)
         case PartitionMethod.LAYER:
-            return _is_layer(model).astype(np.float64)
+            return _layer_mask(model).astype(np.float64)
         case _:
             return np.array([unit.forward_ms @ mean_features for unit in units])
 
@@ -157,7 +157,7 @@ def balanced_cuts(weights: np.ndarray, is_layer: np.ndarray, pipeline_size: int)
     largest[0] = 0.0
     for _ in range(pipeline_size):
         largest = np.maximum(largest[:, None], runs).min(axis=0)
-    squares = np.where(runs <= largest[-1] * (1 + _TIE), runs**2, np.inf)
+    squares = np.where(runs <= largest[-1] * (1 + _TIE_TOLERANCE), runs**2, np.inf)
     to_end = [np.full(len(runs), np.inf)]
     to_end[0][-1] = 0.0
     for _ in range(pipeline_size):
@@ -165,7 +165,7 @@ def balanced_cuts(weights: np.ndarray, is_layer: np.ndarray, pipeline_size: int)
     edges = [0]
     for remaining in reversed(to_end[:-1]):
         total = squares[edges[-1]] + remaining
-        edges.append(int(np.argmax(total <= total.min() * (1 + _TIE))))
+        edges.append(int(np.argmax(total <= total.min() * (1 + _TIE_TOLERANCE))))
     return tuple(edges[1:-1])
 
 
@@ -179,7 +179,7 @@ def bmp_candidates(
 ) -> list[Cuts]:
     """Return the best splits within `radius` of the anchor, by variance plus communication."""
     weights = unit_weights(PartitionMethod.PROFILE, cost, model, mean_features)
-    runs = _run_weights(weights, _is_layer(model))
+    runs = _run_weights(weights, _layer_mask(model))
     mean_stage_ms = weights.sum() / (len(anchor) + 1)
     variance_ms = (runs - mean_stage_ms) ** 2 / mean_stage_ms
     units = len(weights)
@@ -217,7 +217,7 @@ _Split = tuple[tuple[Stage, ...], np.ndarray]
 """Stages of a recompute rule and peak bytes [stages], above the cap only if nothing fits."""
 
 
-def _is_layer(model: ModelConfig) -> np.ndarray:
+def _layer_mask(model: ModelConfig) -> np.ndarray:
     is_layer = {kind.name: kind.is_layer for kind in unit_kinds(model)}
     return np.array([is_layer[name] for name in unit_names(model)])
 

@@ -26,7 +26,7 @@ from omnibal.pipeline.stage_rules import allowed_runs
 from omnibal.pipeline.unit_runs import layer_kinds
 from omnibal.pipeline.workload import Workload
 
-_PATHS = 8
+_PATHS_PER_ROW = 8
 """Structural paths through a stage on one row per step. The first covers all of its work."""
 
 Edges = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -69,7 +69,7 @@ class Structure:
     """Weights of structural paths, mean over steps. [p, paths, p, terms]"""
 
     @classmethod
-    def of(
+    def build(
         cls,
         cost: CostModel,
         model: ModelConfig,
@@ -112,7 +112,7 @@ class Structure:
     def own_ms(self) -> np.ndarray:
         """Compute time of each run, part of a path through it as any stage. [runs]"""
         compute = slice(self.layout.forward.start, self.layout.backward.stop)
-        of_everything = self.weights[0, ::_PATHS, 0, compute]
+        of_everything = self.weights[0, ::_PATHS_PER_ROW, 0, compute]
         return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
 
     def with_buckets(self, terms: np.ndarray, stage: int) -> np.ndarray:
@@ -158,21 +158,21 @@ class Structure:
         return np.where(at_start & at_end, length.max(axis=1), np.inf)
 
 
-def least_slowest_ms(structure: Structure) -> float:
+def min_slowest_ms(structure: Structure) -> float:
     """Return the longest path through the slowest stage, min over all splits."""
     runs, own_ms = structure.runs, structure.own_ms
     edges = [(runs.start, runs.end)] * structure.stages
-    _, good = least_largest_path(edges, [own_ms] * structure.stages, runs.units)
+    _, good = min_largest_path(edges, [own_ms] * structure.stages, runs.units)
     limit_ms = max(
         structure.longest_of_runs_ms(stage, np.array([run]))[0] for stage, run in enumerate(good)
     )
     short = np.flatnonzero(own_ms <= limit_ms)
     bounds_ms = [structure.longest_of_runs_ms(stage, short) for stage in range(structure.stages)]
     few = [(runs.start[short], runs.end[short])] * structure.stages
-    return min(least_largest(few, bounds_ms, runs.units), limit_ms)
+    return min(min_largest(few, bounds_ms, runs.units), limit_ms)
 
 
-def least_step_ms(
+def min_step_ms(
     cost: CostModel,
     model: ModelConfig,
     workload: Workload,
@@ -181,21 +181,21 @@ def least_step_ms(
 ) -> float:
     """Return a lower bound on the mean step of `predict` over all splits, ignoring memory and
     recomputation; much faster than the search."""
-    steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
-    return least_slowest_ms(Structure.of(cost, model, steps, pipeline_size, rules))
+    steps = SampledSteps.build(workload.some_steps(MAX_SIMULATED_STEPS), cost)
+    return min_slowest_ms(Structure.build(cost, model, steps, pipeline_size, rules))
 
 
-def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
+def min_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
     """Return the min over splits of the largest size [options], infinite if there is no split."""
-    return float(_least_largest_so_far(edges, sizes, units)[-1][-1])
+    return float(_min_largest_prefixes(edges, sizes, units)[-1][-1])
 
 
-def least_largest_with(
+def min_largest_with_marked(
     edges: Edges, sizes: Sequence[np.ndarray], marked: Sequence[np.ndarray], units: int
 ) -> float:
-    """`least_largest` over splits with a marked option [options], infinite if there is none."""
+    """`min_largest` over splits with a marked option [options], infinite if there is none."""
     with_one = np.full(units + 1, np.inf)
-    so_far = _least_largest_so_far(edges, sizes, units)
+    so_far = _min_largest_prefixes(edges, sizes, units)
     for (start, end), size, mark, before in zip(edges, sizes, marked, so_far[:-1], strict=True):
         largest = np.maximum(np.where(mark, before[start], with_one[start]), size)
         with_one = np.full(units + 1, np.inf)
@@ -203,12 +203,12 @@ def least_largest_with(
     return float(with_one[-1])
 
 
-def least_largest_path(
+def min_largest_path(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> tuple[float, list[int]]:
-    """Return `least_largest` and the options [stages] of a split that attains it, each stage
+    """Return `min_largest` and the options [stages] of a split that attains it, each stage
     minimal given the rest; such a split must exist."""
-    so_far, position = _least_largest_so_far(edges, sizes, units), units
+    so_far, position = _min_largest_prefixes(edges, sizes, units), units
     path = []
     for (start, end), size, reached in zip(
         reversed(edges), reversed(sizes), reversed(so_far[:-1]), strict=True
@@ -219,7 +219,7 @@ def least_largest_path(
     return float(so_far[-1][-1]), path[::-1]
 
 
-def _least_largest_so_far(
+def _min_largest_prefixes(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> list[np.ndarray]:
     """Return the min largest size up to each position, for 0 to all stages. [units + 1] each"""
@@ -231,7 +231,7 @@ def _least_largest_so_far(
     return so_far
 
 
-def least_sums(
+def min_path_costs(
     edges: Edges, costs: Sequence[np.ndarray], source: int, units: int
 ) -> list[np.ndarray]:
     """Return the min cost of reaching each position, for 0 to all stages.
@@ -255,7 +255,7 @@ def least_sums(
 
 def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE) -> Runs:
     """Return all allowed runs of units with at least one layer."""
-    kinds, layout, unit_terms = cost.kinds, TermLayout.of(cost), _unit_terms(cost)
+    kinds, layout, unit_terms = cost.kinds, TermLayout.build(cost), _unit_terms(cost)
     indices = {kind.name: index for index, kind in enumerate(kinds)}
     sequence = np.array([indices[name] for name in unit_names(model)])
     before = np.zeros((len(sequence) + 1, len(kinds)), np.int64)
@@ -282,7 +282,7 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
     """Return the times of passes of a unit of each kind, and of a cut after it. [kinds, terms]"""
-    layout = TermLayout.of(cost)
+    layout = TermLayout.build(cost)
     # The first feature of every level is 1.
     fixed = np.zeros(layout.features)
     fixed[:: layout.features // cost.levels] = cost.link_latency_ms

@@ -40,8 +40,8 @@ from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_search import move_cuts
 from omnibal.pipeline.stage_cost import (
     PerStepCosts,
-    of_pass,
     per_step_costs_of_units,
+    select_pass,
 )
 from omnibal.pipeline.stage_memory import (
     GIB,
@@ -54,17 +54,17 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
-_MAX_WORK = 250_000_000
+_MAX_OPERATIONS = 250_000_000
 """Max simulated operations over all candidates and rows: about 5 s of a core."""
-_COMBINED = 6
+_MAX_COMBINED_MOVES = 6
 """Best moves of a round that are combined."""
-_KICKS = 3
+_MOVES_PER_KICK = 3
 """Random moves applied to the best cuts before improving again."""
-_IN_VAIN = 10
+_MAX_VAIN_RESTARTS = 10
 """Max restarts without improvement; six searches on 2 and 4 stages found nothing after that."""
-_MOST_TIGHTENED = 4
+_MAX_TIGHTENINGS = 4
 """Max repeats with a smaller cap if the full memory check finds a higher peak."""
-_TOLERANCE = 1e-9
+_MIN_CUT_GAIN = 1e-9
 """Relative gain required of a better candidate."""
 
 
@@ -78,11 +78,11 @@ class Effort:
     """Max cuts evaluated; limits the time for short steps."""
 
 
-WHOLE_EFFORT = Effort()
+FULL_EFFORT = Effort()
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CutCandidate:
     """Cuts of the model, and the recompute order of every stage."""
 
     edges: tuple[int, ...]
@@ -107,7 +107,7 @@ class PartProblem:
     """Ways to recompute of every stage."""
 
     @classmethod
-    def of(
+    def build(
         cls,
         cost: CostModel,
         model: ModelConfig,
@@ -121,16 +121,16 @@ class PartProblem:
         runs = possible_runs(cost, model, rules)
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
-        steps = SampledSteps.of(sampled_steps(workload), cost)
+        steps = SampledSteps.build(sampled_steps(workload), cost)
         ways: list[RecomputeWays]
         if rules.recompute is RecomputeFreedom.LAYERS:
             mean = features_of(workload, cost).mean(axis=0)
             graph = schedule_graph(schedule, stages, int(workload.slot.max()) + 1)
             held = [held_in_passes(graph, stage).held for stage in range(stages)]
             in_flight = [np.diff(of_stage)[..., 0].max(axis=0) for of_stage in held]
-            ways = [LayerOrders.of(cost, runs, mean, of_stage) for of_stage in in_flight]
+            ways = [LayerOrders.build(cost, runs, mean, of_stage) for of_stage in in_flight]
         else:
-            ways = [TowerNumbers.of(cost, model, runs, rules.recompute)] * stages
+            ways = [TowerNumbers.build(cost, model, runs, rules.recompute)] * stages
         tables = heavy_tables(cost, workload, schedule, stages)
         return cls(
             cost=cost,
@@ -139,7 +139,7 @@ class PartProblem:
             stages=stages,
             runs=runs,
             run_at=run_at,
-            simulator=PipelineSimulator.of(steps, stages, schedule),
+            simulator=PipelineSimulator.build(steps, stages, schedule),
             numbers=FittingNumbers.of_stages(model, tables, ways, memory_cap_bytes),
         )
 
@@ -157,7 +157,7 @@ class PartProblem:
         return self.stages * self.schedule.chunks
 
     @property
-    def held(self) -> np.ndarray:
+    def parts_of_stages(self) -> np.ndarray:
         """Parts of every stage, [p, chunks]."""
         return np.array(self.schedule.parts_of(self.parts))
 
@@ -171,26 +171,26 @@ def search_parts(
     schedule: PipelineSchedule,
     *,
     rules: StageRules = FREE,
-    effort: Effort = WHOLE_EFFORT,
+    effort: Effort = FULL_EFFORT,
 ) -> SearchResult:
     """Return the parts with the min simulated step time found, in model order."""
-    problem = PartProblem.of(
+    problem = PartProblem.build(
         cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
     )
     best, simulated, caps_bytes = None, 0, np.full(pipeline_size, memory_cap_bytes)
-    for _ in range(_MOST_TIGHTENED):
+    for _ in range(_MAX_TIGHTENINGS):
         search = _Search(
             problem=problem,
-            work_left=effort.share * _MAX_WORK,
+            work_left=effort.share * _MAX_OPERATIONS,
             most_cuts=effort.most_cuts,
-            most_in_vain=math.ceil(effort.share * _IN_VAIN),
+            most_in_vain=math.ceil(effort.share * _MAX_VAIN_RESTARTS),
         )
         search.run(best)
         simulated += search.simulated
         best = search.best
         if best is None:
-            raise _memory_error(problem, memory_cap_bytes)
-        stages_at = (stages_of(problem, best),) * cost.levels
+            raise _no_cut_error(problem, memory_cap_bytes)
+        stages_at = (stages_of_candidate(problem, best),) * cost.levels
         memories = stage_memories(cost, stages_at, workload, schedule)
         peaks = np.array([memory.peak_gib for memory in memories]) * GIB
         if fits_cap(peaks, memory_cap_bytes).all():
@@ -198,25 +198,25 @@ def search_parts(
         caps_bytes = caps_bytes * np.minimum(memory_cap_bytes / peaks, 1)
         problem = problem.with_caps(caps_bytes)
     else:
-        raise _memory_error(problem, memory_cap_bytes)
+        raise _no_cut_error(problem, memory_cap_bytes)
     packs = sampled_steps(workload)
     step_ms = float(simulate_levels(cost, stages_at, packs, schedule).step_ms.mean())
     return SearchResult(
         stages_at=stages_at,
         step_ms=step_ms,
-        lower_bound_ms=min(least_work_ms(problem), step_ms),
+        lower_bound_ms=min(min_work_ms(problem), step_ms),
         simulated=simulated,
     )
 
 
-def stages_of(problem: PartProblem, candidate: Candidate) -> tuple[Stage, ...]:
+def stages_of_candidate(problem: PartProblem, candidate: CutCandidate) -> tuple[Stage, ...]:
     """Return a candidate's parts with their recomputed layers."""
     _, recomputed, _ = _fit_candidates(problem, [candidate])
     layers = layer_kinds(problem.cost.kinds)
     return stages_from_cuts(problem.model, candidate.edges[1:-1], recomputed[0][:, layers].tolist())
 
 
-def least_work_ms(problem: PartProblem) -> float:
+def min_work_ms(problem: PartProblem) -> float:
     """Return a lower bound on the mean step: evenly spread compute plus min pipeline fill and, if a
     backward is a stage's last pass, drain."""
     simulator, runs = problem.simulator, problem.runs
@@ -236,7 +236,7 @@ def least_work_ms(problem: PartProblem) -> float:
 
 
 def _fit_candidates(
-    problem: PartProblem, candidates: Sequence[Candidate]
+    problem: PartProblem, candidates: Sequence[CutCandidate]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return candidates' runs [C, k], recomputed layers [C, k, kinds], and whether they fit [C]."""
     edges = np.array([each.edges for each in candidates])
@@ -248,15 +248,15 @@ def _fit_candidates(
     allowed = np.flatnonzero(fits)
     if not allowed.size:
         return chosen, recomputed, fits
-    for stage, held in enumerate(problem.held):
+    for stage, held in enumerate(problem.parts_of_stages):
         least = problem.numbers[stage].find(chosen[allowed][:, held], orders[allowed, stage])
         number[allowed, stage] = least
         fits[allowed] &= least < NO_NUMBER
     if problem.numbers[0].ways.is_shared:
         number[:] = number.max(axis=1, keepdims=True)
     fitting = np.flatnonzero(fits)
-    for stage, held in enumerate(problem.held):
-        recomputed[fitting[:, None], held] = problem.numbers[stage].ways.recomputed(
+    for stage, held in enumerate(problem.parts_of_stages):
+        recomputed[fitting[:, None], held] = problem.numbers[stage].ways.count_recomputed(
             chosen[fitting][:, held], orders[fitting, stage], number[fitting, stage]
         )
     return chosen, recomputed, fits
@@ -270,13 +270,13 @@ class _Search:
     work_left: float
     most_cuts: float
     most_in_vain: int
-    best: Candidate | None = None
+    best: CutCandidate | None = None
     best_ms: float = np.inf
     simulated: int = 0
-    found_ms: dict[Candidate, float] = field(default_factory=dict)
+    found_ms: dict[CutCandidate, float] = field(default_factory=dict)
     """Step times of candidates: infinite if they do not fit, a bound if that exceeds the best."""
 
-    def run(self, known: Candidate | None = None) -> None:
+    def run(self, known: CutCandidate | None = None) -> None:
         """Improve several starts or `known`, then random moves of the best, to the work limit."""
         for start in self._make_starts() if known is None else [known]:
             self._improve(start)
@@ -284,7 +284,7 @@ class _Search:
         while self.best is not None and self.goes_on and in_vain < self.most_in_vain:
             before, best_ms = len(self.found_ms), self.best_ms
             kicked = self.best
-            for _ in range(_KICKS):
+            for _ in range(_MOVES_PER_KICK):
                 moves = self._list_moves(kicked)
                 kicked = moves[int(rng.integers(len(moves)))]
             self._improve(kicked)
@@ -297,7 +297,7 @@ class _Search:
         """Return whether work is left."""
         return self.work_left > 0 and len(self.found_ms) < self.most_cuts
 
-    def _make_starts(self) -> list[Candidate]:
+    def _make_starts(self) -> list[CutCandidate]:
         """Return cuts into parts of even time, with several weights of encoders."""
         problem = self.problem
         steps = problem.simulator.steps
@@ -319,47 +319,47 @@ class _Search:
         starts = []
         for weights in (forward_ms + backward_ms, forward_ms, kept * problem.stages + state):
             cuts = balanced_cuts(np.add.reduceat(weights, begins), has_layer, problem.parts)
-            starts.append(Candidate((0, *begins[list(cuts)].tolist(), len(names)), orders))
+            starts.append(CutCandidate((0, *begins[list(cuts)].tolist(), len(names)), orders))
         return list(dict.fromkeys(starts))
 
-    def _improve(self, start: Candidate) -> None:
+    def _improve(self, start: CutCandidate) -> None:
         """Apply the best move or combination while it improves."""
         [at_ms] = self._evaluate([start], np.inf)
         at = start
         while self.goes_on:
             moves = self._list_moves(at)
             found = self._evaluate(moves, at_ms)
-            better = np.flatnonzero(found < at_ms * (1 - _TOLERANCE))
+            better = np.flatnonzero(found < at_ms * (1 - _MIN_CUT_GAIN))
             if not len(better):
                 return
             top = [moves[each] for each in better[np.argsort(found[better], kind="stable")]]
-            together = _combine_moves(at, top[:_COMBINED])
+            together = _combine_moves(at, top[:_MAX_COMBINED_MOVES])
             found = np.append(self._evaluate(together, found.min()), found[moves.index(top[0])])
             at = [*together, top[0]][int(found.argmin())]
             at_ms = float(found.min())
 
-    def _list_moves(self, at: Candidate) -> list[Candidate]:
+    def _list_moves(self, at: CutCandidate) -> list[CutCandidate]:
         """Return candidates one move away."""
         cuts = move_cuts(np.array(at.edges))
         cuts = cuts[(np.diff(cuts) > 0).all(axis=1)]
-        moved = [Candidate(tuple(edges), at.orders) for edges in cuts.tolist()]
+        moved = [CutCandidate(tuple(edges), at.orders) for edges in cuts.tolist()]
         # Change the order of a stage, or of all if shared.
         for stage, numbers in enumerate(self.problem.numbers):
             for order in range(len(numbers.ways)):
                 orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
                 if numbers.ways.is_shared:
                     orders = (order,) * len(at.orders)
-                moved.append(Candidate(at.edges, orders))
+                moved.append(CutCandidate(at.edges, orders))
         return [each for each in dict.fromkeys(moved) if each != at]
 
-    def _evaluate(self, candidates: Sequence[Candidate], limit_ms: float) -> np.ndarray:
+    def _evaluate(self, candidates: Sequence[CutCandidate], limit_ms: float) -> np.ndarray:
         """Return step times; candidates bounded above the limit are not simulated. [C]"""
         new = [each for each in dict.fromkeys(candidates) if each not in self.found_ms]
         if new:
             self._simulate(new, limit_ms)
         return np.array([self.found_ms[each] for each in candidates])
 
-    def _simulate(self, candidates: list[Candidate], limit_ms: float) -> None:
+    def _simulate(self, candidates: list[CutCandidate], limit_ms: float) -> None:
         problem = self.problem
         runs, recomputed, fits = _fit_candidates(problem, candidates)
         self.found_ms.update((candidates[index], np.inf) for index in np.flatnonzero(~fits))
@@ -391,12 +391,12 @@ def _candidate_costs(
     terms = table.terms[runs]
     again = np.stack([unit.recompute_ms for unit in problem.cost.units.values()])
     weight = np.stack([unit.weight_ms for unit in problem.cost.units.values()])
-    counts = table.counts[runs][:, problem.held].sum(axis=2)
+    counts = table.counts[runs][:, problem.parts_of_stages].sum(axis=2)
     slowness = problem.cost.slowness_of(problem.parts)[:, None]
     forward = terms[..., layout.forward] * slowness
     backward = (terms[..., layout.backward] + recomputed @ again) * slowness
     weight_part = table.counts[runs] @ weight * slowness
-    passes = [of_pass(kind, forward, backward, weight_part) for kind in problem.schedule.passes]
+    passes = [select_pass(kind, forward, backward, weight_part) for kind in problem.schedule.passes]
     links = [terms[:, :-1, layout.send], terms[:, :-1, layout.receive]]
     return (
         PartTerms(passes=np.stack(passes, axis=1), links=np.stack(links, axis=1)),
@@ -408,7 +408,7 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
     """Return a lower bound on the mean step: the slowest stage's work plus fill and drain. [C]"""
     steps = problem.simulator.steps
     forward, backward = terms.passes[:, 0], terms.passes[:, 1:].sum(axis=1)
-    of_stages = (forward + backward)[:, problem.held].sum(axis=2)  # [C, p, f]
+    of_stages = (forward + backward)[:, problem.parts_of_stages].sum(axis=2)  # [C, p, f]
     # Part s is the first of stage s.
     fill, drain = (
         (each.cumsum(axis=1) - each)[:, : problem.stages] for each in (forward, backward)
@@ -419,7 +419,7 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
     return length.max(axis=1)[:, steps.rows].max(axis=2) @ steps.weight
 
 
-def _combine_moves(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
+def _combine_moves(at: CutCandidate, moves: Sequence[CutCandidate]) -> list[CutCandidate]:
     """Combine pairs of moves, and the first 2, 3, ... moves."""
     sets = [*combinations(moves, 2), *(moves[:number] for number in range(3, len(moves) + 1))]
     here, found = np.array(at.edges), []
@@ -431,11 +431,11 @@ def _combine_moves(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]
                 if order != at.orders[stage]:
                     orders[stage] = order
         if (np.diff(edges) > 0).all():
-            found.append(Candidate(tuple(edges.tolist()), tuple(orders)))
+            found.append(CutCandidate(tuple(edges.tolist()), tuple(orders)))
     return found
 
 
-def _memory_error(problem: PartProblem, cap_bytes: float) -> DoesNotFit:
+def _no_cut_error(problem: PartProblem, cap_bytes: float) -> DoesNotFit:
     cap = cap_bytes / GIB
     return DoesNotFit(
         f"no cut of {problem.model.name} into {problem.parts} parts was found for schedule "

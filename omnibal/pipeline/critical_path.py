@@ -23,11 +23,18 @@ from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import schedule_graph
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.simulate import Joins, SimulatedRows, Turn, block_sizes, run, turns_of
+from omnibal.pipeline.simulate import (
+    Joins,
+    OrderedPass,
+    SimulatedRows,
+    block_sizes,
+    order_passes,
+    run_passes,
+)
 from omnibal.pipeline.stage_cost import PerStepCosts
 from omnibal.pipeline.workload import Workload
 
-_CHUNK_ENTRIES = 1_000_000
+_MAX_BATCH_OPERATIONS = 1_000_000
 """Entries of [operations, candidates, rows] per chunk: limits memory to about 50 MB."""
 _NO_PATH_MS = -1e12
 """Length of a path a candidate lacks: far below any, exact in sums with other times."""
@@ -54,7 +61,7 @@ class TermLayout:
     """Whether the model has experts, which adds the term `without_experts`."""
 
     @classmethod
-    def of(cls, cost: CostModel) -> "TermLayout":
+    def build(cls, cost: CostModel) -> "TermLayout":
         """Return the layout of a model's costs."""
         return cls(len(cost.features), bool(cost.in_lockstep.any()))
 
@@ -90,7 +97,7 @@ class TermLayout:
     without_experts = _of_stage(7)
     """1 if the stage has no experts, else 0; absent for dense models."""
 
-    def split(self, terms: np.ndarray) -> tuple["PartTerms", PerStepCosts]:
+    def split_terms(self, terms: np.ndarray) -> tuple["PartTerms", PerStepCosts]:
         """Return the costs of candidates [n, p, terms] in 1F1B."""
         by_feature = terms[..., self.by_feature].reshape(*terms.shape[:2], 6, -1).swapaxes(1, 2)
         return PartTerms(
@@ -135,7 +142,7 @@ class SampledSteps:
         return self.features[np.arange(len(self.counts)), np.maximum(self.counts - 1, 0)]
 
     @classmethod
-    def of(cls, workload: Workload, cost: CostModel) -> "SampledSteps":
+    def build(cls, workload: Workload, cost: CostModel) -> "SampledSteps":
         """Return all steps of the workload, with the features of `cost`."""
         _, step_index = np.unique(workload.step, return_inverse=True)
         ranks = workload.data_parallel_size
@@ -166,7 +173,7 @@ class SampledSteps:
             weight=times / times.sum(),
             context=context.reshape(-1, micro_batches)[chosen],
             lockstep_ranks=workload.lockstep_ranks,
-            layout=TermLayout.of(cost),
+            layout=TermLayout.build(cost),
         )
 
 
@@ -198,7 +205,7 @@ class PipelineSimulator:
     """Delay of links: 0, or -inf for missing micro-batches, which wait for nothing, [m, rows]."""
 
     @classmethod
-    def of(
+    def build(
         cls,
         steps: SampledSteps,
         stages: int,
@@ -226,13 +233,13 @@ class PipelineSimulator:
         return np.concatenate(found)
 
     def _chunks(self, candidates: int) -> list[slice]:
-        at_once = max(_CHUNK_ENTRIES // self.operations, 1)
+        at_once = max(_MAX_BATCH_OPERATIONS // self.operations, 1)
         return [slice(first, first + at_once) for first in range(0, candidates, at_once)]
 
     def _step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
         rows = self._rows(terms)
         of_rows = once.at(np.repeat(np.arange(len(terms)), len(self.steps.counts)))
-        timeline = rows.simulated(rows.first_waits_ms(of_rows))
+        timeline = rows.simulate(rows.first_waits_ms(of_rows))
         reduced_ms = timeline.finish_ms + rows.exposed_ms(of_rows, timeline)
         row_ms = reduced_ms.max(axis=1).reshape(len(terms), -1)
         step_ms = row_ms[:, self.steps.rows].max(axis=2) + once.update_ms.max(axis=1)[:, None]
@@ -270,13 +277,13 @@ class PipelineSimulator:
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
         """Return term weights of the longest path of every step, traced back from its end."""
         layout, steps, n = self.steps.layout, self.steps, len(terms)
-        of_parts, once = layout.split(terms)
+        of_parts, once = layout.split_terms(terms)
         rows = self._rows(of_parts)
         candidate = np.repeat(np.arange(n), len(steps.counts))
         of_rows = once.at(candidate)
         ready_ms = rows.first_waits_ms(of_rows).T
-        turns = turns_of(schedule_graph(self.schedule, self.stages, len(self.features)))
-        end_ms, finish_ms = run(turns, rows.took_ms, rows.link_ms, ready_ms, rows.joins)
+        turns = order_passes(schedule_graph(self.schedule, self.stages, len(self.features)))
+        end_ms, finish_ms = run_passes(turns, rows.took_ms, rows.link_ms, ready_ms, rows.joins)
         exposed_ms = of_rows.exposed_ms(rows.last_ms).T
         reduced_ms = (finish_ms + exposed_ms).reshape(self.stages, n, -1)[:, :, steps.rows]
         # Of the slowest rank's slowest stage.
@@ -289,7 +296,7 @@ class PipelineSimulator:
         size = max(int(steps.context.max()), steps.lockstep_ranks)
         blocks = np.unique(np.flatnonzero(share.any(axis=0)) // size)
         on_path = (blocks[:, None] * size + np.arange(size)).ravel()
-        joins = Joins.of(None if rows.together is None else rows.together[..., on_path])
+        joins = Joins.build(None if rows.together is None else rows.together[..., on_path])
         ready_ms, exposed_ms, share = (each[:, on_path] for each in (ready_ms, exposed_ms, share))
         alone_ms, of_rows = rows.pass_ms[..., on_path], of_rows.at(on_path)
         of_passes, of_links, of_ready, crossed = _trace_back(
@@ -316,7 +323,7 @@ class PipelineSimulator:
                     place = kind, micro_batch, stage
                     block = joins.at(place)
                     if block is not None:
-                        slowest = block.leader(alone_ms[place])
+                        slowest = block.argmax(alone_ms[place])
                         crossed[stage] += of_stage * (slowest != np.arange(len(slowest)))
                         of_stage = np.bincount(slowest, of_stage, len(slowest))
                     hiding[place] += of_stage
@@ -346,7 +353,7 @@ class PipelineSimulator:
 
 
 def _trace_back(
-    turns: Sequence[Turn],
+    turns: Sequence[OrderedPass],
     alone_ms: np.ndarray,
     link_ms: np.ndarray,
     ready_ms: np.ndarray,
@@ -359,7 +366,7 @@ def _trace_back(
 
     Args:
         alone_ms: pass times of rows without waits for joined rows, [kinds, m, k, rows].
-        end_ms: from `omnibal.pipeline.simulate.run`, as are the shapes of other arguments.
+        end_ms: from `omnibal.pipeline.simulate.run_passes`, as are the shapes of other arguments.
         share: share of paths at the end of every stage, [p, rows].
     """
     of_passes, of_links, crossed = np.zeros_like(end_ms), np.zeros_like(link_ms), 0 * share
@@ -373,8 +380,8 @@ def _trace_back(
         if block is None:
             of_passes[place] = own
         else:
-            slowest = block.leader(alone_ms[place])
-            latest = block.leader(np.maximum(begun, arrival))
+            slowest = block.argmax(alone_ms[place])
+            latest = block.argmax(np.maximum(begun, arrival))
             crossed[stage] += own * ((slowest != rows) | (latest != rows))
             of_passes[place] = np.bincount(slowest, own, len(rows))
             own = np.bincount(latest, own, len(rows))

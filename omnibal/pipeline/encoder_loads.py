@@ -32,25 +32,27 @@ class EncoderMemory:
     """Unsharded weights in evaluation, without step memory, on a device that embeds tokens."""
 
     @property
-    def held(self) -> float:
+    def resident(self) -> float:
         """Memory held throughout the step, without features."""
         return self.weights + self.gradients + self.optimizer + self.kept + self.buffers
 
     def is_within(self, other: "EncoderMemory") -> bool:
         """Return whether every pipeline that fits with `other` also fits with this."""
-        return all(own <= its for own, its in zip(self._least, other._least, strict=True))
+        return all(
+            own <= its for own, its in zip(self._device_peaks, other._device_peaks, strict=True)
+        )
 
     @property
     def evaluating(self) -> float:
         """Evaluation memory with token embed, or 0 if weights are never sharded."""
-        return self.held - self.kept + self.whole if self.whole else 0.0
+        return self.resident - self.kept + self.whole if self.whole else 0.0
 
     @property
-    def _least(self) -> tuple[float, ...]:
+    def _device_peaks(self) -> tuple[float, ...]:
         """Device memory without a pipeline: in a step, while encoding, on devices embedding tokens,
         and in evaluation."""
-        embeds = self.held + self.features
-        in_step = self.held, embeds, self.held + self.encoding, embeds + self.arrival
+        embeds = self.resident + self.features
+        in_step = self.resident, embeds, self.resident + self.encoding, embeds + self.arrival
         return (*in_step, self.evaluating, self.evaluating + self.evaluation)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from omnibal.cost.encoder_phase_costs import EncoderCost
 from omnibal.steps.whole_samples import SamplePasses
 
-PassBytes = Callable[[np.ndarray], np.ndarray]
+BytesOfWork = Callable[[np.ndarray], np.ndarray]
 """Bytes of passes by their work. [passes, F] -> [passes]"""
 
 
@@ -39,7 +39,7 @@ class EqualPasses:
         items = int(self._items(True).max(initial=0))
         return float(cost.kept_bytes @ (-(-items // self.items_per_pass), items))
 
-    def largest(self, bytes_of: PassBytes, *, is_kept: bool) -> float:
+    def largest(self, bytes_of: BytesOfWork, *, is_kept: bool) -> float:
         """Return bytes of the largest kept or other pass over all ranks, or 0 without any."""
         most = min(int(self._items(is_kept).max(initial=0)), self.items_per_pass)
         return float(bytes_of(np.array([[1, most]]))[0]) if most else 0.0
@@ -81,17 +81,17 @@ class WholePasses:
 
     def work(self, *, is_kept: bool) -> np.ndarray:
         """Return the kept or other passes, their items and squares. [..., 3]"""
-        return self._sums(self._chosen(is_kept), self._work(is_kept))
+        return self._sums(self._select(is_kept), self._work(is_kept))
 
     def kept_bytes(self, cost: EncoderCost) -> np.ndarray:
         """Return the activations kept by every rank. [...]"""
         kept: np.ndarray = self.work(is_kept=True) @ cost.kept_bytes
         return kept
 
-    def largest(self, bytes_of: PassBytes, *, is_kept: bool) -> np.ndarray:
+    def largest(self, bytes_of: BytesOfWork, *, is_kept: bool) -> np.ndarray:
         """Return bytes of every rank's largest kept or other pass, or 0 without any. [...]"""
         most = np.zeros(int(self.place.max(initial=-1)) + 1)
-        np.maximum.at(most, self.passes.rank[self._chosen(is_kept)], bytes_of(self._work(is_kept)))
+        np.maximum.at(most, self.passes.rank[self._select(is_kept)], bytes_of(self._work(is_kept)))
         return most[self.place]
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
@@ -100,7 +100,7 @@ class WholePasses:
         if exchange is None:
             return np.zeros((*self.place.shape, 2))
         kept_ms, again_ms = (
-            self._sums(self._chosen(is_kept), exchange.passes_ms(self._work(is_kept)))
+            self._sums(self._select(is_kept), exchange.passes_ms(self._work(is_kept)))
             for is_kept in (True, False)
         )
         return _forward_and_backward(cost, kept_ms, again_ms)
@@ -123,11 +123,11 @@ class WholePasses:
         )  # fmt: skip
         return WholePasses(passes=passes, place=block)
 
-    def _chosen(self, is_kept: bool) -> np.ndarray:
+    def _select(self, is_kept: bool) -> np.ndarray:
         return self.passes.is_kept == is_kept
 
     def _work(self, is_kept: bool) -> np.ndarray:
-        own, chosen = self.passes, self._chosen(is_kept)
+        own, chosen = self.passes, self._select(is_kept)
         items = own.items[chosen]
         return np.stack([np.ones_like(items), items, own.squares[chosen]], axis=-1)
 
@@ -138,11 +138,11 @@ class WholePasses:
         return np.stack(sums, axis=-1)[self.place]
 
 
-Passes = EqualPasses | WholePasses
+EncoderPasses = EqualPasses | WholePasses
 """Passes of an encoder in a step."""
 
 
-def encoding_ms(cost: EncoderCost, passes: Passes) -> np.ndarray:
+def encoding_ms(cost: EncoderCost, passes: EncoderPasses) -> np.ndarray:
     """Return compute time of forward, backward and recomputed forward per rank. [..., 3]"""
     again = passes.work(is_kept=False)
     both = passes.work(is_kept=True) + again

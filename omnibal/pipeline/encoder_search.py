@@ -28,25 +28,25 @@ from omnibal.pipeline.encoder_waits import (
     waits_at_ends,
     with_encoders,
 )
-from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
-_KEPT_CHOICES = 12
+_MAX_KEPT_CHOICES = 12
 """Max numbers of kept items tried between none and all."""
-_FEW_KEPT_CHOICES = 4
-"""`_KEPT_CHOICES` for whole-sample encoders, which are slow to deal, in a reduced search; it also
+_MAX_FEW_KEPT_CHOICES = 4
+"""`_MAX_KEPT_CHOICES` for whole-sample encoders, which are slow to deal, in a reduced search; it also
 tries every other pass size only."""
-_MOST_ITEMS_OF_PASS = 64  # max pass size of encoders, tried by doubling
+_MAX_ITEMS_OF_PASS = 64  # max pass size of encoders, tried by doubling
 _CELLS_OF_PASS = 256
 """Whole-sample pass size per equal item: 1,024 patches of four, as in an InternVL tile."""
 _MAX_SEARCHES = 48
 """Max choices with a stage search."""
-_TOLERANCE = 1e-9  # relative gain required of a better choice
-_DIGITS = 6
+_MIN_CHOICE_GAIN = 1e-9  # relative gain required of a better choice
+_ITEM_MS_DECIMALS = 6
 """Decimals of item times in a plan."""
-_DIGITS_OF_SQUARE = 12  # as `_DIGITS`, for squares of thousands of items per image
+_SQUARE_MS_DECIMALS = 12  # as `_ITEM_MS_DECIMALS`, for squares of thousands of items per image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -143,7 +143,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
             break
         best_ms = np.inf if best is None else best.search.step_ms
         number = int(np.where(is_open, proven_ms, np.inf).argmin())
-        if not is_open[number] or proven_ms[number] >= best_ms * (1 - _TOLERANCE):
+        if not is_open[number] or proven_ms[number] >= best_ms * (1 - _MIN_CHOICE_GAIN):
             break
         choice, is_open[number] = choices[number], False
         try:
@@ -159,7 +159,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
             bound_ms = choice.bound_ms(proven_ms[number], choices[other])
             proven_ms[other] = max(proven_ms[other], bound_ms)
     if best is None:
-        raise _memory_error(problem)
+        raise _no_placement_error(problem)
     search = replace(
         best.search,
         lower_bound_ms=min(float(proven_ms.min()), best.search.step_ms),
@@ -175,7 +175,7 @@ def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
             return estimated_step_ms(*problem.pipeline_beside(choice.beside), effort=effort)
         except DoesNotFit:
             continue
-    raise _memory_error(problem)
+    raise _no_placement_error(problem)
 
 
 def _first_bounds_ms(
@@ -206,8 +206,8 @@ def _first_bounds_ms(
     return np.array([of_all.bound_ms(search.lower_bound_ms, choice) for choice in choices])
 
 
-def _memory_error(problem: PlacementProblem) -> DoesNotFit:
-    need, cap = least_peak_with_encoders(problem) / GIB, problem.memory_cap_bytes / GIB
+def _no_placement_error(problem: PlacementProblem) -> DoesNotFit:
+    need, cap = min_peak_with_encoders(problem) / GIB, problem.memory_cap_bytes / GIB
     is_whole = [*problem.encoders] == [1]
     held, also = ("a whole copy", "give --sharding auto, ") if is_whole else ("a part", "")
     return DoesNotFit(
@@ -220,7 +220,7 @@ def _memory_error(problem: PlacementProblem) -> DoesNotFit:
     )
 
 
-def least_peak_with_encoders(problem: PlacementProblem) -> float:
+def min_peak_with_encoders(problem: PlacementProblem) -> float:
     """Return the min memory cap in bytes that some choice and split fit."""
     left = list[Workload]()
     for beside in _smallest_choices(problem):
@@ -235,7 +235,7 @@ def least_peak_with_encoders(problem: PlacementProblem) -> float:
             ]
             left.append(workload)
     return min(
-        least_peak_of_splits(problem.cost, problem.model, workload, problem.stages)
+        min_peak_of_splits(problem.cost, problem.model, workload, problem.stages)
         for workload in left
     )
 
@@ -268,10 +268,10 @@ def _make_choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     features = EncoderMemory(features=_encoder_memory_of(workload).features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     # The fullest stage without encoders, over all splits.
-    least = least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
+    least = min_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
     choices = list(_yield_choices(problem, least, are_few=are_few))
     if not choices:
-        raise _memory_error(problem)
+        raise _no_placement_error(problem)
     return choices
 
 
@@ -279,7 +279,7 @@ def _yield_choices(
     problem: PlacementProblem, least_bytes: float, *, are_few: bool
 ) -> Iterator[_Choice]:
     """Yield choices that leave `least_bytes` for the pipeline, a subset if `are_few`."""
-    most_kept, step = (_FEW_KEPT_CHOICES, 2) if are_few else (_KEPT_CHOICES, 1)
+    most_kept, step = (_MAX_FEW_KEPT_CHOICES, 2) if are_few else (_MAX_KEPT_CHOICES, 1)
     cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     steps, place = np.unique(sample.step, return_inverse=True)
@@ -308,12 +308,12 @@ def _yield_choices(
                 sharded: [features_exchange_ms(of_sample, each, is_back=b) for b in (False, True)]
                 for sharded, each in ways.items()
             }
-            for kept in kept_choices(any_encoders, shares.most(), most_kept):
+            for kept in kept_choices(any_encoders, shares.max_items(), most_kept):
                 for sharded, encoders in ways.items():
                     beside = _make_beside(problem, pipelines, sizes, sharded, kept)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
                     besides = max(encoder_memory.encoding, least_bytes)
-                    if fits_cap(encoder_memory.held + besides, cap_bytes):
+                    if fits_cap(encoder_memory.resident + besides, cap_bytes):
                         exchange_ms = exchanges_ms[sharded]
                         waits_ms = pipeline_waits_ms(of_sample, encoders, beside, exchange_ms)
                         waits_ms *= has_rows
@@ -328,7 +328,7 @@ def _share_items(
 ) -> ItemShares:
     """Return the shares of a workload's items, for any sharding."""
     beside = _make_beside(problem, pipelines, items_per_pass, 1)
-    return ItemShares.of(workload, problem.features, problem.any_encoders, beside)
+    return ItemShares.build(workload, problem.features, problem.any_encoders, beside)
 
 
 def _items_per_pass(problem: PlacementProblem, largest: int) -> dict[str, int]:
@@ -341,16 +341,16 @@ def _items_per_pass(problem: PlacementProblem, largest: int) -> dict[str, int]:
 
 def _pass_sizes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
     """Return pass sizes to try, from 1 to the max items of a rank."""
-    one, most = _items_per_pass(problem, 1), shares.most()
+    one, most = _items_per_pass(problem, 1), shares.max_items()
     largest = max([1, *(-(-most[name] // one[name]) for name in one)])
     sizes = [1]
-    while sizes[-1] < min(largest, _MOST_ITEMS_OF_PASS):
+    while sizes[-1] < min(largest, _MAX_ITEMS_OF_PASS):
         sizes.append(2 * sizes[-1])
     return sizes
 
 
 def kept_choices(
-    cost: EncodersCost, most: Mapping[str, int], choices: int = _KEPT_CHOICES
+    cost: EncodersCost, most: Mapping[str, int], choices: int = _MAX_KEPT_CHOICES
 ) -> list[dict[str, int]]:
     """Return at most `choices` numbers of kept items by encoder in addition to none, up to `most`,
     by time saved per byte."""
@@ -388,7 +388,7 @@ def _make_beside(
         pipelines=pipelines,
         items_per_pass=dict(items_per_pass),
         kept_items=dict(kept_items or dict.fromkeys(items_per_pass, 0)),
-        item_ms={name: round(ms, _DIGITS) for name, ms in item_ms.items()},
-        square_ms={name: round(ms, _DIGITS_OF_SQUARE) for name, ms in square_ms.items()},
+        item_ms={name: round(ms, _ITEM_MS_DECIMALS) for name, ms in item_ms.items()},
+        square_ms={name: round(ms, _SQUARE_MS_DECIMALS) for name, ms in square_ms.items()},
         sharded=sharded,
     )

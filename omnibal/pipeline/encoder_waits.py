@@ -23,7 +23,7 @@ from omnibal.cost.encoder_phase_costs import ITEM, EncoderCost, EncodersCost
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoder_loads import EncoderMemory, EncoderWaits, Encoding
-from omnibal.pipeline.encoder_passes import EqualPasses, Passes, WholePasses, encoding_ms
+from omnibal.pipeline.encoder_passes import EncoderPasses, EqualPasses, WholePasses, encoding_ms
 from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
@@ -52,7 +52,7 @@ class ItemShares:
     """Samples by encoding rank for whole-sample encoders; ranks as in `encoded`."""
 
     @classmethod
-    def of(
+    def build(
         cls,
         workload: Workload,
         features: tuple[str, ...],
@@ -71,10 +71,10 @@ class ItemShares:
             pipelines = len(steps) * workload.data_parallel_size
             items = np.bincount(pipeline, of_rows, pipelines).astype(np.int64)
             held[name] = items.reshape(-1, beside.pipelines)
-        return cls.dealt(steps, held, samples, pipeline, beside, cost.ranks_of_pipeline)
+        return cls.deal_items(steps, held, samples, pipeline, beside, cost.ranks_of_pipeline)
 
     @classmethod
-    def dealt(
+    def deal_items(
         cls,
         steps: np.ndarray,
         held: Mapping[str, np.ndarray],
@@ -102,10 +102,10 @@ class ItemShares:
             steps=steps, pipelines=beside.pipelines, held=held, encoded=encoded, samples=dealt
         )
 
-    def passes(self, name: str, beside: DataParallelEncoders) -> Passes:
+    def passes(self, name: str, beside: DataParallelEncoders) -> EncoderPasses:
         return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
 
-    def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> Passes:
+    def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> EncoderPasses:
         """Return passes of at most `items_per_pass` items; every rank keeps `kept_items`."""
         items = self.encoded[name]
         if name not in self.samples:
@@ -140,7 +140,7 @@ class ItemShares:
         by_rank = *held.shape, cost.ranks_of_pipeline
         return own.reshape(by_rank), of_rank.reshape(by_rank), of_pipeline.reshape(held.shape)
 
-    def most(self) -> dict[str, int]:
+    def max_items(self) -> dict[str, int]:
         """Return the max items per rank and step of each encoder."""
         return {name: int(items.max(initial=0)) for name, items in self.encoded.items()}
 
@@ -153,7 +153,7 @@ def with_encoders(
     shares: ItemShares | None = None,
 ) -> Workload:
     """Add data-parallel encoders to a workload with these feature names."""
-    shares = shares or ItemShares.of(workload, features, cost, beside)
+    shares = shares or ItemShares.build(workload, features, cost, beside)
     own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
     forward, backward, exposed_ms = _slowest(shares, cost, own)
     ahead, behind = exposed_ms.mean(axis=1).T
@@ -273,7 +273,7 @@ def memory_of_encoders(
 
 
 def _slowest(
-    shares: ItemShares, cost: EncodersCost, own: Sequence[tuple[EncoderCost, Passes]]
+    shares: ItemShares, cost: EncodersCost, own: Sequence[tuple[EncoderCost, EncoderPasses]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return forward and backward of every group's slowest rank, [S * B], and exposed exchange of
     weights and gradients of every rank, [S * B, N, 2], for every encoder's passes."""

@@ -12,24 +12,24 @@ import numpy as np
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, StageRules
-from omnibal.pipeline.bounds import Runs, least_largest, least_largest_path, possible_runs
+from omnibal.pipeline.bounds import Runs, min_largest, min_largest_path, possible_runs
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.passes import all_passes, largest_pass
-from omnibal.pipeline.recompute import every_layer, least_peak_bytes, least_peaks_of_stages
+from omnibal.pipeline.recompute import all_layers, min_peak_bytes, min_peaks_of_stages
 from omnibal.pipeline.stage_memory import (
     MemoryTable,
+    build_tables,
     fits_cap,
     heaviest_passes,
     often_heaviest_tables,
-    tables_of,
 )
 from omnibal.pipeline.workload import Workload
 
-_TOLERANCE = 1e-12
+_EQUAL_BOUNDS_TOLERANCE = 1e-12
 """Relative tolerance of equal bounds."""
 
 
-def least_peak_of_splits(
+def min_peak_of_splits(
     cost: CostModel,
     model: ModelConfig,
     workload: Workload,
@@ -48,11 +48,11 @@ def least_peak_of_splits(
     """
     runs = possible_runs(cost, model, rules)
     if cost.levels > 1:
-        return least_peak_of_tables(runs, often_heaviest_tables(cost, workload, pipeline_size))
+        return min_peak_of_tables(runs, often_heaviest_tables(cost, workload, pipeline_size))
     features, stages = features_of(workload, cost), range(pipeline_size)
     if cap_bytes is not None:
         most = [largest_pass(features, workload, pipeline_size, stage) for stage in stages]
-        enough_bytes = least_peak_of_tables(runs, tables_of(cost, workload, most))
+        enough_bytes = min_peak_of_tables(runs, build_tables(cost, workload, most))
         if fits_cap(enough_bytes, cap_bytes):
             return enough_bytes
     edges = [(runs.start, runs.end)] * pipeline_size
@@ -70,16 +70,16 @@ def least_peak_of_splits(
             # Count every run that may be best in the new passes.
             best = np.flatnonzero(peaks.min(axis=0) <= upper_bytes)
             chosen = [all_passes(features, workload, pipeline_size, stage, new) for stage in stages]
-            found = least_peaks_of_stages(tables_of(cost, workload, chosen), counts[best])
+            found = min_peaks_of_stages(build_tables(cost, workload, chosen), counts[best])
             peaks[:, best] = np.maximum(peaks[:, best], found)
             seen = np.append(seen, new)
         if len(path):
             upper_bytes = min(upper_bytes, float(peaks[stages, row[path]].max()))
-        lower_bytes, path = least_largest_path(edges, list(peaks[:, row]), runs.units)
+        lower_bytes, path = min_largest_path(edges, list(peaks[:, row]), runs.units)
         if _is_decided(lower_bytes, upper_bytes, cap_bytes):
             break
         held = counts[row[path]]
-        heaviest = heaviest_passes(cost, workload, held, every_layer(cost.kinds, held))
+        heaviest = heaviest_passes(cost, workload, held, all_layers(cost.kinds, held))
     fits = cap_bytes is None or fits_cap(upper_bytes, cap_bytes)
     return upper_bytes if fits else lower_bytes
 
@@ -90,11 +90,11 @@ def _is_decided(lower_bytes: float, upper_bytes: float, cap_bytes: float | None)
         fits_lower, fits_upper = fits_cap(np.array([lower_bytes, upper_bytes]), cap_bytes)
         if fits_upper or not fits_lower:
             return True
-    return lower_bytes >= upper_bytes * (1 - _TOLERANCE)
+    return lower_bytes >= upper_bytes * (1 - _EQUAL_BOUNDS_TOLERANCE)
 
 
-def least_peak_of_tables(runs: Runs, tables: Sequence[MemoryTable]) -> float:
+def min_peak_of_tables(runs: Runs, tables: Sequence[MemoryTable]) -> float:
     """Return the min peak of the fullest stage over all splits by these tables, in bytes."""
     counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
-    peaks = [least_peak_bytes(table, counts)[kind] for table in tables]
-    return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
+    peaks = [min_peak_bytes(table, counts)[kind] for table in tables]
+    return min_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)

@@ -20,7 +20,7 @@ def side_by_side(costs: Sequence[CostModel]) -> CostModel:
     first = costs[0]
     if len(costs) == 1:
         return first
-    units = {name: _joined([cost.units[name] for cost in costs]) for name in first.units}
+    units = {name: _join_costs([cost.units[name] for cost in costs]) for name in first.units}
     return replace(first, features=first.features * len(costs), units=units)
 
 
@@ -40,7 +40,7 @@ def features_of(
     return blocks.reshape(rows, -1)
 
 
-def _joined(units: Sequence[UnitCost]) -> UnitCost:
+def _join_costs(units: Sequence[UnitCost]) -> UnitCost:
     joined: dict[str, Any] = {}
     for each in fields(UnitCost):
         values = [getattr(unit, each.name) for unit in units]

@@ -21,7 +21,7 @@ from omnibal.pipeline.simulate import StepTimes
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
-_TOLD = 0.01
+_NOTED_SHARE = 0.01
 """Share of a step spent waiting for data that deserves a note."""
 
 
@@ -36,7 +36,7 @@ class StageReading:
     """Whether ranks compute on these cores too."""
 
     @classmethod
-    def of(
+    def build(
         cls,
         measured: ReadingMeasurement,
         model: ModelConfig,
@@ -66,7 +66,7 @@ class StageReading:
             ms[list(features).index(tower.feature)] = each_ms * np.array(readers)
         return cls(ms=ms, cores_per_rank=measured.cores / ranks, is_shared=measured.is_shared)
 
-    def applied(
+    def add_to(
         self, workload: Workload, cost: CostModel, simulated: StepTimes
     ) -> tuple[ReadingPrediction, StepTimes]:
         """Return the reading of the workload, and the steps `simulated` without reading, prolonged
@@ -86,7 +86,7 @@ class StageReading:
 def slow_reading(prediction: Prediction) -> str | None:
     """Return a note if data is read more slowly than trained, else None."""
     reading, step_ms = prediction.reading, prediction.step_ms
-    if reading is None or prediction.lost.reading_ms <= _TOLD * step_ms:
+    if reading is None or prediction.lost.reading_ms <= _NOTED_SHARE * step_ms:
         return None
     trained_ms = step_ms - prediction.lost.reading_ms
     return (
@@ -109,7 +109,7 @@ def too_few_loaders(prediction: Prediction, num_workers: int) -> str | None:
     stage = int(np.argmax(reading.stage_ms))
     read_ms, step_ms = reading.stage_ms[stage], prediction.step_ms
     room_ms = num_workers * step_ms or prediction.stages[stage].wait_fraction * step_ms
-    if read_ms <= room_ms + _TOLD * step_ms:
+    if read_ms <= room_ms + _NOTED_SHARE * step_ms:
         return None
     readers = f"--num-workers {num_workers} has" if num_workers else "its own thread has"
     return (

@@ -10,11 +10,11 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.pipeline.schedules import (
-    Operation,
+    ChunkPass,
     Pass,
     PipelineSchedule,
-    Schedule,
     ScheduleRule,
+    StepSchedule,
     one_forward_one_backward,
 )
 
@@ -25,7 +25,7 @@ _KINDS = len(Pass)
 class OperationGraph:
     """A schedule's operations, stage by stage in execution order."""
 
-    schedule: Schedule
+    schedule: StepSchedule
     kind: np.ndarray
     """Kind of every operation (`Pass`). All arrays are [operations]."""
     stage: np.ndarray
@@ -42,7 +42,7 @@ class OperationGraph:
     """A topological order with long runs of one stage, for cache locality."""
 
     @classmethod
-    def of(cls, schedule: Schedule) -> "OperationGraph":
+    def build(cls, schedule: StepSchedule) -> "OperationGraph":
         """Check a schedule and find its dependencies."""
         listed = [(stage, one) for stage, ones in enumerate(schedule.operations) for one in ones]
         for stage, one in listed:
@@ -50,7 +50,7 @@ class OperationGraph:
                 schedule.chunks
             ):
                 raise ValueError(
-                    f"{schedule.name}: stage {stage} runs {_describe(one)}, of "
+                    f"{schedule.name}: stage {stage} runs {_name_operation(one)}, of "
                     f"{schedule.micro_batches} micro-batches and {schedule.chunks} chunks"
                 )
         columns = [
@@ -92,14 +92,14 @@ def operation_graph(
     rule: ScheduleRule, stages: int, chunks: int, micro_batches: int
 ) -> OperationGraph:
     """Return a schedule's checked operations, for all readers of schedules."""
-    return OperationGraph.of(rule(stages, chunks, micro_batches))
+    return OperationGraph.build(rule(stages, chunks, micro_batches))
 
 
 def schedule_graph(schedule: PipelineSchedule, stages: int, micro_batches: int) -> OperationGraph:
     return operation_graph(schedule.rule, stages, schedule.chunks, micro_batches)
 
 
-def planned_graph(stages: int, micro_batches: int) -> OperationGraph:
+def graph_1f1b(stages: int, micro_batches: int) -> OperationGraph:
     """Return the operations of 1F1B."""
     return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
 
@@ -173,7 +173,7 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
 def others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
     """Return the number of other micro-batches that each stage holds in each forward and backward
     of 1F1B. [p, 2, m]"""
-    graph = planned_graph(pipeline_size, micro_batches)
+    graph = graph_1f1b(pipeline_size, micro_batches)
     others = np.empty((pipeline_size, 2, micro_batches), np.int64)
     for stage, of_stage in enumerate(others):
         passes = held_in_passes(graph, stage)
@@ -183,13 +183,13 @@ def others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
     return others
 
 
-def _describe(operation: Operation) -> str:
+def _name_operation(operation: ChunkPass) -> str:
     kind, micro_batch, chunk = operation.kind.label, operation.micro_batch, operation.chunk
     return f"{kind} of micro-batch {micro_batch}, chunk {chunk}"
 
 
 def _checked_places(
-    schedule: Schedule, kind: np.ndarray, part: np.ndarray, micro_batch: np.ndarray
+    schedule: StepSchedule, kind: np.ndarray, part: np.ndarray, micro_batch: np.ndarray
 ) -> np.ndarray:
     """Return each operation's index, or -1 if absent. [kinds, m, parts]"""
     shape = _KINDS, schedule.micro_batches, schedule.parts
@@ -222,13 +222,13 @@ def _checked_places(
             stage, first = listed[int(late[wrong][0])]
             _, second = listed[int(early[wrong][0])]
             raise ValueError(
-                f"{schedule.name}: stage {stage} runs {_describe(first)} before {_describe(second)}"
+                f"{schedule.name}: stage {stage} runs {_name_operation(first)} before {_name_operation(second)}"
             )
     return index
 
 
 def _sources(
-    schedule: Schedule,
+    schedule: StepSchedule,
     kind: np.ndarray,
     part: np.ndarray,
     micro_batch: np.ndarray,
@@ -245,7 +245,7 @@ def _sources(
     return source
 
 
-def _depths(schedule: Schedule, source: np.ndarray) -> tuple[int, np.ndarray]:
+def _depths(schedule: StepSchedule, source: np.ndarray) -> tuple[int, np.ndarray]:
     """Return the length of the longest chain, and a topological order with long runs of stages.
     [operations]"""
     count, sources = len(source), source.tolist()
@@ -272,7 +272,7 @@ def _depths(schedule: Schedule, source: np.ndarray) -> tuple[int, np.ndarray]:
         # All of them: operations of finished stages are not blocked.
         stages = np.repeat(np.arange(len(at)), np.subtract(stop, first)).tolist()
         waiting = "; ".join(
-            f"stage {stage} at {_describe(schedule.operations[stage][index - first[stage]])} "
+            f"stage {stage} at {_name_operation(schedule.operations[stage][index - first[stage]])} "
             f"for stage {stages[sources[index]]}"
             for stage, index in enumerate(at)
         )

@@ -25,22 +25,22 @@ from omnibal.base.errors import DoesNotFit
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
-from omnibal.pipeline.bounds import Structure, least_slowest_ms
+from omnibal.pipeline.bounds import Structure, min_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables
+from omnibal.pipeline.least_peak import min_peak_of_splits, min_peak_of_tables
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.operation_graph import planned_graph
+from omnibal.pipeline.operation_graph import graph_1f1b
 from omnibal.pipeline.passes import all_passes
 from omnibal.pipeline.recompute_ways import FittingNumbers, TowerNumbers
-from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, TOLERANCE, SplitSearch
+from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, MIN_SPLIT_GAIN, SplitSearch
 from omnibal.pipeline.stage_memory import (
     GIB,
+    build_tables,
     contents_of,
     fits_cap,
     heaviest_passes,
     often_heaviest_tables,
     stage_runs,
-    tables_of,
 )
 from omnibal.pipeline.stage_options import (
     Choices,
@@ -116,7 +116,7 @@ def search_stages(
     problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     def least_peak() -> float:
-        return least_peak_of_splits(cost, model, workload, pipeline_size, rules)
+        return min_peak_of_splits(cost, model, workload, pipeline_size, rules)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:
@@ -202,7 +202,7 @@ def _improve_sets(
         near.cuts = search.cuts
         near.descend()
         simulated += near.simulated
-        if near.best_ms >= best_ms * (1 - TOLERANCE):
+        if near.best_ms >= best_ms * (1 - MIN_SPLIT_GAIN):
             break
         best, best_ms = near.best_options, near.best_ms
     return best, best_ms, simulated
@@ -220,13 +220,13 @@ def _add_heavier_passes(
     features, stages = features_of(workload, cost), len(counts)
     heaviest = enumerate(heaviest_passes(cost, workload, counts, recomputed))
     passes = [all_passes(features, workload, stages, s, np.array([one])) for s, one in heaviest]
-    tables = tables_of(cost, workload, passes)
+    tables = build_tables(cost, workload, passes)
     peaks = [
         table.peak_bytes(*each) for table, *each in zip(tables, counts, recomputed, strict=True)
     ]
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
-    tables = [few.joined(more) for few, more in zip(problem.tables, tables, strict=True)]
+    tables = [few.join_passes(more) for few, more in zip(problem.tables, tables, strict=True)]
     numbers = problem.numbers
     if numbers is not None:
         pairs = zip(numbers, tables, strict=True)
@@ -249,14 +249,16 @@ def _make_problem(
     memory_cap_bytes: float,
     rules: StageRules = FREE,
 ) -> SearchProblem:
-    simulator = PipelineSimulator.of(SampledSteps.of(sampled_steps(workload), cost), pipeline_size)
-    structure = Structure.of(cost, model, simulator.steps, pipeline_size, rules)
+    simulator = PipelineSimulator.build(
+        SampledSteps.build(sampled_steps(workload), cost), pipeline_size
+    )
+    structure = Structure.build(cost, model, simulator.steps, pipeline_size, rules)
     tables = often_heaviest_tables(cost, workload, pipeline_size)
     numbers = None
     if rules.recompute is not RecomputeFreedom.LAYERS:
         if cost.levels > 1:
             raise ValueError("numbers of recomputed layers are of one level, and costs of several")
-        ways = [TowerNumbers.of(cost, model, structure.runs, rules.recompute)] * pipeline_size
+        ways = [TowerNumbers.build(cost, model, structure.runs, rules.recompute)] * pipeline_size
         of_chunks = [[table] for table in tables]
         numbers = FittingNumbers.of_stages(model, of_chunks, ways, memory_cap_bytes)
     return SearchProblem(
@@ -292,11 +294,11 @@ def _first_split(
         if search.descend(effort * MAX_DESCENT_WORK):
             return search, limit_ms
         if not tried:
-            peak_bytes = least_peak_of_tables(problem.structure.runs, problem.tables)
+            peak_bytes = min_peak_of_tables(problem.structure.runs, problem.tables)
             if not fits_cap(peak_bytes, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise _memory_error(problem, max(least_peak() if least_peak else 0.0, peak_bytes))
+    raise _no_split_error(problem, max(least_peak() if least_peak else 0.0, peak_bytes))
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
@@ -304,7 +306,7 @@ def _first_limit_ms(problem: SearchProblem) -> float:
     # forwards and backwards.
     steps, stages = problem.simulator.steps, problem.stages
     counts, row = np.unique(steps.counts, return_inverse=True)
-    chain = np.array([planned_graph(stages, count).depths for count in counts.tolist()])[row]
+    chain = np.array([graph_1f1b(stages, count).depths for count in counts.tolist()])[row]
     whole = problem.structure.runs.prefix[-1]
     layout = steps.layout
     work_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
@@ -315,10 +317,10 @@ def _first_limit_ms(problem: SearchProblem) -> float:
 
 
 def _slowest_limit_ms(problem: SearchProblem) -> float:
-    return _SLOWEST_SLACK * least_slowest_ms(problem.structure)
+    return _SLOWEST_SLACK * min_slowest_ms(problem.structure)
 
 
-def _memory_error(problem: SearchProblem, least_peak: float) -> DoesNotFit:
+def _no_split_error(problem: SearchProblem, least_peak: float) -> DoesNotFit:
     """Return an error with the smallest cap that some split fits, and other remedies."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
     limits = limits_in_words(problem.rules, problem.model, problem.stages)

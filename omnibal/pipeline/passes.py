@@ -17,9 +17,9 @@ import numpy as np
 from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import (
+    graph_1f1b,
     held_in_passes,
     listed_micro_batches,
-    planned_graph,
     schedule_graph,
 )
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
@@ -135,7 +135,7 @@ def stage_passes(
                 )
 
 
-def joined_passes(batches: Sequence[Passes]) -> Passes:
+def join_passes(batches: Sequence[Passes]) -> Passes:
     """Concatenate passes of one chunk."""
     names = "row", "kind", "own", "others", "links"
     arrays: dict[str, Any] = {n: np.concatenate([getattr(b, n) for b in batches]) for n in names}
@@ -151,12 +151,12 @@ def all_passes(
 ) -> Passes:
     """Return every pass of a stage in 1F1B, or the passes at increasing indices `chosen`."""
     schedule = ONE_FORWARD_ONE_BACKWARD
-    return joined_passes([*stage_passes(features, workload, schedule, stages, stage, chosen)])
+    return join_passes([*stage_passes(features, workload, schedule, stages, stage, chosen)])
 
 
 def largest_pass(features: np.ndarray, workload: Workload, stages: int, stage: int) -> Passes:
     """Return one pass that bounds all passes of a stage in 1F1B, as bytes grow with features."""
-    held = held_in_passes(planned_graph(stages, int(workload.slot.max()) + 1), stage).held[:, 0]
+    held = held_in_passes(graph_1f1b(stages, int(workload.slot.max()) + 1), stage).held[:, 0]
     largest, buffers = features.max(axis=0), link_buffers(ONE_FORWARD_ONE_BACKWARD, stages, stage)
     return Passes(
         chunk=0,

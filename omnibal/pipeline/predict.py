@@ -46,7 +46,7 @@ def predict(
     exchange = _exchange(times, once, workload, simulated_ms, schedule)
     read = None
     if reading is not None:
-        read, kept_up = reading.applied(workload, cost, simulated)
+        read, kept_up = reading.add_to(workload, cost, simulated)
         waits_ms = float((kept_up.step_ms - simulated.step_ms).mean())
         lost, simulated = lost.model_copy(update={"reading_ms": waits_ms}), kept_up
     step_ms = float(simulated.step_ms.mean())

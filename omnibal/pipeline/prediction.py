@@ -62,7 +62,7 @@ class LostTime(Frozen):
     ideal_ms: float
     """Needed work, spread evenly over all devices without waiting."""
 
-    def named(self) -> dict[str, float]:
+    def causes(self) -> dict[str, float]:
         """Return entries from the ideal up by display name, without absent causes."""
         entries = reversed(list(self.model_dump().items()))
         return {

@@ -20,16 +20,16 @@ from omnibal.model.units import UnitKind
 from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.unit_runs import layer_kinds
 
-_CHUNK_ENTRIES = 4_000_000
+_MAX_PEAK_ENTRIES = 4_000_000
 """Entries of [stages, sets of micro-batches] per chunk: limits memory to about 100 MB."""
-_FEW_ENTRIES = 20_000
+_MAX_DIRECT_ENTRIES = 20_000
 """Entries of [stages, passes] that all passes decide as fast as a few."""
-_MORE = (1, 2, 4, 8)
+_ADDED_LAYERS = (1, 2, 4, 8)
 """Layer increments tried in one column around a set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Recomputes:
+class RecomputeSets:
     """Sets of recomputed layers, sorted by stage, then by counts."""
 
     stage: np.ndarray
@@ -39,14 +39,14 @@ class Recomputes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Alike:
+class LayerGroups:
     """Groups of layer kinds with equal cost; earliest layers are recomputed first."""
 
     groups: tuple[tuple[int, ...], ...]
     """Indices of layer kinds, in model order."""
 
     @classmethod
-    def of(cls, kinds: Sequence[UnitKind]) -> "Alike":
+    def build(cls, kinds: Sequence[UnitKind]) -> "LayerGroups":
         layers = [kinds[index] for index in layer_kinds(kinds)]
         groups = [
             tuple(place for place, other in enumerate(layers) if other.is_like(kind))
@@ -68,25 +68,25 @@ class Alike:
         return apart
 
 
-def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
+def min_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
     """Return the min peak with recomputation of many possible stages. [stages]"""
-    return _count_peaks(table, counts, every_layer(table.kinds, counts, table.levels))
+    return _count_peaks(table, counts, all_layers(table.kinds, counts, table.levels))
 
 
-def least_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
+def min_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
     """Return the min peaks with recomputation of runs of units at every stage. [stages, runs]"""
-    every = every_layer(tables[0].kinds, counts, tables[0].levels)
+    every = all_layers(tables[0].kinds, counts, tables[0].levels)
     running = tables[0].running_bytes(counts, every)
     return np.stack([table.peak_bytes(counts, every, running) for table in tables])
 
 
-def every_layer(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
+def all_layers(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
     """Return all layers of stages [..., kinds] at each level. [..., levels * kinds]"""
     return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Cap:
+class MemoryCap:
     """A memory cap, with tables that quickly decide the fit of almost all stages."""
 
     cap_bytes: float
@@ -97,7 +97,7 @@ class Cap:
     table: MemoryTable
 
     @classmethod
-    def of(cls, table: MemoryTable, cap_bytes: float) -> "Cap":
+    def build(cls, table: MemoryTable, cap_bytes: float) -> "MemoryCap":
         """Choose the passes with max total memory, max own activations and max working memory."""
         others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
         much = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
@@ -110,7 +110,7 @@ class Cap:
 
     def holds(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Return whether every stage fits. [stages]"""
-        if len(counts) * len(self.table.working_bytes) <= _FEW_ENTRIES:
+        if len(counts) * len(self.table.working_bytes) <= _MAX_DIRECT_ENTRIES:
             return fits_cap(_count_peaks(self.table, counts, recomputed), self.cap_bytes)
         fits = fits_cap(_count_peaks(self.under, counts, recomputed), self.cap_bytes)
         unsure = np.flatnonzero(~fits)
@@ -123,7 +123,7 @@ class Cap:
 
 def _count_peaks(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
     """Return `MemoryTable.peak_bytes` of every stage, computed in chunks. [stages]"""
-    at_once = max(_CHUNK_ENTRIES // len(table.working_bytes), 1)
+    at_once = max(_MAX_PEAK_ENTRIES // len(table.working_bytes), 1)
     peaks = np.empty(len(counts))
     for first in range(0, len(counts), at_once):
         chunk = slice(first, first + at_once)
@@ -131,7 +131,7 @@ def _count_peaks(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray)
     return peaks
 
 
-def fewest_that_fit(
+def bisect_min_fitting(
     fit: Callable[[np.ndarray, np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
     """Return the min number in [low, high] that fits, or `high` if none, by bisection; `fit` maps
@@ -149,8 +149,8 @@ def fewest_that_fit(
 class LevelFit:
     """Stages, their units, and whether they fit with given recompute counts."""
 
-    cap: Cap
-    alike: Alike
+    cap: MemoryCap
+    alike: LayerGroups
     counts: np.ndarray
     """Units, [stages, kinds]."""
     held: np.ndarray
@@ -159,7 +159,7 @@ class LevelFit:
     """Number of levels with their own sets, or 1 if all levels share one."""
 
     @classmethod
-    def of(
+    def build(
         cls,
         table: MemoryTable,
         counts: np.ndarray,
@@ -168,10 +168,10 @@ class LevelFit:
         same_at_levels: bool = False,
     ) -> "LevelFit":
         """Build for stages `counts`; `same_at_levels` shares recomputed layers between levels."""
-        alike = Alike.of(table.kinds)
+        alike = LayerGroups.build(table.kinds)
         own_sets = 1 if same_at_levels else table.levels
         return cls(
-            cap=Cap.of(table, memory_cap_bytes),
+            cap=MemoryCap.build(table, memory_cap_bytes),
             alike=alike,
             counts=counts,
             held=np.tile(alike.together(counts[:, layer_kinds(table.kinds)]), own_sets),
@@ -217,28 +217,28 @@ class LevelFit:
             layers[rows, column[rows]] = number
             return self.holds(stage[rows], layers[rows])
 
-        return fewest_that_fit(fit, low, high)
+        return bisect_min_fitting(fit, low, high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LevelRecomputes:
+class LevelSets:
     """Fitting sets, and optimistic sets that bound them."""
 
-    fitting: Recomputes
-    optimistic: Recomputes
+    fitting: RecomputeSets
+    optimistic: RecomputeSets
     """Sets that bound all fitting sets; equal to them if `complete`."""
     complete: bool
     """Whether all minimal sets are included."""
 
 
-def useful_recomputes(
+def useful_sets(
     table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
-) -> Recomputes:
-    """Return all useful sets of one level; arguments as in `recomputes_of_levels`."""
-    return recomputes_of_levels(table, counts, extreme_ms, memory_cap_bytes).fitting
+) -> RecomputeSets:
+    """Return all useful sets of one level; arguments as in `useful_sets_of_levels`."""
+    return useful_sets_of_levels(table, counts, extreme_ms, memory_cap_bytes).fitting
 
 
-def recomputes_of_levels(
+def useful_sets_of_levels(
     table: MemoryTable,
     counts: np.ndarray,
     extreme_ms: np.ndarray,
@@ -246,7 +246,7 @@ def recomputes_of_levels(
     most: float = np.inf,
     *,
     same_at_levels: bool = False,
-) -> LevelRecomputes:
+) -> LevelSets:
     """Return the useful sets of many possible stages; stages that never fit have none.
 
     Args:
@@ -259,8 +259,8 @@ def recomputes_of_levels(
     if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):
         alone = _combine_levels(table, counts, extreme_ms, memory_cap_bytes)
         if np.bincount(alone.stage, minlength=1).max() <= most:
-            return LevelRecomputes(fitting=alone, optimistic=alone, complete=True)
-    fit = LevelFit.of(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
+            return LevelSets(fitting=alone, optimistic=alone, complete=True)
+    fit = LevelFit.build(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
     stage = np.flatnonzero(fit.holds(np.arange(len(counts)), fit.held))
     held, low = fit.held[stage], np.zeros_like(fit.held[stage])
     held = high = np.where(fit.holds(stage, low)[:, None], 0, held)
@@ -273,15 +273,15 @@ def recomputes_of_levels(
     at_near, near_fits = _minimize_column(fit, stage[row], near, last, high[row])
     if (near == far).all():
         found = _sort_sets(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
-        return LevelRecomputes(fitting=found, optimistic=found, complete=True)
+        return LevelSets(fitting=found, optimistic=found, complete=True)
     at_far, far_fits = _minimize_column(fit, stage[row], far, last, high[row])
     rows = np.concatenate([row[near_fits], row[far_fits]])
     fitting = np.concatenate([at_near[near_fits], at_far[far_fits]])
-    fitting = least_below(fit, stage[rows], fitting, np.zeros(len(rows), np.int64))
+    fitting = minimize_sets(fit, stage[rows], fitting, np.zeros(len(rows), np.int64))
     # Sets of a cell have at least the near corner's counts, and in the last column at least the min
     # found at the far corner.
     bounds = np.where(np.arange(far.shape[1]) == last[:, None], at_far, near)
-    return LevelRecomputes(
+    return LevelSets(
         fitting=_sort_sets(fit, stage[rows], fitting, extreme_ms),
         optimistic=_sort_sets(fit, stage[row][far_fits], bounds[far_fits], extreme_ms),
         complete=False,
@@ -290,11 +290,11 @@ def recomputes_of_levels(
 
 def _combine_levels(
     table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
-) -> Recomputes:
+) -> RecomputeSets:
     """Return all combinations of per-level sets, for levels that are never in flight together."""
-    found = Recomputes(stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64))
+    found = RecomputeSets(stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64))
     for level, of_level in enumerate(np.split(extreme_ms, table.levels, axis=1)):
-        sets = useful_recomputes(
+        sets = useful_sets(
             table.of_level(level), counts, of_level[of_level.any(axis=1)], memory_cap_bytes
         )
         first = np.searchsorted(sets.stage, np.arange(len(counts) + 1))
@@ -303,7 +303,7 @@ def _combine_levels(
         place = np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)
         which = first[found.stage[row]] + place
         layers = np.concatenate([found.layers[row], sets.layers[which]], axis=1)
-        found = Recomputes(stage=found.stage[row], layers=layers)
+        found = RecomputeSets(stage=found.stage[row], layers=layers)
     return found
 
 
@@ -314,12 +314,12 @@ def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
     """
     layers = fit.of_groups(layers[None])[0]
     columns = len(layers)
-    more = np.array([0, *_MORE])
+    more = np.array([0, *_ADDED_LAYERS])
     column, number, first = (axis.ravel() for axis in np.indices((columns, len(more), columns)))
     sets = np.repeat(layers[None], len(column), axis=0)
     each = np.arange(len(sets))
     sets[each, column] = np.minimum(sets[each, column] + more[number], fit.held[0, column])
-    least = np.unique(least_below(fit, np.zeros_like(each), sets, first), axis=0)
+    least = np.unique(minimize_sets(fit, np.zeros_like(each), sets, first), axis=0)
     return fit.of_kinds(np.zeros(len(least), np.int64), least)
 
 
@@ -385,7 +385,7 @@ def _minimize_column(
     return found, fits
 
 
-def least_below(
+def minimize_sets(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, first: np.ndarray
 ) -> np.ndarray:
     """Return minimal sets [sets, columns] below fitting sets `layers` [sets, columns] of stages
@@ -401,15 +401,15 @@ def least_below(
 
 def _sort_sets(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, extreme_ms: np.ndarray
-) -> Recomputes:
+) -> RecomputeSets:
     """Sort sets [sets, columns], dropping dominated sets of each stage."""
     layers = fit.of_kinds(stage, layers)
-    kept = undominated_sets(stage, layers @ extreme_ms.T)
+    kept = pareto_minimal_sets(stage, layers @ extreme_ms.T)
     kept = kept[np.lexsort((*layers[kept].T[::-1], stage[kept]))]
-    return Recomputes(stage=stage[kept], layers=layers[kept])
+    return RecomputeSets(stage=stage[kept], layers=layers[kept])
 
 
-def undominated_sets(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
+def pareto_minimal_sets(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """Return each group's Pareto-minimal entries by `costs` [entries, costs], first of equals."""
     order = np.lexsort((*costs.T[::-1], group))
     found = []

@@ -21,15 +21,15 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Runs
-from omnibal.pipeline.recompute import Cap, fewest_that_fit
+from omnibal.pipeline.recompute import MemoryCap, bisect_min_fitting
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.unit_runs import layer_kinds
 
 NO_NUMBER = 2**31
 """Number of a stage that never fits."""
-_FREE = -1
+_SEARCHED = -1
 """Placeholder for a tower's number that is searched."""
-_MOST_KINDS = 3
+_MAX_PERMUTED_KINDS = 3
 """Max layer kinds for trying all orders; with more, model order and its reverse."""
 
 
@@ -46,7 +46,7 @@ class LayerOrders:
     """Whether all stages have the same way and number."""
 
     @classmethod
-    def of(cls, cost: CostModel, runs: Runs, mean: np.ndarray, in_flight: np.ndarray) -> Self:
+    def build(cls, cost: CostModel, runs: Runs, mean: np.ndarray, in_flight: np.ndarray) -> Self:
         """Return orders by saved bytes per time, by kind and by chunk, for `mean` features [F] and
         the max number of micro-batches in flight per chunk, [c]."""
         kinds = layer_kinds(cost.kinds)
@@ -59,7 +59,7 @@ class LayerOrders:
         chunks = np.argsort(-in_flight, kind="stable").tolist()
         useful = np.flatnonzero(saved > 0).tolist()
         idle = np.flatnonzero(saved <= 0).tolist()
-        few = len(useful) <= _MOST_KINDS
+        few = len(useful) <= _MAX_PERMUTED_KINDS
         orders = [np.argsort(by_price, axis=None, kind="stable").tolist()]
         for order in permutations(useful) if few else (useful, useful[::-1]):
             full = [*order, *idle]
@@ -75,7 +75,9 @@ class LayerOrders:
         """Return the number that recomputes all layers. [n]"""
         return self.runs.counts[chosen][..., self.kinds].sum(axis=(1, 2))
 
-    def recomputed(self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray) -> np.ndarray:
+    def count_recomputed(
+        self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
+    ) -> np.ndarray:
         """Return the first `number` [n] layers in the order of `way` [n]. [n, c, K]"""
         counts, place = self.runs.counts[chosen], self.places[way]
         held = counts[..., self.kinds]
@@ -102,14 +104,16 @@ class TowerNumbers:
     before: np.ndarray
     """Layers of every kind before each position, [units + 1, L]."""
     fixed: np.ndarray
-    """Numbers of the towers in each way, or `_FREE`, [ways, T], increasing."""
+    """Numbers of the towers in each way, or `_SEARCHED`, [ways, T], increasing."""
     is_shared: bool
     """Whether all stages have the same way and number."""
     language_layers: int | None = None
     """Layers of the language model if it recomputes all of them or none, else None."""
 
     @classmethod
-    def of(cls, cost: CostModel, model: ModelConfig, runs: Runs, freedom: RecomputeFreedom) -> Self:
+    def build(
+        cls, cost: CostModel, model: ModelConfig, runs: Runs, freedom: RecomputeFreedom
+    ) -> Self:
         """Return the numbers that a trainer of this freedom takes. An encoder's number is 0 or all
         if shared, and 0 without a backward, as recomputation would cost nothing."""
         layers = [cost.kinds[index] for index in layer_kinds(cost.kinds)]
@@ -125,11 +129,11 @@ class TowerNumbers:
         stop = np.minimum(runs.end[:, None], [place[-1] + 1 for place in places])
         is_shared = freedom is not RecomputeFreedom.STAGES
         *encoders, language = places
-        fixed = [(_FREE,) * len(places)]
+        fixed = [(_SEARCHED,) * len(places)]
         if is_shared:
             trained = zip(encoders, has_backward.values(), strict=False)
             numbers = [(0, len(place)) if has else (0,) for place, has in trained]
-            fixed = [(*of_encoders, _FREE) for of_encoders in product(*numbers)]
+            fixed = [(*of_encoders, _SEARCHED) for of_encoders in product(*numbers)]
         return cls(
             runs=runs,
             kinds=np.array(layer_kinds(cost.kinds)),
@@ -146,14 +150,16 @@ class TowerNumbers:
 
     def max_number(self, chosen: np.ndarray) -> np.ndarray:
         """Return the max layers per chunk of the towers with a searched number. [n]"""
-        is_free = (self.fixed == _FREE).any(axis=0)
+        is_free = (self.fixed == _SEARCHED).any(axis=0)
         return (self.stop - self.first)[chosen][..., is_free].max(axis=(1, 2))
 
-    def recomputed(self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray) -> np.ndarray:
+    def count_recomputed(
+        self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
+    ) -> np.ndarray:
         """Return the first `number` [n] layers of towers whose number `way` [n] leaves free, and
         the fixed number of other towers. [n, c, K]"""
         first, fixed = self.first[chosen], self.fixed[way]
-        numbers = np.where(fixed == _FREE, number[:, None], fixed)[:, None]
+        numbers = np.where(fixed == _SEARCHED, number[:, None], fixed)[:, None]
         stop = np.minimum(first + numbers, self.stop[chosen])
         recomputed = np.zeros((*chosen.shape, self.runs.counts.shape[1]), np.int64)
         recomputed[..., self.kinds] = (self.before[stop] - self.before[first]).sum(axis=2)
@@ -181,7 +187,7 @@ RecomputeWays = LayerOrders | TowerNumbers
 class FittingNumbers:
     """Min numbers of one stage to fit memory, cached."""
 
-    caps: Sequence[Cap]
+    caps: Sequence[MemoryCap]
     """Memory caps of the passes of every chunk."""
     ways: RecomputeWays
     alike: np.ndarray
@@ -204,7 +210,7 @@ class FittingNumbers:
         alike = [firsts.setdefault(names[start:end], run) for run, (start, end) in enumerate(spans)]
         return [
             cls(
-                caps=[Cap.of(table, cap_bytes) for table in of_chunks],
+                caps=[MemoryCap.build(table, cap_bytes) for table in of_chunks],
                 ways=of_stage,
                 alike=np.array(alike, np.int64),
             )
@@ -213,7 +219,7 @@ class FittingNumbers:
 
     def on(self, tables: Sequence[MemoryTable], cap_bytes: float) -> Self:
         """Return an empty cache for other tables of the chunks and another memory cap."""
-        return replace(self, caps=[Cap.of(table, cap_bytes) for table in tables], known={})
+        return replace(self, caps=[MemoryCap.build(table, cap_bytes) for table in tables], known={})
 
     def find(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
         """Return the min number in `way` [n] for each stage to fit, or `NO_NUMBER`. [n]"""
@@ -230,7 +236,7 @@ class FittingNumbers:
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
             counts = self.ways.runs.counts[chosen[rows]].reshape(len(rows), -1)
-            recomputed = self.ways.recomputed(chosen[rows], way[rows], number)
+            recomputed = self.ways.count_recomputed(chosen[rows], way[rows], number)
             recomputed = np.tile(recomputed, levels).reshape(len(rows), -1)
             return np.all([cap.holds(counts, recomputed) for cap in self.caps], axis=0)
 
@@ -238,4 +244,4 @@ class FittingNumbers:
         fits_with_none = fit(every, 0 * most)
         most = np.where(fits_with_none, 0, most)
         fits = fits_with_none | fit(every, most)
-        return np.where(fits, fewest_that_fit(fit, np.where(fits, 0, most), most), NO_NUMBER)
+        return np.where(fits, bisect_min_fitting(fit, np.where(fits, 0, most), most), NO_NUMBER)

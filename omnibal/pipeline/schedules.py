@@ -34,7 +34,7 @@ class Pass(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class ChunkPass:
     """One pass of a micro-batch through a chunk."""
 
     kind: Pass
@@ -42,7 +42,7 @@ class Operation:
     chunk: int = 0
 
 
-StageOperations = tuple[Operation, ...]
+StageOperations = tuple[ChunkPass, ...]
 """Operations of one stage in a step, in order."""
 
 
@@ -66,7 +66,7 @@ class Placement(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Schedule:
+class StepSchedule:
     name: str
     chunks: int
     micro_batches: int
@@ -94,11 +94,11 @@ class Schedule:
         return self.placement.stage_of(part, self.stages)
 
 
-ScheduleRule = Callable[[int, int, int], Schedule]
+ScheduleRule = Callable[[int, int, int], StepSchedule]
 """Maps (stages, chunks, micro-batches) to a schedule."""
 
 
-def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Schedule:
+def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     """1F1B: min(p - 1 - s, m) warm-up forwards on stage s, then one forward and one backward in
     turn, then the remaining backwards (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
@@ -111,8 +111,8 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
     """
     if chunks != 1:
         raise ValueError(f"1F1B has 1 chunk a stage, not {chunks}; interleaved 1F1B has several")
-    forwards = [Operation(Pass.FORWARD, i) for i in range(micro_batches)]
-    backwards = [Operation(Pass.BACKWARD, i) for i in range(micro_batches)]
+    forwards = [ChunkPass(Pass.FORWARD, i) for i in range(micro_batches)]
+    backwards = [ChunkPass(Pass.BACKWARD, i) for i in range(micro_batches)]
     operations = []
     for stage in range(stages):
         warm_up = min(stages - 1 - stage, micro_batches)
@@ -121,12 +121,12 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
         for pair in zip(forwards[warm_up:], backwards[:steady], strict=True):
             order += pair
         operations.append((*order, *backwards[steady:]))
-    return Schedule(
+    return StepSchedule(
         name="1F1B", chunks=1, micro_batches=micro_batches, operations=tuple(operations)
     )
 
 
-def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
+def interleaved_1f1b(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     """Interleaved 1F1B in Megatron-core's order (arXiv 2104.04473, section 2.2).
 
     Stage s of p runs 2 (p - 1 - s) + (chunks - 1) p warm-up forwards of a chunk, in groups of p
@@ -135,13 +135,13 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     """
     total = -(-micro_batches // stages) * stages * chunks
 
-    def forward(index: int) -> Operation:
+    def forward(index: int) -> ChunkPass:
         group, within = divmod(index, stages * chunks)
-        return Operation(Pass.FORWARD, group * stages + within % stages, within // stages)
+        return ChunkPass(Pass.FORWARD, group * stages + within % stages, within // stages)
 
-    def backward(index: int) -> Operation:
+    def backward(index: int) -> ChunkPass:
         same = forward(index)
-        return Operation(Pass.BACKWARD, same.micro_batch, chunks - 1 - same.chunk)
+        return ChunkPass(Pass.BACKWARD, same.micro_batch, chunks - 1 - same.chunk)
 
     operations = []
     for stage in range(stages):
@@ -151,7 +151,7 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
             order += [forward(warm_up + index), backward(index)]
         order += [backward(index) for index in range(total - warm_up, total)]
         operations.append(tuple(one for one in order if one.micro_batch < micro_batches))
-    return Schedule(
+    return StepSchedule(
         name="interleaved 1F1B",
         chunks=chunks,
         micro_batches=micro_batches,
@@ -159,7 +159,7 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     )
 
 
-def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
+def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     """ZB-H1: 1F1B with deferred weight gradients (arXiv 2401.10241, section 2.2).
 
     Stage s defers s of them: no stage holds more micro-batches than the first does in 1F1B, and the
@@ -176,22 +176,22 @@ def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
     for stage, whole in enumerate(
         one_forward_one_backward(stages, chunks, micro_batches).operations
     ):
-        order: list[Operation] = []
+        order: list[ChunkPass] = []
         for one in whole:
             if one.kind is Pass.FORWARD:
                 order.append(one)
                 continue
-            order.append(Operation(Pass.BACKWARD_INPUT, one.micro_batch))
+            order.append(ChunkPass(Pass.BACKWARD_INPUT, one.micro_batch))
             if one.micro_batch >= stage:
-                order.append(Operation(Pass.BACKWARD_WEIGHT, one.micro_batch - stage))
+                order.append(ChunkPass(Pass.BACKWARD_WEIGHT, one.micro_batch - stage))
         late = range(max(micro_batches - stage, 0), micro_batches)
-        operations.append((*order, *(Operation(Pass.BACKWARD_WEIGHT, i) for i in late)))
-    return Schedule(
+        operations.append((*order, *(ChunkPass(Pass.BACKWARD_WEIGHT, i) for i in late)))
+    return StepSchedule(
         name="ZB-H1", chunks=1, micro_batches=micro_batches, operations=tuple(operations)
     )
 
 
-def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> Schedule:
+def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     """ZB-V with two chunks per stage (arXiv 2401.10241, section 6; V-ZB of arXiv 2405.15362).
 
     A stage holds at most 2 p chunks of micro-batches. There is no bubble if forward, input and
@@ -203,7 +203,7 @@ def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> Schedule:
     # With fewer the pipeline is never full; missing micro-batches are left out.
     full = max(micro_batches, 2 * stages - 1)
     operations = (_zero_bubble_v_stage(stages, stage, full) for stage in range(stages))
-    return Schedule(
+    return StepSchedule(
         name="ZB-V",
         chunks=2,
         micro_batches=micro_batches,
@@ -215,14 +215,14 @@ def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> Schedule:
     )
 
 
-def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterator[Operation]:
+def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterator[ChunkPass]:
     """Yield a stage's operations in ZB-V for at least 2 p - 1 micro-batches."""
     left = stages - stage
     numbers = {(kind, chunk): itertools.count() for kind in Pass for chunk in (0, 1)}
 
-    def turn(*passes: tuple[Pass, int], times: int = 1) -> Iterator[Operation]:
+    def turn(*passes: tuple[Pass, int], times: int = 1) -> Iterator[ChunkPass]:
         for _ in range(times):
-            yield from (Operation(one[0], next(numbers[one]), one[1]) for one in passes)
+            yield from (ChunkPass(one[0], next(numbers[one]), one[1]) for one in passes)
 
     def whole(chunk: int) -> tuple[tuple[Pass, int], ...]:
         return (Pass.BACKWARD_INPUT, chunk), (Pass.BACKWARD_WEIGHT, chunk)
@@ -240,16 +240,16 @@ def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterato
     yield from turn((Pass.BACKWARD_WEIGHT, 0), times=stage)
 
 
-def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
+def forward_only(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     """Evaluation: forwards only, in groups of p micro-batches, so that a stage stays busy while a
     micro-batch is between two of its chunks."""
     order = [
-        Operation(Pass.FORWARD, i, chunk)
+        ChunkPass(Pass.FORWARD, i, chunk)
         for first in range(0, micro_batches, stages)
         for chunk in range(chunks)
         for i in range(first, min(first + stages, micro_batches))
     ]
-    return Schedule(
+    return StepSchedule(
         name="forward only",
         chunks=chunks,
         micro_batches=micro_batches,
@@ -272,7 +272,7 @@ MAX_CHUNKS: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Named:
+class _ScheduleType:
     """Rule, placement and chunk counts of a named schedule."""
 
     rule: ScheduleRule
@@ -287,11 +287,11 @@ class _Named:
 
 _TWO_PARTS = Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 
-_NAMED: Mapping[ScheduleName, _Named] = {
-    "1f1b": _Named(rule=one_forward_one_backward),
-    "interleaved": _Named(rule=interleaved, chunks=range(2, MAX_CHUNKS + 1)),
-    "zb-h1": _Named(rule=zero_bubble_h1, passes=_TWO_PARTS),
-    "zb-v": _Named(
+_SCHEDULES: Mapping[ScheduleName, _ScheduleType] = {
+    "1f1b": _ScheduleType(rule=one_forward_one_backward),
+    "interleaved": _ScheduleType(rule=interleaved_1f1b, chunks=range(2, MAX_CHUNKS + 1)),
+    "zb-h1": _ScheduleType(rule=zero_bubble_h1, passes=_TWO_PARTS),
+    "zb-v": _ScheduleType(
         rule=zero_bubble_v, placement=Placement.V, chunks=range(2, 3), passes=_TWO_PARTS
     ),
 }
@@ -306,7 +306,7 @@ class PipelineSchedule(Frozen):
 
     @model_validator(mode="after")
     def _has_such_chunks(self) -> "PipelineSchedule":
-        allowed = _NAMED[self.name].chunks
+        allowed = _SCHEDULES[self.name].chunks
         if self.chunks not in allowed:
             wanted = f"{allowed[0]}" if len(allowed) == 1 else f"{allowed[0]} to {allowed[-1]}"
             raise ValueError(
@@ -319,22 +319,22 @@ class PipelineSchedule(Frozen):
         """Return the schedules of these names that a search tries, with their chunks."""
         return [
             cls(name=name, chunks=chunks)
-            for name, of_name in _NAMED.items()
+            for name, of_name in _SCHEDULES.items()
             for chunks in of_name.chunks
             if name in names and chunks <= of_name.most_tried
         ]
 
     @property
     def rule(self) -> ScheduleRule:
-        return _NAMED[self.name].rule
+        return _SCHEDULES[self.name].rule
 
     @property
     def placement(self) -> Placement:
-        return _NAMED[self.name].placement
+        return _SCHEDULES[self.name].placement
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        return _NAMED[self.name].passes
+        return _SCHEDULES[self.name].passes
 
     @property
     def in_two(self) -> bool:

@@ -18,12 +18,17 @@ import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import OperationGraph, listed_micro_batches, schedule_graph
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule, Schedule
+from omnibal.pipeline.schedules import (
+    ONE_FORWARD_ONE_BACKWARD,
+    Pass,
+    PipelineSchedule,
+    StepSchedule,
+)
 from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs, workload_times
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
-_CHUNK_ENTRIES = 2_000_000
+_MAX_PASS_TIMES = 2_000_000
 """Entries of [rows, m, p] simulated per chunk: limits memory to a few hundred MB."""
 
 
@@ -31,7 +36,7 @@ _CHUNK_ENTRIES = 2_000_000
 class Timeline:
     """Start and end of every operation, in ms from the step's start; batched: [steps, ...]."""
 
-    schedule: Schedule
+    schedule: StepSchedule
     start_ms: Mapping[Pass, np.ndarray]
     """Start of every operation, [m, k] per kind of pass."""
     end_ms: Mapping[Pass, np.ndarray]
@@ -60,25 +65,27 @@ class Timeline:
         )
 
 
-_Place = tuple[int, int, int]
+_PassIndex = tuple[int, int, int]
 """Pass: (row of its kind, micro-batch, part)."""
 
 
-class Turn(NamedTuple):
+class OrderedPass(NamedTuple):
     """One operation of a stage."""
 
     stage: int
-    place: _Place
-    before: _Place | None
+    place: _PassIndex
+    before: _PassIndex | None
     """The stage's previous pass, or None if it is the first."""
-    source: _Place | None
+    source: _PassIndex | None
     """Producer of the input, or None if no other stage has it."""
-    link: _Place
+    link: _PassIndex
     """Link from the producer: (0 forward or 1 backward, micro-batch, first part)."""
 
 
 @lru_cache(maxsize=64)
-def turns_of(graph: OperationGraph, *, to_first_forwards: bool = False) -> tuple[Turn, ...]:
+def order_passes(
+    graph: OperationGraph, *, to_first_forwards: bool = False
+) -> tuple[OrderedPass, ...]:
     """Return a topological order of the operations with long runs of one stage, for cache locality.
 
     Args:
@@ -99,7 +106,7 @@ def turns_of(graph: OperationGraph, *, to_first_forwards: bool = False) -> tuple
         place, source = places[index], places[sources[index]]
         cut = place[2] if source is None else min(place[2], source[2])
         link = backward[index], place[1], cut
-        turns.append(Turn(stages[index], place, places[before[index]], source, link))
+        turns.append(OrderedPass(stages[index], place, places[before[index]], source, link))
     return tuple(turns)
 
 
@@ -110,14 +117,14 @@ class Block:
     first: np.ndarray
     size: np.ndarray
 
-    def most(self, values: np.ndarray) -> np.ndarray:
+    def maximum(self, values: np.ndarray) -> np.ndarray:
         """Return the block maximum in all of its rows. [..., rows]"""
         return np.repeat(np.maximum.reduceat(values, self.first, axis=-1), self.size, axis=-1)
 
-    def leader(self, values: np.ndarray) -> np.ndarray:
+    def argmax(self, values: np.ndarray) -> np.ndarray:
         """Return each row's first row of its block with the largest of `values` [rows]. [rows]"""
         rows = np.arange(len(values))
-        leading = np.where(values == self.most(values), rows, len(rows))
+        leading = np.where(values == self.maximum(values), rows, len(rows))
         return np.repeat(np.minimum.reduceat(leading, self.first), self.size)
 
 
@@ -131,7 +138,7 @@ class Joins:
     """Number of parts that differ, 1 if all have the same blocks."""
 
     @classmethod
-    def of(cls, together: np.ndarray | None) -> "Joins":
+    def build(cls, together: np.ndarray | None) -> "Joins":
         """Return the blocks of aligned rows, given their sizes [m, 1 or k, rows] or None."""
         if together is None:
             return cls({}, 1)
@@ -142,7 +149,7 @@ class Joins:
             blocks[micro_batch, part] = Block(first, size[first])
         return cls(blocks, together.shape[1])
 
-    def at(self, place: _Place) -> Block | None:
+    def at(self, place: _PassIndex) -> Block | None:
         """Return the blocks of a pass, or None if every row runs it alone."""
         return self.blocks.get((place[1], place[2] % self.parts))
 
@@ -154,12 +161,12 @@ class Joins:
         for micro_batch, part in np.ndindex(pass_ms.shape[1:3]):
             block = self.at((0, micro_batch, part))
             if block is not None:
-                took_ms[:, micro_batch, part] = block.most(pass_ms[:, micro_batch, part])
+                took_ms[:, micro_batch, part] = block.maximum(pass_ms[:, micro_batch, part])
         return took_ms
 
 
-def run(
-    turns: Sequence[Turn],
+def run_passes(
+    turns: Sequence[OrderedPass],
     took_ms: np.ndarray,
     link_ms: np.ndarray,
     ready_ms: np.ndarray,
@@ -180,12 +187,12 @@ def run(
             start = np.maximum(start, end[source] + link_ms[link])
         block = joins.at(place)
         if block is not None:
-            start = block.most(start)
+            start = block.maximum(start)
         free[stage] = np.add(start, took_ms[place], out=end[place])
     return end, np.stack(free)
 
 
-def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:
+def idle_before_passes(timeline: Timeline) -> dict[Pass, np.ndarray]:
     """Return the stage's idle time before each operation of one step, in ms. [m, k] per kind"""
     schedule = timeline.schedule
     waits = {kind: np.zeros_like(start) for kind, start in timeline.start_ms.items()}
@@ -228,14 +235,14 @@ def predict_steps(
     _, step_index = np.unique(workload.step, return_inverse=True)
     steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
     entries = ranks * (int(workload.slot.max()) + 1) * stages * schedule.chunks
-    at_once = max(_CHUNK_ENTRIES // entries, 1)
+    at_once = max(_MAX_PASS_TIMES // entries, 1)
     finish_ms, busy_ms = np.empty((2, steps, stages))
     for first in range(0, steps, at_once):
         chunk = slice(first, min(first + at_once, steps))
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
-        rows = SimulatedRows.of(times, workload, packs, step_index[packs] - first, schedule)
+        rows = SimulatedRows.build(times, workload, packs, step_index[packs] - first, schedule)
         ready_ms = rows.first_waits_ms(once)
-        timeline = rows.simulated(ready_ms)
+        timeline = rows.simulate(ready_ms)
         exposed_ms = rows.exposed_ms(once, timeline)
         reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
@@ -268,12 +275,12 @@ def simulate_ranks(
         workload: a single step.
     """
     alone, one_step = replace(times, waits_ms=None), np.zeros(len(workload), np.int64)
-    rows = SimulatedRows.of(alone, workload, slice(None), one_step, schedule)
+    rows = SimulatedRows.build(alone, workload, slice(None), one_step, schedule)
     if times.waits_ms is None:
-        return rows.simulated()
+        return rows.simulate()
     before_ms = np.zeros((len(rows.counts), 1))
     np.add.at(before_ms[:, 0], workload.dp_rank, times.waits_ms[:, 0])
-    return rows.simulated(np.repeat(before_ms, rows.stages, axis=1))
+    return rows.simulate(np.repeat(before_ms, rows.stages, axis=1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,7 +327,7 @@ class SimulatedRows:
     pass_ms: np.ndarray
     """Time of every pass, [kinds, m, k, rows], by the kinds of the schedule."""
     link_ms: np.ndarray
-    """P2P times forward and backward, [2, m, k - 1, rows], as in `run`."""
+    """P2P times forward and backward, [2, m, k - 1, rows], as in `run_passes`."""
     counts: np.ndarray
     """Micro-batches per row."""
     ranks: int = 1
@@ -338,12 +345,12 @@ class SimulatedRows:
     """`pass_ms` with joined rows at their slowest."""
 
     def __post_init__(self) -> None:
-        joins = Joins.of(self.together)
+        joins = Joins.build(self.together)
         object.__setattr__(self, "joins", joins)
         object.__setattr__(self, "took_ms", joins.slowest(self.pass_ms))
 
     @classmethod
-    def of(
+    def build(
         cls,
         times: StageTimes,
         workload: Workload,
@@ -356,7 +363,7 @@ class SimulatedRows:
         row = step * ranks + workload.dp_rank[chosen]
         shape = int(workload.slot.max()) + 1, (int(step[-1]) + 1) * ranks
 
-        def placed(values: np.ndarray, missing: float = 0) -> np.ndarray:
+        def to_table(values: np.ndarray, missing: float = 0) -> np.ndarray:
             """Arrange values [packs, k] as [m, k, rows]."""
             table = np.full((shape[0], values.shape[1], shape[1]), missing, values.dtype)
             table[slot, :, row] = values
@@ -374,11 +381,11 @@ class SimulatedRows:
             last = schedule.last_pass
             pass_ms[last] = pass_ms[last] + after_ms[:, None] * first
         links_ms = times.forward_link_ms[chosen], times.backward_link_ms[chosen]
-        context = np.maximum(placed(workload.context[chosen, None]), 1)
+        context = np.maximum(to_table(workload.context[chosen, None]), 1)
         return cls(
             schedule=schedule,
-            pass_ms=np.stack([placed(ms) for ms in pass_ms.values()]),
-            link_ms=np.stack([placed(ms, -np.inf) for ms in links_ms]),
+            pass_ms=np.stack([to_table(ms) for ms in pass_ms.values()]),
+            link_ms=np.stack([to_table(ms, -np.inf) for ms in links_ms]),
             counts=np.bincount(row, minlength=shape[1]),
             ranks=ranks,
             by_one_list=workload.runs_together,
@@ -395,7 +402,7 @@ class SimulatedRows:
         """Part of the model in each chunk of each stage, [p, chunks]."""
         return np.array(self.schedule.parts_of(self.pass_ms.shape[2]))
 
-    def reordered(self, chosen: np.ndarray, order: np.ndarray) -> "SimulatedRows":
+    def reorder_slots(self, chosen: np.ndarray, order: np.ndarray) -> "SimulatedRows":
         """Return rows `chosen` as independent steps with micro-batches in `order`, [chosen, m]."""
         place = order.T[None, :, None]
         return SimulatedRows(
@@ -411,7 +418,7 @@ class SimulatedRows:
             return once.first_wait_ms(self.took_ms[0, 0].T)
         first_ms = np.zeros((len(self.counts), self.pass_ms.shape[2]))
         if once.overlaps and once.gather_ms.any():
-            first_ms = self.simulated(to_first_forwards=True).start_ms[Pass.FORWARD][:, 0]
+            first_ms = self.simulate(to_first_forwards=True).start_ms[Pass.FORWARD][:, 0]
             first_ms = first_ms * (self.counts[:, None] > 0)
         return once.first_waits_ms(first_ms[:, self.parts_of_stages.T])
 
@@ -430,7 +437,7 @@ class SimulatedRows:
         """Time of every part's last backward. [rows, k]"""
         return self.took_ms[-1, np.maximum(self.counts - 1, 0), :, np.arange(len(self.counts))]
 
-    def simulated(
+    def simulate(
         self, ready_ms: np.ndarray | None = None, *, to_first_forwards: bool = False
     ) -> Timeline:
         """Simulate all rows; missing micro-batches are at 0.
@@ -451,10 +458,12 @@ class SimulatedRows:
         end_ms, finish_ms = np.zeros(self.took_ms.shape), np.zeros((self.stages, rows))
         for count in np.unique(listed).tolist():
             of_list = np.flatnonzero(listed == count)
-            own = self if len(of_list) == rows and count == most else self._some(of_list, count)
+            own = (
+                self if len(of_list) == rows and count == most else self._take_rows(of_list, count)
+            )
             graph = schedule_graph(self.schedule, self.stages, count)
-            turns = turns_of(graph, to_first_forwards=to_first_forwards)
-            ended = run(turns, own.took_ms, own.link_ms, ready_ms[of_list].T, own.joins)
+            turns = order_passes(graph, to_first_forwards=to_first_forwards)
+            ended = run_passes(turns, own.took_ms, own.link_ms, ready_ms[of_list].T, own.joins)
             if own is self:
                 end_ms, finish_ms = ended
             else:
@@ -470,7 +479,7 @@ class SimulatedRows:
             step_ms=finish_ms.max(axis=0),
         )
 
-    def _some(self, rows: np.ndarray, count: int) -> "SimulatedRows":
+    def _take_rows(self, rows: np.ndarray, count: int) -> "SimulatedRows":
         """Return whole steps' rows [n] with their first `count` micro-batches."""
         return SimulatedRows(
             schedule=self.schedule,

@@ -22,22 +22,22 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
-_MOST_WORK = 6e8
+_MAX_ORDER_OPERATIONS = 6e8
 """Max simulated operations: about ten seconds of one core. If shared by too many steps, every rank
 tries fewer changes."""
-_MOST_CHANGES = 2_000
+_MAX_CHANGES_PER_RANK = 2_000
 """Max changes tried per rank."""
-_IN_VAIN = 120
+_PATIENCE = 120
 """Changes without gain, per eight micro-batches, before a restart from the best order."""
-_RESTARTS = 4
+_MAX_RESTARTS = 4
 """Max restarts in a row without gain."""
 _ROWS_AT_ONCE = 4_096
 """Rows per batch; their times fit a cache."""
-_TOLERANCE = 1e-9
+_MIN_ORDER_GAIN = 1e-9
 """Relative gain required of a better order."""
 
 
-def ordered_slots(
+def order_slots(
     cost: CostModel,
     stages_at: Sequence[Sequence[Stage]],
     workload: Workload,
@@ -55,7 +55,7 @@ def ordered_slots(
         memory_cap_bytes: per device; met by the current slots.
     """
     times = workload_times(cost, stages_at, workload)
-    slot = searched_slots(times, workload, schedule, effort=effort)
+    slot = search_slots(times, workload, schedule, effort=effort)
 
     def too_full(steps: np.ndarray) -> list[int]:
         """Return the steps with a stage above the cap."""
@@ -78,13 +78,13 @@ def _placed(workload: Workload, slot: np.ndarray) -> Workload:
     return replace(workload.rows(order), slot=slot[order])
 
 
-def in_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
+def apply_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
     """Return the packs with new slots, `slot` [packs]."""
     order = np.lexsort((slot, packs.dp_rank, packs.step))
     return replace(packs.take(order), slot=slot[order].astype(np.int32))
 
 
-def searched_slots(
+def search_slots(
     times: StageTimes,
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
@@ -96,12 +96,12 @@ def searched_slots(
     ranks, slot = workload.data_parallel_size, workload.slot.copy()
     _, step = np.unique(workload.step, return_inverse=True)
     operations = len(schedule.passes) * times.forward_ms.size
-    changes = int(min(effort * _MOST_WORK // max(operations, 1), _MOST_CHANGES))
+    changes = int(min(effort * _MAX_ORDER_OPERATIONS // max(operations, 1), _MAX_CHANGES_PER_RANK))
     alone, at_once = replace(times, waits_ms=None), max(_ROWS_AT_ONCE // ranks, 1)
     for begin in range(0, int(step[-1]) + 1, at_once):
         held = slice(*np.searchsorted(step, [begin, begin + at_once]))
-        rows = SimulatedRows.of(alone, workload, held, step[held] - begin, schedule)
-        order = _search(rows, changes)
+        rows = SimulatedRows.build(alone, workload, held, step[held] - begin, schedule)
+        order = _improve_orders(rows, changes)
         # The micro-batch in slot k of a row was in slot order[row, k].
         place = np.argsort(order, axis=1)
         row = (step[held] - begin) * ranks + workload.dp_rank[held]
@@ -128,34 +128,34 @@ def _bound_ms(rows: SimulatedRows) -> np.ndarray:
     return np.where(rows.counts > 0, work.max(axis=0), 0.0)
 
 
-def _search(rows: SimulatedRows, changes: int) -> np.ndarray:
+def _improve_orders(rows: SimulatedRows, changes: int) -> np.ndarray:
     """Return the best order found for every row, with at most `changes` tried per row. [r, m]"""
     r, m = len(rows.counts), rows.pass_ms.shape[1]
     best = np.arange(m)[None].repeat(r, axis=0)
-    best_ms = rows.simulated().step_ms
+    best_ms = rows.simulate().step_ms
     order, order_ms = best.copy(), best_ms.copy()
     of_step = _bound_ms(rows).reshape(-1, rows.ranks).max(axis=1)
-    goal_ms = np.repeat(of_step, rows.ranks) * (1 + _TOLERANCE)
+    goal_ms = np.repeat(of_step, rows.ranks) * (1 + _MIN_ORDER_GAIN)
     in_vain, starts = np.zeros((2, r), np.int64)
-    patience = np.ceil(_IN_VAIN * rows.counts / 8)
+    patience = np.ceil(_PATIENCE * rows.counts / 8)
     rng = np.random.default_rng(0)
     for number in range(changes):
-        active = np.flatnonzero((best_ms > goal_ms) & (starts <= _RESTARTS) & (rows.counts > 1))
+        active = np.flatnonzero((best_ms > goal_ms) & (starts <= _MAX_RESTARTS) & (rows.counts > 1))
         if not len(active):
             break
         again = in_vain[active] > patience[active]
         base = np.where(again[:, None], best[active], order[active])
-        for change in (_swapped, _moved, _swapped) if again.any() else ():
+        for change in (_swap_slots, _move_slot, _swap_slots) if again.any() else ():
             changed = change(base, *rng.integers(0, rows.counts[active], (2, len(active))))
             base = np.where(again[:, None], changed, base)
         one, other = rng.integers(0, rows.counts[active], (2, len(active)))
-        changed = (_swapped if number % 2 else _moved)(base, one, other)
-        found_ms = rows.reordered(active, changed).simulated().step_ms
-        is_shorter = found_ms < order_ms[active] * (1 - _TOLERANCE)
+        changed = (_swap_slots if number % 2 else _move_slot)(base, one, other)
+        found_ms = rows.reorder_slots(active, changed).simulate().step_ms
+        is_shorter = found_ms < order_ms[active] * (1 - _MIN_ORDER_GAIN)
         taken = active[is_shorter | again]
         order[taken] = changed[is_shorter | again]
         order_ms[taken] = found_ms[is_shorter | again]
-        is_best = order_ms[active] < best_ms[active] * (1 - _TOLERANCE)
+        is_best = order_ms[active] < best_ms[active] * (1 - _MIN_ORDER_GAIN)
         better = active[is_best]
         best[better], best_ms[better] = order[better], order_ms[better]
         in_vain[active] = np.where(is_shorter | again, 0, in_vain[active] + 1)
@@ -163,14 +163,14 @@ def _search(rows: SimulatedRows, changes: int) -> np.ndarray:
     return best
 
 
-def _swapped(order: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _swap_slots(order: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Swap the micro-batches at two places [r] each of orders [r, m]."""
     rows, changed = np.arange(len(order)), order.copy()
     changed[rows, one], changed[rows, other] = order[rows, other], order[rows, one]
     return changed
 
 
-def _moved(order: np.ndarray, one: np.ndarray, to: np.ndarray) -> np.ndarray:
+def _move_slot(order: np.ndarray, one: np.ndarray, to: np.ndarray) -> np.ndarray:
     """Move the micro-batch at place `one` [r] of orders [r, m] to place `to`."""
     rows, place = np.arange(len(order)), np.arange(order.shape[1], dtype=float)
     key = place[None].repeat(len(order), axis=0)

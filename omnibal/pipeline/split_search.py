@@ -9,30 +9,30 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.pipeline.bounds import least_largest, least_sums
+from omnibal.pipeline.bounds import min_largest, min_path_costs
 from omnibal.pipeline.stage_options import Choices, SearchProblem, StageOptions, choices_within
 
-TOLERANCE = 1e-9
+MIN_SPLIT_GAIN = 1e-9
 """Relative improvement below which the search ends."""
 _SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
 """Relative slack of a first split's slowest stage over the fastest possible one."""
-_MAX_ROUNDS = 60  # max rounds of growing splits
+_MAX_GROWTH_ROUNDS = 60  # max rounds of growing splits
 _FIRST_WIDTH = 1_000  # partial splits kept in the first round
 _MAX_WIDTH = 8_000
 """Max partial splits kept while growing, doubled every round."""
-_SAMPLE = 64
+_SPLITS_PER_BATCH = 64
 """Splits simulated per round and per batch."""
 _MIN_LEARNED, _MAX_LEARNED = 6, 16
 """Critical paths added per round."""
-_DROPPED = 4
+_DROPPED_SAMPLES = 4
 """Dropped partial splits that are completed, per stage."""
 _MAX_NEIGHBOURS = 512
 """Max neighbours simulated without improvement."""
-_FEW = 1_024
+_MAX_ENUMERATED = 1_024
 """Remaining splits below which all are simulated."""
 _MAX_STALE = 2
 """Max full-width rounds in a row without a higher bound."""
-_LEAST_RISE = 1e-5
+_MIN_RISE = 1e-5
 """Min relative rise that counts as a higher bound."""
 _WIDENING_RISE = 0.1
 """Keep the width while the bound rises by at least this share of the gap per round."""
@@ -40,7 +40,7 @@ MAX_DESCENT_WORK, MAX_WORK = 2e8, 8e8
 """Path lengths computed for descent and for proof: 1 to 2 seconds, and several."""
 _SIMULATED_WORK, _LEARNED_WORK = 3, 6
 """Work of one operation in path lengths: simulated, and traced for a critical path."""
-_CHUNK_ENTRIES = 8_000_000
+_MAX_LENGTH_ENTRIES = 8_000_000
 """Entries of [partial splits, paths] per chunk: limits memory."""
 
 
@@ -101,14 +101,14 @@ class SplitSearch:
             self._learn(self.best[None])
             splits = _list_neighbours(self.choices, self.best, self.problem.units)
             improved = self._improve(splits)
-        few = splits[:: -(-len(splits) // _SAMPLE)]
+        few = splits[:: -(-len(splits) // _SPLITS_PER_BATCH)]
         self._learn(np.concatenate([self.best[None], few]))
         return True
 
     def with_options_of_better(self) -> "SplitSearch":
         """Return a search from this split and its paths, over all options of a better split."""
         # Slightly more, to cover rounding of exact bounds.
-        choices = choices_within(self.problem, self.best_ms * (1 + TOLERANCE))
+        choices = choices_within(self.problem, self.best_ms * (1 + MIN_SPLIT_GAIN))
         # With fewer runs, different sets may be chosen for each.
         pairs = zip(choices.fitting, self.best_options, strict=True)
         choices = replace(choices, fitting=[found.including(best) for found, best in pairs])
@@ -132,7 +132,7 @@ class SplitSearch:
     def quick_bound_ms(self) -> float:
         """Lower bound on every split, by its slowest stage and by each known path alone."""
         edges, bounds_ms = [o.edges for o in self.options], [o.bound_ms for o in self.options]
-        slowest_ms = least_largest(edges, bounds_ms, self.choices.nodes)
+        slowest_ms = min_largest(edges, bounds_ms, self.choices.nodes)
         return max(slowest_ms, float(self._bounds().before[-1][-1].max(initial=0.0)))
 
     def _improve(self, splits: np.ndarray) -> bool:
@@ -141,8 +141,8 @@ class SplitSearch:
         bound_ms = self._path_ms(self._terms(splits), self.cuts).max(axis=1)
         promising = np.argsort(bound_ms, kind="stable")
         promising = promising[bound_ms[promising] < self._target_ms]
-        for first in range(0, min(len(promising), _MAX_NEIGHBOURS), _SAMPLE):
-            self._simulate(splits[promising[first : first + _SAMPLE]])
+        for first in range(0, min(len(promising), _MAX_NEIGHBOURS), _SPLITS_PER_BATCH):
+            self._simulate(splits[promising[first : first + _SPLITS_PER_BATCH]])
             if self.best_ms < before_ms:
                 return True
         return False
@@ -151,28 +151,30 @@ class SplitSearch:
         """Search until no better split is left or the work limit; return the proven bound."""
         self.work = lower_bound_ms = 0.0
         width, stale = _FIRST_WIDTH, 0
-        for _ in range(_MAX_ROUNDS):
+        for _ in range(_MAX_GROWTH_ROUNDS):
             self._rule_out()
             if not all(map(len, self.kept)):
                 return self.best_ms
             splits, bound_ms, dropped, dropped_ms = self._grow(width)
             fresh = np.array([split.tobytes() not in self.seen for split in splits], bool)
             splits, bound_ms = splits[fresh], bound_ms[fresh]
-            if dropped_ms == np.inf and len(splits) <= _FEW:
+            if dropped_ms == np.inf and len(splits) <= _MAX_ENUMERATED:
                 # In order of their bounds, until none can be better.
-                for first in range(0, len(splits), _SAMPLE):
+                for first in range(0, len(splits), _SPLITS_PER_BATCH):
                     if bound_ms[first] >= self._target_ms:
                         break
-                    self._simulate(splits[first : first + _SAMPLE])
+                    self._simulate(splits[first : first + _SPLITS_PER_BATCH])
                 return self.best_ms
             open_ms = min(bound_ms.min(initial=np.inf), dropped_ms)
             risen = open_ms - lower_bound_ms
-            stale = 0 if risen > _LEAST_RISE * self.best_ms or width < _MAX_WIDTH else stale + 1
+            stale = 0 if risen > _MIN_RISE * self.best_ms or width < _MAX_WIDTH else stale + 1
             wider = risen < _WIDENING_RISE * (self.best_ms - lower_bound_ms)
             lower_bound_ms = max(lower_bound_ms, open_ms)
             if stale == _MAX_STALE or self.work > most_work:
                 break
-            sample = np.concatenate([splits[_spread_indices(len(splits), _SAMPLE // 2)], dropped])
+            sample = np.concatenate(
+                [splits[_spread_indices(len(splits), _SPLITS_PER_BATCH // 2)], dropped]
+            )
             self._simulate(sample)
             self._learn(sample)
             width = min(2 * width, _MAX_WIDTH) if wider else width
@@ -181,7 +183,7 @@ class SplitSearch:
     @property
     def _target_ms(self) -> float:
         """Time below which a split is simulated, in ms."""
-        return self.best_ms * (1 - TOLERANCE)
+        return self.best_ms * (1 - MIN_SPLIT_GAIN)
 
     def _terms(self, splits: np.ndarray) -> np.ndarray:
         """Return cost terms of splits [n, p]. [n, p, terms]"""
@@ -199,7 +201,7 @@ class SplitSearch:
         self.simulated += len(chosen)
         self.work += _SIMULATED_WORK * len(chosen) * self.problem.simulator.operations
         step_ms = self.problem.simulator.step_ms(
-            *self.problem.structure.layout.split(terms[chosen])
+            *self.problem.structure.layout.split_terms(terms[chosen])
         )
         if step_ms.min() < self._target_ms:
             self.best, self.best_ms = splits[chosen[step_ms.argmin()]], float(step_ms.min())
@@ -238,8 +240,8 @@ class SplitSearch:
         return _Bounds(
             kept=kept,
             costs=costs,
-            before=least_sums(edges, costs, 0, nodes),
-            after=least_sums(back, costs[::-1], nodes, nodes)[::-1],
+            before=min_path_costs(edges, costs, 0, nodes),
+            after=min_path_costs(back, costs[::-1], nodes, nodes)[::-1],
         )
 
     def _rule_out(self) -> None:
@@ -274,7 +276,7 @@ class SplitSearch:
             if len(chosen) > width:
                 chosen = chosen[np.argsort(bound_ms[chosen], kind="stable")]
                 dropped_ms = min(dropped_ms, bound_ms[chosen[width]])
-                some = chosen[width:][_spread_indices(len(chosen) - width, _DROPPED)]
+                some = chosen[width:][_spread_indices(len(chosen) - width, _DROPPED_SAMPLES)]
                 few = _extend(bounds, stage, grown, parent[some], option[some], bound_ms[some])
                 dropped.append(self._complete(bounds, stage + 1, few))
                 chosen = np.sort(chosen[:width])
@@ -302,7 +304,7 @@ class SplitSearch:
         rest = bounds.costs[stage] + bounds.after[stage + 1][head]
         self.work += len(parent) * rest.shape[1]
         bound_ms = np.empty(len(parent))
-        at_once = max(_CHUNK_ENTRIES // rest.shape[1], 1)
+        at_once = max(_MAX_LENGTH_ENTRIES // rest.shape[1], 1)
         for begin in range(0, len(parent), at_once):
             chunk = slice(begin, begin + at_once)
             bound_ms[chunk] = (grown.length[parent[chunk]] + rest[option[chunk]]).max(axis=1)
@@ -351,18 +353,18 @@ def _sample_splits(completed: Sequence[_Partials], stages: int) -> np.ndarray:
     bound_ms = np.concatenate([np.zeros(0), *(each.bound_ms for each in completed)])
     splits, first = np.unique(splits, axis=0, return_index=True)
     order = np.argsort(bound_ms[first], kind="stable")
-    return splits[order[_spread_indices(len(order), _SAMPLE // 2)]]
+    return splits[order[_spread_indices(len(order), _SPLITS_PER_BATCH // 2)]]
 
 
 def _make_seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:
     """Return splits with a near-minimal slowest stage and a small sum. [seeds, p]"""
     edges = [o.edges for o in options]
-    slowest_ms = least_largest(edges, [o.bound_ms for o in options], nodes)
+    slowest_ms = min_largest(edges, [o.bound_ms for o in options], nodes)
     splits = []
     for slack in _SEED_SLACKS:
         limit_ms = slowest_ms * (1 + slack)
         costs = [np.where(o.bound_ms <= limit_ms, o.bound_ms, np.inf)[:, None] for o in options]
-        before = least_sums(edges, costs, 0, nodes)
+        before = min_path_costs(edges, costs, 0, nodes)
         split, node = np.zeros(len(options), np.int64), nodes
         for stage in reversed(range(len(options))):
             tail, head = edges[stage]

@@ -51,10 +51,10 @@ class StageTimes:
     def pass_ms(self, kind: Pass) -> np.ndarray:
         """Return the time of a pass, [packs, stages]. Recomputation is in the first part of a split
         backward."""
-        return of_pass(kind, self.forward_ms, self.backward_ms, self.weight_ms)
+        return select_pass(kind, self.forward_ms, self.backward_ms, self.weight_ms)
 
 
-def of_pass(
+def select_pass(
     kind: Pass, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray
 ) -> np.ndarray:
     """Select the values of a pass. Parts of a split backward sum to the whole."""

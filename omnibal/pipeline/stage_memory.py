@@ -25,7 +25,7 @@ from omnibal.pipeline.passes import (
     LinkBuffers,
     Passes,
     all_passes,
-    joined_passes,
+    join_passes,
     largest_pass,
     micro_batches_in,
     stage_passes,
@@ -47,15 +47,15 @@ _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
 _PASSES_AT_ONCE = 4_096
 """Passes per chunk of memory computation."""
-_LOOKED_AT = 9
+_MAX_SAMPLED_STAGES = 9
 """Max stages per pipeline searched for their heaviest passes."""
-_DRAWN_STAGES, _DRAWN_OF_LEVELS = 8, 32
+_DRAWN_STAGES, _DRAWN_STAGES_OF_LEVELS = 8, 32
 """Random stage contents drawn for a table of one level, and of several."""
-_RECOMPUTING_ALL = 4
+_FULL_RECOMPUTE_PERIOD = 4
 """Every n-th drawn stage recomputes all layers."""
 _DRAWN_CONTENTS = 24
 """Random contents of several chunks."""
-_MOST_LAYERS = (4, 24)
+_MAX_DRAWN_LAYERS = (4, 24)
 """Max layers per kind in drawn stages: shallow and deep."""
 
 
@@ -159,7 +159,7 @@ class MemoryTable:
         embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
         taken = self.encoder_memory
         running = np.maximum(most, taken.arrival * embeds)
-        in_step = taken.held + np.maximum(running + taken.features * embeds, taken.encoding)
+        in_step = taken.resident + np.maximum(running + taken.features * embeds, taken.encoding)
         if not taken.whole:  # an evaluation takes less than a step
             return in_step
         # Evaluation runs forward only, with less working memory than a backward.
@@ -260,7 +260,7 @@ class MemoryTable:
                 as it runs.
         """
         own, most, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
-        first, alike = len(self.kinds) * np.arange(self.levels), _alike(self.kinds)
+        first, alike = len(self.kinds) * np.arange(self.levels), _alike_kinds(self.kinds)
         own_gradient = self.own_gradient_bytes.T[last]
         tied = holds_both_ends(self.kinds, counts)[..., None]
         held_kinds = set(np.unique(np.nonzero(counts)[-1]).tolist())
@@ -302,17 +302,17 @@ class MemoryTable:
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
         """Select passes."""
-        return self._each(lambda of_passes: of_passes[chosen])
+        return self._map_passes(lambda of_passes: of_passes[chosen])
 
-    def joined(self, more: "MemoryTable") -> "MemoryTable":
+    def join_passes(self, more: "MemoryTable") -> "MemoryTable":
         """Concatenate the passes of two tables."""
-        others = iter([getattr(more, name) for name in _OF_PASSES])
-        return self._each(lambda of_passes: np.concatenate([of_passes, next(others)]))
+        others = iter([getattr(more, name) for name in _PASS_FIELDS])
+        return self._map_passes(lambda of_passes: np.concatenate([of_passes, next(others)]))
 
     def at_most(self) -> "MemoryTable":
         """Return one pass per level, an upper bound of all its passes."""
         own = [self._own_level == level for level in np.unique(self._own_level)]
-        return self._each(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in own]))
+        return self._map_passes(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in own]))
 
     def of_level(self, level: int) -> "MemoryTable":
         """Return passes of one chunk that run a micro-batch of `level`, plus an empty pass."""
@@ -326,7 +326,7 @@ class MemoryTable:
                 of_own = of_own[:, columns]
             return np.concatenate([of_own, np.zeros((1, of_own.shape[1]))])
 
-        return self._each(change)
+        return self._map_passes(change)
 
     @property
     def _own_level(self) -> np.ndarray:
@@ -334,12 +334,12 @@ class MemoryTable:
         own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
         return own.sum(axis=2).argmax(axis=1)
 
-    def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
-        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _OF_PASSES}
+    def _map_passes(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _PASS_FIELDS}
         return replace(self, **changed)
 
 
-_OF_PASSES = (
+_PASS_FIELDS = (
     *("others_kept_bytes", "others_input_bytes", "own_kept_bytes", "own_input_bytes"),
     *("own_late_bytes", "working_bytes", "passing_bytes", "entered_bytes", "own_gradient_bytes"),
     *("links", "is_forward"),
@@ -353,7 +353,7 @@ def _last_kind(counts: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)  # an entry per model
-def _alike(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
+def _alike_kinds(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
     """Return other kinds that differ from a kind only in P2P tensors. While any such layer is kept,
     recomputing this kind needs no more memory than before."""
     return [
@@ -369,13 +369,13 @@ def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
     return [[index for index, _ in same] for _, same in groups]
 
 
-def memory_table(
+def build_table(
     cost: CostModel, passes: Passes, encoder_memory: EncoderMemory | None = None
 ) -> MemoryTable:
     """Return the memory of passes by kind of unit, with data-parallel encoders' memory."""
     units, buffers = [*cost.units.values()], cost.library_buffers
     activation, boundary, gradient, passing = (
-        _of_units(cost, f"{name}_bytes")
+        _coefficients(cost, f"{name}_bytes")
         for name in ("activation", "boundary", "output_gradient", "passing")
     )
     kept, late = np.split(passes.others, [passes.chunks], axis=1)
@@ -433,7 +433,7 @@ def memory_table(
     )
 
 
-def _of_units(cost: CostModel, name: str) -> np.ndarray:
+def _coefficients(cost: CostModel, name: str) -> np.ndarray:
     """Return coefficients of every kind of unit. [levels * features, kinds]"""
     return np.stack([getattr(unit, name) for unit in cost.units.values()], axis=1)
 
@@ -486,7 +486,7 @@ def _cut_bytes(cost: CostModel, largest: np.ndarray) -> np.ndarray:
 
 def _largest_bytes(cost: CostModel, name: str, largest: np.ndarray) -> np.ndarray:
     """Return bytes of a micro-batch with the max of every feature, max over levels. [kinds]"""
-    of_features = _of_units(cost, name).T * largest
+    of_features = _coefficients(cost, name).T * largest
     return of_features.reshape(len(of_features), cost.levels, -1).sum(axis=2).max(axis=1)
 
 
@@ -554,7 +554,7 @@ def bytes_of_passes(
     for passes in stage_passes(features, workload, schedule, size, stage):
         for first in range(0, len(passes.row), _PASSES_AT_ONCE):
             some = passes.take(slice(first, first + _PASSES_AT_ONCE))
-            table = memory_table(cost, some)
+            table = build_table(cost, some)
             needed, held = table.stage_bytes(runs_of), table.activation_bytes(*content)
             if schedule == ONE_FORWARD_ONE_BACKWARD:
                 # As the search counts: the earliest layers of each kind are recomputed.
@@ -585,7 +585,7 @@ def stage_memories(
 ) -> list[StageMemory]:
     """Return the peak memory per device of every stage, over all passes of a run."""
     features, memories = features_of(workload, cost), []
-    table = memory_table(cost, largest_pass(features, workload, 1, 0), encoder_memory_of(workload))
+    table = build_table(cost, largest_pass(features, workload, 1, 0), encoder_memory_of(workload))
     for stage, runs_of in enumerate(stage_runs(cost, stages_at, schedule)):
         passes = bytes_of_passes(cost, stages_at, workload, schedule, stage, features)
         counts, _ = contents_of(len(cost.kinds), runs_of)
@@ -609,7 +609,7 @@ def stage_memory(
     encoders = table.encoder_memory
     embeds = counts[[kind.name for kind in cost.kinds].index(LANGUAGE_EMBED)] > 0
     features = encoders.features * embeds
-    running = float(table.with_encoders(counts, np.asarray(needed))) - encoders.held - features
+    running = float(table.with_encoders(counts, np.asarray(needed))) - encoders.resident - features
     weights, gradients, optimizer = state.tolist()
     return StageMemory(
         weights_gib=(weights + encoders.weights) / GIB,
@@ -625,9 +625,11 @@ def encoder_memory_of(workload: Workload) -> EncoderMemory:
     return EncoderMemory() if workload.encoding is None else workload.encoding.encoder_memory
 
 
-def tables_of(cost: CostModel, workload: Workload, passes: Iterable[Passes]) -> list[MemoryTable]:
+def build_tables(
+    cost: CostModel, workload: Workload, passes: Iterable[Passes]
+) -> list[MemoryTable]:
     """Return the memory tables of each stage's passes."""
-    return [memory_table(cost, each, encoder_memory_of(workload)) for each in passes]
+    return [build_table(cost, each, encoder_memory_of(workload)) for each in passes]
 
 
 def heaviest_passes(
@@ -644,12 +646,12 @@ def heaviest_passes(
         passes = all_passes(features, workload, len(counts), stage)
         chunks = range(0, len(passes.row), _PASSES_AT_ONCE)
         some = (passes.take(slice(first, first + _PASSES_AT_ONCE)) for first in chunks)
-        needed = [memory_table(cost, each).pass_bytes(*content) for each in some]
+        needed = [build_table(cost, each).pass_bytes(*content) for each in some]
         found.append(int(np.concatenate(needed).argmax()))
     return found
 
 
-def memory_tables(cost: CostModel, workload: Workload, stages: int) -> list[MemoryTable]:
+def pareto_tables(cost: CostModel, workload: Workload, stages: int) -> list[MemoryTable]:
     """Return every stage's memory table of one level in 1F1B, with each pass that may be the peak:
     the Pareto-maximal passes by memory features, as bytes never decrease with features."""
     units, features = cost.units.values(), features_of(workload, cost)
@@ -662,11 +664,11 @@ def memory_tables(cost: CostModel, workload: Workload, stages: int) -> list[Memo
         passes = all_passes(features, workload, stages, stage)
         others, backward = passes.others[:, 0, grows], passes.is_backward[:, None]
         columns = [others, passes.own[:, works], passes.links, backward]
-        chosen.append(passes.take(undominated(np.concatenate(columns, axis=1))))
-    return tables_of(cost, workload, chosen)
+        chosen.append(passes.take(pareto_maximal_rows(np.concatenate(columns, axis=1))))
+    return build_tables(cost, workload, chosen)
 
 
-def undominated(rows: np.ndarray) -> np.ndarray:
+def pareto_maximal_rows(rows: np.ndarray) -> np.ndarray:
     """Return indices of the distinct Pareto-maximal rows of [n, k]."""
     columns, left = np.ascontiguousarray(rows.T), np.arange(len(rows))
     sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
@@ -688,7 +690,7 @@ def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> l
     """
     features, last = features_of(workload, cost), stages - 1
     drawn = _drawn_stages(cost, features.max(axis=0))
-    looked_at = np.linspace(0, last, min(stages, _LOOKED_AT)).round().astype(np.int64)
+    looked_at = np.linspace(0, last, min(stages, _MAX_SAMPLED_STAGES)).round().astype(np.int64)
     heaviest = [
         heaviest_for(drawn, all_passes(features, workload, stages, stage)) for stage in looked_at
     ]
@@ -698,7 +700,7 @@ def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> l
         before = after if looked_at[after] == stage else after - 1
         found = np.union1d(heaviest[before], heaviest[after])
         chosen.append(all_passes(features, workload, stages, stage, found))
-    return tables_of(cost, workload, chosen)
+    return build_tables(cost, workload, chosen)
 
 
 def heaviest_for(drawn: np.ndarray, passes: Passes) -> np.ndarray:
@@ -727,17 +729,19 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
     rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
     units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
-    drawn = _DRAWN_STAGES if levels == 1 else _DRAWN_OF_LEVELS
+    drawn = _DRAWN_STAGES if levels == 1 else _DRAWN_STAGES_OF_LEVELS
     shape = drawn, levels, kinds
-    most = np.where(is_layer, rng.choice(_MOST_LAYERS, (drawn, 1)), 2)
+    most = np.where(is_layer, rng.choice(_MAX_DRAWN_LAYERS, (drawn, 1)), 2)
     counts = rng.integers(0, most)
     # Most levels recompute nothing or everything, and some stages everything at all levels.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
-    share[::_RECOMPUTING_ALL] = 1
+    share[::_FULL_RECOMPUTE_PERIOD] = 1
     again = counts[:, None] * is_layer * share
     whole = np.repeat(counts[:, None] - again, len(cost.features) // levels, axis=1)
     recomputed = np.repeat(again, len(cost.features) // levels, axis=1)
-    activation, boundary = (_of_units(cost, f"{each}_bytes") for each in ("activation", "boundary"))
+    activation, boundary = (
+        _coefficients(cost, f"{each}_bytes") for each in ("activation", "boundary")
+    )
     kept = whole * activation + recomputed * boundary  # [stages, levels * features, kinds]
     back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
     # Units after the running one keep nothing.
@@ -764,7 +768,9 @@ def heavy_tables(
     """Return memory tables of every stage's chunks in any schedule, of the heaviest passes."""
     features = features_of(workload, cost)
     return [
-        tables_of(cost, workload, _heavy_passes(cost, features, workload, schedule, stages, stage))
+        build_tables(
+            cost, workload, _heavy_passes(cost, features, workload, schedule, stages, stage)
+        )
         for stage in range(stages)
     ]
 
@@ -782,10 +788,10 @@ def _heavy_passes(
     for each in stage_passes(features, workload, schedule, stages, stage):
         if len(each.row):
             kinds, kind = found[each.chunk], int(each.kind[0])
-            both = joined_passes([kinds[kind], each]) if kind in kinds else each
+            both = join_passes([kinds[kind], each]) if kind in kinds else each
             drawn = _draw_contents(cost, schedule, both.links.shape[1])
             kinds[kind] = both.take(heaviest_for(drawn, both))
-    return [joined_passes([*kinds.values()]) for kinds in found.values()]
+    return [join_passes([*kinds.values()]) for kinds in found.values()]
 
 
 def _draw_contents(cost: CostModel, schedule: PipelineSchedule, buffers: int) -> np.ndarray:

@@ -18,18 +18,18 @@ from scipy.linalg import block_diag
 from omnibal.base.arrays import rows_of
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, StageRules
-from omnibal.pipeline.bounds import Structure, least_largest, least_largest_with
+from omnibal.pipeline.bounds import Structure, min_largest, min_largest_with_marked
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.recompute import (
     LevelFit,
-    Recomputes,
-    recomputes_of_levels,
+    RecomputeSets,
     sets_near,
+    useful_sets_of_levels,
 )
 from omnibal.pipeline.recompute_ways import NO_NUMBER, FittingNumbers, TowerNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
 
-_MOST_OPTIONS = 20_000
+_MAX_OPTIONS = 20_000
 """Max recompute sets of a stage at several levels, over all runs of units."""
 
 
@@ -93,7 +93,7 @@ class SearchProblem:
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray
-    """Recompute times per layer, [extremes, levels * layer kinds]; see `recomputes_of_levels`."""
+    """Recompute times per layer, [extremes, levels * layer kinds]; see `useful_sets_of_levels`."""
     levels: int
     same_at_levels: bool
     """Whether a stage recomputes the same layers at all levels."""
@@ -164,7 +164,7 @@ def _numbered_options(
     """Return every stage's options by recompute numbers, and the last node."""
     units = problem.units
     if not numbers[0].ways.is_shared:
-        least = _least_numbers(numbers, usable, 0)
+        least = _min_fitting_numbers(numbers, usable, 0)
         fits = [of_stage < NO_NUMBER for of_stage in least]
         usable, least = (
             [values[f] for values, f in zip(of_stages, fits, strict=True)]
@@ -201,7 +201,7 @@ def _shared_numbers(
     ways, runs, units = numbers[0].ways, problem.structure.runs, problem.units
     assert isinstance(ways, TowerNumbers)  # other ways are not shared
     edges = [(runs.start[chosen], runs.end[chosen]) for chosen in usable]
-    least_of = [_least_numbers(numbers, usable, way) for way in range(len(ways))]
+    least_of = [_min_fitting_numbers(numbers, usable, way) for way in range(len(ways))]
     for way, least in enumerate(least_of):
         smaller = -1
         for number in ways.shared_numbers(least):
@@ -209,7 +209,7 @@ def _shared_numbers(
             same = [np.full(len(chosen), number) for chosen in usable]
             options = _recompute_numbers(problem, numbers, usable, way, same)
             sizes_ms = [of_stage.bound_ms for of_stage in options]
-            if least_largest(edges, sizes_ms, units) > limit_ms:
+            if min_largest(edges, sizes_ms, units) > limit_ms:
                 break  # larger numbers take no less time
             fits = [of_stage <= number for of_stage in least]
             sizes_ms = [np.where(f, ms, np.inf) for f, ms in zip(fits, sizes_ms, strict=True)]
@@ -217,7 +217,10 @@ def _shared_numbers(
             for fewer in ways.smaller_ways(way):
                 needs.append([of_stage > number for of_stage in least_of[fewer]])
             smaller = number
-            if max(least_largest_with(edges, sizes_ms, need, units) for need in needs) <= limit_ms:
+            if (
+                max(min_largest_with_marked(edges, sizes_ms, need, units) for need in needs)
+                <= limit_ms
+            ):
                 key = way + len(ways) * number
                 yield [
                     replace(of_stage, shared=of_stage.shared + key).take(np.flatnonzero(f))
@@ -225,7 +228,7 @@ def _shared_numbers(
                 ]
 
 
-def _least_numbers(
+def _min_fitting_numbers(
     numbers: Sequence[FittingNumbers], usable: Sequence[np.ndarray], way: int
 ) -> list[np.ndarray]:
     """Return the min number of each run to fit at every stage. [runs] each"""
@@ -246,8 +249,8 @@ def _recompute_numbers(
     options = []
     for stage, (chosen, of_stage) in enumerate(zip(usable, number, strict=True)):
         ways = numbers[stage].ways
-        layers = ways.recomputed(chosen[:, None], np.full(len(chosen), way), of_stage)
-        options.append(recomputing(problem, stage, chosen, layers[:, 0, ways.kinds]))
+        layers = ways.count_recomputed(chosen[:, None], np.full(len(chosen), way), of_stage)
+        options.append(recompute_options(problem, stage, chosen, layers[:, 0, ways.kinds]))
     return options
 
 
@@ -257,12 +260,12 @@ def stage_choices(
     """Return options of chosen runs with useful recompute sets, as fields of `Choices`."""
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
-    found = recomputes_of_levels(
+    found = useful_sets_of_levels(
         table,
         counts,
         problem.extreme_ms,
         cap_bytes,
-        np.inf if problem.levels == 1 else max(_MOST_OPTIONS // max(len(chosen), 1), 1),
+        np.inf if problem.levels == 1 else max(_MAX_OPTIONS // max(len(chosen), 1), 1),
         same_at_levels=problem.same_at_levels,
     )
     fitting, optimistic = (
@@ -272,31 +275,31 @@ def stage_choices(
 
 
 def _of_sets(
-    problem: SearchProblem, stage: int, chosen: np.ndarray, kind: np.ndarray, sets: Recomputes
+    problem: SearchProblem, stage: int, chosen: np.ndarray, kind: np.ndarray, sets: RecomputeSets
 ) -> StageOptions:
     """Return options of the chosen runs with sets indexed by `sets.stage`."""
     first = np.searchsorted(sets.stage, np.arange(int(kind.max(initial=-1)) + 2))
     number = np.diff(first)[kind]
     place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
     which = np.repeat(first[kind], number) + place
-    return recomputing(problem, stage, np.repeat(chosen, number), sets.layers[which])
+    return recompute_options(problem, stage, np.repeat(chosen, number), sets.layers[which])
 
 
 def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:
     """Return the option's run with sets near its own."""
     runs = problem.structure.runs
     run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
-    fit = LevelFit.of(
+    fit = LevelFit.build(
         problem.tables[stage],
         runs.counts[run],
         problem.memory_cap_bytes,
         same_at_levels=problem.same_at_levels,
     )
     sets = sets_near(fit, option.recomputed[0])
-    return recomputing(problem, stage, np.repeat(run, len(sets)), sets)
+    return recompute_options(problem, stage, np.repeat(run, len(sets)), sets)
 
 
-def recomputing(
+def recompute_options(
     problem: SearchProblem, stage: int, run: np.ndarray, recomputed: np.ndarray
 ) -> StageOptions:
     """Return options of runs [n] with recomputed layers [n, levels * layer kinds]."""

@@ -70,7 +70,7 @@ class Span:
         return self.name.removesuffix(_EMBED)
 
 
-def joined(units: Iterable[Span]) -> tuple[Span, ...]:
+def merge_spans(units: Iterable[Span]) -> tuple[Span, ...]:
     """Merge consecutive layers of a tower, keeping the order."""
     spans: list[Span] = []
     for span in units:
@@ -87,7 +87,7 @@ def joined(units: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _read(given: Any) -> Span:
+def _parse_span(given: Any) -> Span:
     if isinstance(given, Span):
         return given
     if not isinstance(given, str) or not given.strip():
@@ -95,19 +95,19 @@ def _read(given: Any) -> Span:
     return Span.parse(given)
 
 
-Words = Annotated[Span, PlainValidator(_read), PlainSerializer(str, return_type=str)]
+SpanText = Annotated[Span, PlainValidator(_parse_span), PlainSerializer(str, return_type=str)]
 """A span serialized as text."""
 
 
 class Stage(Frozen):
     """A contiguous run of the model's units, in model order."""
 
-    units: tuple[Words, ...]
-    recompute: tuple[Words, ...] = ()
+    units: tuple[SpanText, ...]
+    recompute: tuple[SpanText, ...] = ()
     """Layers with activation recomputation."""
 
     @classmethod
-    def of(cls, *units: str, recompute: Sequence[str] = ()) -> Self:
+    def parse(cls, *units: str, recompute: Sequence[str] = ()) -> Self:
         """Make a stage from texts, such as "vision embed", "vision 0..22" or "head"."""
         return cls(units=tuple(map(Span.parse, units)), recompute=tuple(map(Span.parse, recompute)))
 
@@ -120,7 +120,7 @@ class Stage(Frozen):
         """Return the stage's number of layers of a tower, in one run or several."""
         return sum(len(span.layers) for span in self.units if span.name == tower and span.layers)
 
-    def recomputed(self, tower: str) -> tuple[int, ...]:
+    def recomputed_in(self, tower: str) -> tuple[int, ...]:
         """Return the recomputed layer indices of a tower."""
         spans = (span.layers for span in self.recompute if span.name == tower and span.layers)
         return tuple(layer for layers in spans for layer in layers)

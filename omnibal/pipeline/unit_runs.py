@@ -14,14 +14,14 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import HEAD, LANGUAGE_EMBED, UnitKind, unit_kinds, unit_names
-from omnibal.pipeline.stage_units import Span, Stage, joined
+from omnibal.pipeline.stage_units import Span, Stage, merge_spans
 
 
 def layer_kinds(kinds: Sequence[UnitKind]) -> list[int]:
     return [index for index, kind in enumerate(kinds) if kind.is_layer]
 
 
-def unit_words(model: ModelConfig) -> tuple[Span, ...]:
+def unit_spans(model: ModelConfig) -> tuple[Span, ...]:
     """Return every unit of the model as stages name it, in model order."""
     kinds = {kind.name: kind for kind in unit_kinds(model)}
     numbers: defaultdict[str, count[int]] = defaultdict(count)
@@ -51,7 +51,7 @@ def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
 
 def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
     """Return the stage's recomputed units of each kind. [kinds]"""
-    layers = (sum(map(kind.has_layer, stage.recomputed(kind.tower))) for kind in kinds)
+    layers = (sum(map(kind.has_layer, stage.recomputed_in(kind.tower))) for kind in kinds)
     return np.array([*layers], np.int64)
 
 
@@ -73,11 +73,11 @@ def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[Uni
     again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
     units = [unit for span in stage_at[0].units for unit in span.units]
 
-    def alike(unit: Span) -> tuple[int, tuple[bool, ...]]:
+    def kind_and_recompute(unit: Span) -> tuple[int, tuple[bool, ...]]:
         return names.index(_kind_of(kinds, unit).name), tuple(unit in each for each in again)
 
     runs = []
-    for (kind, recomputed), same in groupby(units, alike):
+    for (kind, recomputed), same in groupby(units, kind_and_recompute):
         first, *others = same
         before = first.layers.start - 1 if first.layers else -1
         runs.append(
@@ -115,17 +115,17 @@ def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
 
 def holds_both_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
     """Return whether stages [..., kinds] hold both language embed and head. [...]"""
-    embed, head = _ends(kinds, counts)
+    embed, head = _has_ends(kinds, counts)
     return embed & head
 
 
 def holds_one_end(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
     """Return whether stages [..., kinds] hold language embed or head, not both. [...]"""
-    embed, head = _ends(kinds, counts)
+    embed, head = _has_ends(kinds, counts)
     return embed != head
 
 
-def _ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _has_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     names = [kind.name for kind in kinds]
     return counts[..., names.index(LANGUAGE_EMBED)] > 0, counts[..., names.index(HEAD)] > 0
 
@@ -138,7 +138,7 @@ def stages_from_cuts(
     `recomputed` has each stage's recompute counts per layer kind, for its earliest layers, so that
     equal searches give equal plans.
     """
-    words, names = unit_words(model), unit_names(model)
+    words, names = unit_spans(model), unit_names(model)
     layers = [kind.name for kind in unit_kinds(model) if kind.is_layer]
     edges = (0, *cuts, len(words))
     recomputed = recomputed or [[0] * len(layers)] * (len(edges) - 1)
@@ -150,19 +150,19 @@ def stages_from_cuts(
             if left.get(name, 0) > 0:
                 left[name] -= 1
                 again.append(word)
-        stages.append(Stage(units=joined(words[start:end]), recompute=joined(again)))
+        stages.append(Stage(units=merge_spans(words[start:end]), recompute=merge_spans(again)))
     return tuple(stages)
 
 
 def encoders_stage(model: ModelConfig) -> Stage:
     """Return all units of a model's encoders as a stage."""
-    units = len(unit_words(model)) - len(unit_words(model.without_encoders()))
+    units = len(unit_spans(model)) - len(unit_spans(model.without_encoders()))
     return stages_from_cuts(model, (units,))[0]
 
 
 def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
     """Raise unless the stages are the model, cut into runs."""
-    position, words = 0, unit_words(model)
+    position, words = 0, unit_spans(model)
     for index, stage in enumerate(stages):
         if not stage.units:
             raise UserError(
@@ -174,31 +174,31 @@ def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
         if unknown:
             raise UserError(
                 f"stage {index} holds {unknown[0]}, which {model.name} does not have; its units "
-                f"are {_listed(words)}: correct the stages' units in plan.json, or plan anew"
+                f"are {_format_units(words)}: correct the stages' units in plan.json, or plan anew"
             )
         expected = words[position : position + len(held)]
         if tuple(held) != expected:
             raise UserError(
-                f"stage {index} holds {_listed(held)}, but after the stages before it "
-                f"{model.name} has {_listed(words[position:]) or 'nothing'}; stages must hold all "
+                f"stage {index} holds {_format_units(held)}, but after the stages before it "
+                f"{model.name} has {_format_units(words[position:]) or 'nothing'}; stages must hold all "
                 "units in model order: correct the stages' units in plan.json, or plan anew"
             )
         layers = [span for span in stage.units if span.layers]
         again = [unit for span in stage.recompute for unit in span.units]
         if len(set(again)) != len(again) or not set(again) <= {u for s in layers for u in s.units}:
             raise UserError(
-                f"stage {index} recomputes {_listed(stage.recompute)} but holds "
-                f"{_listed(layers) or 'no layer'}; recompute must name layers of the stage, each "
+                f"stage {index} recomputes {_format_units(stage.recompute)} but holds "
+                f"{_format_units(layers) or 'no layer'}; recompute must name layers of the stage, each "
                 "once: correct it in plan.json"
             )
         position += len(held)
     if position != len(words):
         raise UserError(
-            f"the {len(stages)} stages end before {_listed(words[position:])} of the model "
+            f"the {len(stages)} stages end before {_format_units(words[position:])} of the model "
             f"{model.name}; together they must hold all of it: add the rest to the last stage, "
             "or plan anew"
         )
 
 
-def _listed(units: Sequence[Span]) -> str:
-    return ", ".join(map(str, joined(units)))
+def _format_units(units: Sequence[Span]) -> str:
+    return ", ".join(map(str, merge_spans(units)))

@@ -51,7 +51,7 @@ class Workload:
             object.__setattr__(self, "is_empty", np.zeros(len(self.step), bool))
 
     @classmethod
-    def of(
+    def build(
         cls,
         shares: Shares,
         features: np.ndarray,

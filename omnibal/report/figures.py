@@ -54,7 +54,7 @@ def split_figure(plan: Plan) -> PageFigure:
         units = [unit for span in stage.units for unit in span.units]
         for place, unit in enumerate(units):
             layer = unit.layers[0] if unit.layers else None
-            again = any(layer in stages[index].recomputed(unit.name) for stages in at_levels)
+            again = any(layer in stages[index].recomputed_in(unit.name) for stages in at_levels)
             label = _EDGES if layer is None else f"{unit.name} layer" + ", recomputed" * again
             axes.barh(
                 *(index, 1, 0.8, place),

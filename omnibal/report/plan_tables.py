@@ -77,7 +77,7 @@ def stages_table(
 
     recomputed = [
         " / ".join(
-            " + ".join(str(len(stages[index].recomputed(tower))) for tower in towers)
+            " + ".join(str(len(stages[index].recomputed_in(tower))) for tower in towers)
             for stages in at_levels
         )
         for index in range(len(held))
@@ -154,7 +154,7 @@ def lost_time_table(prediction: Prediction) -> Table:
     step_ms = prediction.step_ms
     rows = [
         (cause, f"{ms:z,.1f}", percent(ms / step_ms))
-        for cause, ms in {**prediction.lost.named(), "step": step_ms}.items()
+        for cause, ms in {**prediction.lost.causes(), "step": step_ms}.items()
     ]
     columns = [Column(title=title) for title in ("", "ms", "of the step")]
     return Table.of_rows("Where the step's time goes", columns, rows[:-1], rows[-1:])

@@ -114,9 +114,9 @@ def step_time(
     """
     sources: dict[str, tuple[dict[str, float], float]] = {}
     if plan.prediction is not None:
-        sources["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
+        sources["predicted"] = plan.prediction.lost.causes(), plan.prediction.step_ms
     if replay is not None:
-        sources["replayed"] = replay.lost.named(), replay.step_ms
+        sources["replayed"] = replay.lost.causes(), replay.step_ms
     if run is not None and measured:
         sources["measured"] = {**measured}, run.step_ms
     if not sources:
@@ -251,6 +251,6 @@ def measured_causes(
     update_ms = np.median(logged["optimizer_ms"], axis=0) - exposed_ms
     once = replace(once, update_ms=np.maximum(update_ms, 0))
     simulated_ms = float(predict_steps(causes.all, workload, once, plan.schedule).step_ms.mean())
-    lost = lost_time_of(causes, workload, once, simulated_ms, plan.schedule).named()
+    lost = lost_time_of(causes, workload, once, simulated_ms, plan.schedule).causes()
     lost |= {_READING: float(np.median(logged["data_ms"], axis=0).max())}
     return lost | {_OTHER: run.step_ms - sum(lost.values())}

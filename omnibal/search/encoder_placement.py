@@ -76,7 +76,7 @@ def _compare_steps(
 ) -> str:
     change = relative_ms(own) / relative_ms(other) - 1
     # Ideal times differ too, by work that tensor-parallel ranks divide.
-    before, after = other.lost.named(), own.lost.named()
+    before, after = other.lost.causes(), own.lost.causes()
     changes = {name: after[name] - before.get(name, 0.0) for name in after}
     least_ms = _LEAST_CAUSE * own.step_ms
     falls = sorted((ms, name) for name, ms in changes.items() if ms < -least_ms)

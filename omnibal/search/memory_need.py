@@ -6,8 +6,8 @@ from omnibal.job.job import JobSpec
 from omnibal.job.planner import PlanRequest, placement_problem
 from omnibal.model.levels import are_plain
 from omnibal.model.units import unit_names
-from omnibal.pipeline.encoder_search import least_peak_with_encoders
-from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.encoder_search import min_peak_with_encoders
+from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.stage_memory import GIB, unit_bytes
 
 _DIGITS = 3  # significant digits of GiB
@@ -22,10 +22,10 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
     """
     job, workload, levels = request.job, request.workload(), request.data.levels
     if job.has_data_parallel_encoders and job.beside is None:
-        return least_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
+        return min_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
     sizes = job.pipeline_model, workload, job.parallel.pipeline, job.trainer.stages
     cap_bytes = None if is_exact or not are_plain(levels) else job.memory_cap_gib * GIB
-    return least_peak_of_splits(job.cost_of_all(levels), *sizes, cap_bytes) / GIB
+    return min_peak_of_splits(job.cost_of_all(levels), *sizes, cap_bytes) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:

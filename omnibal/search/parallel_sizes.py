@@ -322,7 +322,7 @@ def _name_causes(strategy: Strategy, best: Strategy) -> str:
     """Main causes of the difference."""
     if strategy == best:
         return "best"
-    own, others = strategy.lost.named(), best.lost.named()
+    own, others = strategy.lost.causes(), best.lost.causes()
     # Ideal times differ by work that tensor parallelism does not divide.
     share = {
         "compute" if name == "ideal" else name: (ms - others.get(name, 0.0)) / best.ms_per_sample

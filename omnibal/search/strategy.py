@@ -20,7 +20,7 @@ from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
-from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
@@ -286,7 +286,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     sized = setting.request_of(choice)
     samples = mean_samples(sized)
     # Without data-parallel encoders.
-    step_ms = least_step_ms(
+    step_ms = min_step_ms(
         job.cost_of_all(sized.data.levels),
         job.pipeline_model,
         sized.workload(),

@@ -19,7 +19,7 @@ from omnibal.model.encoders import squares_of
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
-from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.encoder_search import estimated_step_ms_beside
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
@@ -94,7 +94,7 @@ def estimated_over_bound(request: PlanRequest, encoders_ms: float) -> float:
     job, levels = request.job, request.data.levels
     some = request.workload().some_steps(_ESTIMATED_STEPS)
     cost, model, stages = job.cost_of_all(levels), job.pipeline_model, job.parallel.pipeline
-    least_ms = least_step_ms(cost, model, some, stages, job.trainer.stages) + encoders_ms
+    least_ms = min_step_ms(cost, model, some, stages, job.trainer.stages) + encoders_ms
     if job.has_data_parallel_encoders:
         problem = placement_problem(job, some, levels)
         return estimated_step_ms_beside(problem, _ESTIMATE_EFFORT) / least_ms

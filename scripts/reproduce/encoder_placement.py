@@ -25,7 +25,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.bounds import min_step_ms
 from omnibal.search.encoder_placement import relative_ms
 from omnibal.steps.pack_settings import PackSettings
 
@@ -84,7 +84,7 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
             sized = job.sized(parallel)
             request = PlanRequest(job=sized, data=data.drawn(sized, packed))
             if best is not None:
-                bound_ms = least_step_ms(
+                bound_ms = min_step_ms(
                     sized.cost, sized.pipeline_model, request.workload(), parallel.pipeline
                 )
                 if bound_ms >= best.predicted.step_ms:

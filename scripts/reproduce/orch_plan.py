@@ -169,7 +169,7 @@ def plan_cells(
     )
     run_ms = prediction.step_ms * packs.steps
     peak = 1e9 * job.cluster.tflops("bf16") * parallel.world_size
-    lost = prediction.lost.named()
+    lost = prediction.lost.causes()
     largest = sorted(((ms, name) for name, ms in lost.items() if name != "ideal"), reverse=True)[:3]
     beside = result.plan.beside
     return (

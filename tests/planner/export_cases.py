@@ -128,7 +128,7 @@ def stages_of(
     units[-1].append("head")
     again = recompute or {}
     return tuple(
-        Stage.of(*each, recompute=again.get(number, ())) for number, each in enumerate(units)
+        Stage.parse(*each, recompute=again.get(number, ())) for number, each in enumerate(units)
     )
 
 

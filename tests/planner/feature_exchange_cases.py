@@ -48,7 +48,7 @@ def every_choice(problem: PlacementProblem, fewest: int = 1) -> Iterator[DataPar
             item_ms = cost.item_ms(dict.fromkeys(none, a_pass))
             rounded = {name: round(ms, 6) for name, ms in item_ms.items()}
             beside = choice_of(pipelines, a_pass, none, item_ms=rounded, square_ms=square_ms)
-            most = ItemShares.of(problem.workload, problem.features, cost, beside).most()
+            most = ItemShares.build(problem.workload, problem.features, cost, beside).max_items()
             if a_pass >= 2 * max(fewest, *most.values()):
                 break
             for kept, sharded in product(kept_choices(cost, most), problem.encoders):

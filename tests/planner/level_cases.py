@@ -12,7 +12,7 @@ from cost_cases import LinksInTime, model_of, random_cost, random_features
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
-from omnibal.pipeline.schedules import Operation, Pass, one_forward_one_backward
+from omnibal.pipeline.schedules import ChunkPass, Pass, one_forward_one_backward
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import recomputed_counts, stage_units
 from omnibal.pipeline.workload import Workload
@@ -293,7 +293,7 @@ class _StepWalk:
         self.left = {(rank, stage): [*lists[rank][stage]] for rank in ranks for stage in range(p)}
         self.free = dict.fromkeys(self.left, np.zeros(1))
         self.lasted = dict.fromkeys(self.left, np.zeros(1))
-        self.ended: dict[tuple[int, int, Operation], np.ndarray] = {}
+        self.ended: dict[tuple[int, int, ChunkPass], np.ndarray] = {}
         self.link_ms = np.zeros((2, p, len(packs.step)))
         for stage, run in enumerate(runs[:-1]):
             for level, cost in enumerate(costs):
@@ -327,7 +327,7 @@ class _StepWalk:
         if any(start is None for start in starts):
             return False
         took_ms = reduce(np.maximum, [self._took(place, operation) for place in block])
-        if operation == Operation(Pass.FORWARD, 0):
+        if operation == ChunkPass(Pass.FORWARD, 0):
             # It runs without a break and has each bucket of weights in time.
             number = self.buckets[stage]
             come = self.gather_ms[stage] * np.arange(1, number + 1) / number
@@ -339,7 +339,7 @@ class _StepWalk:
             self.left[place].pop(0)
         return True
 
-    def _start(self, place: tuple[int, int], operation: Operation) -> np.ndarray | None:
+    def _start(self, place: tuple[int, int], operation: ChunkPass) -> np.ndarray | None:
         """When a rank can start a pass; None if another is its next, or its input not known."""
         if self.left[place][:1] != [operation]:
             return None
@@ -354,7 +354,7 @@ class _StepWalk:
         link_ms = self.link_ms[int(is_backward), min(source, stage), row]
         return np.maximum(self.free[place], self.ended[rank, source, operation] + link_ms)
 
-    def _took(self, place: tuple[int, int], operation: Operation) -> np.ndarray:
+    def _took(self, place: tuple[int, int], operation: ChunkPass) -> np.ndarray:
         rank, stage = place
         run, shape = self.runs[stage], [1] * len(self.runs)
         shape[stage] = -1

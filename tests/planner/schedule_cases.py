@@ -8,7 +8,7 @@ import numpy as np
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.lost_time import causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime
-from omnibal.pipeline.schedules import Operation, Pass, PipelineSchedule, Schedule
+from omnibal.pipeline.schedules import ChunkPass, Pass, PipelineSchedule, StepSchedule
 from omnibal.pipeline.simulate import SimulatedRows, Timeline, block_sizes
 from omnibal.pipeline.stage_cost import PerStepCosts, per_step_costs, stage_times
 from omnibal.pipeline.stage_units import Stage
@@ -24,7 +24,7 @@ SCHEDULES = [
     PipelineSchedule(name="zb-v", chunks=2),
 ]
 
-Key = tuple[int, Operation]
+Key = tuple[int, ChunkPass]
 """(stage, operation)."""
 
 
@@ -75,7 +75,7 @@ def simulate_1f1b(
         counts=counts,
         together=together,
     )
-    return rows.simulated()
+    return rows.simulate()
 
 
 def needed_ms(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> float:
@@ -98,7 +98,7 @@ Held = set[tuple[int, int]]
 """(chunk, micro-batch)."""
 
 
-def held_in_list(operations: Sequence[Operation]) -> list[tuple[Operation, Held, Held]]:
+def held_in_list(operations: Sequence[ChunkPass]) -> list[tuple[ChunkPass, Held, Held]]:
     """Every operation, what is kept for backwards meanwhile, and for gradients of weights alone."""
     kept: Held = set()
     late: Held = set()
@@ -119,7 +119,7 @@ def held_in_list(operations: Sequence[Operation]) -> list[tuple[Operation, Held,
 
 
 def event_loop(
-    schedule: Schedule,
+    schedule: StepSchedule,
     duration_ms: Mapping[Pass, np.ndarray],
     forward_link_ms: np.ndarray,
     backward_link_ms: np.ndarray,

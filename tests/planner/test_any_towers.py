@@ -14,7 +14,7 @@ from omnibal.model.config import ModelConfig, config_toml, load_cluster, load_mo
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import check_stages, stages_from_cuts, unit_words
+from omnibal.pipeline.unit_runs import check_stages, stages_from_cuts, unit_spans
 
 pytestmark = pytest.mark.quick
 
@@ -59,7 +59,7 @@ def test_any_towers_are_planned_checked_and_shown(
     plan = read_plan(tmp_path / "plan")
     assert tuple(plan.model.encoders) == tuple(model.encoders)
     units = [unit for stage in plan.stages for span in stage.units for unit in span.units]
-    assert units == list(unit_words(model))
+    assert units == list(unit_spans(model))
     assert check_plan(tmp_path / "plan")
     for command in ("check", "simulate"):
         assert status(command, tmp_path / "plan") == 0
@@ -169,7 +169,7 @@ def test_words_may_be_written_in_other_ways(tmp_path: Path) -> None:
     """Prevents refusing a stage that says the same in more spans or with more spaces."""
     plan = plan_of(TWO, tmp_path)
     [one] = stages_from_cuts(TWO, ())
-    other = Stage.of(
+    other = Stage.parse(
         *("vision  embed", "vision 0", "vision 1..2", "projector", "language embed"),
         *("language 0..1", " language 2..3 ", "head"),
         recompute=["language 3", "vision 0..1"],
@@ -177,7 +177,7 @@ def test_words_may_be_written_in_other_ways(tmp_path: Path) -> None:
     check_stages(TWO, [other])
     assert other.size == one.size and other.parts == one.parts
     assert other.layers("vision") == range(3) and other.layers("language") == range(4)
-    assert other.recomputed("vision") == (0, 1) and other.recomputed("language") == (3,)
+    assert other.recomputed_in("vision") == (0, 1) and other.recomputed_in("language") == (3,)
     sizes = {"stages": (other,), "parallel": Parallel(pipeline=1)}
     alone = plan.model_copy(update=sizes | {"prediction": None})
     write_plan(alone, tmp_path / "plan")

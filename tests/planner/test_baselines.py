@@ -28,7 +28,7 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
-from omnibal.pipeline.stage_units import Span, Stage, joined
+from omnibal.pipeline.stage_units import Span, Stage, merge_spans
 from omnibal.pipeline.unit_runs import (
     check_stages,
     recomputed_counts,
@@ -158,7 +158,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
 def with_front(stages: tuple[Stage, ...], index: int, number: int) -> tuple[Stage, ...]:
     """The stages, with the first `number` layers of one recomputed, named one by one."""
     layers = [unit for span in stages[index].units if span.layers for unit in span.units]
-    changed = stages[index].model_copy(update={"recompute": joined(layers[:number])})
+    changed = stages[index].model_copy(update={"recompute": merge_spans(layers[:number])})
     return (*stages[:index], changed, *stages[index + 1 :])
 
 
@@ -328,8 +328,8 @@ def test_frozen_layers_are_not_recomputed(rule: str):
     stages = baseline_stages(
         PartitionMethod.LAYER, RecomputeRule(rule), cost, model, workload, 2, 1e12
     )
-    assert all(not stage.recomputed("vision") for stage in stages)
-    recomputed = sum(len(stage.recomputed("language")) for stage in stages)
+    assert all(not stage.recomputed_in("vision") for stage in stages)
+    recomputed = sum(len(stage.recomputed_in("language")) for stage in stages)
     assert recomputed == (model.language.layers if rule == "full" else 0)
     spans = [(Span("vision", stage.layers("vision")), *stage.recompute) for stage in stages]
     again = [s.model_copy(update={"recompute": r}) for s, r in zip(stages, spans, strict=True)]

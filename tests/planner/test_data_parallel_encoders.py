@@ -39,7 +39,7 @@ from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import fits_cap
-from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts, unit_words
+from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts, unit_spans
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.items import share_items
 
@@ -274,7 +274,7 @@ def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
         if seed == 0:  # no items at all
             columns = [problem.features.index(FEATURES[name]) for name in towers.split()[:-1]]
             problem.workload.features[:, columns] = 0
-        units = len(unit_words(problem.model))
+        units = len(unit_spans(problem.model))
         cuts = np.sort(rng.choice(np.arange(1, units), parallel.pipeline - 1, replace=False))
         stages = stages_from_cuts(problem.model, cuts.tolist())
         beside = random_choice(rng, problem.encoders, FEW)
@@ -295,7 +295,7 @@ def test_parts_of_a_step_add_up():
         stages = stages_from_cuts(problem.model, [3])
         step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
         lost = lost_time(cost, [stages], workload, step_ms)
-        named = lost.named()
+        named = lost.causes()
         assert sum(named.values()) == pytest.approx(step_ms)
         assert named["rank imbalance"] >= 0
         looped = [looped_steps_ms(problem, beside, stages, step) for step in range(2)]
@@ -317,7 +317,7 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 4)
         beside, cost = random_choice(rng, problem.encoders, FEW), problem.any_encoders
-        shares = ItemShares.of(problem.workload, problem.features, cost, beside)
+        shares = ItemShares.build(problem.workload, problem.features, cost, beside)
         encoder_memory = memory_of_encoders(shares, cost, beside)
         held, rows, features, load = [], [], [], problem.workload
         for step, block in product(range(4), range(4 // beside.pipelines)):
@@ -432,7 +432,7 @@ def test_search_finds_what_trying_everything_finds(towers, ways, in_lockstep):
 
 def all_choices(problem: PlacementProblem):
     """Peak in bytes and step of every choice with every split and every set of layers."""
-    is_layer = [word.layers is not None for word in unit_words(problem.model)]
+    is_layer = [word.layers is not None for word in unit_spans(problem.model)]
     splits = []
     for cut in range(1, len(is_layer)):
         held = sum(is_layer[:cut]), sum(is_layer[cut:])
@@ -496,7 +496,7 @@ def test_plans_are_whole_and_within_memory():
         assert 0 <= stage.wait_fraction <= 1
     encoding_ms = beside.forward_ms + beside.exchange_ms + beside.backward_ms
     assert plan.prediction.step_ms > encoding_ms > 0
-    assert sum(plan.prediction.lost.named().values()) == pytest.approx(plan.prediction.step_ms)
+    assert sum(plan.prediction.lost.causes().values()) == pytest.approx(plan.prediction.step_ms)
 
 
 def test_packs_of_any_model_are_balanced_by_the_pipeline_alone():

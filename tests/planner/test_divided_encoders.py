@@ -246,7 +246,7 @@ def test_a_divided_language_model_goes_with_data_parallel_encoders() -> None:
     weights = divided.cost.units["language_layer"].parameters
     assert weights == whole.cost.units["language_layer"].parameters
     assert divided.cost.rates.weight_bytes * 16 == whole.cost.rates.weight_bytes
-    assert sum(plan.prediction.lost.named().values()) == pytest.approx(plan.prediction.step_ms)
+    assert sum(plan.prediction.lost.causes().values()) == pytest.approx(plan.prediction.step_ms)
 
 
 def test_blocks_are_of_a_node_or_of_all_ranks() -> None:

@@ -38,7 +38,7 @@ from omnibal.model.units import ENCODER_WAITS_MS, deepstack_of, unit_kinds, unit
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoder_search import search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
-from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.workload import Workload
 from omnibal.report.phase_table import phases_of_plan
@@ -256,7 +256,7 @@ def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
     for seed in range(10):
         beside = random_choice(np.random.default_rng(seed), asked.job.encoders_costs, BELOW)
         [cost] = asked.job.encoders_costs.values()
-        shares = ItemShares.of(workload, asked.job.cost.features, cost, beside)
+        shares = ItemShares.build(workload, asked.job.cost.features, cost, beside)
         found, one = memory_of_encoders(shares, cost, beside), cost.encoders["vision"]
         trained = not frozen
         kept, rows, held, peak = [0.0], [0.0], [0.0], [0.0]
@@ -326,7 +326,7 @@ def test_search_finds_the_fastest_choice() -> None:
     choices = list(every_choice(problem, 256))
     works = [problem.with_encoders(beside) for beside in choices]
     split = problem.cost, problem.model
-    least = [least_peak_of_splits(*split, workload, problem.stages) for workload in works]
+    least = [min_peak_of_splits(*split, workload, problem.stages) for workload in works]
     # All choices fit, or some do not.
     for cap in (np.inf, float(np.quantile(least, 0.6))):
         least_ms, left_out = np.inf, 0

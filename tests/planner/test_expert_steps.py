@@ -12,7 +12,7 @@ from shared_pack_cases import contexts_of, joint_event_loop, random_step
 from omnibal.cost.model import CostModel, ParameterRates
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
-from omnibal.pipeline.bounds import Structure, least_step_ms
+from omnibal.pipeline.bounds import Structure, min_step_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
@@ -104,7 +104,7 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
         waits += alone_ms < best_ms * (1 - 1e-6)
         held = [stage_units(cost.kinds, stage) for stage in result.stages_at[0]]
         without_experts += not all(LAYER in units for units in held)
-        assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
+        assert 0 < min_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
     assert waits >= cases / 3
     assert without_experts
 
@@ -119,8 +119,8 @@ def test_a_path_bounds_every_split():
         layer = cost.units["vision_layer"]
         slow = replace(layer, forward_ms=9 * layer.forward_ms, backward_ms=9 * layer.backward_ms)
         cost = replace(cost, units=cost.units | {"vision_layer": slow})
-        simulator = PipelineSimulator.of(SampledSteps.of(packs, cost), 2)
-        structure = Structure.of(cost, model, simulator.steps, 2)
+        simulator = PipelineSimulator.build(SampledSteps.build(packs, cost), 2)
+        structure = Structure.build(cost, model, simulator.steps, 2)
         runs = structure.runs
         first, ends = np.flatnonzero(runs.start == 0), runs.end == runs.units
         second = [np.flatnonzero((runs.start == end) & ends) for end in runs.end[first]]
@@ -149,12 +149,12 @@ def test_waits_for_experts_have_a_name():
         steps = simulate_levels(cost, [stages], packs)
         step_ms = float(steps.step_ms.mean())
         lost = lost_time(cost, [stages], packs, step_ms)
-        assert sum(lost.named().values()) == pytest.approx(step_ms)
+        assert sum(lost.causes().values()) == pytest.approx(step_ms)
         plain = replace(packs.rows(~packs.is_empty), lockstep_ranks=1)
         loose_ms = float(simulate_levels(cost, [stages], plain).step_ms.mean())
         alone = lost_time(cost, [stages], plain, loose_ms)
         assert lost.expert_wait_ms == pytest.approx(step_ms - loose_ms)
-        named += "wait in lockstep" in lost.named()
+        named += "wait in lockstep" in lost.causes()
         assert alone == lost.model_copy(update={"expert_wait_ms": 0.0})
         assert "expert_wait_ms" not in alone.model_dump()
     assert named

@@ -42,9 +42,9 @@ from omnibal.trainers.export.reading_order import reading_order, write_order
 
 SWIFT, XTUNER, MEGATRON = TargetName.MS_SWIFT, TargetName.XTUNER, TargetName.MEGATRON_LM
 VISION = ("vision embed", "vision 0..3", "projector")
-FIRST = Stage.of(*VISION, "language embed", "language 0..1")
-LAST = Stage.of("language 2..3", "head")
-ALONE = Stage.of(*VISION, "language embed", "language 0..3", "head")
+FIRST = Stage.parse(*VISION, "language embed", "language 0..1")
+LAST = Stage.parse("language 2..3", "head")
+ALONE = Stage.parse(*VISION, "language embed", "language 0..3", "head")
 UNITS = [*map(str, ALONE.units)]
 
 
@@ -54,12 +54,12 @@ def small_case(target: TargetName = SWIFT, ranks: int = 1):
 
 def recomputing(*layers: tuple[str, ...]) -> tuple[Stage, ...]:
     pairs = zip((FIRST, LAST), layers, strict=True)
-    return tuple(Stage.of(*map(str, stage.units), recompute=again) for stage, again in pairs)
+    return tuple(Stage.parse(*map(str, stage.units), recompute=again) for stage, again in pairs)
 
 
 CHUNKS = (
-    Stage.of(*map(str, FIRST.units[:-1]), "language 0"),
-    *(Stage.of("language 1"), Stage.of("language 2"), Stage.of("language 3", "head")),
+    Stage.parse(*map(str, FIRST.units[:-1]), "language 0"),
+    *(Stage.parse("language 1"), Stage.parse("language 2"), Stage.parse("language 3", "head")),
 )
 
 
@@ -74,9 +74,9 @@ def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
     ("target", "changes", "told"),
     [
         (XTUNER, {"stages": (FIRST, LAST)}, "pipeline size 2, and XTuner v1 takes at most 1"),
-        (SWIFT, {"stages": (Stage.of(*VISION[:2]), Stage.of(*UNITS[2:]))},
+        (SWIFT, {"stages": (Stage.parse(*VISION[:2]), Stage.parse(*UNITS[2:]))},
          "stage 1 holds projector, and ms-swift"),
-        (SWIFT, {"stages": (Stage.of(*VISION), Stage.of(*UNITS[3:]))},
+        (SWIFT, {"stages": (Stage.parse(*VISION), Stage.parse(*UNITS[3:]))},
          "first stage does not hold the language embed"),
         (SWIFT, {"stages": recomputing(("language 0..1",), ("language 2",))},
          "stages recompute 2, 1 layers of language, and"),
@@ -84,7 +84,7 @@ def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
          "one number for all stages"),
         (SWIFT, {"stages": recomputing(("vision 0..1",), ())},
          "2 layers of vision are recomputed and others"),
-        (XTUNER, {"stages": (Stage.of(*UNITS, recompute=("language 0",)),)},
+        (XTUNER, {"stages": (Stage.parse(*UNITS, recompute=("language 0",)),)},
          "1 layers of language are recomputed"),
         (MEGATRON, in_chunks("interleaved", 4), None),
         (MEGATRON, in_chunks("interleaved", 3),
@@ -92,7 +92,7 @@ def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
         (MEGATRON, in_chunks("zb-v", 4),
          "schedule is zb-v, and Megatron-LM runs 1f1b and interleaved"),
         (SWIFT, in_chunks("interleaved", 4,
-                          (Stage.of(*VISION[:2]), Stage.of(*UNITS[2:5]), *CHUNKS[2:])),
+                          (Stage.parse(*VISION[:2]), Stage.parse(*UNITS[2:5]), *CHUNKS[2:])),
          "chunk 0 of stage 1 holds projector"),
     ],
 )  # fmt: skip

@@ -190,9 +190,9 @@ def command_of(**changes) -> tuple[Plan, str]:
 def test_flags_say_how_the_plan_is_divided():
     """Prevents: encoders frozen that the plan trains, layers split or recomputed otherwise."""
     stages = (
-        Stage.of("vision embed", "vision 0..3", "projector", "language embed", "language 0",
+        Stage.parse("vision embed", "vision 0..3", "projector", "language embed", "language 0",
                  recompute=("vision 0..3", "language 0")),
-        Stage.of("language 1..3", "head", recompute=("language 1..2",)),
+        Stage.parse("language 1..3", "head", recompute=("language 1..2",)),
     )  # fmt: skip
     parallel = export_case(SWIFT, seed=0, ranks=1).files.plan.parallel
     sizes = parallel.model_copy(update={"pipeline": 2})

@@ -31,8 +31,8 @@ from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_kinds, unit_names
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.recompute import Alike
-from omnibal.pipeline.stage_memory import memory_table
+from omnibal.pipeline.recompute import LayerGroups
+from omnibal.pipeline.stage_memory import build_table
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts, unit_runs
 
 CLUSTER = load_cluster("h100-80g")
@@ -221,7 +221,7 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
     names, kinds, one = unit_names(model), cost.kinds, np.ones(len(cost.features))
     none = 0 * one[None]
     tables = [
-        memory_table(cost, replace(passes_of(none, none, np.array(links)), largest=one))
+        build_table(cost, replace(passes_of(none, none, np.array(links)), largest=one))
         for links in (0, (1, 1, 0, 0))
     ]
     for cut in range(names.index("language_embed") + 1, len(names) - 1):
@@ -241,7 +241,7 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
     kinds, (whole,) = cost.kinds, stages_from_cuts(model, ())
     cells = np.array([float(name == "image_tokens") for name in cost.features])
     passes = passes_of(cells[None], 0 * cells[None])
-    table, held = memory_table(cost, passes), unit_counts(kinds, whole)
+    table, held = build_table(cost, passes), unit_counts(kinds, whole)
     layers = [at for at, kind in enumerate(kinds) if kind.is_layer and kind.tower == "vision"]
     plain = [at for at in layers if "deepstack" not in kinds[at].name]
     assert len(plain) > 1
@@ -270,7 +270,7 @@ def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> N
     """Prevents a search that grows with every deepstack feature."""
     model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
     kinds = unit_kinds(model)
-    alike = Alike.of(kinds)
+    alike = LayerGroups.build(kinds)
     layers = [kind for kind in kinds if kind.is_layer]
     assert sorted(map(len, alike.groups)) == [2, 2, 3] and len(layers) == 7
     counts = unit_counts(kinds, stages_from_cuts(model, ())[0])

@@ -19,7 +19,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 from omnibal.trainers.export.directory import EXPORTS, export_input, make_export
 from omnibal.trainers.lint.line_job import LineJob, recompute_first
 from omnibal.trainers.lint.predict_line import Verdict, predict_line, predict_stages
@@ -128,7 +128,7 @@ def test_advice_fits_and_is_read_back(tmp_path):
             line = without_split(one.line) + " " + " ".join(advised.flags)
             told = of_line(line, model_of(one.model))
             assert told.schedule == advised.schedule
-            if name == "lf-q3vl-30b" or not any(s.recomputed("vision") for s in advised.stages):
+            if name == "lf-q3vl-30b" or not any(s.recomputed_in("vision") for s in advised.stages):
                 assert told.parts == advised.parts
             assert verdict.better.prediction.step_ms <= verdict.least.prediction.step_ms * 1.001
 
@@ -156,7 +156,7 @@ def test_the_better_split_is_the_best_of_all(memory_gib):
     # Seven micro-batches a rank, which cannot be interleaved on two stages.
     told = of_line(f"{RECIPE} -ng 16 -gb 56 -sl 4096", model, memory_gib=memory_gib)
     verdict = Verdict.of(told)
-    first = len(unit_words(model)) - model.language.layers - 1
+    first = len(unit_spans(model)) - model.language.layers - 1
     tried = [
         predict_stages(told, tuple(recompute_first(stage, number, encoders) for stage in stages))
         for layers in range(1, model.language.layers)
@@ -182,7 +182,7 @@ def test_the_least_recomputation_is_the_least():
     """Prevents: advice to recompute layers that would fit anyway."""
     verdict = verdict_of("mb-q25vl-72b")
     launched = verdict.line_job
-    number = max(len(part.recomputed("language")) for part in verdict.least.parts)
+    number = max(len(part.recomputed_in("language")) for part in verdict.least.parts)
     fewer = [recompute_first(part, number - 1, 0) for part in launched.parts]
     least = predict_stages(launched, fewer, launched.schedule)
     assert least.most_gib > launched.job.cluster.memory_gib

@@ -28,10 +28,10 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import RecomputeFreedom, StageRules
 from omnibal.model.units import LANGUAGE_EMBED, unit_names
 from omnibal.pipeline import partition, split_search, stage_options
-from omnibal.pipeline.bounds import least_step_ms
-from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
+from omnibal.pipeline.bounds import min_step_ms
+from omnibal.pipeline.chunk_search import PartProblem, min_work_ms, search_parts
 from omnibal.pipeline.critical_path import SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
@@ -119,7 +119,7 @@ def large_case(
     sizes = Parallel(tensor=4, pipeline=p, data=2)
     cost = analytic_cost(model, load_cluster("a100-80g"), sizes, "bf16")
     packs = equal_steps((4, 2, 16), features)
-    return cost, model, packs, p, share_of_least * least_peak_of_splits(cost, model, packs, p)
+    return cost, model, packs, p, share_of_least * min_peak_of_splits(cost, model, packs, p)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, 
             cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else most)
         times, peaks_of_all = brute_force([cost], model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
-        assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+        assert min_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
         cap = rng.uniform(low - (0 if towers else 0.1) * (high - low), low + 0.8 * (high - low))
         if cap < low:
             outcomes["infeasible"] += 1
@@ -196,7 +196,7 @@ def test_the_search_over_levels_equals_brute_force(
         cost, packs = side_by_side(costs), packs.in_groups_of(lockstep_ranks)
         times, peaks = brute_force(costs, model, packs, p, alike=lockstep_ranks > 1)
         low, high = peaks.min(), peaks.max()
-        assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+        assert min_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
         cap = rng.uniform(low - 0.2 * (high - low), low + 0.8 * (high - low))
         if cap < low:
             infeasible += 1
@@ -219,7 +219,7 @@ def test_the_search_over_levels_equals_brute_force(
             assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
             assert max(of_stages) <= cap * (1 + 1e-9)
         cut_short += coarse.gap > 0
-        assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
+        assert 0 < min_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
     assert unlike == 0 if lockstep_ranks > 1 else unlike >= cases / 4
     assert infeasible
     assert cut_short or "vision" not in towers or lockstep_ranks > 1
@@ -259,7 +259,7 @@ def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stage
     squares = share * tokens[level] * rng.uniform(0.2, 1, len(level))
     features = np.stack([np.ones(len(level)), share, squares, share / 2], axis=1)
     packs = equal_steps((2, 8, 12), features, level=level, context=contexts[level])
-    cap = 1.25 * least_peak_of_splits(of_all, model, packs, stages)
+    cap = 1.25 * min_peak_of_splits(of_all, model, packs, stages)
     results = [search_stages(of_all, model, packs, stages, cap) for _ in range(2)]
     assert results[0].stages_at == results[1].stages_at
     assert results[0].gap < 0.1
@@ -310,9 +310,9 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
     """Prevents a cap that is refused, searched without end or given slower stages."""
     for seed in (44, 67, 111, 246, 303, 329):
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
-        least = least_peak_of_splits(cost, model, packs, p)
+        least = min_peak_of_splits(cost, model, packs, p)
         for share in (0.3, 0.99, 1, 1.01, 1.5, 4):
-            found = least_peak_of_splits(cost, model, packs, p, cap_bytes=(cap := share * least))
+            found = min_peak_of_splits(cost, model, packs, p, cap_bytes=(cap := share * least))
             assert least * (1 - 1e-12) <= found <= cap if share >= 1 else cap < found <= least
         exact, roomy = (
             search_stages(cost, model, packs, p, cap) for cap in (least, least * (1 + 1e-9))
@@ -325,7 +325,7 @@ def test_rows_with_another_number_of_micro_batches_are_told_apart():
     features = np.zeros((6, 5))
     features[[0, 3]] = 1
     packs = equal_steps((2, 1, 3), features).rows(np.arange(5))
-    steps = SampledSteps.of(packs, random_cost(np.random.default_rng(0)))
+    steps = SampledSteps.build(packs, random_cost(np.random.default_rng(0)))
     assert sorted(steps.counts[steps.rows].ravel()) == [2, 3]
 
 
@@ -335,7 +335,7 @@ def test_every_path_is_a_lower_bound():
     compared = tight = 0
     for _ in range(60):
         cost, model, packs, p = random_case(rng, 6)
-        cap = rng.uniform(1, 1.5) * least_peak_of_splits(cost, model, packs, p)
+        cap = rng.uniform(1, 1.5) * min_peak_of_splits(cost, model, packs, p)
         problem = partition._make_problem(cost, model, packs, p, cap)
         options = [
             stage_choices(problem, stage, np.arange(len(problem.structure.runs.start)))[0]
@@ -424,7 +424,7 @@ def test_the_bound_of_a_long_run_is_below_its_prediction():
         simulate_levels(cost, [stages_from_cuts(model, (cut,))], simulated).step_ms.mean()
         for cut in (3, 4, 5)
     ]
-    assert 0 < least_step_ms(cost, model, packs, 2) <= min(predicted_ms) * (1 + 1e-9)
+    assert 0 < min_step_ms(cost, model, packs, 2) <= min(predicted_ms) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("share_of_least", [10.0, 1.3])
@@ -448,9 +448,9 @@ def test_only_sampled_steps_are_simulated_but_all_packs_fit():
     assert len(np.unique(sampled.step)) == partition.MAX_SAMPLED_STEPS
     heaviest = 37
     assert not (sampled.features == features[step == heaviest][0]).all(axis=1).any()
-    light = least_peak_of_splits(cost, model, packs, 2)
+    light = min_peak_of_splits(cost, model, packs, 2)
     features[step == heaviest] = 8
-    assert least_peak_of_splits(cost, model, packs, 2) > light
+    assert min_peak_of_splits(cost, model, packs, 2) > light
     with pytest.raises(UserError, match="more than the memory cap"):
         search_stages(cost, model, packs, 2, light)
 
@@ -474,7 +474,7 @@ def test_stages_that_are_not_the_model_are_refused(index, units, recompute, mess
     model = small_model(3, 3)
     stages = list(stages_from_cuts(model, (3, 7)))
     units = units or list(map(str, stages[index].units))
-    stages[index] = Stage.of(*units, recompute=recompute)
+    stages[index] = Stage.parse(*units, recompute=recompute)
     with pytest.raises(UserError, match=message):
         check_stages(model, stages)
 
@@ -483,7 +483,7 @@ def test_an_empty_stage_is_refused():
     """Prevents a stage that only passes tensors on."""
     model = small_model(3, 3)
     with pytest.raises(UserError, match="stage 1 of 2 is empty"):
-        check_stages(model, [*stages_from_cuts(model, ()), Stage.of()])
+        check_stages(model, [*stages_from_cuts(model, ()), Stage.parse()])
 
 
 TWO_CHUNKS = PipelineSchedule(name="interleaved", chunks=2)
@@ -589,7 +589,7 @@ def test_the_bound_is_below_every_cut() -> None:
         rng = np.random.default_rng(seed)
         model, cost = small_model(2, 4), random_cost(rng)
         packs = steps_of(rng, int(rng.integers(1, 6)))
-        bound_ms = least_work_ms(PartProblem.of(cost, model, packs, 2, np.inf, TWO_CHUNKS))
+        bound_ms = min_work_ms(PartProblem.build(cost, model, packs, 2, np.inf, TWO_CHUNKS))
         steps = [predicted_ms(cost, parts, packs) for parts in all_cuts(model, 4)]
         assert 0 < bound_ms <= min(steps)
 

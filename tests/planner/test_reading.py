@@ -104,7 +104,7 @@ def test_data_parallel_encoders_are_read_for_by_all(free):
     stages, names = free.plan.stages, ("fixed", "tiles", "tokens")
     others = len(stages) - 1
     for is_shared, items_ms in ((True, [1.0] + [1.0] * others), (False, [2.0] + [0.0] * others)):
-        found = StageReading.of(
+        found = StageReading.build(
             reading(), MODEL, stages, names, has_data_parallel_encoders=is_shared, ranks=2
         )
         assert found.ms[1].tolist() == items_ms

@@ -10,16 +10,16 @@ from cost_cases import model_of, passes_of, random_cost, random_features, small_
 from omnibal.cost.model import UnitCost
 from omnibal.pipeline import recompute
 from omnibal.pipeline import stage_memory as stage_memory_module
-from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
+from omnibal.pipeline.recompute import min_peak_bytes, useful_sets
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import (
     GIB,
+    build_table,
     fits_cap,
-    memory_table,
+    pareto_maximal_rows,
     stage_memory,
-    undominated,
 )
-from omnibal.pipeline.stage_units import joined
+from omnibal.pipeline.stage_units import merge_spans
 from omnibal.pipeline.unit_runs import (
     counts_of_runs,
     layer_kinds,
@@ -50,16 +50,16 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
         features = random_features(rng, 5, len(cost.features))
         links, kind = rng.integers(0, 2, (len(features), 4)), rng.integers(0, 2, len(features))
         passes = passes_of(features, features[::-1], links, kind)
-        table = memory_table(cost, passes)
+        table = build_table(cost, passes)
         layers = layer_kinds(cost.kinds)
         extreme_ms = rng.uniform(0.1, 1, (len(layers), len(layers)))
         times_ms = rng.dirichlet(np.ones(len(layers)), 20) @ extreme_ms
         counts = np.zeros((8, len(cost.kinds)), np.int64)
         counts[:, layers] = rng.integers(0, most + 1, (len(layers), 8)).T
         counts[:, -1] = rng.integers(0, 2, 8)
-        low, high = least_peak_bytes(table, counts), table.peak_bytes(counts, 0 * counts)
+        low, high = min_peak_bytes(table, counts), table.peak_bytes(counts, 0 * counts)
         cap = rng.uniform(0.9 * low.min(), high.max())
-        useful = useful_recomputes(table, counts, extreme_ms, cap)
+        useful = useful_sets(table, counts, extreme_ms, cap)
         for stage in range(len(counts)):
             sets = list(product(*(range(number + 1) for number in counts[stage, layers])))
             held = np.tile(counts[stage], (len(sets), 1))
@@ -92,7 +92,7 @@ def test_only_dominated_sets_are_dropped(costs: int):
         as_good = (group[:, None] == group) & (values[:, None] <= values).all(axis=2)
         better = (values[:, None] < values).any(axis=2) | (np.arange(30)[:, None] < np.arange(30))
         expected = np.flatnonzero(~(as_good & better).any(axis=0)).tolist()
-        assert sorted(recompute.undominated_sets(group, values).tolist()) == expected
+        assert sorted(recompute.pareto_minimal_sets(group, values).tolist()) == expected
 
 
 def flat_unit(unit: UnitCost, kept: int, input_: int, working: int, parameters: int) -> UnitCost:
@@ -127,12 +127,12 @@ def test_stage_memory_and_time_by_hand():
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
     others = passes_of(features, features[::-1])
-    table, runs = memory_table(cost, others), unit_runs(cost.kinds, [stage])
+    table, runs = build_table(cost, others), unit_runs(cost.kinds, [stage])
     held = table.activation_bytes(*counts_of_runs(len(cost.kinds), runs)).max()
     counts, needed = unit_counts(cost.kinds, stage), table.stage_bytes([runs]).max()
     memory = stage_memory(cost, counts, table, needed, held)
     assert len(stage.layers("language")) == 2
-    assert stage.recomputed("language") == (2,)
+    assert stage.recomputed_in("language") == (2,)
     expected = {"weights": 2500 * 2, "gradients": 2500 * 4, "optimizer": 2500 * 12}
     # The head's 20 MB per token exceed the recomputed layer's 3 + 10 - 1.
     expected |= {"activations": 5 * (10 + 1 + 4) * 1e6, "transient": 3 * 20 * 1e6}
@@ -151,7 +151,7 @@ def test_undominated_rows_are_exactly_the_front():
         rows = rng.integers(0, 4, (25, 3)).astype(float)
         distinct = np.unique(rows, axis=0)
         below = (distinct[:, None] <= distinct).all(axis=2).sum(axis=1) > 1  # another than itself
-        assert sorted(rows[undominated(rows)].tolist()) == distinct[~below].tolist()
+        assert sorted(rows[pareto_maximal_rows(rows)].tolist()) == distinct[~below].tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -167,7 +167,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
     plain, _ = stages_from_cuts(model, cut)
     features = random_features(rng, 4)
     links, kind = rng.integers(0, 2, (4, 4)), rng.integers(0, 2, 4)
-    table = memory_table(cost, passes_of(features, features[::-1], links, kind))
+    table = build_table(cost, passes_of(features, features[::-1], links, kind))
     in_order = [unit for span in plain.units for unit in span.units]
     layers = [unit for span in plain.units if span.layers for unit in span.units]
     counts, names = unit_counts(cost.kinds, plain), [kind.name for kind in cost.kinds]
@@ -176,7 +176,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
     for _ in range(30):
         chosen = rng.integers(0, 2, len(layers)).astype(bool)
         again = [layer for layer, is_chosen in zip(layers, chosen, strict=True) if is_chosen]
-        stage = plain.model_copy(update={"recompute": joined(again)})
+        stage = plain.model_copy(update={"recompute": merge_spans(again)})
         found = table.stage_bytes([unit_runs(cost.kinds, [stage])])
         own, others, most = np.zeros((3, 4))
         for unit, kind in zip(in_order, kinds, strict=True):

@@ -51,7 +51,7 @@ class Job:
     @property
     def workload(self) -> Workload:
         shares = shares_of(self.data[0], self.plan.pack_levels)
-        return Workload.of(shares, self.features, self.plan.parallel.data)
+        return Workload.build(shares, self.features, self.plan.parallel.data)
 
     def predict(self) -> Prediction:
         plan = self.plan

@@ -81,8 +81,8 @@ def make_packs(lengths: Lengths) -> ScheduledPacks:
 LENGTHS = make_lengths()
 PACKS = make_packs(LENGTHS)
 STAGES = (
-    Stage.of("vision embed", "vision 0..2", recompute=["vision 0..1"]),
-    Stage.of(
+    Stage.parse("vision embed", "vision 0..2", recompute=["vision 0..1"]),
+    Stage.parse(
         *("vision 3", "projector", "language embed", "language 0..3", "head"),
         recompute=["language 3"],
     ),
@@ -340,7 +340,7 @@ def test_advice_names_options_that_exist(parallel):
         model=model, parallel=sizes, data=None, shapes=None, schedule=ONE_FORWARD_ONE_BACKWARD
     )
     explained = explain_causes(plan, None)
-    causes = {*predicting.LostTime(**dict.fromkeys(predicting.LostTime.model_fields, 1.0)).named()}
+    causes = {*predicting.LostTime(**dict.fromkeys(predicting.LostTime.model_fields, 1.0)).causes()}
     assert explained.keys() >= causes
     commands = get_command(app).commands
     known = {
@@ -497,7 +497,7 @@ def test_representative_step_is_full_and_of_median_load():
     part = PACKS.take(rows[~last[rows]])
     load = np.array([9, 1, 5, 2, 7, 4.0])[part.step]
     shares = shares_of(part, [Level(caps=CAPS)])
-    assert representative_step(Workload.of(shares, np.zeros((len(part), 1)), 2), load) == 2
+    assert representative_step(Workload.build(shares, np.zeros((len(part), 1)), 2), load) == 2
 
 
 def test_same_input_same_bytes(folder, page, tmp_path):

@@ -10,7 +10,7 @@ from schedule_cases import BI, BW, SCHEDULES, F, held_in_list, workload_of
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of, side_by_side
-from omnibal.pipeline.schedules import Operation, PipelineSchedule
+from omnibal.pipeline.schedules import ChunkPass, PipelineSchedule
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
@@ -95,7 +95,7 @@ class Walk:
         again = self.again[chunk][self.level[row]]
         return [(self.cost.units[n], a) for n, a in zip(self.units[chunk], again, strict=True)]
 
-    def running(self, one: Operation, row: int) -> float:
+    def running(self, one: ChunkPass, row: int) -> float:
         x, units = self.features[row], self.of(one.chunk, row)
         kept, late = self.kept(one.chunk, row), self.late(one.chunk, row)
         entering = float(x @ self.entering[one.chunk])
@@ -120,7 +120,7 @@ class Walk:
             most = max(most, needed)
         return most
 
-    def peak(self, operations: tuple[Operation, ...], first: int) -> float:
+    def peak(self, operations: tuple[ChunkPass, ...], first: int) -> float:
         """Most bytes besides links and state."""
         most = 0.0
         for one, kept, late in held_in_list(operations):

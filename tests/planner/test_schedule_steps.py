@@ -94,7 +94,7 @@ def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(
             for end in np.sort(ended[stage]):
                 reduced = max(reduced, end) + reduction_ms[stage] / schedule.chunks
             expected[step, stage] = max(expected[step, stage], reduced)
-    for entries in (simulate._CHUNK_ENTRIES, 1):
+    for entries in (simulate._MAX_PASS_TIMES, 1):
         monkeypatch.setattr(simulate, "_CHUNK_ENTRIES", entries)
         steps = predict_steps(times, workload, once, schedule)
         np.testing.assert_allclose(steps.step_ms, expected.max(axis=1))

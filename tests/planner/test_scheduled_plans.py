@@ -17,7 +17,7 @@ from omnibal.job.plan import write_plan
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanResult, make_plan, prediction_of
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 from omnibal.report.page import write_report
 from omnibal.report.trace import chrome_trace
 
@@ -35,7 +35,7 @@ def made() -> PlanResult:
 @pytest.fixture(scope="module", params=SCHEDULES, ids=str)
 def planned(request, made, tmp_path_factory) -> tuple[PlanResult, Path]:
     """A plan of two stages, cut anew into as many parts as the schedule has."""
-    parts, units = 2 * request.param.chunks, len(unit_words(MODEL))
+    parts, units = 2 * request.param.chunks, len(unit_spans(MODEL))
     cuts = [units * part // parts for part in range(1, parts)]
     recomputed = np.zeros((parts, sum(kind.is_layer for kind in ASKED.job.cost.kinds)), int)
     recomputed[0, 0] = 1

@@ -9,22 +9,22 @@ from schedule_cases import BI, BW, B, F, Held, held_in_list
 
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
+    graph_1f1b,
     held_in_passes,
     operation_graph,
     others_in_flight,
-    planned_graph,
 )
 from omnibal.pipeline.schedules import (
-    Operation,
+    ChunkPass,
     Pass,
-    Schedule,
+    StepSchedule,
     forward_only,
-    interleaved,
+    interleaved_1f1b,
     one_forward_one_backward,
     zero_bubble_h1,
     zero_bubble_v,
 )
-from omnibal.pipeline.simulate import Joins, run, turns_of
+from omnibal.pipeline.simulate import Joins, order_passes, run_passes
 
 pytestmark = pytest.mark.quick
 
@@ -35,8 +35,8 @@ SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)
 RULES = {
     "1F1B": (one_forward_one_backward, 1, SIZES),
     "forward-only": (forward_only, 1, SIZES),
-    "interleaved": (interleaved, 2, [(4, 2), (4, 4), (8, 4), (9, 3), (12, 6), (3, 1), *SIZES]),
-    "three-chunks": (interleaved, 3, [(4, 2), (8, 4), (2, 4), (7, 3)]),
+    "interleaved": (interleaved_1f1b, 2, [(4, 2), (4, 4), (8, 4), (9, 3), (12, 6), (3, 1), *SIZES]),
+    "three-chunks": (interleaved_1f1b, 3, [(4, 2), (8, 4), (2, 4), (7, 3)]),
     "zb-h1": (zero_bubble_h1, 1, SIZES),
     "zb-v": (zero_bubble_v, 2, SIZES),
 }
@@ -55,8 +55,8 @@ def bubble_ms(
     took_ms = np.empty((len(graph.kinds), micro_batches, parts, 1))
     took_ms[:] = np.array([durations[kind] for kind in graph.kinds])[:, None, None, None]
     links_ms = np.zeros((2, micro_batches, parts - 1, 1))
-    ready_ms = np.zeros((stages, 1))
-    end_ms, finish_ms = run(turns_of(graph), took_ms, links_ms, ready_ms, Joins.of(None))
+    joins, ready_ms = Joins.build(None), np.zeros((stages, 1))
+    end_ms, finish_ms = run_passes(order_passes(graph), took_ms, links_ms, ready_ms, joins)
     work_ms = micro_batches * chunks * sum(durations[kind] for kind in graph.kinds)
     first = [graph.schedule.part(stage, 0) for stage in range(stages)]
     begun_ms = (end_ms - took_ms)[0, 0, first]
@@ -76,7 +76,7 @@ def test_schedules_have_their_textbook_bubbles(stages, micro_batches):
         # arXiv 2104.04473, section 2.2; durations are those of a chunk.
         assert bubble(one_forward_one_backward, 1) == pytest.approx((stages - 1) * (f + b + w))
         for chunks in (2, 3, 5):
-            assert bubble(interleaved, chunks) == pytest.approx((stages - 1) * (f + b + w))
+            assert bubble(interleaved_1f1b, chunks) == pytest.approx((stages - 1) * (f + b + w))
         # arXiv 2401.10241, table 1, with b that of the input alone, where w is no more than f.
         assert bubble(zero_bubble_h1, 1) == pytest.approx((stages - 1) * (f + b - w)), size
     # Section 6: none at all, as long as all three are equal, but for the first micro-batch's way.
@@ -89,7 +89,7 @@ def test_a_smaller_last_group_takes_less_than_a_whole_one():
     durations = {F: 1.0, B: 2.0}
 
     def step(m):
-        return bubble_ms(interleaved, 4, 2, m, durations)[0] + m * 2 * 3
+        return bubble_ms(interleaved_1f1b, 4, 2, m, durations)[0] + m * 2 * 3
 
     assert all(earlier < later for earlier, later in pairwise(map(step, range(1, 14))))
 
@@ -110,9 +110,9 @@ def test_random_sizes_are_schedules():
     for _ in range(150):
         stages, micro_batches = int(rng.integers(1, 10)), int(rng.integers(0, 30))
         several = int(rng.integers(1, 6))
-        for rule, chunks in ((interleaved, several), (zero_bubble_h1, 1), (zero_bubble_v, 2)):
-            graph = OperationGraph.of(rule(stages, chunks, micro_batches))
-            two_parts = rule is not interleaved
+        for rule, chunks in ((interleaved_1f1b, several), (zero_bubble_h1, 1), (zero_bubble_v, 2)):
+            graph = OperationGraph.build(rule(stages, chunks, micro_batches))
+            two_parts = rule is not interleaved_1f1b
             assert len(graph) == (2 + two_parts) * stages * chunks * micro_batches
 
 
@@ -130,7 +130,7 @@ def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_bat
     for stage, operations in enumerate(graph.schedule.operations):
         passes = held_in_passes(graph, stage)
         ran = map(Pass, passes.kind), passes.micro_batch, passes.chunk
-        listed = [Operation(*each) for each in zip(*ran, strict=True)]
+        listed = [ChunkPass(*each) for each in zip(*ran, strict=True)]
         counted = zip(listed, map(places, passes.held), map(places, passes.late), strict=True)
         assert list(counted) == held_in_list(operations)
 
@@ -138,7 +138,7 @@ def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_bat
 def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
     """Prevents warm-ups of another length: p - s in flight, and p - 1 - s forwards ahead."""
     for m, p in SIZES:
-        graph = planned_graph(p, m)
+        graph = graph_1f1b(p, m)
         for stage in range(p):
             held = [len(kept) for _, kept, _ in held_in_list(graph.schedule.operations[stage])]
             assert max(held) == min(p - stage, m)
@@ -147,7 +147,7 @@ def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
 
 @pytest.mark.parametrize(
     ("rule", "chunks"),
-    [(one_forward_one_backward, 1), (forward_only, 1), (interleaved, 3), (zero_bubble_h1, 1)],
+    [(one_forward_one_backward, 1), (forward_only, 1), (interleaved_1f1b, 3), (zero_bubble_h1, 1)],
 )
 def test_lists_that_say_so_hold_for_fewer_micro_batches(rule, chunks):
     """Prevents short steps that are simulated in an order in which they do not run."""
@@ -164,7 +164,7 @@ def test_lists_that_say_so_hold_for_fewer_micro_batches(rule, chunks):
 def test_others_in_flight_count_passes_of_every_shorter_step():
     """Prevents bounds whose paths leave out passes that run, or take in some that do not."""
     for m, p in SIZES:
-        graph = planned_graph(p, m)
+        graph = graph_1f1b(p, m)
         for stage in range(p):
             others, count = others_in_flight(p, m)[stage], np.arange(1, m + 1)
             ahead, behind = [], []
@@ -177,15 +177,15 @@ def test_others_in_flight_count_passes_of_every_shorter_step():
             assert (others[0] + 1).tolist() == behind
 
 
-def with_operations(*operations: Sequence[Operation], chunks: int = 1) -> Schedule:
+def with_operations(*operations: Sequence[ChunkPass], chunks: int = 1) -> StepSchedule:
     """Of 2 micro-batches."""
-    return Schedule(
+    return StepSchedule(
         name="made up", chunks=chunks, micro_batches=2,
         operations=tuple(map(tuple, operations)), is_prefix_closed=False,
     )  # fmt: skip
 
 
-F0, F1, B0, B1 = (Operation(kind, i) for kind in (F, B) for i in range(2))
+F0, F1, B0, B1 = (ChunkPass(kind, i) for kind in (F, B) for i in range(2))
 FIRST, LAST = (F0, F1, B0, B1), (F0, B0, F1, B1)
 
 
@@ -194,30 +194,30 @@ FIRST, LAST = (F0, F1, B0, B1), (F0, B0, F1, B1)
     [
         (with_operations(FIRST, (F0, B0, F1)), "stage 1 runs micro-batch 1 of chunk 0 forward 1"),
         (with_operations(FIRST, (F0, B0, F1, B1, B1)), "backward 2 times whole"),
-        (with_operations(FIRST, (F0, B0, F1, Operation(BI, 1))), "0 times for the weights"),
+        (with_operations(FIRST, (F0, B0, F1, ChunkPass(BI, 1))), "0 times for the weights"),
         (with_operations((F0, F1), (F0, F0)), "micro-batch 0 of chunk 0 forward 2 times"),
         (with_operations(FIRST, (B0, F0, F1, B1)), "stage 1 runs backward of micro-batch 0"),
         (
-            with_operations(FIRST, (F0, B0, F1, Operation(BW, 1), Operation(BI, 1))),
+            with_operations(FIRST, (F0, B0, F1, ChunkPass(BW, 1), ChunkPass(BI, 1))),
             "runs backward weight of micro-batch 1, chunk 0 before backward input",
         ),
-        (with_operations(FIRST, (F0, B0, F1, Operation(B, 2))), "of 2 micro-batches"),
-        (with_operations(FIRST, (F0, B0, F1, Operation(B, 1, 1))), "and 1 chunks"),
+        (with_operations(FIRST, (F0, B0, F1, ChunkPass(B, 2))), "of 2 micro-batches"),
+        (with_operations(FIRST, (F0, B0, F1, ChunkPass(B, 1, 1))), "and 1 chunks"),
         (
             with_operations((F0, B0, F1, B1), (F0, F1, B0, B1)),
             "ever: stage 0 at backward of micro-batch 0, chunk 0 for stage 1; stage 1 at forward",
         ),
     ],
 )
-def test_wrong_lists_are_refused(schedule: Schedule, message: str):
+def test_wrong_lists_are_refused(schedule: StepSchedule, message: str):
     """Prevents a schedule that loses a micro-batch or hangs, found first in a run."""
     with pytest.raises(ValueError, match=message):
-        OperationGraph.of(schedule)
+        OperationGraph.build(schedule)
 
 
 def test_what_a_list_lacks_is_named_by_what_relies_on_it():
     """Prevents bounds, memory or short steps that are silently those of 1F1B."""
-    unordered = OperationGraph.of(with_operations((F0, F1, B1, B0), (F0, F1, B1, B0)))
+    unordered = OperationGraph.build(with_operations((F0, F1, B1, B0), (F0, F1, B1, B0)))
     with pytest.raises(ValueError, match="out of order"):
         held_in_passes(unordered, 0)
     with pytest.raises(ValueError, match="1F1B has 1 chunk a stage, not 2"):
@@ -228,6 +228,6 @@ def test_what_a_list_lacks_is_named_by_what_relies_on_it():
 
 def test_nothing_to_run_is_a_schedule_too():
     """Prevents a rank without micro-batches from failing where others have some."""
-    graph = planned_graph(3, 0)
+    graph = graph_1f1b(3, 0)
     assert graph.schedule.operations == ((), (), ())
     assert (len(graph), graph.depths) == (0, 0)

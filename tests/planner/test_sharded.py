@@ -520,7 +520,7 @@ def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
     once = per_step_costs(job.cost, stages)
     step_ms = predict_steps(workload_times(job.cost, [stages], workload), workload, once).step_ms
     lost = lost_time(job.cost, [stages], workload, float(step_ms.mean()))
-    assert sum(lost.named().values()) == pytest.approx(step_ms.mean())
+    assert sum(lost.causes().values()) == pytest.approx(step_ms.mean())
     return lost
 
 

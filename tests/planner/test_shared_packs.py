@@ -85,7 +85,7 @@ def test_steps_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) ->
             tables.append(np.zeros((ranks, slots, values.shape[1])))
             tables[-1][workload.dp_rank[rows], workload.slot[rows]] = values[rows]
         expected.append(np.nanmax(joint_event_loop(*tables, *contexts_of(step, ranks, slots))))
-    for entries in (simulate._CHUNK_ENTRIES, ranks * slots * size):
+    for entries in (simulate._MAX_PASS_TIMES, ranks * slots * size):
         monkeypatch.setattr(simulate, "_CHUNK_ENTRIES", entries)
         found = predict_steps(times, workload, once)
         np.testing.assert_allclose(found.step_ms, expected)
@@ -157,4 +157,4 @@ def test_plans_without_shared_packs_name_no_exchange() -> None:
     step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
     lost = lost_time(cost, [stages], workload, step_ms)
     assert "context_exchange_ms" not in lost.model_dump()
-    assert "context exchange" not in lost.named()
+    assert "context exchange" not in lost.causes()

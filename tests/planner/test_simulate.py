@@ -29,7 +29,7 @@ def test_unequal_stages_drawn_by_hand():
     timeline = simulate_1f1b(forward, backward, link, link)
     assert (timeline.step_ms, timeline.finish_ms.tolist()) == (18, [18, 15.5])
     assert (timeline.busy_ms.tolist(), timeline.wait_ms.tolist()) == ([6, 14], [12, 4])
-    waits = simulate.waits_before(timeline)
+    waits = simulate.idle_before_passes(timeline)
     for kind, starts, ends, waited in (
         (Pass.FORWARD, [[0, 1.5], [1, 8.5]], [[1, 4.5], [2, 11.5]], [[0, 1.5], [0, 0]]),
         (Pass.BACKWARD, [[9, 4.5], [16, 11.5]], [[11, 8.5], [18, 15.5]], [[7, 0], [5, 0]]),
@@ -45,7 +45,7 @@ def test_waits_are_the_gaps_between_passes():
     for m, p in ((1, 1), (1, 3), (2, 4), (7, 3), (5, 1)):
         forward, link = rng.exponential(1, (m, p)), rng.exponential(0.3, (m, p - 1))
         timeline = simulate_1f1b(forward, 2 * forward[::-1], link, link)
-        waits = np.stack(list(simulate.waits_before(timeline).values()))
+        waits = np.stack(list(simulate.idle_before_passes(timeline).values()))
         assert (waits >= 0).all()
         np.testing.assert_allclose(waits.sum(axis=(0, 1)) + timeline.busy_ms, timeline.finish_ms)
 

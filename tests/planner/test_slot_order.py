@@ -10,7 +10,7 @@ from schedule_cases import SCHEDULES, nothing_once, simulate_1f1b, workload_of
 from omnibal.job.planner import make_ordered_plan, make_plan
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.slot_order import searched_slots
+from omnibal.pipeline.slot_order import search_slots
 from omnibal.pipeline.stage_cost import StageTimes
 from omnibal.pipeline.workload import Workload
 
@@ -43,7 +43,7 @@ def test_steps_are_as_short_as_the_best_of_all_orders(ranks: int) -> None:
     over = []
     for seed in range(10):
         times, workload = random_case(seed, ranks, most=5)
-        slot = searched_slots(times, workload)
+        slot = search_slots(times, workload)
         for step in range(2):
             places = workload.step == step
             every = [np.flatnonzero(places & (workload.dp_rank == rank)) for rank in range(ranks)]
@@ -76,7 +76,7 @@ def test_orders_are_found_for_any_schedule(schedule: PipelineSchedule) -> None:
     gains = []
     for seed in range(4):
         times, workload = random_case(seed, ranks=2, most=6, parts=parts)
-        slot = searched_slots(times, workload, schedule)
+        slot = search_slots(times, workload, schedule)
         order = np.lexsort((slot, workload.dp_rank, workload.step))
         once = nothing_once(2)
         dealt = predict_steps(times, workload, once, schedule).step_ms

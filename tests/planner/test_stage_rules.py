@@ -26,12 +26,12 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, RecomputeFreedom, StageRules, TrainerConstraints
 from omnibal.model.units import LANGUAGE
 from omnibal.pipeline.baselines import PartitionMethod, SplitRule
-from omnibal.pipeline.bounds import least_step_ms
-from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.bounds import min_step_ms
+from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.stage_cost import held_units, trained_parameters
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_words
+from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_spans
 from omnibal.pipeline.workload import Workload
 
 TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio language"]
@@ -39,11 +39,11 @@ TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio la
 
 def allowed_stages(model: ModelConfig, p: int, rules: StageRules) -> Iterator[tuple[Stage, ...]]:
     """Every split that the rules allow, nothing recomputed."""
-    words = unit_words(model)
+    words = unit_spans(model)
     is_layer = [span.layers is not None for span in words]
     for cuts in combinations(range(1, len(words)), p - 1):
         runs = list(pairwise((0, *cuts, len(words))))
-        stages = tuple(Stage.of(*map(str, words[a:b])) for a, b in runs)
+        stages = tuple(Stage.parse(*map(str, words[a:b])) for a, b in runs)
         on_first = stages[0].holds("language embed") or not rules.encoders_on_first
         everywhere = all(len(s.layers(LANGUAGE)) for s in stages) or not rules.language_everywhere
         if on_first and everywhere and all(any(is_layer[a:b]) for a, b in runs):
@@ -97,7 +97,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
         packs = random_packs(rng, int(rng.integers(1, 5)), len(cost.features))
         times, peaks = brute_force(cost, model, packs, p, rules)
         low, high = peaks.min(), peaks.max()
-        least = least_peak_of_splits(cost, model, packs, p, rules=rules)
+        least = min_peak_of_splits(cost, model, packs, p, rules=rules)
         assert least == pytest.approx(low, rel=1e-9)
         cap = low * (1 + 1e-9) + rng.uniform(-0.1, 0.6) * (high - low)
         if cap < low:
@@ -109,7 +109,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
         result = search_stages(cost, model, packs, p, cap, rules=rules)
         check_stages(model, result.stages)
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
-        assert least_step_ms(cost, model, packs, p, rules) <= best_ms * (1 + 1e-9)
+        assert min_step_ms(cost, model, packs, p, rules) <= best_ms * (1 + 1e-9)
         quick = search_stages(cost, model, packs, p, cap, rules=rules, prove=False)
         assert quick.lower_bound_ms <= best_ms * (1 + 1e-9) <= quick.step_ms * (1 + 2e-9)
         recomputed += any(stage.recompute for stage in result.stages)

@@ -34,7 +34,7 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
 from omnibal.packing.packing import PackingMethod, pack_samples
-from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report import command_tables
@@ -131,7 +131,7 @@ def found_as_planned(searched: StrategyRequest) -> StrategySearch:
     for each in found.ranking:
         assert each.ms_per_sample == pytest.approx(planned[each.parallel], rel=1e-9)
         assert each.samples_per_second == pytest.approx(1e3 / each.ms_per_sample)
-        assert sum(each.lost.named().values()) == pytest.approx(each.ms_per_sample)
+        assert sum(each.lost.causes().values()) == pytest.approx(each.ms_per_sample)
     for each in found.ruled_out:
         if each.parallel in planned and each.most_samples_per_second is not None:
             bound_ms = 1e3 / each.most_samples_per_second
@@ -306,10 +306,10 @@ def test_loser_is_told_why():
     slow_links = CLUSTER.model_copy(update={"link_latency_us": 10_000})
     found = search(cluster=slow_links, samples_per_step=300)
     assert found.best.why == "best"
-    of_best = found.best.lost.named()
+    of_best = found.best.lost.causes()
     for each in found.ranking[1:]:
         name, percent = each.why.split(", ")[0].rsplit(" ", 1)
-        more_ms = {cause: ms - of_best[cause] for cause, ms in each.lost.named().items()}
+        more_ms = {cause: ms - of_best[cause] for cause, ms in each.lost.causes().items()}
         most_ms = more_ms["ideal" if name == "compute" else name]
         assert most_ms == max(more_ms.values())
         assert percent == f"{most_ms / found.best.ms_per_sample:+.0%}"
@@ -529,7 +529,7 @@ def test_bound_is_the_time_where_nothing_is_lost():
     split = stages_from_cuts(model, (3, 5, 9))
     assert [stage.layer_count for stage in split] == [2, 2, 2, 2]
     simulated = simulate_levels(free, [split], workload).step_ms.mean()
-    assert least_step_ms(free, model, workload, 4) == pytest.approx(simulated, rel=1e-9)
+    assert min_step_ms(free, model, workload, 4) == pytest.approx(simulated, rel=1e-9)
 
 
 def test_table_fits_a_terminal():

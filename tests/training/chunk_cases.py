@@ -5,7 +5,7 @@ from dataclasses import replace
 from toy import stages_of, toy_plan
 
 from omnibal.pipeline import schedules
-from omnibal.pipeline.schedules import Pass, PipelineSchedule, Schedule, zero_bubble_v
+from omnibal.pipeline.schedules import Pass, PipelineSchedule, StepSchedule, zero_bubble_v
 
 CUTS = {4: (3, 6, 8), 6: (1, 3, 5, 7, 9), 8: (1, 2, 4, 5, 7, 8, 10)}
 """Cuts of the toy model into so many parts; see pipeline_plan for its units."""
@@ -25,7 +25,7 @@ def chunk_plan(model, pipeline, chunks, *, name="interleaved", **sizes):
     return with_chunks(toy_plan(model, stages, **sizes), chunks, name)
 
 
-def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> Schedule:
+def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     """ZB-V with whole backwards, each where that of the input is."""
     in_two = zero_bubble_v(stages, chunks, micro_batches)
     operations = tuple(
@@ -41,5 +41,5 @@ def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> Schedu
 
 def run_by_rule(monkeypatch, name, rule):
     """Have plans of a schedule's name run another rule with its placement, in forked ranks too."""
-    named = replace(schedules._NAMED[name], rule=rule)
-    monkeypatch.setitem(schedules._NAMED, name, named)
+    named = replace(schedules._SCHEDULES[name], rule=rule)
+    monkeypatch.setitem(schedules._SCHEDULES, name, named)

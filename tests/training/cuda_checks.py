@@ -175,7 +175,7 @@ def real_size_plan() -> Plan:
     """Two layers of InternViT-6B and two of InternLM2-20B, on one device."""
     model = load_model("internvl-chat-1.5-6b-20b")
     small = model.with_layers(vision=2, language=2)
-    whole = Stage.of(
+    whole = Stage.parse(
         *("vision embed", "vision 0..1", "projector", "language embed", "language 0..1", "head"),
         recompute=["vision 0", "language 1"],
     )

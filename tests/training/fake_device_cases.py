@@ -58,8 +58,8 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, PartitionMethod, RecomputeRule, SplitRule
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage_memory import stage_memories
-from omnibal.pipeline.stage_units import Stage, joined
-from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
+from omnibal.pipeline.stage_units import Stage, merge_spans
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 
 Planned = tuple[Plan, tuple[ScheduledPacks, Lengths]]
 
@@ -302,7 +302,7 @@ LAYOUTS = (
 
 def _with_last_recomputed(stage: Stage) -> Stage:
     spans = [span for span in stage.units if span.layers]
-    return stage.model_copy(update={"recompute": joined(span.units[-1] for span in spans)})
+    return stage.model_copy(update={"recompute": merge_spans(span.units[-1] for span in spans)})
 
 
 def job_of(model: ModelConfig, parallel: Parallel, **options: Any) -> JobSpec:
@@ -320,7 +320,7 @@ def plan_of(layout: Layout) -> Planned:
     plan, scheduled = made.plan, made.data or data.schedule(job)
     changed: dict[str, Any] = {}
     if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
-        parts, units = layout.stages * layout.schedule.chunks, len(unit_words(job.model))
+        parts, units = layout.stages * layout.schedule.chunks, len(unit_spans(job.model))
         cuts = [round(part * units / parts) for part in range(1, parts)]
         changed = {"stages": stages_from_cuts(job.model, cuts), "schedule": layout.schedule}
     if layout.edited:
@@ -498,7 +498,7 @@ def levels() -> None:
     model = load_model("internvl2.5-8b").with_layers(vision=4, language=4)
     made = make_plan(PlanRequest(job=job_of(model, Parallel(pipeline=2)), data=data))
     again = tuple(
-        joined(one for span in stage.units for one in span.units if one.layers)
+        merge_spans(one for span in stage.units for one in span.units if one.layers)
         for stage in made.plan.stages
     )
     recomputed = tuple(

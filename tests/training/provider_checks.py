@@ -82,7 +82,7 @@ def in_fp8(links, plan):
         if precision == "bf16":
             assert not FP8GlobalStateManager.products
     stage = plan.stages[links.rank]
-    layers, again = stage.layers("language"), stage.recomputed("language")
+    layers, again = stage.layers("language"), stage.recomputed_in("language")
     # Two micro-batches of two steps, layers that are recomputed twice; and a forward of each.
     expected = 4 * (4 * (len(layers) + len(again)) + 2 * len(layers))
     products = FP8GlobalStateManager.products

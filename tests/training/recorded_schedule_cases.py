@@ -16,7 +16,7 @@ from megatron.vlm.step import links, schedule
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.schedule import run_forward, run_forward_backward
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Operation, Pass, Schedule
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ChunkPass, Pass, StepSchedule
 
 CUTS = {1: (), 2: (4,), 3: (3, 8), 4: (2, 7, 9), 5: (1, 3, 7, 9), 6: (1, 3, 5, 7, 9)}
 CUTS[8] = (1, 2, 4, 5, 7, 8, 10)
@@ -193,8 +193,8 @@ def random_rule(seed, placement):
             kind, part, i = one
             stage = placement.stage_of(part, stages)
             [chunk] = [c for c in range(chunks) if placement.part(stage, c, stages) == part]
-            lists[stage].append(Operation(kind, i, chunk))
-        return Schedule(
+            lists[stage].append(ChunkPass(kind, i, chunk))
+        return StepSchedule(
             name=f"random {seed}", chunks=chunks, micro_batches=micro_batches,
             operations=tuple(map(tuple, lists)), is_prefix_closed=False, placement=placement,
         )  # fmt: skip

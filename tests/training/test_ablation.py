@@ -125,7 +125,7 @@ def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
     wanted, found = stage_times(job.cost, again, features), stage_times(assumed, kept, features)
     np.testing.assert_allclose(found.forward_ms, wanted.forward_ms)
     np.testing.assert_allclose(found.backward_ms, wanted.backward_ms)
-    workload = Workload.of(shares_of(packs, results[Variant.DATA].plan.pack_levels), features, 2)
+    workload = Workload.build(shares_of(packs, results[Variant.DATA].plan.pack_levels), features, 2)
     wanted_gib, found_gib = (
         [memory.peak_gib for memory in stage_memories(cost, [stages], workload)]
         for cost, stages in ((job.cost, again), (assumed, kept))

@@ -46,7 +46,7 @@ def random_stages(model: ModelConfig, pipeline: int, rng: random.Random) -> tupl
     units = [[f"language {start}..{stop - 1}"] for start, stop in pairwise(cuts)]
     units[0] = [*first, "language embed", *units[0]]
     units[-1] += ["head"]
-    return tuple(Stage.of(*each) for each in units)
+    return tuple(Stage.parse(*each) for each in units)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -199,4 +199,4 @@ def test_errors_name_the_place():
         with pytest.raises(UserError, match=message):
             parse_layout(layout, pipeline)
     with pytest.raises(UserError, match="stage 0 does not hold the language embed"):
-        layout_of([Stage.of("vision embed"), Stage.of("language embed", "head")], 0)
+        layout_of([Stage.parse("vision embed"), Stage.parse("language embed", "head")], 0)

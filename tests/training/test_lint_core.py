@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from omnibal.pipeline.schedules import Pass, interleaved
+from omnibal.pipeline.schedules import Pass, interleaved_1f1b
 from omnibal.trainers.lint.all_rules import findings_of
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.line import line_of
@@ -190,7 +190,7 @@ def test_chunks_run_in_cores_order(sizes):
     table = schedules.get_schedule_table(micro_batches, chunks, stages)
     forwards = [(Pass.FORWARD, *place) for place in table]
     backwards = [(Pass.BACKWARD, number, chunks - 1 - chunk) for number, chunk in table]
-    for stage, operations in enumerate(interleaved(stages, chunks, micro_batches).operations):
+    for stage, operations in enumerate(interleaved_1f1b(stages, chunks, micro_batches).operations):
         group = SimpleNamespace(size=lambda: stages, rank=lambda own=stage: own)
         link = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks)
         _, _, warm_up, rest = schedules.get_pp_rank_microbatches(

@@ -18,7 +18,7 @@ from megatron.vlm.step.train import build_trainer
 from omnibal.pipeline.operation_graph import operation_graph
 from omnibal.pipeline.schedules import (
     Placement,
-    interleaved,
+    interleaved_1f1b,
     one_forward_one_backward,
     zero_bubble_h1,
     zero_bubble_v,
@@ -28,8 +28,8 @@ PLANNED = [
     pytest.param(rule, chunks, id=f"{rule.__name__}-{chunks}")
     for rule, chunks in (
         (one_forward_one_backward, 1),
-        (interleaved, 2),
-        (interleaved, 4),
+        (interleaved_1f1b, 2),
+        (interleaved_1f1b, 4),
         (zero_bubble_h1, 1),
         (zero_bubble_v, 2),
         (whole_back_and_forth, 2),
@@ -48,7 +48,7 @@ def test_sends_of_planned_schedules_wait_for_those_before(rule, chunks, stages):
         assert step_messages(graph, frozenset()).sends_wait
 
 
-RULES = {"interleaved": interleaved, "zb-v": whole_back_and_forth}
+RULES = {"interleaved": interleaved_1f1b, "zb-v": whole_back_and_forth}
 PLACEMENTS = {"interleaved": Placement.LOOP, "zb-v": Placement.V}
 
 

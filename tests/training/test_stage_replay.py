@@ -36,7 +36,7 @@ from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.stage_units import joined
+from omnibal.pipeline.stage_units import merge_spans
 from omnibal.steps.pack_settings import PackSettings
 from tests.planner.plan_cases import request
 
@@ -282,7 +282,7 @@ def test_every_level_recomputes_its_own_layers(tmp_path):
     directory = save_planned(tmp_path / "plan", (30, 1), (120, 1))
     plan = read_plan(directory)
     again = tuple(
-        joined(layer for span in stage.units for layer in span.units if layer.layers)
+        merge_spans(layer for span in stage.units for layer in span.units if layer.layers)
         for stage in plan.stages
     )
     levels = tuple(

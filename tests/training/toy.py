@@ -17,7 +17,7 @@ from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.stage_units import Stage, joined
+from omnibal.pipeline.stage_units import Stage, merge_spans
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.steps.cut import item_bounds
 from omnibal.steps.item_shares import ImagePieces
@@ -96,7 +96,7 @@ def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> l
     for stage in stages_from_cuts(model, cuts):
         units = [unit for span in stage.units for unit in span.units if unit.layers]
         again = [unit for unit in units if unit.layers[0] in recompute.get(unit.name, ())]
-        stages.append(stage.model_copy(update={"recompute": joined(again)}))
+        stages.append(stage.model_copy(update={"recompute": merge_spans(again)}))
     return stages
 
 

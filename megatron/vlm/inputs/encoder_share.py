@@ -408,7 +408,7 @@ class EncoderShares:
             .reshape(groups, pipelines)
             for name, (_, count) in self._items.items()
         }
-        shares = ItemShares.dealt(
+        shares = ItemShares.deal_items(
             np.arange(groups),
             held,
             self._samples_of(rows),

@@ -52,7 +52,7 @@ from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import simulate_ranks, waits_before
+from omnibal.pipeline.simulate import idle_before_passes, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
@@ -134,7 +134,7 @@ def predict_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tup
     times = workload_times(cost, plan.stages_at_levels, own)
     alone = replace(times, waits_ms=None)
     timeline = simulate_ranks(alone, own.each_rank_alone(), plan.schedule).of_step(0)
-    waits_ms, schedule = waits_before(timeline), timeline.schedule
+    waits_ms, schedule = idle_before_passes(timeline), timeline.schedule
     return tuple(
         float(
             waits_ms[operation.kind][operation.micro_batch, schedule.part(stage, operation.chunk)]

@@ -59,7 +59,7 @@ class EncoderUnits(NamedTuple):
             layers = PlannedBlock(
                 config,
                 [encoder_layer_spec(config, tower, number, parts) for number in numbers],
-                recompute_layers=[stage.recomputed(name)],
+                recompute_layers=[stage.recomputed_in(name)],
                 final_norm=False,
                 groups=groups,
             )

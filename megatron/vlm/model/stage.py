@@ -130,7 +130,7 @@ class VLMStage(MegatronModule):
             self.language = PlannedBlock(
                 language_config,
                 [language_layer_spec(language_config, parts)] * len(stage.layers("language")),
-                recompute_layers=[stage.recomputed("language")],
+                recompute_layers=[stage.recomputed_in("language")],
                 final_norm=stage.holds("head"),
             )
             self.rotary_frequencies = _rotary_frequencies(language, language_config.kv_channels)
@@ -471,7 +471,7 @@ def build_stage(
         provider,
     )
     for name, block in stage.blocks.items():
-        block.set_levels([stages[part].recomputed(name) for stages in plan.stages_at_levels])
+        block.set_levels([stages[part].recomputed_in(name) for stages in plan.stages_at_levels])
     stage.context_groups = context_groups or {}
     _freeze(stage, plan)
     if plan.schedule.in_two:

@@ -28,7 +28,7 @@ from megatron.vlm.step.stage_messages import Content, Message, step_messages
 from omnibal.job.plan import Plan
 from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import operation_graph
-from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass, ScheduleRule
+from omnibal.pipeline.schedules import FORWARD_ONLY, ChunkPass, Pass, ScheduleRule
 from omnibal.pipeline.stage_units import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
@@ -167,7 +167,7 @@ class _StageRun:
 
     def run(self, before_last_backward: Callable[[int], None] | None = None) -> list[torch.Tensor]:
         """Run the operations; return the last part's output of every micro-batch."""
-        before: Operation | None = None
+        before: ChunkPass | None = None
         if self.encoders is not None:
             self.encoders.encode()
         following = zip_longest(self.operations, self.operations[1:])
@@ -194,7 +194,7 @@ class _StageRun:
         self.mail.flush()
         return [self.results[micro_batch] for micro_batch in sorted(self.results)]
 
-    def _forward(self, operation: Operation, position: int) -> None:
+    def _forward(self, operation: ChunkPass, position: int) -> None:
         """Run a micro-batch through a chunk and start sending its output."""
         part, micro_batch = self.links.parts[operation.chunk], operation.micro_batch
         received = self._receive(part, operation, position)
@@ -230,7 +230,7 @@ class _StageRun:
                     feature.data = feature.new_empty(1).expand(feature.shape)
             self.kept[operation.chunk, micro_batch] = inputs, made
 
-    def _receive(self, part: int, operation: Operation, position: int) -> dict[str, torch.Tensor]:
+    def _receive(self, part: int, operation: ChunkPass, position: int) -> dict[str, torch.Tensor]:
         """Receive a micro-batch's inputs if there is a previous part."""
         micro_batch = operation.micro_batch
         if part == 0:
@@ -244,7 +244,7 @@ class _StageRun:
             received[name].requires_grad_()
         return received
 
-    def _backward(self, operation: Operation, position: int) -> None:
+    def _backward(self, operation: ChunkPass, position: int) -> None:
         """Run a micro-batch's backward and start sending its input gradients."""
         part, micro_batch = self.links.parts[operation.chunk], operation.micro_batch
         received, outputs = self.kept.pop((operation.chunk, micro_batch))
@@ -277,7 +277,7 @@ class _StageRun:
         elif self.encoders is not None:
             self.encoders.put(micro_batch, message)
 
-    def _backward_weight(self, operation: Operation, position: int) -> None:
+    def _backward_weight(self, operation: ChunkPass, position: int) -> None:
         deferred = self.models[operation.chunk].module.deferred
         if deferred is not None:
             self.clock.switch(Phase.BACKWARD_WEIGHT)
@@ -286,11 +286,11 @@ class _StageRun:
             self.clock.switch(Phase.WAIT)
 
 
-def _is_at_once(before: Operation | None, after: Operation | None) -> bool:
+def _is_at_once(before: ChunkPass | None, after: ChunkPass | None) -> bool:
     """Return whether the second operation is the first's backward, right after it."""
     if before is None or after is None or before.kind is not Pass.FORWARD:
         return False
-    return after == Operation(Pass.BACKWARD, before.micro_batch, before.chunk)
+    return after == ChunkPass(Pass.BACKWARD, before.micro_batch, before.chunk)
 
 
 def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:

@@ -96,7 +96,7 @@ def _placement_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str
 def _recompute_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     stages, freedom = plan.stages_at(0), target.stages.recompute
     for tower in plan.pipeline_model.towers:
-        counts = [len(stage.recomputed(tower)) for stage in stages]
+        counts = [len(stage.recomputed_in(tower)) for stage in stages]
         numbered = freedom is RecomputeFreedom.LANGUAGE and tower == LANGUAGE
         if numbered and one_number(stages, tower) is None:
             yield (

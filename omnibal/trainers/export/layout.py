@@ -134,7 +134,7 @@ def split_flags(layout: Layout) -> dict[str, str]:
 
 def first_layers(stage: Stage, tower: str) -> int | None:
     """Return the recomputed layers of a tower in a stage, or None if not its first layers."""
-    again = sorted(stage.recomputed(tower))
+    again = sorted(stage.recomputed_in(tower))
     return len(again) if again == list(stage.layers(tower)[: len(again)]) else None
 
 
@@ -151,7 +151,7 @@ def one_number(stages: Sequence[Stage], tower: str) -> int | None:
 def all_or_none(stages: Sequence[Stage], tower: str) -> bool | None:
     """Return whether all (or no) layers of a tower are recomputed, or None for some."""
     held = sum(len(stage.layers(tower)) for stage in stages)
-    again = sum(len(stage.recomputed(tower)) for stage in stages)
+    again = sum(len(stage.recomputed_in(tower)) for stage in stages)
     return again > 0 if again in (0, held) else None
 
 

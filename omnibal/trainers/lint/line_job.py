@@ -32,7 +32,7 @@ from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage_units import Span, Stage
-from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.steps import Steps, deal_steps, size_load
 from omnibal.trainers.lint.adapter_flags import adapters_of_line, is_adapter
@@ -383,7 +383,7 @@ def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> 
             f"stage {empty[0]} holds no layer of the language model; stages that hold nothing "
             "cannot be predicted: give it one"
         )
-    first = len(unit_words(model)) - model.language.layers - 1
+    first = len(unit_spans(model)) - model.language.layers - 1
     cuts = list(accumulate(held[:-1], initial=first))[1:]
     stages = []
     split = zip(stages_from_cuts(model, cuts), layers, strict=True)

@@ -97,7 +97,7 @@ class HeaviestEncoding:
         if cost is None or beside is None:
             return None
         names = feature_names_at(job.cost.features, plan.pack_levels)
-        shares = ItemShares.of(workload, names, cost, beside)
+        shares = ItemShares.build(workload, names, cost, beside)
         blocks = plan.parallel.data // shares.pipelines
         encoded, held = np.zeros(1), np.zeros(1)
         for name, encoder in cost.encoders.items():
