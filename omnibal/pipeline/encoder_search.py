@@ -36,8 +36,7 @@ from omnibal.pipeline.workload import Workload
 _MAX_KEPT_CHOICES = 12
 """Max numbers of kept items tried between none and all."""
 _MAX_FEW_KEPT_CHOICES = 4
-"""`_MAX_KEPT_CHOICES` for whole-sample encoders, which are slow to deal, in a reduced search; it also
-tries every other pass size only."""
+"""`_MAX_KEPT_CHOICES` in a reduced search of whole-sample encoders, which are slow to deal."""
 _MAX_ITEMS_OF_PASS = 64  # max pass size of encoders, tried by doubling
 _CELLS_OF_PASS = 256
 """Whole-sample pass size per equal item: 1,024 patches of four, as in an InternVL tile."""

@@ -222,7 +222,8 @@ def _checked_places(
             stage, first = listed[int(late[wrong][0])]
             _, second = listed[int(early[wrong][0])]
             raise ValueError(
-                f"{schedule.name}: stage {stage} runs {_name_operation(first)} before {_name_operation(second)}"
+                f"{schedule.name}: stage {stage} runs {_name_operation(first)} before "
+                f"{_name_operation(second)}"
             )
     return index
 

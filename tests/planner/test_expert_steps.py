@@ -15,7 +15,7 @@ from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Structure, min_step_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_costs import side_by_side
-from omnibal.pipeline.partition import least_peak_of_splits, search_stages
+from omnibal.pipeline.partition import min_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
@@ -93,7 +93,7 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
         cap = np.inf
         if len(model.language.runs) == 1:  # of several kinds in a row, the count is an upper bound
             low, high = peaks.min(), peaks.max()
-            assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+            assert min_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
             cap = rng.uniform(low, low + 0.8 * (high - low)) * (1 + 1e-9)
         best_ms = times[peaks <= cap].min()
         result = search_stages(cost, model, packs, p, cap)

@@ -209,7 +209,7 @@ def test_the_search_over_levels_equals_brute_force(
         unlike += len(set(map(str, result.stages_at))) > 1
         quick = search_stages(cost, model, packs, p, cap, prove=False)
         with monkeypatch.context() as coarsely:
-            coarsely.setattr(stage_options, "_MOST_OPTIONS", 1)
+            coarsely.setattr(stage_options, "_MAX_OPTIONS", 1)
             coarse = search_stages(cost, model, packs, p, cap)
         for found in (result, quick, coarse):
             for stages in found.stages_at:
@@ -246,7 +246,7 @@ def test_memory_of_levels_is_that_of_a_walk():
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stages):
     """Prevents a search without end, or a split that does not fit."""
-    monkeypatch.setattr(stage_options, "_MOST_OPTIONS", 400)
+    monkeypatch.setattr(stage_options, "_MAX_OPTIONS", 400)
     model = load_model("llama3.1-70b")
     parallel = Parallel(tensor=8, pipeline=stages, data=8, sequence_parallel=True)
     cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 1000.0})
@@ -380,7 +380,7 @@ def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
     assert best.lower_bound_ms == best.step_ms
     assert little.simulated < best.simulated
     assert little.lower_bound_ms <= best.step_ms <= little.step_ms
-    for limit in ("_FIRST_WIDTH", "_MAX_WIDTH", "_MAX_ROUNDS"):
+    for limit in ("_FIRST_WIDTH", "_MAX_WIDTH", "_MAX_GROWTH_ROUNDS"):
         monkeypatch.setattr(split_search, limit, 1)
     cut_short = search_stages(*case)
     assert cut_short.lower_bound_ms < cut_short.step_ms

@@ -95,7 +95,7 @@ def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(
                 reduced = max(reduced, end) + reduction_ms[stage] / schedule.chunks
             expected[step, stage] = max(expected[step, stage], reduced)
     for entries in (simulate._MAX_PASS_TIMES, 1):
-        monkeypatch.setattr(simulate, "_CHUNK_ENTRIES", entries)
+        monkeypatch.setattr(simulate, "_MAX_PASS_TIMES", entries)
         steps = predict_steps(times, workload, once, schedule)
         np.testing.assert_allclose(steps.step_ms, expected.max(axis=1))
 

@@ -86,7 +86,7 @@ def test_steps_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) ->
             tables[-1][workload.dp_rank[rows], workload.slot[rows]] = values[rows]
         expected.append(np.nanmax(joint_event_loop(*tables, *contexts_of(step, ranks, slots))))
     for entries in (simulate._MAX_PASS_TIMES, ranks * slots * size):
-        monkeypatch.setattr(simulate, "_CHUNK_ENTRIES", entries)
+        monkeypatch.setattr(simulate, "_MAX_PASS_TIMES", entries)
         found = predict_steps(times, workload, once)
         np.testing.assert_allclose(found.step_ms, expected)
     alone = predict_steps(times, replace(workload, context=np.ones_like(workload.context)), once)
