@@ -262,7 +262,7 @@ def _balanced(job: AblationJob, split: SplitRule) -> PlanRequest:
         packs_per_step=ranks,
     )
     # How many there are does not depend on the packs of a step.
-    (packs,) = data.packed(spec)
+    (packs,) = data.pack(spec)
     of_a_rank = job.samples_per_step * len(packs) / len(job.lengths) / ranks
     sized = replace(data, packs_per_step=max(round(of_a_rank), 1) * ranks)
     return PlanRequest(job=spec, data=sized, split=split)

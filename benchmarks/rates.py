@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
+from omnibal.cost.scattered_rates import ScatteredTimes, product_shapes
 from omnibal.model.config import load_cluster
 from omnibal.model.rate_tables import ProductTime
 
@@ -29,9 +29,9 @@ def errors_of(
     for number in range(len(numbers)):
         left = of_layer == number
         others = [one for one, is_left in zip(measured, left, strict=True) if not is_left]
-        fitted = ScatteredTimes.of(shapes_of(others), times_ms[~left])
+        fitted = ScatteredTimes.fit(product_shapes(others), times_ms[~left])
         out = [one for one, is_left in zip(measured, left, strict=True) if is_left]
-        errors[left] = fitted.ms(shapes_of(out)) / times_ms[left] - 1
+        errors[left] = fitted.ms(product_shapes(out)) / times_ms[left] - 1
     return errors
 
 

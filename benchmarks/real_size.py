@@ -187,7 +187,7 @@ def comparison_rows(job: RealSizeJob, plan: Plan, stages: Sequence[FakeStage]) -
         [
             job.name if one.stage == 0 else "",
             f"{one.stage}",
-            layers_of([plan.held(plan.stages)[one.stage]]),
+            layers_of([plan.merge_chunks(plan.stages)[one.stage]]),
             f"{one.predicted_gib:.2f}",
             f"{one.allocated_gib:.2f}",
             f"{one.deviation:+.2%}",

@@ -27,7 +27,7 @@ from omnibal.job.check import open_plan, open_portion
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import LENGTHS_FILE, portion_folder, portion_packs_file
 from omnibal.job.plan_data import SampleData
-from omnibal.job.plan_portions import fewest_packs, write_portions
+from omnibal.job.plan_portions import bound_packs, write_portions
 from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
@@ -77,7 +77,7 @@ def pack(folder: Path, caps: Caps, portion_samples: int) -> str:
     portions = write_portions(samples, schedule, folder)
     packed = time.process_time()
     packs = sum(each.packs for each in portions)
-    least = fewest_packs(samples, caps, packs)
+    least = bound_packs(samples, caps, packs)
     proven = time.process_time() - packed
     gap = packs / least - 1
     verdict = "ok" if gap <= _MOST_ABOVE else "MISSES"

@@ -18,7 +18,7 @@ from goals import Job
 from omnibal import training_job
 from omnibal.base.errors import DoesNotFit
 from omnibal.job.plan_data import SampleData
-from omnibal.job.planner import PlanRequest, make_plan, searched_parts
+from omnibal.job.planner import PlanRequest, make_plan, search_chunks
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -97,7 +97,7 @@ def compared(row: Row, micro_batches: int, effort: float) -> str:
     for schedule in schedules_of(EVERY, request.job):
         again = PlanRequest(job=request.job, data=request.data, schedule=schedule)
         try:
-            search = searched_parts(again, again.workload(), effort)
+            search = search_chunks(again, again.workload(), effort)
         except DoesNotFit:
             continue
         found.append((search.step_ms, search.gap, f"{schedule.name} x {schedule.chunks}"))

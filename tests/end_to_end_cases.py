@@ -78,7 +78,7 @@ def forked_steps(monkeypatch) -> list[str]:
         said.append(ended.stdout + ended.stderr)
         return ended.returncode
 
-    monkeypatch.setattr("omnibal.runs.running._status_of", forked)
+    monkeypatch.setattr("omnibal.runs.running._run_command", forked)
     return said
 
 

@@ -24,7 +24,7 @@ from megatron.vlm.run.launch import Launch
 from megatron.vlm.run.pretrain import load_run, open_trainable
 from omnibal.base.errors import UserError
 from omnibal.job.plan import PlannedLevel, read_plan
-from omnibal.job.plan_files import data_of_plan, save_plan
+from omnibal.job.plan_files import read_plan_data, save_plan
 from omnibal.job.planner import PlanResult
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.levels import CutRule
@@ -86,7 +86,7 @@ def shared_plan(
 ) -> Path:
     """The same steps on so many ranks: short packs shared by `contexts[0]`, others by `[1]`."""
     plan = read_plan(single)
-    packs, sample_lengths = data_of_plan(plan, single)
+    packs, sample_lengths = read_plan_data(plan, single)
     short, caps = int(np.median(packs.tokens)), plan.data.caps
     levels = tuple(
         PlannedLevel(

@@ -22,7 +22,7 @@ from end_to_end_cases import (
 from omnibal.data.lengths import read_lengths
 from omnibal.job.check import open_plan
 from omnibal.job.plan import read_plan
-from omnibal.job.plan_files import data_in_portions, save_plan
+from omnibal.job.plan_files import iterate_portions, save_plan
 from omnibal.job.planner import PlanResult
 from omnibal.job.runlog import samples_digest
 from omnibal.steps.steps import steps_of
@@ -73,7 +73,7 @@ def test_a_mixture_is_trained_as_often_as_its_plan_says(lengths, digits, tmp_pat
     assert losses(save) == pytest.approx(losses(tmp_path / "run_one"), rel=1e-4)
     trained = Counter[int]()
     logged = {record["step"]: record["samples_sha256"] for record in records(save)}
-    for packs, own in data_in_portions(data, two):
+    for packs, own in iterate_portions(data, two):
         for step in np.unique(packs.step).tolist():
             rows = np.concatenate([packs.packs[row] for row in np.flatnonzero(packs.step == step)])
             assert logged.pop(step) == samples_digest(rows)

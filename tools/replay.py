@@ -46,7 +46,7 @@ from omnibal.report.command_tables import (
     fake_device_table,
     replayed_stages_table,
 )
-from omnibal.report.plan_tables import memory_table, stages_table
+from omnibal.report.plan_tables import peak_table, stages_table
 from omnibal.report.table import Table
 
 _STEPS, _REPETITIONS = 10, 3  # defaults
@@ -166,11 +166,11 @@ def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_j
 
 
 def _print_result(job: ReplayJob, output: Path) -> None:
-    kept = REPLAY_FILES.read(output, job.plan.parallel.pipeline)
+    kept = REPLAY_FILES.read_stages(output, job.plan.parallel.pipeline)
     tables: list[Table | None] = [replayed_stages_table(job.plan, kept)]
     if len(kept) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
-        tables += [stages_table(job.plan, None, summary), memory_table(job.plan, None, summary)]
+        tables += [stages_table(job.plan, None, summary), peak_table(job.plan, None, summary)]
     print_result(False, {}, *filter(None, tables), f"replay: {output}")
 
 

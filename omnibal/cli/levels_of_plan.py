@@ -27,7 +27,9 @@ def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str,
                 "context": level.context,
                 "packs": None if here is None else int(here.sum()),
                 "samples": None if here is None or samples is None else int(samples[here].sum()),
-                "recompute": [each.recomputed_layers for each in plan.held(plan.stages_at(index))],
+                "recompute": [
+                    each.recomputed_layers for each in plan.merge_chunks(plan.stages_at(index))
+                ],
             }
         )
     return found

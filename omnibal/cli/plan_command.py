@@ -481,7 +481,7 @@ def _print_plan(
         close = command_tables.close_call(found, errors_of_plan(plan))
         summary["close_call"] = close
         strategies += [] if close is None else [close]
-    memory, lost = plan_tables.memory_table(plan), plan_tables.lost_time_table(prediction)
+    memory, lost = plan_tables.peak_table(plan), plan_tables.lost_time_table(prediction)
     assert memory is not None
     of_packs = levels_table(plan, packs), phases_table(phases)
     print_result(
@@ -513,7 +513,9 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
                 "wait_fraction": predicted.wait_fraction,
                 "peak_gib": predicted.memory.peak_gib,
             }
-            for stage, predicted in zip(plan.held(plan.stages), prediction.stages, strict=True)
+            for stage, predicted in zip(
+                plan.merge_chunks(plan.stages), prediction.stages, strict=True
+            )
         ],
         "step_ms": prediction.step_ms,
         "ideal_step_ms": prediction.lost.ideal_ms,

@@ -71,13 +71,13 @@ def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
     """Yield the page's tables of a replay and a run."""
     from omnibal.report.cards import card_facts, headline_cards
     from omnibal.report.command_tables import fake_device_table
-    from omnibal.report.plan_tables import accuracy_table, memory_table, stages_table
+    from omnibal.report.plan_tables import accuracy_table, peak_table, stages_table
 
     sources, run = (shown.plan, shown.run, shown.replay), shown.run
     if run or shown.replay:
         yield card_facts(headline_cards(*sources, shown.records))
         yield stages_table(*sources)
-        memory = memory_table(*shown.memory_sources)
+        memory = peak_table(*shown.memory_sources)
         yield from [] if memory is None else [memory]
     if run:
         counts = [(name, f"{count:,}") for name, count in run.incidents().items()]

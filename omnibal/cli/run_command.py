@@ -22,7 +22,7 @@ from omnibal.cli.plan_command import DataOptions, PlacementOptions, StrategyOpti
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
 from omnibal.runs import running
-from omnibal.runs.running import Step
+from omnibal.runs.running import RunStep
 
 _OWN = ("model", "cluster", "gpus")
 """Options of `omnibal plan` that are given to it in another way."""
@@ -103,12 +103,12 @@ def run(
     if asked.weights is not None and asked.weights.resolve().is_relative_to(output.resolve()):
         raise UserError(f"--weights {asked.weights}: is in {output}; give another -o")
     if not is_exported:
-        weights, is_fetched = running.first_weights(
+        weights, is_fetched = running.choose_weights(
             model, asked.weights, from_scratch=asked.from_scratch
         )
     model = str(weights) if is_fetched else model
     named_model(model)
-    tokenizer = asked.tokenizer_model or running.tokenizer_of(model, weights)
+    tokenizer = asked.tokenizer_model or running.find_tokenizer(model, weights)
     planned_with = _on_the_command_line(context, (given, data, strategy, sizes, partition))
     if cluster.is_cpu and not {"--precision", "--profile"} & set(planned_with):
         planned_with += ["--precision", "fp32"]
@@ -125,21 +125,24 @@ def run(
             _say(f"fetching the weights of {given.model}, or finding them in the cache")
             running.fetch_checkpoint(given.model, weights=True)
         loads = weights
-        if weights is not None and running.holds_released(weights):
+        if weights is not None and running.has_released_weights(weights):
             loads = output / "weights"
-            _do([running.conversion("import", weights, loads)], output)
+            _do([running.conversion_step("import", weights, loads)], output)
         more = ([] if loads is None else ["--load", str(loads), "--finetune"]) + confined + more
         per_node = cluster.gpus_per_node
         more += context.args
         running.write_launch(output, asked.data, tokenizer, per_node, gpus, more)
-        training = running.training(output, loads, planning[0], more)
+        training = running.training_step(output, loads, planning[0], more)
         here = per_node if cluster.is_cpu else min(_gpus_here(), per_node)
         _do([training], output, trains=asked.start and gpus <= here)
         like = weights if loads != weights else Path(model)
-        is_like = like is not None and running.holds_released(like)
+        is_like = like is not None and running.has_released_weights(like)
         if asked.export and is_like and training.is_complete:
             export = output / "hf"
-            _do([running.conversion("export", output / "run", export, "--like", str(like))], output)
+            _do(
+                [running.conversion_step("export", output / "run", export, "--like", str(like))],
+                output,
+            )
 
 
 def _gpus_here() -> int:
@@ -165,7 +168,7 @@ def _export(output: Path, data: Path) -> None:
     """Export the plan to the trainer that it was made for."""
     plan, export = output / "plan", output / "export"
     words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(data))
-    _do([Step(words=words, reads=(plan,), makes=export)], output)
+    _do([RunStep(words=words, reads=(plan,), makes=export)], output)
     _say(f"what to run: {export / 'RUN.md'}")
 
 
@@ -187,7 +190,7 @@ def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[
     return words
 
 
-def _do(steps: Sequence[Step], output: Path, *, trains: bool = True) -> None:
+def _do(steps: Sequence[RunStep], output: Path, *, trains: bool = True) -> None:
     status = running.run_steps(steps, output / "steps.json", _say, trains=trains)
     if status:
         raise SystemExit(status)

@@ -41,7 +41,7 @@ from omnibal.cost.linears import (
 from omnibal.cost.link_rates import message_line, ring_ms_per_byte, state_group
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
-from omnibal.cost.work import Kept, Unit
+from omnibal.cost.work import CountedUnit, Kept
 from omnibal.model.adapter_settings import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
@@ -53,24 +53,24 @@ from omnibal.model.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_ki
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
 """Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1)."""
 
-ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., Unit], ...]] = {
+ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., CountedUnit], ...]] = {
     TilesEncoder: (tiles_embed, encoder_layer, encoder_projector),
     ClipsEncoder: (clips_embed, encoder_layer, encoder_projector),
     ImagesEncoder: (images_embed, images_layer, images_projector),
 }
 """Functions of an encoder's embedding (encoder, device), of a layer (model, encoder, unit kind,
 device) and of the projector (encoder, model, device)."""
-_COMPUTED = ("product", "attention", "other_attention")
+_MODEL_FLOP_KINDS = ("product", "attention", "other_attention")
 """Kernels whose operations count in model FLOPs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Placed:
+class _PlacedUnit:
     """A unit and its position in the model."""
 
     kind: UnitKind
-    unit: Unit
-    unpadded: Unit
+    unit: CountedUnit
+    unpadded: CountedUnit
     """Unit without padded attention heads and vocabulary."""
     trained: bool
     adapted: bool
@@ -92,7 +92,7 @@ class _Placed:
         """Whether backward computes the gradient of the input."""
         return self.before_trained or (self.has_backward and not self.kind.is_embed)
 
-    def backward(self, unit: Unit) -> list[Kernel]:
+    def backward(self, unit: CountedUnit) -> list[Kernel]:
         """Kernels of the unit, padded or not, that backward runs."""
         runs = {
             "backward": self.has_backward,
@@ -100,9 +100,9 @@ class _Placed:
             "input_gradient": self.wants_input_gradient,
             "weight_gradient": self.trained,
         }
-        return [kernel for kernel in unit.kernels if runs.get(kernel.of)]
+        return [kernel for kernel in unit.kernels if runs.get(kernel.phase)]
 
-    def passes(self, unit: Unit, device: Device) -> tuple[list[Kernel], list[Kernel]]:
+    def passes(self, unit: CountedUnit, device: Device) -> tuple[list[Kernel], list[Kernel]]:
         """Kernels of the unit's forward and of its backward with accumulation of gradients."""
         backward = self.backward(unit)
         if self.has_backward:
@@ -133,7 +133,7 @@ def analytic_cost(
     Optimizer state is sharded over data-parallel ranks.
     """
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
-    device = Device.of(model, cluster, parallel, precision, runtime)
+    device = Device.from_cluster(model, cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
     placed = list(_place_units(model, device, frozen, adapters))
     units = {one.kind.name: _unit_cost(device, one) for one in placed}
@@ -227,7 +227,7 @@ def unit_flops(
     flops: dict[str, np.ndarray] = {}
     for one in _place_units(model, _counting_device(model), frozen, adapters):
         kernels = [*one.unpadded.forward, *one.backward(one.unpadded)]
-        computed = [kernel.flops for kernel in kernels if kernel.kind in _COMPUTED]
+        computed = [kernel.flops for kernel in kernels if kernel.kind in _MODEL_FLOP_KINDS]
         flops[one.kind.name] = np.sum([0 * one.unit.boundary_bytes, *computed], axis=0)
     return flops
 
@@ -241,7 +241,7 @@ def layer_products(
     return [one for kind in kinds for one in _unit_of_kind(model, kind, device).products]
 
 
-def unit_on_one(model: ModelConfig, kind: UnitKind) -> Unit:
+def unit_on_one(model: ModelConfig, kind: UnitKind) -> CountedUnit:
     """Return a unit on one device, in bf16."""
     return _unit_of_kind(model, kind, _counting_device(model))
 
@@ -297,7 +297,7 @@ def _counting_device(
 ) -> Device:
     """Return a device for counts, which depend on no rates; of one rank by default."""
     cluster = _any_cluster("h100-80g")
-    return Device.of(model, cluster, parallel or Parallel(pipeline=1), precision)
+    return Device.from_cluster(model, cluster, parallel or Parallel(pipeline=1), precision)
 
 
 def _describe_rates(cluster: ClusterConfig, precision: Precision) -> str:
@@ -309,9 +309,9 @@ def _describe_rates(cluster: ClusterConfig, precision: Precision) -> str:
 
 def _place_units(
     model: ModelConfig, device: Device, frozen: Collection[str], adapters: AdapterConfig | None
-) -> Iterator[_Placed]:
+) -> Iterator[_PlacedUnit]:
     """Iterate over the counts of every unit kind, in model order."""
-    nothing = 0 * device.one("fixed")
+    nothing = 0 * device.feature("fixed")
     carried, carried_gradient, before_trained = nothing, nothing, False
     any_encoder_trained = deepstack_returns = False
     for kind in unit_kinds(model):
@@ -335,7 +335,7 @@ def _place_units(
             )
         deepstack = deepstack_bytes(model, kind, device)
         deepstack_returns = deepstack_returns or (kind.has_deepstack and (trained or is_adapted))
-        yield _Placed(
+        yield _PlacedUnit(
             kind=kind,
             unit=unit,
             unpadded=unpadded,
@@ -352,7 +352,7 @@ def _place_units(
             carried_gradient = carried_gradient + before_trained * unit.output_bytes
 
 
-def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> Unit:
+def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> CountedUnit:
     """Return a unit of a kind."""
     if kind.layer is not None:
         return language_layer(model.language, kind.layer, device)
@@ -373,7 +373,7 @@ def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> Unit:
     return embed(tower, device) if kind.is_embed else projector(tower, model, device)
 
 
-def _unit_cost(device: Device, one: _Placed) -> UnitCost:
+def _unit_cost(device: Device, one: _PlacedUnit) -> UnitCost:
     """Cost of a unit; it has a backward if it or anything before it is trained."""
     unit, nothing, has_backward = one.unit, 0 * one.unit.boundary_bytes, one.has_backward
     passes = one.passes(unit, device)
@@ -385,7 +385,7 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
     late = deferred_products(one.kind, unit, trained=one.trained)
     # Measured products include the accumulation.
     added = 0.0 if device.accumulates else min(sum(each.weights for each in late), unit.parameters)
-    weight_bytes = one.trained * device.element_bytes * device.one("fixed")
+    weight_bytes = one.trained * device.element_bytes * device.feature("fixed")
     # Gradients of earlier encoders' features wait while this unit runs backward.
     waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
     moments = unit.working if has_backward else unit.forward_working
@@ -430,11 +430,11 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
 
 def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]]) -> np.ndarray:
     """Time of the kernels of every pass, [passes, features]."""
-    nothing = 0 * device.one("fixed")
+    nothing = 0 * device.feature("fixed")
     return np.stack([np.sum([nothing, *map(device.ms, kernels)], axis=0) for kernels in passes])
 
 
 def _accumulation(device: Device, parameters: float) -> Kernel:
     """Kernel that adds gradients of parameters to those of the step."""
-    added_bytes = parameters * 2 * device.runtime.gradient_bytes * device.one("fixed")
-    return Kernel(kind="accumulation", of="weight_gradient", bytes=added_bytes, launches=0)
+    added_bytes = parameters * 2 * device.runtime.gradient_bytes * device.feature("fixed")
+    return Kernel(kind="accumulation", phase="weight_gradient", bytes=added_bytes, launches=0)

@@ -47,7 +47,7 @@ def attention_block(language: LanguageConfig, kind: LayerKind, device: Device) -
     """Return a layer's attention."""
     if kind.linear is not None:
         return _gated_delta_rule(language, kind.linear, device)
-    attended = device.one(attended_feature(kind))
+    attended = device.feature(attended_feature(kind))
     widths = attention_widths(language, kind, device.tensor)
     if kind.latent is not None:
         return _latent(language, kind.latent, widths, device, attended)
@@ -63,7 +63,7 @@ def _grouped_query(
     (`megatron/vlm/model/fused/rotary.py`). Qwen3.5's output gate comes from the same product and
     multiplies attention's output in a separate kernel.
     """
-    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, query, key_value = language.hidden_size, widths.query, widths.key + widths.value
     gate, norms = query * language.output_gate, int(language.qk_norm)
     has_views = language.qk_norm or language.output_gate
@@ -115,7 +115,7 @@ def _grouped_query(
             # Attention's output, gate, product; in backward also both gradients.
             *(element_wise(3 * gated_bytes, 5 * gated_bytes) if gate else ()),
             *copies,
-            *device.whole_inputs(tokens * h * size),
+            *device.block_exchange(tokens * h * size),
         ),
         gathered_bytes=device.gather_buffer(tokens * h * size),
         kept=tuple(kept),
@@ -128,7 +128,7 @@ def _grouped_query(
 
 def _causal(device: Device, attended: np.ndarray, heads: float, elements: float) -> Kernels:
     """Causal attention; `attended` is twice the number of visible pairs."""
-    return attention(attended / 2, device.one("tokens"), heads, elements, causal=True)
+    return attention(attended / 2, device.feature("tokens"), heads, elements, causal=True)
 
 
 def _core_kept(
@@ -154,7 +154,7 @@ def _latent(
     linears). A kernel that concatenates the rotated part reads and writes q, k and v once.
     """
     t, size, by = device.tensor, device.element_bytes, "self_attention"
-    h, tokens, rank = language.hidden_size, device.one("tokens"), latent.key_value_rank
+    h, tokens, rank = language.hidden_size, device.feature("tokens"), latent.key_value_rank
     own, query_rank, rotary = tokens * device.whole, latent.query_rank, latent.rotary_head_size
     up_from, down, ranks = h, [rank + rotary], [rank]
     if query_rank is not None:
@@ -214,7 +214,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
     section 3.3) in flash-linear-attention's `ops/gated_delta_rule/chunk.py`, with q and k heads
     repeated per value head.
     """
-    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, heads, d, e = (
         language.hidden_size,
         linear.value_heads,
@@ -257,7 +257,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
                 tokens * (back_around * size + back_of_rule) / t,
                 launches=8 + 1 + 3 + 5 + 7 - 1,
             ),
-            *device.whole_inputs(tokens * h * size),
+            *device.block_exchange(tokens * h * size),
         ),
         gathered_bytes=device.gather_buffer(tokens * h * size),
         kept=tuple(

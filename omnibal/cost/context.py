@@ -25,8 +25,8 @@ from omnibal.cost.attention_costs import attention_widths
 from omnibal.cost.kernels import ELEMENT_BYTES, unit_vectors
 from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.cost.profile import fitted_exchange_ms
-from omnibal.cost.shaped_rates import Line
+from omnibal.cost.profile import fit_exchange_ms
+from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.levels import ContextExchange, Level
@@ -67,7 +67,7 @@ class _Exchange:
     working_bytes: np.ndarray
     """Working memory during the exchange, [features]."""
 
-    def times_ms(self, line: Line, cluster: ClusterConfig) -> np.ndarray:
+    def times_ms(self, line: LinearTime, cluster: ClusterConfig) -> np.ndarray:
         """Time with collectives of a latency and rate, [2, features]."""
         times_ms = line.each_ms * self.sent_bytes + self.copied_bytes / _bytes_per_ms(cluster)
         times_ms[:, 0] += np.array(self.launches) @ (line.fixed_ms, cluster.kernel_us / 1e3)
@@ -86,7 +86,7 @@ def _ring_ms(
     output_bytes: np.ndarray,
     exchange: _Exchange,
     unit: UnitCost,
-    line: Line,
+    line: LinearTime,
     cluster: ClusterConfig,
 ) -> np.ndarray:
     """Exposed ring time of a layer's forward, backward and second forward, [3, features].
@@ -156,7 +156,7 @@ def costs_at(
                 times_ms = exchange.times_ms(line, cluster)
                 # Measurements are within one node.
                 if group.is_within(cluster) and source.costs.profile is not None:
-                    measured_ms = fitted_exchange_ms(source.costs.profile, model, kind, level)
+                    measured_ms = fit_exchange_ms(source.costs.profile, model, kind, level)
                     times_ms = times_ms if measured_ms is None else measured_ms
                 # Exchange of heads is repeated in a second forward.
                 times_ms = times_ms[[0, 1, 0]] * [[1], [1], [not is_gather]]

@@ -20,7 +20,7 @@ from omnibal.cost.kernels import (
     unit_vectors,
 )
 from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
-from omnibal.cost.shaped_rates import TILE, AttentionPass, AttentionTimes, Line, ProductTimes
+from omnibal.cost.shaped_rates import TILE, AttentionPass, AttentionTimes, LinearTime, ProductTimes
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
@@ -55,9 +55,9 @@ class Device:
     """Measured attention times, if available."""
     bytes_per_ms: Mapping[MovingKind, float]
     """Rate of kernels that read and write. Accumulation is contiguous."""
-    ring: Line
+    ring: LinearTime
     """Measured latency of a ring pass, or 0, and time per byte that a rank sends."""
-    all_to_all: Line
+    all_to_all: LinearTime
     """Latency of an expert-parallel all-to-all, and time per byte, over all routed bytes."""
     kernel_ms: float
     tensor: int
@@ -75,7 +75,7 @@ class Device:
     """More time of the host per ring pass."""
 
     @classmethod
-    def of(
+    def from_cluster(
         cls,
         model: ModelConfig,
         cluster: ClusterConfig,
@@ -133,7 +133,7 @@ class Device:
                 "accumulation": streamed,
             },
             ring=pass_line(cluster, Group(parallel.tensor), precision, blocking=True),
-            all_to_all=Line(
+            all_to_all=LinearTime(
                 fixed_ms=waited * experts.fixed_ms, each_ms=waited * experts.each_ms * to_others
             ),
             kernel_ms=cluster.kernel_us / 1e3 if latency_ms is None else latency_ms,
@@ -146,9 +146,9 @@ class Device:
             ring_host_ms=across * parallel.tensor * runtime.ring_host_us / 1e3,
         )
 
-    def one(self, feature: str) -> np.ndarray:
+    def feature(self, name: str) -> np.ndarray:
         """Unit vector of a feature, [features]."""
-        return self.features[feature]
+        return self.features[name]
 
     @property
     def whole(self) -> float:
@@ -197,11 +197,11 @@ class Device:
     def _product_ms(self, kernel: Kernel) -> np.ndarray:
         """Time of one pass of a product, [features]. A grouped product is one kernel."""
         groups, sizes = kernel.groups, (kernel.inner, kernel.outer)
-        of: Pass = "forward"
-        if kernel.of in ("input_gradient", "weight_gradient"):
-            of = kernel.of
+        phase: Pass = "forward"
+        if kernel.phase in ("input_gradient", "weight_gradient"):
+            phase = kernel.phase
         if groups > 1 and self.grouped_times is not None and kernel.dtype != "fp32":
-            line = self.grouped_times.line(of, *sizes, groups=groups)
+            line = self.grouped_times.line(phase, *sizes, groups=groups)
             time_ms = _line_ms(line, kernel.rows)
         else:
             rows = kernel.rows + 0.0
@@ -211,7 +211,7 @@ class Device:
             if kernel.dtype == "fp32":
                 return rows * each_ms / self.flops_per_ms["fp32"]
             if self.product_times is not None:
-                time_ms = _line_ms(self.product_times.line(of, *sizes), rows)
+                time_ms = _line_ms(self.product_times.line(phase, *sizes), rows)
             else:
                 time_ms = rows * each_ms / self.flops_per_ms[None]
         # FP8 speeds up all shapes by the ratio of peak rates to bf16.
@@ -220,21 +220,21 @@ class Device:
 
     def _attention_ms(self, kernel: Kernel) -> np.ndarray:
         """Time of softmax or other attention, [features]."""
-        of: AttentionPass = "backward" if kernel.of == "backward" else "forward"
-        scale = _BACKWARD_OF_ATTENTION if of == "backward" else 1.0
+        phase: AttentionPass = "backward" if kernel.phase == "backward" else "forward"
+        scale = _BACKWARD_OF_ATTENTION if phase == "backward" else 1.0
         scale *= self.runtime.attention_slowdown
         operations = scale * 2 * kernel.heads * kernel.elements
         times = self.attention_times
         if times is None or kernel.kind == "other_attention":
             return kernel.pairs * operations / self.flops_per_ms[None]
         tokens = self.runtime.sample_tokens if kernel.causal else None
-        line = times.line(of, kernel.elements, causal=kernel.causal, tokens=tokens)
+        line = times.line(phase, kernel.elements, causal=kernel.causal, tokens=tokens)
         # In full tiles of keys: half a tile per query is padding.
         return _line_ms(line, (kernel.pairs + TILE / 2 * kernel.rows) * operations)
 
     def rings(
         self,
-        of: KernelPass,
+        phase: KernelPass,
         all_bytes: np.ndarray,
         passes: int = 1,
         *,
@@ -250,11 +250,16 @@ class Device:
             return ()
         sent = (self.tensor - 1) / self.tensor
         ring = Kernel(
-            kind="ring", of=of, bytes=sent * all_bytes, launches=launches, passes=passes, name=name
+            kind="ring",
+            phase=phase,
+            bytes=sent * all_bytes,
+            launches=launches,
+            passes=passes,
+            name=name,
         )
         return (ring,)
 
-    def all_reduced(
+    def all_reduces(
         self, forward_bytes: np.ndarray, backward_bytes: np.ndarray, times: int = 1
     ) -> Kernels:
         """Return `times` all-reduces per direction, each a reduce-scatter and an all-gather."""
@@ -267,23 +272,23 @@ class Device:
         """Bytes of a tensor if sequence parallelism gathers it, else 0, [features]."""
         return self.sequence_parallel * tensor_bytes
 
-    def whole_inputs(self, block_bytes: np.ndarray) -> Kernels:
+    def block_exchange(self, block_bytes: np.ndarray) -> Kernels:
         """Exchange of a block, given the bytes of its unsharded input and output.
 
         Gathered and scattered in both directions, or all-reduced (Korthikanti et al. 2022, arXiv
         2205.05198, section 4.2.2).
         """
         if not self.sequence_parallel:
-            return self.all_reduced(block_bytes, block_bytes)
+            return self.all_reduces(block_bytes, block_bytes)
         gathers: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
         return (
-            *(ring for of in gathers for ring in self.rings(of, block_bytes, name=GATHERED)),
+            *(ring for phase in gathers for ring in self.rings(phase, block_bytes, name=GATHERED)),
             *self.rings("forward", block_bytes),
             *self.rings("backward", block_bytes),
         )
 
 
-def _line_ms(line: Line, size: np.ndarray, times: float = 1) -> np.ndarray:
+def _line_ms(line: LinearTime, size: np.ndarray, times: float = 1) -> np.ndarray:
     """Time of a size [features] with `times` constants, [features]."""
     time_ms = size * line.each_ms
     time_ms[0] += times * line.fixed_ms
@@ -296,11 +301,11 @@ def _fit_times(
 ) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
     """Times of products, grouped products and attention, fitted once, or None if not measured."""
     products, grouped = (
-        ProductTimes.of(measured, rates.tflops) if measured else None
+        ProductTimes.fit(measured, rates.tflops) if measured else None
         for measured in (rates.products, rates.grouped)
     )
     attention = rates.attention
-    return products, grouped, AttentionTimes.of(attention, rates.tflops) if attention else None
+    return products, grouped, AttentionTimes.fit(attention, rates.tflops) if attention else None
 
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from omnibal.cost.kernels import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.link_rates import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.cost.shaped_rates import Line, collective_line
+from omnibal.cost.shaped_rates import LinearTime, collective_line
 from omnibal.cost.sharding_costs import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.adapter_settings import AdapterConfig
@@ -94,13 +94,13 @@ class EncodersCost:
     """Gradient reduction over all ranks, or over replicas of a shard, once a step."""
     update_ms: float
     """Update time of this rank's shard."""
-    within_node: Line
+    within_node: LinearTime
     """Latency and time per byte of the exchange if the group is within a node."""
-    between_nodes: Line
+    between_nodes: LinearTime
     """Latency and time per byte of the exchange if the group spans nodes."""
     measured: tuple[CollectiveTime, ...] = ()
     """Measured collectives. An all-to-all replaces the count of messages."""
-    tensor: Line
+    tensor: LinearTime
     """Latency and time per byte of tensor-parallel collectives."""
     peer_bytes: float
     """Buffers for each peer of the exchange."""

@@ -43,7 +43,7 @@ def feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> W
 
 def _dense(language: LanguageConfig, device: Device) -> Work:
     """Gate, if any, and value in one product, fused activation, and the output product."""
-    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, f, gates = language.hidden_size, language.ffn_hidden_size, language.gates
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.whole
@@ -62,12 +62,12 @@ def _dense(language: LanguageConfig, device: Device) -> Work:
             # Gradients: second product (unsharded output), activation, first product (unsharded,
             # then sharded input).
             Working(part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
-            Working(part_bytes + (gates + 1) * inner_bytes, gone=("their product",), after=own),
+            Working(part_bytes + (gates + 1) * inner_bytes, freed=("their product",), finished=own),
             Working(
                 part_bytes + gates * inner_bytes + block_bytes + gathered_bytes * device.whole,
                 weight=gates * h * f / t,
-                gone=("gate and value", "their product"),
-                after=own,
+                freed=("gate and value", "their product"),
+                finished=own,
             ),
         ),
         other_parameters=(gates * f / t + h) * language.bias,
@@ -90,7 +90,7 @@ def _mlp(
         *product(tokens, h, gates * f / t, name=names[0], given=given[0]),
         *element_wise((gates + 1) * inner_bytes, (2 * gates + 1) * inner_bytes),
         *product(tokens, f / t, h, name=names[1], given=given[1]),
-        *device.whole_inputs(tokens * h * size),
+        *device.block_exchange(tokens * h * size),
     )
 
 
@@ -101,13 +101,13 @@ def _all_to_alls(device: Device, rows: np.ndarray, h: int) -> Kernels:
     exchanged_bytes = rows * (2 * h * device.element_bytes + FP32_BYTES)
     return (
         Kernel(kind="all_to_all", bytes=exchanged_bytes, launches=4),
-        Kernel(kind="all_to_all", of="backward", bytes=exchanged_bytes, launches=3),
+        Kernel(kind="all_to_all", phase="backward", bytes=exchanged_bytes, launches=3),
     )
 
 
 def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     """Router, dispatch and combine, routed experts, and shared experts."""
-    size, tokens, f = device.element_bytes, device.one("tokens"), experts.ffn_hidden_size
+    size, tokens, f = device.element_bytes, device.feature("tokens"), experts.ffn_hidden_size
     own, number, k = tokens * device.whole, experts.experts, experts.experts_per_token
     held = -(-number // device.expert)  # experts on this device
     rows = own * k * (experts.imbalance if device.expert > 1 else 1.0)
@@ -166,7 +166,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
         kept.append(Kept("shared output and its gate", "mlp.shared_experts", own * (h + 1) * size))
     weighted = ("weighted product",)
     active = (*weighted, "weights of rows")
-    all_gone = (*active, "gate and value")
+    all_freed = (*active, "gate and value")
     return Work(
         kernels=tuple(kernels),
         gathered_bytes=device.gather_buffer(tokens * h * size) * (shared > 0),
@@ -174,16 +174,18 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
         # Sorted rows; gradients of product two, fp32 weights, SwiGLU, product one; unsorted rows.
         # Weight gradients cover all experts of the device.
         working=(
-            Working(part_bytes + 2 * rows_bytes, after=others),
-            Working(part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
-            Working(part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),
-            Working(part_bytes + weights_bytes + 3 * inner_bytes, gone=active, after=others + 1),
+            Working(part_bytes + 2 * rows_bytes, finished=others),
+            Working(part_bytes + rows_bytes + inner_bytes, weight=held * h * f, finished=others),
+            Working(part_bytes + inner_bytes + 2 * fp32_bytes, freed=weighted, finished=others + 1),
+            Working(
+                part_bytes + weights_bytes + 3 * inner_bytes, freed=active, finished=others + 1
+            ),
             Working(
                 part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
                 weight=held * 2 * h * f,
-                gone=all_gone,
-                after=others + 1,
+                freed=all_freed,
+                finished=others + 1,
             ),
-            Working(part_bytes + 2 * rows_bytes, gone=(*all_gone, ROUTED), after=others + 2),
+            Working(part_bytes + 2 * rows_bytes, freed=(*all_freed, ROUTED), finished=others + 2),
         ),
     )

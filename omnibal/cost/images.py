@@ -21,7 +21,7 @@ from omnibal.cost.towers import (
     moments_bytes,
     norm_parameters,
 )
-from omnibal.cost.work import Kept, Unit, Working, chain_units
+from omnibal.cost.work import CountedUnit, Kept, Working, chain_units
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import UnitKind
@@ -32,10 +32,10 @@ _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
 """Bytes that torch's interpolation of learned positions keeps per patch (four neighbours)."""
 
 
-def images_embed(tower: ImagesEncoder, device: Device) -> Unit:
+def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
     """Return patch embedding, interpolated positions and an optional norm."""
     h, size = tower.hidden_size, device.element_bytes
-    rows = device.one(tower.feature) * tower.positions_per_item
+    rows = device.feature(tower.feature) * tower.positions_per_item
     values = tower.values_per_patch
     pixel_bytes, output_bytes = rows * values * size, rows * h * size
     # Bilinear: four weighted neighbours, summed in fp32 (Qwen3-VL's fast_pos_embed).
@@ -52,7 +52,7 @@ def images_embed(tower: ImagesEncoder, device: Device) -> Unit:
             Kept("norm's input", "", output_bytes),
             Kept("norm's moments", "norm", moments_bytes(tower, rows)),
         ]
-    return Unit(
+    return CountedUnit(
         kernels=(
             *product(rows, values, h),
             # Pixels in, patches out; neighbours in, positions out in the weights' dtype, added; a
@@ -83,7 +83,9 @@ def images_embed(tower: ImagesEncoder, device: Device) -> Unit:
     )
 
 
-def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device) -> Unit:
+def images_layer(
+    model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device
+) -> CountedUnit:
     """Return a layer, with its deepstack projector if any."""
     layer = encoder_layer(model, tower, kind, device)
     if not kind.has_deepstack:
@@ -112,13 +114,15 @@ def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, devic
     )
 
 
-def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
+def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
     """Return the tower's optional last norm, and its projector."""
     unit = _PROJECTORS[tower.projector](tower, model, device)
     if tower.projector == "mlp" and tower.window_pixels is not None:
         # Cells are in window order and are permuted back.
         moved_bytes = 2 * unit.output_bytes
-        order = Kept("order of cells", "aten._to_copy", device.one(tower.feature) * _INDEX_BYTES)
+        order = Kept(
+            "order of cells", "aten._to_copy", device.feature(tower.feature) * _INDEX_BYTES
+        )
         unit = replace(
             unit,
             kernels=(*unit.kernels, *element_wise(moved_bytes, moved_bytes)),
@@ -127,7 +131,7 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
         )
     if not tower.final_norm:
         return unit
-    rows = device.one(tower.feature) * tower.positions_per_item
+    rows = device.feature(tower.feature) * tower.positions_per_item
     input_bytes = rows * tower.hidden_size * device.element_bytes
     return replace(
         unit,
@@ -141,13 +145,13 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
     )
 
 
-def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
+def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
     """Average-pooled cells, an RMSNorm, and one replicated product without bias (Gemma 3)."""
     size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
-    cells = device.one(tower.feature)
+    cells = device.feature(tower.feature)
     input_bytes = cells * tower.projector_input_size * size
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
-    return Unit(
+    return CountedUnit(
         kernels=(
             *product(cells, width, h),
             *element_wise(
@@ -167,15 +171,15 @@ def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) 
     )
 
 
-def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
+def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
     """Two replicated products (one folds cells), LayerNorm, GELU; gated MLP (GLM-4.5V)."""
-    t, size, cells = device.tensor, device.element_bytes, device.one(tower.feature)
+    t, size, cells = device.tensor, device.element_bytes, device.feature(tower.feature)
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide
     input_bytes, output_bytes, inner_bytes = (
         cells * width * size for width in (wide, h, inner / t)
     )
-    return Unit(
+    return CountedUnit(
         kernels=(
             *product(cells, wide, h),
             *product(cells, h, h),
@@ -185,7 +189,7 @@ def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
             *element_wise(
                 4 * output_bytes + 3 * inner_bytes, 6 * output_bytes + 5 * inner_bytes, launches=6
             ),
-            *device.all_reduced(output_bytes, output_bytes),
+            *device.all_reduces(output_bytes, output_bytes),
         ),
         kept=(
             Kept(LAST_OUTPUT, "", input_bytes, for_weights=True),
@@ -201,12 +205,12 @@ def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
         output_bytes=output_bytes,
         working=(
             Working(output_bytes + inner_bytes, weight=inner * h / t),
-            Working(output_bytes + 3 * inner_bytes, gone=("their product",), after=1),
+            Working(output_bytes + 3 * inner_bytes, freed=("their product",), finished=1),
             Working(
                 input_bytes + 2 * output_bytes,
                 weight=wide * h,
-                gone=("their product", "gate and value"),
-                after=3,
+                freed=("their product", "gate and value"),
+                finished=3,
             ),
         ),
         forward_working=(Working(input_bytes + 2 * output_bytes + 3 * inner_bytes),),
@@ -214,7 +218,7 @@ def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
     )
 
 
-_PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device], Unit]] = {
+_PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device], CountedUnit]] = {
     "mlp": encoder_projector,  # norm, pixel shuffle, two products with GELU between (Qwen2-VL)
     "pooled": _pooled_projector,
     "gated": _gated_projector,
@@ -229,5 +233,7 @@ def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.nd
     """
     # Features of the first encoder come first, and all have one size.
     towers = [tower for tower in model.encoders.values() if tower.deepstack_features]
-    cells = np.sum([0 * device.one("fixed"), *(device.one(one.feature) for one in towers)], axis=0)
+    cells = np.sum(
+        [0 * device.feature("fixed"), *(device.feature(one.feature) for one in towers)], axis=0
+    )
     return kind.carried * cells * model.language.hidden_size * device.element_bytes

@@ -41,7 +41,7 @@ class Kernel:
     """One kernel, or several of one kind, in a pass of a unit on one device."""
 
     kind: KernelKind
-    of: KernelPass = "forward"
+    phase: KernelPass = "forward"
     rows: np.ndarray = field(default_factory=_nothing)
     """Input rows of a product, over all groups; queries of attention; [features]."""
     inner: float = 0.0
@@ -78,7 +78,7 @@ class Kernel:
     @property
     def flops(self) -> np.ndarray:
         """Operations of a product or attention without recomputed scores, [features]."""
-        of_pairs = 4 if self.of == "backward" else 2
+        of_pairs = 4 if self.phase == "backward" else 2
         flops = self.rows * 2 * (self.inner * self.outer)
         return flops + self.pairs * of_pairs * (self.heads * self.elements)
 
@@ -106,7 +106,7 @@ def product(
     """Return the three passes of a linear: inputs [rows, inner] and weights [inner, outer]."""
     sizes: dict[str, Any] = {"rows": rows, "inner": inner, "outer": outer, "groups": groups}
     forward = Kernel(kind="product", dtype=dtype, name=name, given=given, **sizes)
-    return tuple(replace(forward, of=of) for of in get_args(Pass))
+    return tuple(replace(forward, phase=phase) for phase in get_args(Pass))
 
 
 def attention(
@@ -122,7 +122,7 @@ def attention(
     forward = Kernel(
         kind=kind, pairs=pairs, rows=rows, heads=heads, elements=elements, causal=causal
     )
-    return forward, replace(forward, of="backward", launches=2)
+    return forward, replace(forward, phase="backward", launches=2)
 
 
 def element_wise(
@@ -134,5 +134,5 @@ def element_wise(
     """Return kernels that read and write bytes, twice as many in backward."""
     return (
         Kernel(kind=kind, bytes=forward_bytes, launches=launches),
-        Kernel(kind=kind, of="backward", bytes=backward_bytes, launches=2 * launches),
+        Kernel(kind=kind, phase="backward", bytes=backward_bytes, launches=2 * launches),
     )

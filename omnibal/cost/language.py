@@ -12,8 +12,8 @@ from omnibal.cost.linears import with_fp8
 from omnibal.cost.work import (
     FIRST_OUTPUT,
     SECOND_OUTPUT,
+    CountedUnit,
     Kept,
-    Unit,
     Work,
     Working,
     chain_units,
@@ -28,11 +28,11 @@ _UNFUSED_LOSS_MOVED = (19, 7)
 fp32 passes count twice (`tensor_parallel/cross_entropy.py`)."""
 
 
-def language_embed(model: ModelConfig, device: Device) -> Unit:
+def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
     """Return the word embedding and the insertion of encoder features."""
-    h, size, tokens = model.language.hidden_size, device.element_bytes, device.one("tokens")
+    h, size, tokens = model.language.hidden_size, device.element_bytes, device.feature("tokens")
     item_tokens = [
-        device.one(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
+        device.feature(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
     ]
     encoded_bytes = np.sum([0 * tokens, *item_tokens], axis=0) * h * size
     text_bytes = tokens * h * size
@@ -45,7 +45,7 @@ def language_embed(model: ModelConfig, device: Device) -> Unit:
     # Learned positions, replicated on tensor-parallel ranks: looked up, added.
     placed = (model.language.max_positions or 0) * (model.language.positions == "learned")
     added_bytes = text_bytes * bool(placed)
-    return Unit(
+    return CountedUnit(
         kernels=(
             *element_wise(
                 2 * both_bytes + 5 * added_bytes, 3 * both_bytes + 2 * added_bytes, launches=6
@@ -61,9 +61,9 @@ def language_embed(model: ModelConfig, device: Device) -> Unit:
     )
 
 
-def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) -> Unit:
+def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) -> CountedUnit:
     """Return a layer of one attention and feed-forward kind."""
-    size, whole, tokens = device.element_bytes, device.whole, device.one("tokens")
+    size, whole, tokens = device.element_bytes, device.whole, device.feature("tokens")
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
     first = attention_block(language, kind, device)
     second = feed_forward(language, kind, device)
@@ -77,7 +77,7 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
         both = output, Kept(f"moments of {block}'s norm", norm, moments_bytes)
         return both if language.post_norms else ()
 
-    layer = Unit(
+    layer = CountedUnit(
         kernels=(
             *first.kernels,
             *second.kernels,
@@ -109,8 +109,8 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
         late_working=(
             Working(
                 (3 if device.sequence_parallel or post_norms else 2) * part_bytes,
-                gone=later,
-                after=products,
+                freed=later,
+                finished=products,
             ),
         ),
         gathered_bytes=np.maximum(first.gathered_bytes, second.gathered_bytes),
@@ -124,7 +124,9 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
     )
 
 
-def _with_fp8_linears(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Unit:
+def _with_fp8_linears(
+    kind: LayerKind, device: Device, attention: Work, layer: CountedUnit
+) -> CountedUnit:
     """Return a layer with linears in FP8 if the device has it.
 
     Two linears of latent attention each keep the first norm's output. The router keeps the second
@@ -142,7 +144,7 @@ def _with_fp8_linears(kind: LayerKind, device: Device, attention: Work, layer: U
     return with_fp8(device, layer, whole=whole, copied=copied)
 
 
-def head(language: LanguageConfig, device: Device) -> Unit:
+def head(language: LanguageConfig, device: Device) -> CountedUnit:
     """Return final norm, logits and loss, and multi-token prediction layers.
 
     A prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core
@@ -163,9 +165,9 @@ def head(language: LanguageConfig, device: Device) -> Unit:
     return replace(unit, other_parameters=unit.other_parameters + copied * h)
 
 
-def _join_embeddings(language: LanguageConfig, device: Device) -> Unit:
+def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
     """Embeddings of next tokens and hidden states, each normed, concatenated and projected."""
-    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, own, sequence = language.hidden_size, tokens * device.whole, device.sequence_parallel
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
     block_bytes = tokens * h * size
@@ -173,7 +175,7 @@ def _join_embeddings(language: LanguageConfig, device: Device) -> Unit:
     # The input is gathered, or its gradient all-reduced. The output is always gathered.
     forward_bytes = (embedded + 1 + 2 * sequence) * block_bytes
     backward_bytes = (3 if sequence else 4) * block_bytes
-    joined = Unit(
+    joined = CountedUnit(
         kernels=(
             *product(tokens, 2 * h, h / t),
             # Embedding; both norms; concatenation.
@@ -197,7 +199,7 @@ def _join_embeddings(language: LanguageConfig, device: Device) -> Unit:
             Working(
                 hidden_bytes,
                 weight=language.words_of_rank(t) * h,
-                gone=("normed", "joined"),
+                freed=("normed", "joined"),
                 of_words=True,
             ),
         ),
@@ -206,10 +208,10 @@ def _join_embeddings(language: LanguageConfig, device: Device) -> Unit:
     return with_fp8(device, joined)
 
 
-def _logits(language: LanguageConfig, device: Device) -> Unit:
+def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
     """Final norm over all tokens; logits and loss only for tokens with loss."""
     h, size = language.hidden_size, device.element_bytes
-    tokens, loss_tokens = device.one("tokens"), device.one("loss_tokens")
+    tokens, loss_tokens = device.feature("tokens"), device.feature("loss_tokens")
     vocabulary = -(-language.vocab_size // device.tensor)
     if device.pads:
         vocabulary = language.words_of_rank(device.tensor)
@@ -221,9 +223,9 @@ def _logits(language: LanguageConfig, device: Device) -> Unit:
     exchange = device.rings("backward", 2 * loss_bytes, 2)
     if device.sequence_parallel:
         passes: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
-        exchange = tuple(ring for of in passes for ring in device.rings(of, gathered_bytes))
+        exchange = tuple(ring for phase in passes for ring in device.rings(phase, gathered_bytes))
     loss_moved, back_loss_moved = (1, 2) if device.runtime.fused_loss else _UNFUSED_LOSS_MOVED
-    return Unit(
+    return CountedUnit(
         kernels=(
             *product(loss_tokens, h, vocabulary, given="what carries loss"),
             *element_wise(2 * hidden_bytes, 3 * hidden_bytes, launches=8),
@@ -243,8 +245,8 @@ def _logits(language: LanguageConfig, device: Device) -> Unit:
             # Gradient of the logits in their dtype; of the weight after the logits are freed; of
             # all positions.
             Working(logits_bytes, beside_logits=True),
-            Working(logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
-            Working(gathered_bytes + loss_bytes, gone=("logits", "what carries loss"), after=1),
+            Working(logits_bytes + loss_bytes, weight=vocabulary * h, freed=("logits",)),
+            Working(gathered_bytes + loss_bytes, freed=("logits", "what carries loss"), finished=1),
         ),
         other_parameters=h * (1 + language.norm_bias),
     )

@@ -28,7 +28,7 @@ from omnibal.base.errors import UserError
 from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import GATHERED, Kernel, KernelPass, Kernels, element_wise
 from omnibal.cost.model import LibraryBuffer
-from omnibal.cost.work import EXPERT_PRODUCTS, Kept, Unit, Working
+from omnibal.cost.work import EXPERT_PRODUCTS, CountedUnit, Kept, Working
 from omnibal.model.adapter_settings import AdapterConfig, Linear
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind
@@ -39,11 +39,11 @@ _BF16_BYTES, _COPIES = 2, 2
 
 def with_fp8(
     device: Device,
-    unit: Unit,
+    unit: CountedUnit,
     *,
     whole: Collection[str] = (),
     copied: Sequence[tuple[str, np.ndarray]] = (),
-) -> Unit:
+) -> CountedUnit:
     """Return a unit with products in FP8 if enabled, except routers and shared-expert gates.
 
     Moments of backward have both copies of the widest output gradient.
@@ -56,7 +56,7 @@ def with_fp8(
     if device.fp8 is None:
         return unit
     kernels = tuple(_quantize_kernel(device, kernel) for kernel in unit.kernels)
-    products = [one for one in kernels if one.dtype == "fp8" and one.of == "forward"]
+    products = [one for one in kernels if one.dtype == "fp8" and one.phase == "forward"]
     copies_bytes = _COPIES * np.max([one.rows * one.outer for one in products], axis=0)
     return replace(
         unit,
@@ -112,13 +112,13 @@ _KERNELS_OF_A_PIECE = 2
 
 
 def with_adapters(
-    unit: Unit,
+    unit: CountedUnit,
     device: Device,
     adapters: AdapterConfig,
     linears: Mapping[str, Linear],
     *,
     part: float,
-) -> Unit:
+) -> CountedUnit:
     """Return a frozen unit with adapters. Products without a name need `all-linear`.
 
     `part`: share of the sequence that a device holds between blocks.
@@ -149,7 +149,7 @@ def with_adapters(
             nothing = 0 * product.rows
             kernels += element_wise(nothing, nothing, _KERNELS_OF_A_PIECE * number)
         rank = adapters.rank * number
-        kernels += _products(product, rank, device, rows_in, rows_out)
+        kernels += _adapter_products(product, rank, device, rows_in, rows_out)
         # Each output has the rank of its piece.
         weights = rank * product.inner + adapters.rank * product.outer * share
         parameters += round(product.groups * weights)
@@ -168,7 +168,7 @@ def with_adapters(
     )
 
 
-def _products(
+def _adapter_products(
     product: Kernel, rank: int, device: Device, rows_in: np.ndarray, rows_out: np.ndarray
 ) -> Iterator[Kernel]:
     """Products with A and with B, twice as many in backward.
@@ -177,10 +177,10 @@ def _products(
     """
     passes: tuple[KernelPass, ...] = ("forward", "backward")
     for rows, width, tensors in (rows_in, product.inner, (1, 3)), (rows_out, product.outer, (2, 2)):
-        for times, of in enumerate(passes, start=1):
+        for times, phase in enumerate(passes, start=1):
             yield Kernel(
                 kind="low_rank",
-                of=of,
+                phase=phase,
                 rows=rows,
                 inner=width,
                 outer=times * rank,
@@ -189,15 +189,15 @@ def _products(
             )
 
 
-def deferred_products(kind: UnitKind, unit: Unit, *, trained: bool) -> Kernels:
+def deferred_products(kind: UnitKind, unit: CountedUnit, *, trained: bool) -> Kernels:
     """Weight gradients of a unit that are deferred."""
     if kind.is_embed or not trained:
         return ()
-    gradients = (one for one in unit.kernels if one.of == "weight_gradient")
+    gradients = (one for one in unit.kernels if one.phase == "weight_gradient")
     return tuple(one for one in gradients if one.kind == "product" and one.dtype != "fp32")
 
 
-def late_bytes(device: Device, kind: UnitKind, unit: Unit, late: Kernels) -> np.ndarray:
+def late_bytes(device: Device, kind: UnitKind, unit: CountedUnit, late: Kernels) -> np.ndarray:
     """Bytes held for deferred gradients: inputs, output gradients, working memory, [3, features].
 
     Under sequence parallelism tensors between blocks wait sharded and are gathered for their
@@ -220,19 +220,19 @@ def late_bytes(device: Device, kind: UnitKind, unit: Unit, late: Kernels) -> np.
 
 
 def two_part_bytes(
-    device: Device, kind: UnitKind, unit: Unit, late: Kernels, each: Working
+    device: Device, kind: UnitKind, unit: CountedUnit, late: Kernels, each: Working
 ) -> np.ndarray:
     """Working memory at a moment of a backward with deferred weight gradients, [features]."""
     trained = bool(late)
-    inputs = {product.given for product in late} & set(each.gone)
+    inputs = {product.given for product in late} & set(each.freed)
     stay = [line.bytes for line in unit.kept_lines(trained=trained) if line.what in inputs]
-    done = unit.products[len(unit.products) - each.after :]
+    done = unit.products[len(unit.products) - each.finished :]
     stay += [_sides(device, kind, unit, one)[1] for one in done if one.dtype != "fp32"]
     return unit.working_bytes(each, trained=trained) + np.sum([0 * each.bytes, *stay], axis=0)
 
 
 def _sides(
-    device: Device, kind: UnitKind, unit: Unit, product: Kernel
+    device: Device, kind: UnitKind, unit: CountedUnit, product: Kernel
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Held bytes of a product's input and output gradient, and gathered bytes, [features] each."""
     rows = product.rows * device.element_bytes
@@ -263,7 +263,9 @@ def drop_weight_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
     )
 
 
-def library_buffers(trained: Mapping[str, Unit], element_bytes: int) -> tuple[LibraryBuffer, ...]:
+def library_buffers(
+    trained: Mapping[str, CountedUnit], element_bytes: int
+) -> tuple[LibraryBuffer, ...]:
     """Buffers that libraries keep for language units.
 
     `trained`: trained language unit kinds, by name.

@@ -7,7 +7,7 @@ node. A message between two ranks uses one adapter.
 
 from dataclasses import dataclass
 
-from omnibal.cost.shaped_rates import Line, collective_line
+from omnibal.cost.shaped_rates import LinearTime, collective_line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import Place, RingKind
@@ -42,7 +42,7 @@ def pass_line(
     kind: RingKind | None = None,
     *,
     blocking: bool = False,
-) -> Line:
+) -> LinearTime:
     """Latency of a ring pass, and time per byte that a rank sends.
 
     An all-gather or a reduce-scatter is one pass, an all-reduce two. If not measured, a pass has
@@ -55,7 +55,7 @@ def pass_line(
             hop between nodes has a message's latency.
     """
     if group.ranks == 1:
-        return Line(fixed_ms=0, each_ms=0)
+        return LinearTime(fixed_ms=0, each_ms=0)
     rates = cluster.measured(precision)
     place = group.place(cluster)
     measured = collective_line(rates.collectives, group.ranks, place, kind) if rates else None
@@ -67,17 +67,21 @@ def pass_line(
     fixed_ms = max(latency_ms, hops_ms(cluster, group))
     if blocking and place == "network":
         fixed_ms = latency_ms * (group.ranks - 1)
-    return measured or Line(fixed_ms=fixed_ms, each_ms=1 / (gb_per_s * 1e6))
+    return measured or LinearTime(fixed_ms=fixed_ms, each_ms=1 / (gb_per_s * 1e6))
 
 
-def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
+def message_line(
+    cluster: ClusterConfig, consecutive_ranks: int, precision: Precision
+) -> LinearTime:
     """Latency and time per byte of a message within `consecutive_ranks`."""
     rates = cluster.measured(precision)
     place = Group(consecutive_ranks).place(cluster)
     measured = collective_line(rates.collectives, 2, place, "send") if rates else None
     within_gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     gb_per_s = within_gb_per_s if place == "node" else _adapter_gb_per_s(cluster)
-    return measured or Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
+    return measured or LinearTime(
+        fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6)
+    )
 
 
 def all_to_all_line(
@@ -87,7 +91,7 @@ def all_to_all_line(
     *,
     copies: int = 1,
     dispatcher: Dispatcher = "alltoall",
-) -> Line:
+) -> LinearTime:
     """Latency of a group's all-to-all, and time per byte a rank sends to others.
 
     The maximum of parts within and between nodes; if not measured, one message latency, since sends
@@ -99,10 +103,10 @@ def all_to_all_line(
             (DeepEP, HybridEP); "allgather" sends all tokens to all ranks.
     """
     if group.ranks == 1:
-        return Line(fixed_ms=0, each_ms=0)
+        return LinearTime(fixed_ms=0, each_ms=0)
     if dispatcher == "allgather":
         line = pass_line(cluster, group, precision, "all_gather")
-        return Line(fixed_ms=line.fixed_ms, each_ms=line.each_ms * group.ranks / copies)
+        return LinearTime(fixed_ms=line.fixed_ms, each_ms=line.each_ms * group.ranks / copies)
     rates = cluster.measured(precision)
     places = group.ranks, group.place(cluster)
     measured = collective_line(rates.collectives, *places, "all_to_all") if rates else None
@@ -115,14 +119,14 @@ def all_to_all_line(
 
     others, neighbours = group.ranks - 1, max(cluster.gpus_per_node // group.stride, 1)
     within = message_line(cluster, 1, precision)
-    within = Line(fixed_ms=within.fixed_ms, each_ms=within.each_ms * sent(group.ranks))
+    within = LinearTime(fixed_ms=within.fixed_ms, each_ms=within.each_ms * sent(group.ranks))
     if group.is_within(cluster):
         return within
     between = message_line(cluster, group.consecutive, precision)
     within_ms = within.each_ms * (neighbours - 1) / others
     between_ms = between.each_ms * (group.ranks - neighbours) / others
     between_ms *= sent(-(-group.ranks // neighbours))
-    return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
+    return LinearTime(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 
 def ring_ms_per_byte(

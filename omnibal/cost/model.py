@@ -20,10 +20,10 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.units import HEAD, UnitKind, is_time, window_of_feature
 from omnibal.packing.packs import Packs
 
-Count = TypeVar("Count", float, np.ndarray)
+ParameterCount = TypeVar("ParameterCount", float, np.ndarray)
 """Number of parameters, or an array of them."""
 
-Rate = Literal[
+RateName = Literal[
     "weight_bytes",
     "gradient_bytes",
     "optimizer_bytes",
@@ -112,7 +112,7 @@ class ParameterRates:
     gradient_reduction_ms: float = 0.0
     weight_gather_ms: float = 0.0
 
-    def slowed(self, *, update: float = 1.0, exchange: float = 1.0) -> "ParameterRates":
+    def scale_times(self, *, update: float = 1.0, exchange: float = 1.0) -> "ParameterRates":
         """Return the rates with update and exchange times multiplied."""
         return replace(
             self,
@@ -192,7 +192,9 @@ class CostModel:
         """Whether lockstep ranks synchronise in units of each kind. bool [kinds]"""
         return self.of_experts | self.runs_in_lockstep
 
-    def of_parameters(self, rate: Rate, parameters: Count, of_experts: Count) -> Count:
+    def of_parameters(
+        self, rate: RateName, parameters: ParameterCount, of_experts: ParameterCount
+    ) -> ParameterCount:
         """Bytes or time of parameters at a rate, `of_experts` of them experts'."""
         per_parameter: float = getattr(self.rates, rate)
         per_expert_parameter: float = getattr(self.expert_rates, rate)
@@ -254,7 +256,7 @@ def trained_features(
         features[:, tokens] += padding
         for column, name in enumerate(names):
             if is_attended(name):
-                features[:, column] += attended(padding, name)
+                features[:, column] += attended_pairs(padding, name)
     if whole_loss:
         features[:, list(names).index("loss_tokens")] = features[:, tokens]
     return features
@@ -263,7 +265,7 @@ def trained_features(
 def _sample_values(lengths: Lengths, feature: str) -> np.ndarray:
     """Contribution of every sample to a feature of its pack, [samples]."""
     if is_attended(feature):
-        return attended(lengths.tokens.astype(np.int64), feature)
+        return attended_pairs(lengths.tokens.astype(np.int64), feature)
     if is_time(feature):  # a feature of a step or a pack, not of its samples
         return np.zeros(len(lengths), np.int64)
     return loss_tokens(lengths) if feature == "loss_tokens" else lengths.column(feature)
@@ -274,7 +276,7 @@ def is_attended(feature: str) -> bool:
     return feature == "squared_tokens" or window_of_feature(feature) is not None
 
 
-def attended(tokens: np.ndarray, feature: str) -> np.ndarray:
+def attended_pairs(tokens: np.ndarray, feature: str) -> np.ndarray:
     """Twice the attended pairs of the first `tokens` of a sample, [...]."""
     window = window_of_feature(feature)
     return tokens**2 - (np.maximum(tokens - window, 0) ** 2 if window is not None else 0)

@@ -20,7 +20,7 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost, unit_on_one
 from omnibal.cost.link_rates import state_group
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.shaped_rates import Line, collective_line, fitted_line, weighted_nnls
+from omnibal.cost.shaped_rates import LinearTime, collective_line, fit_line, weighted_nnls
 from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
@@ -43,11 +43,11 @@ _NOT_COST = (
     *("imbalance", "auxiliary_loss"),
 )
 """Config fields that no measured unit cost depends on."""
-_LEAST_MS, _MOST_MS = 1e-9, 1e12
+_MIN_MS, _MAX_MS = 1e-9, 1e12
 """Range of measured times, which keeps fits finite."""
-_Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]
-_TimeOrZero = Annotated[float, Field(ge=0, le=_MOST_MS)]
-_Bytes = Annotated[int, Field(ge=0, le=2**60)]
+_MeasuredMs = Annotated[float, Field(ge=_MIN_MS, le=_MAX_MS)]
+_MeasuredMsOrZero = Annotated[float, Field(ge=0, le=_MAX_MS)]
+_ByteCount = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class UnitMeasurement(Frozen):
@@ -58,15 +58,15 @@ class UnitMeasurement(Frozen):
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, _Bytes] = Field(init=False)
+    __pydantic_extra__: dict[str, _ByteCount] = Field(init=False)
 
     unit: str
-    forward_ms: _Time
-    backward_ms: _Time
+    forward_ms: _MeasuredMs
+    backward_ms: _MeasuredMs
     """Backward time without recomputation."""
-    recompute_ms: _TimeOrZero | None = None
+    recompute_ms: _MeasuredMsOrZero | None = None
     """Time that recomputation adds to forward and backward, or None if not measured."""
-    activation_bytes: _Bytes | None
+    activation_bytes: _ByteCount | None
     """Activations kept for backward, with the unit's input if needed, or None if not measured."""
 
     @property
@@ -85,11 +85,11 @@ class ShareMeasurement(Frozen):
     context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]
     """Context-parallel ranks."""
     exchange: ContextExchange
-    tokens: _Bytes
-    squared_tokens: _Bytes
-    exchanged_tokens: _Bytes
-    forward_ms: _Time
-    backward_ms: _Time
+    tokens: _ByteCount
+    squared_tokens: _ByteCount
+    exchanged_tokens: _ByteCount
+    forward_ms: _MeasuredMs
+    backward_ms: _MeasuredMs
 
     @property
     def features(self) -> dict[str, int]:
@@ -106,14 +106,14 @@ class OptimizerMeasurement(Frozen):
     """Gradient norm, clipping and update of `parameters` parameters on one device."""
 
     parameters: Annotated[int, Field(ge=1, le=2**60)]
-    optimizer_ms: _Time
+    optimizer_ms: _MeasuredMs
 
 
 class LinkMeasurement(Frozen):
     """One send between neighbouring stages on one machine."""
 
-    bytes: _Bytes
-    ms: _Time
+    bytes: _ByteCount
+    ms: _MeasuredMs
 
 
 class ReadingMeasurement(Frozen):
@@ -121,9 +121,9 @@ class ReadingMeasurement(Frozen):
 
     samples: Count
     """Number of samples read."""
-    item_ms: dict[str, _TimeOrZero]
+    item_ms: dict[str, _MeasuredMsOrZero]
     """Time per item, by feature."""
-    token_ms: _TimeOrZero
+    token_ms: _MeasuredMsOrZero
     """Time per token, including items' tokens."""
     cores: Count
     """CPU cores for reader processes."""
@@ -154,10 +154,10 @@ class Profile(Frozen):
     """Time to read the data, or None if no data was given."""
 
     @property
-    def link(self) -> Line | None:
+    def link(self) -> LinearTime | None:
         """Latency and time per byte between devices of a node, None if not measured."""
         links = [(m.bytes, m.ms) for m in self.links]
-        return fitted_line(*np.array(links, float).T, least_ms=0.0) if links else None
+        return fit_line(*np.array(links, float).T, least_ms=0.0) if links else None
 
 
 Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]
@@ -195,7 +195,7 @@ def read_profile(path: Path) -> Profile:
     return read_json_model(Profile, path, f"measure one with `omnibal profile -o {path}`")
 
 
-def fitted_cost(
+def fit_cost(
     profile: Profile,
     model: ModelConfig,
     cluster: ClusterConfig,
@@ -226,13 +226,13 @@ def fitted_cost(
     units = dict[str, UnitCost]()
     for kind in cost.kinds:
         counted = (each[kind.name] for each in (cost.units, trained, shared_out, alone))
-        units[kind.name] = _fitted_unit(_fits(profile, model, kind), *counted)
+        units[kind.name] = _fitted_unit(_fit_quantities(profile, model, kind), *counted)
     plural = "es" if profile.processes > 1 else ""
     source = f"profile:{profile.device}, {profile.processes} process{plural}"
     cost = replace(cost, units=units, source=f"{source}, provider {profile.provider}")
     if profile.optimizer:
         points = [(m.parameters, m.optimizer_ms) for m in profile.optimizer]
-        line = fitted_line(*np.array(points, float).T, least_ms=0.0)
+        line = fit_line(*np.array(points, float).T, least_ms=0.0)
         rates, expert_rates = (
             replace(of, optimizer_ms=line.each_ms / state_group(parallel, of_experts=are).ranks)
             for of, are in ((cost.rates, False), (cost.expert_rates, True))
@@ -247,13 +247,13 @@ def fitted_cost(
             cost,
             link_latency_ms=link.fixed_ms,
             link_ms_per_byte=link.each_ms,
-            rates=cost.rates.slowed(exchange=slower),
-            expert_rates=cost.expert_rates.slowed(exchange=slower),
+            rates=cost.rates.scale_times(exchange=slower),
+            expert_rates=cost.expert_rates.scale_times(exchange=slower),
         )
     return cost
 
 
-def fitted_exchange_ms(
+def fit_exchange_ms(
     profile: Profile, model: ModelConfig, unit: UnitKind, level: Level
 ) -> np.ndarray | None:
     """Fit the extra time of layers on shares, [2, features at levels].
@@ -267,7 +267,7 @@ def fitted_exchange_ms(
     shares = [one for one in profile.shares if (one.unit, one.context, one.exchange) == wanted]
     if not shares:
         return None
-    at_levels, fits = (*feature_names(model), EXCHANGED), _fits(profile, model, unit)
+    at_levels, fits = (*feature_names(model), EXCHANGED), _fit_quantities(profile, model, unit)
     given = np.array([[one.features.get(name, 0) for name in at_levels] for one in shares], float)
     can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
     added_ms = []
@@ -290,10 +290,10 @@ def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConf
 
 
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:
-    """Relative errors of every fit that `fitted_cost` makes for this model."""
+    """Relative errors of every fit that `fit_cost` makes for this model."""
     residuals = []
     for kind in {kind.measured_name: kind for kind in unit_kinds(model)}.values():
-        for quantity, fit in _fits(profile, model, kind).items():
+        for quantity, fit in _fit_quantities(profile, model, kind).items():
             positive = fit.measured > 0
             if not positive.any():
                 continue
@@ -338,7 +338,7 @@ def _check_match(
         )
 
 
-class _Fit(NamedTuple):
+class _QuantityFit(NamedTuple):
     """A quantity of a unit at n measured micro-batches."""
 
     features: np.ndarray
@@ -354,7 +354,9 @@ class _Fit(NamedTuple):
         return float((self.features @ part).sum()) / total if total else 1.0
 
 
-def _fits(profile: Profile, model: ModelConfig, kind: UnitKind) -> dict[Quantity, _Fit]:
+def _fit_quantities(
+    profile: Profile, model: ModelConfig, kind: UnitKind
+) -> dict[Quantity, _QuantityFit]:
     """Fits of a unit's measured quantities over the features that its kernels depend on."""
     unit, names = kind.measured_name, feature_names(model)
     sizes = [one.rows + one.pairs + one.bytes for one in unit_on_one(model, kind).kernels]
@@ -370,7 +372,7 @@ def _fits(profile: Profile, model: ModelConfig, kind: UnitKind) -> dict[Quantity
             f"the profile of {profile.model} measured {unit} at {', '.join(other[0].features)}; it "
             f"must be at {', '.join(names)}: run `omnibal profile` again"
         )
-    fits: dict[Quantity, _Fit] = {}
+    fits: dict[Quantity, _QuantityFit] = {}
     for quantity in QUANTITIES:
         points = [
             ([one.features[name] for name in names], value)
@@ -379,14 +381,14 @@ def _fits(profile: Profile, model: ModelConfig, kind: UnitKind) -> dict[Quantity
         ]
         if points:
             features, measured = (np.array(each, np.float64) for each in zip(*points, strict=True))
-            weights = 1 / np.where(measured > _LEAST_MS, measured, max(measured.mean(), 1.0))
+            weights = 1 / np.where(measured > _MIN_MS, measured, max(measured.mean(), 1.0))
             coefficients = weighted_nnls(features * allowed, measured, weights)
-            fits[quantity] = _Fit(features, measured, coefficients)
+            fits[quantity] = _QuantityFit(features, measured, coefficients)
     return fits
 
 
 def _fitted_unit(
-    fits: dict[Quantity, _Fit],
+    fits: dict[Quantity, _QuantityFit],
     counted: UnitCost,
     trained: UnitCost,
     shared_out: UnitCost,

@@ -35,7 +35,7 @@ class UnitFactors(Frozen):
             backward=_product(self.backward, more.backward),
         )
 
-    def applied(self, unit: UnitCost, features: Collection[str]) -> UnitCost:
+    def scale_unit(self, unit: UnitCost, features: Collection[str]) -> UnitCost:
         """Return a unit's costs with factors applied."""
         forward, backward = (
             np.array([of.get(name, 1.0) for name in features])
@@ -98,13 +98,13 @@ class Refit(Frozen):
         slowness = tuple((slowest / slowest.min()).tolist())
         return self.model_copy(update={"slowness": slowness, "slow_ranks": ()})
 
-    def applied(self, cost: CostModel, stages: int) -> CostModel:
+    def apply(self, cost: CostModel, stages: int) -> CostModel:
         """Return corrected unit times; memory, sends and context exchange are unchanged."""
         none, is_measured = UnitFactors(), stages == self.pipeline
         cost = replace(
             cost,
             units={
-                name: self.units.get(name, none).applied(unit, cost.features)
+                name: self.units.get(name, none).scale_unit(unit, cost.features)
                 for name, unit in cost.units.items()
             },
             slowness=self.slowness if is_measured else (),
@@ -115,8 +115,8 @@ class Refit(Frozen):
         return replace(
             cost,
             optimizer_ms_fixed=cost.optimizer_ms_fixed * self.update,
-            rates=cost.rates.slowed(update=self.update, exchange=self.update),
-            expert_rates=cost.expert_rates.slowed(update=self.update, exchange=self.update),
+            rates=cost.rates.scale_times(update=self.update, exchange=self.update),
+            expert_rates=cost.expert_rates.scale_times(update=self.update, exchange=self.update),
             source=f"{cost.source}, refitted on {self.measured_steps} steps of a run",
         )
 

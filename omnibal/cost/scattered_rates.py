@@ -28,7 +28,7 @@ _ELEMENT_BYTES = 2  # bf16 gradients, used in others' measurements
 
 # Variances of the components of the log time per operation.
 _LEVEL, _SIZES, _SUMS, _OPERATIONS, _WIDTHS = 7e-3, 2e-3, 8e-4, 1.5e-3, 2e-3
-_TILES = (0.3, 0.4, 0.06)  # of the slopes of `Shapes.tiles`
+_TILES = (0.3, 0.4, 0.06)  # of the slopes of `ProductShapes.tiles`
 _PRODUCT = 4e-3  # shared by the passes of one product
 _CHANCE = 6.5e-3
 
@@ -43,7 +43,7 @@ PASSES = list(_SEEN_AS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class ProductShapes:
     """Shapes of products, each as the kernel and as the layer sees it."""
 
     layer: np.ndarray
@@ -86,13 +86,13 @@ class Shapes:
         )
 
 
-def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
+def product_shapes(measured: Sequence[ProductTime]) -> ProductShapes:
     """Shapes of measurements."""
     sizes = [
         (time.rows, time.inner, time.outer, time.groups if isinstance(time, GroupedTime) else 1)
         for time in measured
     ]
-    return Shapes(
+    return ProductShapes(
         layer=np.log(np.array(sizes, np.float64)),
         passes=np.array([PASSES.index(time.of) for time in measured]),
         gradient_bytes=np.array([4.0 if time.gradient == "fp32" else 2.0 for time in measured]),
@@ -103,7 +103,7 @@ def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
 class ScatteredTimes:
     """Product times of any shape, from measurements."""
 
-    shapes: Shapes
+    shapes: ProductShapes
     log_rates: np.ndarray
     """Log measured ms per operation, [measured]."""
     typical: float
@@ -112,7 +112,7 @@ class ScatteredTimes:
     """[measured]: kernel weights of the deviations from the median."""
 
     @classmethod
-    def of(cls, shapes: Shapes, times_ms: np.ndarray) -> Self:
+    def fit(cls, shapes: ProductShapes, times_ms: np.ndarray) -> Self:
         """Fit to measured times, [shapes]."""
         log_rates = np.log(times_ms / shapes.flops)
         typical = float(np.median(log_rates))
@@ -120,7 +120,7 @@ class ScatteredTimes:
         weights = cho_solve(cho_factor(shared, lower=True), log_rates - typical)
         return cls(shapes=shapes, log_rates=log_rates, typical=typical, weights=weights)
 
-    def ms(self, shapes: Shapes) -> np.ndarray:
+    def ms(self, shapes: ProductShapes) -> np.ndarray:
         """Times of products, [shapes]."""
         layers, others = shapes.layer[:, None], self.shapes.layer[None]
         same = (np.abs(layers - others) < 1e-9).all(axis=2)
@@ -133,7 +133,7 @@ class ScatteredTimes:
         return np.exp(np.maximum(log_rates, self.log_rates[near].min(axis=1))) * shapes.flops
 
 
-def covariance(some: Shapes, others: Shapes) -> np.ndarray:
+def covariance(some: ProductShapes, others: ProductShapes) -> np.ndarray:
     """Covariances of log times per operation, without noise, [some, others]."""
     layers = np.abs(some.layer[:, None] - others.layer[None])
     sums = np.abs(some.kernel_sizes[:, None, 2] - others.kernel_sizes[None, :, 2])

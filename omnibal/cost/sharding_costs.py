@@ -58,7 +58,7 @@ class _ShardedParameters:
     trained: np.ndarray
     """[K]"""
 
-    def divided(
+    def shard_rates(
         self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
     ) -> ParameterRates:
         """Rates of sharded parameters; replicas all-reduce their gradients once a step."""
@@ -131,7 +131,7 @@ class ShardedExchange:
         others = self.stages - 1
         ahead = np.full(len(features), self.gather_ms[first] + others * self.gather_ms[layer])
         for (kind, after), times in Counter(pairwise(self.sequence)).items():
-            ahead += times * self._exposed(self.gather_ms[after], forward[:, kind])
+            ahead += times * self._exposed_part_ms(self.gather_ms[after], forward[:, kind])
         of_layer = self.gather_back_ms[layer] + self.reduce_ms[layer]
         behind = np.full(
             len(features), self.gather_back_ms[last] + self.reduce_ms[first] + others * of_layer
@@ -142,7 +142,7 @@ class ShardedExchange:
         neighbours = Counter(zip(around[:-2], self.sequence, around[2:], strict=True))
         for (before, kind, after), times in neighbours.items():
             beside = gather_ms[before] + reduce_ms[after]
-            behind += times * self._exposed(beside, backward[:, kind])
+            behind += times * self._exposed_part_ms(beside, backward[:, kind])
         kinds = np.array(self.sequence)
         ahead += self.hops_ms * np.count_nonzero(self.gather_ms[kinds])
         behind += self.hops_ms * np.count_nonzero(self.gather_back_ms[kinds])
@@ -172,12 +172,12 @@ class ShardedExchange:
         sums = exchanged[:, list(self.sequence)].sum(axis=1, keepdims=True)
         return exchanged / np.maximum(sums, 1e-300)
 
-    def _exposed(self, exchange_ms: float, beside_ms: np.ndarray) -> np.ndarray:
+    def _exposed_part_ms(self, exchange_ms: float, beside_ms: np.ndarray) -> np.ndarray:
         """Exposed time of an exchange overlapped with computation, [packs]."""
         return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, beside_ms))
 
 
-def _exchange(
+def _count_exchange(
     cost: CostModel,
     names: Sequence[str],
     sent: float,
@@ -251,7 +251,9 @@ def sharded_cost(
         for unit, trained in zip(shared.units.values(), alike.trained, strict=True):
             unit.backward_ms[0] += moved * trained / bytes_per_ms
     keeps = runtime.keeps_weights
-    exchange = _exchange(shared, names, sent, cluster, parallel, precision, keeps_weights=keeps)
+    exchange = _count_exchange(
+        shared, names, sent, cluster, parallel, precision, keeps_weights=keeps
+    )
     whole = _whole_bytes(shared, exchange.sequence, sent, parallel, keeps_weights=keeps)
     shared = with_features(shared, EXPOSED_MS)
     units, shares = dict[str, UnitCost](), exchange.shares()
@@ -269,9 +271,9 @@ def sharded_cost(
     shared = replace(
         shared,
         units=units,
-        rates=others.divided(cost.rates, cluster, precision),
+        rates=others.shard_rates(cost.rates, cluster, precision),
         bucket_parameters=parallel.bucket_parameters if is_hidden else np.inf,
-        expert_rates=experts.divided(cost.expert_rates, cluster, precision),
+        expert_rates=experts.shard_rates(cost.expert_rates, cluster, precision),
         runs_in_lockstep=True,
         weight_parts=ranks,
         source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}"

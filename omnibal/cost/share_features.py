@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.cost.model import attended, is_attended, loss_tokens, pack_features
+from omnibal.cost.model import attended_pairs, is_attended, loss_tokens, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.model.encoders import SQUARED_FEATURES
 from omnibal.model.levels import ContextExchange, Level, are_plain
@@ -59,7 +59,7 @@ def part_features(
     def part_sums(feature: str) -> np.ndarray:
         """Sums of a feature over every rank's pieces, [packs, context]."""
         if is_attended(feature):
-            each = attended(pieces.stop, feature) - attended(pieces.first, feature)
+            each = attended_pairs(pieces.stop, feature) - attended_pairs(pieces.first, feature)
             together = sums(each * divided).mean(axis=1, keepdims=True)
             is_gather = level.exchange is ContextExchange.GATHER
             return sums(each) if is_gather else sums(each * ~divided) + together

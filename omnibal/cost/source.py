@@ -7,7 +7,7 @@ from pathlib import Path
 from omnibal.base.files import write_json_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates, write_profile
+from omnibal.cost.profile import Profile, fit_cost, with_measured_rates, write_profile
 from omnibal.cost.refitted import Refit
 from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -42,8 +42,8 @@ class CostSource:
         if self.profile is None:
             cost = analytic_cost(*sizes, adapters=adapters, runtime=runtime)
         else:
-            cost = fitted_cost(self.profile, *sizes, adapters=adapters, runtime=runtime)
-        return cost if self.refit is None else self.refit.applied(cost, parallel.pipeline)
+            cost = fit_cost(self.profile, *sizes, adapters=adapters, runtime=runtime)
+        return cost if self.refit is None else self.refit.apply(cost, parallel.pipeline)
 
     @property
     def tensor(self) -> int | None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import FP32_BYTES, attention, element_wise, product
-from omnibal.cost.work import FIRST_OUTPUT, SECOND_OUTPUT, Kept, Unit, Working
+from omnibal.cost.work import FIRST_OUTPUT, SECOND_OUTPUT, CountedUnit, Kept, Working
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import (
     ClipsEncoder,
@@ -25,13 +25,13 @@ _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
 _INTO, _OUT_OF = "into the activation", "out of the activation"
 
 
-def tiles_embed(tower: TilesEncoder, device: Device) -> Unit:
+def tiles_embed(tower: TilesEncoder, device: Device) -> CountedUnit:
     """Return the embedding of image tiles: convolution to patches, and positions."""
-    items, size = device.one(tower.feature), device.element_bytes
+    items, size = device.feature(tower.feature), device.element_bytes
     patches, patch_values = tower.patches_per_side**2, 3 * tower.patch_size**2
     pixel_bytes = items * patches * patch_values * size
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
-    return Unit(
+    return CountedUnit(
         kernels=(
             *product(items * patches, patch_values, tower.hidden_size),
             # Pixels in, patches out, then positions added; in backward, gradients of positions and
@@ -55,15 +55,15 @@ def tiles_embed(tower: TilesEncoder, device: Device) -> Unit:
     )
 
 
-def clips_embed(tower: ClipsEncoder, device: Device) -> Unit:
+def clips_embed(tower: ClipsEncoder, device: Device) -> CountedUnit:
     """Return the embedding of clips: convolutions (width 3, strides 1 and 2), each with GELU."""
-    items = device.one(tower.feature)
+    items = device.feature(tower.feature)
     h, size, taps = tower.hidden_size, device.element_bytes, 3
     input_bytes = items * tower.frames * tower.mel_bins * size
     middle_bytes = items * tower.frames * h * size
     output_bytes = items * tower.positions_per_item * h * size
     read_bytes, second_gelu = items * tower.frames * tower.mel_bins * FP32_BYTES, (_SECOND_GELU,)
-    return Unit(
+    return CountedUnit(
         kernels=(
             *product(items * tower.frames, taps * tower.mel_bins, h),
             *product(items * tower.positions_per_item, taps * h, h),
@@ -85,8 +85,8 @@ def clips_embed(tower: ClipsEncoder, device: Device) -> Unit:
         output_bytes=output_bytes,
         working=(
             # Gradients of the second convolution's weight and input; of both sides of GELU.
-            Working(middle_bytes + output_bytes, weight=taps * h * h, gone=second_gelu),
-            Working(2 * middle_bytes, gone=(*second_gelu, "out of GELU")),
+            Working(middle_bytes + output_bytes, weight=taps * h * h, freed=second_gelu),
+            Working(2 * middle_bytes, freed=(*second_gelu, "out of GELU")),
         ),
         forward_working=(Working(2 * middle_bytes), Working(input_bytes + middle_bytes)),
         # Frames as read.
@@ -95,17 +95,19 @@ def clips_embed(tower: ClipsEncoder, device: Device) -> Unit:
     )
 
 
-def encoder_layer(_model: ModelConfig, tower: Encoder, kind: UnitKind, device: Device) -> Unit:
+def encoder_layer(
+    _model: ModelConfig, tower: Encoder, kind: UnitKind, device: Device
+) -> CountedUnit:
     """Return a layer with attention within items, or within images or windows of them.
 
     Images' q and k are rotated, after their norms if any; their feed-forward may have a gate. Heads
     are padded to a multiple of the tensor size (25 become 28 on 4).
     """
-    rows = device.one(tower.feature) * tower.positions_per_item
+    rows = device.feature(tower.feature) * tower.positions_per_item
     pairs, gated, bias, rotates = rows * tower.positions_per_item, False, True, False
     if isinstance(tower, ImagesEncoder):
         gated, bias, rotates = tower.gated, tower.bias, True
-        pairs = device.one(tower.squares) * tower.positions_per_item**2
+        pairs = device.feature(tower.squares) * tower.positions_per_item**2
         if kind.is_windowed:  # windows at an edge count as full
             assert tower.window_positions is not None
             pairs = rows * tower.window_positions
@@ -152,8 +154,8 @@ def encoder_layer(_model: ModelConfig, tower: Encoder, kind: UnitKind, device: D
         kept.append(Kept(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes))
     # Gradients: the layer's output, and with a layer scale also its block's.
     gradients_bytes = (1 + scaled) * hidden_bytes
-    gone, own = (_SCALED_FEED_FORWARD,), int(scaled)  # otherwise it is the residual's gradient
-    return Unit(
+    freed, own = (_SCALED_FEED_FORWARD,), int(scaled)  # otherwise it is the residual's gradient
+    return CountedUnit(
         kernels=(
             *product(rows, h, 3 * a / t, name="self_attention.linear_qkv", given=FIRST_OUTPUT),
             *attention(pairs, rows, heads, 2 * tower.head_width),
@@ -161,7 +163,7 @@ def encoder_layer(_model: ModelConfig, tower: Encoder, kind: UnitKind, device: D
             *product(rows, h, into * f / t, name="mlp.linear_fc1", given=SECOND_OUTPUT),
             *product(rows, f / t, h, name="mlp.linear_fc2", given=_OUT_OF),
             *element_wise(moved_bytes, back_moved_bytes, launches=7),
-            *device.all_reduced(hidden_bytes, hidden_bytes, times=2),
+            *device.all_reduces(hidden_bytes, hidden_bytes, times=2),
         ),
         kept=tuple(kept),
         boundary_bytes=hidden_bytes,
@@ -169,18 +171,18 @@ def encoder_layer(_model: ModelConfig, tower: Encoder, kind: UnitKind, device: D
         # Peaks before attention: gradients of the second product, the activation, the first.
         working=(
             *((Working(gradients_bytes),) if scaled else ()),
-            Working(gradients_bytes + inner_bytes, weight=h * f / t, gone=gone),
-            Working(hidden_bytes + (1 + into) * inner_bytes, gone=(*gone, _OUT_OF), after=own),
+            Working(gradients_bytes + inner_bytes, weight=h * f / t, freed=freed),
+            Working(hidden_bytes + (1 + into) * inner_bytes, freed=(*freed, _OUT_OF), finished=own),
             Working(
                 2 * hidden_bytes + into * inner_bytes,
                 weight=h * into * f / t,
-                gone=(*gone, _OUT_OF, _INTO),
-                after=own,
+                freed=(*freed, _OUT_OF, _INTO),
+                finished=own,
             ),
         ),
         # Between the blocks: gradients of the norm's output and of the sum; with a layer scale also
         # of the layer's output and of the attention block.
-        late_working=(Working((2 + 2 * scaled) * hidden_bytes, 0, (*gone, _OUT_OF, _INTO), 2),),
+        late_working=(Working((2 + 2 * scaled) * hidden_bytes, 0, (*freed, _OUT_OF, _INTO), 2),),
         # Kept: inputs of the tower and of this layer; norm, attention block, sum and its norm; q, k
         # and v before and after norms and rotation; both sides of the activation; the feed-
         # forward's output.
@@ -205,13 +207,13 @@ def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
 
 def encoder_projector(
     tower: Encoder, model: ModelConfig, device: Device, *, is_deepstack: bool = False
-) -> Unit:
+) -> CountedUnit:
     """Return a norm and the two products of folded positions, with GELU between them.
 
     The norm is of positions before folding, or of folded tokens for tiles and deepstack (Qwen3-VL).
     Tiles and clips permute positions for folding.
     """
-    t, size, items = device.tensor, device.element_bytes, device.one(tower.feature)
+    t, size, items = device.tensor, device.element_bytes, device.feature(tower.feature)
     wide, h, is_reordered = tower.projector_input_size, model.language.hidden_size, True
     rows, positions = items * tower.tokens_per_item, items * tower.positions_per_item
     inner, input_bytes = h, positions * tower.hidden_size * size
@@ -226,7 +228,7 @@ def encoder_projector(
         given, made_by = "norm's output", norm_by
     output_bytes, inner_bytes, wide_bytes = (rows * width * size for width in (h, inner / t, wide))
     in_gelu = ("into GELU", "out of GELU")
-    return Unit(
+    return CountedUnit(
         kernels=(
             *product(rows, wide, inner / t, name="linear_fc1", given=given),
             *product(rows, inner / t, h, name="linear_fc2", given="out of GELU"),
@@ -237,7 +239,7 @@ def encoder_projector(
                 launches=6,
             ),
             # In backward, the gradient of the first product's input, which the norm needs.
-            *device.all_reduced(output_bytes, wide_bytes),
+            *device.all_reduces(output_bytes, wide_bytes),
         ),
         kept=(
             Kept(first, "", wide_bytes),
@@ -251,8 +253,8 @@ def encoder_projector(
         working=(
             # Gradients of the second product, the first, the norm, and of all positions.
             Working(output_bytes + inner_bytes, weight=inner * h / t),
-            Working(wide_bytes + inner_bytes, weight=wide * inner / t, gone=in_gelu, after=1),
-            Working(wide_bytes + input_bytes, gone=(*in_gelu, given), after=2),
+            Working(wide_bytes + inner_bytes, weight=wide * inner / t, freed=in_gelu, finished=1),
+            Working(wide_bytes + input_bytes, freed=(*in_gelu, given), finished=2),
         ),
         # The tower's input and output are kept.
         forward_working=(

@@ -33,9 +33,9 @@ class Working:
     """Bytes of the micro-batch's tensors, [features]."""
     weight: float = 0
     """Elements of the weight gradient computed then; core allocates it in the weight's dtype."""
-    gone: tuple[str, ...] = ()
+    freed: tuple[str, ...] = ()
     """Names of kept lines freed by then."""
-    after: int = 0
+    finished: int = 0
     """Last products with output gradients freed by then, unless weights are deferred."""
     of_words: bool = False
     """Whether the weight is an embedding's, not a product's."""
@@ -44,7 +44,7 @@ class Working:
 
     def before_later_units(self, kept: Sequence[str], products: int) -> "Working":
         """Return the moment if later kept lines are freed and later products done by then."""
-        return replace(self, gone=(*kept, *self.gone), after=self.after + products)
+        return replace(self, freed=(*kept, *self.freed), finished=self.finished + products)
 
 
 EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
@@ -96,7 +96,7 @@ class Work:
     @property
     def forward(self) -> Kernels:
         """Kernels of forward."""
-        return tuple(kernel for kernel in self.kernels if kernel.of == "forward")
+        return tuple(kernel for kernel in self.kernels if kernel.phase == "forward")
 
     @property
     def products(self) -> Kernels:
@@ -105,7 +105,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit(Work):
+class CountedUnit(Work):
     """One unit, with its input and output."""
 
     boundary_bytes: np.ndarray
@@ -125,8 +125,10 @@ class Unit(Work):
 
     def working_bytes(self, moment: Working, *, trained: bool) -> np.ndarray:
         """Working memory at a moment, without the weight's gradient, [features]."""
-        gone = [line.bytes for line in self.kept_lines(trained=trained) if line.what in moment.gone]
-        return moment.bytes - np.sum([0 * moment.bytes, *gone], axis=0)
+        freed = [
+            line.bytes for line in self.kept_lines(trained=trained) if line.what in moment.freed
+        ]
+        return moment.bytes - np.sum([0 * moment.bytes, *freed], axis=0)
 
     def kept_bytes(self, *, trained: bool) -> np.ndarray:
         """Bytes of kept activations, [features]."""
@@ -134,7 +136,7 @@ class Unit(Work):
         return np.sum([0 * self.boundary_bytes, *(line.bytes for line in lines)], axis=0)
 
 
-def chain_units(units: Sequence[tuple[str, Unit]]) -> Unit:
+def chain_units(units: Sequence[tuple[str, CountedUnit]]) -> CountedUnit:
     """Combine units that run in sequence, with backward from the last.
 
     `units`: a prefix of the names of kept activations, and the unit.
@@ -145,7 +147,7 @@ def chain_units(units: Sequence[tuple[str, Unit]]) -> Unit:
         later_kept = [f"{name}{line.what}" for name, other in later for line in other.kept]
         later_products = sum(len(other.products) for _, other in later)
         for moment in unit.working:
-            own = replace(moment, gone=tuple(f"{prefix}{what}" for what in moment.gone))
+            own = replace(moment, freed=tuple(f"{prefix}{what}" for what in moment.freed))
             working.append(own.before_later_units(later_kept, later_products))
     parts = [unit for _, unit in units]
     gathered_bytes = np.broadcast_arrays(*(unit.gathered_bytes for unit in parts))
@@ -169,7 +171,7 @@ def chain_units(units: Sequence[tuple[str, Unit]]) -> Unit:
     )
 
 
-def recompute_modules(layer: Unit, modules: Collection[str]) -> Unit:
+def recompute_modules(layer: CountedUnit, modules: Collection[str]) -> CountedUnit:
     """Return a layer that repeats modules' forward instead of keeping their activations.
 
     As `--recompute-modules` of Megatron-core. A block's activations are made again before its
@@ -182,14 +184,14 @@ def recompute_modules(layer: Unit, modules: Collection[str]) -> Unit:
     of_second = set(names[names.index(SECOND_OUTPUT) :])
 
     def add_recomputed(moment: Working) -> Working:
-        in_second = SECOND_OUTPUT not in moment.gone
+        in_second = SECOND_OUTPUT not in moment.freed
         here = [what for what in lost if (what in of_second) == in_second]
-        made = [lost[what] for what in here if what not in moment.gone]
+        made = [lost[what] for what in here if what not in moment.freed]
         return replace(moment, bytes=sum(made, moment.bytes))
 
     return replace(
         layer,
-        kernels=(*layer.kernels, *(replace(kernel, of="repeated") for kernel in again)),
+        kernels=(*layer.kernels, *(replace(kernel, phase="repeated") for kernel in again)),
         kept=tuple(line for line in layer.kept if line.what not in lost),
         working=tuple(map(add_recomputed, layer.working)),
     )

@@ -12,9 +12,9 @@ from omnibal.cost.context import exchange_mistake
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
 from omnibal.job.plan_data import model_of_lengths
-from omnibal.job.plan_files import PlanFiles, data_in_portions, data_of_plan, job_of_plan
-from omnibal.job.plan_portions import in_run, portion_of_step, read_portion
-from omnibal.job.planner import for_all_portions, memories_of, prediction_of
+from omnibal.job.plan_files import PlanFiles, iterate_portions, make_job, read_plan_data
+from omnibal.job.plan_portions import count_through_run, portion_of_step, read_portion
+from omnibal.job.planner import predict_memories, predict_plan, scale_prediction
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
@@ -55,8 +55,8 @@ _TRAINED_SETTINGS: Mapping[type, Mapping[str, object]] = {
     ExpertsConfig: {"shared_ffn_hidden_size": None, "selection_bias": False},
 }
 """Settings that the trainer builds, of parts that may have others."""
-_ANEW = "make the plan anew with `omnibal plan`"
-_SAME = 1e-6
+_REPLAN = "make the plan anew with `omnibal plan`"
+_FIGURE_TOLERANCE = 1e-6
 """Relative tolerance when comparing sums from two machines."""
 
 
@@ -70,19 +70,19 @@ def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
     files, _ = check_and_open(directory, to_train=to_train)
     if to_train or files.plan.data is None or not files.plan.data.portions:
         return files
-    return replace(files, data=data_of_plan(files.plan, directory))
+    return replace(files, data=read_plan_data(files.plan, directory))
 
 
 def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFiles, list[str]]:
     """Check a plan directory; return `open_plan`'s and `check_plan`'s results."""
     plan = read_plan(directory)
     _check_sharded(plan, directory)
-    job = job_of_plan(plan, directory)
+    job = make_job(plan, directory)
     why = job.split_obstacle(plan.schedule)
     if why is not None:
         raise UserError(
             f"{directory}: schedule {plan.schedule.name} splits backwards, but "
-            f"{why}: drop schedule, or {_ANEW}"
+            f"{why}: drop schedule, or {_REPLAN}"
         )
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
@@ -100,20 +100,20 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
                 _check_portion(files, data, index, to_train=False)
             all_portions = f"all {len(data.portions):,} portions of {data.epochs:,} epochs"
             passed += [f"{all_portions} hold like it"]
-            passed += _check_mixture(data, data_in_portions(data, directory))
+            passed += _check_mixture(data, iterate_portions(data, directory))
         passed += _check_fewest(data)
     elif shapes is not None:
-        files = replace(files, data=data_of_plan(plan, directory))
+        files = replace(files, data=read_plan_data(plan, directory))
         if data is not None:
             packs, lengths = files.steps
-            passed += _check_data(plan, data, lengths, packs)
+            passed += _check_packs(plan, data, lengths, packs)
             passed += _check_mixture(data, [files.steps])
         costs = _check_costs(files, to_train=to_train)
         passed += [f"costs are of {job.cost.source}", costs]
     elif plan.prediction is not None:
         raise UserError(
             "the stored prediction is of another plan: this one has neither data nor shapes, "
-            f"so no steps; remove `prediction` from plan.json, or {_ANEW}"
+            f"so no steps; remove `prediction` from plan.json, or {_REPLAN}"
         )
     else:
         passed.append("the plan has neither data nor shapes: memory is not checked")
@@ -131,7 +131,7 @@ def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Leng
         if names != list(lengths.source_names):
             raise UserError(
                 f"data.mixture is of {', '.join(names)}, and the lengths of "
-                f"{', '.join(lengths.source_names)}; {_ANEW}"
+                f"{', '.join(lengths.source_names)}; {_REPLAN}"
             )
         counts += seen_by_step(packs, lengths, mixture.by_step)
     if mixture.by_step[-1] != data.steps or (planned != counts).any():
@@ -139,7 +139,7 @@ def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Leng
         raise UserError(
             f"data.mixture says that {planned[place].tolist()} samples of {', '.join(names)} are "
             f"seen by step {mixture.by_step[place]:,} of {data.steps:,}, and the packs have "
-            f"{counts[place].tolist()}; correct it, or {_ANEW}"
+            f"{counts[place].tolist()}; correct it, or {_REPLAN}"
         )
     return mixture.sentences()
 
@@ -154,11 +154,11 @@ def _check_portion(
     packs, lengths = read_portion(data, index, files.directory)
     if plan.prediction is not None:
         share = own_data.samples / (data.epochs * data.samples)
-        alone = for_all_portions(plan.prediction, share)
+        alone = scale_prediction(plan.prediction, share)
         plan = plan.model_copy(update={"prediction": alone})
     own = replace(files, plan=plan, data=(packs, lengths))
     try:
-        passed = _check_data(plan, own_data, lengths, packs)
+        passed = _check_packs(plan, own_data, lengths, packs)
         passed.append(_check_costs(own, to_train=to_train))
     except UserError as error:
         raise UserError(f"portion {number} of epoch {epoch}: {error}") from error
@@ -174,7 +174,7 @@ def _check_fewest(data: DataPlan) -> list[str]:
     if packs < least and not data.left_out:
         raise UserError(
             f"data.fewest_packs is {least:,}, and an epoch has {packs:,} packs; they cannot be "
-            f"fewer: correct it, or {_ANEW}"
+            f"fewer: correct it, or {_REPLAN}"
         )
     return [f"an epoch has {packs:,} packs, {packs / least - 1:.3%} above the {least:,} proven"]
 
@@ -187,7 +187,11 @@ def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Le
         return range(packs.steps), packs, lengths
     index = portion_of_step(data, step)
     (packs, lengths), _ = _check_portion(files, data, index, to_train=True)
-    return range(*data.first_steps[index : index + 2]), in_run(packs, data, index), lengths
+    return (
+        range(*data.first_steps[index : index + 2]),
+        count_through_run(packs, data, index),
+        lengths,
+    )
 
 
 def _check_sharded(plan: Plan, directory: Path) -> None:
@@ -199,12 +203,12 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
         able = " or ".join(f"{way} ({sizes.get(way, 'between')})" for way in trainer.shardings)
         raise UserError(
             f"{ranks}, and weights of {trainer.title}, which made_for names, are {able}: set "
-            f"parallel.sharded so, remove made_for, or {_ANEW}"
+            f"parallel.sharded so, remove made_for, or {_REPLAN}"
         )
     if parallel.sharded > 1 and plan.precision == "fp8":
         raise UserError(
             f'{ranks}, and weights that ranks divide are planned without precision "fp8": set '
-            f"parallel.sharded to 1, or {_ANEW}"
+            f"parallel.sharded to 1, or {_REPLAN}"
         )
 
 
@@ -245,10 +249,10 @@ def training_obstacles(plan: Plan) -> list[str]:
             plan.has_shared_packs and plan.model.images is not None and plan.beside is not None
         ),
     }
-    return _names_of_true(obstacles)
+    return _keys_of_true(obstacles)
 
 
-def _names_of_true(holds: Mapping[str, bool]) -> list[str]:
+def _keys_of_true(holds: Mapping[str, bool]) -> list[str]:
     return [name for name, is_true in holds.items() if is_true]
 
 
@@ -265,7 +269,7 @@ def precision_obstacle(plan: Plan) -> str | None:
             plan.beside is not None
         ),
     }
-    obstacles = _names_of_true(has)
+    obstacles = _keys_of_true(has)
     return f"precision fp8 does not go with {obstacles[0]}" if obstacles else None
 
 
@@ -325,7 +329,7 @@ def _check_partition(plan: Plan) -> str:
         raise UserError(
             f"the plan has {len(plan.stages)} entries in stages for pipeline size "
             f"{plan.parallel.pipeline}{of_chunks}, which needs {needed}; correct parallel.pipeline "
-            f"or schedule, or {_ANEW}"
+            f"or schedule, or {_REPLAN}"
         )
     for level in range(len(plan.levels)):
         try:
@@ -345,12 +349,12 @@ def _check_settings(plan: Plan) -> list[str]:
     hashes = plan.settings_sha256
     if hashes is None:
         return []
-    actual = SettingsHashes.of(plan.model, plan.data)
+    actual = SettingsHashes.compute(plan.model, plan.data)
     for part in ("model", "data"):
         if dict(hashes)[part] != dict(actual)[part]:
             raise UserError(
                 f"`{part}` of plan.json is not what the plan was made with, by settings_sha256; "
-                f"training would differ from what was asked for: restore `{part}`, {_ANEW}, or "
+                f"training would differ from what was asked for: restore `{part}`, {_REPLAN}, or "
                 "remove settings_sha256 if the edit is meant"
             )
     what = "the model's settings are" if plan.data is None else "settings of model and data are"
@@ -365,7 +369,7 @@ def _check_recomputed_in_lockstep(plan: Plan) -> None:
         f"levels recompute different layers with {plan.parallel.options}, whose "
         f"{plan.parallel.routing_ranks} data-parallel ranks that share out experts run packs of "
         "several levels in lockstep: one would repeat a layer's exchange of tokens and another "
-        f"not, and both wait for ever; give all levels the same recompute, or {_ANEW}, which does"
+        f"not, and both wait for ever; give all levels the same recompute, or {_REPLAN}, which does"
     )
 
 
@@ -374,9 +378,9 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
     packs, lengths = files.steps
     workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
-        memories = memories_of(plan, job, workload)
+        memories = predict_memories(plan, job, workload)
     else:
-        anew = prediction_of(plan, job, packs, workload)
+        anew = predict_plan(plan, job, packs, workload)
         memories = [stage.memory for stage in anew.stages]
     peaks = np.array([memory.peak_gib for memory in memories])
     worst, cap_gib = int(peaks.argmax()), job.memory_cap_gib
@@ -393,35 +397,38 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
 
 def _check_prediction(stored: Prediction, anew: Prediction) -> None:
     """Raise for figures that differ from a prediction by the plan's costs and packs."""
-    given, actual = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
+    given, actual = (
+        dict(_list_figures("prediction", stored)),
+        dict(_list_figures("prediction", anew)),
+    )
     for name, value in actual.items():
         stored_value = given.get(name)
         is_same = stored_value == value
         if isinstance(stored_value, float) and isinstance(value, float):
             # A part of a step may be next to nothing: its difference is measured at the step.
             size = anew.step_ms if name.endswith("_ms") else max(abs(value), 1e-6)
-            is_same = abs(stored_value - value) <= _SAME * size
+            is_same = abs(stored_value - value) <= _FIGURE_TOLERANCE * size
         if not is_same:
             raise UserError(
                 "the stored prediction is of another plan, or by another version of the costs: "
                 f"{name} is {_to_text(stored_value)}, and by costs from {anew.cost_source} it is "
-                f"{_to_text(value)}; remove `prediction` from plan.json, or {_ANEW}"
+                f"{_to_text(value)}; remove `prediction` from plan.json, or {_REPLAN}"
             )
 
 
 Figure = float | str | None
 
 
-def _figures(
+def _list_figures(
     name: str, value: BaseModel | tuple[BaseModel, ...] | Figure
 ) -> Iterator[tuple[str, Figure]]:
     """Yield every number and text of a prediction with its place in plan.json."""
     if isinstance(value, BaseModel):
         for field, inner in value:
-            yield from _figures(f"{name}.{field}", inner)
+            yield from _list_figures(f"{name}.{field}", inner)
     elif isinstance(value, tuple):
         for index, inner in enumerate(value):
-            yield from _figures(f"{name}[{index}]", inner)
+            yield from _list_figures(f"{name}[{index}]", inner)
     else:
         yield name, value
 
@@ -430,11 +437,11 @@ def _to_text(value: Figure) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> list[str]:
+def _check_packs(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> list[str]:
     return [
         "packs and lengths are those that the plan was made with",
         _check_origin(plan, data, lengths),
-        _check_counts(data, lengths, packs),
+        _check_totals(data, lengths, packs),
         _check_samples(data, lengths, packs),
         _check_sums(lengths, packs),
         *_check_levels(plan, packs),
@@ -448,7 +455,7 @@ def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
     if data.origin != lengths.origin:
         raise UserError(
             "data.origin of plan.json is not that of lengths.parquet; both must say alike which "
-            f"data the lengths were scanned from: restore the file, or {_ANEW}"
+            f"data the lengths were scanned from: restore the file, or {_REPLAN}"
         )
     if model_of_lengths(plan.model, lengths) != plan.model:
         differs = "another tiling than model.tiling"
@@ -456,12 +463,12 @@ def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
             differs = "other min_pixels or max_pixels than the encoder of images"
         raise UserError(
             f"the lengths were scanned with {differs} of plan.json; images must be cut as they "
-            f"were counted: correct it, or {_ANEW}"
+            f"were counted: correct it, or {_REPLAN}"
         )
     return "lengths, plan and model agree on where the lengths come from and how images are cut"
 
 
-def _check_counts(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+def _check_totals(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
     for name, given, planned in (
         ("samples", len(lengths), data.samples),
         ("packs", len(packs), data.packs),
@@ -471,12 +478,12 @@ def _check_counts(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> st
         if given != planned:
             raise UserError(
                 f"plan.json says {planned:,} {name}, its files hold {given:,}; the two must be "
-                f"equal; correct data.{name} or {_ANEW}"
+                f"equal; correct data.{name} or {_REPLAN}"
             )
     if data.curriculum_steps > packs.steps:
         raise UserError(
             f"data.curriculum_steps is {data.curriculum_steps:,}, and may be no more than the "
-            f"plan's {packs.steps:,} steps; correct it, or {_ANEW}"
+            f"plan's {packs.steps:,} steps; correct it, or {_REPLAN}"
         )
     return f"{len(packs):,} packs in {packs.steps:,} steps, as plan.json says"
 
@@ -496,12 +503,12 @@ def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> s
                 f"epoch {epoch} leaves out {np.count_nonzero(times == 0):,} of {len(lengths):,} "
                 f"samples, repeats {np.count_nonzero(times > 1):,}, and names "
                 f"{len(samples) - len(inside):,} that do not exist; each must come exactly once; "
-                f"{_ANEW}"
+                f"{_REPLAN}"
             )
     if left_out != data.left_out:
         raise UserError(
             f"plan.json says that {data.left_out:,} samples are left out, and {left_out:,} are; "
-            f"the two must be equal; correct data.left_out or {_ANEW}"
+            f"the two must be equal; correct data.left_out or {_REPLAN}"
         )
     if left_out:
         return f"no sample comes twice in an epoch, and {left_out:,} are left out, as planned"
@@ -576,7 +583,7 @@ def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
     """Raise for shared packs that ranks of a (step, slot) would not run together."""
     if not plan.levels:
         return
-    context = _contexts(plan, packs)
+    context = _context_sizes(plan, packs)
     _refuse_rows(
         packs.dp_rank % context != 0,
         "is shared by ranks that are no block",
@@ -591,7 +598,7 @@ def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
     )
 
 
-def _contexts(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
+def _context_sizes(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
     """Return the context-parallel size of every pack, int64 [packs]."""
     return np.array([level.context for level in plan.pack_levels])[packs.level]
 
@@ -605,7 +612,7 @@ def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> list[str]
     if found != data.steps_sha256:
         raise UserError(
             f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
-            f"{found[:12]}; by it runs know which plans they can go on with: correct it, or {_ANEW}"
+            f"{found[:12]}; a run can resume only with equal steps: correct it, or {_REPLAN}"
         )
     return [f"{passed}, and those that plan.json says"]
 
@@ -619,7 +626,7 @@ def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
         if given != actual:
             raise UserError(
                 f"data.{name} is {given:,}, and the most of any step are {actual:,}; correct it, "
-                f"or {_ANEW}"
+                f"or {_REPLAN}"
             )
     windows = -(-data.samples // window)
     sizes = np.diff(packs.packs.offsets)
@@ -641,10 +648,10 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
         raise UserError(
             f"data.micro_batches_per_step is {data.micro_batches_per_step}, and must be {slots}: "
             f"{data.packs_per_step} packs_per_step over {plan.parallel.data} ranks; correct it, or "
-            f"{_ANEW}"
+            f"{_REPLAN}"
         )
     # A shared pack counts once for each rank.
-    sizes = np.bincount(packs.step, weights=_contexts(plan, packs)).astype(np.int64)
+    sizes = np.bincount(packs.step, weights=_context_sizes(plan, packs)).astype(np.int64)
     epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
     others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
     # Steps that were made for other context sizes count each pack for other numbers of ranks.
@@ -652,7 +659,7 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
         raise UserError(
             f"data.packs_per_step is {data.packs_per_step:,}, and {others.max():,} steps of an "
             "epoch have another number of packs; only one may: correct data.packs_per_step, or "
-            f"{_ANEW}"
+            f"{_REPLAN}"
         )
     return f"steps are of {data.packs_per_step:,} packs"
 
@@ -667,5 +674,5 @@ def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:
     rows = np.flatnonzero(wrong)
     if len(rows):
         raise UserError(
-            f"{PACKS_FILE}: row {rows[0]} {what} ({len(rows):,} rows do); {must}; {_ANEW}"
+            f"{PACKS_FILE}: row {rows[0]} {what} ({len(rows):,} rows do); {must}; {_REPLAN}"
         )

@@ -22,7 +22,7 @@ from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage_memory import GIB, PassBytes, bytes_of_passes, fits_cap
 from omnibal.pipeline.workload import Workload
 
-COMPUTING = ("forward", "backward", "backward_weight")
+COMPUTE_PHASES = ("forward", "backward", "backward_weight")
 """Compute phases of a step."""
 
 OperationKind = Literal["matrix product", "attention", "communication", "element-wise"]
@@ -147,7 +147,7 @@ class FakeStage(StageResult):
         kinds: tuple[OperationKind, ...] = ("matrix product", "attention", "element-wise")
         times = dict.fromkeys(kinds, 0.0)
         for count in self.operations:
-            if count.phase in COMPUTING and count.kind in times:
+            if count.phase in COMPUTE_PHASES and count.kind in times:
                 times[count.kind] += rates.operation_ms(count)
         return times
 
@@ -178,7 +178,7 @@ FAKE_REPLAY_FILES = StageFiles(
 def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
     return tuple(
         stage.model_copy(update={"predicted_gib": predicted_peak_gib(plan, stage.stage)})
-        for stage in FAKE_REPLAY_FILES.read(directory, plan.parallel.pipeline)
+        for stage in FAKE_REPLAY_FILES.read_stages(directory, plan.parallel.pipeline)
     )
 
 
@@ -207,7 +207,7 @@ class Window:
     """Predicted memory beyond the state."""
 
 
-_UNSURE = 0.1
+_FEATURE_ERROR = 0.1
 """Relative error assumed between costs of two features."""
 
 
@@ -224,7 +224,7 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
         return bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, scaled)
 
     even = np.ones(workload.features.shape[1])
-    unsure = even + _UNSURE * np.eye(len(even))
+    unsure = even + _FEATURE_ERROR * np.eye(len(even))
     predicted = passes_with(even)
     heaviest = set(map(_heaviest_pass, (predicted, *map(passes_with, unsure))))
     return [

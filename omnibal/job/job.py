@@ -302,7 +302,7 @@ class JobSpec:
             return False
         return True
 
-    def sized(self, parallel: Parallel, placement: EncoderPlacement | None = None) -> Self:
+    def with_sizes(self, parallel: Parallel, placement: EncoderPlacement | None = None) -> Self:
         """Return the job with other parallel sizes, and if given another encoder placement."""
         placement = self.placement if placement is None else placement
         if (parallel, placement) == (self.parallel, self.placement):

@@ -164,9 +164,9 @@ class DataPlan(Shapes):
         once = portions[: len(portions) // epochs]
         joined: dict[str, object] = {"epochs": epochs, "portions": tuple(portions)}
         for name in DataPortion.model_fields:
-            values = [dict(part)[name] for part in (once if name in _OF_SAMPLES else portions)]
+            values = [dict(part)[name] for part in (once if name in _SAMPLE_FIELDS else portions)]
             is_hash = name.endswith("sha256")
-            joined[name] = _sha256("".join(values)) if is_hash else sum(values)
+            joined[name] = _hash_text("".join(values)) if is_hash else sum(values)
         return first.model_copy(update=joined)
 
     @model_validator(mode="after")
@@ -200,7 +200,7 @@ class PlannedLevel(Level):
     """Layers of each stage recomputed in the backward for this level's packs."""
 
     @property
-    def unplanned(self) -> Level:
+    def plain_level(self) -> Level:
         return Level(**{name: getattr(self, name) for name in Level.model_fields})
 
 
@@ -212,23 +212,23 @@ class SettingsHashes(Frozen):
     """None for a plan of shapes only."""
 
     @classmethod
-    def of(cls, model: ModelConfig, data: DataPlan | None) -> Self:
+    def compute(cls, model: ModelConfig, data: DataPlan | None) -> Self:
         """Hash a model's full description, and the data's fields not covered by its files."""
 
         def hash_of(settings: Frozen) -> str:
-            values = settings.model_dump(mode="json", exclude=_TOLD_BY_FILES)
-            return _sha256(json.dumps(values, sort_keys=True))
+            values = settings.model_dump(mode="json", exclude=_FIELDS_IN_FILES)
+            return _hash_text(json.dumps(values, sort_keys=True))
 
         return cls(model=hash_of(model), data=None if data is None else hash_of(data))
 
 
-_OF_SAMPLES = {"samples", "lengths_sha256"}
+_SAMPLE_FIELDS = {"samples", "lengths_sha256"}
 """DataPortion fields that are equal in all epochs."""
-_TOLD_BY_FILES = {*DataPortion.model_fields, "portions", "fewest_packs", "mixture", "origin"}
+_FIELDS_IN_FILES = {*DataPortion.model_fields, "portions", "fewest_packs", "mixture", "origin"}
 """DataPlan fields that its packs and lengths determine."""
 
 
-def _sha256(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -327,7 +327,7 @@ class Plan(Frozen):
         place, size = self.schedule.placement, self.parallel.pipeline
         return tuple(place.stage_of(part, size) for part in range(len(self.stages)))
 
-    def held(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    def merge_chunks(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         """Merge the chunks of every pipeline stage."""
         return tuple(
             Stage(
@@ -354,7 +354,7 @@ class Plan(Frozen):
         return self.model if self.beside is None else self.model.without_encoders()
 
     @property
-    def predicted(self) -> Prediction:
+    def known_prediction(self) -> Prediction:
         """The prediction; raises if absent."""
         assert self.prediction is not None, "what is planned is predicted"
         return self.prediction
@@ -363,7 +363,7 @@ class Plan(Frozen):
     def pack_levels(self) -> tuple[Level, ...]:
         """Levels of the packs, at least one."""
         if self.levels:
-            return tuple(level.unplanned for level in self.levels)
+            return tuple(level.plain_level for level in self.levels)
         shapes = self.data or self.shapes
         assert shapes is not None
         return (Level(caps=shapes.caps),)
@@ -443,7 +443,7 @@ def portion_packs_file(epoch: int) -> str:
 
 def plan_sha256(plan: Plan) -> str:
     """Hash a plan without its prediction."""
-    return _sha256(plan.model_dump_json(exclude={"prediction"}))
+    return _hash_text(plan.model_dump_json(exclude={"prediction"}))
 
 
 def plan_files(directory: Path) -> list[Path]:

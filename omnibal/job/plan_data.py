@@ -31,7 +31,7 @@ from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load, steps_of
 from omnibal.steps.windows import schedule_windows
 
-_IMAGE_TOKENS = "image_tokens"
+_NATIVE_TOKENS = "image_tokens"
 MAX_TRAINED_SAMPLES = 200_000_000
 """Max samples over several epochs, as a plan lists each in memory."""
 
@@ -95,7 +95,7 @@ class SampleData:
     def caps(self) -> Caps:
         return largest_caps(self.levels)
 
-    def capped(self, caps: Caps) -> Self:
+    def with_caps(self, caps: Caps) -> Self:
         """Change the caps of single-level packs."""
         (level,) = self.levels
         return replace(self, levels=(level.model_copy(update={"caps": caps}),))
@@ -117,7 +117,7 @@ class SampleData:
         """Max micro-batches of a data-parallel rank in a full step."""
         return -(-self.packs_per_step // job.parallel.data)
 
-    def packed(self, job: JobSpec) -> list[Packs]:
+    def pack(self, job: JobSpec) -> list[Packs]:
         """Pack every epoch by caps, packing rule and seed, or return no packs with given steps.
 
         With several context-parallel levels, long packs are filled by attention exchange time too.
@@ -129,11 +129,11 @@ class SampleData:
             may_fill = job.worth_filling(self.lengths, self.levels)
         return pack_epochs(self.lengths, self.settings, self.levels, may_fill, rules=self.rules)
 
-    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+    def with_steps(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
         """Draw the steps unless given, from `packed` or new packs."""
         if self.steps is not None:
             return self
-        packs = self.packed(job) if packed is None else packed
+        packs = self.pack(job) if packed is None else packed
         steps = draw_steps(
             self.lengths,
             self.settings,
@@ -155,7 +155,7 @@ class SampleData:
             return self
         return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
 
-    def sampled(self, most: int) -> Self:
+    def subsample(self, most: int) -> Self:
         """Draw at most `most` samples at random, or keep all with given steps."""
         if self.steps is not None:
             return self
@@ -163,7 +163,7 @@ class SampleData:
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
         """Schedule all epochs: match packs into steps and deal them to ranks by predicted time."""
-        lengths, steps = self.lengths, self.drawn(job).steps
+        lengths, steps = self.lengths, self.with_steps(job).steps
         assert steps is not None
         load, ranks, rules = self._load(job), job.parallel.data, self.rules
         packs = deal_steps(
@@ -185,11 +185,11 @@ class SampleData:
             packs = whole_steps(packs, packs_per_step, blocks)
         return packs, lengths
 
-    def least_caps(self) -> Caps:
+    def smallest_caps(self) -> Caps:
         """Return the smallest caps that every sample fits."""
-        return least_caps(self.lengths, self.caps.names)
+        return smallest_caps(self.lengths, self.caps.names)
 
-    def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+    def describe(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         settings = self.settings
         samples_per_step = None if self.rules.full_steps else settings.samples_per_step
         packs_per_step, micro_batches = self.packs_per_step, self.micro_batches(job)
@@ -220,18 +220,18 @@ class _UnderCaps:
     def levels(self) -> tuple[Level, ...]:
         return (Level(caps=self.caps),)
 
-    def capped(self, caps: Caps) -> Self:
+    def with_caps(self, caps: Caps) -> Self:
         return replace(self, caps=caps)
 
     @property
     def steps(self) -> None:
         """None: mock data and windows have no steps to reuse."""
 
-    def packed(self, job: JobSpec) -> list[Packs]:
+    def pack(self, job: JobSpec) -> list[Packs]:
         """Return no packs: windows are packed later, for the ranks."""
         return []
 
-    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+    def with_steps(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
         return self
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
@@ -255,18 +255,18 @@ class MockData(_UnderCaps):
     def lengths(self) -> None:
         """None: the model keeps its own tiling."""
 
-    def sampled(self, most: int) -> Self:
+    def subsample(self, most: int) -> Self:
         return self
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
         """Schedule the only step: equal numbers of full packs on every rank."""
-        return data_at_caps(self.described(), job.parallel.data)
+        return data_at_caps(self.describe(), job.parallel.data)
 
-    def least_caps(self) -> Caps:
+    def smallest_caps(self) -> Caps:
         """Return minimal caps, as mock samples fit any."""
         return Caps.of(**dict.fromkeys(self.caps.names, 1))
 
-    def described(self, packs: object = None, job: object = None) -> Shapes:
+    def describe(self, packs: object = None, job: object = None) -> Shapes:
         return Shapes(
             caps=self.caps,
             micro_batches_per_step=self.micro_batches_per_step,
@@ -310,7 +310,7 @@ class StreamData(_UnderCaps):
         check_packs_per_step(ranks, -(-samples // ranks))
         _check_lengths(self.lengths, self.epochs, job.model)
 
-    def sampled(self, most: int) -> Self:
+    def subsample(self, most: int) -> Self:
         """Keep the first windows, up to `most` samples but at least one window."""
         count = max(most // self.window, 1) * self.window
         first = np.arange(min(count, len(self.lengths)))
@@ -328,11 +328,11 @@ class StreamData(_UnderCaps):
         )
         return packs, self.lengths
 
-    def least_caps(self) -> Caps:
+    def smallest_caps(self) -> Caps:
         """Return the smallest caps that every sample fits."""
-        return least_caps(self.lengths, self.caps.names)
+        return smallest_caps(self.lengths, self.caps.names)
 
-    def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+    def describe(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         packs_per_step, micro_batches = max_packs_of_step(packs, self.levels)
         return describe_data(
             packs,
@@ -385,7 +385,7 @@ def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float)
     return caps
 
 
-def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
+def smallest_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
     """Return the smallest caps that every sample fits."""
     return Caps.of(**{name: max(int(lengths.column(name).max()), 1) for name in names})
 
@@ -416,11 +416,11 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     tokens = columns.pop("tokens")
     loss_tokens = columns.pop("loss_tokens", np.zeros(count, np.int32))
     size, squares, image_sizes = shapes.image_tokens, {}, None
-    if size is not None and _IMAGE_TOKENS in columns:
-        whole, rest = divmod(shapes.caps[_IMAGE_TOKENS], size)
+    if size is not None and _NATIVE_TOKENS in columns:
+        whole, rest = divmod(shapes.caps[_NATIVE_TOKENS], size)
         images = [Segments(1, size)] * whole + [Segments(1, rest)] * (rest > 0)
         image_sizes = sizes_of([images] * count)
-        squares[f"squared_{_IMAGE_TOKENS}"] = image_sizes.squares
+        squares[f"squared_{_NATIVE_TOKENS}"] = image_sizes.squares
     lengths = Lengths(
         loss_tokens=loss_tokens,
         items=columns,
@@ -456,10 +456,10 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
     longest = int(lengths.tokens.argmax())
     source = lengths.source_names[lengths.source[longest]]
     check_positions(int(lengths.tokens[longest]), model, f"sample {longest} of {source}")
-    return model if lengths.origin is None else _of_origin(model, lengths.origin)
+    return model if lengths.origin is None else _match_origin(model, lengths.origin)
 
 
-def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
+def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     tiles, needed = (origin.image_size, origin.tokens_per_tile), tile_sizes(model)
     clips = clip_sizes(model)
     with_images = "with" if origin.images else "without"

@@ -33,14 +33,14 @@ from omnibal.job.plan_data import SampleData, data_at_caps
 from omnibal.job.plan_portions import (
     AllPortions,
     EarlierPortions,
+    bound_packs,
     check_hash,
-    fewest_packs,
-    in_run,
+    count_through_run,
     join_portions,
     read_portion,
     write_portions,
 )
-from omnibal.job.planner import PlanResult, check_memory, in_best_order
+from omnibal.job.planner import PlanResult, check_memory, order_micro_batches
 from omnibal.model.levels import are_plain
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
 from omnibal.steps.balance_metrics import milestones, seen_by_step
@@ -92,7 +92,7 @@ def hash_steps(directory: Path, steps: int) -> str | None:
     return first.sha256 if data.window is None else first.window_sha256
 
 
-def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
+def make_job(plan: Plan, directory: Path) -> JobSpec:
     """Make a plan's job with its costs: profiled or counted, then refitted if made from a run."""
     profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
     source = CostSource(
@@ -102,7 +102,7 @@ def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
     return JobSpec.of_plan(plan, source)
 
 
-def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
+def read_plan_data(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
     """Read packs and lengths, mock for a plan of shapes, or None."""
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
@@ -151,7 +151,7 @@ def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequen
     """Add every source's samples to the plan, from its written files."""
     by_step, names = milestones(data.steps), tuple[str, ...]()
     seen = np.zeros((len(by_step), len(available)), np.int64)
-    for packs, lengths in data_in_portions(data, directory):
+    for packs, lengths in iterate_portions(data, directory):
         seen += seen_by_step(packs, lengths, by_step)
         names = lengths.source_names
     sources = tuple(
@@ -162,13 +162,13 @@ def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequen
     return plan.model_copy(update={"data": data.model_copy(update={"mixture": mixture})})
 
 
-def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
+def iterate_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
     """Yield packs (steps counted through the run) and lengths by portion."""
     if not data.portions:
         yield _read_data(data, directory)
     for index in range(len(data.portions)):
         packs, lengths = read_portion(data, index, directory)
-        yield in_run(packs, data, index), lengths
+        yield count_through_run(packs, data, index), lengths
 
 
 def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
@@ -197,7 +197,7 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
         )
         packs, _ = data.schedule(job)
         if is_ordered:
-            packs = in_best_order(plan, job, packs, lengths, effort=_LATER_EFFORT)
+            packs = order_micro_batches(plan, job, packs, lengths, effort=_LATER_EFFORT)
         name = f"portion {place.number} of epoch {place.epoch}"
         check_memory(plan, job, packs, lengths, name)
         return packs
@@ -206,9 +206,9 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
     data = DataPlan.join(plan.data, portions, samples.epochs)
     if isinstance(samples, PortionedSamples) and are_plain(levels):
         packs_of_epoch = sum(portion.packs for portion in portions[: samples.count])
-        least = fewest_packs(samples, plan.data.caps, packs_of_epoch)
+        least = bound_packs(samples, plan.data.caps, packs_of_epoch)
         data = data.model_copy(update={"fewest_packs": least})
-    hashes = SettingsHashes.of(plan.model, data)
+    hashes = SettingsHashes.compute(plan.model, data)
     return plan.model_copy(update={"data": data, "settings_sha256": hashes})
 
 

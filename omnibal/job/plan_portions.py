@@ -2,7 +2,7 @@
 
 `portions/00003/lengths.parquet` has a portion's samples (`sample`: row in the data), and
 `packs-001.parquet` its packs in the second epoch. Samples, steps and epochs in files count from
-0; `in_run` counts them through the run, as the trainer does.
+0; `count_through_run` counts them through the run, as the trainer does.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +23,8 @@ from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.portions import PortionedSamples, PortionPlace
 
-Data = tuple[ScheduledPacks, Lengths]
-Schedule = Callable[[Lengths, PortionPlace], ScheduledPacks]
+PacksAndLengths = tuple[ScheduledPacks, Lengths]
+PortionScheduler = Callable[[Lengths, PortionPlace], ScheduledPacks]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ AllPortions = PortionedSamples | EarlierPortions
 
 
 def write_portions(
-    samples: AllPortions, schedule: Schedule, directory: Path
+    samples: AllPortions, schedule: PortionScheduler, directory: Path
 ) -> tuple[DataPortion, ...]:
     """Pack and write every portion of every epoch, with a single portion in memory."""
     written = []
@@ -76,7 +76,7 @@ def write_portions(
     return tuple(written)
 
 
-def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
+def bound_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
     """Return a lower bound of packs for all samples together, at most `found`."""
     counts = (
         SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
@@ -84,7 +84,7 @@ def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
     return bound_of_counts(SizeCounts.join(counts), caps, found=found)
 
 
-def read_portion(data: DataPlan, index: int, directory: Path) -> Data:
+def read_portion(data: DataPlan, index: int, directory: Path) -> PacksAndLengths:
     epoch, number = divmod(index, data.portions_per_epoch)
     file = portion_folder(directory, number) / portion_packs_file(epoch)
     packs = read_packs(file)
@@ -114,13 +114,15 @@ def portion_of_step(data: DataPlan, step: int) -> int:
     return int(np.searchsorted(data.first_steps, step, side="right")) - 1
 
 
-def in_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
+def count_through_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
     """Count a portion's steps and epoch through the run."""
     epoch = np.full_like(packs.epoch, index // data.portions_per_epoch)
     return replace(packs, step=packs.step + data.first_steps[index], epoch=epoch)
 
 
-def join_portions(data: DataPlan, directory: Path, steps: Sequence[int] | None = None) -> Data:
+def join_portions(
+    data: DataPlan, directory: Path, steps: Sequence[int] | None = None
+) -> PacksAndLengths:
     """Return packs, counted through the run, of all or some steps, and their samples' lengths.
 
     While reading, packs name samples by their place in the data, as portions repeat every epoch.
@@ -131,7 +133,7 @@ def join_portions(data: DataPlan, directory: Path, steps: Sequence[int] | None =
     parts, lengths_parts = [], []
     for index in indices:
         packs, lengths = read_portion(data, index, directory)
-        packs, rows = in_run(packs, data, index), np.arange(len(lengths))
+        packs, rows = count_through_run(packs, data, index), np.arange(len(lengths))
         place = lengths.annotation_indices(rows)
         if steps is not None:
             packs = packs.take(np.flatnonzero(np.isin(packs.step, steps)))

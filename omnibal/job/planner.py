@@ -29,7 +29,7 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
-Dealt = tuple[ScheduledPacks, Lengths]
+DealtPacks = tuple[ScheduledPacks, Lengths]
 """Packs dealt to ranks, and all lengths."""
 
 
@@ -71,20 +71,20 @@ class PlanRequest:
             return "packs of levels", otherwise
         return None
 
-    def sized(self, parallel: Parallel) -> Self:
+    def with_sizes(self, parallel: Parallel) -> Self:
         """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
-        job = self.job.sized(parallel)
+        job = self.job.with_sizes(parallel)
         return replace(self, job=job, data=self.data.for_ranks(self.job, job))
 
-    def capped(self, caps: Caps) -> Self:
-        return replace(self, data=self.data.capped(caps))
+    def with_caps(self, caps: Caps) -> Self:
+        return replace(self, data=self.data.with_caps(caps))
 
-    def packed(self) -> list[Packs]:
-        """Pack every epoch, for `drawn`, or return no packs if steps are given or mock."""
-        return self.data.packed(self.job)
+    def pack(self) -> list[Packs]:
+        """Pack every epoch, for `with_steps`, or return no packs if steps are given or mock."""
+        return self.data.pack(self.job)
 
-    def drawn(self, packed: Sequence[Packs]) -> Self:
-        return replace(self, data=self.data.drawn(self.job, packed))
+    def with_steps(self, packed: Sequence[Packs]) -> Self:
+        return replace(self, data=self.data.with_steps(self.job, packed))
 
     def workload(self) -> Workload:
         """Schedule the micro-batches for the stage search."""
@@ -97,7 +97,7 @@ class PlanResult:
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
-    dealt: Dealt | None = None
+    dealt: DealtPacks | None = None
     """Packs as dealt, before ordering within ranks, or None if unknown."""
     search: SearchResult | None
     """Result of the joint search with its proven bound, or None for another method."""
@@ -116,7 +116,9 @@ class PlanResult:
         return self.plan.shapes.micro_batches_per_step
 
 
-def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = None) -> PlanResult:
+def make_plan(
+    request: PlanRequest, effort: float = 1.0, dealt: DealtPacks | None = None
+) -> PlanResult:
     """Plan a job on its data: packs, stages and prediction. Deterministic.
 
     `effort` is of the joint search, as in `search_stages`, `dealt` packs for the job's sizes.
@@ -136,9 +138,9 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
     elif is_1f1b:
         stages_at, search = _stages(request, workload, effort)
     if not is_1f1b:
-        search = searched_parts(replace(request, job=job), workload, effort)
+        search = search_chunks(replace(request, job=job), workload, effort)
         stages_at = search.stages_at
-    described = request.data.described(packs, job)
+    described = request.data.describe(packs, job)
     data = described if isinstance(described, DataPlan) else None
     model = model_of_lengths(job.model, request.data.lengths)
     plan = job.plan(
@@ -147,9 +149,9 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
         **_stage_keys(levels, stages_at),
         data=data,
         shapes=described if data is None else None,
-        settings_sha256=SettingsHashes.of(model, data),
+        settings_sha256=SettingsHashes.compute(model, data),
     )
-    prediction = prediction_of(plan, job, packs, workload)
+    prediction = predict_plan(plan, job, packs, workload)
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
         data=None if data is None else (packs, lengths),
@@ -159,7 +161,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
     )
 
 
-def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
+def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
     """Search a request's parts, with data-parallel encoders chosen; `DoesNotFit` if none fits."""
     job = request.job
     return search_parts(
@@ -175,11 +177,11 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:
-    """Run `make_plan`, then `ordered_plan`."""
-    return ordered_plan(request, make_plan(request))
+    """Run `make_plan`, then `order_plan`."""
+    return order_plan(request, make_plan(request))
 
 
-def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
+def order_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
     """Reorder ranks' micro-batches if joint and for this trainer (see `pipeline.slot_order`)."""
     is_searched = request.split.is_joint and request.job.trainer.name is None
     if result.data is None or not is_searched:
@@ -187,13 +189,13 @@ def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
     packs, lengths = result.data
     plan = result.plan
     job = request.job if plan.beside is None else replace(request.job, beside=plan.beside)
-    packs = in_best_order(plan, job, packs, lengths)
-    prediction = prediction_of(plan, job, packs, job.workload(packs, lengths, plan.pack_levels))
-    described = {"data": request.data.described(packs, job), "prediction": prediction}
+    packs = order_micro_batches(plan, job, packs, lengths)
+    prediction = predict_plan(plan, job, packs, job.workload(packs, lengths, plan.pack_levels))
+    described = {"data": request.data.describe(packs, job), "prediction": prediction}
     return replace(result, plan=plan.model_copy(update=described), data=(packs, lengths))
 
 
-def in_best_order(
+def order_micro_batches(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, *, effort: float = 1.0
 ) -> ScheduledPacks:
     """Reorder every rank's micro-batches for the planned stages, unless ranks run in lockstep."""
@@ -223,9 +225,7 @@ def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -
     return {"stages": tuple(stages), "levels": tuple(planned)}
 
 
-def prediction_of(
-    plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload
-) -> Prediction:
+def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload) -> Prediction:
     """Predict a job's plan on its packs, given as `workload` too."""
     cost, stages_at = job.cost_of_all(plan.pack_levels), plan.stages_at_levels
     prediction = predict(
@@ -244,7 +244,7 @@ def prediction_of(
     return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
 
 
-def memories_of(plan: Plan, job: JobSpec, workload: Workload) -> list[StageMemory]:
+def predict_memories(plan: Plan, job: JobSpec, workload: Workload) -> list[StageMemory]:
     """Return the peak of every stage's devices."""
     cost = job.cost_of_all(plan.pack_levels)
     return stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
@@ -254,7 +254,7 @@ def check_memory(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, what: str
 ) -> None:
     """Raise if packs exceed the stages' memory."""
-    memories = memories_of(plan, job, job.workload(packs, lengths, plan.pack_levels))
+    memories = predict_memories(plan, job, job.workload(packs, lengths, plan.pack_levels))
     peak, cap_gib = max(memory.peak_gib for memory in memories), job.memory_cap_gib
     if not fits_cap(peak, cap_gib):
         raise UserError(
@@ -264,14 +264,14 @@ def check_memory(
         )
 
 
-def in_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
+def extend_to_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
     """Extend the first portion's result to all portions, `runs` times its length."""
-    prediction = for_all_portions(result.plan.predicted, runs)
+    prediction = scale_prediction(result.plan.known_prediction, runs)
     plan = result.plan.model_copy(update={"prediction": prediction})
     return replace(result, plan=plan, portions=portions)
 
 
-def for_all_portions(prediction: Prediction, runs: float) -> Prediction:
+def scale_prediction(prediction: Prediction, runs: float) -> Prediction:
     """Scale the first portion's prediction by `runs`."""
     if prediction.gpu_days is None:
         return prediction
@@ -286,7 +286,7 @@ def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
     return StageReading.build(
         profile.reading,
         plan.model,
-        plan.held(plan.stages),
+        plan.merge_chunks(plan.stages),
         feature_names_at(job.cost.features, plan.pack_levels),
         has_data_parallel_encoders=plan.beside is not None,
         ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),

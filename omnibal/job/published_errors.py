@@ -16,7 +16,7 @@ from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.levels import largest_caps
 from omnibal.model.parallel import Parallel, expert_counts
 
-FILE = Path(__file__).parents[1] / "presets" / "published_errors.toml"
+ERRORS_FILE = Path(__file__).parents[1] / "presets" / "published_errors.toml"
 LONG_TOKENS = 32_768
 """Min tokens per sample of a long-context job."""
 SMALL_TOKENS = 4096
@@ -60,11 +60,11 @@ class _Table(Frozen):
 
 
 @lru_cache(maxsize=1)
-def _table() -> tuple[PublishedErrors, ...]:
-    return read_toml_model(_Table, FILE, "install omnibal again").errors
+def _read_errors() -> tuple[PublishedErrors, ...]:
+    return read_toml_model(_Table, ERRORS_FILE, "install omnibal again").errors
 
 
-def device_of(cluster: ClusterConfig) -> str:
+def device_name(cluster: ClusterConfig) -> str:
     """Name of a cluster's devices, such as "H100"."""
     match = _DEVICE.search(cluster.device)
     return match[0] if match else cluster.device
@@ -93,9 +93,9 @@ def published_errors(
     kind: JobKind, cluster: ClusterConfig, micro_batch_tokens: float
 ) -> PublishedErrors | None:
     """Errors of the nearest published jobs of a kind by device, then by size of micro-batches."""
-    device, small = device_of(cluster), micro_batch_tokens <= SMALL_TOKENS
+    device, small = device_name(cluster), micro_batch_tokens <= SMALL_TOKENS
     return min(
-        (errors for errors in _table() if errors.kind is kind),
+        (errors for errors in _read_errors() if errors.kind is kind),
         key=lambda errors: (errors.device != device, errors.small != small, -errors.steps),
         default=None,
     )

@@ -29,7 +29,7 @@ from omnibal.pipeline.stage_memory import bytes_of_passes
 from omnibal.pipeline.workload import Workload
 
 INFO_FILE = "replay.json"
-_REMEDY = "replay the plan anew with tools/replay.py, into another directory"
+_REPLAY_REMEDY = "replay the plan anew with tools/replay.py, into another directory"
 
 
 class ReplayIdentity(Frozen):
@@ -44,17 +44,17 @@ class StageResult(Frozen):
     stage: NonNegativeInt
 
 
-Identity = TypeVar("Identity", bound=ReplayIdentity)
-Result = TypeVar("Result", bound=StageResult)
+AnyIdentity = TypeVar("AnyIdentity", bound=ReplayIdentity)
+AnyStageResult = TypeVar("AnyStageResult", bound=StageResult)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageFiles(Generic[Identity, Result]):
+class StageFiles(Generic[AnyIdentity, AnyStageResult]):
     """Files of a replay, in the directory that all methods take."""
 
     what: str
-    identity: type[Identity]
-    result: type[Result]
+    identity: type[AnyIdentity]
+    result: type[AnyStageResult]
     info_file: str
     prefix: str
     """Name of stages' files, before the stage's number."""
@@ -68,7 +68,7 @@ class StageFiles(Generic[Identity, Result]):
         """List a replay's files, the first even if absent."""
         return [directory / self.info_file, *sorted(directory.glob(f"{self.prefix}_*.json"))]
 
-    def open(self, directory: Path, identity: Identity) -> None:
+    def open(self, directory: Path, identity: AnyIdentity) -> None:
         """Begin a replay, or continue an identical one."""
         if not (directory / self.info_file).exists():
             directory.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class StageFiles(Generic[Identity, Result]):
                 f"same one can be gone on with: {self.remedy}"
             )
 
-    def identity_of(self, directory: Path, plan_sha256: str) -> Identity:
+    def identity_of(self, directory: Path, plan_sha256: str) -> AnyIdentity:
         kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
         if kept.plan_sha256 != plan_sha256:
             raise UserError(
@@ -92,10 +92,10 @@ class StageFiles(Generic[Identity, Result]):
             )
         return kept
 
-    def write(self, result: Result, directory: Path) -> None:
+    def write(self, result: AnyStageResult, directory: Path) -> None:
         write_json_model(result, self.file_of(directory, result.stage))
 
-    def read(self, directory: Path, stages: int) -> tuple[Result, ...]:
+    def read_stages(self, directory: Path, stages: int) -> tuple[AnyStageResult, ...]:
         """Read the existing stage files, in order."""
         results = []
         for stage in range(stages):
@@ -168,7 +168,7 @@ REPLAY_FILES = StageFiles(
     result=StageReplay,
     info_file=INFO_FILE,
     prefix="stage",
-    remedy=_REMEDY,
+    remedy=_REPLAY_REMEDY,
 )
 
 
@@ -209,7 +209,7 @@ class ReplaySummary:
         return float(self.recompute_ms.sum() / (self.forward_ms + self.backward_ms).sum())
 
 
-def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
+def choose_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
     """Choose up to `most` steps of the most frequent size, evenly over the run."""
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
@@ -239,7 +239,7 @@ def heaviest_rows(
 def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload) -> ReplaySummary:
     """Read a finished replay of the plan and combine its stages into steps."""
     info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
-    stages = REPLAY_FILES.read(directory, plan.parallel.pipeline)
+    stages = REPLAY_FILES.read_stages(directory, plan.parallel.pipeline)
     size = plan.parallel.pipeline
     missing = sorted(set(range(size)) - {replay.stage for replay in stages})
     if missing:
@@ -266,7 +266,8 @@ def summarise_replay(
     for replay in replays:
         if not np.array_equal(replay.rows, rows):
             raise UserError(
-                f"the replay of stage {replay.stage} is not of the packs of its steps; {_REMEDY}"
+                f"the replay of stage {replay.stage} is not of the packs of its steps; "
+                f"{_REPLAY_REMEDY}"
             )
     workload, schedule = workload.rows(rows), plan.schedule
     predicted_once = per_step_costs(cost, plan.stages, schedule)
@@ -274,7 +275,7 @@ def summarise_replay(
     once = replace(predicted_once, update_ms=update_ms)
     predicted = causes_of(cost, plan.stages_at_levels, workload)
     predicted_steps = predict_steps(predicted.all, workload, predicted_once, schedule)
-    causes = measured_causes(replays, predicted, schedule)
+    causes = replace_measured_times(replays, predicted, schedule)
     steps = predict_steps(causes.all, workload, once, schedule)
     ranks, parts_of = len(steps.step_ms) * plan.parallel.data, schedule.parts_of(len(plan.stages))
 
@@ -294,15 +295,15 @@ def summarise_replay(
     )
 
 
-def measured_causes(
+def replace_measured_times(
     replays: Sequence[StageReplay], predicted: CauseTimes, schedule: PipelineSchedule
 ) -> CauseTimes:
     """Replace predicted times by measured ones, except tensor-parallel communication."""
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
-    measured = {name: _of_parts(replays, name, schedule) for name in _MEASURED}
-    exchanged = {name: getattr(all_, name) - getattr(silent, name) for name in _MEASURED}
+    measured = {name: _measured_ms(replays, name, schedule) for name in _MEASURED_FIELDS}
+    exchanged = {name: getattr(all_, name) - getattr(silent, name) for name in _MEASURED_FIELDS}
     shares = {}
-    for name in _MEASURED:
+    for name in _MEASURED_FIELDS:
         part, of_all = getattr(needed, name), getattr(silent, name)
         shares[name] = np.divide(part, of_all, out=np.ones_like(of_all), where=of_all > 0)
     whole = replace(all_, **{name: ms + exchanged[name] for name, ms in measured.items()})
@@ -314,10 +315,12 @@ def measured_causes(
     )
 
 
-_MEASURED = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms")
+_MEASURED_FIELDS = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms")
 
 
-def _of_parts(replays: Sequence[StageReplay], name: str, schedule: PipelineSchedule) -> np.ndarray:
+def _measured_ms(
+    replays: Sequence[StageReplay], name: str, schedule: PipelineSchedule
+) -> np.ndarray:
     """Return measured times, [packs, parts]."""
     packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
     times_ms = np.zeros((packs, parts))

@@ -39,12 +39,12 @@ def headline_cards(
         note = f"at step {records[0].step:,} and at step {records[-1].step:,}"
         loss.append(Card(title="Loss", value=value, note=note))
     return [
-        *([_fit(plan, prediction, run, replay)] if prediction else []),
-        *_latest("Idle", idle, ["share of device time spent waiting"]),
-        *_latest("Samples/s per device", known, [f"MFU {percent(run.mfu)}"] if run else []),
-        *(_length(plan, prediction) if prediction else []),
+        *([_memory_card(plan, prediction, run, replay)] if prediction else []),
+        *_latest_card("Idle", idle, ["share of device time spent waiting"]),
+        *_latest_card("Samples/s per device", known, [f"MFU {percent(run.mfu)}"] if run else []),
+        *(_duration_card(plan, prediction) if prediction else []),
         *loss,
-        *_experts(plan, records),
+        *_expert_card(plan, records),
     ]
 
 
@@ -54,7 +54,7 @@ def card_facts(cards: Sequence[Card]) -> Facts:
     return Facts("Summary", entries)
 
 
-def _latest(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) -> list[Card]:
+def _latest_card(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) -> list[Card]:
     """Return the last source's value with notes of earlier sources, or nothing without sources."""
     if not values:
         return []
@@ -63,7 +63,7 @@ def _latest(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) ->
     return [Card(title=title, value=value, source=source, note="; ".join([*before, *notes]))]
 
 
-def _fit(
+def _memory_card(
     plan: Plan, prediction: Prediction, run: RunSummary | None, replay: ReplaySummary | None
 ) -> Card:
     """Compare all peaks with the usable memory, and with each other if of devices."""
@@ -84,7 +84,7 @@ def _fit(
     return Card(title="Memory", value=Marked(verdict, css), note=note)
 
 
-def _length(plan: Plan, prediction: Prediction) -> list[Card]:
+def _duration_card(plan: Plan, prediction: Prediction) -> list[Card]:
     if plan.data is None or prediction.gpu_days is None:
         return []
     value = duration(prediction.step_ms * plan.data.steps / 1000)
@@ -93,7 +93,7 @@ def _length(plan: Plan, prediction: Prediction) -> list[Card]:
     return [Card(title="Whole training", value=value, source="predicted", note=note)]
 
 
-def _experts(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
+def _expert_card(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
     """Return measured and planned expert load, or nothing without experts."""
     balances = [record.experts for record in records if record.experts is not None]
     planned = [kind.experts.imbalance for kind in plan.model.language.kinds if kind.experts]

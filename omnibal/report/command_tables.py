@@ -14,7 +14,7 @@ from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
 from omnibal.model.limits import memory_cap_gib
 from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
-from omnibal.report.table import Cell, Column, Facts, Marked, Row, Table
+from omnibal.report.table import Cell, Column, Facts, Marked, Table, TableRow
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cost.analytic import ModelParameters
@@ -279,7 +279,7 @@ def misprediction_table(fit: "RunFit") -> Table:
             slow.append((f"stage {number}, all ranks", "", "", f"{stage.slowness:.2f}"))
         for rank, factor in stage.slow_ranks.items():
             ranks.append((f"stage {number}, data-parallel rank {rank}", "", "", f"{factor:.2f}"))
-    sections: list[Sequence[Row]] = [kinds, stages]
+    sections: list[Sequence[TableRow]] = [kinds, stages]
     sections += [[("slow devices", "", "", ""), *slow, *ranks]] if slow or ranks else []
     return Table.of_rows(
         "Mispredicted: passes of a step of the measured ranks, in ms",
@@ -288,7 +288,7 @@ def misprediction_table(fit: "RunFit") -> Table:
     )
 
 
-def _row(name: str, predicted_ms: float, measured_ms: float) -> Row:
+def _row(name: str, predicted_ms: float, measured_ms: float) -> TableRow:
     factor = measured_ms / predicted_ms if predicted_ms else 1.0
     return name, f"{predicted_ms:,.2f}", f"{measured_ms:,.2f}", f"{factor:.2f}"
 
@@ -303,7 +303,7 @@ def replan_facts(planned: "Replanned") -> Facts:
     plan = planned.plan
     layers = [
         "+".join(str(stage.number_of_layers(tower)) for tower in plan.pipeline_model.towers)
-        for stage in plan.held(plan.stages)
+        for stage in plan.merge_chunks(plan.stages)
     ]
     return Facts("Planned anew", [*entries, ("layers of each stage", ", ".join(layers))])
 

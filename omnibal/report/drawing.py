@@ -15,18 +15,18 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 WIDE, NARROW = 1080, 520
 """Widths of figures in pixels: full page and half page."""
-_FOLDER = Path(__file__).parent
-_PALETTE = (_FOLDER / "palette.css").read_text()
+_REPORT_FOLDER = Path(__file__).parent
+_PALETTE = (_REPORT_FOLDER / "palette.css").read_text()
 COLOURS: Mapping[str, str] = dict(re.findall(r"--(\w+): (#\w+);", _PALETTE.split("@media")[0]))
 """Light colours by their names in palette.css."""
-_NAMES = {colour: name for name, colour in COLOURS.items()}
+_COLOUR_NAMES = {colour: name for name, colour in COLOURS.items()}
 _COLOUR = re.compile('(fill=)"(#[0-9a-f]{6})"|(?<=: )(#[0-9a-f]{6})')
 """A colour of an attribute of its own, or of a style."""
 _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 """Attributes that a file needs and an element of a page does not."""
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-style = partial(rc_context, fname=_FOLDER / "omnibal.mplstyle")
+style = partial(rc_context, fname=_REPORT_FOLDER / "omnibal.mplstyle")
 """Context manager and decorator under which figures are drawn."""
 
 
@@ -57,7 +57,7 @@ def to_svg(figure: Figure, label: str) -> str:
 
 
 def _as_variable(match: re.Match[str]) -> str:
-    name = _NAMES.get(match[2] or match[3])
+    name = _COLOUR_NAMES.get(match[2] or match[3])
     if name is None:
         return match[0]
     # An attribute of its own cannot hold a variable.

@@ -47,7 +47,7 @@ def split_figure(plan: Plan) -> PageFigure:
     """Draw units as blocks in rows of stages."""
     colours = {name: ("blue", "teal")[i % 2] for i, name in enumerate(plan.pipeline_model.encoders)}
     colours |= {LANGUAGE: "orange"}
-    at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
+    at_levels = [plan.merge_chunks(stages) for stages in plan.stages_at_levels]
     figure = new_figure(WIDE, 80 + 30 * len(at_levels[0]))
     axes = figure.subplots()
     for index, stage in enumerate(at_levels[0]):
@@ -108,7 +108,7 @@ def curve_figure(
             steps, shown, high = steps[~above], shown[~above], limit
     figure = new_figure(NARROW, 270)
     axes = figure.subplots()
-    at = extremes(shown, _POINTS)
+    at = interval_extremes(shown, _POINTS)
     axes.plot(steps[at], shown[at], ".", color=COLOURS["blue"], alpha=0.35)
     at = np.unique(np.linspace(0, len(steps) - 1, _POINTS).astype(int))
     shown = moving_mean(shown, len(steps) // 40)
@@ -125,7 +125,7 @@ def curve_figure(
     return PageFigure(title=title, drawn=figure, caption=" ".join(notes))
 
 
-def extremes(values: np.ndarray, intervals: int) -> np.ndarray:
+def interval_extremes(values: np.ndarray, intervals: int) -> np.ndarray:
     """Return indices of min and max of every interval: fewer points, same outline."""
     if len(values) <= 2 * intervals:
         return np.arange(len(values))

@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
+def align_decimals(values: Sequence[float], at_least: int = 0) -> list[str]:
     """Format a column with equal decimals, `at_least` or more."""
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)

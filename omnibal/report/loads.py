@@ -24,8 +24,8 @@ _STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # distinguishable bars
 _QUANTILES = 200
 """Drawn points of a distribution."""
 _NAME_LIMIT = 28  # characters: both names then fit into the title's line
-_LINE = 145  # characters in the figure's width
-_COLOURS = {"before": "orange", "after": "blue"}
+_NOTE_WIDTH = 145  # characters in the figure's width
+_SIDE_COLOURS = {"before": "orange", "after": "blue"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
     title = f"Predicted load of ranks: {model} on {cluster}"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     *spans, below = figure.subfigures(len(sides) + 1, 1, squeeze=False)[:, 0]
-    size = f"{_count(_mean_samples(scheduled), 'sample')} per micro-batch"
+    size = f"{_pluralize(_mean_samples(scheduled), 'sample')} per micro-batch"
     titles = {
         "before": f"Before: random order, {size}, padded to the longest",
         "after": f"After: packed, matched and dealt out ({data.settings.packing})",
@@ -112,16 +112,16 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
     first = next(iter(sides.values()))
     all_axes = [span.subplots() for span in spans]
     for axes, (side, loads) in zip(all_axes, sides.items(), strict=True):
-        _draw_steps(axes, loads, evenly(len(loads.compute_ms), count), _COLOURS[side])
+        _draw_steps(axes, loads, spread_evenly(len(loads.compute_ms), count), _SIDE_COLOURS[side])
         axes.set_title(f"{titles[side]}\n{key_figures(loads, first)}")
         axes.sharex(all_axes[0])
     _draw_distributions(below.subplots(1, 2), sides)
     dp, caps = job.parallel.data, data.caps
     limits = words([f"{caps[name]:,} {name}" for name in caps.names])
     note = (
-        f"{_count(len(data.lengths), 'sample')} in {_count(len(scheduled), 'pack')} of at most "
-        f"{limits}; {_count(dp, 'data-parallel rank')}, up to "
-        f"{_count(data.packs_per_step // dp, 'pack')} each per step. Simulated from predicted "
+        f"{_pluralize(len(data.lengths), 'sample')} in {_pluralize(len(scheduled), 'pack')} of at "
+        f"most {limits}; {_pluralize(dp, 'data-parallel rank')}, up to "
+        f"{_pluralize(data.packs_per_step // dp, 'pack')} each per step. Simulated from predicted "
         f"time ({shorten(xml_text(job.cost.source), 40)}): both passes of the whole model on "
         "every rank. A step ends with its slowest rank. "
     )
@@ -132,7 +132,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
         )
     else:
         note += f"No picture of before: {size} do not make one complete step."
-    below.supxlabel(fill(note, _LINE), x=0.01, ha="left", color=COLOURS["soft"])
+    below.supxlabel(fill(note, _NOTE_WIDTH), x=0.01, ha="left", color=COLOURS["soft"])
     return figure
 
 
@@ -150,11 +150,11 @@ def key_figures(loads: RankLoads, first: RankLoads) -> str:
     return f"{said}, {number(loads.ms_per_sample / first.ms_per_sample)} of before"
 
 
-def _count(count: int, what: str) -> str:
+def _pluralize(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
-def evenly(count: int, at_most: int) -> np.ndarray:
+def spread_evenly(count: int, at_most: int) -> np.ndarray:
     """Return up to `at_most` evenly spaced integers from 0 to `count` - 1."""
     return np.linspace(0, count - 1, min(count, at_most)).round().astype(np.int64)
 
@@ -162,7 +162,7 @@ def evenly(count: int, at_most: int) -> np.ndarray:
 def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) -> None:
     """Draw compute and idle time by rank and step."""
     all_steps, all_ranks = loads.compute_ms.shape
-    ranks = evenly(all_ranks, _RANKS_SHOWN)
+    ranks = spread_evenly(all_ranks, _RANKS_SHOWN)
     ends_ms = np.cumsum(loads.step_ms[steps])
     starts_ms = ends_ms - loads.step_ms[steps]
     for row, rank in enumerate(ranks):
@@ -179,8 +179,8 @@ def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) ->
     axes.vlines(ends_ms, -0.5, len(ranks) - 0.5, color=COLOURS["ink"], linewidth=0.8)
     label_rows(axes, [f"rank {rank:,}" for rank in ranks])
     axes.set_xlabel(
-        f"ms, {len(steps)} of {_count(all_steps, 'step')} end to end, "
-        f"{len(ranks)} of {_count(all_ranks, 'rank')}"
+        f"ms, {len(steps)} of {_pluralize(all_steps, 'step')} end to end, "
+        f"{len(ranks)} of {_pluralize(all_ranks, 'rank')}"
     )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[:2], labels[:2], loc="upper right", bbox_to_anchor=(1, -0.09), ncols=2)
@@ -193,7 +193,7 @@ def _draw_distributions(all_axes: np.ndarray, sides: Mapping[str, RankLoads]) ->
         straggler = loads.step_ms / loads.compute_ms.mean(axis=1)
         for axes, values in zip(all_axes, (straggler, loads.compute_ms.ravel()), strict=True):
             reached = np.quantile(values, shares, method="inverted_cdf")
-            axes.plot(reached, 100 * shares, color=COLOURS[_COLOURS[side]], label=side)
+            axes.plot(reached, 100 * shares, color=COLOURS[_SIDE_COLOURS[side]], label=side)
     straggler_axes, load_axes = all_axes
     straggler_axes.set(
         xlabel="straggler factor of a step: slowest rank / mean",

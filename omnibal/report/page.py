@@ -38,13 +38,13 @@ from omnibal.report.formatting import change_ms, milliseconds, percent, write_as
 from omnibal.report.plan_tables import (
     accuracy_table,
     answers_table,
-    memory_table,
     mixture_table,
     packing_facts,
+    peak_table,
     provenance_facts,
     stages_table,
 )
-from omnibal.report.step_time import StepTime, measured_causes, step_time
+from omnibal.report.step_time import StepTime, split_measured_step, step_time
 from omnibal.report.summary import RunSummary, summarise_run
 from omnibal.report.timeline import timeline_figure
 from omnibal.steps.balance_metrics import measure_packs
@@ -86,7 +86,7 @@ def write_report(
     if run_directory is not None:
         info, records = _read_run_of(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
-        causes = measured_causes(plan, job, data, run, records)
+        causes = split_measured_step(plan, job, data, run, records)
     replay = None
     fake_stages: tuple[FakeStage, ...] = ()
     if replay_directory is not None and is_fake_replay(replay_directory):
@@ -132,7 +132,7 @@ def _read_run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRec
             f"plan has {plan.data.packs_sha256[:12]}; give the run that was trained from this plan"
         )
     records = read_run(run_directory / RUN_FILE)
-    stages = len(plan.held(plan.stages))
+    stages = len(plan.merge_chunks(plan.stages))
     if any(len(record.stages) != stages for record in records):
         raise UserError(
             f"{run_directory}: the run has {len(records[0].stages)} pipeline stages and the plan "
@@ -164,7 +164,7 @@ def _variables(report: ReportInput) -> dict[str, Any]:
         "split": split_figure(plan),
         "stages": stages_table(plan, run, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
-        "memory": memory_table(*report.memory_sources),
+        "memory": peak_table(*report.memory_sources),
         "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": _curves(report) if run else (),

@@ -12,7 +12,7 @@ from omnibal.model.units import model_parts
 from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import (
     EN_DASH,
-    aligned,
+    align_decimals,
     describe_sharding,
     milliseconds,
     number,
@@ -46,9 +46,13 @@ def _column(title: str, cells: Sequence[Cell], style: Style = "", group: str = "
     return Column(title=title, style=style, group=group), cells
 
 
-def _aligned(group: str, series: Mapping[str, Sequence[float]], at_least: int = 0) -> list[Filled]:
+def _aligned_columns(
+    group: str, series: Mapping[str, Sequence[float]], at_least: int = 0
+) -> list[Filled]:
     """Return a column per named non-empty series, all with equal decimals."""
-    cells = iter(aligned([value for values in series.values() for value in values], at_least))
+    cells = iter(
+        align_decimals([value for values in series.values() for value in values], at_least)
+    )
     bold = ("peak", "replayed", "measured")
     return [
         _column(name, list(islice(cells, len(values))), "bold" if name in bold else "", group)
@@ -61,8 +65,8 @@ def stages_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table:
     """Units and times per micro-batch by stage; data-parallel encoders' times are per step."""
-    towers, held = plan.pipeline_model.towers, plan.held(plan.stages)
-    at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
+    towers, held = plan.pipeline_model.towers, plan.merge_chunks(plan.stages)
+    at_levels = [plan.merge_chunks(stages) for stages in plan.stages_at_levels]
     sources, count = figures_by_source(plan, run, replay), micro_batches_per_step(plan) or 1.0
 
     def of_sources(title: str, digits: int, values: Mapping[str, list[float]]) -> list[Filled]:
@@ -105,7 +109,7 @@ def stages_table(
     return Table.of_columns("Stages", columns, caption)
 
 
-def memory_table(
+def peak_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table | None:
     """Predicted memory by kind, sum, and peaks by source, with data-parallel encoders last."""
@@ -131,19 +135,19 @@ def memory_table(
             "peak": [memory.peak_gib for memory in memories],
         }
         shares = [Marked.share(memory.peak_gib / cap_gib) for memory in memories]
-        columns += _aligned("predicted, GiB", sizes, at_least=2)
+        columns += _aligned_columns("predicted, GiB", sizes, at_least=2)
         columns.append(_column("of usable", shares, group="predicted, GiB"))
     if replay:
         peaks = {
             "predicted": replayed_peaks_as_predicted(plan, replay),
             "peak": [stage.peak_gib for stage in replay.stages],
         }
-        columns += _aligned("replayed, GiB", peaks)
+        columns += _aligned_columns("replayed, GiB", peaks)
         if not all(stage.with_working_memory for stage in replay.stages):
             caption += " A replay on a CPU measures no working memory: predicted beside it is "
             caption += "the rest."
     if run:
-        columns += _aligned("measured, GiB", {"peak": run.peak_gib})
+        columns += _aligned_columns("measured, GiB", {"peak": run.peak_gib})
     if len(columns) == 1:
         return None
     return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", columns, caption)
@@ -352,11 +356,11 @@ def provenance_facts(
         entries["Error of such predictions"] = str(errors_of_plan(plan))
     if plan.data:
         entries["Packs made by"] = _describe_packing(plan.data)
-        entries["Lengths"] = _sha256(plan.data.lengths_sha256)
-        entries["Packs"] = _sha256(plan.data.packs_sha256)
+        entries["Lengths"] = _hash_mark(plan.data.lengths_sha256)
+        entries["Packs"] = _hash_mark(plan.data.packs_sha256)
     if plan.data and plan.data.origin:
-        entries["Data"] = _sha256(plan.data.origin.data_sha256)
-        entries["Tokenizer"] = _sha256(plan.data.origin.tokenizer_sha256)
+        entries["Data"] = _hash_mark(plan.data.origin.data_sha256)
+        entries["Tokenizer"] = _hash_mark(plan.data.origin.tokenizer_sha256)
     if replay:
         steps = ", ".join(f"{step:,}" for step in replay.info.steps)
         about = f"on {replay.info.device}, provider {replay.info.provider}"
@@ -376,5 +380,5 @@ def _describe_packing(data: DataPlan) -> str:
     return f"{method}, in windows of {data.window:,} samples in their order"
 
 
-def _sha256(value: str) -> Marked:
+def _hash_mark(value: str) -> Marked:
     return Marked(f"sha256 {value}", "code")

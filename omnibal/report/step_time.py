@@ -22,9 +22,9 @@ from omnibal.report.summary import RunSummary, StageTime, micro_batches_per_step
 _SIMULATED_STEPS = 200
 """Max measured steps to simulate, spread evenly over the run."""
 _IDEAL, _READING, _OTHER = "ideal", "reading", "other waits"
-_WORTH_NAMING = 0.02
+_MIN_NAMED_SHARE = 0.02
 """Min share of the step for a loss, or a difference to the prediction, to be named."""
-_WITH_REMEDY, _SHOWN = 0.01, 0.001
+_MIN_REMEDY_SHARE, _MIN_SHOWN_SHARE = 0.01, 0.001
 """Min share of the step for a cause to be shown, and with a remedy."""
 
 
@@ -70,7 +70,7 @@ class StepTime:
     @property
     def rows(self) -> list[Cause]:
         """Return causes that take some time by some source."""
-        least_ms = _SHOWN * min(self.step_ms.values())
+        least_ms = _MIN_SHOWN_SHARE * min(self.step_ms.values())
         return [cause for cause in self.causes if max(map(abs, cause.ms.values())) >= least_ms]
 
     @property
@@ -90,12 +90,12 @@ class StepTime:
             said += f", {percent(abs(excess))} {longer} than predicted ({milliseconds(base_ms)})."
         largest = max(losses, key=lambda cause: cause.latest_ms)
         share = largest.latest_ms / step_ms
-        if share < _WORTH_NAMING:
+        if share < _MIN_NAMED_SHARE:
             loss = f"Little is lost: no cause takes more than {percent(share)} of the step."
         else:
             took = f"{milliseconds(largest.latest_ms)}, {percent(share)} of the step"
             loss = f"Largest loss: {largest.name}, {took}, as {largest.why}. {largest.advice}"
-        if len(self.step_ms) < 2 or abs(excess) < _WORTH_NAMING:
+        if len(self.step_ms) < 2 or abs(excess) < _MIN_NAMED_SHARE:
             return [said, loss]
         most = max(self.causes, key=lambda cause: cause.excess_ms * np.sign(excess))
         off = f"Most of the difference: {most.name}, {change_ms(most.excess_ms)}"
@@ -110,7 +110,7 @@ def step_time(
     """Compare all known sources of a step's time, or return None without any.
 
     Args:
-        measured: times by cause from `measured_causes`, or empty.
+        measured: times by cause from `split_measured_step`, or empty.
     """
     sources: dict[str, tuple[dict[str, float], float]] = {}
     if plan.prediction is not None:
@@ -128,7 +128,7 @@ def step_time(
         ms = {source: lost.get(name, 0.0) for source, (lost, _) in sources.items()}
         cause = Cause(name=name, ms=ms)
         losses_ms = [cause.excess_ms] if name == _IDEAL else ms.values()
-        if max(losses_ms) >= _WITH_REMEDY * max(step_ms.values()):
+        if max(losses_ms) >= _MIN_REMEDY_SHARE * max(step_ms.values()):
             cause = replace(cause, why=texts[name][0], remedy=texts[name][1])
         causes.append(cause)
     causes.sort(key=lambda cause: (cause.name != _IDEAL, -cause.latest_ms))
@@ -186,7 +186,7 @@ def explain_causes(plan: Plan, run: RunSummary | None) -> dict[str, tuple[str, s
     }
 
 
-def measured_causes(
+def split_measured_step(
     plan: Plan,
     job: JobSpec,
     data: tuple[ScheduledPacks, Lengths] | None,

@@ -13,7 +13,7 @@ from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 from omnibal.model.config import Provider
 from omnibal.pipeline.prediction import Prediction
-from omnibal.runs.refit import SLOW
+from omnibal.runs.refit import MIN_SLOWNESS
 
 
 class StageTime(NamedTuple):
@@ -72,7 +72,7 @@ class RunSummary(StepFigures):
     is_on_cpu: bool
     """Whether `peak_gib` is the memory of processes, with Python and torch, not of devices."""
     slow_ranks: tuple[SlowRank, ...] = ()
-    """Ranks at least `SLOW` times as slow as the stage's median rank, with packs about as large."""
+    """Ranks at least `MIN_SLOWNESS` times as slow as their stage's median rank."""
 
     def incidents(self) -> dict[str, int]:
         """Return counts of incidents that happened, by name."""
@@ -114,21 +114,21 @@ def summarise_run(
             max(stage.allocation_retries for stage in record.stages) for record in records
         ),
         is_on_cpu=not any(stage.reserved_gib for record in records for stage in record.stages),
-        slow_ranks=tuple(rank for stage in stages for rank in _slow_ranks(records, stage)),
+        slow_ranks=tuple(rank for stage in stages for rank in _find_slow_ranks(records, stage)),
         stages=tuple(StageTime(*map(float, np.median(of, axis=0))) for of in times),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
         peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),
     )
 
 
-def _slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[SlowRank]:
+def _find_slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[SlowRank]:
     """Yield slow ranks of a stage, by steps with every rank's time."""
     timed = [record.stages[stage].ranks_ms for record in records if record.stages[stage].ranks_ms]
     if not timed:
         return
     ranks_ms = np.median(timed, axis=0)
     factors = ranks_ms / max(float(np.median(ranks_ms)), 1e-9)
-    for rank in np.flatnonzero(factors >= SLOW).tolist():
+    for rank in np.flatnonzero(factors >= MIN_SLOWNESS).tolist():
         yield SlowRank(stage, rank, float(factors[rank]))
 
 

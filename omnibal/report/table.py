@@ -36,7 +36,7 @@ class Marked:
 
 
 Cell = str | Marked
-Row = Sequence[Cell]
+TableRow = Sequence[Cell]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Table:
 
     title: str
     columns: Sequence[Column]
-    sections: Sequence[Sequence[Row]]
+    sections: Sequence[Sequence[TableRow]]
     """Rows per section. A terminal draws a rule between sections."""
     caption: str = ""
     keys: int = 1
@@ -65,7 +65,7 @@ class Table:
         cls,
         title: str,
         titles: Iterable[str | Column],
-        *sections: Sequence[Row],
+        *sections: Sequence[TableRow],
         caption: str = "",
         keys: int = 1,
     ) -> "Table":

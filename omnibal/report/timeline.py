@@ -18,7 +18,7 @@ from omnibal.pipeline.workload import Workload
 from omnibal.report.drawing import COLOURS, WIDE, add_legend, label_rows, new_figure, style
 from omnibal.report.figures import PageFigure
 
-_COLOURS = {
+_PASS_COLOURS = {
     Pass.FORWARD: "green",
     Pass.BACKWARD: "purple",
     Pass.BACKWARD_INPUT: "purple",
@@ -89,7 +89,7 @@ def draw_step(
             start_ms = all_start_ms[:micro_batches, part]
             took_ms = timeline.end_ms[kind][:micro_batches, part] - start_ms
             label = f"{kind.label}{' of later chunks' if is_later else ''}"
-            colour, alpha = COLOURS[_COLOURS[kind]], 0.6 if is_later else 1.0
+            colour, alpha = COLOURS[_PASS_COLOURS[kind]], 0.6 if is_later else 1.0
             bar(stage, took_ms, left=start_ms, facecolor=colour, label=label, alpha=alpha)
             if recompute_ms is not None and kind is Pass.BACKWARD and recompute_ms.any():
                 label, colour = "recomputed in the backward", COLOURS["orange"]

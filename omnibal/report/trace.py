@@ -37,8 +37,8 @@ def chrome_trace(
     sizes = cost.features[1 : cost.features.index("tokens") + 1]  # encoder items, tokens
     for rank in range(workload.data_parallel_size):
         own = of_step.rows(of_step.dp_rank == rank)
-        events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
-        events += [_name("thread_name", f"stage {s}", rank, s) for s in range(stages)]
+        events.append(_name_event("process_name", f"data-parallel rank {rank}", rank, 0))
+        events += [_name_event("thread_name", f"stage {s}", rank, s) for s in range(stages)]
         of_rank, counts = timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)].astype(int)
         for kind, start_ms in of_rank.start_ms.items():
             took_ms = of_rank.end_ms[kind] - start_ms
@@ -47,21 +47,21 @@ def chrome_trace(
                 args |= dict(zip(sizes, counts[micro_batch].tolist(), strict=True))
                 times_ms = (float(ms[micro_batch, part]) for ms in (start_ms, took_ms))
                 place, name = (rank, of_rank.schedule.stage_of(part)), f"{kind.label} {micro_batch}"
-                events.append(_block(name, kind.label, place, *times_ms, **args))
+                events.append(_pass_event(name, kind.label, place, *times_ms, **args))
     for block in encoder_blocks(timeline, times, of_step):
         took_ms = block.end_ms - block.start_ms
         for stage in range(stages):
             events.append(
-                _block(block.label, "encoders", (block.rank, stage), block.start_ms, took_ms)
+                _pass_event(block.label, "encoders", (block.rank, stage), block.start_ms, took_ms)
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
+def _name_event(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": stage, "args": {"name": name}}
 
 
-def _block(
+def _pass_event(
     name: str, kind: str, place: tuple[int, int], start_ms: float, took_ms: float, **args: int
 ) -> dict[str, Any]:
     rank, stage = place

@@ -26,23 +26,23 @@ from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.unit_runs import recomputed_counts, unit_counts
 from omnibal.pipeline.workload import Workload
 
-LEAST_STEPS = 5
+MIN_MEASURED_STEPS = 5
 """Min measured steps, so that one slow step decides nothing."""
-_WARM_UP = 2
+_WARM_UP_STEPS = 2
 """First steps after a start, with kernel selection and allocator growth."""
 _SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES = 0.5, 0.2, 0.2
 """Prior standard deviations of log factors: counted rates are off by up to a half, mostly alike for
 a kind's features (`docs/results.md`); equal devices differ little."""
-_LEAST_NOISE = 0.01
+_MIN_NOISE = 0.01
 """Min relative error assumed for a time."""
-_HUBER = 1.5
+_HUBER_LIMIT = 1.5
 """Max residual in standard deviations with full weight (Huber)."""
-_MAX_ROUNDS, _CLOSE_ENOUGH = 30, 1e-4
+_MAX_ROUNDS, _CONVERGED = 30, 1e-4
 _TRIED_STAGES = 4
 """Candidates for the next slow stage: next to a slow stage, stages with like units seem fast."""
-_LEAST_EVIDENCE = 3.0
+_MIN_EVIDENCE = 3.0
 """Min log-likelihood gain per slow stage: up to 1 by chance in simulated runs, else 5 and more."""
-SLOW = 1.1
+MIN_SLOWNESS = 1.1
 """Slowness that counts as slow; equal devices differ by a few percent."""
 
 
@@ -86,7 +86,7 @@ class StageFit:
     slowness: float
     """Slowness of its slowest rank's devices relative to the fastest stage."""
     slow_ranks: dict[int, float]
-    """Slowness of data-parallel ranks, if at least `SLOW`."""
+    """Slowness of data-parallel ranks, if at least `MIN_SLOWNESS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ class RunFit:
     """Robust standard deviation of a pass's relative error."""
 
 
-def root_of(plan: Plan, job: JobSpec) -> str:
+def root_plan_sha256(plan: Plan, job: JobSpec) -> str:
     """Return the hash of the user's plan that this one descends from, or its own."""
     refit = job.cost_source.refit
     return plan_sha256(plan) if refit is None else refit.root_sha256
@@ -116,12 +116,12 @@ def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> 
             "plan that it was trained by last, which is the newest in its folder `plans` where it "
             "was planned anew, and else the one that it was started with"
         )
-    first = info.since_step + _WARM_UP
+    first = info.since_step + _WARM_UP_STEPS
     timed = [record for record in records if record.passes is not None and record.step >= first]
-    if len(timed) < LEAST_STEPS:
+    if len(timed) < MIN_MEASURED_STEPS:
         raise UserError(
             f"the run has logged the passes of {len(timed)} steps of the plan after the first "
-            f"{_WARM_UP}, and at least {LEAST_STEPS} are needed: let it train on"
+            f"{_WARM_UP_STEPS}, and at least {MIN_MEASURED_STEPS} are needed: let it train on"
         )
     return timed
 
@@ -141,12 +141,12 @@ def fit_run(
     # Slow devices may have changed since the last fit.
     cost = replace(known, slowness=(), slow_ranks=())
     terms = list_terms(plan, cost, workload, records)
-    slow = _slow_ranks(plan, cost, workload, records)
+    slow = _rank_slowness(plan, cost, workload, records)
     alike = replace(terms, measured_ms=terms.measured_ms / slow[terms.dp_rank, terms.stage])
     kinds = list(dict.fromkeys(name[:2] for name in terms.names))
     groups = np.array([kinds.index(name[:2]) for name in terms.names])  # kind of every term, [c]
     fitted_terms = _fit_slow_stages(alike, groups, plan.parallel.pipeline)
-    factors, (slowness, common) = fitted_terms.factors, _relative(fitted_terms.slowness)
+    factors, (slowness, common) = fitted_terms.factors, _split_slowness(fitted_terms.slowness)
     # Measured over predicted time of the work of once a step, mean over the stages.
     once = per_step_costs(cost, plan.stages, plan.schedule)
     predicted_ms = float((once.update_ms + once.exchange_ms).mean())
@@ -158,7 +158,7 @@ def fit_run(
     ):
         units.setdefault(kind, {}).setdefault(which, {})[feature] = factor
     refit = Refit(
-        root_sha256=root_of(plan, job),
+        root_sha256=root_plan_sha256(plan, job),
         step=step,
         measured_steps=len(records),
         units={kind: UnitFactors(**given) for kind, given in units.items()},
@@ -169,7 +169,7 @@ def fit_run(
     earlier = job.cost_source.refit
     whole = refit if earlier is None else refit.after(earlier)
     fitted = with_refit(job, whole).cost_of_all(plan.pack_levels)
-    slow = _slow_ranks(plan, fitted, workload, records)
+    slow = _rank_slowness(plan, fitted, workload, records)
     of_ranks = [_spread_over_parts(plan, of_rank) for of_rank in slow]
     alike_all = (1.0,) * len(plan.stages)
     slow_ranks = tuple(parts or alike_all for parts in of_ranks) if any(of_ranks) else ()
@@ -187,10 +187,10 @@ def with_refit(job: JobSpec, refit: Refit) -> JobSpec:
     return replace(job, cost_source=replace(job.cost_source, refit=refit))
 
 
-def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:
+def _split_slowness(slowness: np.ndarray) -> tuple[np.ndarray, float]:
     """Split slowness into stages relative to the fastest (1 if not slow) and the common factor."""
     least = float(slowness.min())
-    if slowness.max() < SLOW * least:
+    if slowness.max() < MIN_SLOWNESS * least:
         return np.ones_like(slowness), float(np.exp(np.log(slowness).mean()))
     return slowness / least, least
 
@@ -277,7 +277,7 @@ def _terms_of_rows(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Fit:
+class _MapFit:
     """MAP factors, with a given set of stages that may differ."""
 
     factors: np.ndarray
@@ -292,16 +292,16 @@ class _Fit:
     @property
     def noise(self) -> float:
         """Robust standard deviation of the relative error."""
-        return max(1.4826 * float(np.median(np.abs(self.error))), _LEAST_NOISE)
+        return max(1.4826 * float(np.median(np.abs(self.error))), _MIN_NOISE)
 
     def unlikeliness(self, noise: float) -> float:
         """Negative log-likelihood plus prior, at a noise level."""
         error = np.abs(self.error) / noise
-        inside = np.minimum(error, _HUBER)
+        inside = np.minimum(error, _HUBER_LIMIT)
         return float((inside * (error - inside / 2)).sum()) + self.prior
 
 
-def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
+def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _MapFit:
     """Fit with a minimal set of differing stages.
 
     A stage is confounded with a kind of unit that it alone holds. So start with none, and greedily
@@ -317,20 +317,20 @@ def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
             stage
             for far in (np.abs(left), np.abs(by_costs - np.median(by_costs)))
             for stage in np.argsort(-far, kind="stable")[:_TRIED_STAGES].tolist()
-            if far[stage] > _LEAST_NOISE and stage not in free
+            if far[stage] > _MIN_NOISE and stage not in free
         }
         tried = {stage: _fit_with_stages(terms, groups, stages, [*free, stage]) for stage in unlike}
         if not tried:
             break
         chosen = min(sorted(tried), key=lambda stage: tried[stage].unlikeliness(best.noise))
         gain = best.unlikeliness(best.noise) - tried[chosen].unlikeliness(best.noise)
-        if gain < _LEAST_EVIDENCE:
+        if gain < _MIN_EVIDENCE:
             break
         free, best = [*free, chosen], tried[chosen]
     return best
 
 
-def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[int]) -> _Fit:
+def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[int]) -> _MapFit:
     """Fit with only the stages in `free` differing."""
     of_groups = np.eye(int(groups.max()) + 1)[groups]  # [c, g]
     of_stages = np.eye(stages)[terms.stage][:, list(free)]  # [n, free]
@@ -340,30 +340,30 @@ def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequen
     )
     logs = np.zeros(len(spread))
 
-    def fit() -> tuple[_Fit, np.ndarray]:
+    def fit() -> tuple[_MapFit, np.ndarray]:
         factors = np.exp(of_groups @ logs[:kinds] + logs[kinds : kinds + features])
         slowness = np.ones(stages)
         slowness[list(free)] = np.exp(logs[kinds + features :])
         ms = terms.ms * factors
         error = np.log(terms.measured_ms / ms.sum(axis=1) / slowness[terms.stage])
         prior = float(((logs / spread) ** 2).sum()) / 2
-        return _Fit(factors=factors, slowness=slowness, error=error, prior=prior), ms
+        return _MapFit(factors=factors, slowness=slowness, error=error, prior=prior), ms
 
     for _ in range(_MAX_ROUNDS):
         found, ms = fit()
         noise, error = found.noise, found.error
-        weight = np.minimum(1, _HUBER * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
+        weight = np.minimum(1, _HUBER_LIMIT * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
         shares = ms / ms.sum(axis=1)[:, None]
         slopes = np.concatenate([shares @ of_groups, shares, of_stages], axis=1)
         normal = (slopes * weight[:, None]).T @ slopes + np.diag(spread**-2.0)
         change = np.linalg.solve(normal, slopes.T @ (weight * error) - logs / spread**2)
         logs = logs + np.clip(change, -1, 1)
-        if np.abs(change).max() < _CLOSE_ENOUGH:
+        if np.abs(change).max() < _CONVERGED:
             break
     return fit()[0]
 
 
-def _slow_ranks(
+def _rank_slowness(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> np.ndarray:
     """Return relative time of data-parallel ranks in their stage, 1 in lockstep. [ranks, stages]"""
@@ -383,7 +383,7 @@ def _slow_ranks(
     ratio = np.median(ratios, axis=0)
     # Of two ranks, the faster is as others are.
     ratio = ratio / np.quantile(ratio, 0.5, axis=0, method="lower")
-    return np.where(ratio >= SLOW, ratio, 1.0)
+    return np.where(ratio >= MIN_SLOWNESS, ratio, 1.0)
 
 
 def _kind_fits(terms: Terms, fitted_ms: np.ndarray, steps: int) -> tuple[KindFit, ...]:
@@ -410,7 +410,7 @@ def _stage_fits(
     if of_ranks is not None:
         factor = factor * of_ranks[:, held][terms.dp_rank, terms.stage]
     # A step waits for the pipeline with the slow device.
-    slowest, _ = _relative(slowness * slow.max(axis=0) / (slowness * slow.max(axis=0)).min())
+    slowest, _ = _split_slowness(slowness * slow.max(axis=0) / (slowness * slow.max(axis=0)).min())
     predicted_ms = terms.ms.sum(axis=1) * factor
 
     def of_stage(ms: np.ndarray, stage: int) -> float:

@@ -13,12 +13,12 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.plan_portions import EarlierPortions, join_portions
-from omnibal.job.planner import PlanResult, in_portions, prediction_of
+from omnibal.job.planner import PlanResult, extend_to_portions, predict_plan
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
-from omnibal.runs.refit import RunFit, fit_run, root_of, select_records, with_refit
+from omnibal.runs.refit import RunFit, fit_run, root_plan_sha256, select_records, with_refit
 from omnibal.search.goal import Earlier, Free, Goal, Listener
 from omnibal.search.planning import plan as plan_goal
 from omnibal.search.strategy import FreeSizes
@@ -71,13 +71,13 @@ def replan(
             f"{after} steps were given as trained, and the plan has {plan.data.steps}; give those "
             "of the checkpoint that the run goes on from"
         )
-    fit = None if run is None else _fit(files, run, after)
+    fit = None if run is None else _fit_costs(files, run, after)
     if fit is not None:
         refit = fit.refit
     elif job.cost_source.refit is not None:
         refit = job.cost_source.refit.model_copy(update={"step": after or 0})
     else:
-        refit = Refit(root_sha256=root_of(plan, job), step=after or 0)
+        refit = Refit(root_sha256=root_plan_sha256(plan, job), step=after or 0)
     job = with_refit(job, refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None
@@ -86,18 +86,18 @@ def replan(
     before, directory = _predict_result(plan, job, files.steps), files.directory
     if plan.data.portions and directory is not None:
         portions = EarlierPortions(data=plan.data, directory=directory, are_kept=True)
-        before = in_portions(before, portions, plan.data.runs_of_first)
-    results = [plan_goal(_goal(files, job), listener).result, before]
+        before = extend_to_portions(before, portions, plan.data.runs_of_first)
+    results = [plan_goal(_replan_goal(files, job), listener).result, before]
     if job.cost.slow_ranks and plan.parallel.pipeline > 1 and not plan.data.portions:
         results.append(_with_slow_stages(files, job, listener))
     return Replanned(result=min(results, key=_step_ms), fit=fit, before_ms=_step_ms(before))
 
 
 def _step_ms(result: PlanResult) -> float:
-    return result.plan.predicted.step_ms
+    return result.plan.known_prediction.step_ms
 
 
-def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
+def _fit_costs(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
     plan, data, directory = files.plan, files.plan.data, files.directory
     records = select_records(plan, run.info, run.records)
     packs, lengths = files.steps
@@ -113,7 +113,7 @@ def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None)
     refit = job.cost_source.refit
     assert refit is not None, "a run has told which ranks are slow"
     as_stages = with_refit(job, refit.with_slow_stages())
-    result = plan_goal(_goal(files, as_stages), listener).result
+    result = plan_goal(_replan_goal(files, as_stages), listener).result
     assert result.data is not None, "what is planned anew has data"
     return _predict_result(result.plan, job, result.data)
 
@@ -122,7 +122,7 @@ def _predict_result(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Length
     """Predict a plan of these packs and lengths with other costs."""
     packs, lengths = data
     workload = job.workload(packs, lengths, plan.pack_levels)
-    prediction = prediction_of(plan, job, packs, workload)
+    prediction = predict_plan(plan, job, packs, workload)
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
         data=data,
@@ -131,7 +131,7 @@ def _predict_result(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Length
     )
 
 
-def _goal(
+def _replan_goal(
     files: PlanFiles,
     job: JobSpec,
     sizes: FreeSizes | None = None,
@@ -153,17 +153,17 @@ def _at_other_sizes(
     for parallel in _with_other_data(files.plan.parallel, gpus):
         if job.allows(parallel):
             try:
-                return plan_goal(_goal(files, job.sized(parallel)), listener).result
+                return plan_goal(_replan_goal(files, job.with_sizes(parallel)), listener).result
             except UserError:  # try other sizes, which report their own errors
                 continue
     sizes, usual = FreeSizes(gpus=gpus), ONE_FORWARD_ONE_BACKWARD.name
     try:
-        return plan_goal(_goal(files, job, sizes), listener).result
+        return plan_goal(_replan_goal(files, job, sizes), listener).result
     except UserError:
         if files.plan.schedule.name == usual:
             raise
     # Few devices may not fit its chunks, and a run can continue in any schedule.
-    return plan_goal(_goal(files, job, sizes, usual), listener).result
+    return plan_goal(_replan_goal(files, job, sizes, usual), listener).result
 
 
 def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:

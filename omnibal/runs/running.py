@@ -31,13 +31,13 @@ from omnibal.job.runlog import RATES, latest_step
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar"}
-_MOST_FILES = 200_000
+_MAX_FILES = 200_000
 """Max files of a folder that is checked for changes, as it may be a home directory."""
 _RATES = {"--" + name.replace("_", "-") for name in RATES}
-_OF_THE_START = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
-_OF_THE_START |= {"--adam-eps", "--finetune"}
+_FIXED_OPTIONS = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
+_FIXED_OPTIONS |= {"--adam-eps", "--finetune"}
 """Options of pretrain_vlm.py that a run keeps from its start."""
-_SIGNALLED = 128
+_SIGNAL_STATUS = 128
 """A shell adds it to a signal's number in an exit status."""
 _DIES_WITH_PARENT = 1
 """Linux's PR_SET_PDEATHSIG."""
@@ -47,7 +47,7 @@ _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class RunStep:
     """A command, its inputs and its result."""
 
     words: tuple[str, ...]
@@ -77,13 +77,13 @@ class Step:
             return self.makes is not None and self.makes.exists()
         return (latest_step(self.makes) or 0) >= self.last_step
 
-    def goes_on(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+    def can_resume(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
         """Whether the result of an earlier state is a beginning of this step's."""
         return self.last_step is not None and before == now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training(Step):
+class Training(RunStep):
     """A training, which goes on with other rates or more steps of the same samples."""
 
     plan: Path
@@ -95,13 +95,13 @@ class Training(Step):
         plan = read_plan(self.plan)
         assert plan.data is not None
         model = repr([plan.model, plan.adapters, plan.frozen])
-        return Step.state(self) | {
+        return RunStep.state(self) | {
             "options": re.split(r" (?=--)", without_secrets(shlex.join(self.options))),
             "model": hashlib.sha256(model.encode()).hexdigest(),
             "steps": [plan.data.steps, plan.data.steps_sha256],
         }
 
-    def goes_on(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+    def can_resume(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
         """Whether nothing but rates, steps after the earlier ones and reports has changed.
 
         A complete training is repeated with other rates, unless there are more steps.
@@ -109,7 +109,7 @@ class Training(Step):
         if before is None or "steps" not in before:
             return False
         changed = _changes(before, now) - {"its steps"}
-        fixed = _OF_THE_START | (_RATES if self.is_complete else set())
+        fixed = _FIXED_OPTIONS | (_RATES if self.is_complete else set())
         if any(name in fixed or not name.startswith("--") for name in changed):
             return False
         from omnibal.job.plan_files import hash_steps  # imports scipy
@@ -119,7 +119,7 @@ class Training(Step):
 
 
 def run_steps(
-    steps: Sequence[Step], journal: Path, say: Callable[[str], None], *, trains: bool = True
+    steps: Sequence[RunStep], journal: Path, say: Callable[[str], None], *, trains: bool = True
 ) -> int:
     """Run the commands that are not done, in order; return the first exit status other than 0.
 
@@ -139,11 +139,11 @@ def run_steps(
         if before == state and step.is_complete:
             say(f"$ {step.text}  (done)")
             continue
-        goes_on = step.goes_on(before, state)
+        can_resume = step.can_resume(before, state)
         if before not in (None, state):
             changes = ", ".join(sorted(_changes(before, state)))
-            say(f"{'going on' if goes_on else 'again'}, since {changes} changed:")
-        if step.makes is not None and step.words[0] != "omnibal" and not goes_on:
+            say(f"{'going on' if can_resume else 'again'}, since {changes} changed:")
+        if step.makes is not None and step.words[0] != "omnibal" and not can_resume:
             _set_aside(step.makes, say)
         is_started = trains or step.last_step is None
         say(f"$ {step.text}" if is_started else f"to train, where the devices are: {step.text}")
@@ -154,12 +154,12 @@ def run_steps(
             break
         start = {"omnibal": [sys.executable, "-m", "omnibal"], "python": [sys.executable]}
         command = [*start.get(step.words[0], ["bash"]), *step.words[1:]]
-        status = _status_of(command, say)
+        status = _run_command(command, say)
         if status and step.last_step is not None and step.makes is not None:
             place = f"after step {latest_step(step.makes) or 0} of {step.last_step}"
             failed = f"error: {step.text} ended with status {status} {place}, see {step.makes}.log"
             again = "run this command again to go on"
-            say(f"stopped {place}; {again}" if status > _SIGNALLED else f"{failed}; {again}")
+            say(f"stopped {place}; {again}" if status > _SIGNAL_STATUS else f"{failed}; {again}")
         if status:
             return status
         made[name] = state
@@ -170,7 +170,7 @@ def run_steps(
     return 0
 
 
-def _status_of(command: Sequence[str], say: Callable[[str], None]) -> int:
+def _run_command(command: Sequence[str], say: Callable[[str], None]) -> int:
     """Run a command to its end. It gets SIGTERM if this process gets it, or is killed.
 
     Returns:
@@ -192,7 +192,7 @@ def _status_of(command: Sequence[str], say: Callable[[str], None]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return _SIGNALLED + caught[-1] if status and caught else status
+    return _SIGNAL_STATUS + caught[-1] if status and caught else status
 
 
 def _die_with_parent() -> None:
@@ -231,9 +231,9 @@ def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
     files = [path]
     if path.is_dir():
         pattern = "*" if suffixes is None else "**/*"
-        below = sorted(islice(path.glob(pattern), _MOST_FILES + 1))
+        below = sorted(islice(path.glob(pattern), _MAX_FILES + 1))
         files = [file for file in below if suffixes is None or file.suffix.lower() in suffixes]
-        files = files if len(below) <= _MOST_FILES else []
+        files = files if len(below) <= _MAX_FILES else []
     stats = [(str(file), file.stat()) for file in files if file.is_file()]
     entries = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(repr(entries).encode()).hexdigest() if entries else ""
@@ -246,7 +246,7 @@ def _data_read(data: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     return (data, *annotations), tuple(sorted({source.media_folder(folder) for source in sources}))
 
 
-def holds_released(folder: Path) -> bool:
+def has_released_weights(folder: Path) -> bool:
     """Whether a folder has weights of a released checkpoint."""
     return any(folder.glob(_WEIGHTS))
 
@@ -274,7 +274,7 @@ def fetch_checkpoint(name: str, *, weights: bool) -> Path:
         ) from error
 
 
-def first_weights(
+def choose_weights(
     model: str, weights: Path | None, *, from_scratch: bool
 ) -> tuple[Path | None, bool]:
     """Return the folder to start from, None for random weights, and whether it is a hub's, fetched
@@ -293,7 +293,7 @@ def first_weights(
             "--weights FOLDER, or --from-scratch for random weights"
         )
     folder = weights or Path(model)
-    if not holds_released(folder) and not any(folder.glob("iter_*")):
+    if not has_released_weights(folder) and not any(folder.glob("iter_*")):
         raise UserError(
             f"{folder}: holds no weights, neither {_WEIGHTS} of a released checkpoint nor iter_* "
             "of a run; give the folder of either as --weights, or --from-scratch for random ones"
@@ -301,7 +301,7 @@ def first_weights(
     return folder, False
 
 
-def tokenizer_of(model: str, weights: Path | None) -> Path | None:
+def find_tokenizer(model: str, weights: Path | None) -> Path | None:
     """Return the folder of the tokenizer that comes with the model or the weights."""
     beside = [] if weights is None else [weights / "tokenizer", weights]
     return next((path for path in (Path(model), *beside) if path.is_dir()), None)
@@ -314,7 +314,7 @@ def plan_steps(
     planned_with: Sequence[str],
     output: Path,
     scanned_with: Sequence[str],
-) -> list[Step]:
+) -> list[RunStep]:
     """Return the commands from data to a checked plan."""
     lengths, plan = output / "lengths.parquet", output / "plan"
     annotations, media = _data_read(data)
@@ -328,16 +328,16 @@ def plan_steps(
     own = [] if tokenizer is None or tokenizer == folder else [tokenizer]
     inputs = (*annotations, *of_model, *own)
     return [
-        Step(words=("omnibal", *scan), reads=inputs, media=media, makes=lengths),
-        Step(words=("omnibal", *planned), reads=(lengths, *of_model), makes=plan),
-        Step(words=("omnibal", "check", str(plan))),
+        RunStep(words=("omnibal", *scan), reads=inputs, media=media, makes=lengths),
+        RunStep(words=("omnibal", *planned), reads=(lengths, *of_model), makes=plan),
+        RunStep(words=("omnibal", "check", str(plan))),
     ]
 
 
-def conversion(way: str, source: Path, made: Path, *more: str) -> Step:
+def conversion_step(way: str, source: Path, made: Path, *more: str) -> RunStep:
     """Return an import or export of weights."""
     words = ("python", str(_ROOT / "tools" / "convert.py"), way, str(source), *more)
-    return Step(words=(*words, "-o", str(made)), reads=(source,), makes=made)
+    return RunStep(words=(*words, "-o", str(made)), reads=(source,), makes=made)
 
 
 def write_launch(
@@ -365,7 +365,7 @@ def write_launch(
         temporary.chmod(0o755)
 
 
-def training(output: Path, loads: Path | None, scan: Step, more: Sequence[str]) -> Training:
+def training_step(output: Path, loads: Path | None, scan: RunStep, more: Sequence[str]) -> Training:
     """Return the training as a step, which ends with the plan's or with --train-iters."""
     plan = output / "plan"
     data = read_plan(plan).data

@@ -108,7 +108,9 @@ def search_caps(
     with whole_progress(most_candidates(request, rule), on_progress) as advance:
         trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
         if rule == "paper":
-            in_order = paper_caps(setting.request.lengths, space.least_caps, request.settings.seed)
+            in_order = paper_caps(
+                setting.request.lengths, space.smallest_caps, request.settings.seed
+            )
             choices = [(sizing, caps) for caps in in_order[:_PAPER_CANDIDATES]]
             trials.plan_all(choices)
             ranked = [trials.planned[choice] for choice in choices if choice in trials.planned]

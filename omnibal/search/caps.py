@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.job.plan_data import caps_of_tokens, least_caps
+from omnibal.job.plan_data import caps_of_tokens, smallest_caps
 from omnibal.model.limits import Caps
 from omnibal.search.strategy import StrategyRequest
 
@@ -42,7 +42,7 @@ class CapSpace:
         cls, lengths: Lengths, names: Sequence[str], fixed: Mapping[str, int] | None = None
     ) -> "CapSpace":
         """Return the cap space of these features for these lengths, with some caps fixed."""
-        least = least_caps(lengths, names)
+        least = smallest_caps(lengths, names)
         unit = 1 << max((least["tokens"] // _TOKEN_STEPS).bit_length() - 1, 0)
         first = -(-least["tokens"] // unit) * unit
         tokens = np.arange(first, _FACTORS[-1] * first + 1, unit, dtype=np.int64)
@@ -59,7 +59,7 @@ class CapSpace:
         return cls(items=items, tokens=tokens)
 
     @property
-    def least_caps(self) -> Caps:
+    def smallest_caps(self) -> Caps:
         return self._caps({name: int(caps[0]) for name, caps in self._axes().items()})
 
     def grid(self) -> list[Caps]:

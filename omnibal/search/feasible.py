@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import least_caps
+from omnibal.job.plan_data import smallest_caps
 from omnibal.job.planner import PlanRequest
 from omnibal.model.adapter_settings import adapters_of
 from omnibal.model.config import load_cluster, preset_names
@@ -176,7 +176,7 @@ def find_changes(request: PlanRequest) -> Advice:
     """
     job, split, prefix, found = request.job, request.split, "", list[Change]()
     request = replace(request, split=JOINT)
-    packed = _draw_samples(request).packed()
+    packed = _draw_samples(request).pack()
 
     def fit(text: str, changed: PlanRequest) -> Change | None:
         devices = changed.job.parallel.world_size
@@ -184,7 +184,7 @@ def find_changes(request: PlanRequest) -> Advice:
         with suppress(UserError):
             tried = _draw_samples(changed)
             same_packs = changed.data.caps == request.data.caps
-            tried = tried.drawn(packed if same_packs else tried.packed())
+            tried = tried.with_steps(packed if same_packs else tried.pack())
             return Change.if_it_fits(f"{prefix}{text} ({more}{{}})", changed, tried)
         return None
 
@@ -209,7 +209,7 @@ def find_changes(request: PlanRequest) -> Advice:
 
 
 def _draw_samples(request: PlanRequest) -> PlanRequest:
-    return replace(request, data=request.data.sampled(SAMPLES))
+    return replace(request, data=request.data.subsample(SAMPLES))
 
 
 def _kinds_of_request(
@@ -218,7 +218,7 @@ def _kinds_of_request(
     """Yield kinds of changes at given sizes. Some depend on the changes found before."""
     job, data, parallel = request.job, request.data, request.job.parallel
     if data.steps is None and are_plain(data.levels):  # caps of several levels are searched
-        yield _fewer_caps(data.caps, data.least_caps(), request.capped, fit)
+        yield _fewer_caps(data.caps, data.smallest_caps(), request.with_caps, fit)
     experts = expert_sizes(job.model, parallel.tensor, parallel.data)
     larger = [{"expert": size} for size in experts if size > parallel.expert]
     yield "a larger --ep", _at_sizes(request, larger)
@@ -284,7 +284,7 @@ def _at_sizes(
             pairs = {each: pair for each, pair in pairs.items() if pair[0] != pair[1]}
             text = " ".join(f"{options[each]} {now}" for each, (_, now) in pairs.items())
             before = words([str(size) for size, _ in pairs.values()])
-            yield f"{text} instead of {before}", changed.sized(new)
+            yield f"{text} instead of {before}", changed.with_sizes(new)
 
 
 def _larger_pipelines(job: JobSpec) -> list[int]:
@@ -302,7 +302,9 @@ def _same_devices(request: PlanRequest) -> list[Parallel]:
     job, context = request.job, max(each.context for each in request.data.levels)
     layouts = layouts_of(job, job.parallel.world_size, tuple(WeightSharding))
     allowed = [each for each in layouts if each.data % context == 0 and job.allows(each)]
-    allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))
+    allowed.sort(
+        key=lambda each: (least_state_gib(job.with_sizes(each)), each.pipeline, each.tensor)
+    )
     return allowed[:_MOST_SAME_DEVICES]
 
 
@@ -339,7 +341,7 @@ def _kinds_of_goal(goal: Goal, fit: Fit[Goal]) -> Iterator[Kind[Goal]]:
     if not isinstance(data, Earlier) and data.caps is not None:
         least = Caps.of(**dict.fromkeys(data.caps.names, 1))
         if not isinstance(data, ShapesAlone):
-            least = least_caps(data.lengths, data.caps.names)
+            least = smallest_caps(data.lengths, data.caps.names)
         yield _fewer_caps(
             data.caps, least, lambda caps: replace(goal, data=replace(data, caps=caps)), fit
         )

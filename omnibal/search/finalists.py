@@ -14,7 +14,7 @@ from omnibal.job.planner import (
     PlanResult,
     make_ordered_plan,
     make_plan,
-    ordered_plan,
+    order_plan,
 )
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import are_plain
@@ -78,7 +78,7 @@ class Finalists:
             if fitting:
                 predicted = dict[EncoderPlacement, Prediction]()
                 for strategy, _, result in fitting:
-                    own = result.plan.predicted
+                    own = result.plan.known_prediction
                     fastest = min(predicted.get(strategy.placement, own), own, key=relative_ms)
                     predicted[strategy.placement] = fastest
                 if not self.requests.schedules:  # no other schedule to try
@@ -126,7 +126,7 @@ class Finalists:
         name, names = self.requests.goal.free.schedule, self.requests.schedules
         if request.data.levels != result.plan.pack_levels:
             # Packs of an earlier plan that had to be shared.
-            return result if is_ordered else ordered_plan(request, result), ScheduleChoice()
+            return result if is_ordered else order_plan(request, result), ScheduleChoice()
         if not names:
             return result, ScheduleChoice()
         what = (
@@ -181,7 +181,7 @@ class Finalists:
             data = request.data
             if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
                 return result, request
-            used = levels_in_use(data.levels, result.data[0].level, data.least_caps())
+            used = levels_in_use(data.levels, result.data[0].level, data.smallest_caps())
             if used == data.levels:
                 return result, request
             for level in data.levels:
@@ -256,7 +256,7 @@ def _plan(request: PlanRequest, is_ordered: bool) -> PlanResult:
 def _final_ms(result: PlanResult) -> float:
     """Time per sample, plus the required gain if the plan has several levels."""
     must_gain = 0.0 if are_plain(result.plan.pack_levels) else LEAST_GAIN
-    return relative_ms(result.plan.predicted) * (1 + must_gain)
+    return relative_ms(result.plan.known_prediction) * (1 + must_gain)
 
 
 def _share_packs(request: PlanRequest) -> PlanRequest | None:

@@ -13,8 +13,8 @@ from omnibal.job.plan_data import (
     PlanData,
     SampleData,
     StreamData,
-    least_caps,
     limited_features,
+    smallest_caps,
 )
 from omnibal.job.planner import PlanRequest
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -73,7 +73,7 @@ class GoalRequests:
         has_choice = bool(job.model.encoders) and is_ours
         if isinstance(data, Stream):
             lengths, caps, samples_per_step = data.lengths, data.caps, data.window
-            given = _stream_data(data, least_caps(lengths, limited_features(job.model)))
+            given = _stream_data(data, smallest_caps(lengths, limited_features(job.model)))
         elif isinstance(data, Earlier):
             given = self._earlier(job)
             caps, lengths = given.caps, given.lengths
@@ -82,7 +82,7 @@ class GoalRequests:
             packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
             if goal.free.sizes is None:
                 packs = job.parallel.data * _micro_batches(data, job.parallel.data)
-            single = job.sized(Parallel(pipeline=1, tensor=job.parallel.tensor))
+            single = job.with_sizes(Parallel(pipeline=1, tensor=job.parallel.tensor))
             _, lengths = _shapes(single, data.caps, packs).schedule(single)
             caps, samples_per_step = data.caps, packs
         else:
@@ -177,7 +177,7 @@ class GoalRequests:
     def plan_request(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
         """Return the plan request of a strategy on all data."""
         data = self.goal.data
-        job = self.goal.job.sized(best.parallel, best.placement)
+        job = self.goal.job.with_sizes(best.parallel, best.placement)
         planned = self._data_of(request, job, best.caps)
         if isinstance(planned, SampleData) and isinstance(data, Samples):
             self.check_levels(best.levels)
@@ -193,8 +193,8 @@ class GoalRequests:
 
     def most_shared_request(self, request: StrategyRequest, sizing: Sizing) -> PlanRequest:
         """Return the plan request of sizes on all data, in packs that most ranks share, if any."""
-        job = self.goal.job.sized(sizing.parallel, sizing.placement)
-        caps = request.caps or least_caps(request.lengths, request.limited_features)
+        job = self.goal.job.with_sizes(sizing.parallel, sizing.placement)
+        caps = request.caps or smallest_caps(request.lengths, request.limited_features)
         data = self._data_of(request, job, caps)
         if isinstance(data, SampleData) and self.may_have_levels(request):
             data = replace(data, levels=most_shared(job, data.caps))
@@ -210,7 +210,7 @@ class GoalRequests:
             return _shapes(job, data.caps, _micro_batches(data, job.parallel.data))
         assert request.given is not None
         if isinstance(data, Stream):
-            return request.given.capped(caps)
+            return request.given.with_caps(caps)
         return self._earlier(job).for_ranks(request.job, job)
 
     def _earlier(self, job: JobSpec) -> StreamData | SampleData:
@@ -250,7 +250,7 @@ class GoalRequests:
             return max(round(tokens * ranks / float(data.lengths.tokens.mean())), 1)
         if data.caps is None:
             return round(_USUAL_SAMPLES_PER_PACK * micro_batches * ranks)
-        some = whole.sampled(SEARCH_SAMPLES).lengths
+        some = whole.subsample(SEARCH_SAMPLES).lengths
         packs = pack_samples(some, data.caps, PackingMethod.ISF, data.seed)
         return max(round(ranks * micro_batches * len(some) / len(packs)), 1)
 

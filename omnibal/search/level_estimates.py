@@ -215,7 +215,7 @@ class LevelEstimates:
 
     def _lower_tops(self) -> list[Caps]:
         """Top caps, a middle value, and about the lowest that fit every sample."""
-        top, least = self.data.caps, self.data.least_caps()
+        top, least = self.data.caps, self.data.smallest_caps()
         lowest = -(-least["tokens"] // _TOKENS_UNIT) * _TOKENS_UNIT
         middle = -(-(lowest + top["tokens"]) // 2 // _TOKENS_UNIT) * _TOKENS_UNIT
         found = [top]

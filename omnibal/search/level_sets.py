@@ -17,7 +17,7 @@ import numpy as np
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import SampleData, least_caps
+from omnibal.job.plan_data import SampleData, smallest_caps
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
 from omnibal.packing.by_level import levels_of_packs
@@ -88,7 +88,7 @@ class LevelSetting:
             some=Setting(request=replace(fewer, settings=fast), packs={}),
             data=drawn.sample_data((Level(caps=_top(request)),)),
             rule=rule,
-            longest=least_caps(request.lengths, request.limited_features),
+            longest=smallest_caps(request.lengths, request.limited_features),
         )
 
     def tokens_per_step(self, sizing: Sizing) -> float:

@@ -208,11 +208,11 @@ def _percent(share: float) -> str:
 def rate_of(result: PlanResult) -> float:
     """Samples per second and device of a plan. Packs if it has no samples."""
     plan = result.plan
-    per_second = plan.predicted.samples_per_second_per_gpu
+    per_second = plan.known_prediction.samples_per_second_per_gpu
     if per_second is not None:
         return per_second
     packs = samples_per_step(result)
-    return 1e3 * packs / plan.predicted.step_ms / plan.parallel.world_size
+    return 1e3 * packs / plan.known_prediction.step_ms / plan.parallel.world_size
 
 
 def samples_per_step(result: PlanResult) -> int:
@@ -245,7 +245,7 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
     sizes = FreeSizes(gpus=result.plan.parallel.world_size)
     tensor = job.cost_source.tensor or 1
     free = replace(goal.free, sizes=sizes, shardings=ways, levels=LevelRule(count=1))
-    return Goal(job=job.sized(Parallel(pipeline=1, tensor=tensor)), data=data, free=free)
+    return Goal(job=job.with_sizes(Parallel(pipeline=1, tensor=tensor)), data=data, free=free)
 
 
 def requests_lifted(
@@ -271,7 +271,7 @@ def requests_lifted(
             # Packs for the same samples per step as that plan, rounded to a multiple of ranks.
             share = free_data.packs / (free_data.samples * free_data.epochs)
             of_rank = max(round(samples_per_step(result) * share / plan.parallel.data), 1)
-            data = request.data.capped(free_data.caps)
+            data = request.data.with_caps(free_data.caps)
             data = replace(data, packs_per_step=of_rank * plan.parallel.data)
             request = replace(request, data=data)
         if name is LimitName.SCHEDULES:
@@ -345,13 +345,13 @@ def _rate(request: PlanRequest, most: int | None, packed: _Packed) -> float:
     data, job = request.data, request.job
     try:
         if isinstance(data, SampleData):
-            data = data if most is None else data.sampled(most)
+            data = data if most is None else data.subsample(most)
             # Padding does not change the contents of packs.
             rules = data.rules.model_copy(update={"padded": Padding.NOWHERE})
             key = data.levels, data.settings, rules
             if key not in packed:
-                packed[key] = data.packed(job)
-            request = replace(request, data=data.drawn(job, packed[key]))
+                packed[key] = data.pack(job)
+            request = replace(request, data=data.with_steps(job, packed[key]))
         return rate_of(make_plan(request))
     except UserError:
         return 0.0

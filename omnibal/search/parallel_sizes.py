@@ -146,7 +146,7 @@ def possible_sizings(request: StrategyRequest) -> list[Sizing]:
     found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
-            placed = request.job.sized(request.job.parallel, placement)
+            placed = request.job.with_sizes(request.job.parallel, placement)
             parallels = _possible_parallels(replace(request, job=placed))
         except UserError as error:
             refused[placement] = error
@@ -181,7 +181,7 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 def _able(request: StrategyRequest, layouts: Sequence[Parallel]) -> list[Parallel]:
     """Return the layouts that can run the schedule. Raises if none can."""
-    jobs = [request.job.sized(parallel) for parallel in layouts]
+    jobs = [request.job.with_sizes(parallel) for parallel in layouts]
     check_may_run(jobs, request.schedule)
     return [job.parallel for job in jobs if may_run(job, request.schedule)]
 

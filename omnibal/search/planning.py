@@ -13,7 +13,7 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import usable_cores
 from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_portions import EarlierPortions, read_portion
-from omnibal.job.planner import PlanResult, in_portions
+from omnibal.job.planner import PlanResult, extend_to_portions
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule
 from omnibal.pipeline.prediction import Prediction
@@ -59,7 +59,7 @@ class Planned:
     @property
     def prediction(self) -> Prediction:
         """Prediction of the plan."""
-        return self.result.plan.predicted
+        return self.result.plan.known_prediction
 
     @property
     def gap(self) -> float:
@@ -145,7 +145,7 @@ def _planned_in_portions(
     fill = FillRule.GREEDY if goal.free.levels.is_hbp else portions.settings.fill
     portions = replace(portions, settings=replace(portions.settings, fill=fill))
     runs = portions.epochs * len(portions.lengths) / len(lengths)
-    return replace(planned, result=in_portions(planned.result, portions, runs))
+    return replace(planned, result=extend_to_portions(planned.result, portions, runs))
 
 
 def _planned_of_earlier(
@@ -165,7 +165,7 @@ def _planned_of_earlier(
     of_data = result.plan.data.model_copy(update=same)
     result = replace(result, plan=result.plan.model_copy(update={"data": of_data}))
     if portions is not None:
-        result = in_portions(result, portions, data.runs_of_first)
+        result = extend_to_portions(result, portions, data.runs_of_first)
     return replace(planned, result=result)
 
 
@@ -209,7 +209,7 @@ def _search(requests: GoalRequests) -> Planned:
         result, sizing = finalists.plan_first(request)  # raises what does not fit, in most cases
         if not isinstance(requests.goal.data, Earlier):
             raise
-        predicted = {sizing.placement: result.plan.predicted}
+        predicted = {sizing.placement: result.plan.known_prediction}
         return Planned(
             result=result,
             placement=PlacementChoice(chosen=sizing.placement, predicted=predicted, refused={}),

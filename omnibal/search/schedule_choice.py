@@ -12,12 +12,12 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.job.job import JobSpec
 from omnibal.job.planner import (
-    Dealt,
+    DealtPacks,
     PlanRequest,
     PlanResult,
     make_plan,
-    ordered_plan,
-    searched_parts,
+    order_plan,
+    search_chunks,
 )
 from omnibal.model.limits import words
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -138,13 +138,13 @@ def in_best_schedule(
 
     Args:
         is_forced: whether 1F1B is excluded. Else it is kept unless another is clearly faster.
-        is_ordered: whether all plans reorder micro-batches (`ordered_plan`).
+        is_ordered: whether all plans reorder micro-batches (`order_plan`).
 
     Raises:
         UserError: if forced and none is possible, or the fastest does not fit.
     """
     usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
-    before = planned.plan.predicted
+    before = planned.plan.known_prediction
     beside = planned.plan.beside
     job = request.job if beside is None else replace(request.job, beside=beside)
     free, refused = dict[PipelineSchedule, PlanRequest](), dict[PipelineSchedule, str]()
@@ -180,8 +180,8 @@ def in_best_schedule(
             return request, planned, choice
         # The job fits in 1F1B, so advice on memory would mislead.
         raise UserError(str(error)) from error
-    result = ordered_plan(free[best], result) if is_ordered else result
-    after = result.plan.predicted
+    result = order_plan(free[best], result) if is_ordered else result
+    after = result.plan.known_prediction
     choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
     if not is_forced and relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
         return request, planned, choice
@@ -193,15 +193,15 @@ def in_order(
     request: PlanRequest, result: PlanResult, choice: ScheduleChoice
 ) -> tuple[PlanResult, ScheduleChoice]:
     """Reorder the chosen plan's micro-batches, and scale other schedules' step times alike."""
-    ordered = ordered_plan(request, result)
-    now, dealt = ordered.plan.predicted, result.plan.predicted
+    ordered = order_plan(request, result)
+    now, dealt = ordered.plan.known_prediction, result.plan.known_prediction
     steps_ms = {each: ms * now.step_ms / dealt.step_ms for each, ms in choice.steps_ms.items()}
     idle = choice.idle and {**choice.idle, choice.chosen: now.bubble_fraction}
     return ordered, replace(choice, steps_ms={**steps_ms, choice.chosen: now.step_ms}, idle=idle)
 
 
 def _quick_steps_ms(
-    requests: Mapping[PipelineSchedule, PlanRequest], dealt: Dealt
+    requests: Mapping[PipelineSchedule, PlanRequest], dealt: DealtPacks
 ) -> dict[PipelineSchedule, float]:
     """Step times of schedules that fit, by a quick search in parallel."""
     # Requests differ only in their schedule.
@@ -215,7 +215,7 @@ def _quick_steps_ms(
 def _quick_step_ms(task: tuple[PlanRequest, Workload]) -> tuple[PipelineSchedule, float | None]:
     request, workload = task
     try:
-        return request.schedule, searched_parts(request, workload, _TRIAL_EFFORT).step_ms
+        return request.schedule, search_chunks(request, workload, _TRIAL_EFFORT).step_ms
     except DoesNotFit:
         return request.schedule, None
 

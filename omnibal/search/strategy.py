@@ -112,7 +112,7 @@ class StrategyRequest:
         """Draw samples to compare on: for data with given steps, all or the first windows."""
         wanted = max(self.samples, MIN_STEPS * self.samples_per_step)
         if self.given is not None:
-            given = self.given.sampled(wanted)
+            given = self.given.subsample(wanted)
             return replace(self, given=given, lengths=given.lengths)
         lengths = draw_samples(self.lengths, wanted, self.settings.seed)
         return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
@@ -217,7 +217,7 @@ class Setting:
     def job(self, sizing: Sizing) -> JobSpec:
         """Return the job with these sizes and placement, cached."""
         if sizing not in self.jobs:
-            self.jobs[sizing] = self.request.job.sized(sizing.parallel, sizing.placement)
+            self.jobs[sizing] = self.request.job.with_sizes(sizing.parallel, sizing.placement)
         return self.jobs[sizing]
 
     def micro_batches(self, choice: Choice) -> float:
@@ -238,7 +238,7 @@ class Setting:
         if request.given is not None:
             given = request.given.for_ranks(request.job, job)
             if isinstance(given, StreamData):
-                given = given.capped(caps)
+                given = given.with_caps(caps)
             return GivenTrial(given=PlanRequest(job=job, data=given, split=request.split))
         data = request.sample_data((Level(caps=caps),))
         return Trial(job=job, data=data, packed=[self.packs[caps]], split=request.split)
@@ -247,7 +247,7 @@ class Setting:
         """Return the job with these sizes, on new packs of these levels."""
         request, job = self.request, self.job(sizing)
         data = request.sample_data(levels)
-        return Trial(job=job, data=data, packed=data.packed(job), split=request.split)
+        return Trial(job=job, data=data, packed=data.pack(job), split=request.split)
 
     def request_of(self, choice: Choice) -> PlanRequest:
         """Return the job on steps of the requested samples."""
@@ -335,8 +335,8 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
         samples_per_second=1e3 / timed.ms_per_sample,
         ms_per_sample=timed.ms_per_sample,
         lost=timed.lost,
-        peak_gib=max(stage.memory.peak_gib for stage in timed.plan.predicted.stages),
-        bubble_fraction=timed.plan.predicted.bubble_fraction,
+        peak_gib=max(stage.memory.peak_gib for stage in timed.plan.known_prediction.stages),
+        bubble_fraction=timed.plan.known_prediction.bubble_fraction,
         recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages_at_levels[-1]),
         why="",
     )

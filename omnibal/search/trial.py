@@ -52,7 +52,9 @@ class Trial:
         packs_per_step = ranks * max(round(self.micro_batches(samples_per_step)), 1)
         settings = replace(self.data.settings, samples_per_step=samples_per_step)
         sized = replace(self.data, settings=settings, packs_per_step=packs_per_step, steps=None)
-        return PlanRequest(job=self.job, data=sized.drawn(self.job, self.packed), split=self.split)
+        return PlanRequest(
+            job=self.job, data=sized.with_steps(self.job, self.packed), split=self.split
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -143,7 +145,7 @@ def time_per_sample(trial: Trial | GivenTrial, samples_per_step: int, effort: fl
     """Plan a trial and predict its time per sample at `samples_per_step` samples per step."""
     request = trial.request(samples_per_step)
     plan, samples = make_plan(request, effort).plan, mean_samples(request)
-    predicted = plan.predicted
+    predicted = plan.known_prediction
     return Timed(
         plan=plan,
         micro_batches=max(round(trial.micro_batches(samples_per_step)), 1),

@@ -137,7 +137,7 @@ def _compare_with_rates(context: Context) -> None:
         return
     files = open_plan(context.output / "plan")
     job = replace(files.job, cluster=load_cluster(str(context.output / "cluster.toml")))
-    for one in REPLAY_FILES.read(context.output / "replay", len(files.plan.stages)):
+    for one in REPLAY_FILES.read_stages(context.output / "replay", len(files.plan.stages)):
         predicted = predicted_ms(files, job, one)
         context.compare(f"stage {one.stage} by these rates", "ms", predicted, computed_ms(one))
 
@@ -169,11 +169,13 @@ def _compare_stage(context: Context, files: PlanFiles, stage: int) -> None:
         context.figures[f"{name} kernels"] = counted.kernels
         context.figures[f"{name} element-wise share"] = counted.element_wise_share(rates)
         return
-    [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
+    [measured] = [
+        one for one in REPLAY_FILES.read_stages(folder, len(plan.stages)) if one.stage == stage
+    ]
     own_ms = computed_ms(measured)
     features = _features(files, measured, feature_names(plan.model))
     flops = stage_flops(files, stage, features) / plan.parallel.tensor
-    predicted_gib = measured.predicted_gib(plan.predicted.stages[stage].memory)
+    predicted_gib = measured.predicted_gib(plan.known_prediction.stages[stage].memory)
     context.compare(name, "ms", predicted_ms(files, files.job, measured), own_ms)
     context.compare(name, "GiB", predicted_gib, measured.peak_gib)
     # While it computes, per tensor-parallel rank, without recomputation.
@@ -241,7 +243,7 @@ def train(context: Context) -> None:
         last_loss=records[-1].loss,
         mfu=median(one.mfu for one in _timed_steps(records)),
     )
-    prediction = open_plan(folder / _PRECISION).plan.predicted
+    prediction = open_plan(folder / _PRECISION).plan.known_prediction
     context.compare("step", "ms", prediction.step_ms, _step_ms(records))
     if not context.pretended:
         peak_gib = records[-1].stages[0].peak_gib

@@ -81,18 +81,18 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
             tensor=tensor, pipeline=pipeline, data=data_ranks, sequence_parallel=tensor > 1
         )
         try:
-            sized = job.sized(parallel)
-            request = PlanRequest(job=sized, data=data.drawn(sized, packed))
+            sized = job.with_sizes(parallel)
+            request = PlanRequest(job=sized, data=data.with_steps(sized, packed))
             if best is not None:
                 bound_ms = min_step_ms(
                     sized.cost, sized.pipeline_model, request.workload(), parallel.pipeline
                 )
-                if bound_ms >= best.predicted.step_ms:
+                if bound_ms >= best.known_prediction.step_ms:
                     continue
             plan = make_plan(request).plan
         except UserError:
             continue
-        if best is None or plan.predicted.step_ms < best.predicted.step_ms:
+        if best is None or plan.known_prediction.step_ms < best.known_prediction.step_ms:
             best = plan
     assert best is not None, "no sizes fit"
     return best
@@ -114,11 +114,11 @@ def placement_row(name: str, mixture: str, model: ModelConfig) -> tuple[object, 
         precision="bf16",
         encoder_shardings=tuple(WeightSharding),
     )
-    packed = data.packed(job)
+    packed = data.pack(job)
     inside, beside = (
         best_plan(replace(job, placement=placement), data, packed) for placement in EncoderPlacement
     )
-    gain = relative_ms(inside.predicted) / relative_ms(beside.predicted) - 1
+    gain = relative_ms(inside.known_prediction) / relative_ms(beside.known_prediction) - 1
     plans = (cell for plan in (inside, beside) for cell in _time_and_sizes(plan))
     sharded = None if beside.beside is None else beside.beside.sharded
     return (name, mixture, encoder_share(job, packed[0], lengths), *plans, sharded, gain)
@@ -131,7 +131,9 @@ def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
 
 
 def _time_and_sizes(plan: Plan) -> tuple[str, str]:
-    return f"{plan.predicted.step_ms / 1e3:.2f} s", "/".join(map(str, plan.parallel.sizes.values()))
+    return f"{plan.known_prediction.step_ms / 1e3:.2f} s", "/".join(
+        map(str, plan.parallel.sizes.values())
+    )
 
 
 def main() -> None:

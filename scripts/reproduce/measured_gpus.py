@@ -24,7 +24,13 @@ from measured_rows import TUNED, Measured, is_layout, measured_row
 from paper import print_table
 
 from omnibal.base.errors import UserError
-from omnibal.job.published_errors import FILE, SMALL_TOKENS, JobKind, PublishedErrors, device_of
+from omnibal.job.published_errors import (
+    ERRORS_FILE,
+    SMALL_TOKENS,
+    JobKind,
+    PublishedErrors,
+    device_name,
+)
 from omnibal.report.drawing import COLOURS, make_logarithmic, new_figure, style, svg_file
 from omnibal.report.formatting import write_ascii
 from omnibal.trainers.lint.command_line import read_launch
@@ -74,7 +80,7 @@ class Compared:
 
     @property
     def device(self) -> str:
-        return "" if self.measured is None else device_of(self.measured.cluster)
+        return "" if self.measured is None else device_name(self.measured.cluster)
 
     def record(self) -> dict[str, Any]:
         """The row as JSON."""
@@ -273,7 +279,7 @@ def write_errors(rows: Sequence[Compared]) -> None:
     for errors in errors_by_kind(rows):
         fields = errors.model_dump(mode="json")
         text += "\n[[errors]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in fields.items())
-    FILE.write_text(text)
+    ERRORS_FILE.write_text(text)
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def changed(planned: PlanRequest, **changes) -> PlanRequest:
     job = replace(planned.job, **{name: changes.pop(name) for name in JOB if name in changes})
     data = planned.data
     if "caps" in changes:
-        data = data.capped(changes.pop("caps"))
+        data = data.with_caps(changes.pop("caps"))
     if isinstance(data, SampleData):
         changes["settings"] = settings_of(changes, data.settings)
     return replace(planned, job=job, data=replace(data, **changes))
@@ -155,7 +155,7 @@ def search_request(defaults: dict, changes: dict) -> StrategyRequest:
 
 def planned_ms_per_sample(searched: StrategyRequest, caps: Caps, parallel: Parallel) -> float:
     """As the planner alone predicts it, for steps of the requested samples."""
-    job = searched.job.sized(parallel)
+    job = searched.job.with_sizes(parallel)
     data = SampleData(
         lengths=searched.lengths,
         settings=replace(searched.settings, samples_per_step=searched.samples_per_step),
@@ -163,7 +163,7 @@ def planned_ms_per_sample(searched: StrategyRequest, caps: Caps, parallel: Paral
         packs_per_step=parallel.data,
     )
     plan = make_plan(PlanRequest(job=job, data=data)).plan
-    return plan.predicted.step_ms * plan.data.steps / len(searched.lengths)
+    return plan.known_prediction.step_ms * plan.data.steps / len(searched.lengths)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: Callable) -> Mock:

@@ -21,7 +21,7 @@ from omnibal.base.errors import UserError
 from omnibal.cost.profile import Profile, model_sha256, write_profile
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths, draw_samples, write_lengths
-from omnibal.job.plan_data import least_caps
+from omnibal.job.plan_data import smallest_caps
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
@@ -76,7 +76,7 @@ def planned_alone(searched: StrategyRequest, caps: Caps) -> float:
 
 
 def least_of(lengths: Lengths) -> Caps:
-    return least_caps(lengths, ("tiles", "tokens"))
+    return smallest_caps(lengths, ("tiles", "tokens"))
 
 
 @pytest.mark.parametrize("packing", PackingMethod)

@@ -22,7 +22,7 @@ from omnibal.job.check import check_plan, open_plan, training_obstacles
 from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
-from omnibal.job.planner import PlanResult, make_plan, prediction_of
+from omnibal.job.planner import PlanResult, make_plan, predict_plan
 from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import load_cluster
 from omnibal.model.encoders import TilingConfig
@@ -73,7 +73,7 @@ def planned_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
     data = SampleData(
         settings=ISF,
         lengths=long_and_short(240 if packs is None else len(packs.packs.samples)),
-        levels=tuple(level.unplanned for level in levels),
+        levels=tuple(level.plain_level for level in levels),
         packs_per_step=packs_per_step,
     )
     packs = data.schedule(OF_LEVELS)[0] if packs is None else packs
@@ -84,10 +84,10 @@ def planned_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
         stages=stages,
         levels=levels,
         cluster=OF_LEVELS.cluster,
-        data=data.described(packs, OF_LEVELS),
+        data=data.describe(packs, OF_LEVELS),
     )
     workload = OF_LEVELS.workload(packs, data.lengths, plan.levels)
-    prediction = prediction_of(plan, OF_LEVELS, packs, workload)
+    prediction = predict_plan(plan, OF_LEVELS, packs, workload)
     plan = plan.model_copy(update={"prediction": prediction})
     return PlanResult(plan=plan, data=(packs, data.lengths), search=None)
 
@@ -668,7 +668,7 @@ def test_adapters_are_not_planned_beyond_the_key_value_heads():
     job = job_spec(cluster=load_cluster("h100-80g"), adapters=adapters)
     assert not job.allows(four)
     with pytest.raises(UserError, match="which are trained on up to its 2 key-value heads"):
-        job.sized(four)
+        job.with_sizes(four)
     assert replace(job, adapters=None).allows(four)
 
 
@@ -679,7 +679,7 @@ def test_a_job_for_a_trainer_that_always_shards_says_so(trainer):
     job = training_job("qwen3-8b", "h100-80g", parallel=parallel, trainer=trainer)
     assert job.parallel.sharded == 8
     with pytest.raises(UserError, match="--sharding replicated was given"):
-        job.sized(parallel)
+        job.with_sizes(parallel)
 
 
 @pytest.mark.parametrize("content", ["", "{}"])

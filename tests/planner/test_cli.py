@@ -29,7 +29,7 @@ from omnibal.cost.profile import Profile, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.job.plan import read_plan
 from omnibal.job.plan_data import model_of_lengths
-from omnibal.job.plan_files import data_of_plan, job_of_plan
+from omnibal.job.plan_files import make_job, read_plan_data
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.units import unit_names
 from omnibal.packing.packs import read_packs
@@ -196,7 +196,7 @@ def test_plan_check_and_report(capsys, tmp_path, planned):
     assert told["ideal_step_ms"] <= told["step_ms"]
     vision, language = told["phases"]
     assert [vision["phase"], language["phase"]] == ["vision", "language"]
-    packs, _ = data_of_plan(read_plan(folder), folder)
+    packs, _ = read_plan_data(read_plan(folder), folder)
     tiles = rank_sums(packs, packs.items["tiles"], 2)
     busiest, mean = tiles.max(axis=1).sum(), tiles.mean(axis=1).sum()
     assert vision["imbalance_before"] == pytest.approx(busiest / mean)
@@ -212,7 +212,7 @@ def test_report_of_a_replay(capsys, tmp_path, planned, lengths_file):
     """Prevents a replay that only the page shows, or one that is shown as a run's measurement."""
     directory, replay, page = planned[0], tmp_path / "replay", tmp_path / "r.html"
     plan = read_plan(directory)
-    job, data = job_of_plan(plan, directory), data_of_plan(plan, directory)
+    job, data = make_job(plan, directory), read_plan_data(plan, directory)
     workload = job.workload(*data, plan.pack_levels)
     write_replay(replay, plan, job.cost, workload, (0, 2), factors=(2.0, 2.0))
     told = result(capsys, "report", directory, "--replay", replay, "-o", page)

@@ -17,9 +17,9 @@ from omnibal.cost.images import images_embed, images_layer, images_projector
 from omnibal.cost.kernels import EXCHANGES, KernelPass, unit_vectors
 from omnibal.cost.language import head, language_embed, language_layer
 from omnibal.cost.linears import with_adapters
-from omnibal.cost.shaped_rates import Line
+from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
-from omnibal.cost.work import Unit
+from omnibal.cost.work import CountedUnit
 from omnibal.model.adapter_settings import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
@@ -44,7 +44,7 @@ NOTHING = (0, [], set(), (), (0, 0, 0))
 def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> Device:
     """A device in bf16 whose rates do not matter."""
     moved, products = dict.fromkeys(MOVING, 1.0), {None: 1.0, "fp32": 1.0, "fp8": 1.0}
-    line, sizes = Line(fixed_ms=1.0, each_ms=1.0), {"tensor": tensor, "element_bytes": 2}
+    line, sizes = LinearTime(fixed_ms=1.0, each_ms=1.0), {"tensor": tensor, "element_bytes": 2}
     sizes |= {"ring": line, "all_to_all": line, "product_times": None, "kernel_ms": 1.0}
     sizes |= {"flops_per_ms": products, "bytes_per_ms": moved, "features": FEATURES}
     return Device(**sizes | {"sequence_parallel": sequence_parallel} | changes)
@@ -55,16 +55,16 @@ def of(value: np.ndarray | float) -> float:
     return float(np.sum(value * SIZES))
 
 
-def counted(unit: Unit, own: Device | None = None) -> dict[str, Any]:
+def counted(unit: CountedUnit, own: Device | None = None) -> dict[str, Any]:
     """All that is counted of the micro-batch, with bytes as slow as `own` moves them."""
     own = own or device()
     moved, sent, passes = (dict.fromkeys((*PASSES, "repeated"), 0.0) for _ in range(3))
     for one in unit.kernels:
         if one.kind == "ring":
-            sent[one.of] += of(one.bytes)
-            passes[one.of] += one.passes
+            sent[one.phase] += of(one.bytes)
+            passes[one.phase] += one.passes
         elif one.kind in MOVING:
-            moved[one.of] += of(own.ms(one)) - one.launches
+            moved[one.phase] += of(own.ms(one)) - one.launches
     exchanges = [one for one in unit.kernels if one.kind == "all_to_all"]
     return {
         "products": [
@@ -653,7 +653,7 @@ def test_language_layer(options: str, sequence_parallel: bool) -> None:
     check(found, dense_layer(sequence_parallel, options))
 
 
-def of_attention_alone(counts: Unit, sequence_parallel: bool) -> dict[str, Any]:
+def of_attention_alone(counts: CountedUnit, sequence_parallel: bool) -> dict[str, Any]:
     """What a layer's attention adds to its feed-forward and norms."""
     found, rest = counted(counts), dense_layer(sequence_parallel)
     hidden, inner = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1), TOKENS * F / 3
@@ -1111,7 +1111,7 @@ def test_recomputed_modules(module, kind, lost, products, launches) -> None:
     )
     before, after = counted(plain), counted(again)
     assert before["kept"].keys() - after["kept"].keys() == lost
-    repeated = [one for one in again.kernels if one.of == "repeated"]
+    repeated = [one for one in again.kernels if one.phase == "repeated"]
     assert sum(one.kind == "product" for one in repeated) == products
     assert sum(one.launches for one in repeated) == launches
     assert after["kernels"] == before["kernels"]

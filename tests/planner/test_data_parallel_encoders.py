@@ -26,7 +26,7 @@ from omnibal.cost.encoder_phase_costs import (
     encoders_cost,
     pipeline_cost,
 )
-from omnibal.cost.shaped_rates import Line
+from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.sharding_costs import ShardedExchange
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster, load_model
@@ -98,9 +98,9 @@ def random_encoders(
         gradients_bytes=2e6,
         optimizer_bytes=3e5,
         **once_ms(),
-        within_node=Line(fixed_ms=0.2, each_ms=1e-4),
-        between_nodes=Line(fixed_ms=0.3, each_ms=2e-4),
-        tensor=Line(fixed_ms=0.1, each_ms=1e-4),
+        within_node=LinearTime(fixed_ms=0.2, each_ms=1e-4),
+        between_nodes=LinearTime(fixed_ms=0.3, each_ms=2e-4),
+        tensor=LinearTime(fixed_ms=0.1, each_ms=1e-4),
         peer_bytes=1e5,
         parallel=parallel,
         gpus_per_node=4,

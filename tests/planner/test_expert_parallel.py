@@ -191,7 +191,7 @@ def test_memory_of_shared_out_experts_is_counted():
 def test_a_larger_expert_size_is_advised():
     """Prevents a job that does not fit from getting advice that leaves out its own devices."""
     asked = request(model=DIGITS, parallel=parallel_of(1, 1, 4, 1))
-    shared = asked.sized(parallel_of(1, 1, 4, 2))
+    shared = asked.with_sizes(parallel_of(1, 1, 4, 2))
     least_gib = [least_need_gib(each) for each in (asked, shared)]
     assert least_gib[1] < least_gib[0]
     device_gib = (least_gib[0] + least_gib[1]) / 2 / USABLE_MEMORY_FRACTION

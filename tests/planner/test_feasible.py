@@ -14,7 +14,7 @@ from omnibal import Free, Goal, Samples, plan, training_job
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import CostSource
-from omnibal.job.plan_data import MockData, least_caps
+from omnibal.job.plan_data import MockData, smallest_caps
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -157,7 +157,7 @@ def test_next_larger_caps_do_not_fit(share):
     """Prevents caps smaller than needed, or ones that a sample does not fit."""
     planned = tightened(BALANCED, share)
     change = changes_of(planned)[0]
-    least = least_caps(planned.data.lengths, ("tiles", "tokens"))
+    least = smallest_caps(planned.data.lengths, ("tiles", "tokens"))
     tried = [planned.data.caps, *smaller_caps(planned.data.caps, least)]
     caps = change.request.data.caps
     assert fits(change.request)
@@ -174,7 +174,7 @@ def test_smaller_caps_are_round_and_hold_every_sample():
     ]
     lengths = example_lengths()
     least = Caps.of(tiles=int(lengths.column("tiles").max()), tokens=int(lengths.tokens.max()))
-    limits = least_caps(lengths, ("tiles", "tokens"))
+    limits = smallest_caps(lengths, ("tiles", "tokens"))
     for caps in smaller_caps(Caps.of(tiles=8, tokens=512), limits):
         assert caps["tokens"] >= least["tokens"] and caps["tiles"] >= least["tiles"]
     assert smaller_caps(least, limits) == smaller_caps(ANY, ANY) == []

@@ -20,7 +20,7 @@ from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.check import check_plan
 from omnibal.job.plan import Shapes
-from omnibal.job.plan_data import data_at_caps, least_caps, model_of_lengths
+from omnibal.job.plan_data import data_at_caps, model_of_lengths, smallest_caps
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import make_plan
 from omnibal.model.levels import Level
@@ -335,13 +335,13 @@ def test_caps_to_search_hold_every_sample(names):
     caps = Caps.of(**dict(zip(names, (40, 30, 500)[-len(names) :], strict=True)))
     lengths = drawn(names, caps, 200, np.random.default_rng(9))
     space = CapSpace.for_lengths(lengths, names)
-    least = least_caps(lengths, names).values
-    grid = space.grid()
+    least, grid = smallest_caps(lengths, names).values, space.grid()
     tried = [*grid, *space.moves(grid[0], 2**0.25)]
     assert all(each.names == caps.names and (each.values >= least).all() for each in tried)
     assert len(space.moves(grid[-1], 2**0.25)) == 2 * len(names) + 2
     fixed = CapSpace.for_lengths(lengths, names, {"tokens": 600})
-    assert {each["tokens"] for each in [*fixed.grid(), *fixed.moves(fixed.least_caps, 2)]} == {600}
+    tried = [*fixed.grid(), *fixed.moves(fixed.smallest_caps, 2)]
+    assert {caps["tokens"] for caps in tried} == {600}
 
 
 def test_commands_take_any_features(capsys, tmp_path):

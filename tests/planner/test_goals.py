@@ -19,7 +19,7 @@ from omnibal.data.lengths import write_lengths
 from omnibal.job import plan_data
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, read_plan
-from omnibal.job.planner import make_ordered_plan, ordered_plan
+from omnibal.job.planner import make_ordered_plan, order_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -274,7 +274,7 @@ def test_the_fastest_plan_is_put_in_order_and_no_other(monkeypatch: pytest.Monke
     asked = request(lengths=example_lengths(origin_of(MODEL)), packing=PackingMethod.BALANCED)
     samples = Samples(lengths=asked.data.lengths, caps=asked.data.caps, epochs=2, micro_batches=4)
     free = Free(levels=LevelRule(count=1), schedule=None)
-    ordered = counting(monkeypatch, schedule_choice, ordered_plan)
+    ordered = counting(monkeypatch, schedule_choice, order_plan)
     packed = counting(monkeypatch, plan_data, pack_epochs)
     made = plan(Goal(job=asked.job, data=samples, free=free))
     assert made.schedule.chosen.name != "1f1b"

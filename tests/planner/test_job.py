@@ -15,7 +15,7 @@ from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.job import job as job_module
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
+from omnibal.job.plan_files import PlanFiles, make_job, read_plan_data, save_plan
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster
 from omnibal.model.limits import Caps, memory_cap_gib
@@ -72,7 +72,7 @@ def test_costs_are_those_of_its_source(frozen: tuple[str, ...]) -> None:
 def test_other_sizes_have_other_costs() -> None:
     """Prevents a job that keeps the costs of the sizes it had before."""
     job = job_spec()
-    split = job.sized(Parallel(tensor=2, pipeline=2))
+    split = job.with_sizes(Parallel(tensor=2, pipeline=2))
     assert split.cost.units["head"].parameters < job.cost.units["head"].parameters
     assert job.parallel == Parallel(pipeline=2, data=2)
 
@@ -83,7 +83,7 @@ def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = counting(monkeypatch, job_module, check_parallel)
     planned = request(epochs=1)
     make_plan(planned)
-    make_plan(planned.capped(Caps.of(tiles=8, tokens=400)))
+    make_plan(planned.with_caps(Caps.of(tiles=8, tokens=400)))
     samples = {"lengths": example_lengths(), "samples_per_step": 50, "samples": 100}
     sizes = {"sizes": FreeSizes(gpus=4), "layouts": (planned.job.parallel,)}
     of_caps = StrategyRequest(job=planned.job, **sizes, **samples)
@@ -98,11 +98,11 @@ def test_a_plan_directory_gives_its_job_again(tmp_path, source, lengths) -> None
     planned = request(cost_source=source, frozen=("vision",), lengths=lengths)
     result = make_plan(planned)
     save_plan(result, tmp_path / "plan")
-    found = job_of_plan(result.plan, tmp_path / "plan")
+    found = make_job(result.plan, tmp_path / "plan")
     for name in {field.name for field in fields(JobSpec)} - {"cost"}:
         assert attrgetter(name)(found) == attrgetter(name)(planned.job)
     assert found.cost.source == planned.job.cost.source
-    data = data_of_plan(result.plan, tmp_path / "plan")
+    data = read_plan_data(result.plan, tmp_path / "plan")
     packs, _ = PlanFiles(plan=result.plan, job=found, data=data).steps
     assert packs.sha256 == planned.data.schedule(planned.job)[0].sha256
 

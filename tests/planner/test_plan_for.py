@@ -14,7 +14,7 @@ from plan_cases import MODEL, counting, example_lengths, request
 
 from omnibal.data.lengths import write_lengths
 from omnibal.job.check import open_plan
-from omnibal.job.plan_files import data_of_plan
+from omnibal.job.plan_files import read_plan_data
 from omnibal.job.planner import make_plan
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -66,7 +66,7 @@ def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths
     assert first.steps_sha256 == again.steps_sha256
     assert first.method == again.method == ("next_fit" if target.packs.next_fit else "isf")
     result, _ = run(capsys, "export", plan, "--to", folder)
-    packs, lengths = data_of_plan(open_plan(plan).plan, plan)
+    packs, lengths = read_plan_data(open_plan(plan).plan, plan)
     order = pq.read_table(folder / "order.parquet")
     pack, sample = (order[name].to_numpy() for name in ("pack", "sample"))
     assert (np.bincount(sample) == 2).all() and len(np.unique(pack)) == len(packs)

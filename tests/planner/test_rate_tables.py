@@ -9,7 +9,7 @@ from cost_cases import assumed_h100
 from rate_cases import tiled_rates
 
 from omnibal.base.errors import UserError
-from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
+from omnibal.cost.scattered_rates import ScatteredTimes, product_shapes
 from omnibal.cost.shaped_rates import AttentionTimes, ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, config_toml, load_cluster
 from omnibal.model.rate_tables import CollectiveTime
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.quick
 B200 = load_cluster("b200-180g")
 RATES = B200.rates["bf16"]
 TILED = assumed_h100().model_copy(update={"rates": {"bf16": tiled_rates()}})
-PRODUCT_TIMES = ProductTimes.of(RATES.products, RATES.tflops)
-ATTENTION_TIMES = AttentionTimes.of(RATES.attention, RATES.tflops)
+PRODUCT_TIMES = ProductTimes.fit(RATES.products, RATES.tflops)
+ATTENTION_TIMES = AttentionTimes.fit(RATES.attention, RATES.tflops)
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -88,8 +88,8 @@ def test_products_are_predicted_from_the_others():
     errors = []
     for place in range(0, len(times_ms), 7):
         others = [*RATES.products[:place], *RATES.products[place + 1 :]]
-        fitted = ScatteredTimes.of(shapes_of(others), np.delete(times_ms, place))
-        [found_ms] = fitted.ms(shapes_of([RATES.products[place]]))
+        fitted = ScatteredTimes.fit(product_shapes(others), np.delete(times_ms, place))
+        [found_ms] = fitted.ms(product_shapes([RATES.products[place]]))
         errors.append(abs(found_ms / times_ms[place] - 1))
     assert np.median(errors) < 0.06 and np.quantile(errors, 0.9) < 0.2
     rates = np.array([one.flops for one in RATES.products]) / times_ms
@@ -150,7 +150,7 @@ def test_attention_is_as_measured_where_all_samples_are_of_one_length_and_near_i
 def test_attention_of_one_length_is_no_line_of_tokens():
     """Prevents: attention that grows with tokens alone where one length was measured."""
     measured = tuple(one for one in RATES.attention if one.tokens == 4096)
-    line = AttentionTimes.of(measured, 2250.0).line("forward", 256, causal=True)
+    line = AttentionTimes.fit(measured, 2250.0).line("forward", 256, causal=True)
     of_long = 2 * 16 * 256 * (32768**2 / 2 + 64 * 32768) * line.each_ms
     [true] = [one for one in RATES.attention if (one.tokens, one.heads) == (32768, 16)][:1]
     assert of_long == pytest.approx(true.time_ms(2250), rel=0.25)

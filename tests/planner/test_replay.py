@@ -18,7 +18,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import heaviest_windows
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.planner import make_plan
-from omnibal.job.replay import REPLAY_FILES, chosen_steps, heaviest_rows, read_replay
+from omnibal.job.replay import REPLAY_FILES, choose_steps, heaviest_rows, read_replay
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -238,7 +238,7 @@ def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
     small.write(tmp_path)
     for stage in (1, 2):
         (tmp_path / f"stage_{stage}.json").unlink()
-    assert [kept.stage for kept in REPLAY_FILES.read(tmp_path, 4)] == [0, 3]
+    assert [kept.stage for kept in REPLAY_FILES.read_stages(tmp_path, 4)] == [0, 3]
     with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are not\)"):
         small.read(tmp_path)
 
@@ -283,16 +283,16 @@ def test_a_step_with_what_is_left_over_is_not_chosen(samples_of_packs, odd):
     packs = Packs.from_lists(np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1]))
     step = np.repeat(np.arange(5), list(map(len, samples_of_packs)))
     others = tuple(number for number in range(5) if number != odd)
-    assert chosen_steps(scheduled_packs(packs, step), 10) == others
+    assert choose_steps(scheduled_packs(packs, step), 10) == others
 
 
 def test_steps_are_spread_over_the_run(small: Job) -> None:
     """Prevents replaying only a run's beginning, a step twice, or some ranks' packs."""
     packs = small.data[0]
-    every = chosen_steps(packs, 10**6)
+    every = choose_steps(packs, 10**6)
     epochs = int(packs.epoch[-1]) + 1  # each has a step with what is left over
     assert len(every) >= packs.steps - epochs and list(every) == sorted(set(every))
-    few = chosen_steps(packs, 3)
+    few = choose_steps(packs, 3)
     parts = np.array_split(np.array(every), 3)
     assert all(part[0] < step < part[-1] for part, step in zip(parts, few, strict=True))
 

@@ -28,7 +28,7 @@ from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job import runlog
 from omnibal.job.plan import LENGTHS_FILE, PACKS_FILE, Plan, Shapes, read_plan, write_plan
 from omnibal.job.plan_data import describe_data
-from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
+from omnibal.job.plan_files import PlanFiles, make_job, read_plan_data
 from omnibal.job.replay import StageReplay, read_replay
 from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
@@ -44,8 +44,8 @@ from omnibal.report import figures
 from omnibal.report.command_tables import sources_table
 from omnibal.report.formatting import milliseconds
 from omnibal.report.page import write_report
-from omnibal.report.plan_tables import accuracy_table, memory_table
-from omnibal.report.step_time import explain_causes, measured_causes
+from omnibal.report.plan_tables import accuracy_table, peak_table
+from omnibal.report.step_time import explain_causes, split_measured_step
 from omnibal.report.summary import summarise_run
 from omnibal.report.timeline import representative_step, timeline_figure
 from omnibal.steps.shares import shares_of
@@ -174,7 +174,7 @@ def make_evaluation(text: str) -> runlog.Evaluation:
 def files_of(directory: Path) -> PlanFiles:
     """As they stand: these plans' predictions are made up, so no check would pass them."""
     plan = read_plan(directory)
-    job, data = job_of_plan(plan, directory), data_of_plan(plan, directory)
+    job, data = make_job(plan, directory), read_plan_data(plan, directory)
     return PlanFiles(plan=plan, job=job, data=data)
 
 
@@ -313,14 +313,14 @@ def test_step_time_by_cause_is_that_of_the_log(folder, page):
     """Prevents: a split of the measured step that loses time, or scales the wrong stage."""
     files = files_of(folder / "plan")
     run = summarise_run(RECORDS, 4, None)
-    causes = measured_causes(files.plan, files.job, files.data, run, RECORDS)
+    causes = split_measured_step(files.plan, files.job, files.data, run, RECORDS)
     assert sum(causes.values()) == pytest.approx(run.step_ms)
     assert causes["weight update"] == pytest.approx(0.02 * run.step_ms - 1.75, rel=0.05)
     assert causes["reading"] == pytest.approx(0.004 * run.step_ms, rel=0.05)
     # Without recomputation, forward and backward of both stages, at 1 and 2.2 times a share.
     kept = tuple(stage.model_copy(update={"recompute": ()}) for stage in STAGES)
     plan = files.plan.model_copy(update={"stages": kept})
-    of_kept = measured_causes(plan, files.job, files.data, run, RECORDS)
+    of_kept = split_measured_step(plan, files.job, files.data, run, RECORDS)
     needed_ms = 3.2 * (0.225 + 0.2475) / 2 * run.step_ms
     assert of_kept["ideal"] == pytest.approx(needed_ms, rel=0.01) and not of_kept["recompute"]
     assert causes["ideal"] < of_kept["ideal"] and causes["recompute"] > 0
@@ -394,7 +394,7 @@ def test_held_out_accuracy_and_examples(page):
 def test_terminal_and_page_show_the_same_cells(folder, page):
     """Prevents two tables of the same figures from drifting apart."""
     tables = {
-        "Memory": memory_table(read_plan(folder / "plan")),
+        "Memory": peak_table(read_plan(folder / "plan")),
         "Held-out answers": accuracy_table(make_evaluation("[bold]third[/bold] kind")),
         "Data": sources_table(LENGTHS, most=12),
     }

@@ -17,7 +17,7 @@ from cli_cases import result  # noqa: E402
 
 from omnibal.base.errors import DoesNotFit  # noqa: E402
 from omnibal.base.files import read_toml_model  # noqa: E402
-from omnibal.job.published_errors import FILE, JobKind, PublishedErrors  # noqa: E402
+from omnibal.job.published_errors import ERRORS_FILE, JobKind, PublishedErrors  # noqa: E402
 from omnibal.model.config import load_cluster  # noqa: E402
 from omnibal.model.parallel import WeightSharding  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
@@ -148,7 +148,7 @@ def test_published_steps_are_predicted_as_the_table_says(measured):
     """Prevents a term that moves what was predicted well away from what GPUs took, and errors shown
     beside predictions that are others'."""
     found = measured_gpus.errors_by_kind(measured)
-    stated = read_toml_model(dict[str, list[PublishedErrors]], FILE, "")["errors"]
+    stated = read_toml_model(dict[str, list[PublishedErrors]], ERRORS_FILE, "")["errors"]
     for one, said in zip(found, stated, strict=True):
         assert one.model_copy(update={"median": 0, "least": 0, "most": 0}) == said.model_copy(
             update={"median": 0, "least": 0, "most": 0}

@@ -9,7 +9,7 @@ import pytest
 
 from omnibal.base.errors import UserError
 from omnibal.job.runlog import TRACKER_FILE
-from omnibal.runs.running import Step, Training, first_weights, run_steps, tokenizer_of
+from omnibal.runs.running import RunStep, Training, choose_weights, find_tokenizer, run_steps
 
 pytestmark = pytest.mark.quick
 
@@ -25,14 +25,14 @@ TRAIN = (
 def make(output: Path, read: Path, more: tuple[str, ...] = (), media: tuple[Path, ...] = ()):
     """A command that makes a folder, which it may not replace."""
     words = ("python", "-c", COUNT, str(output / "made"), *more)
-    return Step(words=words, reads=(read,), media=media, makes=output / "made")
+    return RunStep(words=words, reads=(read,), media=media, makes=output / "made")
 
 
 @pytest.fixture
 def do(tmp_path):
     """Runs steps; returns the lines said without the commands themselves."""
 
-    def do(*steps: Step) -> list[str]:
+    def do(*steps: RunStep) -> list[str]:
         said: list[str] = []
         assert run_steps(steps, tmp_path / "steps.json", said.append) == 0
         return ["ran" if line[0] == "$" and line[-6:] != "(done)" else line for line in said]
@@ -67,7 +67,7 @@ def test_a_step_is_done_again_after_any_change_alone(do, tmp_path):
 
 def test_a_failed_step_ends_the_run_and_is_done_again(tmp_path):
     """Prevents a failure that counts as done, and steps after it that run on what is not there."""
-    failing = Step(words=("python", "-c", "raise SystemExit(3)"), makes=tmp_path / "made")
+    failing = RunStep(words=("python", "-c", "raise SystemExit(3)"), makes=tmp_path / "made")
     (tmp_path / "read").write_text("")
     after = make(tmp_path / "after", tmp_path / "read")
     for _ in range(2):
@@ -83,9 +83,9 @@ def test_a_training_goes_on_to_its_last_step(do, tmp_path):
     plan.mkdir()
     (plan / "plan.json").write_text("1")
 
-    def train(last_step: int) -> Step:
+    def train(last_step: int) -> RunStep:
         words = ("python", "-c", TRAIN, str(tmp_path / "run"))
-        return Step(words=words, reads=(plan,), makes=tmp_path / "run", last_step=last_step)
+        return RunStep(words=words, reads=(plan,), makes=tmp_path / "run", last_step=last_step)
 
     after = make(tmp_path, plan)
     stopped = "stopped before step 2; run this command again to go on"
@@ -109,10 +109,10 @@ def test_a_training_goes_on_with_other_rates_and_more_steps(tmp_path, monkeypatc
     step = Training(words=words, makes=run, last_step=6, plan=tmp_path, options=())
     before = {"read": {}, "model": "m", "options": ["--lr 1"], "steps": [3, "a"]}
     before["command"] = step.text
-    goes_on = lambda **changes: step.goes_on(before, before | changes)  # noqa: E731
+    goes_on = lambda **changes: step.can_resume(before, before | changes)  # noqa: E731
     assert goes_on(options=["--lr 2", "--save-interval 5"]) and goes_on(steps=[6, "b"])
     assert not goes_on(options=["--lr 1", "--seed 3"]) and not goes_on(model="n")
-    assert not goes_on(read={"data.jsonl": "1"}) and not step.goes_on({"read": {}}, before)
+    assert not goes_on(read={"data.jsonl": "1"}) and not step.can_resume({"read": {}}, before)
     run.mkdir()
     (run / TRACKER_FILE).write_text("6")
     assert goes_on(options=["--lr 1", "--num-workers 5"]) and not goes_on(options=["--lr=2"])
@@ -124,7 +124,7 @@ def test_a_training_elsewhere_is_prepared_once(tmp_path):
     run.mkdir()
     (run / "latest_checkpointed_iteration.txt").write_text("2")
     words = ("python", "-c", TRAIN, str(run))
-    step = Step(words=words, makes=run, last_step=2)
+    step = RunStep(words=words, makes=run, last_step=2)
     said: list[str] = []
     assert run_steps([step], journal, said.append, trains=False) == 0
     assert (tmp_path / "run-1").exists() and not run.exists()
@@ -142,17 +142,17 @@ def test_first_weights_are_released_given_or_none(tmp_path):
     (trained / "tokenizer").mkdir()
     released.mkdir()
     with pytest.raises(UserError, match="holds no weights"):
-        first_weights(str(released), None, from_scratch=False)
+        choose_weights(str(released), None, from_scratch=False)
     (released / "model.safetensors").write_bytes(b"")
-    assert first_weights(str(released), None, from_scratch=False) == (released, False)
-    assert first_weights("internvl3-8b", trained, from_scratch=False) == (trained, False)
-    assert first_weights("internvl3-8b", None, from_scratch=True) == (None, False)
-    assert tokenizer_of("internvl3-8b", trained) == trained / "tokenizer"
-    assert tokenizer_of(str(released), trained) == released
+    assert choose_weights(str(released), None, from_scratch=False) == (released, False)
+    assert choose_weights("internvl3-8b", trained, from_scratch=False) == (trained, False)
+    assert choose_weights("internvl3-8b", None, from_scratch=True) == (None, False)
+    assert find_tokenizer("internvl3-8b", trained) == trained / "tokenizer"
+    assert find_tokenizer(str(released), trained) == released
     with pytest.raises(UserError, match="--from-scratch for random weights"):
-        first_weights("internvl3-8b", None, from_scratch=False)
+        choose_weights("internvl3-8b", None, from_scratch=False)
     with pytest.raises(UserError, match="leave one out"):
-        first_weights("internvl3-8b", trained, from_scratch=True)
+        choose_weights("internvl3-8b", trained, from_scratch=True)
 
 
 def test_a_checkpoint_is_found_in_the_cache_of_its_hub(tmp_path):

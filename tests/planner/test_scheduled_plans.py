@@ -15,7 +15,7 @@ from omnibal.base.errors import UserError
 from omnibal.job.check import check_plan, open_plan, training_obstacles
 from omnibal.job.plan import write_plan
 from omnibal.job.plan_files import save_plan
-from omnibal.job.planner import PlanResult, make_plan, prediction_of
+from omnibal.job.planner import PlanResult, make_plan, predict_plan
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 from omnibal.report.page import write_report
@@ -44,7 +44,7 @@ def planned(request, made, tmp_path_factory) -> tuple[PlanResult, Path]:
     plan = made.plan.model_copy(update=changes)
     packs, lengths = made.data
     workload = ASKED.job.workload(packs, lengths, plan.pack_levels)
-    prediction = prediction_of(plan, ASKED.job, packs, workload)
+    prediction = predict_plan(plan, ASKED.job, packs, workload)
     result = replace(made, plan=plan.model_copy(update={"prediction": prediction}))
     folder = tmp_path_factory.mktemp("plans") / "plan"
     save_plan(result, folder)

@@ -17,7 +17,7 @@ from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import read_plan
 from omnibal.job.plan_data import SampleData
-from omnibal.job.plan_files import data_of_plan
+from omnibal.job.plan_files import read_plan_data
 from omnibal.job.planner import PlanRequest
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import MAX_CONTEXT, Level, are_plain
@@ -296,7 +296,7 @@ def test_plans_of_levels(capsys, tmp_path, texts_file, levels):
     options = "--lengths", texts_file, "--packing-levels", levels, "-o", out, "--json"
     summary = json.loads(printed(capsys, f"{LONG} --dp 4", *options))
     plan, found = read_plan(out), summary["levels"]
-    packs, lengths = data_of_plan(plan, out)
+    packs, lengths = read_plan_data(plan, out)
     assert len(found) == len(plan.levels) > 1 and found[-1]["max_tokens"] == 65_536
     assert levels in ("auto", "hbp", str(len(found)))
     for index, level in enumerate(found):
@@ -351,7 +351,7 @@ def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
     options = f"{LONG} --dp 4 --lengths {texts_file} --curriculum-steps 3 --packing-levels"
     run(options, 2, "-o", tmp_path / "plan")
     plan = read_plan(tmp_path / "plan")
-    packs, _ = data_of_plan(plan, tmp_path / "plan")
+    packs, _ = read_plan_data(plan, tmp_path / "plan")
     assert plan.data.curriculum_steps == 3
     assert packs.level[packs.step < 3].max() == 0 < packs.level.max()
     run("check", tmp_path / "plan")

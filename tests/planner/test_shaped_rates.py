@@ -45,7 +45,7 @@ def grids(draw: st.DrawFn) -> list[ProductTime]:
 @given(measured=grids(), rows=SIZES, inner=SIZES, outer=SIZES)
 def test_a_product_is_as_measured_or_between(measured, rows, inner, outer):
     """Prevents: times that no device reached, or others than those that were measured."""
-    times = ProductTimes.of(measured)
+    times = ProductTimes.fit(measured)
     for one in measured:
         assert times.ms("forward", one.rows, one.inner, one.outer) == pytest.approx(one.ms)
     rates = [2 * one.rows * one.inner * one.outer / one.ms for one in measured]
@@ -60,7 +60,7 @@ def test_a_product_is_as_measured_or_between(measured, rows, inner, outer):
 
 def test_larger_products_are_not_faster_where_none_was():
     """Prevents: a dip between two measured sizes, in which a search would settle."""
-    times = ProductTimes.of(tiled_rates().products)
+    times = ProductTimes.fit(tiled_rates().products)
     sizes = np.geomspace(100, 50_000, 40)
     for axis in range(3):
         shapes = np.full((40, 3), 1000.0)
@@ -70,7 +70,7 @@ def test_larger_products_are_not_faster_where_none_was():
 
 def test_sizes_that_were_not_measured_are_near_a_device_of_tiles():
     """Prevents: an interpolation that is no better than one share for all sizes."""
-    times, rng = ProductTimes.of(tiled_rates().products), np.random.default_rng(0)
+    times, rng = ProductTimes.fit(tiled_rates().products), np.random.default_rng(0)
     shapes = np.exp(rng.uniform(np.log([256, 384, 384]), np.log([16384, 24576, 24576]), (500, 3)))
     found = np.array([times.ms("forward", *shape) for shape in shapes])
     true = np.array([tiled_ms(*shape) for shape in shapes])
@@ -83,7 +83,7 @@ def test_sizes_that_were_not_measured_are_near_a_device_of_tiles():
 
 def test_lines_through_rows_are_near_a_device_of_tiles():
     """Prevents: a product of gradients that is taken for the forward's, and rows for widths."""
-    times, rng, errors = ProductTimes.of(tiled_rates().products), np.random.default_rng(1), []
+    times, rng, errors = ProductTimes.fit(tiled_rates().products), np.random.default_rng(1), []
     for inner, outer in np.exp(rng.uniform(np.log(384), np.log(24576), (60, 2))):
         rows = np.exp(rng.uniform(np.log(256), np.log(16384)))
         for line, shape in (
@@ -172,7 +172,7 @@ def test_slices_and_small_micro_batches_cost_what_the_device_takes(tokens):
 def test_a_table_with_holes_is_read_as_a_grid_nearly():
     """Prevents: one missing product that makes others cost what none was measured to."""
     products = tiled_rates().products
-    whole, holed = ProductTimes.of(products), ProductTimes.of(products[1:])
+    whole, holed = ProductTimes.fit(products), ProductTimes.fit(products[1:])
     one = products[5]
     assert holed.ms("forward", one.rows, one.inner, one.outer) == pytest.approx(one.ms)
     shapes = np.exp(np.random.default_rng(3).uniform(np.log(512), np.log(16384), (50, 3)))

@@ -325,7 +325,7 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
         make_plan(PlanRequest(job=own, data=data))
     prediction = make_plan(PlanRequest(job=other, data=data)).plan.prediction
     memory = prediction.stages[0].memory
-    cost = own.sized(Parallel(pipeline=1)).cost
+    cost = own.with_sizes(Parallel(pipeline=1)).cost
     parameters = sum(cost.units[name].parameters for name in unit_names(large))
     assert memory.weights_gib * 32 == pytest.approx(2 * parameters / 2**30, rel=0.02)
     assert prediction.lost.communication_ms > 0

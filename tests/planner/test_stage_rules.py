@@ -129,9 +129,9 @@ def test_more_stages_than_rules_allow_are_refused():
         ({"encoders_on_first": True}, layers + 1),
         ({}, model.layers),
     ):
-        job = replace(job_spec(), trainer=limited_by(**rules)).sized(Parallel(pipeline=most))
+        job = replace(job_spec(), trainer=limited_by(**rules)).with_sizes(Parallel(pipeline=most))
         with pytest.raises(UserError, match=f"at most {most}$"):
-            job.sized(Parallel(pipeline=most + 1))
+            job.with_sizes(Parallel(pipeline=most + 1))
 
 
 def test_whole_encoders_cost_what_they_cost_alone():
@@ -139,7 +139,7 @@ def test_whole_encoders_cost_what_they_cost_alone():
     model, cluster = load_model("internvl2.5-8b"), load_cluster("h100-80g")
     sizes = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
     shared_out = job_spec(model=model, cluster=cluster, precision="bf16", parallel=sizes)
-    alone = shared_out.sized(Parallel(pipeline=2, data=2))
+    alone = shared_out.with_sizes(Parallel(pipeline=2, data=2))
     whole = replace(shared_out, trainer=limited_by(encoders_whole=True))
     for kind in whole.cost.kinds:
         as_in = shared_out if kind.tower == LANGUAGE else alone

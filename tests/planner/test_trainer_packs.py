@@ -142,7 +142,7 @@ def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> No
         assert len(set(trained)) == len(trained) and set(trained) <= set(range(len(lengths)))
         left_out += len(lengths) - len(trained)
     job = job_spec(parallel=Parallel(pipeline=1, data=ranks))
-    assert data.described(packs, job).left_out == left_out
+    assert data.describe(packs, job).left_out == left_out
     for name in data.caps.names:
         assert packs.packs.sums(lengths.column(name)).max() <= data.caps[name]
     sizes = np.bincount(packs.step)

@@ -244,7 +244,7 @@ def test_hash_is_of_the_samples_of_every_step():
     """Prevents a run that goes on where its step count means other samples, and one that may not
     go on although nothing differs but packs and ranks."""
     hashes = {
-        name: stream(**changes).described(stream(**changes).schedule(job(ranks))[0], job(ranks))
+        name: stream(**changes).describe(stream(**changes).schedule(job(ranks))[0], job(ranks))
         for name, (ranks, changes) in {
             "on": (2, {}), "off": (2, {"is_dispatched": False}), "more ranks": (5, {}),
             "window": (2, {"window": 31}), "epochs": (2, {"epochs": 1}),

@@ -201,7 +201,7 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, forked):
     time_ms, memory = result.comparisons
     assert (time_ms.unit, memory.unit) == ("ms", "GiB") and memory.measured > 0
     files = parts.open_plan(tmp_path / "plan")
-    [measured] = REPLAY_FILES.read(tmp_path / "replay", len(files.plan.stages))
+    [measured] = REPLAY_FILES.read_stages(tmp_path / "replay", len(files.plan.stages))
     # All stages together need what the whole model needs.
     features, plan = np.array([[1, 8, 256, 256**2, 100]]), files.plan
     each = [parts.stage_flops(files, number, features) for number in range(len(plan.stages))]

@@ -196,7 +196,7 @@ def draw_plan(draw: random.Random, name: str, trained: dict[str, Any], is_shared
     plan = plan.model_copy(update={"cluster": one_node})
     if is_shared:
         return plan.model_copy(update={"levels": tuple(draw_levels(draw, plan, held, cuts, again))})
-    return plan.model_copy(update={"shapes": mock_data(plan.model).described()})
+    return plan.model_copy(update={"shapes": mock_data(plan.model).describe()})
 
 
 def count_layers(model: ModelConfig, tower: str) -> int:

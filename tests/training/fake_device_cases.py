@@ -47,7 +47,7 @@ from omnibal.job.fake_replay import FakeStage, heaviest_windows
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.plan_data import MockData, SampleData
-from omnibal.job.planner import PlanRequest, make_plan, prediction_of
+from omnibal.job.planner import PlanRequest, make_plan, predict_plan
 from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig, load_cluster, load_model, with_imbalance
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -378,7 +378,7 @@ def _predicted_anew(planned: Planned, **changed: object) -> Plan:
     plan, scheduled = planned[0].model_copy(update=changed), planned[1]
     job = JobSpec.of_plan(plan)
     workload = job.workload(*scheduled, plan.pack_levels)
-    prediction = prediction_of(plan, job, scheduled[0], workload)
+    prediction = predict_plan(plan, job, scheduled[0], workload)
     return plan.model_copy(update={"prediction": prediction})
 
 

@@ -220,7 +220,7 @@ def test_a_stopped_replay_goes_on(planned, tmp_path):
     assert REPLAY_FILES.file_of(output, 0).read_bytes() == first
     summary = read_replay(output, job.plan, job.cost, job.workload)
     assert len(summary.each_step_ms) == 2
-    stages = REPLAY_FILES.read(output, len(job.plan.stages))
+    stages = REPLAY_FILES.read_stages(output, len(job.plan.stages))
     rows = np.flatnonzero(np.isin(job.packs.step, summary.info.steps))
     for stage, replayed in enumerate(stages):
         assert np.array_equal(replayed.rows, rows)
@@ -250,7 +250,7 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, mon
     monkeypatch.setattr(replay_module, "StageReplayer", Failing)
     with pytest.raises(UserError, match=r"stage 0 needs more .*Tried to allocate 7 GiB"):
         replay(planned, output, [0, 1])
-    assert [one.stage for one in REPLAY_FILES.read(output, 2)] == [1]
+    assert [one.stage for one in REPLAY_FILES.read_stages(output, 2)] == [1]
     assert len(built) == 2
 
 

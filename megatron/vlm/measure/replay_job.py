@@ -34,11 +34,11 @@ from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import (
     REPLAY_FILES,
-    Identity,
+    AnyIdentity,
+    AnyStageResult,
     ReplayInfo,
-    Result,
     StageFiles,
-    chosen_steps,
+    choose_steps,
     heaviest_rows,
 )
 from omnibal.model.config import Provider
@@ -173,7 +173,7 @@ def replay_info(
     """Describe the settings that identify this replay of at most `steps` steps, spread evenly."""
     return ReplayInfo(
         plan_sha256=plan_sha256(job.plan),
-        steps=chosen_steps(job.packs, steps),
+        steps=choose_steps(job.packs, steps),
         repetitions=repetitions,
         content="random" if job.reader is None else "data",
         device=device_name(),
@@ -219,8 +219,8 @@ def replay_stages(
 
 
 def list_unfinished_stages(
-    files: StageFiles[Identity, Result],
-    info: Identity,
+    files: StageFiles[AnyIdentity, AnyStageResult],
+    info: AnyIdentity,
     job: ReplayJob,
     stages: Sequence[int],
     output: Path,
@@ -233,7 +233,7 @@ def list_unfinished_stages(
         store.set("output", "open")
     store.wait(["output"])
     files.open(output, info)
-    kept = {result.stage for result in files.read(output, job.plan.parallel.pipeline)}
+    kept = {result.stage for result in files.read_stages(output, job.plan.parallel.pipeline)}
     # All processes read before any writes.
     together(store, "read", launch.world_size)
     return [stage for stage in stages if stage not in kept]

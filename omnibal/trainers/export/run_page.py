@@ -7,7 +7,7 @@ import numpy as np
 
 from omnibal.base.frozen import Frozen
 from omnibal.job.plan import Plan
-from omnibal.job.planner import prediction_of
+from omnibal.job.planner import predict_plan
 from omnibal.job.published_errors import errors_of_plan
 from omnibal.model.limits import memory_cap_gib
 from omnibal.trainers.export.exported import Exported, ExportInput
@@ -49,7 +49,7 @@ class Expected(Frozen):
         if prediction is None:  # as it was removed
             packs, lengths = given.files.steps
             workload = job.workload(packs, lengths, plan.pack_levels)
-            prediction = prediction_of(plan, job, packs, workload)
+            prediction = predict_plan(plan, job, packs, workload)
         per_gpu = prediction.samples_per_second_per_gpu
         return cls(
             **_count_trained(given),

@@ -89,7 +89,7 @@ def predict_stages(
         # One step of made-up samples says nothing about a dataset.
         nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
         prediction = prediction.model_copy(update=nothing)
-    stages = line_job.plan_of(parts, schedule).held(parts)
+    stages = line_job.plan_of(parts, schedule).merge_chunks(parts)
     tensors = [stage.memory for stage in prediction.stages]
     return Costed(
         parts=tuple(parts),
@@ -232,7 +232,7 @@ def _fit(line_job: LineJob, parts: Sequence[Stage]) -> list[bool]:
     job, schedule = line_job.job, line_job.schedule
     cost = job.cost_of_all(line_job.levels)
     tensors = stage_memories(cost, (parts,), line_job.workload, schedule)
-    stages = line_job.plan_of(parts, schedule).held(parts)
+    stages = line_job.plan_of(parts, schedule).merge_chunks(parts)
     memories = device_memories(job, line_job.levels, stages, line_job.workload, tensors)
     return [memory.device_gib <= job.cluster.memory_gib for memory in memories]
 

@@ -25,7 +25,7 @@ from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
 from omnibal.job.fake_replay import (
-    COMPUTING,
+    COMPUTE_PHASES,
     FAKE_REPLAY_FILES,
     FakeReplayInfo,
     FakeStage,
@@ -119,7 +119,9 @@ def _run_step(
     assert label is not None, "nothing ran"
     operations = counts.operations()
     computing = [
-        count for count in operations if count.phase in COMPUTING and count.kind != "communication"
+        count
+        for count in operations
+        if count.phase in COMPUTE_PHASES and count.kind != "communication"
     ]
     return FakeStage(
         stage=stage,
