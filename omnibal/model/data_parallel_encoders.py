@@ -34,6 +34,11 @@ class EncoderPlacement(StrEnum):
         """Value of `--encoder` for this placement."""
         return "data-parallel" if self is EncoderPlacement.DATA_PARALLEL else self.value
 
+    @property
+    def title(self) -> str:
+        """Name within a sentence."""
+        return "in the pipeline" if self is EncoderPlacement.PIPELINE else self.option
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleTimes:

@@ -1,16 +1,17 @@
 """Comparison of encoder placements: which is faster, by how much, and why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.base.errors import UserError
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.pipeline.prediction import LostTime, Prediction
-from omnibal.search.strategy import Strategy
+from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
+from omnibal.search.strategy import Strategy, StrategyRequest
 
-_NAMED_CAUSES = 2  # longer sentences are not read
-_LEAST_CAUSE = 0.002
+_LISTED_CHANGES = 2  # longer sentences are not read
+_MIN_CHANGE = 0.002
 """Min share of the step for a cause to be named."""
 
 
@@ -43,8 +44,35 @@ class PlacementChoice:
 
     def step_ms(self, placement: EncoderPlacement) -> float | None:
         """Predicted step time of a placement. None if not planned."""
-        found = self.predicted.get(placement)
-        return None if found is None else found.step_ms
+        prediction = self.predicted.get(placement)
+        return None if prediction is None else prediction.step_ms
+
+    @classmethod
+    def of_strategies(
+        cls,
+        request: StrategyRequest,
+        search: StrategySearch,
+        predicted: Mapping[EncoderPlacement, Prediction],
+    ) -> Self:
+        """Compare the placements of the fastest strategies.
+
+        Args:
+            predicted: plans on all data, used if there is one of every placement. Else all are
+                compared on the sampled data.
+        """
+        steps: dict[EncoderPlacement, Prediction | PredictedStep] = {}
+        for strategy in search.ranking:  # fastest first
+            step = PredictedStep.from_strategy(strategy, request.samples_per_step)
+            steps.setdefault(strategy.placement, step)
+        return cls(
+            chosen=search.best.placement,
+            predicted=predicted if predicted.keys() >= steps.keys() else steps,
+            refused={
+                placement: _explain_refusal(request, search, placement)
+                for placement in request.placements
+                if placement not in steps
+            },
+        )
 
     @property
     def reason(self) -> str:
@@ -53,22 +81,29 @@ class PlacementChoice:
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
                 return _compare_steps(chosen, self.predicted[chosen], prediction)
-        refused = [f"{_NAMES[each]} cannot be: {why}" for each, why in self.refused.items()]
+        refused = [f"{other.title} cannot be: {why}" for other, why in self.refused.items()]
         return "; ".join(refused) or "no other placement was planned"
-
-
-def neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
-    """Error with reasons for all placements if none can be planned."""
-    reasons = {placement: str(error) for placement, error in refused.items()}
-    if len(set(reasons.values())) == 1:
-        return next(iter(refused.values()))
-    return UserError("; and ".join(f"{_NAMES[each]}: {why}" for each, why in reasons.items()))
 
 
 def relative_ms(prediction: Prediction | PredictedStep) -> float:
     """Time for comparing placements: device time per sample, or the step time without samples."""
     per_second = prediction.samples_per_second_per_gpu
     return prediction.step_ms if per_second is None else 1e3 / per_second
+
+
+def _explain_refusal(
+    request: StrategyRequest, search: StrategySearch, placement: EncoderPlacement
+) -> str:
+    """Return why no strategy has a placement of encoders."""
+    try:
+        possible_sizings(replace(request, placements=(placement,)))
+    except UserError as error:
+        return str(error)
+    if request.layouts:
+        for ruled_out in search.ruled_out:
+            if ruled_out.sizing.placement is placement:
+                return ruled_out.why
+    return "no parallel sizes were found with it that are as fast and fit"
 
 
 def _compare_steps(
@@ -78,18 +113,12 @@ def _compare_steps(
     # Ideal times differ too, by work that tensor-parallel ranks divide.
     before, after = other.lost.causes(), own.lost.causes()
     changes = {name: after[name] - before.get(name, 0.0) for name in after}
-    least_ms = _LEAST_CAUSE * own.step_ms
-    falls = sorted((ms, name) for name, ms in changes.items() if ms < -least_ms)
-    rises = sorted((-ms, name) for name, ms in changes.items() if ms > least_ms)
-    parts = [f"{name} is {-ms:,.1f} ms less" for ms, name in falls[:_NAMED_CAUSES]]
-    parts += [f"{name} {-ms:,.1f} ms more" for ms, name in rises[:_NAMED_CAUSES]]
+    min_ms = _MIN_CHANGE * own.step_ms
+    falls = sorted((ms, name) for name, ms in changes.items() if ms < -min_ms)
+    rises = sorted((-ms, name) for name, ms in changes.items() if ms > min_ms)
+    parts = [f"{name} is {-ms:,.1f} ms less" for ms, name in falls[:_LISTED_CHANGES]]
+    parts += [f"{name} {-ms:,.1f} ms more" for ms, name in rises[:_LISTED_CHANGES]]
     verdict = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
     if own.samples_per_second_per_gpu is not None:
         verdict += " per sample"  # steps may differ if caps are searched
-    return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
-
-
-_NAMES = {
-    EncoderPlacement.PIPELINE: "in the pipeline",
-    EncoderPlacement.DATA_PARALLEL: "data-parallel",
-}
+    return f"{placement.title} it is {verdict}: {', '.join(parts) or 'all parts alike'}"

@@ -19,11 +19,11 @@ from omnibal.job.planner import (
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import are_plain
 from omnibal.pipeline.prediction import Prediction
-from omnibal.search.encoder_placement import neither, relative_ms
+from omnibal.search.encoder_placement import relative_ms
 from omnibal.search.goal_requests import GoalRequests
 from omnibal.search.level_sets import LEAST_GAIN, levels_in_use, shared_anew
 from omnibal.search.memory_need import least_state_gib
-from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
+from omnibal.search.parallel_sizes import StrategySearch, placements_error, possible_sizings
 from omnibal.search.schedule_choice import ScheduleChoice, in_best_schedule, in_order
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
@@ -204,7 +204,7 @@ def _neither(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
         placement: UserError(error.need) if isinstance(error, DoesNotFit) else error
         for placement, error in refused.items()
     }
-    both = neither(causes)
+    both = placements_error(causes)
     if not isinstance(first, RequestDoesNotFit):
         return both
     return RequestDoesNotFit(first.request, DoesNotFit(str(both), first.advice))

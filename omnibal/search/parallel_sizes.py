@@ -12,7 +12,7 @@ neither on the machine nor on the number of processes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -22,9 +22,9 @@ from omnibal.job.job import JobSpec
 from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import MOST_IN_GRID, cap_space
-from omnibal.search.encoder_placement import neither
 from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
 from omnibal.search.schedule_choice import check_may_run, may_run
@@ -143,7 +143,7 @@ def search_strategies(
 
 def possible_sizings(request: StrategyRequest) -> list[Sizing]:
     """Return all parallel sizes on these GPUs with their encoder placements."""
-    found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
+    sizings, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
             placed = request.job.with_sizes(request.job.parallel, placement)
@@ -151,10 +151,18 @@ def possible_sizings(request: StrategyRequest) -> list[Sizing]:
         except UserError as error:
             refused[placement] = error
         else:
-            found += [Sizing(parallel, placement) for parallel in parallels]
-    if found:
-        return found
-    raise neither(refused)
+            sizings += [Sizing(parallel, placement) for parallel in parallels]
+    if sizings:
+        return sizings
+    raise placements_error(refused)
+
+
+def placements_error(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
+    """Return the error if no placement of encoders can be planned, with the reasons of all."""
+    reasons = {placement: str(error) for placement, error in refused.items()}
+    if len(set(reasons.values())) == 1:
+        return next(iter(refused.values()))
+    return UserError("; and ".join(f"{place.title}: {why}" for place, why in reasons.items()))
 
 
 def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
@@ -181,6 +189,10 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 def _able(request: StrategyRequest, layouts: Sequence[Parallel]) -> list[Parallel]:
     """Return the layouts that can run the schedule. Raises if none can."""
+    if request.schedule == ONE_FORWARD_ONE_BACKWARD.name:
+        # One job shows what is wrong for all layouts; the costs of each take 50 ms to count.
+        request.job.with_sizes(layouts[0])
+        return list(layouts)
     jobs = [request.job.with_sizes(parallel) for parallel in layouts]
     check_may_run(jobs, request.schedule)
     return [job.parallel for job in jobs if may_run(job, request.schedule)]

@@ -6,7 +6,6 @@
 Free sizes are searched together with caps, levels and encoder placement.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from omnibal.base.errors import DoesNotFit, UserError
@@ -14,17 +13,16 @@ from omnibal.base.worker_pool import usable_cores
 from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_portions import EarlierPortions, read_portion
 from omnibal.job.planner import PlanResult, extend_to_portions
-from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule
 from omnibal.pipeline.prediction import Prediction
-from omnibal.search.encoder_placement import PlacementChoice, PredictedStep
+from omnibal.search.encoder_placement import PlacementChoice
 from omnibal.search.feasible import find_changes, find_changes_of_goal
 from omnibal.search.finalists import Finalists, RequestDoesNotFit
 from omnibal.search.goal import Earlier, Goal, Listener, Samples, Silence, Stream
 from omnibal.search.goal_requests import GoalRequests, with_encoder_shardings
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.level_sets import levels_total, search_with_levels
-from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, progress_total
+from omnibal.search.parallel_sizes import StrategySearch, progress_total
 from omnibal.search.schedule_choice import ScheduleChoice
 from omnibal.search.step_size import COMPARED_SIZES, StepRate, step_rates
 from omnibal.search.strategy import StrategyRequest
@@ -221,7 +219,7 @@ def _search(requests: GoalRequests) -> Planned:
         requests.listener.note(f"found {' '.join(options)}")
     return Planned(
         result=best.result,
-        placement=_placement_of(request, found, best.predicted),
+        placement=PlacementChoice.of_strategies(request, found, best.predicted),
         sharding=ShardingChoice.of_strategies(found),
         schedule=best.schedule,
         strategies=None if request.layouts else found,
@@ -249,37 +247,3 @@ def _with_advice(goal: Goal, error: DoesNotFit, listener: Listener) -> UserError
 
 def _strategy_request(goal: Goal) -> StrategyRequest:
     return GoalRequests(goal=goal, listener=Silence()).strategy_request()
-
-
-def _placement_of(
-    request: StrategyRequest,
-    found: StrategySearch,
-    predicted: Mapping[EncoderPlacement, Prediction],
-) -> PlacementChoice:
-    """Placement of the fastest strategy, and the other: as planned, or both on sampled data."""
-    best: dict[EncoderPlacement, Prediction | PredictedStep] = {}
-    for strategy in found.ranking:
-        step = PredictedStep.from_strategy(strategy, request.samples_per_step)
-        best.setdefault(strategy.placement, step)
-    return PlacementChoice(
-        chosen=found.best.placement,
-        predicted=predicted if predicted.keys() >= best.keys() else best,
-        refused={
-            placement: _why_not(request, found, placement)
-            for placement in request.placements
-            if placement not in best
-        },
-    )
-
-
-def _why_not(request: StrategyRequest, found: StrategySearch, placement: EncoderPlacement) -> str:
-    """Return why no strategy has a placement of encoders."""
-    try:
-        possible_sizings(replace(request, placements=(placement,)))
-    except UserError as error:
-        return str(error)
-    if request.layouts:
-        for out in found.ruled_out:
-            if out.sizing.placement is placement:
-                return out.why
-    return "no parallel sizes were found with it that are as fast and fit"

@@ -102,9 +102,7 @@ def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
 
 
 def may_run(job: JobSpec, name: str) -> bool:
-    """Whether a job's model, sizes and precision allow a schedule of this name."""
-    if name == ONE_FORWARD_ONE_BACKWARD.name:
-        return True
+    """Whether a job's model, sizes and precision allow a schedule of this name, not 1F1B."""
     return any(_obstacle_of_job(job, each) is None for each in schedules_of({name}, job))
 
 

@@ -19,7 +19,7 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space
 from omnibal.search.parallel_sizes import StrategySearch, search_strategies
-from omnibal.search.strategy import Setting, Sizing, StrategyRequest
+from omnibal.search.strategy import Choice, Setting, StrategyRequest
 
 _RECIPES = ((32, 128), (128, 256))
 """Max number of GPUs, and samples per step of recipes for it."""
@@ -33,8 +33,8 @@ _FACTORS = (0.5, 2, 4)
 """Step sizes to compare, relative to the plan's."""
 COMPARED_SIZES = len(_FACTORS)
 _COMPARED_SAMPLES = SEARCH_SAMPLES // 4
-_COMPARED_LAYOUTS, _PLANNED = 2, 2
-"""Max layouts of each kind to compare, and choices to plan for every step size."""
+_COMPARED, _COMPARED_SHORT, _PLANNED = 2, 12, 2
+"""Max near-best layouts and layouts short of packs to compare, and choices to plan, at a step."""
 _LARGER = 2**0.5
 """Factor on the best caps that larger steps may fill."""
 _NEAR = 1.3
@@ -116,16 +116,20 @@ def default_source(samples_per_step: int, gpus: int) -> str:
 def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyRequest:
     """Double the samples per step until the fastest layout has `MIN_MICRO_BATCHES`.
 
-    Layouts are compared on a part of the samples.
+    All layouts are compared on a part of the samples at the first step, and `_near_choices` at
+    larger steps.
     """
-    while request.samples_per_step < len(request.lengths):
-        some = replace(request, samples=_COMPARED_SAMPLES)
-        best = search_strategies(some, lambda done: None, processes).best
-        if best.micro_batches >= MIN_MICRO_BATCHES:
+    some = replace(request, samples=_COMPARED_SAMPLES)
+    found = search_strategies(some, lambda done: None, processes)
+    best, samples = found.best, request.samples_per_step
+    while best.micro_batches < MIN_MICRO_BATCHES and samples < len(request.lengths):
+        samples = _double_to_fill(samples, best.micro_batches)
+        setting = Setting(request=replace(some, samples_per_step=samples).draw_samples(), packs={})
+        trials = _compare_near(setting, samples, _near_choices(setting, found), processes)
+        if not trials.planned:
             break
-        samples = _double_to_fill(request.samples_per_step, best.micro_batches)
-        request = replace(request, samples_per_step=samples)
-    return request
+        best = trials.rank_strategies()[0]
+    return replace(request, samples_per_step=samples)
 
 
 def _double_to_fill(samples: int, micro_batches: float) -> int:
@@ -148,19 +152,39 @@ def step_rates(
     sizes = [size for size in sizes if size <= len(request.lengths)]
     drawn = replace(request, samples=_COMPARED_SAMPLES, samples_per_step=max(sizes, default=1))
     setting = Setting(request=drawn.draw_samples(), packs={})
-    space = cap_space(setting.request)
-    all_caps = [best.caps]
-    if request.caps is None:
-        all_caps.append(space.moves(best.caps, _LARGER)[-1])
-    choices = list(product(_layouts(found), dict.fromkeys(all_caps)))
+    choices = _near_choices(setting, found)
     for size in sizes:
-        sized = replace(setting, request=replace(setting.request, samples_per_step=size))
-        trials = BoundedTrials(setting=sized, processes=1, advance=lambda done: None)
-        trials.run(choices, _PLANNED)
+        trials = _compare_near(setting, size, choices, processes=1)
         if trials.planned:
             rates.append(StepRate(size, trials.rank_strategies()[0].samples_per_second))
         on_progress(1)
     return sorted(rates)
+
+
+def _near_choices(setting: Setting, found: StrategySearch) -> list[Choice]:
+    """Near-best layouts and layouts with fewer packs than ranks, at the best and larger caps."""
+    layouts = [strategy.sizing for strategy in found.ranking]
+    slowest = found.best.samples_per_second / _NEAR
+    near = [other.sizing for other in found.ruled_out if other.fastest >= slowest]
+    # Without a bound or a need of memory, a layout had too few packs, which larger steps have.
+    short = [o.sizing for o in found.ruled_out if not o.fastest and o.need_gib is None]
+    short.sort(key=lambda sizing: sizing.parallel.data)  # the first to have enough
+    compared = [*layouts[:_COMPARED], *near[:_COMPARED], *short[:_COMPARED_SHORT]]
+    all_caps = [found.best.caps]
+    if setting.request.caps is None:
+        all_caps.append(cap_space(setting.request).moves(found.best.caps, _LARGER)[-1])
+    return list(product(compared, dict.fromkeys(all_caps)))
+
+
+def _compare_near(
+    setting: Setting, samples_per_step: int, choices: Sequence[Choice], processes: int
+) -> BoundedTrials:
+    """Plan the most promising of some choices at this number of samples per step."""
+    request = replace(setting.request, samples_per_step=samples_per_step)
+    sized = replace(setting, request=request)
+    trials = BoundedTrials(setting=sized, processes=processes, advance=lambda done: None)
+    trials.run(choices, _PLANNED)
+    return trials
 
 
 def remark(rates: Sequence[StepRate], samples_per_step: int) -> str | None:
@@ -175,12 +199,3 @@ def remark(rates: Sequence[StepRate], samples_per_step: int) -> str | None:
         f"--samples-per-step {better.samples_per_step} would train {gain - 1:.0%} more samples per "
         f"second than {samples_per_step} (simulated)"
     )
-
-
-def _layouts(found: StrategySearch) -> list[Sizing]:
-    """Near-best layouts, and layouts with fewer packs than ranks."""
-    layouts = [strategy.sizing for strategy in found.ranking]
-    least = found.best.samples_per_second / _NEAR
-    near = [one.sizing for one in found.ruled_out if one.fastest >= least]
-    short = [one.sizing for one in found.ruled_out if not one.fastest and one.need_gib is None]
-    return [layout for some in (layouts, near, short) for layout in some[:_COMPARED_LAYOUTS]]
