@@ -35,7 +35,7 @@ class EncoderPlacement(StrEnum):
         return "data-parallel" if self is EncoderPlacement.DATA_PARALLEL else self.value
 
     @property
-    def title(self) -> str:
+    def phrase(self) -> str:
         """Name within a sentence."""
         return "in the pipeline" if self is EncoderPlacement.PIPELINE else self.option
 

@@ -180,8 +180,9 @@ def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
         if tuple(held) != expected:
             raise UserError(
                 f"stage {index} holds {_format_units(held)}, but after the stages before it "
-                f"{model.name} has {_format_units(words[position:]) or 'nothing'}; stages must hold "
-                "all units in model order: correct the stages' units in plan.json, or plan anew"
+                f"{model.name} has {_format_units(words[position:]) or 'nothing'}; stages must "
+                "hold all units in model order: correct the stages' units in plan.json, or plan "
+                "anew"
             )
         layers = [span for span in stage.units if span.layers]
         again = [unit for span in stage.recompute for unit in span.units]

@@ -81,7 +81,7 @@ class PlacementChoice:
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
                 return _compare_steps(chosen, self.predicted[chosen], prediction)
-        refused = [f"{other.title} cannot be: {why}" for other, why in self.refused.items()]
+        refused = [f"{other.phrase} cannot be: {why}" for other, why in self.refused.items()]
         return "; ".join(refused) or "no other placement was planned"
 
 
@@ -121,4 +121,4 @@ def _compare_steps(
     verdict = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
     if own.samples_per_second_per_gpu is not None:
         verdict += " per sample"  # steps may differ if caps are searched
-    return f"{placement.title} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
+    return f"{placement.phrase} it is {verdict}: {', '.join(parts) or 'all parts alike'}"

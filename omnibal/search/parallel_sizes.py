@@ -162,7 +162,7 @@ def placements_error(refused: Mapping[EncoderPlacement, UserError]) -> UserError
     reasons = {placement: str(error) for placement, error in refused.items()}
     if len(set(reasons.values())) == 1:
         return next(iter(refused.values()))
-    return UserError("; and ".join(f"{place.title}: {why}" for place, why in reasons.items()))
+    return UserError("; and ".join(f"{place.phrase}: {why}" for place, why in reasons.items()))
 
 
 def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
