@@ -6,31 +6,13 @@ from typing import Self
 
 from omnibal.base.errors import UserError
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.pipeline.prediction import LostTime, Prediction
+from omnibal.pipeline.prediction import Prediction
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
-from omnibal.search.strategy import Strategy, StrategyRequest
+from omnibal.search.strategy import PredictedStep, StrategyRequest, relative_ms
 
 _LISTED_CHANGES = 2  # longer sentences are not read
 _MIN_CHANGE = 0.002
 """Min share of the step for a cause to be named."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictedStep:
-    """Predicted step for comparing placements."""
-
-    step_ms: float
-    samples_per_second_per_gpu: float | None
-    lost: LostTime
-
-    @classmethod
-    def from_strategy(cls, strategy: Strategy, samples_per_step: int) -> Self:
-        lost = {name: samples_per_step * ms for name, ms in strategy.lost}
-        return cls(
-            step_ms=samples_per_step * strategy.ms_per_sample,
-            samples_per_second_per_gpu=strategy.samples_per_second / strategy.parallel.world_size,
-            lost=LostTime(**lost),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,7 +44,7 @@ class PlacementChoice:
         """
         steps: dict[EncoderPlacement, Prediction | PredictedStep] = {}
         for strategy in search.ranking:  # fastest first
-            step = PredictedStep.from_strategy(strategy, request.samples_per_step)
+            step = strategy.predicted_step(request.samples_per_step)
             steps.setdefault(strategy.placement, step)
         return cls(
             chosen=search.best.placement,
@@ -83,12 +65,6 @@ class PlacementChoice:
                 return _compare_steps(chosen, self.predicted[chosen], prediction)
         refused = [f"{other.phrase} cannot be: {why}" for other, why in self.refused.items()]
         return "; ".join(refused) or "no other placement was planned"
-
-
-def relative_ms(prediction: Prediction | PredictedStep) -> float:
-    """Time for comparing placements: device time per sample, or the step time without samples."""
-    per_second = prediction.samples_per_second_per_gpu
-    return prediction.step_ms if per_second is None else 1e3 / per_second
 
 
 def _explain_refusal(

@@ -19,13 +19,12 @@ from omnibal.job.planner import (
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import are_plain
 from omnibal.pipeline.prediction import Prediction
-from omnibal.search.encoder_placement import relative_ms
 from omnibal.search.goal_requests import GoalRequests
 from omnibal.search.level_sets import LEAST_GAIN, levels_in_use, shared_anew
 from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, placements_error, possible_sizings
 from omnibal.search.schedule_choice import ScheduleChoice, in_best_schedule, in_order
-from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
+from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, relative_ms
 
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""

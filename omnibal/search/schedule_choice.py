@@ -22,7 +22,7 @@ from omnibal.job.planner import (
 from omnibal.model.limits import words
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.workload import Workload
-from omnibal.search.encoder_placement import relative_ms
+from omnibal.search.strategy import relative_ms
 
 _TRIAL_EFFORT = 0.1
 """Effort of the quick search. The fastest schedule is searched again in full."""

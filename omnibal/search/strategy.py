@@ -21,7 +21,7 @@ from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
-from omnibal.pipeline.prediction import LostTime
+from omnibal.pipeline.prediction import LostTime, Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import try_all
@@ -147,6 +147,21 @@ class Sizing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedStep:
+    """Predicted step of a strategy, to compare it with plans."""
+
+    step_ms: float
+    samples_per_second_per_gpu: float | None
+    lost: LostTime
+
+
+def relative_ms(step: Prediction | PredictedStep) -> float:
+    """Return device time per sample, or the step time of plans without samples."""
+    per_second = step.samples_per_second_per_gpu
+    return step.step_ms if per_second is None else 1e3 / per_second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
     """Parallel sizes and placement, with the best packs tried."""
 
@@ -182,6 +197,14 @@ class Strategy:
     def choice(self) -> tuple[Sizing, tuple[Level, ...]]:
         """Sizes, placement and levels, which no other strategy of a ranking has."""
         return self.sizing, self.levels
+
+    def predicted_step(self, samples_per_step: int) -> PredictedStep:
+        lost = {name: samples_per_step * ms for name, ms in self.lost}
+        return PredictedStep(
+            step_ms=samples_per_step * self.ms_per_sample,
+            samples_per_second_per_gpu=self.samples_per_second / self.parallel.world_size,
+            lost=LostTime(**lost),
+        )
 
 
 Choice = tuple[Sizing, Caps]
