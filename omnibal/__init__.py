@@ -1,7 +1,6 @@
-"""OmniBal's planner: sample lengths and a cost model in, a checked training plan out.
+"""OmniBal's planner: sample lengths and a cost model in, a validated training plan out.
 
-Nothing under `omnibal` may import torch or megatron (tests/planner/test_imports.py). Names of
-`omnibal.library` (docs/python.md) are imported when first used, as scipy takes long to import.
+Never imports torch or megatron (tests/planner/test_imports.py). docs/python.md shows its functions.
 """
 
 from importlib import import_module
@@ -50,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import one of the names above."""
+    # On first use only: `omnibal.library` imports scipy, which takes about a second.
     if name not in __all__:
         raise AttributeError(f"module 'omnibal' has no attribute {name!r}")
     return import_module("omnibal.library").__dict__[name]

@@ -1,26 +1,27 @@
-"""The Python interface: typed, silent functions equal to the commands (docs/python.md)."""
+"""Public functions of `import omnibal`: the commands, typed and without output (docs/python.md)."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from omnibal import __all__ as __all__
 from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_files
 from omnibal.cost.profile import read_profile
 from omnibal.cost.source import CostSource
+from omnibal.data import lengths as lengths_module
 from omnibal.data.lengths import Lengths
-from omnibal.data.lengths import read_lengths as _read_lengths
 from omnibal.families.named import named_model
-from omnibal.job.check import check_plan
-from omnibal.job.check import open_plan as _open_plan
+from omnibal.job import check as check_module
+from omnibal.job import plan_files as files_module
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import plan_files
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.plan_files import save_plan as _save_plan
 from omnibal.job.planner import PlanResult
-from omnibal.model.adapter_settings import AdapterConfig, adapters_of
+from omnibal.model.adapter_settings import AdapterConfig
+from omnibal.model.adapter_settings import adapters_of as adapters_of
 from omnibal.model.config import Precision, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.limits import Caps
@@ -29,8 +30,11 @@ from omnibal.model.targets import TargetName, trainer_of
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import StepTimes, simulate_levels
-from omnibal.search.goal import Free, Goal, Samples
-from omnibal.search.planning import Planned, plan
+from omnibal.search.goal import Free as Free
+from omnibal.search.goal import Goal as Goal
+from omnibal.search.goal import Samples as Samples
+from omnibal.search.planning import Planned
+from omnibal.search.planning import plan as plan
 from omnibal.trainers.export.directory import Export, export_of
 from omnibal.trainers.lint.all_rules import can_start, findings_of
 from omnibal.trainers.lint.command_line import read_launch
@@ -39,21 +43,21 @@ from omnibal.trainers.lint.line import line_of
 
 
 def read_lengths(*paths: Path | str) -> Lengths:
-    """Read and join files of `omnibal lengths`."""
-    return _read_lengths([Path(path) for path in paths])
+    """Return the joined samples of files of `omnibal lengths`."""
+    return lengths_module.read_lengths([Path(path) for path in paths])
 
 
 def pack(
     lengths: Lengths, max_tokens: int, *, seed: int = 0, limits: Mapping[str, int] | None = None
 ) -> Packs:
-    """Pack all samples into nearly the fewest possible packs.
+    """Return packs of all samples, close to the min number of packs.
 
     Args:
-        max_tokens: max per pack.
-        limits: max of other features, such as `{"tiles": 12}`.
+        max_tokens: max tokens per pack.
+        limits: max of other features per pack, such as `{"tiles": 12}`.
     """
     for name in limits or {}:
-        _check_known("limit of", name, (*lengths.item_names, *ITEM_FEATURES))
+        _check_choice("limit of", name, (*lengths.item_names, *ITEM_FEATURES))
     caps = Caps.of(**(limits or {}), tokens=max_tokens)
     return pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
 
@@ -69,20 +73,20 @@ def training_job(
     profile: Path | str | None = None,
     trainer: str | None = None,
 ) -> JobSpec:
-    """Describe a training job without its data.
+    """Return a training job without its data.
 
     Args:
         model: a preset, a hub id, or a model's TOML file, config.json or folder.
         cluster: a preset or a TOML file.
-        parallel: parallel sizes, by default the smallest, before a search.
-        frozen: untrained parts of the model, such as "vision".
-        adapters: trained with frozen base matrices, of parts not in `frozen`.
-        profile: measured costs, in place of counted ones.
-        trainer: another trainer to plan for, such as "ms-swift".
+        parallel: parallel sizes; default: the smallest, for a search of sizes.
+        frozen: parts that are not trained, such as "vision".
+        adapters: LoRA of parts that are not in `frozen`; their base weights are frozen.
+        profile: file of `omnibal profile`; default: costs from the cluster's rates.
+        trainer: target trainer, such as "ms-swift"; default: this project's.
     """
     if trainer is not None:
-        _check_known("trainer", trainer, list(TargetName))
-    _check_known("precision", precision, get_args(Precision))
+        _check_choice("trainer", trainer, list(TargetName))
+    _check_choice("precision", precision, get_args(Precision))
     costs = CostSource(None if profile is None else read_profile(Path(profile)))
     planned_for = trainer_of(None if trainer is None else TargetName(trainer))
     sizes = parallel or Parallel(tensor=costs.tensor or 1, pipeline=1)
@@ -98,29 +102,33 @@ def training_job(
     )
 
 
-def _check_known(what: str, given: str, known: Collection[str]) -> None:
-    if given not in known:
-        raise UserError(f"{what} {given!r} is not known; it must be one of {', '.join(known)}")
+def _check_choice(title: str, given: str, choices: Collection[str]) -> None:
+    if given not in choices:
+        raise UserError(f"{title} {given!r} is not known; choose from {', '.join(choices)}")
 
 
 def save_plan(planned: Planned | PlanResult, directory: Path | str) -> None:
     """Write a plan directory."""
     result = planned.result if isinstance(planned, Planned) else planned
-    _save_plan(result, Path(directory))
+    files_module.save_plan(result, Path(directory))
 
 
 def open_plan(directory: Path | str) -> PlanFiles:
-    """Open a plan directory: plan, job, packs and lengths."""
-    return _open_plan(Path(directory))
+    """Return the content of a plan directory: plan, job, packs and lengths."""
+    return check_module.open_plan(Path(directory))
 
 
 def check(directory: Path | str) -> list[str]:
-    """Validate a plan for training; return a sentence per check."""
-    return check_plan(Path(directory))
+    """Validate a plan directory; return a sentence per passed check.
+
+    Raises:
+        UserError: at the first check that fails.
+    """
+    return check_module.check_plan(Path(directory))
 
 
 def simulate(directory: Path | str) -> StepTimes:
-    """Simulate all steps of a plan on its own packs."""
+    """Return simulated times of all steps of a plan, with its packs."""
     files = open_plan(directory)
     packs, lengths = files.steps
     workload = files.job.workload(packs, lengths, files.plan.pack_levels)
@@ -136,22 +144,23 @@ def export_plan(
     data: Path | str | None = None,
     workers: int = 0,
 ) -> Export:
-    """Write a plan as the files, flags and command of another trainer.
+    """Write and return a plan as files, flags and command of another trainer.
 
     Args:
-        to: folder to make.
-        trainer: defaults to the trainer that the plan was made for.
-        data: annotation file, or meta JSON, from which the lengths were scanned.
-        workers: loader processes of every rank, if files depend on them.
+        to: new folder.
+        trainer: target; default: the trainer that the plan was made for.
+        data: annotation file or meta JSON that the lengths were scanned from.
+        workers: data loader processes per rank, if the trainer's files depend on them.
     """
     folder, files = Path(to), open_plan(directory)
     check_new_folder(folder)
     name = trainer or files.plan.made_for
-    if name is None or name not in list(TargetName):
+    if name is None:
         raise UserError(
-            f"trainer {name!r} was given; it must be one of {', '.join(TargetName)}, or the plan "
-            "be made for one of them"
+            "the plan was not made for another trainer; give one as `trainer`: "
+            f"{', '.join(TargetName)}"
         )
+    _check_choice("trainer", name, list(TargetName))
     source = None if data is None else Path(data)
     made = export_of(files, TargetName(name), source, folder, workers)
     made.write()
@@ -160,21 +169,20 @@ def export_plan(
 
 @dataclass(frozen=True, slots=True)
 class Linted:
-    """A parsed launch line and its findings."""
+    """Parsed launch line and its findings."""
 
     launch: Launch
     findings: list[Finding]
-    starts: bool | None
-    """Whether the trainer would start, or None if a flag may be misspelled."""
+    starts: bool | None  # None if a flag may be misspelled
 
 
 def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None) -> Linted:
-    """Check whether a Megatron launch line can start.
+    """Return whether a Megatron launch line can start, and findings.
 
     Args:
         line: a command, or the text of a script.
         model: as for `training_job`.
-        variables: values of the line's variables.
+        variables: values of the line's shell variables.
     """
     launch = read_launch(line, dict(variables or {}), None, None, None)
     checked = line_of(launch, named_model(model))
@@ -185,30 +193,10 @@ def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None)
 def report_plan(
     directory: Path | str, output: Path | str, *, run: Path | str | None = None
 ) -> Path:
-    """Write the report page of a plan and its run."""
-    from omnibal.report.page import write_report  # slow import: matplotlib
+    """Write the HTML report of a plan and its run; return `output`."""
+    from omnibal.report.page import write_report  # matplotlib takes a second to import
 
     page = Path(output)
     check_files({"output": page}, plan_files(Path(directory)))
     write_report(open_plan(directory), None if run is None else Path(run), page)
     return page
-
-
-__all__ = [
-    "Free",
-    "Goal",
-    "Planned",
-    "Samples",
-    "adapters_of",
-    "check",
-    "export_plan",
-    "lint_line",
-    "open_plan",
-    "pack",
-    "plan",
-    "read_lengths",
-    "report_plan",
-    "save_plan",
-    "simulate",
-    "training_job",
-]

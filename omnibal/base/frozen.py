@@ -4,10 +4,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
-MAX_LAYERS = 1_000
-"""Max layers of a tower; above, the search takes minutes and too much memory."""
-MAX_COUNT = 2**31 - 1
-"""Largest count, as arrays are int32."""
+MAX_LAYERS = 1_000  # max layers of a tower; above, the search takes minutes and too much memory
+MAX_COUNT = 2**31 - 1  # largest count, as arrays are int32
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Field(ge=1, le=2**24)]

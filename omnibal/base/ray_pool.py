@@ -95,10 +95,8 @@ def _unreachable(address: str | None, why: str) -> UserError:
 
 @dataclass(frozen=True, slots=True)
 class _RayPool:
-    ray: Any
-    """Ray module of a process that joined a cluster."""
-    head: str | None
-    """Host and port of the head, None without a connection."""
+    ray: Any  # ray module of a process that joined a cluster
+    head: str | None  # host and port of the head, None without a connection
 
     def map_unordered(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
@@ -143,8 +141,7 @@ class _Room:
 
     ray: Any
     head: str | None
-    counted: float = -_POLL_S
-    """Time of the last core count, in seconds."""
+    counted: float = -_POLL_S  # time of the last core count, in seconds
     cores: int = field(default=1)
 
     def tasks(self) -> int:

@@ -17,10 +17,8 @@ class RecordLog:
     """File of records, present from the first `append` until `remove`."""
 
     path: Path
-    title: bytes
-    """Start of every such file."""
-    key: bytes
-    """Rest of the first line."""
+    title: bytes  # start of every such file
+    key: bytes  # rest of the first line
 
     @property
     def _header(self) -> bytes:

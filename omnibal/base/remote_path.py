@@ -29,8 +29,7 @@ _URL_AS_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/(.*)")  # PosixPath drops a sla
 _SECRET = re.compile(r"(?<=://)(?:[^/@]+|[^/:]*:.+)(?=@)|(?<=[?#;]).+")
 _BLOCK_BYTES = 1 << 21  # latency equals transfer at 100 MB/s and 20 ms
 _BLOCKS_IN_MEMORY = 8  # per process: reads are mostly sequential
-_KNOWN_FILES, _REMEMBERED_S = 4096, 60
-"""Max remembered files per process, and for how many seconds."""
+_KNOWN_FILES, _REMEMBERED_S = 4096, 60  # max remembered files per process, and for how many seconds
 _ASKED_TOGETHER = 8  # min files of a folder for a listing to be quicker
 _VERSIONS = ("ETag", "etag", "mtime", "LastModified", "created")
 """Version fields in fsspec's file info, best first."""
@@ -39,8 +38,7 @@ _VERSIONS = ("ETag", "etag", "mtime", "LastModified", "created")
 class RemotePath(PosixPath):
     """Path of a remote file or folder, with the methods needed for reading."""
 
-    cache: BlockCache | None = None
-    """Cache of read blocks."""
+    cache: BlockCache | None = None  # cache of read blocks
 
     def __new__(cls, *parts: Any, cache: BlockCache | None = None) -> "RemotePath":
         path = super().__new__(cls, *parts)

@@ -1,7 +1,6 @@
-"""The `omnibal` command: results on stdout (tables or `--json`), progress and errors on stderr.
+"""The `omnibal` command: results on stdout (tables or `--json`), progress and errors on stderr."""
 
-Imports for a single command are inside its function, to keep `omnibal --help` fast.
-"""
+# Every command imports scipy and its own modules in its function: `omnibal --help` stays fast.
 
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
 ) -> None:
-    """Plan the training of language models with or without encoders: packs, stages, recomputing."""
+    """Plan training of (vision-)language models: packs, parallel sizes, stages, recomputation."""
     if version:
         sys.stdout.write(f"omnibal {__version__}\n")
     elif context.invoked_subcommand is None:
@@ -79,12 +78,12 @@ EXAMPLES: dict[Callable[..., None], str] = {
     profile_command.profile: "",
     simulate_command.simulate: "omnibal simulate plan --trace step.json",
 }
-"""Examples of every command's help."""
 
-for command, examples in EXAMPLES.items():
-    # What follows `--` is the trainer's. A launch line of flags alone begins as an option does.
+for command, examples in EXAMPLES.items():  # help lists the commands in this order
     settings = {
+        # Arguments after `--` go to pretrain_vlm.py.
         "allow_extra_args": command is run_command.run,
+        # A launch line may consist of flags, which click would take for options.
         "ignore_unknown_options": command is lint_command.lint,
     }
     without = "lengths" if command is run_command.run else ""

@@ -29,26 +29,24 @@ from omnibal.steps.pack_settings import PackSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """Options for the rule and data to compare caps."""
-
     samples_per_step: Annotated[
         int | None,
-        count_option("of all ranks, at which caps are compared (default: as of `omnibal plan`)"),
+        count_option("global batch size to compare caps at (default: that of `omnibal plan`)"),
     ] = None
     limit: LimitOption = None
     rule: Annotated[
         Literal["time", "paper"],
         typer.Option(
-            help="least predicted time per sample, or the OmniBal paper's: 4 to 5 samples in a "
-            "pack and least imbalance"
+            help="criterion: min predicted time per sample, or the OmniBal paper's: 4 to 5 samples "
+            "per pack and min imbalance"
         ),
     ] = "time"
-    samples: Annotated[int, count_option("drawn to try caps on; more where steps are large")] = (
-        SEARCH_SAMPLES
-    )
+    samples: Annotated[
+        int, count_option("min samples to draw and pack; at least a few steps are drawn")
+    ] = SEARCH_SAMPLES
     processes: Annotated[
         int | None,
-        count_option("that try caps at the same time (default: all cores)", most=MOST_PROCESSES),
+        count_option("parallel worker processes (default: usable cores)", most=MOST_PROCESSES),
     ] = None
 
 
@@ -61,7 +59,7 @@ def caps(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Choose the caps, --max-tiles and --max-tokens: the least predicted time that fits."""
+    """Search --max-tiles and --max-tokens: min predicted time per sample that fits in memory."""
     from omnibal.base.worker_pool import usable_cores
     from omnibal.search.cap_search import cap_notes, most_candidates, search_caps
     from omnibal.search.step_size import default_samples_per_step
@@ -72,6 +70,7 @@ def caps(
     print_notes(model_notes(given.model))
     samples, parallel = read_lengths(lengths), job.parallel
     usual = default_samples_per_step(samples, None, parallel.world_size, parallel.data)
+    # A strategy search with a single layout: only caps are free.
     request = StrategyRequest(
         job=job,
         sizes=FreeSizes(gpus=parallel.world_size),
@@ -83,23 +82,18 @@ def caps(
         fixed_caps=limits_given(search.limit),
     )
     with progress("trying caps", most_candidates(request, search.rule)) as advance:
-        found = search_caps(request, search.rule, advance, search.processes or usable_cores())
-    print_notes(cap_notes(request, found))
-    reasons = [reason.split(";")[0] for reason in found.infeasible.values()]
+        outcome = search_caps(request, search.rule, advance, search.processes or usable_cores())
+    print_notes(cap_notes(request, outcome))
+    reasons = [reason.split(";")[0] for reason in outcome.infeasible.values()]
     unusable = [f"{len(reasons)} other caps cannot be used: {reasons[0]}"] if reasons else []
     result = {
-        **found.best.model_dump(),
+        **outcome.best.model_dump(),
         "rule": search.rule,
-        "candidates": [candidate.as_dict() for candidate in found.candidates],
+        "candidates": [candidate.as_dict() for candidate in outcome.candidates],
         "infeasible": [
-            {**each.model_dump(), "reason": reason} for each, reason in found.infeasible.items()
+            {**tried.model_dump(), "reason": reason} for tried, reason in outcome.infeasible.items()
         ],
         "seconds": time.perf_counter() - start,
     }
-    print_result(
-        as_json,
-        result,
-        command_tables.caps_table(found, job.memory_cap_gib),
-        *unusable,
-        f"use: {' '.join(found.best.options)}",
-    )
+    table = command_tables.caps_table(outcome, job.memory_cap_gib)
+    print_result(as_json, result, table, *unusable, f"use: {' '.join(outcome.best.options)}")

@@ -31,16 +31,13 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
-_SECONDS_BETWEEN_LINES = 30.0  # progress without a terminal
-
-
-_KNOWN_RATE = 0.2
-"""Share of the work to be done before a remaining time is shown."""
+_LINE_INTERVAL_S = 30.0  # of progress in a log file
+_ESTIMATE_FROM = 0.2  # share of the work done before a remaining time is shown; rates vary before
 
 
 class _RemainingColumn(bars.TimeRemainingColumn):
     def render(self, task: bars.Task) -> Text:
-        is_known = task.total and task.completed >= _KNOWN_RATE * task.total
+        is_known = task.total and task.completed >= _ESTIMATE_FROM * task.total
         return super().render(task) if is_known else Text("")
 
 
@@ -51,14 +48,14 @@ class _RateColumn(bars.ProgressColumn):
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function to advance progress on stderr: a bar, or lines about every 30 seconds."""
+    """Yield `advance(count)`: a progress bar on stderr, or a line every 30 s without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield progress_lines(title, total)
         return
-    named = bars.TextColumn("{task.description}")
+    label = bars.TextColumn("{task.description}")
     counts = bars.MofNCompleteColumn(), _RateColumn(), _RemainingColumn()
-    with bars.Progress(named, bars.BarColumn(), *counts, console=console) as bar:
+    with bars.Progress(label, bars.BarColumn(), *counts, console=console) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
 
@@ -66,7 +63,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 def progress_lines(
     title: str, total: int, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[int], None]:
-    """Return a function to call with the newly done amount, which logs to stderr now and then."""
+    """Return `advance(count)`, which logs a line of progress to stderr every 30 s."""
     began = written = clock()
     done = 0
 
@@ -74,11 +71,11 @@ def progress_lines(
         nonlocal done, written
         done += newly
         now = clock()
-        if done == 0 or now - written < _SECONDS_BETWEEN_LINES:
+        if done == 0 or now - written < _LINE_INTERVAL_S:
             return
         written, rate = now, done / (now - began)
         line = f"{title}: {done:,} of {total:,} in {(now - began) / 60:.1f} min, {rate:,.1f}/s"
-        if done >= _KNOWN_RATE * total:
+        if done >= _ESTIMATE_FROM * total:
             line += f", at this rate {max(0, total - done) / rate / 60:.1f} min more"
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
@@ -87,13 +84,15 @@ def progress_lines(
 
 
 @contextmanager
-def status(what: str) -> Iterator[None]:
+def status(title: str) -> Iterator[None]:
     """Show a spinner on stderr for work of unknown length."""
-    with Console(stderr=True).status(what):
+    with Console(stderr=True).status(title):
         yield
 
 
 class ConsoleListener:
+    """Listener of a plan search (`omnibal.search.goal.Listener`) that prints to stderr."""
+
     progress = staticmethod(progress)
     status = staticmethod(status)
 

@@ -1,4 +1,4 @@
-"""`omnibal export`: a plan as the files, flags and command of another trainer."""
+"""`omnibal export`: write a plan as files, flags and command of another trainer."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,27 +27,27 @@ def export(
         typer.Option(
             "--for",
             metavar="TRAINER",
-            help=f"{', '.join(TargetName)} (default: the trainer that it was planned for)",
+            help=f"target: {', '.join(TargetName)} (default: --for of `omnibal plan`)",
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="annotation file, or meta JSON, that the lengths were scanned from "
-            "(default: files that hold or name samples are left out)"
+            help="annotation file, or meta JSON, that the lengths were scanned from (default: "
+            "write no files that hold or name samples)"
         ),
     ] = None,
     workers: Annotated[
         int,
         count_option(
-            "loader processes of every rank, where the trainer's files depend on them",
+            "data loader processes per rank, if the trainer's files depend on them",
             most=_MOST_WORKERS,
             least=0,
         ),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a plan as the files, flags and command of another trainer."""
+    """Export a plan for another trainer: files, flags, command and RUN.md."""
     from omnibal.data.external_lengths import cached_folder
     from omnibal.job.check import open_plan
     from omnibal.trainers.export.directory import export_of
@@ -56,13 +56,13 @@ def export(
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
     check_folder("--to", to, inputs)
     if data is not None:
-        _check_data(data, is_counted=cached_folder(data) is not None)
+        _check_samples(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
     check_outside("--to", to, [directory])
     name = target or files.plan.made_for
     if name is None:
         raise UserError(
-            "the plan was not made for another trainer; name one with --for, one of "
+            "the plan was not made for another trainer; name it with --for: "
             f"{', '.join(TargetName)}"
         )
     with status("reading the data"):
@@ -93,8 +93,8 @@ def export(
     print_result(as_json, result, facts, f"what to run: {to / 'RUN.md'}")
 
 
-def _check_data(data: Path, *, is_counted: bool) -> None:
-    """Raise for files of lengths in place of samples."""
+def _check_samples(data: Path, *, is_counted: bool) -> None:
+    """Raise if `data` holds lengths instead of samples."""
     wanted = "give the annotation file, or meta JSON, that the lengths were scanned from"
     if is_counted:
         raise UserError(

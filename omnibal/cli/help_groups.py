@@ -1,4 +1,4 @@
-"""Groups of options: dataclass parameters of a command, with a field per option; their help."""
+"""Option groups (dataclass parameters of a command, a field per option) and sectioned help."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,8 +11,7 @@ from typer.core import TyperCommand
 
 from omnibal.base.remote_path import check_local
 
-COUNT = "N"
-"""Metavar of integer options. Help leaves their ranges out."""
+COUNT = "N"  # metavar of integer options, whose ranges help leaves out
 _FIRST = "--model --data lengths --cluster --gpus --lengths --samples-per-step --for --output"
 _SECTIONS = {
     "Packs and steps": """--max-tokens --max-tiles --micro-batches --epochs --packing-levels |
@@ -24,14 +23,13 @@ _SECTIONS = {
         --precision""",
     "Costs": "--memory-gib --profile | --network-gb-per-s --expert-imbalance --compare",
 }
-"""Sections of long help: options that it shows, and options that --help-all adds."""
+"""Options by section of long help; --help-all adds those after `|`."""
 _SHOWS_ALL = "omnibal.help_all"
-_WHOLE = "\N{NON-BREAKING HYPHEN}"
-"""Hyphen that ends no line of help."""
+_NO_BREAK = "\N{NON-BREAKING HYPHEN}"  # click breaks lines at hyphens, which would cut options
 
 
-def _show_all(context: typer.Context, is_asked: bool) -> None:
-    if is_asked:
+def _show_all(context: typer.Context, asked: bool) -> None:
+    if asked:
         context.meta[_SHOWS_ALL] = True
         typer.echo(context.get_help())
         raise typer.Exit
@@ -43,7 +41,7 @@ HelpAllOption = Annotated[
 
 
 class Command(TyperCommand):
-    """A command with examples (its epilog). Options are in sections if it has --help-all."""
+    """Command with examples (its epilog), and with sections of options if it has --help-all."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows, options = {}, cast(list[Any], self.get_params(ctx))
@@ -51,11 +49,11 @@ class Command(TyperCommand):
             if option.metavar == COUNT:
                 option.min = option.max = None
             name, text = option.get_help_record(ctx)
-            rows[option.opts[0]] = name, text.replace("-", _WHOLE)
+            rows[option.opts[0]] = name, text.replace("-", _NO_BREAK)
         sections = {"Options": " ".join(rows)}
         if "--help-all" in rows:
-            listed = " ".join([_FIRST, *_SECTIONS.values()]).split()
-            others = [name for name in rows if name not in listed]
+            in_sections = " ".join([_FIRST, *_SECTIONS.values()]).split()
+            others = [name for name in rows if name not in in_sections]
             sections = {"Options": " ".join([_FIRST, *others])} | _SECTIONS
         for title, names in sections.items():
             usual, rare = (
@@ -65,26 +63,26 @@ class Command(TyperCommand):
             with formatter.section(title):
                 formatter.write_dl([rows[name] for name in shown], col_max=22)
                 if len(shown) < len(usual + rare):
-                    formatter.write_text(f"more: {' '.join(rare)}".replace("-", _WHOLE))
+                    formatter.write_text(f"more: {' '.join(rare)}".replace("-", _NO_BREAK))
             if title == "Options" and self.epilog:
                 with formatter.section("Examples"):
+                    # \b keeps click from wrapping the paragraph.
                     formatter.write_text(f"\b\n{inspect.cleandoc(self.epilog)}")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write nothing: examples follow the first options."""
 
     def get_help(self, ctx: Any) -> str:
-        return super().get_help(ctx).replace(_WHOLE, "-")
+        return super().get_help(ctx).replace(_NO_BREAK, "-")
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        return super().get_short_help_str(limit=10_000)
+        return super().get_short_help_str(limit=10_000)  # whole sentences in `omnibal --help`
 
 
 def with_groups(command: Callable[..., None], without: str = "") -> Callable[..., None]:
-    """Replace every group of options among a command's parameters by the group's fields.
+    """Return a command with a parameter per field of its option groups, except field `without`.
 
-    The command gets its groups with values, and URLs in path options are errors. The field
-    `without` is no option of the command.
+    It calls `command` with filled groups, and raises UserError for a URL in a path option.
 
     >>> @dataclass
     ... class Sizes:
@@ -104,13 +102,13 @@ def with_groups(command: Callable[..., None], without: str = "") -> Callable[...
             hints = get_type_hints(kind, include_extras=True)
             parameters += [
                 inspect.Parameter(
-                    one.name,
+                    field.name,
                     inspect.Parameter.KEYWORD_ONLY,
-                    annotation=hints[one.name],
-                    default=inspect.Parameter.empty if one.default is MISSING else one.default,
+                    annotation=hints[field.name],
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
                 )
-                for one in fields(kind)
-                if one.name != without
+                for field in fields(kind)
+                if field.name != without
             ]
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
@@ -124,13 +122,14 @@ def with_groups(command: Callable[..., None], without: str = "") -> Callable[...
         }
         command(**given, **filled)
 
+    # Typer reads the options from the signature and from the annotations.
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
 def given_options(context: typer.Context) -> Iterator[tuple[Any, Any]]:
-    """Yield the options on the command line, with their values."""
+    """Yield options that the user typed (no defaults), with their values."""
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":

@@ -1,4 +1,4 @@
-"""`omnibal lengths`: scan a dataset."""
+"""`omnibal lengths`: count tokens and images of a dataset."""
 
 import math
 import sys
@@ -40,51 +40,73 @@ _PARQUET_MAGIC = b"PAR1"
 class ImageSizeOptions:
     max_dynamic_patch: Annotated[
         int | None,
-        count_option("tiles of one image, in place of the model's", most=MAX_TILES_OF_IMAGE),
+        count_option("max tiles per image (default: the model's)", most=MAX_TILES_OF_IMAGE),
     ] = None
     min_pixels: Annotated[
-        int | None, count_option("of a native-resolution image, in place of the model's")
+        int | None, count_option("min pixels of a native-resolution image (default: the model's)")
     ] = None
     max_pixels: Annotated[
-        int | None, count_option("of a native-resolution image, in place of the model's")
+        int | None, count_option("max pixels of a native-resolution image (default: the model's)")
     ] = None
 
     def apply(self, model: ModelConfig) -> ModelConfig:
-        most_tiles = self.max_dynamic_patch
-        if most_tiles is not None:
+        max_tiles = self.max_dynamic_patch
+        if max_tiles is not None:
             tiling = model.vision.tiling
-            if most_tiles < tiling.min_dynamic_patch:
+            if max_tiles < tiling.min_dynamic_patch:
                 raise UserError(
-                    f"--max-dynamic-patch {most_tiles} is below the model's min_dynamic_patch "
-                    f"{tiling.min_dynamic_patch}; give at least that many"
+                    f"--max-dynamic-patch {max_tiles} is below the model's min_dynamic_patch "
+                    f"{tiling.min_dynamic_patch}; raise it"
                 )
-            tiling = tiling.model_copy(update={"max_dynamic_patch": most_tiles})
+            tiling = tiling.model_copy(update={"max_dynamic_patch": max_tiles})
             model = model.with_tower("vision", tiling=tiling)
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         pixels = {name: limit for name, limit in limits.items() if limit is not None}
-        return _with_pixels(model, pixels) if pixels else model
+        return self._set_pixels(model, pixels) if pixels else model
+
+    @staticmethod
+    def _set_pixels(model: ModelConfig, pixels: dict[str, int]) -> ModelConfig:
+        options = words([f"--{name.replace('_', '-')}" for name in pixels])
+        tower = model.images
+        if tower is None:
+            raise UserError(
+                f"{options}: {model.name} takes no images at their native resolution; leave it out"
+            )
+        if tower.resize == "fixed":
+            side = math.isqrt(tower.max_pixels)
+            raise UserError(
+                f"{options}: images of {model.name} are of one size, {side} x {side} pixels; leave "
+                "it out"
+            )
+        try:
+            # `model_copy` would not validate that min_pixels <= max_pixels.
+            changed = tower.model_validate(tower.model_dump() | pixels)
+        except ValidationError as error:
+            raise UserError(f"{options}: {complaint(error.errors()[0])}; give others") from error
+        (name,) = (name for name, encoder in model.encoders.items() if encoder is tower)
+        return model.model_copy(update={"encoders": model.encoders | {name: changed}})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOptions:
     processes: Annotated[
         int | None,
-        count_option("that scan at the same time (default: usable cores)", most=MOST_PROCESSES),
+        count_option("parallel worker processes (default: usable cores)", most=MOST_PROCESSES),
     ] = None
     engine: Annotated[
         Literal["local", "ray"],
-        typer.Option(help="where to scan: processes of this machine, or a Ray cluster's cores"),
+        typer.Option(help="workers: processes of this machine, or all cores of a Ray cluster"),
     ] = "local"
     address: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of the Ray cluster (default: the one that Ray finds)"),
+        typer.Option(help="HOST:PORT of the Ray cluster (default: found by Ray)"),
     ] = None
 
     @contextmanager
     def open_pool(self) -> Iterator[Pool]:
         if self.engine == "local":
             if self.address is not None:
-                raise UserError("--address is of a Ray cluster: give --engine ray with it")
+                raise UserError("--address needs --engine ray: add it, or leave --address out")
             yield LocalPool(self.processes or usable_cores())
             return
         from omnibal.base.ray_pool import ray_pool
@@ -100,20 +122,18 @@ class PoolOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanOptions:
-    """Options for bad samples and extra outputs of a scan."""
-
     data_index: Annotated[
         Path | None,
         typer.Option(
-            help="also write there where each sample is, by which training opens the data at once; "
-            "what it has already is not looked for again"
+            help="index of sample positions to write or extend; training opens large data faster "
+            "with it"
         ),
     ] = None
     data_root: DataRootOption = None
     template: TemplateOption = None
     on_error: Annotated[
         Literal["stop", "skip"],
-        typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
+        typer.Option(help="at a bad sample: stop and name it, or skip all bad ones and list them"),
     ] = "stop"
 
 
@@ -122,9 +142,9 @@ def lengths(
         Path,
         typer.Argument(
             metavar="DATA",
-            help="annotation file of messages or conversations (JSONL, or a JSON array), "
-            "InternVL's meta JSON that names some, or ms-swift's cached "
-            "dataset; also by URL, as s3://BUCKET/meta.json",
+            help="path or URL (s3://BUCKET/meta.json) of an annotation file with messages or "
+            "conversations (JSONL or a JSON array), of InternVL's meta JSON, or of ms-swift's "
+            "cached dataset",
             parser=location,
         ),
     ],
@@ -136,19 +156,26 @@ def lengths(
     tokenizer_model: TokenizerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Count the tokens and images of every sample of a dataset.
+    """Count tokens and images of every sample of a dataset.
 
-    DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md.
+    Formats: ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA (docs/data.md).
     """
     from omnibal.data.external_lengths import is_cached_dataset
     from omnibal.report.command_tables import source_statistics, sources_table
 
     start = time.perf_counter()
-    _check_earlier_lengths(output)
+    is_file = output.is_file() and not is_stream(output)
+    if is_file and output.stat().st_size and not is_parquet(output):
+        # Not a result of an earlier scan: it may be the user's data.
+        raise UserError(
+            f"-o {output}: exists and is not a Parquet file, so no earlier result of this command; "
+            "move it away or choose another -o"
+        )
     config = image_sizes.apply(named_model(model))
     if scan.template is not None:
         config = config.model_copy(update={"chat_template": scan.template})
     if scan.template not in (None, "tokenizer") and config.tiling is not None:
+        # InternVL's own templates go with its own tiling.
         own_tiles = config.tiling.model_copy(update={"by_processor": False})
         config = config.with_tower("vision", tiling=own_tiles)
     if is_cached_dataset(meta):
@@ -156,42 +183,42 @@ def lengths(
         for option, value in given.items():
             if value is not None:
                 raise UserError(f"{option} was given, and {meta} has counted tokens: leave it out")
-        found, skipped, listed = _read_counted_lengths(meta, model, config, output), 0, None
+        counted, skipped, skipped_list = _convert_cached(meta, model, config, output), 0, None
     elif tokenizer_model is None:
         raise UserError(
             f"--tokenizer-model was not given, and {meta} holds text that is to be counted: name "
             "the model's tokenizer.json, tokenizer.model, or a folder with one"
         )
     else:
-        asked = meta, model, config, tokenizer_model, output, pool, scan
+        arguments = meta, model, config, tokenizer_model, output, pool, scan
         try:
-            found, skipped, listed = _scan(*asked)
+            counted, skipped, skipped_list = _scan(*arguments)
         except KeyboardInterrupt as error:
             sys.stderr.write("interrupted: run the same command again to resume\n")
             raise SystemExit(130) from error
     result = {
-        "samples": len(found),
+        "samples": len(counted),
         "seconds": time.perf_counter() - start,
         "skipped": skipped,
-        "skipped_list": str(listed) if skipped and listed else None,
-        "sources": source_statistics(found),
+        "skipped_list": str(skipped_list) if skipped and skipped_list else None,
+        "sources": source_statistics(counted),
     }
-    print_result(as_json, result, sources_table(found))
+    print_result(as_json, result, sources_table(counted))
 
 
-def _read_counted_lengths(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
-    """Read and write lengths counted by another program."""
+def _convert_cached(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
+    """Convert the token counts of ms-swift's cached dataset."""
     from omnibal.data.external_lengths import cached_files, read_cached_lengths, read_cached_tokens
 
     check_files({"-o": output}, [*cached_files(meta), named_model_file(model)])
     print_notes(model_notes(model))
     tokens = read_cached_tokens(meta)
     with progress("reading", len(tokens)) as advance:
-        found = read_cached_lengths(meta, tokens, config, advance)
-    print_notes(["which tokens carry loss is not told by the dataset: all are taken to"], prefix="")
+        counted = read_cached_lengths(meta, tokens, config, advance)
+    print_notes(["the dataset does not mark tokens with loss: all are counted as such"], prefix="")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_lengths(found, output)
-    return found
+    write_lengths(counted, output)
+    return counted
 
 
 def _scan(
@@ -203,21 +230,20 @@ def _scan(
     pool_options: PoolOptions,
     options: ScanOptions,
 ) -> tuple[Lengths, int, Path | None]:
-    """Scan and write the lengths; return them, the number of skipped samples and their list."""
+    """Scan, write and return lengths, with the number of skipped samples and the file of them."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.data_index import DataIndex
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
     from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
-    keeps_files = not is_stream(output)
+    keeps_files = not is_stream(output)  # a pipe has no folder for a journal to resume from
     skipped_list = output.with_name(f"{output.name}.skipped.txt")
     partial = output.with_name(f"{output.name}.partial")
     outputs: dict[str, Path | None] = {"-o": output, "--data-index": options.data_index}
     if keeps_files:
         outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
-    read = meta, named_model_file(model), *tokenizer_files(tokenizer_path)
-    check_files(outputs, read)
+    check_files(outputs, [meta, named_model_file(model), *tokenizer_files(tokenizer_path)])
     print_notes(model_notes(model))
     tokenizer = open_tokenizer(tokenizer_path)
     with pool_options.open_pool() as pool:
@@ -225,7 +251,7 @@ def _scan(
         if options.data_index is not None:
             index = DataIndex.resume(options.data_index, pool, progress)
         annotations = Annotations.open(meta, index, below=options.data_root)
-        check_files(outputs, annotations.files)
+        check_files(outputs, annotations.files)  # known only now: the meta JSON names them
         is_own = config.chat_template == "tokenizer"
         rule = f"the chat template of {tokenizer_path}" if is_own else config.chat_template
         print_notes([f"conversations are written by {rule}"])
@@ -242,44 +268,12 @@ def _scan(
         write_skipped(scan.skipped, skipped_list)
     write_lengths(scan.lengths, output)
     if journal is not None:
-        journal.remove()
-    listed = skipped_list if keeps_files else None
-    print_notes(skipped_notes(scan.skipped, listed), prefix="")
-    return scan.lengths, len(scan.skipped), listed
+        journal.remove()  # last: until then, a kill loses no counts
+    written_list = skipped_list if keeps_files else None
+    print_notes(skipped_notes(scan.skipped, written_list), prefix="")
+    return scan.lengths, len(scan.skipped), written_list
 
 
 def is_parquet(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
-
-
-def _check_earlier_lengths(output: Path) -> None:
-    """Raise if the output exists and is not from a scan, as it may be data."""
-    if not output.is_file() or is_stream(output):
-        return
-    if output.stat().st_size and not is_parquet(output):
-        raise UserError(
-            f"-o {output}: exists and is not a Parquet file, so no earlier result of this command; "
-            "move it away or choose another -o"
-        )
-
-
-def _with_pixels(model: ModelConfig, given: dict[str, int]) -> ModelConfig:
-    options = words([f"--{name.replace('_', '-')}" for name in given])
-    tower = model.images
-    if tower is None:
-        raise UserError(
-            f"{options}: {model.name} takes no images at their native resolution; leave it out"
-        )
-    if tower.resize == "fixed":
-        side = math.isqrt(tower.max_pixels)
-        raise UserError(
-            f"{options}: images of {model.name} are of one size, {side} x {side} pixels; leave it "
-            "out"
-        )
-    try:
-        changed = tower.model_validate(tower.model_dump() | given)
-    except ValidationError as error:
-        raise UserError(f"{options}: {complaint(error.errors()[0])}; give others") from error
-    (name,) = (name for name, each in model.encoders.items() if each is tower)
-    return model.model_copy(update={"encoders": model.encoders | {name: changed}})

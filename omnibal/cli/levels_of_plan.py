@@ -1,4 +1,4 @@
-"""Results of `omnibal plan` about levels: packs of several sizes."""
+"""Results of `omnibal plan` by context-parallel size of packs (levels)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,36 +11,38 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
-    """Return every level of a plan for JSON, by default of context size 1.
+    """Return every level of a plan for JSON; a plan without levels has one.
 
     Packs and samples are of all epochs, or None for a plan of shapes only.
     """
     import numpy as np
 
-    samples = None if packs is None else np.diff(packs.packs.offsets)
-    found = []
+    entries: list[dict[str, Any]] = []
     for index, level in enumerate(plan.pack_levels):
-        here = None if packs is None else packs.level == index
-        found.append(
+        pack_count = sample_count = None
+        if packs is not None:
+            is_at_level = packs.level == index  # [packs]
+            pack_count = int(is_at_level.sum())
+            sample_count = int(np.diff(packs.packs.offsets)[is_at_level].sum())
+        stages = plan.merge_chunks(plan.stages_at(index))
+        entries.append(
             {
                 **level.caps.model_dump(mode="json"),
                 "context": level.context,
-                "packs": None if here is None else int(here.sum()),
-                "samples": None if here is None or samples is None else int(samples[here].sum()),
-                "recompute": [
-                    each.recomputed_layers for each in plan.merge_chunks(plan.stages_at(index))
-                ],
+                "packs": pack_count,
+                "samples": sample_count,
+                "recompute": [stage.recomputed_layers for stage in stages],
             }
         )
-    return found
+    return entries
 
 
 def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
-    """Table of a plan's levels, or None for a single level of context size 1."""
+    """Return the table of a plan's levels, or None without levels."""
     if not plan.levels:
         return None
     entries = levels_of_plan(plan, packs)
-    names = plan.levels[0].caps.names
+    names = plan.levels[0].caps.names  # all levels limit the same features
     titles = (*(f"max {name}" for name in names), "ranks", "cut", "exchange", "packs", "samples")
     rows = [
         (
@@ -60,7 +62,7 @@ def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
 def balance_of(
     plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
 ) -> dict[str, float | None]:
-    """Return attention balance and exchange, by JSON keys."""
+    """Return balance metrics of attention and its exchange by JSON key, None without packs."""
     from omnibal.steps.balance_metrics import measure_packs
 
     names = (
@@ -74,5 +76,6 @@ def balance_of(
         return dict.fromkeys(names)
     packs, lengths = data
     dp = plan.parallel.data
+    # Packs' tokens stand for their load, and 1 for the bound on packs: these metrics use neither.
     metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, 1).as_dict()
     return {name: metrics[name] for name in names}

@@ -1,4 +1,4 @@
-"""`omnibal lint`: reject a launch line that cannot start, or predict its cost."""
+"""`omnibal lint`: check whether a launch line can start, and predict its cost."""
 
 import re
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from omnibal.cli.options import PRESET, JsonOption, count_option, size_option
 from omnibal.families.named import model_notes, model_of_line, named_model
 from omnibal.trainers.lint.launch_settings import Launch, Launcher
 
-_MOST_BYTES = 2**20
-"""Max size of a script; larger files are data."""
+_MAX_SCRIPT_BYTES = 2**20  # larger files are data
 
 
 def lint(
@@ -23,7 +22,7 @@ def lint(
         str,
         typer.Argument(
             metavar="LINE",
-            help="a command in quotes, flags or overrides alone, or the path of a shell script",
+            help="quoted command, flags or overrides alone, or path of a shell script",
         ),
     ],
     cost: CostOptions,
@@ -31,32 +30,30 @@ def lint(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"{PRESET}, id on a model hub, folder, config.json or TOML file (default: that "
-            "of the line's --model or recipe)",
+            help=f"{PRESET}, id on a model hub, folder, config.json or TOML file (default: the "
+            "line's --model or recipe)",
         ),
     ] = None,
     launcher: Annotated[
         Launcher | None,
         typer.Option(
-            metavar="TRAINER", help=f"{', '.join(Launcher)} (default: by its program and flags)"
+            metavar="TRAINER",
+            help=f"trainer: {', '.join(Launcher)} (default: by program and flags)",
         ),
     ] = None,
-    gpus: Annotated[int | None, size_option("GPUs of the job (default: those of the line)")] = None,
+    gpus: Annotated[int | None, size_option("GPUs of the job (default: the line's)")] = None,
     variables: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="value of a variable of the line or script (may be repeated)",
+            "--set", metavar="NAME=VALUE", help="value of a shell variable (may be repeated)"
         ),
     ] = None,
     line_number: Annotated[
-        int | None,
-        count_option("line of a script's launch line, if the script has several"),
+        int | None, count_option("number of the script's line to check, if it has several launches")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say if a Megatron launch line can start, and predict its cost.
+    """Check whether a Megatron launch line can start, and predict memory and step time.
 
     The exit status is 2 if it cannot. The line is not executed.
     """
@@ -65,8 +62,9 @@ def lint(
     from omnibal.trainers.lint.line import line_of
     from omnibal.trainers.lint.split import layers_by_chunk
 
-    launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus, line_number)
-    name = model or _model_of(launch)
+    values = _parse_variables(variables or ())
+    launch = read_launch(_read_line(line), values, launcher, gpus, line_number)
+    name = model or _find_model(launch)
     sizes = named_model(name)
     checked = line_of(launch, sizes)
     findings = findings_of(checked)
@@ -74,24 +72,25 @@ def lint(
     unjudged = "not judged, for an unknown flag" if checked.near_names else "not judged"
     verdict = {True: "starts", False: "cannot start", None: unjudged}
     layers = None if starts is False else layers_by_chunk(checked)
-    costed = None if starts is False else cost.predict(checked, sizes)
-    shown, notes = [], [costed] if isinstance(costed, str) else []
-    if costed is not None and not isinstance(costed, str):
-        findings += [] if costed.finding is None else [costed.finding]
-        shown, notes = [*cost_tables(costed)], [*costed.line_job.notes]
+    prediction = None if starts is False else cost.predict(checked, sizes)
+    tables, notes = [], [prediction] if isinstance(prediction, str) else []
+    if prediction is not None and not isinstance(prediction, str):
+        # Memory that does not fit is a finding, but `starts` is about flags only.
+        findings += [] if prediction.finding is None else [prediction.finding]
+        tables, notes = [*cost_tables(prediction)], [*prediction.line_job.notes]
     result = {
         "starts": starts,
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "launch": launch.model_dump(mode="json"),
         "layers_by_chunk": layers,
-        **cost_result(costed),
+        **cost_result(prediction),
     }
     parts = [f"TP {launch.tensor}", f"PP {launch.pipeline}", f"CP {launch.context}"]
     parts += [f"DP {checked.data}"] if checked.data is not None else []
     parts += [f"{checked.virtual} chunks a stage"] if checked.virtual else []
     parts += [f"EP {launch.expert}", f"ETP {checked.expert_tensor}"] if launch.expert > 1 else []
     stages = ", ".join("+".join(map(str, chunks)) for chunks in layers or ())
-    layers_shown = [f"layers by stage: {stages}"] if len(layers or ()) > 1 else []
+    layer_line = [f"layers by stage: {stages}"] if len(layers or ()) > 1 else []
     print_notes(
         f"--{flag} is not read and not judged; if --{known} is meant, correct it"
         for flag, known in checked.near_names.items()
@@ -101,36 +100,36 @@ def lint(
         result,
         f"{verdict[starts]}: {launch.launcher.value}, "
         f"{launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
-        *layers_shown,
+        *layer_line,
         *(
             f"\n{finding.severity.replace('-', ' ')}: {finding.rule}\n  {finding.message}\n"
             f"  checked in {finding.source}"
             for finding in findings
         ),
-        *shown,
+        *tables,
     )
     names = ", ".join(launch.unknown)
-    unknown = [f"not known, which --set NAME=VALUE changes: {names}"] if names else []
-    named = [] if model else [f"the model is {name}, which the line names; --model names another"]
-    print_notes([*named, *model_notes(name), *notes, *unknown])
+    unknown = [f"unknown variables, set by --set NAME=VALUE: {names}"] if names else []
+    source = [] if model else [f"the model is {name}, which the line names; --model names another"]
+    print_notes([*source, *model_notes(name), *notes, *unknown])
     if starts is False:
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def _model_of(launch: Launch) -> str:
-    """Return the model that the line names itself."""
+def _find_model(launch: Launch) -> str:
+    """Return the known model that the line names."""
     from omnibal.trainers.lint.line import named_models
 
     names = named_models(launch)
-    found = next(filter(None, map(model_of_line, names)), None)
-    if found is None:
+    model = next(filter(None, map(model_of_line, names)), None)
+    if model is None:
         wrong = [f"the line's model, {name}, is no preset and has no config.json" for name in names]
         raise UserError(f"{next(iter(wrong), 'the line names no model')}; give --model")
-    return found
+    return model
 
 
-def _text_of(line: str) -> str:
-    """Return the line, or the text of a script's path."""
+def _read_line(line: str) -> str:
+    """Return `line`, or the text of the script if it is a path."""
     if not line.strip():
         raise UserError("the launch line is empty; give a command in quotes, or a script's path")
     if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:
@@ -139,16 +138,17 @@ def _text_of(line: str) -> str:
     if not path.is_file():
         raise UserError(f"{line}: there is no such script; give a path, or a launch line in quotes")
     try:
-        text = path.read_bytes()[: _MOST_BYTES + 1].decode()
+        text = path.read_bytes()[: _MAX_SCRIPT_BYTES + 1].decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a script ({error}); give another") from error
-    if len(text) > _MOST_BYTES:
-        raise UserError(f"{path} has more than {_MOST_BYTES:,} bytes; give the launch line alone")
+    if len(text) > _MAX_SCRIPT_BYTES:
+        raise UserError(
+            f"{path} has more than {_MAX_SCRIPT_BYTES:,} bytes; give the launch line alone"
+        )
     return text
 
 
-def _given(variables: Sequence[str]) -> dict[str, str]:
-    """Parse `--set` values by name."""
+def _parse_variables(variables: Sequence[str]) -> dict[str, str]:
     for text in variables:
         if not re.match(r"\w+=", text):
             raise UserError(f"--set {text}: must be a variable and its value, such as NNODES=4")

@@ -1,4 +1,4 @@
-"""What `omnibal lint` says a launch line will cost."""
+"""Predicted cost of a launch line, and cheaper splits, for `omnibal lint`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,34 +25,33 @@ DEFAULT_CLUSTER = "h100-80g"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostOptions:
-    """Options for devices and samples to predict a line's cost."""
-
     cluster: ClusterOption = DEFAULT_CLUSTER
     memory_gib: MemoryOption = None
     lengths: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="data, packed to the line's sequence length (may be repeated); without: samples "
-            "of that length",
+            help="lengths to pack to the line's sequence length (may be repeated; default: "
+            "samples of that length)",
         ),
     ] = None
     image_share: Annotated[
         float,
-        typer.Option(
-            min=0, max=1, help="without --lengths: share of a sample's tokens that are images'"
-        ),
+        typer.Option(min=0, max=1, help="without --lengths: image tokens / tokens of a sample"),
     ] = DEFAULT_IMAGE_SHARE
     sample_tokens: Annotated[
         int | None,
-        count_option("without --lengths: tokens of a sample in a pack (default: one fills it)"),
+        count_option("without --lengths: tokens per sample (default: the sequence length)"),
     ] = None
-    cost: Annotated[
-        bool, typer.Option("--cost/--no-cost", help="predict memory and time of a line that starts")
-    ] = True
+    cost: Annotated[bool, typer.Option("--cost/--no-cost", help="predict memory and step time")] = (
+        True
+    )
 
     def predict(self, line: "Line", model: ModelConfig) -> "Verdict | str | None":
-        """Predict a line that starts, or say why it cannot be predicted; None if not asked."""
+        """Return the prediction of a line that can start.
+
+        Returns: the reason if it cannot be predicted, None under --no-cost.
+        """
         from omnibal.trainers.lint.line_job import make_line_job
         from omnibal.trainers.lint.predict_line import Verdict
 
@@ -69,7 +68,7 @@ class CostOptions:
 
 
 def cost_result(verdict: "Verdict | str | None") -> dict[str, Any]:
-    """Return the prediction and improvements for JSON, or why there is none."""
+    """Return prediction and improvements for JSON, or the reason against a prediction."""
     result = dict.fromkeys(("prediction", "better", "least_recompute", "not_predicted"))
     if verdict is None or isinstance(verdict, str):
         return result | {"not_predicted": verdict}
@@ -93,14 +92,13 @@ def cost_result(verdict: "Verdict | str | None") -> dict[str, Any]:
 
 
 def cost_tables(verdict: "Verdict") -> Iterator[Table | Facts | str]:
-    """Yield what is printed of a prediction: stages, facts and advice."""
-    yield _stages_table(verdict)
-    yield _facts(verdict)
+    """Yield the tables of stages and of the whole job, then sentences of advice."""
+    yield _costed_stages_table(verdict)
+    yield _prediction_facts(verdict)
     yield from _advice(verdict)
 
 
 def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
-    """Return stages with their prediction."""
     towers = verdict.line_job.job.model.towers
     stages = [
         {
@@ -126,16 +124,15 @@ def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
 
 
 def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
-    """Return stages with their flags, and encoders recomputed without a flag."""
     return {
         **_costed_result(verdict, advised),
         "flags": list(advised.flags),
-        "recompute_without_flag": _without_field(verdict, advised),
+        "recompute_without_flag": _encoders_without_flag(verdict, advised),
     }
 
 
-def _stages_table(verdict: "Verdict") -> Table:
-    """Return layers, memory and times per micro-batch by stage."""
+def _costed_stages_table(verdict: "Verdict") -> Table:
+    """Return the table of layers, memory and times per micro-batch by stage."""
     towers, line = verdict.line_job.job.model.towers, verdict.line
     rows = [
         (
@@ -157,7 +154,7 @@ def _stages_table(verdict: "Verdict") -> Table:
     return Table.of_rows("\nStages, simulated", titles, rows)
 
 
-def _facts(verdict: "Verdict") -> Facts:
+def _prediction_facts(verdict: "Verdict") -> Facts:
     line_job, prediction = verdict.line_job, verdict.line.prediction
     sizes, tokens = line_job.job.parallel, verdict.tokens_per_second_per_gpu
     memory = max(verdict.line.memory, key=lambda stage: stage.device_gib)
@@ -182,13 +179,11 @@ def _published_errors(verdict: "Verdict") -> "PublishedErrors | None":
     from omnibal.job.published_errors import published_errors
 
     line_job = verdict.line_job
-    packs = line_job.packs.packs
-    tokens = packs.sums(line_job.lengths.tokens).max(initial=0)
-    return published_errors(line_job.kind, line_job.job.cluster, float(tokens))
+    pack_tokens = line_job.packs.packs.sums(line_job.lengths.tokens)  # [packs]
+    return published_errors(line_job.kind, line_job.job.cluster, float(pack_tokens.max(initial=0)))
 
 
 def _advice(verdict: "Verdict") -> Iterator[str]:
-    """Yield sentences on improvements."""
     better, least = verdict.better, verdict.least
     if better is not None:
         how = f"another split takes {verdict.saved:.1%} less time"
@@ -196,12 +191,12 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
             how = f"a split that fits takes {-verdict.saved:.1%} longer"
         elif verdict.finding is not None:
             how += ", and fits"
-        in_chunks = f"{better.step_ms:,.1f} ms a step"
+        step = f"{better.step_ms:,.1f} ms a step"
         if len(better.stages) > 1:
             count = better.schedule.chunks
             chunks = "one chunk" if count == 1 else f"{count} chunks"
-            in_chunks = f"by {better.schedule.name} with {chunks} a stage, {in_chunks}"
-        yield f"{how}, {in_chunks}: {_flags(verdict, better)}"
+            step = f"by {better.schedule.name} with {chunks} a stage, {step}"
+        yield f"{how}, {step}: {_flags(verdict, better)}"
     if least is not None and (better is None or least.flags != better.flags):
         step = f"{least.step_ms:,.1f} ms a step"
         chunks = "" if verdict.line_job.has_all_chunks else ", in one chunk each,"
@@ -210,7 +205,7 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
             f"{_flags(verdict, least)}"
         )
     if better is not None or least is not None:
-        yield "(in place of all that the line says of the split, chunks and recomputation)"
+        yield "(in place of the line's own flags of split, chunks and recomputation)"
     elif verdict.finding is not None and verdict.line_job.line.launch.launcher in MEGATRON:
         yield (
             "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
@@ -219,16 +214,14 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
 
 
 def _flags(verdict: "Verdict", advised: "Costed") -> str:
-    """Return flags of stages, and in words settings without a recipe field."""
     flags = " ".join(advised.flags) or "no flags of the split or of recomputation"
-    again = _without_field(verdict, advised)
-    if again:
-        flags += f", with all layers of {', '.join(again)} recomputed by your model's own fields"
+    if encoders := _encoders_without_flag(verdict, advised):
+        flags += f", with all layers of {', '.join(encoders)} recomputed by your model's own fields"
     return flags
 
 
-def _without_field(verdict: "Verdict", advised: "Costed") -> list[str]:
-    """Return recomputed encoders without a field in the trainer."""
+def _encoders_without_flag(verdict: "Verdict", advised: "Costed") -> list[str]:
+    """Return the recomputed encoders; Megatron-Bridge recipes have no field for them."""
     if verdict.line_job.line.launch.launcher is not Launcher.MEGATRON_BRIDGE:
         return []
     encoders = verdict.line_job.job.model.encoders

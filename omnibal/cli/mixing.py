@@ -1,4 +1,4 @@
-"""Mixtures of the sources of lengths, for the commands that pack."""
+"""`--mixture` of the commands that pack: weights or epochs by data source."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +14,8 @@ MixtureOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="TOML file: how often samples of each source are seen, by weight or in epochs "
-        "(default: once an epoch)",
+        help="TOML file with weights or epochs by data source (default: every sample once per "
+        "epoch)",
     ),
 ]
 
@@ -23,10 +23,10 @@ MixtureOption = Annotated[
 def draw_mixture(
     lengths: Lengths, mixture: Path | None, seed: int
 ) -> tuple[Lengths, tuple[int, ...]]:
-    """Draw a mixture, if given; return samples per source too, and warn of unreachable shares."""
+    """Return the drawn lengths, and the samples available by source (empty without a mixture)."""
     if mixture is None:
         return lengths, ()
     rules = read_mixture(mixture)
-    available = np.bincount(lengths.source, minlength=len(lengths.source_names))
-    print_notes(shortfalls(rules, lengths.source_names, available))
+    available = np.bincount(lengths.source, minlength=len(lengths.source_names))  # [sources]
+    print_notes(shortfalls(rules, lengths.source_names, available))  # unreachable shares
     return mix_samples(lengths, rules, seed), tuple(available.tolist())

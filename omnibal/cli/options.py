@@ -1,4 +1,4 @@
-"""Options that several commands share, and the groups that they come in."""
+"""Options of several commands, declared once, and their groups."""
 
 import math
 import re
@@ -37,18 +37,16 @@ from omnibal.packing.packing import PackingMethod
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
     from omnibal.job.job import JobSpec
 
-MOST_PROCESSES = 1_024  # more is a mistake in a number
-_MOST_GIB = 1e9
-"""Max memory in GiB, and network rate in GB/s."""
+MOST_PROCESSES = 1_024  # more is a typo
+_MAX_RATE = 1e9  # of --memory-gib and --network-gb-per-s; more is a typo, and inf breaks searches
 
 
 def count_option(help_text: str, least: int = 1, most: int = MAX_COUNT) -> Any:
-    """Make an integer option."""
+    """Return an integer option from `least` to `most`."""
     return typer.Option(min=least, max=most, metavar=COUNT, help=help_text)
 
 
-size_option = partial(count_option, most=MAX_DEVICES)
-"""Make an option of a number of devices."""
+size_option = partial(count_option, most=MAX_DEVICES)  # for numbers of devices
 PRESET = "preset (`omnibal presets` lists them)"
 TokenizerOption = Annotated[
     Path | None,
@@ -61,7 +59,7 @@ DataRootOption = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help="folder or URL that all files of the data must be in, links followed (default: any)",
+        help="folder or URL that must contain all data files, links resolved (default: any)",
         parser=location,
     ),
 ]
@@ -69,7 +67,7 @@ TemplateOption = Annotated[
     ChatTemplate | None,
     typer.Option(
         metavar="NAME",
-        help="chat template in place of the model's (tokenizer: its own; see docs/data.md)",
+        help="chat template; tokenizer: the tokenizer's own (default: the model's; docs/data.md)",
     ),
 ]
 ModelOption = Annotated[
@@ -82,50 +80,60 @@ ModelOption = Annotated[
 ClusterOption = Annotated[
     str, typer.Option(metavar="NAME", help=f"{PRESET} or TOML file (docs/costs.md)")
 ]
-PackingRuleOption = Annotated[PackingMethod, typer.Option(help="packing rule")]
+PackingRuleOption = Annotated[
+    PackingMethod, typer.Option(help="packing algorithm: min packs, or ISF of the OmniBal paper")
+]
 LengthsArgument = Annotated[
-    list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
+    list[Path],
+    typer.Argument(
+        metavar="LENGTHS...", help="files of `omnibal lengths` (Parquet) or OmniBal's JSON"
+    ),
 ]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=MAX",
-        help="limit of another feature of a pack, such as clips=4 (may be repeated)",
+        help="max of another feature per pack, such as clips=4 (may be repeated)",
     ),
 ]
 NeededMaxTilesOption = Annotated[
-    int | None, count_option("image tiles that a pack may hold, if samples have any")
+    int | None, count_option("max image tiles per pack; required if samples have tiles")
 ]
 ProviderOption = Annotated[
-    Provider, typer.Option(help="of the layers' linears and attention, as of pretrain_vlm.py")
+    Provider,
+    typer.Option(help="linears and attention: this project's, or Transformer Engine (te)"),
 ]
-SeedOption = Annotated[int, count_option("of packs and order", most=MAX_SEED, least=0)]
+SeedOption = Annotated[int, count_option("random seed of packs and order", most=MAX_SEED, least=0)]
 MemoryOption = Annotated[
     float | None,
     typer.Option(
         min=0.01,
         metavar="GIB",
-        help=f"memory of a device (default: the cluster's); {USABLE_MEMORY_FRACTION:.0%} of it is "
-        "used",
+        help=f"device memory in GiB, {USABLE_MEMORY_FRACTION:.0%} of it used (default: the "
+        "cluster's)",
     ),
 ]
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print a JSON object instead of tables")]
 
 
 def changed_cluster(
     name: str, memory_gib: float | None, network_gb_per_s: float | None = None
 ) -> ClusterConfig:
-    """Read a cluster, overriding figures if given."""
-    given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
-    changes = {field: value for field, value in given.items() if value is not None}
-    for field, value in changes.items():
-        if not (math.isfinite(value) and value <= _MOST_GIB):
-            option = {"memory_gib": "--memory-gib", "inter_node_gb_per_s": "--network-gb-per-s"}
+    """Read a cluster, with memory and network rate overridden if given."""
+    given = {
+        "memory_gib": ("--memory-gib", memory_gib),
+        "inter_node_gb_per_s": ("--network-gb-per-s", network_gb_per_s),
+    }
+    changes = {}
+    for field, (option, value) in given.items():
+        if value is None:
+            continue
+        if not (math.isfinite(value) and value <= _MAX_RATE):
             raise UserError(
-                f"{option[field]} {value}: must be a finite number of at most "
-                f"{_MOST_GIB:,.0f}; give one"
+                f"{option} {value}: must be a finite number of at most {_MAX_RATE:,.0f}"
             )
+        changes[field] = value
     return load_cluster(name).model_copy(update=changes)
 
 
@@ -137,45 +145,47 @@ class JobOptions:
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="part not to train, such as vision, projector or language (may be repeated)",
+            help="part to freeze, such as vision, projector or language (may be repeated)",
         ),
     ] = None
     lora_rank: Annotated[
         int | None,
         count_option(
-            "train adapters (LoRA) of this rank; all other weights are frozen, unless --freeze is "
+            "LoRA rank; trains adapters only, with all other weights frozen unless --freeze is "
             "given",
             most=2**16,
         ),
     ] = None
     lora_alpha: Annotated[
         float | None,
-        typer.Option(metavar="X", help="scale of adapters times their rank (default: 2 x rank)"),
+        typer.Option(metavar="X", help="LoRA alpha: scale x rank (default: 2 x rank)"),
     ] = None
     lora_targets: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="linears with adapters: names such as q_proj,v_proj, all-linear, or a regular "
-            "expression (default: all-linear)",
+            help="LoRA target modules: names such as q_proj,v_proj, a regular expression, or "
+            "all-linear (default)",
         ),
     ] = None
     lora_part: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PART", help="part with adapters (may be repeated; default: language)"
+            metavar="PART", help="part with LoRA adapters (may be repeated; default: language)"
         ),
     ] = None
     lora_rslora: Annotated[
-        bool, typer.Option("--lora-rslora", help="scale adapters by alpha / sqrt(rank)")
+        bool, typer.Option("--lora-rslora", help="scale LoRA by alpha / sqrt(rank)")
     ] = False
     precision: Annotated[
         Precision,
-        typer.Option(help="of weights and activations; fp8 is bf16 with FP8 products in layers"),
+        typer.Option(help="weights and activations; fp8: bf16, with FP8 GEMMs in language layers"),
     ] = "bf16"
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="profile.json with measured costs (default: counted)"),
+        typer.Option(
+            metavar="FILE", help="costs of `omnibal profile` (default: from the cluster's rates)"
+        ),
     ] = None
     memory_gib: MemoryOption = None
     network_gb_per_s: Annotated[
@@ -183,7 +193,7 @@ class JobOptions:
         typer.Option(
             min=0.001,
             metavar="GB/S",
-            help="between nodes, per device (default: the cluster's; 200 Gb/s are 25)",
+            help="inter-node bandwidth per device; 200 Gb/s are 25 (default: the cluster's)",
         ),
     ] = None
     expert_imbalance: Annotated[
@@ -192,22 +202,17 @@ class JobOptions:
             min=1,
             max=MAX_IMBALANCE,
             metavar="X",
-            help="tokens of the fullest expert-parallel rank over the mean (default: the model's, "
-            "else 1.2)",
+            help="max / mean tokens of expert-parallel ranks (default: the model's, else 1.2)",
         ),
     ] = None
     help_all: HelpAllOption = False
 
     def files(self) -> list[Path]:
-        own = [] if self.profile is None else [self.profile]
-        return [named_model_file(self.model), config_file("clusters", self.cluster), *own]
+        profiles = [] if self.profile is None else [self.profile]
+        return [named_model_file(self.model), config_file("clusters", self.cluster), *profiles]
 
-    def job(
-        self,
-        parallel: Parallel | None = None,
-        trainer: TrainerConstraints = OWN,
-    ) -> "JobSpec":
-        """Make the job with parallel sizes, by default the smallest with costs."""
+    def job(self, parallel: Parallel | None = None, trainer: TrainerConstraints = OWN) -> "JobSpec":
+        """Return the job with these parallel sizes, by default the smallest that have costs."""
         from omnibal.cost.profile import read_profile
         from omnibal.cost.source import CostSource
         from omnibal.job.job import JobSpec
@@ -223,6 +228,7 @@ class JobOptions:
         cluster = changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
         source = CostSource(None if self.profile is None else read_profile(self.profile))
         if parallel is None:
+            # A profile holds costs of the tensor-parallel size it was measured at.
             parallel = Parallel(tensor=source.tensor or 1, pipeline=1)
         return JobSpec(
             model=model,
@@ -236,34 +242,30 @@ class JobOptions:
         )
 
     def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
-        """Return frozen parts in model order; with only adapters, all parts without."""
+        """Return the frozen parts in model order. LoRA alone freezes all parts without adapters."""
         parts = model_parts(model)
         if self.lora_rank is not None and self.freeze is None:
             return tuple(part for part in parts if part not in (self.lora_part or [LANGUAGE]))
         unknown = sorted(set(self.freeze or ()) - set(parts))
         if unknown:
             raise UserError(
-                f"--freeze was given for {', '.join(unknown)}, which {model.name} does not have; "
-                f"it may be {', '.join(parts)}: choose one of these"
+                f"--freeze {', '.join(unknown)}: {model.name} has only the parts {', '.join(parts)}"
             )
         frozen = tuple(part for part in parts if part in (self.freeze or ()))
         if len(frozen) == len(parts):
-            raise UserError(
-                f"--freeze was given for {', '.join(frozen)}, which is the whole model; a part "
-                "must be left to train: leave one out"
-            )
+            raise UserError(f"--freeze {', '.join(frozen)} leaves no part to train: drop a part")
         return frozen
 
     def _adapters(self) -> AdapterConfig | None:
         if self.lora_rank is None:
-            more = {
+            details = {
                 "--lora-alpha": self.lora_alpha,
                 "--lora-targets": self.lora_targets,
                 "--lora-part": self.lora_part,
                 "--lora-rslora": self.lora_rslora or None,
             }
-            for option in (option for option, value in more.items() if value is not None):
-                raise UserError(f"{option} is of adapters, which --lora-rank asks for: give it")
+            for option in (option for option, value in details.items() if value is not None):
+                raise UserError(f"{option} needs --lora-rank: give both")
             return None
         return adapters_of(
             rank=self.lora_rank,
@@ -276,32 +278,28 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeOptions:
-    tp: Annotated[int | None, size_option("tensor-parallel size")] = None
-    pp: Annotated[int | None, size_option("pipeline-parallel size (stages)")] = None
+    tp: Annotated[int | None, size_option("tensor-model-parallel size")] = None
+    pp: Annotated[int | None, size_option("pipeline-model-parallel size (stages)")] = None
     dp: Annotated[int | None, size_option("data-parallel size")] = None
-    ep: Annotated[int | None, size_option("expert-parallel size, a divisor of --tp x --dp")] = None
+    ep: Annotated[
+        int | None, size_option("expert-model-parallel size, a divisor of --tp x --dp")
+    ] = None
     sequence_parallel: Annotated[
-        bool | None,
-        typer.Option(
-            help="divide activations between tensor-parallel blocks too (default: with --tp > 1)"
-        ),
+        bool | None, typer.Option(help="Megatron sequence parallelism (default: if --tp > 1)")
     ] = None
 
     def parallel(self) -> Parallel:
-        """Return the parallel sizes, by default 1."""
+        """Return the parallel sizes, 1 if not given."""
         tensor, data, expert = self.tp or 1, self.dp or 1, self.ep or 1
         if self.sequence_parallel and tensor == 1:
-            raise UserError(
-                "--sequence-parallel was given with --tp 1; it divides activations over tensor "
-                "ranks, of which there must be at least 2: raise --tp, or leave it out"
-            )
-        divides = tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
+            raise UserError("--sequence-parallel needs --tp 2 or more: raise --tp, or leave it out")
         if tensor * data % expert or (expert % tensor and tensor % expert):
             raise UserError(
                 f"--ep {expert} was given with --tp {tensor} --dp {data}; it must divide the "
                 f"{tensor * data} ranks of a stage, and divide --tp or be a multiple of it: choose "
                 "another --ep, or other sizes"
             )
+        divides = tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
         return Parallel(
             tensor=tensor,
             pipeline=self.pp or 1,
@@ -315,22 +313,15 @@ def limits_given(
     limits: Sequence[str] | None, max_tiles: int | None = None, max_tokens: int | None = None
 ) -> dict[str, int]:
     """Return caps by feature, from --limit, --max-tiles and --max-tokens."""
-    given = [("tiles", max_tiles), ("tokens", max_tokens), *map(_parsed_limit, limits or ())]
-    caps: dict[str, int] = {}
-    for name, cap in given:
-        if cap is not None and name in caps:
-            raise UserError(
-                f"the limit of {name} is given twice, {caps[name]} and {cap}; give one of them"
-            )
-        if cap is not None:
-            caps[name] = cap
+    given = {"tiles": max_tiles, "tokens": max_tokens}
+    caps = {name: cap for name, cap in given.items() if cap is not None}
+    for text in limits or ():
+        name, _, count = text.partition("=")
+        if not (re.fullmatch(FEATURE_NAME, name) and re.fullmatch("[0-9]{1,99}", count)):
+            raise UserError(f"--limit {text}: must be a feature and a count, such as clips=4")
+        if not 1 <= int(count) <= MAX_COUNT:
+            raise UserError(f"--limit {text}: the count must be from 1 to {MAX_COUNT}")
+        if name in caps:
+            raise UserError(f"the limit of {name} is given twice, {caps[name]} and {int(count)}")
+        caps[name] = int(count)
     return caps
-
-
-def _parsed_limit(text: str) -> tuple[str, int]:
-    name, _, cap = text.partition("=")
-    if not (re.fullmatch(FEATURE_NAME, name) and re.fullmatch("[0-9]{1,99}", cap)):
-        raise UserError(f"--limit {text}: must be a feature and a count, such as clips=4")
-    if not 1 <= int(cap) <= MAX_COUNT:
-        raise UserError(f"--limit {text}: the count must be from 1 to {MAX_COUNT}; give one")
-    return name, int(cap)

@@ -1,4 +1,4 @@
-"""`omnibal pack`: pack samples, match packs into steps, and measure both."""
+"""`omnibal pack`: pack samples, group packs into steps, and measure the balance."""
 
 import time
 from dataclasses import dataclass
@@ -38,36 +38,37 @@ from omnibal.model.limits import (
 )
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod
-from omnibal.packing.packs import ScheduledPacks, write_packs
+from omnibal.packing.packs import write_packs
 from omnibal.steps.balance_metrics import measure_packs
 from omnibal.steps.pack_settings import PackSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitOptions:
-    """Caps of a pack, for all features of the samples."""
-
     max_tiles: NeededMaxTilesOption = None
-    max_tokens: Annotated[int | None, count_option("language tokens that a pack may hold")] = None
+    max_tokens: Annotated[int | None, count_option("max language tokens per pack")] = None
     limit: LimitOption = None
 
     def caps(self, lengths: Lengths) -> Caps:
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
-        counted = [name for name in lengths.item_names if lengths.items[name].any()]
-        check_limits(given, counted, "samples", others=ITEM_FEATURES)
+        item_names = [name for name in lengths.item_names if lengths.items[name].any()]
+        check_limits(given, item_names, "samples", others=ITEM_FEATURES)
         return Caps.of(**given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOptions:
-    """Options for packing samples, and matching packs into steps of all ranks."""
-
-    dp: Annotated[int, size_option("data-parallel ranks")]
+    dp: Annotated[int, size_option("data-parallel size")]
     micro_batches: Annotated[
-        int, count_option("packs of one rank in a step", most=MAX_PACKS_PER_STEP)
+        int, count_option("packs per rank and step", most=MAX_PACKS_PER_STEP)
     ] = DEFAULT_MICRO_BATCHES
     packing: Annotated[
-        PackingMethod, typer.Option("--packing", "--method", help="packing rule")
+        PackingMethod,
+        typer.Option(
+            "--packing",
+            "--method",
+            help="packing algorithm: min packs, or ISF of the OmniBal paper",
+        ),
     ] = PackingMethod.BALANCED
     seed: SeedOption = 0
     mixture: MixtureOption = None
@@ -75,14 +76,14 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """Options for the predicted time to balance."""
+    """Model and cluster whose predicted times are balanced."""
 
     model: Annotated[
-        str, typer.Option(metavar="NAME", help=f"for predicted times to balance: {PRESET}")
+        str, typer.Option(metavar="NAME", help=f"model of the times to balance: {PRESET}")
     ] = "internvl-chat-1.5-6b-20b"
-    cluster: Annotated[str, typer.Option(metavar="NAME", help=f"for predicted times: {PRESET}")] = (
-        "a100-80g"
-    )
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME", help=f"cluster of the times to balance: {PRESET}")
+    ] = "a100-80g"
 
 
 def pack(
@@ -91,17 +92,18 @@ def pack(
     steps: StepOptions,
     load: LoadOptions,
     bound: Annotated[
-        bool, typer.Option(help="prove how many packs are needed at least, or only add up sizes")
+        bool,
+        typer.Option(help="prove a min number of packs by column generation, or only add up sizes"),
     ] = True,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Parquet file to write")
+        Path | None, typer.Option("--output", "-o", help="Parquet file of packs to write")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="SVG file to draw: load of ranks before and after")
+        Path | None, typer.Option(help="SVG figure to write: load by rank, before and after")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack samples under caps, match packs into steps, share them out, and measure it all."""
+    """Pack samples, group packs into steps, deal them to ranks, and measure the balance."""
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import SampleData
     from omnibal.packing.balanced import pack_balanced
@@ -128,6 +130,7 @@ def pack(
     )
     samples, _ = draw_mixture(read_lengths(lengths), steps.mixture, steps.seed)
     caps = limits.caps(samples)
+    # The steps of `omnibal plan`, without its search and levels.
     data = SampleData(
         lengths=samples,
         settings=PackSettings(packing=steps.packing, seed=steps.seed),
@@ -147,32 +150,25 @@ def pack(
 
         write_ascii(svg_file(draw_loads(job, data, packs)), picture)
     with status("proving how many packs are needed"):
-        least = naive_lower_bound(samples, caps)
+        lower_bound = naive_lower_bound(samples, caps)
         if bound:
             fewest = int(np.bincount(packs.epoch).min())
             if steps.packing is not PackingMethod.BALANCED:
-                # A lower bound takes minutes to prove for packs far from optimal, so skip it.
+                # From ISF's packs, far from optimal, the proof would take minutes.
                 fewest = min(fewest, len(pack_balanced(samples, caps, steps.seed)))
-            least = packs_lower_bound(samples, caps, found=fewest)
-    load_ms = job.load_ms(packs.packs, samples)
-    metrics = measure_packs(packs, samples, data.levels, steps.dp, load_ms, least)
+            lower_bound = packs_lower_bound(samples, caps, found=fewest)
+    load_ms = job.load_ms(packs.packs, samples)  # [packs]
+    metrics = measure_packs(packs, samples, data.levels, steps.dp, load_ms, lower_bound)
     if steps.packing is PackingMethod.ISF:
         print_notes(filter(None, [isf_note(samples, caps, steps.seed)]))
-    print_notes(_ranks_without_packs(packs, steps.dp))
+    busy = np.bincount(packs.step[packs.slot == 0])  # ranks with a first micro-batch, [steps]
+    step = int(busy.argmin())
+    if idle := steps.dp - int(busy[step]):
+        note = (
+            f"step {step + 1:,} of {len(busy):,} takes the remainder, {busy[step]:,} packs for "
+            f"{steps.dp:,} ranks: {idle:,} of them without any; --micro-batches 2 avoids that"
+        )
+        print_notes([note])
     name, source = job.model.name, job.cost.source
     result = metrics.as_dict() | {"seconds": seconds, "load": source, "model": name}
     print_result(as_json, result, packing_facts(metrics, f"{name}, {source}"))
-
-
-def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:
-    """Return a note if the last step has fewer packs than ranks."""
-    at_work = np.bincount(packs.step[packs.slot == 0])
-    step = int(at_work.argmin())
-    idle = ranks - int(at_work[step])
-    if not idle:
-        return []
-    said = (
-        f"step {step + 1:,} of {len(at_work):,} takes what is over, {at_work[step]:,} packs for "
-        f"{ranks:,} ranks: {idle:,} of them without any; --micro-batches 2 avoids that"
-    )
-    return [said]

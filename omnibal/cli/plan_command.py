@@ -1,4 +1,4 @@
-"""`omnibal plan`: make a plan directory."""
+"""`omnibal plan`: search a plan and write its directory."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -56,10 +56,9 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.planning import Planned
     from omnibal.search.step_size import StepRate
 
-DEFAULT_IMAGE_SHARE = 0.5
-_FEW_STEPS = 20
-"""Optimizer steps below which a fine-tune hardly moves the weights."""
-_FEATURES = {
+DEFAULT_IMAGE_SHARE = 0.5  # image tokens / tokens of synthetic packs
+_FEW_STEPS = 20  # optimizer steps below which a fine-tune hardly moves the weights
+_CONFLICT_FEATURES = {
     "--max-tiles": Feature.LIMITS,
     "--max-tokens": Feature.LIMITS,
     "--limit": Feature.LIMITS,
@@ -67,29 +66,26 @@ _FEATURES = {
     "--recompute": Feature.SPLIT,
     **{feature.value: feature for feature in Feature},
 }
-"""Features by option."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataOptions:
-    """Options for samples, packing, levels and epochs."""
-
+class PlanDataOptions:
     levels: Annotated[
         str,
         typer.Option(
             "--packing-levels",
             metavar="auto|hbp|N",
-            help="number of context-parallel sizes: the fastest, the HBP paper's, or N (1: none)",
+            help="context-parallel sizes to mix: the fastest, HBP's, or exactly N (1: no CP)",
         ),
     ] = "auto"
     curriculum_steps: Annotated[
-        int, count_option("first steps, with packs of the smallest size alone", least=0)
+        int, count_option("first steps to train on packs of the smallest level only", least=0)
     ] = 0
     max_tiles: Annotated[
-        int | None, count_option("image tiles of a pack, at most (default: searched for)")
+        int | None, count_option("max image tiles per pack (default: searched)")
     ] = None
     max_tokens: Annotated[
-        int | None, count_option("language tokens of a pack, at most (default: searched for)")
+        int | None, count_option("max language tokens per pack (default: searched)")
     ] = None
     limit: LimitOption = None
     image_share: Annotated[
@@ -98,57 +94,52 @@ class DataOptions:
             min=0,
             max=1,
             metavar="X",
-            help="without --lengths and with --max-tokens alone: share of image tokens in a pack "
-            f"(default: {DEFAULT_IMAGE_SHARE})",
+            help="without --lengths, with --max-tokens as only cap: image tokens / tokens of a "
+            f"pack (default: {DEFAULT_IMAGE_SHARE})",
         ),
     ] = None
     lengths: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="data, as counted by `omnibal lengths` (may be repeated); without: a plan of "
-            "shapes only, with --max-tokens",
+            help="data, as counted by `omnibal lengths` (may be repeated); without: synthetic "
+            "packs of --max-tokens",
         ),
     ] = None
     micro_batches: Annotated[
         int | None,
         count_option(
-            "packs of a rank in a step, if all were full and of the longest size "
-            f"(default of shapes alone: {DEFAULT_MICRO_BATCHES})",
+            "micro-batches per data-parallel rank and step, counted in full packs of the longest "
+            f"level (default without --lengths: {DEFAULT_MICRO_BATCHES})",
             most=MAX_PACKS_PER_STEP,
         ),
     ] = None
-    epochs: Annotated[int, count_option("times that every sample is trained", most=MAX_EPOCHS)] = 1
+    epochs: Annotated[int, count_option("passes over the data", most=MAX_EPOCHS)] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
     mixture: MixtureOption = None
     portion_samples: Annotated[
-        int, count_option("samples that are packed and stored together, at most")
+        int, count_option("max samples packed together; larger data is packed in portions")
     ] = PORTION_SAMPLES
     window: Annotated[
         int | None,
-        count_option(
-            "samples of a step, in the order of the data, for streams (default: samples are "
-            "shuffled)"
-        ),
+        count_option("stream data in file order, N samples per step (default: shuffle samples)"),
     ] = None
     dispatch: Annotated[
         Dispatch,
-        typer.Option(
-            help="with --window: balance each step over ranks, or deal samples as they are read"
-        ),
+        typer.Option(help="with --window: balance each step over ranks, or deal round robin"),
     ] = Dispatch.ON
     steps_of: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="plan with the steps to keep, to go on with its run at other parallel sizes",
+            help="plan with the steps to keep, to resume its run at other parallel sizes",
         ),
     ] = None
 
     @property
     def level_rule(self) -> "LevelRule":
-        """Return the rule for candidate sets of levels."""
+        """Return the rule for the number of levels."""
         from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
 
         if self.levels == "auto":
@@ -158,18 +149,18 @@ class DataOptions:
         if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
             raise UserError(
                 f"--packing-levels {self.levels}: must be auto, hbp, or a number from 1 to "
-                f"{MAX_SEARCHED}; give one of these"
+                f"{MAX_SEARCHED}"
             )
         return LevelRule(count=int(self.levels))
 
     def files(self) -> list[Path]:
-        given = filter(None, (self.steps_of, self.mixture))
-        return [*given, *length_files(self.lengths or [])]
+        inputs = filter(None, (self.steps_of, self.mixture))
+        return [*inputs, *length_files(self.lengths or [])]
 
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
-        """Return the caps of a pack for a model, or None if searched for.
+        """Return the caps of a pack, or None if they are searched.
 
-        `packed_by_tokens` are the samples for trainers that limit packs by tokens only.
+        `packed_by_tokens` are the samples if the trainer limits packs by tokens only.
         """
         from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
 
@@ -184,6 +175,7 @@ class DataOptions:
                     f"{words(others)} cannot be given with --for: the trainer packs by tokens "
                     "alone, and would not keep packs below it; leave it out, or lower --max-tokens"
                 )
+            # Other features get the max that a pack of so many tokens can hold.
             return caps_of_tokens(packed_by_tokens, needed, given["tokens"])
         if not self.lengths and self.steps_of is None and "tokens" in given:
             is_full = set(given).issuperset(needed)
@@ -206,9 +198,10 @@ class DataOptions:
             )
         return Caps.of(**given)
 
-    def of_goal(
+    def goal_data(
         self, model: ModelConfig, samples_per_step: int | None, *, packed_by_tokens: bool
     ) -> "GoalData":
+        """Read the data: an earlier plan's steps, synthetic packs, a stream or packed samples."""
         from omnibal.job.check import check_and_open
         from omnibal.search.goal import Earlier, Samples, ShapesAlone, Stream
 
@@ -249,9 +242,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOptions:
-    """Options for encoder placement, sharding, split and recomputation."""
-
-    method: Annotated[PartitionMethod, typer.Option(help="how the model is split over stages")] = (
+    method: Annotated[PartitionMethod, typer.Option(help="split of the model over stages")] = (
         PartitionMethod.OMNIBAL
     )
     recompute: Annotated[
@@ -264,40 +255,40 @@ class PlacementOptions:
     sharding: Annotated[
         Literal["auto", "replicated", "full", "hybrid"] | None,
         typer.Option(
-            help="weights and gradients: replicated, sharded over all data-parallel ranks (full) "
-            "or within a node (hybrid), or the fastest (default: auto with --gpus, else "
-            "replicated, or as --for has it)"
+            help="weights and gradients: replicated, sharded over all data-parallel ranks (full: "
+            "FSDP, ZeRO-3) or within a node (hybrid: HSDP), or the fastest (default: auto with "
+            "--gpus, else replicated or the --for trainer's)"
         ),
     ] = None
     encoder: Annotated[
         Literal["auto", "pipeline", "data-parallel"] | None,
         typer.Option(
-            help="encoders: in the pipeline's stages, data-parallel on every rank, or the faster "
+            help="encoders in the pipeline's stages, data-parallel on every rank, or the faster "
             "(default: auto with --gpus, else pipeline)"
         ),
     ] = None
 
     schedule: Annotated[
         Literal["auto", ScheduleName],
-        typer.Option(help="of the pipeline; auto is the fastest that the trainer runs"),
+        typer.Option(help="pipeline schedule; auto: the fastest that the trainer supports"),
     ] = ONE_FORWARD_ONE_BACKWARD.name
 
     @property
     def schedule_name(self) -> ScheduleName | None:
-        """Return the schedule asked for, or None for the fastest."""
+        """Name of the schedule, or None to search the fastest."""
         return None if self.schedule == "auto" else self.schedule
 
     def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
-        """Return shardings to search for free or fixed sizes, or None for the job's own."""
+        """Return the shardings to search, or None for the job's own."""
         chosen = self.sharding or ("auto" if is_free else None)
         if chosen == "auto":
             return tuple(WeightSharding)
         return None if chosen is None else (WeightSharding(chosen),)
 
     def placements(self, *, is_free: bool) -> tuple[EncoderPlacement, ...]:
-        """Return encoder placements to search for free or fixed sizes."""
+        """Return the encoder placements to search."""
         chosen = self.encoder or ("auto" if is_free else EncoderPlacement.PIPELINE.option)
-        return tuple(one for one in EncoderPlacement if chosen in ("auto", one.option))
+        return tuple(place for place in EncoderPlacement if chosen in ("auto", place.option))
 
 
 def plan(
@@ -306,13 +297,13 @@ def plan(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="plan directory to write")
     ],
-    data: DataOptions,
+    data: PlanDataOptions,
     strategy: StrategyOptions,
     sizes: SizeOptions,
     partition: PlacementOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan packs, parallel sizes, stages and recomputed layers, and predict the step."""
+    """Plan packs, parallel sizes, stages and recomputation, and predict step time and memory."""
     from omnibal.job.plan_files import check_replaceable, save_plan
     from omnibal.pipeline.loader_time import slow_reading
     from omnibal.search import planning
@@ -320,20 +311,19 @@ def plan(
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
     _check_options(context, data, partition)
-    goal = _goal(given, data, strategy, sizes, partition)
+    goal = _make_goal(given, data, strategy, sizes, partition)
     planned = planning.plan(goal, ConsoleListener())
-    written = save_plan(planned.result, output)
+    written = save_plan(planned.result, output)  # before the comparisons, which take longer
     planned = replace(planned, result=replace(planned.result, plan=written))
     rates = planning.rates_of_steps(goal, planned, ConsoleListener())
     slow = filter(None, [slow_reading(planned.prediction)])
-    own_notes = [*model_notes(given.model), *_step_notes(planned, rates), *slow]
-    print_notes([*own_notes, *notes_for(strategy.target, planned.result)])
+    notes = [*model_notes(given.model), *_step_notes(planned, rates), *slow]
+    print_notes([*notes, *notes_for(strategy.target, planned.result)])
     limits = cost_of_limits(strategy, data.packing, goal, planned)
     _print_plan(as_json, planned, rates, limits)
 
 
 def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
-    """Return remarks on the samples per step, first on a faster size."""
     from omnibal.search.step_size import StepSamples, remark
 
     notes, data = list[str | None](), planned.result.plan.data
@@ -350,17 +340,20 @@ def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def _check_options(context: typer.Context, data: DataOptions, partition: PlacementOptions) -> None:
-    """Raise for conflicting options."""
-    given: dict[Feature, str] = {}
+def _check_options(
+    context: typer.Context, data: PlanDataOptions, partition: PlacementOptions
+) -> None:
+    """Raise UserError for conflicting or missing options."""
+    given: dict[Feature, str] = {}  # options as typed, for messages
     for option, value in given_options(context):
-        text, feature = option.opts[0], _FEATURES.get(option.opts[0])
+        text, feature = option.opts[0], _CONFLICT_FEATURES.get(option.opts[0])
         if feature is not None:
             if value is False:
                 text = option.secondary_opts[0]
             elif value is not True and not isinstance(value, list):
                 text = f"{text} {value}"
             given[feature] = f"{given[feature]}, {text}" if feature in given else text
+    # Values that change nothing conflict with nothing.
     if data.levels in ("auto", "1"):
         given.pop(Feature.LEVELS, None)
     if partition.schedule_name in (None, ONE_FORWARD_ONE_BACKWARD.name):
@@ -368,13 +361,14 @@ def _check_options(context: typer.Context, data: DataOptions, partition: Placeme
     if partition.encoder == EncoderPlacement.DATA_PARALLEL.option:
         given[Feature.BESIDE] = Feature.BESIDE.value
     check_together(given)
+    # An earlier plan brings its own lengths.
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
     check_complete({**given, **has_samples})
 
 
-def _goal(
+def _make_goal(
     given: JobOptions,
-    data: DataOptions,
+    data: PlanDataOptions,
     strategy: StrategyOptions,
     sizes: SizeOptions,
     partition: PlacementOptions,
@@ -399,7 +393,8 @@ def _goal(
     if partition.encoder != EncoderPlacement.DATA_PARALLEL.option and not job.model.encoders:
         placements = (EncoderPlacement.PIPELINE,)
     is_by_tokens = strategy.target is not None and strategy.target.packs.tokens_alone
-    of_goal = data.of_goal(job.model, strategy.samples_per_step, packed_by_tokens=is_by_tokens)
+    goal_data = data.goal_data(job.model, strategy.samples_per_step, packed_by_tokens=is_by_tokens)
+    # Only the search splits and recomputes jointly; baselines of the literature take first layers.
     is_joint = partition.method is PartitionMethod.OMNIBAL
     usual = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
     free = Free(
@@ -410,7 +405,7 @@ def _goal(
         split=SplitRule(method=partition.method, recompute=partition.recompute or usual),
         schedule=partition.schedule_name,
     )
-    return Goal(job=job, data=of_goal, free=free)
+    return Goal(job=job, data=goal_data, free=free)
 
 
 def _print_plan(
@@ -421,26 +416,23 @@ def _print_plan(
     from omnibal.report.phase_table import phases_of_plan, phases_table
     from omnibal.search.step_size import StepSamples
 
-    result, found, prediction = planned.result, planned.strategies, planned.prediction
+    result, search, prediction = planned.result, planned.strategies, planned.prediction
     plan, choice = result.plan, planned.placement
     gap = None if result.search is None else result.search.gap
     notes = training_obstacles(plan)
     if gap:
-        notes.append(
-            f"the search ended before its proof: stages that are up to {gap:.2%} faster may exist"
-        )
-    print_notes(notes)
+        notes.append(f"the stage search ended early: stages up to {gap:.2%} faster may exist")
     packs = None if result.data is None else result.data[0]
     windows = window_facts(result)
     if windows is not None:
-        print_notes([windows.note])
-    if found is not None and found.gap:
-        note = (
-            f"{found.planned:,} of {found.choices:,} choices of sizes and caps were planned, by "
-            "their estimated times; by their bounds, which count neither memory nor recomputation, "
-            f"another may be at most {found.gap:.0%} faster"
+        notes.append(windows.note)
+    if search is not None and search.gap:
+        notes.append(
+            f"{search.planned:,} of {search.choices:,} choices of sizes and caps were planned, "
+            "those with the least estimated times; by lower bounds, which count neither memory nor "
+            f"recomputation, another may be at most {search.gap:.0%} faster"
         )
-        print_notes([note])
+    print_notes(notes)
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else plan_tables.share_of_images(plan)
     summary["window"] = None if windows is None else asdict(windows)
@@ -465,7 +457,7 @@ def _print_plan(
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies: list[Any] = []
-    if found is not None:
+    if search is not None:
         summary["strategies"] = [
             {
                 **asdict(strategy),
@@ -474,22 +466,22 @@ def _print_plan(
                 "lost": strategy.lost.model_dump(mode="json"),
                 "levels": [level.model_dump(mode="json") for level in strategy.levels],
             }
-            for strategy in found.ranking
+            for strategy in search.ranking
         ]
-        summary["strategies_gap"] = found.gap
-        strategies = [command_tables.strategy_table(found, memory_cap_gib(plan.cluster))]
-        close = command_tables.close_call(found, errors_of_plan(plan))
+        summary["strategies_gap"] = search.gap
+        strategies = [command_tables.strategy_table(search, memory_cap_gib(plan.cluster))]
+        close = command_tables.close_call(search, errors_of_plan(plan))
         summary["close_call"] = close
         strategies += [] if close is None else [close]
     memory, lost = plan_tables.peak_table(plan), plan_tables.lost_time_table(prediction)
     assert memory is not None
-    of_packs = levels_table(plan, packs), phases_table(phases)
+    pack_tables = levels_table(plan, packs), phases_table(phases)
     print_result(
         as_json,
         summary,
         *lines,
         *strategies,
-        *(table for table in of_packs if table is not None),
+        *(table for table in pack_tables if table is not None),
         *plan_tables.encoder_facts(plan, choice),
         plan_tables.stages_table(plan),
         memory,
@@ -499,7 +491,7 @@ def _print_plan(
 
 
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
-    # Scripts find the keys of InternVL's towers for every model.
+    # Scripts read `vision_layers` for every model, even without such a tower.
     towers = dict.fromkeys(("vision", "language", *plan.model.towers))
     errors = errors_of_plan(plan)
     return {

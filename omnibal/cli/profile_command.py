@@ -1,4 +1,4 @@
-"""`omnibal profile`: measure the model's layers on this device."""
+"""`omnibal profile`: measure the model's layers on this device (in processes with torch)."""
 
 import importlib.util
 import subprocess
@@ -39,34 +39,34 @@ from omnibal.model.config import (
 from omnibal.model.limits import check_limits
 from omnibal.report import command_tables
 
-_MOST_REPETITIONS = 10_000  # hours of timing; more is a typo
+_MAX_REPETITIONS = 10_000  # hours of timing; more is a typo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
-    """Options for micro-batches, layers, repetitions and processes."""
-
     tokens_per_sample: Annotated[
-        int | None, count_option("of a typical sample [default: the mean of --lengths]")
+        int | None, count_option("tokens of a typical sample (default: mean of --lengths)")
     ] = None
-    lengths: Annotated[list[Path] | None, typer.Option(help="lengths (may be repeated)")] = None
+    lengths: Annotated[
+        list[Path] | None, typer.Option(help="files of `omnibal lengths` (may be repeated)")
+    ] = None
     data: Annotated[
         Path | None,
         typer.Option(
-            help="meta.json whose samples are read while layers are timed, as in training; how "
-            "long that takes goes into the profile"
+            help="meta JSON of samples to load during the measurement, for the profile's loading "
+            "time"
         ),
     ] = None
     tokenizer_model: TokenizerOption = None
     layers: Annotated[
-        int | None, count_option("layers of each tower to build [default: few]", most=MAX_LAYERS)
+        int | None, count_option("layers of each tower to build (default: few)", most=MAX_LAYERS)
     ] = None
     repetitions: Annotated[
-        int | None, count_option("timed runs of each pack [default: few]", most=_MOST_REPETITIONS)
+        int | None, count_option("timed runs of each pack (default: few)", most=_MAX_REPETITIONS)
     ] = None
     provider: ProviderOption = "local"
     processes: Annotated[
-        int, count_option("that measure at the same time", most=MOST_PROCESSES)
+        int, count_option("processes (devices) that measure simultaneously", most=MOST_PROCESSES)
     ] = 1
 
     def typical_tokens(self) -> int:
@@ -80,8 +80,8 @@ class MeasureOptions:
             )
         return round(read_lengths(self.lengths).tokens.mean())
 
-    def check_data(self) -> list[Path]:
-        """List data and tokenizer files, if given; raise for missing files."""
+    def data_files(self) -> list[Path]:
+        """Return data and tokenizer files, empty without --data. Raise UserError if missing."""
         from omnibal.data.annotations import Annotations
         from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
@@ -109,26 +109,25 @@ def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCaps:
-    max_tokens: Annotated[int, count_option("language tokens that a pack may hold")]
+    max_tokens: Annotated[int, count_option("max language tokens per pack")]
     max_tiles: NeededMaxTilesOption = None
     limit: LimitOption = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredClusterOptions:
-    """Options for a cluster file with measured rates, to plan other models."""
+    """Cluster file with measured rates, to plan other models on the device."""
 
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"{PRESET} or TOML file to add rates to"),
+        typer.Option(metavar="NAME", help=f"{PRESET} or TOML file to add measured rates to"),
     ] = None
     cluster_output: Annotated[
         Path | None,
-        typer.Option(help="TOML file to write: --cluster with the rates that are measured"),
+        typer.Option(help="TOML file to write: --cluster with the measured rates"),
     ] = None
 
-    def base(self) -> ClusterConfig | None:
-        """Read the cluster to write with rates, or None."""
+    def read_base(self) -> ClusterConfig | None:
         _require_both_or_none(
             {"--cluster": self.cluster, "--cluster-output": self.cluster_output},
             "a cluster file with measured rates needs the cluster that they are added to, and the "
@@ -144,11 +143,11 @@ def profile(
     measured: MeasureOptions,
     preset: MeasuredClusterOptions,
     precision: Annotated[
-        PlainPrecision, typer.Option(help="of weights and activations; fp8 is not measured")
+        PlainPrecision, typer.Option(help="weights and activations; fp8 is not measured")
     ] = "bf16",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the model's layers on this device, and show how well the costs fit."""
+    """Measure the model's layers on this device, and report the residuals of the fit."""
     from omnibal.cost.profile import fit_residuals, read_profile, with_measured_rates
     from omnibal.job.check import model_obstacle
 
@@ -158,12 +157,12 @@ def profile(
                 f"{package} is not installed, and `omnibal profile` runs the model's layers; "
                 'install it with: pip install ".[train]" in its repository'
             )
-    # A mistake is found here, before several processes start and each reports it.
+    # Check all inputs here: later every process would report the same mistake.
     lengths = length_files(measured.lengths or [])
     presets = [] if preset.cluster is None else [config_file("clusters", preset.cluster)]
-    read = [named_model_file(model), *lengths, *measured.check_data(), *presets]
-    check_files({"-o": output, "--cluster-output": preset.cluster_output}, read)
-    base = preset.base()
+    inputs = [named_model_file(model), *lengths, *measured.data_files(), *presets]
+    check_files({"-o": output, "--cluster-output": preset.cluster_output}, inputs)
+    base = preset.read_base()
     profiled_model = named_model(model)
     caps = limits_given(limits.limit, limits.max_tiles, limits.max_tokens)
     obstacle = model_obstacle(profiled_model)
@@ -216,5 +215,5 @@ def profile(
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -15,20 +15,20 @@ from omnibal.report.command_tables import misprediction_table, replan_facts, rep
 
 def replan(
     directory: DirectoryArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to make")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
     run: Annotated[
-        Path | None, typer.Option(help="directory of the run trained from it (its --save)")
+        Path | None, typer.Option(help="run directory (--save of training) with measured times")
     ] = None,
-    gpus: Annotated[int | None, size_option("devices to go on with (default: the plan's)")] = None,
-    nodes: Annotated[int | None, size_option("nodes to go on with, all of each")] = None,
+    gpus: Annotated[int | None, size_option("number of GPUs (default: the plan's)")] = None,
+    nodes: Annotated[int | None, size_option("number of whole nodes, instead of --gpus")] = None,
     after: Annotated[
-        int | None, count_option("steps trained (default: those of the run's log)", least=0)
+        int | None, count_option("steps already trained (default: from the run's log)", least=0)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan a run anew: by the times that it has measured, or for other devices.
+    """Replan a run from its measured times, or for another number of GPUs.
 
-    Every step keeps its samples, so that the run's checkpoints go on under the new plan.
+    Every step keeps its samples, so that the run's checkpoints resume under the new plan.
     """
     from omnibal.job.check import open_plan
     from omnibal.job.plan_files import save_plan
@@ -37,7 +37,7 @@ def replan(
 
     files = open_plan(directory, to_train=True)
     if gpus is not None and nodes is not None:
-        raise UserError("--gpus and --nodes were given, which say the same: leave one out")
+        raise UserError("--gpus and --nodes are exclusive: drop one")
     if nodes is not None:
         gpus_per_node = files.plan.cluster.gpus_per_node
         gpus = nodes * gpus_per_node
@@ -47,10 +47,7 @@ def replan(
                 f"has {MAX_DEVICES:,} at most: give fewer nodes"
             )
     if run is None and gpus is None:
-        raise UserError(
-            "neither a run nor a number of devices was given, so nothing is new: give --run, "
-            "--gpus or --nodes"
-        )
+        raise UserError("nothing to replan for: give --run, --gpus or --nodes")
     check_folder("-o", output, [directory])
     check_outside("-o", output, [directory])
     log = None

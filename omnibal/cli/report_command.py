@@ -1,4 +1,4 @@
-"""`omnibal report`: write the page of a plan, its replay and its run."""
+"""`omnibal report`: write the HTML page of a plan, its replay and its run."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,35 +23,39 @@ def report(
     directory: DirectoryArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write")],
     run: Annotated[
-        Path | None, typer.Option(help="directory of the run trained from it (its --save)")
+        Path | None, typer.Option(help="run directory (--save of training) with measured times")
     ] = None,
     replay: Annotated[
-        Path | None,
-        typer.Option(help="directory of its replay (the -o of tools/replay.py)"),
+        Path | None, typer.Option(help="replay directory (-o of tools/replay.py)")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page: what to change, and the plan with the times of its replay and run."""
+    """Write an HTML page: advice, and predicted beside replayed and measured times."""
     from omnibal.job.check import open_plan
     from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES
     from omnibal.report.page import write_report
     from omnibal.report.summary import replay_figures
 
-    trained, inputs = _run_directory(run), [*plan_files(directory)]
-    if trained is not None:
+    inputs = [*plan_files(directory)]
+    if run is not None:
+        if run.is_file() and run.name != RUN_FILE:
+            raise UserError(
+                f"--run {run}: is a file; give the directory of the run, which holds its {RUN_FILE}"
+            )
+        run = run.parent if run.is_file() else run
         names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
-        inputs += [trained / name for name in names]
+        inputs += [run / name for name in names]
     if replay is not None:
         inputs += [*REPLAY_FILES.all_files(replay), *FAKE_REPLAY_FILES.all_files(replay)]
     check_files({"-o": output}, inputs)
-    shown = write_report(open_plan(directory), trained, output, replay)
+    shown = write_report(open_plan(directory), run, output, replay)
     result: dict[str, Any] = {}
     if shown.replay is not None:
         result["replay"] = replay_figures(shown.plan, shown.replay)
     if shown.fake_stages:
         rates = Roofline.of_cluster(shown.plan.cluster, shown.plan.precision)
-        result["fake_device"] = [one.figures(rates) for one in shown.fake_stages]
+        result["fake_device"] = [stage.figures(rates) for stage in shown.fake_stages]
     if shown.run is not None:
         result["run"] = asdict(shown.run)
         if shown.plan.prediction is not None:
@@ -68,7 +72,7 @@ def report(
 
 
 def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
-    """Yield the page's tables of a replay and a run."""
+    """Yield the page's tables of a replay and of a run."""
     from omnibal.report.cards import card_facts, headline_cards
     from omnibal.report.command_tables import fake_device_table
     from omnibal.report.plan_tables import accuracy_table, peak_table, stages_table
@@ -86,14 +90,3 @@ def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
         yield fake_device_table(shown.plan, shown.fake_stages)
     accuracy = None if shown.evaluation is None else accuracy_table(shown.evaluation)
     yield from [] if accuracy is None else [accuracy]
-
-
-def _run_directory(run: Path | None) -> Path | None:
-    """Return the run's directory, from itself or its run.jsonl."""
-    if run is None or not run.is_file():
-        return run
-    if run.name != RUN_FILE:
-        raise UserError(
-            f"--run {run}: is a file; give the directory of the run, which holds its {RUN_FILE}"
-        )
-    return run.parent

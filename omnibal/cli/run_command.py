@@ -1,4 +1,4 @@
-"""`omnibal run`: from data to a trained model, by the commands that do each step alone."""
+"""`omnibal run`: from data to a trained model, with the other commands as its steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,23 +18,22 @@ from omnibal.cli.options import (
     TemplateOption,
     TokenizerOption,
 )
-from omnibal.cli.plan_command import DataOptions, PlacementOptions, StrategyOptions
+from omnibal.cli.plan_command import PlacementOptions, PlanDataOptions, StrategyOptions
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
 from omnibal.runs import running
 from omnibal.runs.running import RunStep
 
-_OWN = ("model", "cluster", "gpus")
-"""Options of `omnibal plan` that are given to it in another way."""
+_RESOLVED = ("model", "cluster", "gpus")  # passed to `omnibal plan` resolved, not as typed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
+class RunCommandOptions:
     """Options that `omnibal plan` does not have."""
 
-    data: Annotated[Path, typer.Option(help="annotation file, or meta JSON that names some")]
+    data: Annotated[Path, typer.Option(help="annotation file, or meta JSON of several")]
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="folder of all that is made, and of the run")
+        Path, typer.Option("--output", "-o", help="folder of all results, with the run in run/")
     ]
     tokenizer_model: TokenizerOption = None
     data_root: DataRootOption = None
@@ -42,45 +41,46 @@ class RunOptions:
     weights: Annotated[
         Path | None,
         typer.Option(
-            help="folder with the first weights: a released checkpoint, or the run directory of an "
-            "import or a training (default: --model)"
+            help="initial weights: folder of a released checkpoint, an import or a run (default: "
+            "--model)"
         ),
     ] = None
-    from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="start from random weights")
-    ] = False
+    from_scratch: Annotated[bool, typer.Option("--from-scratch", help="random initial weights")] = (
+        False
+    )
     lr: Annotated[
         float | None,
-        typer.Option(min=0, help="largest learning rate (default: 1e-5, of adapters 1e-4)"),
+        typer.Option(min=0, help="max learning rate (default: 1e-5, with LoRA 1e-4)"),
     ] = None
     vision_lr: Annotated[
         float | None,
-        typer.Option(min=0, help="that of the vision encoder's own weights (default: 0.2 x --lr)"),
+        typer.Option(min=0, help="max learning rate of the vision encoder (default: 0.2 x --lr)"),
     ] = None
     start: Annotated[
-        bool, typer.Option("--start/--no-start", help="start the training where its devices are")
+        bool, typer.Option("--start/--no-start", help="train, if this machine has the devices")
     ] = True
     export: Annotated[
-        bool, typer.Option("--export/--no-export", help="at the end write OUTPUT/hf, like --model")
+        bool,
+        typer.Option("--export/--no-export", help="write OUTPUT/hf in --model's format at the end"),
     ] = True
 
 
 def run(
     context: typer.Context,
-    asked: RunOptions,
+    asked: RunCommandOptions,
     given: JobOptions,
-    data: DataOptions,
+    data: PlanDataOptions,
     strategy: StrategyOptions,
     sizes: SizeOptions,
     partition: PlacementOptions,
 ) -> None:
     """Fine-tune a released checkpoint: scan, plan, check, import, train and export.
 
-    Every step is a command of its own, which is printed. Run again, it goes on where it was
-    stopped, also with another --lr or more --epochs, and repeats steps after a change of their
-    files. It takes the options of `omnibal plan` too; options after `--` are for pretrain_vlm.py. A
-    cluster of CPUs trains in fp32 unless --precision is given.
+    Each step is a printed command. The same command line resumes an interrupted run, also with
+    another --lr or more --epochs, and repeats steps with changed inputs. Options of `omnibal plan`
+    apply; those after `--` go to pretrain_vlm.py. A cluster of CPUs trains in fp32 by default.
     """
+    # Printed commands must work in any directory.
     asked = replace(
         asked,
         data=asked.data.absolute(),
@@ -89,14 +89,14 @@ def run(
         tokenizer_model=asked.tokenizer_model and asked.tokenizer_model.absolute(),
     )
     cluster = load_cluster(given.cluster)
-    gpus = _devices(cluster, strategy, sizes)
+    gpus = _choose_gpus(cluster, strategy, sizes)
     is_exported = strategy.made_for is not None
     rates = {"--lr": asked.lr, "--vision-lr": asked.vision_lr}
     more = [word for pair in rates.items() if pair[1] is not None for word in map(str, pair)]
     if is_exported and (asked.weights or asked.from_scratch or more):
         raise UserError(
-            "--weights, --from-scratch and rates are of this project's trainer; leave them out "
-            f"with --for {strategy.made_for}"
+            "--weights, --from-scratch, --lr and --vision-lr are for this project's trainer; leave "
+            f"them out with --for {strategy.made_for}"
         )
     output, model, weights, is_fetched = asked.output, given.model, None, False
     model = str(Path(model).absolute()) if Path(model).exists() else model
@@ -107,94 +107,85 @@ def run(
             model, asked.weights, from_scratch=asked.from_scratch
         )
     model = str(weights) if is_fetched else model
-    named_model(model)
+    named_model(model)  # an unknown model fails before the long scan
     tokenizer = asked.tokenizer_model or running.find_tokenizer(model, weights)
-    planned_with = _on_the_command_line(context, (given, data, strategy, sizes, partition))
-    if cluster.is_cpu and not {"--precision", "--profile"} & set(planned_with):
-        planned_with += ["--precision", "fp32"]
-    planned_with += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
-    confined = [] if asked.data_root is None else ["--data-root", _absolute(asked.data_root)]
-    scanned_with = [*confined, *(["--template", asked.template] if asked.template else [])]
-    planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output, scanned_with)
-    with lock_folder("-o", output, _say):
-        _do(planning, output)
+    plan_options = _typed_options(context, (given, data, strategy, sizes, partition))
+    if cluster.is_cpu and not {"--precision", "--profile"} & set(plan_options):
+        plan_options += ["--precision", "fp32"]
+    plan_options += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
+    data_root = [] if asked.data_root is None else ["--data-root", _absolute(asked.data_root)]
+    scan_options = [*data_root, *(["--template", asked.template] if asked.template else [])]
+    planning = running.plan_steps(asked.data, model, tokenizer, plan_options, output, scan_options)
+    with lock_folder("-o", output, _print_line):
+        _run_steps(planning, output)
         if is_exported:
-            _export(output, asked.data)
+            plan, export = output / "plan", output / "export"
+            words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(asked.data))
+            _run_steps([RunStep(words=words, reads=(plan,), makes=export)], output)
+            _print_line(f"what to run: {export / 'RUN.md'}")
             return
         if is_fetched:
-            _say(f"fetching the weights of {given.model}, or finding them in the cache")
+            _print_line(f"fetching the weights of {given.model}, or finding them in the cache")
             running.fetch_checkpoint(given.model, weights=True)
-        loads = weights
+        loaded = weights
         if weights is not None and running.has_released_weights(weights):
-            loads = output / "weights"
-            _do([running.conversion_step("import", weights, loads)], output)
-        more = ([] if loads is None else ["--load", str(loads), "--finetune"]) + confined + more
+            loaded = output / "weights"
+            _run_steps([running.conversion_step("import", weights, loaded)], output)
+        more = ([] if loaded is None else ["--load", str(loaded), "--finetune"]) + data_root + more
+        more += context.args  # last, so that the user's words override ours
         per_node = cluster.gpus_per_node
-        more += context.args
         running.write_launch(output, asked.data, tokenizer, per_node, gpus, more)
-        training = running.training_step(output, loads, planning[0], more)
-        here = per_node if cluster.is_cpu else min(_gpus_here(), per_node)
-        _do([training], output, trains=asked.start and gpus <= here)
-        like = weights if loads != weights else Path(model)
-        is_like = like is not None and running.has_released_weights(like)
-        if asked.export and is_like and training.is_complete:
-            export = output / "hf"
-            _do(
-                [running.conversion_step("export", output / "run", export, "--like", str(like))],
-                output,
-            )
+        training = running.training_step(output, loaded, planning[0], more)
+        available = per_node if cluster.is_cpu else min(_count_gpus(), per_node)
+        _run_steps([training], output, trains=asked.start and gpus <= available)
+        like = weights if loaded != weights else Path(model)
+        is_released = like is not None and running.has_released_weights(like)
+        if asked.export and is_released and training.is_complete:
+            released, run_folder = output / "hf", output / "run"
+            words = ("--like", str(like))
+            _run_steps([running.conversion_step("export", run_folder, released, *words)], output)
 
 
-def _gpus_here() -> int:
+def _count_gpus() -> int:
+    # Without torch or NVML, which `omnibal` does not import.
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _devices(cluster: ClusterConfig, strategy: StrategyOptions, sizes: SizeOptions) -> int:
-    """Return the devices of the job: as given, those here, or a node of a cluster of CPUs."""
+def _choose_gpus(cluster: ClusterConfig, strategy: StrategyOptions, sizes: SizeOptions) -> int:
+    """Return the number of devices: as given, this machine's GPUs, or a node of CPUs."""
     if strategy.gpus is not None:
         return strategy.gpus
-    if any((sizes.tp, sizes.pp, sizes.dp)) and (cluster.is_cpu or not _gpus_here()):
+    if any((sizes.tp, sizes.pp, sizes.dp)) and (cluster.is_cpu or not _count_gpus()):
         return sizes.parallel().world_size
-    found = cluster.gpus_per_node if cluster.is_cpu else _gpus_here()
-    if not found:
-        raise UserError(
-            "no GPU is here to plan for: give the devices of the job by --gpus, or by --tp, --pp "
-            "and --dp"
-        )
-    return found
-
-
-def _export(output: Path, data: Path) -> None:
-    """Export the plan to the trainer that it was made for."""
-    plan, export = output / "plan", output / "export"
-    words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(data))
-    _do([RunStep(words=words, reads=(plan,), makes=export)], output)
-    _say(f"what to run: {export / 'RUN.md'}")
+    count = cluster.gpus_per_node if cluster.is_cpu else _count_gpus()
+    if not count:
+        raise UserError("this machine has no GPU to plan for: give --gpus, or --tp, --pp and --dp")
+    return count
 
 
 def _absolute(word: Any) -> str:
-    """Return a path that is there as an absolute one, and anything else as it is."""
+    """Return an existing path as an absolute path, anything else unchanged."""
     return str(Path(word).absolute()) if Path(str(word)).exists() else str(word)
 
 
-def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[str]:
-    """Return the words of the options of some groups that were given."""
-    names = {field.name for group in groups for field in fields(group)} - set(_OWN)
+def _typed_options(context: typer.Context, groups: Sequence[Any]) -> list[str]:
+    """Return the words of the typed options of these groups, with absolute paths."""
+    names = {field.name for group in groups for field in fields(group)} - set(_RESOLVED)
     words: list[str] = []
     for option, value in given_options(context):
         if option.name in names and isinstance(value, bool):
             words.append(option.opts[0] if value else option.secondary_opts[0])
         elif option.name in names:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [option.opts[0], _absolute(one) if isinstance(one, Path) else str(one)]
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [option.opts[0], _absolute(item) if isinstance(item, Path) else str(item)]
     return words
 
 
-def _do(steps: Sequence[RunStep], output: Path, *, trains: bool = True) -> None:
-    status = running.run_steps(steps, output / "steps.json", _say, trains=trains)
+def _run_steps(steps: Sequence[RunStep], output: Path, *, trains: bool = True) -> None:
+    status = running.run_steps(steps, output / "steps.json", _print_line, trains=trains)
     if status:
         raise SystemExit(status)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print_notes([line], prefix="")

@@ -22,11 +22,11 @@ def simulate(
         Path | None, typer.Option(help="Chrome trace of a step to write, for Perfetto")
     ] = None,
     step: Annotated[
-        int | None, count_option("that the trace shows (default: the slowest)", least=0)
+        int | None, count_option("step of the trace, from 0 (default: the slowest)", least=0)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate all steps of a plan on its own packs."""
+    """Simulate all steps of a plan with its packs; report step times and busy stages."""
     from omnibal.job.check import open_plan
     from omnibal.pipeline.simulate import simulate_levels
     from omnibal.report.trace import chrome_trace
@@ -41,10 +41,7 @@ def simulate(
         steps = simulate_levels(cost, stages_at, workload, schedule)
     shown = int(steps.step_ms.argmax()) if step is None else step
     if shown >= packs.steps:
-        raise UserError(
-            f"--step {shown} was given, and the plan has steps 0 to {packs.steps - 1}; give one of "
-            "these"
-        )
+        raise UserError(f"--step {shown} must be one of the plan's steps, 0 to {packs.steps - 1}")
     if trace is not None:
         events = chrome_trace(cost, stages_at, workload, shown, schedule)
         write_ascii(json.dumps(events) + "\n", trace)
@@ -55,6 +52,7 @@ def simulate(
         "step_ms_min": float(steps.step_ms.min()),
         "step_ms_max": float(steps.step_ms.max()),
         "slowest_step": int(steps.step_ms.argmax()),
+        # [stages]: busy_ms is [steps, stages]
         "busy_fraction": (steps.busy_ms.sum(axis=0) / steps.step_ms.sum()).tolist(),
         "trace": None if trace is None else str(trace),
         "trace_step": None if trace is None else shown,

@@ -1,4 +1,4 @@
-"""Options and results of `omnibal plan` about other trainers: plans under their limits."""
+"""`omnibal plan --for`: options, notes, and the cost of another trainer's limits."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,17 +25,15 @@ _IMAGES_LOST = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions:
-    """Options for the target: a number of devices, samples per step, and a trainer."""
-
     gpus: Annotated[
         int | None,
-        size_option("GPUs; parallel sizes are searched (without: those of --tp, --pp, --dp, --ep)"),
+        size_option("number of GPUs; searches all of --tp, --pp, --dp and --ep that are not given"),
     ] = None
     samples_per_step: Annotated[
         int | None,
         count_option(
-            "samples of a step over all ranks (default: 128 up to 32 GPUs, 256 up "
-            "to 128, else 512, and at least four packs a rank; without --lengths a pack a device)"
+            "global batch size (default: 128 up to 32 GPUs, 256 up to 128, else 512, and at least "
+            "4 packs per rank; without --lengths: a pack per device)"
         ),
     ] = None
     made_for: Annotated[
@@ -43,11 +41,11 @@ class StrategyOptions:
         typer.Option(
             "--for",
             metavar="TRAINER",
-            help=f"{', '.join(TargetName)}: plan within its limits (default: this project's)",
+            help=f"target trainer: {', '.join(TargetName)} (default: this project's)",
         ),
     ] = None
     compare: Annotated[
-        bool, typer.Option(help="with --for: plan without its limits too, and say what they cost")
+        bool, typer.Option(help="with --for: plan without its limits too, and report their cost")
     ] = True
 
     @property
@@ -56,7 +54,7 @@ class StrategyOptions:
 
 
 def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:
-    """Return notes on a trainer's plan to read before training."""
+    """Return warnings about training a plan in another trainer."""
     import numpy as np
 
     if target is None:
@@ -83,7 +81,7 @@ def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[s
 def cost_of_limits(
     options: StrategyOptions, packing: "PackingMethod", goal: "Goal", planned: "Planned"
 ) -> dict[str, Any]:
-    """Compare a plan with plans without the trainer's limits, for JSON, with notes on stderr."""
+    """Compare with plans without the trainer's limits: a dict for JSON, and notes on stderr."""
     from omnibal.search import planning
     from omnibal.search.limit_costs import (
         CostOfLimits,
@@ -109,5 +107,6 @@ def cost_of_limits(
         lifted = rates_lifted(trainer, result, packing, requests, advance)
     cost = CostOfLimits.compare(trainer, rate_of(result), rate_of(free.result), lifted, free.gap)
     unit, rate = ("packs", None) if result.data is None else ("samples", cost.free_rate)
+    # Rates in samples are comparable: both plans have steps of the same size.
     print_notes([f"at {samples_per_step(result):,} {unit} a step, {cost.sentence}"], prefix="")
     return summary | {"free_samples_per_second_per_gpu": rate, **cost.as_dict()}

@@ -1,4 +1,4 @@
-"""Options and results of `omnibal plan` about windows: samples that are trained in their order."""
+"""`omnibal plan --window`: balance of streams, which are trained in file order."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 
 class Dispatch(StrEnum):
-    """Whether a window is balanced over ranks."""
+    """Balancing of a window's samples over ranks."""
 
     ON = "on"
     OFF = "off"
@@ -17,13 +17,12 @@ class Dispatch(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowFacts:
-    """Balance of a plan's windows over ranks: max / mean predicted rank time over all steps."""
+    """Balance of a plan's windows over ranks: max / mean predicted rank time, over all steps."""
 
-    samples: int
+    samples: int  # of a window
     dispatch: Dispatch
     imbalance: float
-    imbalance_as_read: float
-    """Imbalance of packs by next fit, dealt round robin."""
+    imbalance_as_read: float  # of packs by next fit, dealt round robin
 
     @property
     def note(self) -> str:
@@ -35,7 +34,7 @@ class WindowFacts:
 
 
 def window_facts(result: "PlanResult") -> WindowFacts | None:
-    """Compare a plan's windows with a plain loader's, or return None without windows."""
+    """Return the balance of a plan's windows and of a plain loader, or None without windows."""
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData
     from omnibal.steps.balance_metrics import imbalance, rank_sums

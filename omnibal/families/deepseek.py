@@ -9,7 +9,7 @@ from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerKind
 
 
 class SharedExpertsText(TextTable):
-    """Language model with dense layers, then layers of routed and shared experts."""
+    """Dense layers, then layers with routed and shared experts."""
 
     intermediate_size: PositiveInt
     moe_intermediate_size: PositiveInt
@@ -20,7 +20,6 @@ class SharedExpertsText(TextTable):
     norm_topk_prob: bool = True
     first_k_dense_replace: int = Field(default=1, ge=0)
     num_nextn_predict_layers: int = Field(default=0, ge=0)
-    """Prediction layers, present only if the file says so."""
 
     @property
     def router(self) -> dict[str, Any]:
@@ -34,7 +33,7 @@ class SharedExpertsText(TextTable):
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """Kind of every layer; shared experts are one wide feed-forward."""
+        # n shared experts see every token: one SwiGLU of n times the width.
         shared = (self.n_shared_experts or 0) * self.moe_intermediate_size
         experts = ExpertsConfig(
             experts=self.n_routed_experts,
@@ -51,7 +50,7 @@ class SharedExpertsText(TextTable):
 
 
 class DeepseekText(SharedExpertsText):
-    """Keys of V2 and V3, with common defaults."""
+    """Keys of V2 and V3 with multi-head latent attention."""
 
     q_lora_rank: PositiveInt | None = 1536
     kv_lora_rank: PositiveInt = 512
@@ -66,18 +65,16 @@ class DeepseekText(SharedExpertsText):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of a LanguageConfig."""
         heads = {"kv_heads": self.num_attention_heads, "head_size": self.qk_nope_head_dim}
         return super().sizes | heads
 
     @property
     def router(self) -> dict[str, Any]:
-        """Router fields of an ExpertsConfig."""
+        # "noaux_tc": auxiliary-loss-free balancing by a bias per expert.
         return {"selection_bias": self.topk_method == "noaux_tc", "score": self.scoring_func}
 
     @property
     def dense(self) -> LayerKind:
-        """Kind of the layers without experts."""
         latent = LatentAttention(
             query_rank=self.q_lora_rank,
             key_value_rank=self.kv_lora_rank,
@@ -89,14 +86,14 @@ class DeepseekText(SharedExpertsText):
 
 
 class DeepseekV2Text(DeepseekText):
-    """Table of DeepSeek-V2 and V2-Lite, with a softmax router."""
+    """DeepSeek-V2 and V2-Lite: softmax router."""
 
     scoring_func: Literal["softmax"] = "softmax"
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
 
 
 class DeepseekV3Text(DeepseekText):
-    """Table of DeepSeek-V3, with a load-balancing bias."""
+    """DeepSeek-V3: sigmoid router with a load-balancing bias."""
 
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786): SigLIP, and windowed attention in five of six layers."""
+"""Gemma 3 (arXiv 2503.19786): SigLIP, and sliding windows in five of six layers."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,14 +14,12 @@ from omnibal.model.layer_kinds import LayerKind
 
 
 class GemmaTable(WholeTable):
-    """Outer table of Gemma 3 of 4B and more."""
+    """Outer table; the 1B model has none."""
 
     mm_tokens_per_image: PositiveInt = 256
 
 
 class GemmaText(LayeredText):
-    """Language model of Gemma 3."""
-
     default_theta = 1_000_000.0
     tied_by_default = True
     states_head_size = True
@@ -37,35 +35,31 @@ class GemmaText(LayeredText):
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """Kind of every layer."""
         full = self.full_layers(self.sliding_window_pattern)
         return [LayerKind(window=None if is_full else self.sliding_window) for is_full in full]
 
 
 class SiglipVision(LayersTable):
-    """SigLIP, with its pooling head by default."""
-
     image_size: Square = 224
     patch_size: Square = 16
     layer_norm_eps: PositiveFloat = 1e-6
     attention_dropout: NoDropout = 0.0
-    vision_use_head: bool = True
+    vision_use_head: bool = True  # Transformers' default; releases set false
 
     def encoder(self, whole: GemmaTable, path: Path) -> ImagesEncoder:
-        """Return the encoder; the processor's file must agree on the images' side."""
         if self.vision_use_head:
             raise ValueError(
-                "vision_config has a pooling head, which runs and whose output nothing takes; "
-                "vision_use_head must be false, as in releases"
+                "vision_config has a pooling head with unused output; vision_use_head must be "
+                "false, as in releases"
             )
         image = square(self.image_size, "image_size")
         patch = square(self.patch_size, "patch_size")
-        side = image // patch
+        side = image // patch  # in patches
         tokens_per_side = round(whole.mm_tokens_per_image**0.5)
         if tokens_per_side**2 != whole.mm_tokens_per_image or side % tokens_per_side:
             raise ValueError(
-                f"mm_tokens_per_image {whole.mm_tokens_per_image} must be a square, of a side that "
-                f"divides the {side} patches of an image's"
+                f"mm_tokens_per_image {whole.mm_tokens_per_image} must be a square whose root "
+                f"divides the {side} patches of an image's side"
             )
         merge_size = side // tokens_per_side
         sizes = {**self.layer_sizes, "patch_size": patch, "merge_size": merge_size}

@@ -1,4 +1,4 @@
-"""GLM-4.5V and 4.6V (arXiv 2507.01006): a gated projector, and GLM-4.5-Air."""
+"""GLM-4.5V and 4.6V (arXiv 2507.01006): gated projector, and GLM-4.5-Air as language model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ from omnibal.model.encoders import ImagesEncoder
 
 
 class GlmVision(VisionTable):
-    """Tower of GLM-4.5V; `intermediate_size` is the projector's."""
-
     reads_video = False
     output_key = "out_hidden_size"
 
@@ -24,17 +22,15 @@ class GlmVision(VisionTable):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of an ImagesEncoder."""
+        # `intermediate_size` is the projector's width; layers use the output's.
         return super().sizes | {"ffn_hidden_size": self.out_hidden_size}
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Fields of an ImagesEncoder."""
         side = square(self.image_size, "image_size") // self.sizes["patch_size"]
         return super().parts | {"learned_positions": side**2}
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
-        """Return the encoder, with the pixel limits of processor files beside a `config.json`."""
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} must divide by {self.num_heads} heads"
@@ -43,8 +39,6 @@ class GlmVision(VisionTable):
 
 
 class GlmText(SharedExpertsText):
-    """Language model of GLM-4.5V."""
-
     inner_ties_too = True
     states_head_size = True
 

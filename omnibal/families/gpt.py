@@ -5,48 +5,43 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.families.text import LayeredText, TextTable, read_text
+from omnibal.families.text import LayeredText, TextTable, read_language_model
 from omnibal.model.config import ModelConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 
 
 class PlainText(TextTable):
-    """Dense model, by tables.toml alone."""
+    """Dense GPT, described by sections of tables.toml."""
 
     rms_norm_eps: PositiveFloat = 1e-5
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of a LanguageConfig."""
         width = self.intermediate_size or 4 * self.hidden_size
         return super().sizes | {"ffn_hidden_size": width}
 
 
 class Gpt2Text(PlainText):
-    """Table of GPT-2."""
-
     tied_by_default = True
 
 
 class MptText(PlainText):
-    """Table of MPT, with its table of attention keys joined."""
-
     tied_by_default = True
 
 
 class NemotronText(PlainText):
-    """Table of Nemotron-4."""
+    """Nemotron-4; tables.toml has a section for the class."""
 
 
 def read_mpt(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Read a file of MPT."""
+    """Return an MPT model, whose table `attn_config` is joined with the outer one."""
     attention = given.get("attn_config")
     given = given | attention if isinstance(attention, dict) else given
-    return read_text(MptText, given, name, path)
+    return read_language_model(MptText, given, name, path)
 
 
 class GptOssText(PlainText, LayeredText):
-    """Table of GPT-OSS: experts in all layers, windows in every other one."""
+    """GPT-OSS: experts in all layers, sliding windows in every other layer."""
 
     intermediate_size: PositiveInt
     num_local_experts: PositiveInt
@@ -56,7 +51,6 @@ class GptOssText(PlainText, LayeredText):
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """Kind of every layer."""
         experts = ExpertsConfig(
             experts=self.num_local_experts,
             experts_per_token=self.num_experts_per_tok,

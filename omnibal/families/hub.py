@@ -1,4 +1,4 @@
-"""Read a hub's `config.json` as a ModelConfig."""
+"""Models of a hub's `config.json`, by its model_type."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,24 +8,21 @@ from typing import Any
 
 from omnibal.base.errors import UserError
 from omnibal.families import deepseek, gemma, glm, gpt, internvl, kimi, qwen, text
-from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
+from omnibal.families.folder import CONFIG_FILE, config_errors, model_name, read_config_file
 from omnibal.families.vision import read_vision_language
 from omnibal.model.config import ModelConfig
 from omnibal.model.limits import words
 
-_QUANTIZED = "quantization_config"
-Reader = Callable[[dict[str, Any], str, Path], ModelConfig]
+Reader = Callable[[dict[str, Any], str, Path], ModelConfig]  # of content, model name, path
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """A model family that can be planned (docs/models.md)."""
+class HubFamily:
+    """Model family that can be planned (docs/models.md)."""
 
     name: str
-    readers: Mapping[str, Reader]
-    """Readers by model_type."""
-    is_trained: bool = False
-    """Whether the trainer supports it (fully or with adapters) and converts its checkpoints."""
+    readers: Mapping[str, Reader]  # by model_type
+    is_trained: bool = False  # by this project's trainer, which also converts its checkpoints
 
 
 def _vision(*tables: Any, **options: Any) -> Reader:
@@ -33,16 +30,18 @@ def _vision(*tables: Any, **options: Any) -> Reader:
 
 
 FAMILIES = (
-    Family(
+    HubFamily(
         "InternVL 1.5 to 3.5",
         {"internvl_chat": internvl.read_internvl, "internvl": internvl.read_internvl},
         is_trained=True,
     ),
-    Family("Qwen2-VL", {"qwen2_vl": partial(qwen.read_flat, qwen.Qwen2VLVision)}, is_trained=True),
-    Family(
+    HubFamily(
+        "Qwen2-VL", {"qwen2_vl": partial(qwen.read_flat, qwen.Qwen2VLVision)}, is_trained=True
+    ),
+    HubFamily(
         "Qwen2.5-VL", {"qwen2_5_vl": partial(qwen.read_flat, qwen.Qwen25VLVision)}, is_trained=True
     ),
-    Family(
+    HubFamily(
         "Qwen3-VL",
         {
             "qwen3_vl": _vision(qwen.Qwen3VLVision, qwen.Qwen3VLText, checks_rope=True),
@@ -50,95 +49,90 @@ FAMILIES = (
         },
         is_trained=True,
     ),
-    Family(
+    HubFamily(
         "Qwen3.5, 3.6, 3.8",
         {
             "qwen3_5": _vision(qwen.Qwen35Vision, qwen.HybridText),
             "qwen3_5_moe": _vision(qwen.Qwen35Vision, qwen.HybridMoeText),
-            "qwen3_5_text": partial(text.read_text, qwen.HybridText),
-            "qwen3_5_moe_text": partial(text.read_text, qwen.HybridMoeText),
+            "qwen3_5_text": partial(text.read_language_model, qwen.HybridText),
+            "qwen3_5_moe_text": partial(text.read_language_model, qwen.HybridMoeText),
         },
     ),
-    Family("LLaVA-OneVision-1.5", {"llavaonevision1_5": _vision(qwen.RiceVit, text.Qwen3Text)}),
-    Family("GLM-4.5V, 4.6V", {"glm4v_moe": _vision(glm.GlmVision, glm.GlmText)}),
-    Family(
+    HubFamily("LLaVA-OneVision-1.5", {"llavaonevision1_5": _vision(qwen.RiceVit, text.Qwen3Text)}),
+    HubFamily("GLM-4.5V, 4.6V", {"glm4v_moe": _vision(glm.GlmVision, glm.GlmText)}),
+    HubFamily(
         "Kimi-VL, Kimi-K2.5",
         {
             kind: _vision(tower, deepseek.DeepseekV3Text, kind=kimi.KimiTable)
             for kind, tower in (("kimi_vl", kimi.MoonVit), ("kimi_k25", kimi.MoonVit3d))
         },
     ),
-    Family(
+    HubFamily(
         "Gemma 3",
         {
             "gemma3": _vision(gemma.SiglipVision, gemma.GemmaText, kind=gemma.GemmaTable),
-            "gemma3_text": partial(text.read_text, gemma.GemmaText),
+            "gemma3_text": partial(text.read_language_model, gemma.GemmaText),
         },
     ),
-    Family(
+    HubFamily(
         "DeepSeek-V2, V3, Kimi-K2",
         {
-            "deepseek_v2": partial(text.read_text, deepseek.DeepseekV2Text),
-            "deepseek_v3": partial(text.read_text, deepseek.DeepseekV3Text),
-            "kimi_k2": partial(text.read_text, deepseek.DeepseekV3Text),
+            "deepseek_v2": partial(text.read_language_model, deepseek.DeepseekV2Text),
+            "deepseek_v3": partial(text.read_language_model, deepseek.DeepseekV3Text),
+            "kimi_k2": partial(text.read_language_model, deepseek.DeepseekV3Text),
         },
     ),
-    Family(
+    HubFamily(
         "GPT-2, GPT-OSS, MPT, Nemotron-4",
         {
-            "gpt2": partial(text.read_text, gpt.Gpt2Text),
-            "gpt_oss": partial(text.read_text, gpt.GptOssText),
+            "gpt2": partial(text.read_language_model, gpt.Gpt2Text),
+            "gpt_oss": partial(text.read_language_model, gpt.GptOssText),
             "mpt": gpt.read_mpt,
-            "nemotron": partial(text.read_text, gpt.NemotronText),
+            "nemotron": partial(text.read_language_model, gpt.NemotronText),
         },
     ),
-    Family(
+    HubFamily(
         "Llama, Qwen2, Qwen3",
         {
-            "llama": partial(text.read_text, text.LlamaText),
-            "qwen2": partial(text.read_text, text.Qwen2Text),
-            "qwen3": partial(text.read_text, text.Qwen3Text),
-            "qwen3_moe": partial(text.read_text, text.Qwen3MoeText),
+            "llama": partial(text.read_language_model, text.LlamaText),
+            "qwen2": partial(text.read_language_model, text.Qwen2Text),
+            "qwen3": partial(text.read_language_model, text.Qwen3Text),
+            "qwen3_moe": partial(text.read_language_model, text.Qwen3MoeText),
         },
         is_trained=True,
     ),
 )
 _READERS = {kind: reader for family in FAMILIES for kind, reader in family.readers.items()}
 TRAINED_TYPES = tuple(kind for family in FAMILIES if family.is_trained for kind in family.readers)
-"""Every model_type that is trained and converted."""
 
 
 def read_hub_config(path: Path) -> ModelConfig:
-    """Read a hub's `config.json`, given its path or folder.
+    """Return the model of a `config.json` or its folder.
 
-    Pixel limits come from the image processor's file, or the released models' defaults.
+    Pixel limits come from the image processor's file, or from the family's releases.
     """
     path = path / CONFIG_FILE if path.is_dir() else path
     given = read_config_file(path)
-    with naming(path):
+    with config_errors(path):
         return read_config_table(given, model_name(path.parent), path)
 
 
 def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Read the content of a `config.json` at `path`, as the model `name`."""
+    """Return the model `name` of the content of a `config.json` at `path`."""
     kind = given.get("model_type")
     if not isinstance(kind, str):
-        raise UserError(
-            f"{path}: has no model_type, which must name the family; pass a config.json of a model "
-            "hub"
-        )
+        raise UserError(f"{path}: has no model_type; pass a config.json of a model hub")
     reader = _READERS.get(kind)
     if reader is None:
         raise UserError(
             f"{path}: model_type {kind!r} is not known; it must be one of "
-            f"{', '.join(sorted(_READERS))}; describe another model in a file of its own, as "
-            "docs/models.md says"
+            f"{', '.join(sorted(_READERS))}; describe other models in TOML (docs/models.md)"
         )
     return reader(given, name, path)
 
 
 def config_notes(path: Path) -> list[str]:
-    """Notes for users on how a `config.json` is planned."""
+    """Return notes on settings of a `config.json` that plans ignore."""
     given, notes = read_config_file(path), []
     if is_quantized(given):
         stored = f"{path} has a quantization_config"
@@ -150,6 +144,6 @@ def config_notes(path: Path) -> list[str]:
 
 
 def is_quantized(given: dict[str, Any]) -> bool:
-    """Whether weights are stored quantised."""
-    within = (value for value in given.values() if isinstance(value, dict))
-    return given.get(_QUANTIZED) is not None or any(map(is_quantized, within))
+    """Return whether weights are stored quantised, by any table of a `config.json`."""
+    tables = (value for value in given.values() if isinstance(value, dict))
+    return given.get("quantization_config") is not None or any(map(is_quantized, tables))

@@ -1,7 +1,5 @@
-"""Tables of a hub's `config.json`: every key is used, known to have no effect, or refused by name.
-
-Fields are used keys. All else that is known of a class's table is in its section of tables.toml.
-Tables of some releases are read leniently: unknown keys are ignored.
+"""Tables of a hub's `config.json`. A key is a field of the class, in its section of tables.toml, or
+an error that names it; tables of some releases are read leniently, without unknown keys.
 """
 
 import re
@@ -26,11 +24,11 @@ from omnibal.base.files import complaint, read_toml_model
 from omnibal.base.frozen import Frozen, Numbered
 
 T = TypeVar("T", bound="HubTable")
-_LENIENT = "lenient"
+_LENIENT = "lenient"  # pydantic context
 
 
 class Keys(Frozen):
-    """Section of tables.toml."""
+    """Section of tables.toml, whose head describes the fields."""
 
     defaults: dict[str, Any] = Field(default={})
     names: dict[str, str] = Field(default={})
@@ -45,22 +43,22 @@ SECTIONS = read_toml_model(
 )
 
 
-def _none_of_a_release(given: Any, info: ValidationInfo) -> Any:
-    """Validate a dropout; lenient tables drop it, as it belongs to the release's training."""
+def _drop_release_dropout(given: Any, info: ValidationInfo) -> Any:
+    # A release's dropout belongs to its own training.
     return 0.0 if info.context == _LENIENT else given
 
 
-NoDropout = Annotated[float, BeforeValidator(_none_of_a_release), Field(ge=0, le=0)]
-"""Dropout, which must be 0, as its memory is not counted."""
-_TEXT_MAKERS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
-_NAMED_WITHOUT_EFFECT = re.compile(
+# Must be 0, as memory of dropout masks is not counted.
+NoDropout = Annotated[float, BeforeValidator(_drop_release_dropout), Field(ge=0, le=0)]
+_GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
+_INERT_KEYS = re.compile(
     # Token ids, and notes of a tuning tool.
     r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens|unsloth_.*"
 )
 
 
 class HubTable(Numbered):
-    """A table of `config.json`; unknown keys are errors."""
+    """Table of `config.json`; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -88,7 +86,8 @@ class HubTable(Numbered):
     @classmethod
     @cache
     def section(cls) -> Keys:
-        """Return what tables.toml says of the class; subclasses override bases."""
+        """Return the class's section of tables.toml, joined with its bases'."""
+        # Sections of subclasses override, so they come first in a ChainMap.
         sections = [SECTIONS.get(base.__name__, Keys()) for base in reversed(cls.__mro__)]
         names = ("defaults", "names", "must", "parts", "fields")
         joined = {name: dict(ChainMap(*(vars(s)[name] for s in sections[::-1]))) for name in names}
@@ -96,13 +95,13 @@ class HubTable(Numbered):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Fields of a configuration that the family always has, or has as a key of the table."""
+        """Configuration fields: constants of the family, and keys of the table under its names."""
         keys, values = self.section(), dict(self)
         return keys.parts | {field: values[key] for field, key in keys.fields.items()}
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:
-        """Keys that are neither used nor known to have no effect."""
+        """Return keys that are neither fields nor known to have no effect."""
         keys = cls.section()
         known = {*cls.model_fields, *keys.must, *keys.ignored}
         return [
@@ -110,7 +109,7 @@ class HubTable(Numbered):
             for key in given
             if keys.names.get(key, key) not in known
             and key not in known
-            and _NAMED_WITHOUT_EFFECT.fullmatch(key) is None
+            and _INERT_KEYS.fullmatch(key) is None
         ]
 
     @classmethod
@@ -120,8 +119,7 @@ class HubTable(Numbered):
             near = get_close_matches(key, known, n=1, cutoff=0.8)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
-                f"{key} is not understood{hint}; the model must be one that its class in "
-                "Transformers describes without this key"
+                f"{key} is not understood{hint}; remove it if Transformers' class ignores it"
             )
 
 
@@ -129,7 +127,7 @@ def _refuse_variants(given: Mapping[str, Any]) -> None:
     architectures = given.get("architectures") or []
     if isinstance(architectures, list):
         for name in architectures:
-            if not str(name).endswith(_TEXT_MAKERS):
+            if not str(name).endswith(_GENERATIVE_SUFFIXES):
                 raise ValueError(
                     f"architectures has {name}, which does not generate text; it must be a "
                     "...ForCausalLM or ...ForConditionalGeneration"
@@ -137,7 +135,7 @@ def _refuse_variants(given: Mapping[str, Any]) -> None:
 
 
 def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) -> T:
-    """Validate a table of a file, which `where` names in messages.
+    """Return `given` as a table of type `kind`. `where` begins error messages.
 
     If `lenient`, unknown keys and the release's dropouts are ignored.
     """
@@ -145,15 +143,14 @@ def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) ->
         context = _LENIENT if lenient else None
         return kind.model_validate({} if given is None else given, context=context)
     except ValidationError as error:
-        said = what_is_wrong(error)
         raise UserError(
-            f"{where}{said}; docs/models.md says which models can be planned"
+            f"{where}{describe_error(error)}; docs/models.md says which models can be planned"
         ) from error
 
 
-def what_is_wrong(of: ValidationError) -> str:
-    """Message with the first wrong key, its value and the requirement."""
-    error = of.errors()[0]
+def describe_error(errors: ValidationError) -> str:
+    """Return the first wrong key, its requirement and its value."""
+    error = errors.errors()[0]
     place = "".join(f": {part}" for part in error["loc"])
     given, kind = f"{error['input']!r:.80}", error["type"]
     if kind == "literal_error":

@@ -1,7 +1,6 @@
-"""InternVL 1.5 to 3.5 from config.json, in the original (InternVLChatConfig) and the Transformers
-format (InternVLConfig), for planning and checkpoint conversion.
+"""InternVL 1.5 to 3.5, in its own (InternVLChatConfig) and Transformers' format (InternVLConfig).
 
-Unsupported features are refused by name; unknown keys are ignored, as releases carry many.
+Tables are read leniently, as releases carry many unused keys.
 """
 
 from collections.abc import Mapping
@@ -22,14 +21,10 @@ NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
     "layer_norm": "LayerNorm",
     "rms_norm": "RMSNorm",
 }
-"""Norms of the vision tower, by name in files."""
-TRANSFORMERS_QK_NORM_EPS = 1e-6
-"""Epsilon of q and k norms in Transformers' vision tower."""
+TRANSFORMERS_QK_NORM_EPS = 1e-6  # fixed in Transformers' vision tower
 _TRANSFORMERS_LANGUAGES: tuple[LanguageType, ...] = ("qwen2", "llama", "qwen3", "qwen3_moe")
-_DUMPED = SECTIONS["InternVL"].ignored
-"""Unused keys of released files without effect on a training step."""
-_HEADS = ("lm_head.weight", "language_model.output.weight")
-"""Name suffixes of the head's tensor."""
+_INERT_RELEASE_KEYS = SECTIONS["InternVL"].ignored
+_HEADS = ("lm_head.weight", "language_model.output.weight")  # ends of the head's tensor name
 
 
 class VisionTower(LayersTable):
@@ -44,7 +39,6 @@ class VisionTower(LayersTable):
     layer_scale_init: float = 0.1
 
     def tower(self, downsample_ratio: float, tiling: TilingConfig) -> TilesEncoder:
-        """Return the tower of the table."""
         return TilesEncoder(
             **self.layer_sizes,
             image_size=square(self.image_size, "image_size"),
@@ -73,7 +67,7 @@ class TransformersVision(VisionTower):
         return self
 
 
-class _Whole(WholeTable):
+class _OuterTable(WholeTable):
     language_table: ClassVar[str] = "text_config"
     languages: ClassVar[tuple[LanguageType, ...]] = _TRANSFORMERS_LANGUAGES
     vision: ClassVar[type[VisionTower]] = TransformersVision
@@ -81,11 +75,11 @@ class _Whole(WholeTable):
     downsample_ratio: float = 0.5
 
     def conversations(self, path: Path) -> dict[str, Any]:
-        """Conversation fields of a ModelConfig: the folder's own chat template, if it has one."""
+        """Conversation fields of a ModelConfig: the tokenizer's chat template, if it has one."""
         return {"chat_template": "tokenizer" if has_chat_template(path.parent) else "internvl2_5"}
 
     def tiling(self, image_size: int, path: Path) -> TilingConfig:
-        """Tiling by the image processor's file next to config.json, or the default."""
+        """Tiling by the image processor's file, or the default."""
         processor = read_processor(path, {})
         given = {
             "min_dynamic_patch": processor.min_patches, "max_dynamic_patch": processor.max_patches
@@ -94,11 +88,11 @@ class _Whole(WholeTable):
         return TilingConfig(**limits, by_processor=has_chat_template(path.parent))
 
 
-class TransformersTable(_Whole):
+class TransformersTable(_OuterTable):
     """Outer table in the format of Transformers."""
 
 
-class OriginalTable(_Whole):
+class OriginalTable(_OuterTable):
     """Outer table in InternVL's own format."""
 
     language_table = "llm_config"
@@ -109,19 +103,17 @@ class OriginalTable(_Whole):
     ps_version: Literal["v2"] = Field(default="v1", validate_default=True)
     template: ChatTemplate | None = None
     system_message: str | None = None
-    """System message of InternVL's `chat`; training uses the template's."""
     dynamic_image_size: bool = False
     use_thumbnail: bool = False
     min_dynamic_patch: int = 1
     max_dynamic_patch: int = 6
 
     def conversations(self, path: Path) -> dict[str, Any]:
-        """Conversation fields of a ModelConfig."""
         template = {} if self.template is None else {"chat_template": self.template}
+        # InternVL's `chat` uses the table's message; its training uses the template's.
         return {"chat_system_message": self.system_message, **template}
 
     def tiling(self, image_size: int, path: Path) -> TilingConfig:
-        """Tiling by config.json."""
         if self.force_image_size not in (None, image_size):
             raise ValueError(
                 f"has force_image_size {self.force_image_size}, but position embeddings for "
@@ -139,7 +131,7 @@ class OriginalTable(_Whole):
 
 
 def read_internvl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Read InternVL. The checkpoint's tensor names show whether it has a head."""
+    """Return an InternVL; the names of its stored tensors show whether it has a head."""
     names = stored_tensors(path.parent)
     has_head = None if names is None else any(name.endswith(_HEADS) for name in names)
     return internvl_model(given, name, path, has_head)
@@ -150,12 +142,12 @@ def internvl_model(
 ) -> ModelConfig:
     """Return the model of an InternVL config.json.
 
-    `has_head` is whether the checkpoint has a head tensor, or None if unknown.
+    `has_head`: whether the checkpoint has a head tensor, None if unknown.
     """
-    whole = as_table(_kind(given), given, str(path), lenient=True)
-    kind = LANGUAGES[internvl_language(given)]
+    whole = as_table(_outer_type(given), given, str(path), lenient=True)
+    text_type = LANGUAGES[internvl_language(given)]
     place = f"{path}: {whole.language_table}"
-    text = as_table(kind, whole.text_config, place, lenient=True)
+    text = as_table(text_type, whole.text_config, place, lenient=True)
     vision = as_table(whole.vision, whole.vision_config, f"{path}: vision_config", lenient=True)
     tied = is_tied(
         text.tie_word_embeddings,
@@ -168,7 +160,7 @@ def internvl_model(
     text.check_trained()
     language = text.language(tied_head=tied)
     if text.rope.kind != SCALES_LATER:
-        # Without RoPE scaling this is only used by serving tools.
+        # Without dynamic scaling, only serving tools use max_position_embeddings.
         language = language.model_copy(update={"max_positions": None})
     return ModelConfig(
         name=name, encoders={"vision": tower}, language=language, **whole.conversations(path)
@@ -176,28 +168,28 @@ def internvl_model(
 
 
 def is_internvl(given: Mapping[str, Any]) -> bool:
-    """Whether a config.json is an InternVL's."""
+    """Return whether a config.json is an InternVL's, in either format."""
     return is_original(given) or given.get("model_type") == "internvl"
 
 
 def is_original(given: Mapping[str, Any]) -> bool:
-    """Whether a config.json is in InternVL's own format."""
+    """Return whether a config.json is in InternVL's own format."""
     kind, classes = given.get("model_type"), given.get("architectures")
     return kind == "internvl_chat" or classes == ["InternVLChatModel"]
 
 
 def internvl_language(given: Mapping[str, Any]) -> LanguageType:
-    """Language model type of an InternVL config.json."""
-    whole = _kind(given)
+    """Return the language model type of an InternVL config.json."""
+    whole = _outer_type(given)
     table = given.get(whole.language_table)
     stated = table if isinstance(table, dict) else {}
-    usual = {} if whole is OriginalTable else {"model_type": "qwen2"}
-    return language_type(usual | stated, whole.languages)
+    default = {} if whole is OriginalTable else {"model_type": "qwen2"}  # InternVLConfig's
+    return language_type(default | stated, whole.languages)
 
 
 def unread_keys(given: Mapping[str, Any]) -> list[str]:
-    """Keys of an InternVL config.json that are set, unread and unknown, with their table's name."""
-    whole = _kind(given)
+    """Return unknown keys of an InternVL config.json with a value, as "table.key"."""
+    whole = _outer_type(given)
     language = LANGUAGES[internvl_language(given)]
     tables: list[tuple[type[HubTable], str, Any]] = [
         (language, f"{whole.language_table}.", given.get(whole.language_table)),
@@ -208,25 +200,26 @@ def unread_keys(given: Mapping[str, Any]) -> list[str]:
         place + key
         for kind, place, table in tables
         for key in kind.unknown_keys(table or {})
-        if key not in _DUMPED and (table or {})[key]
+        if key not in _INERT_RELEASE_KEYS and (table or {})[key]
     ]
 
 
-def _kind(given: Mapping[str, Any]) -> type[_Whole]:
+def _outer_type(given: Mapping[str, Any]) -> type[_OuterTable]:
     return OriginalTable if is_original(given) else TransformersTable
 
 
 def is_tied(
     inner: bool | None, outer: bool | None, *, original: bool, has_head: bool | None
 ) -> bool:
-    """Whether the head is tied to the token embedding.
+    """Return whether the head is tied to the token embedding.
 
-    InternVL's class follows the language model's table (`inner`). Transformers 5 follows the outer
-    table and unties a head that the checkpoint has. A missing head is tied if either table says so.
+    `inner`, `outer`: tie_word_embeddings of the language model's and the outer table.
     """
+    # InternVL's class follows the inner table. Transformers 5 does so for a head that is stored.
     if original or has_head:
         stated = outer if inner is None else inner
         return has_head is False if stated is None else stated
     if has_head is None:
         return bool(inner if outer is None else outer)
+    # A head that is not stored is tied unless a table denies it.
     return bool(inner or outer) or (inner is None and outer is None)

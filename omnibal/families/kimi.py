@@ -11,22 +11,17 @@ from omnibal.model.encoders import ImagesEncoder, ImageText
 
 
 class KimiTable(WholeTable):
-    """Outer table of Kimi."""
-
     projection_hidden_size: PositiveInt | None = None
     projection_layer_norm_eps: PositiveFloat = 1e-5
 
 
 class MoonVit(LayersTable):
-    """Tower of Kimi-VL; video frames (four share tokens) are planned as images."""
+    """Kimi-VL; its video, whose four frames share tokens, is planned as images."""
 
     output_key = "text_hidden_size"
-    patches: ClassVar[int] = 4096
-    """Patches of an image at most, by the release's processor."""
-    side: ClassVar[int | None] = None
-    """Patches per side at most, None if unlimited."""
-    start: ClassVar[str] = "media_start"
-    """Name of the token before an image."""
+    max_patches: ClassVar[int] = 4096  # of an image, by the release's processor
+    max_side: ClassVar[int | None] = None  # in patches, None if unlimited
+    start: ClassVar[str] = "media_start"  # token before an image
 
     patch_size: PositiveInt = 14
     merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
@@ -39,7 +34,6 @@ class MoonVit(LayersTable):
     rope_parameters: dict[str, Any] | None = None
 
     def encoder(self, whole: KimiTable, path: Path) -> ImagesEncoder:
-        """Return the encoder, with the patch limit of the processor's file."""
         if self.merge_kernel_size[0] != self.merge_kernel_size[1]:
             raise ValueError(f"merge_kernel_size {self.merge_kernel_size} must be a square")
         for width in (whole.projection_hidden_size, self.mm_hidden_size):
@@ -49,7 +43,7 @@ class MoonVit(LayersTable):
                 )
         merge_size = self.merge_kernel_size[0]
         sizes = {**self.layer_sizes, "patch_size": self.patch_size, "merge_size": merge_size}
-        patches = read_processor(path, sizes).most_patches or self.patches
+        max_patches = read_processor(path, sizes).max_image_patches or self.max_patches
         text = ImageText(
             before=f"<|{self.start}|>image<|media_content|>",
             each="<|media_pad|>",
@@ -60,15 +54,15 @@ class MoonVit(LayersTable):
             **self.parts,
             learned_positions=self.pos_emb_height * self.pos_emb_width,
             min_pixels=1,
-            max_pixels=patches * self.patch_size**2,
-            max_side_pixels=None if self.side is None else self.side * self.patch_size,
+            max_pixels=max_patches * self.patch_size**2,
+            max_side_pixels=None if self.max_side is None else self.max_side * self.patch_size,
             image_text=text,
         )
 
 
 class MoonVit3d(MoonVit):
-    """Tower of Kimi-K2.5."""
+    """Kimi-K2.5."""
 
-    patches = 16_384
-    side = 512
+    max_patches = 16_384
+    max_side = 512
     start = "media_begin"

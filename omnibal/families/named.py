@@ -1,4 +1,4 @@
-"""Models named by `--model`: presets, hub ids, TOML files, `config.json`."""
+"""Models by name (`--model`): presets, hub ids, TOML files, `config.json`."""
 
 import re
 from contextlib import suppress
@@ -13,43 +13,42 @@ from omnibal.model.config import ModelConfig, config_file, load_model, preset_na
 
 _IDS_FILE = Path(__file__).parents[1] / "presets" / "hub_ids.toml"
 _SEPARATORS = re.compile("[-_.]")
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
+HUB_ID = re.compile(
+    r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)"
+)  # "org/name", not a path of a file
 
 
 def named_model(name_or_path: str) -> ModelConfig:
-    """Read a model by preset name or hub id, from TOML, or from a hub's `config.json` or folder.
-
-    Presets are found as "Llama3_8B" too.
-    """
+    """Return a model by preset name ("Llama3_8B" too), hub id, TOML file, config.json or folder."""
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     return load_model(name) if path is None else read_hub_config(path)
 
 
 def named_model_file(name_or_path: str) -> Path:
-    """Path of the file that `named_model` reads."""
+    """Return the path of the file that `named_model` reads."""
     name = _preset_or_path(name_or_path)
     return _hub_file(name) or config_file("models", name)
 
 
 def model_of_line(name: str) -> str | None:
-    """Return a known or readable model that a launch line names, by a recipe's preset too.
+    """Return the model named by a launch line, or the preset that begins a recipe's name.
 
     Example:
         >>> model_of_line("llama31_8b_pretrain_config"), model_of_line("another_7b")
         ('llama3.1-8b', None)
     """
-    with suppress(UserError):  # of an id that is no preset's
+    with suppress(UserError):  # a hub id without preset
         if named_model_file(name).is_file():
             return name
     recipe = f"{name.lower().replace('_', '-')}-"
-    names = preset_names("models")
-    begun = [preset for preset in names if recipe.startswith(f"{preset.replace('.', '')}-")]
-    return max(begun, key=len, default=None)
+    presets = preset_names("models")
+    matches = [preset for preset in presets if recipe.startswith(f"{preset.replace('.', '')}-")]
+    return max(matches, key=len, default=None)
 
 
 def model_notes(name_or_path: str) -> list[str]:
-    """Notes for users on how a model is planned."""
+    """Return notes on how a model is planned, such as the preset of another spelling."""
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     if path is not None:
@@ -58,12 +57,12 @@ def model_notes(name_or_path: str) -> list[str]:
 
 
 def hub_ids() -> dict[str, list[str]]:
-    """Hugging Face ids of presets, by preset."""
+    """Return Hugging Face ids by preset."""
     return read_toml_model(dict[str, list[str]], _IDS_FILE, "install omnibal again")
 
 
 def _preset_or_path(given: str) -> str:
-    """Return the preset of a hub id, or of a name in another spelling; other values unchanged."""
+    """Return the preset of a hub id or of another spelling, else `given`."""
     if given in preset_names("models") or Path(given).exists():
         return given
     spelt = {_SEPARATORS.sub("", name): name for name in preset_names("models")}
@@ -83,6 +82,7 @@ def _preset_or_path(given: str) -> str:
 
 
 def _hub_file(name_or_path: str) -> Path | None:
+    # A folder may have the name of a preset, which comes first.
     path = Path(name_or_path)
     if name_or_path in preset_names("models"):
         return None

@@ -22,11 +22,10 @@ from omnibal.model.config import ModelConfig, RopeSections
 from omnibal.model.encoders import VideoConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LinearAttention
 
-_UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}
-"""Names of unscaled RoPE, including Qwen2-VL's."""
+_UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}  # "mrope" is Qwen2-VL's
 
 
-class Sectioned(TextTable):
+class SectionedText(TextTable):
     """Language model with multimodal RoPE over time, row and column."""
 
     default_sections: ClassVar[tuple[int, int, int]] = (24, 20, 20)
@@ -34,14 +33,13 @@ class Sectioned(TextTable):
 
     @property
     def rope_fields(self) -> dict[str, Any]:
-        """RoPE fields of a LanguageConfig."""
         time, rows, columns = self.rope.mrope_section or self.default_sections
         sections = RopeSections(time=time, rows=rows, columns=columns, interleaved=self.interleaves)
         return super().rope_fields | {"rope_sections": sections}
 
 
-# Bases are ordered so that fields keep their own defaults, not TextTable's.
-class Qwen25VLText(Qwen2Text, Sectioned):
+# Bases in this order keep Qwen2Text's defaults; SectionedText inherits TextTable's.
+class Qwen25VLText(Qwen2Text, SectionedText):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
     rope_numbers = _UNSCALED
@@ -56,13 +54,11 @@ class Qwen2VLVision(DepthTable):
 
     output_key = "hidden_size"
 
-    embed_dim: PositiveInt = 1280
-    """Width of the layers; `hidden_size` is the projector's output."""
+    embed_dim: PositiveInt = 1280  # width of the layers; `hidden_size` is the projector's output
     mlp_ratio: PositiveFloat = 4
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of an ImagesEncoder."""
         width = self.embed_dim
         return super().sizes | {
             "hidden_size": width, "ffn_hidden_size": int(width * self.mlp_ratio)
@@ -81,38 +77,30 @@ class Qwen25VLVision(VisionTable):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Fields of an ImagesEncoder."""
         return super().parts | {"full_layers": tuple(sorted(self.fullatt_block_indexes))}
 
     @property
     def video(self) -> VideoConfig:
-        """Video settings of the released models."""
         return VideoConfig(positions_per_second=self.tokens_per_second)
 
 
-class RiceVit(VisionTable):
-    """RICE-ViT of LLaVA-OneVision-1.5."""
-
+class RiceVit(VisionTable):  # of LLaVA-OneVision-1.5
     output_key = "text_hidden_size"
 
     layer_norm_eps: PositiveFloat = 1e-5
     text_hidden_size: PositiveInt = 2560
 
 
-class Qwen3VLText(Qwen3Text, Sectioned):
-    """Language model of a dense Qwen3-VL."""
-
+class Qwen3VLText(Qwen3Text, SectionedText):
     rope_numbers = _UNSCALED
     default_theta = 500_000.0
 
 
-class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
-    """Language model of a sparse Qwen3-VL; expert weights are always normalised."""
-
+class Qwen3VLMoeText(Qwen3MoeText, SectionedText):
     rope_numbers = _UNSCALED
     default_theta = 500_000.0
 
-    norm_topk_prob: Literal[True] = True
+    norm_topk_prob: Literal[True] = True  # Transformers' class always normalises
 
 
 class Qwen3VLVision(VisionTable):
@@ -126,8 +114,6 @@ class Qwen3VLVision(VisionTable):
 
 
 class Qwen35Vision(Qwen3VLVision):
-    """Tower of Qwen3.5, without deepstack."""
-
     deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
 
 
@@ -147,8 +133,7 @@ class HybridText(LayeredText):
     linear_num_key_heads: PositiveInt = 16
     linear_num_value_heads: PositiveInt = 32
     mtp_num_hidden_layers: int = Field(default=0, ge=0)
-    mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)
-    """Present but empty in dense releases."""
+    mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)  # [] in dense releases
 
     @property
     def experts(self) -> ExpertsConfig | None:
@@ -162,7 +147,6 @@ class HybridText(LayeredText):
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """Kind of every layer."""
         linear = LinearAttention(
             key_heads=self.linear_num_key_heads,
             value_heads=self.linear_num_value_heads,
@@ -177,7 +161,6 @@ class HybridText(LayeredText):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of a LanguageConfig."""
         return super().sizes | {"ffn_hidden_size": self.ffn_hidden_size}
 
 
@@ -190,7 +173,6 @@ class HybridMoeText(RoutedKeys, HybridText):
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """Experts of every layer."""
         return self.experts_of(
             self.num_hidden_layers,
             shared_ffn_hidden_size=self.shared_expert_intermediate_size,
@@ -199,39 +181,36 @@ class HybridMoeText(RoutedKeys, HybridText):
 
     @property
     def ffn_hidden_size(self) -> int:
-        """Width of a dense feed-forward (unused): an expert's."""
+        # No layer is dense, but a LanguageConfig needs a width.
         return self.intermediate_size or self.moe_intermediate_size * self.num_experts_per_tok
 
 
-_FLAT = {
+_LANGUAGE_KEYS = {
     *(set(Qwen25VLText.model_fields) - {"tie_word_embeddings"}),
     *Qwen25VLText.section().must,
     *Qwen25VLText.section().ignored - HubTable.section().ignored,
 }
-_SIZES = (
+_SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),
 )
 
 
-def _with_text_table(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the content with language keys in a table, which overrides outer keys (some 4.5x)."""
-    outside = {key: value for key, value in given.items() if key not in _FLAT}
-    flat = {key: value for key, value in given.items() if key in _FLAT}
-    table = given.get("text_config")
-    if not isinstance(table, dict):
-        return outside | {"text_config": flat if table is None else table}
-    for key in _SIZES:
-        if key in flat and key in table and flat[key] != table[key]:
-            raise ValueError(
-                f"{key} is {flat[key]} outside and {table[key]} in text_config; both must be alike"
-            )
-    return outside
-
-
 def read_flat(
     vision: type[DepthTable], given: dict[str, Any], name: str, path: Path
 ) -> ModelConfig:
-    """Read Qwen2-VL or Qwen2.5-VL; language keys may be at top level, in a table, or both."""
-    given = _with_text_table(given)
-    return read_vision_language(vision, Qwen25VLText, given, name, path, checks_rope=True)
+    """Return a Qwen2-VL or Qwen2.5-VL, with language keys in the outer table, an inner, or both."""
+    outer = {key: value for key, value in given.items() if key not in _LANGUAGE_KEYS}
+    flat = {key: value for key, value in given.items() if key in _LANGUAGE_KEYS}
+    table = given.get("text_config")
+    if not isinstance(table, dict):
+        outer |= {"text_config": flat if table is None else table}
+    else:
+        # The inner table counts; files of some Transformers 4.5x have both.
+        for key in _SIZE_KEYS:
+            if key in flat and key in table and flat[key] != table[key]:
+                raise ValueError(
+                    f"{key} is {flat[key]} outside and {table[key]} in text_config; both must be "
+                    "alike"
+                )
+    return read_vision_language(vision, Qwen25VLText, outer, name, path, checks_rope=True)

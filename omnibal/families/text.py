@@ -1,4 +1,4 @@
-"""Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and shared keys."""
+"""Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and keys of all families."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +12,11 @@ from omnibal.model.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LayerRun
 from omnibal.model.limits import words
 
+# Transformers' model_type of the language models of InternVL.
 LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe", "phi3"]
-"""InternVL's language model types, by Transformers' model_type."""
-SCALES_LATER, SCALES_WAVES = "dynamic", "llama3"
-"""RoPE types: unscaled up to max_position_embeddings, and Llama 3.1's."""
+SCALES_LATER = "dynamic"  # RoPE type: unscaled up to max_position_embeddings
+SCALES_WAVES = "llama3"  # RoPE type of Llama 3.1
+# Required numbers by supported RoPE type.
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     SCALES_LATER: ("factor",),
@@ -24,7 +25,6 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-"""Required numbers of supported RoPE types."""
 
 
 class Rope(Numbered):
@@ -40,8 +40,7 @@ class Rope(Numbered):
     partial_rotary_factor: float | None = None
     mrope_section: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
     mrope_interleaved: bool | None = None
-    full_attention: "Rope | None" = None
-    """RoPE of full-attention layers if different."""
+    full_attention: "Rope | None" = None  # RoPE of full-attention layers if different
 
     @property
     def kind(self) -> str:
@@ -50,7 +49,7 @@ class Rope(Numbered):
 
     @property
     def numbers(self) -> dict[str, float | None]:
-        """Numbers of the scaling, for comparison."""
+        """Numbers of the scaling, None if absent."""
         return self.model_dump(include=set(_ROPE_NUMBERS[SCALES_WAVES]))
 
 
@@ -59,12 +58,10 @@ class TextTable(HubTable):
 
     default_theta: ClassVar[float] = 10_000.0
     tied_by_default: ClassVar[bool] = False
-    inner_ties_too: ClassVar[bool] = False
-    """Whether Transformers ties the head by this table despite the outer one."""
+    inner_ties_too: ClassVar[bool] = False  # Transformers ties by this table or the outer one
+    # Keeps head_size in the model even if it is hidden_size / heads, as in the presets.
     states_head_size: ClassVar[bool] = False
-    """Whether the head size is kept even if it is hidden_size / heads."""
-    chat_template: ClassVar[ChatTemplate] = "tokenizer"
-    """Chat template of the newest releases."""
+    chat_template: ClassVar[ChatTemplate] = "tokenizer"  # of the newest releases
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -95,7 +92,7 @@ class TextTable(HubTable):
 
     @property
     def rope_fields(self) -> dict[str, Any]:
-        """RoPE fields of a LanguageConfig; only wavelength scaling is kept."""
+        """RoPE fields of a LanguageConfig, with Llama 3.1's and dynamic scaling only."""
         rope = self.rope
         scaling = {
             "factor": rope.factor,
@@ -126,18 +123,17 @@ class TextTable(HubTable):
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """Kind of every layer, or of every period of layers."""
+        """Kind of every layer, or of one period of layers."""
         return [LayerKind()]
 
     def is_tied(self, outer: bool | None = None) -> bool:
-        """Whether the head is tied to the token embedding; an outer table takes precedence."""
+        """Return whether the head is tied to the token embedding; `outer` is the outer table's."""
         inner = self.tie_word_embeddings
         stated = inner if outer is None else outer
         tied = self.tied_by_default if stated is None else stated
         return tied or (self.inner_ties_too and bool(inner))
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """Return the language model of the table."""
         return LanguageConfig(
             **self.sizes,
             **self.rope_fields,
@@ -146,11 +142,6 @@ class TextTable(HubTable):
             tied_head=tied_head,
             runs=runs_of(self.kinds),
         )
-
-    def as_model(self, name: str, *, tied_head: bool) -> ModelConfig:
-        """Return a model of the language model alone."""
-        language = self.language(tied_head=tied_head)
-        return ModelConfig(name=name, language=language, chat_template=self.chat_template)
 
     def check_rope(self) -> None:
         """Raise ValueError for an unsupported RoPE in a trained family."""
@@ -166,13 +157,12 @@ class LayeredText(TextTable):
         types, layers = self.layer_types, self.num_hidden_layers
         if types is not None and len(types) != layers:
             raise ValueError(
-                f"layer_types has {len(types)} entries; it must have one for each of "
-                f"num_hidden_layers {layers}"
+                f"layer_types has {len(types)} entries; it must have num_hidden_layers {layers}"
             )
         return self
 
     def full_layers(self, every: int) -> list[bool]:
-        """Whether layers have full attention, [layers]; by default every `every`th."""
+        """Return whether layers have full attention, [layers]; default: every `every`-th."""
         if self.layer_types is not None:
             return [kind == "full_attention" for kind in self.layer_types]
         return [(at + 1) % every == 0 for at in range(self.num_hidden_layers)]
@@ -181,8 +171,7 @@ class LayeredText(TextTable):
 class GroupedText(LayeredText):
     """Language model with grouped-query attention and dense feed-forwards."""
 
-    architecture: ClassVar[str]
-    """Class name in Transformers."""
+    architecture: ClassVar[str]  # class in Transformers
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _ROPE_NUMBERS
 
     intermediate_size: PositiveInt
@@ -196,17 +185,13 @@ class GroupedText(LayeredText):
         if kind not in self.rope_numbers:
             raise ValueError(
                 f"RoPE of type {kind!r} is not trained; it must be one of "
-                f"{', '.join(self.rope_numbers)}: without the scaling, times and memory are the "
-                "same"
+                f"{', '.join(self.rope_numbers)}; to plan, leave the scaling out: it costs nothing"
             )
         lacking = [name for name in self.rope_numbers[kind] if numbers[name] is None]
         if lacking:
             raise ValueError(f"RoPE of type {kind!r} lacks {words(lacking)}, which must be given")
         if older and newer and (older.kind, older.numbers) != (kind, numbers):
-            raise ValueError(
-                "has a rope_scaling and rope_parameters that differ; give one of them, or both "
-                "alike"
-            )
+            raise ValueError("rope_scaling and rope_parameters differ; give one, or both alike")
         share = rope.partial_rotary_factor or self.partial_rotary_factor or 1
         if share != 1:
             raise ValueError(f"has partial_rotary_factor {share}; it must be 1")
@@ -219,21 +204,15 @@ class GroupedText(LayeredText):
 
 
 class LlamaText(GroupedText):
-    """Table of Llama."""
-
     architecture = "LlamaForCausalLM"
     chat_template = "llama3"
 
 
 class InternLM2Text(GroupedText):
-    """Table of InternLM2. All sizes are required."""
-
     architecture = "InternLM2ForCausalLM"
 
 
 class Phi3Text(GroupedText):
-    """Table of Phi-3. All sizes are required, RoPE scaling costs nothing."""
-
     architecture = "Phi3ForCausalLM"
     rope_numbers = _ROPE_NUMBERS | dict.fromkeys(("su", "yarn", "longrope"), ())
 
@@ -251,15 +230,11 @@ class Phi3Text(GroupedText):
 
 
 class Qwen2Text(GroupedText):
-    """Table of Qwen2 and 2.5."""
-
     architecture = "Qwen2ForCausalLM"
     chat_template: ClassVar[ChatTemplate] = "qwen2.5"
 
 
 class Qwen3Text(Qwen2Text):
-    """Table of Qwen3."""
-
     architecture = "Qwen3ForCausalLM"
     chat_template = "tokenizer"
 
@@ -278,22 +253,20 @@ class RoutedKeys(HubTable):
     output_router_logits: bool = False
 
     def experts_of(self, layers: int, **more: Any) -> ExpertsConfig:
-        """Return the experts of `layers` layers, with more ExpertsConfig fields."""
+        """Return the experts of `layers` layers; `more` are other ExpertsConfig fields."""
         loss = auxiliary_loss(self.router_aux_loss_coef, self.num_experts_per_tok, layers)
         return ExpertsConfig(
             experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
             ffn_hidden_size=self.moe_intermediate_size,
             normalized=self.norm_topk_prob,
-            # Transformers adds the loss if router logits are returned.
+            # Transformers adds the loss only if router logits are returned.
             auxiliary_loss=loss if self.output_router_logits else 0.0,
             **more,
         )
 
 
 class Qwen3MoeText(RoutedKeys, Qwen3Text):
-    """Table of Qwen3's mixture of experts."""
-
     architecture = "Qwen3MoeForCausalLM"
 
     head_dim: PositiveInt | None = None
@@ -301,24 +274,21 @@ class Qwen3MoeText(RoutedKeys, Qwen3Text):
     mlp_only_layers: tuple[int, ...] | None = None
 
     @property
-    def _sparse(self) -> list[int]:
-        """Layers with experts: multiples of the sparse step, counted from 1."""
+    def _sparse_layers(self) -> list[int]:
         dense = set(self.mlp_only_layers or ())
-        step = self.decoder_sparse_step
+        step = self.decoder_sparse_step  # layers step - 1, 2 x step - 1, ... have experts
         return [at for at in range(step - 1, self.num_hidden_layers, step) if at not in dense]
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """Kind of every layer."""
-        sparse = self._sparse
+        sparse = self._sparse_layers
         experts = self.experts_of(len(sparse)) if sparse else None
         layers = range(self.num_hidden_layers)
         return [LayerKind(experts=experts if at in sparse else None) for at in layers]
 
     def check_trained(self) -> None:
-        """Raise ValueError for unsupported features of trained layers."""
         super().check_trained()
-        if len(self._sparse) < self.num_hidden_layers:
+        if len(self._sparse_layers) < self.num_hidden_layers:
             raise ValueError(
                 "has a decoder_sparse_step or mlp_only_layers that leave layers without experts; "
                 "they must be 1 and []: experts in every layer"
@@ -333,11 +303,10 @@ LANGUAGES: dict[LanguageType, type[GroupedText]] = {
     "qwen3_moe": Qwen3MoeText,
     "phi3": Phi3Text,
 }
-"""Tables by kind of language model."""
 
 
 def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> LanguageType:
-    """Language model type of a table, by architecture or model_type."""
+    """Return the language model type of a table, by architecture or model_type."""
     classes = given.get("architectures")
     stated = classes[0] if isinstance(classes, list) and classes else given.get("model_type")
     for kind in known:
@@ -347,31 +316,31 @@ def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> 
     raise ValueError(f"its language model is {stated or 'not named'}; it must be one of {names}")
 
 
-def read_text(kind: type[TextTable], given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Read a file of a language model alone with table `kind`."""
+def read_language_model(
+    kind: type[TextTable], given: dict[str, Any], name: str, path: Path
+) -> ModelConfig:
+    """Return a language model without encoders, of a file with table `kind`."""
     table = as_table(kind, given, str(path))
     table.check_rope()
-    return table.as_model(name, tied_head=table.is_tied())
+    language = table.language(tied_head=table.is_tied())
+    return ModelConfig(name=name, language=language, chat_template=table.chat_template)
 
 
 def auxiliary_loss(coefficient: float, experts_per_token: int, layers: int) -> float:
-    """Per-layer auxiliary loss coefficient equivalent to Transformers' `coefficient`.
-
-    Transformers' `load_balancing_loss_func` pools all layers and sums shares to
-    `experts_per_token`; per-layer losses (`ExpertsConfig.auxiliary_loss`) are 1 for balanced
-    experts.
-    """
+    """Return the per-layer coefficient equivalent to Transformers' router_aux_loss_coef."""
+    # Transformers' `load_balancing_loss_func` pools all layers, and its shares sum to
+    # experts_per_token. Megatron-core's loss of a layer is 1 for balanced experts.
     return coefficient * experts_per_token / layers
 
 
 def released_coefficient(auxiliary_loss: float, experts_per_token: int, layers: int) -> float:
-    """Transformers' `router_aux_loss_coef` equivalent to `auxiliary_loss`."""
-    # Undo rounding of the two divisions.
+    """Return Transformers' router_aux_loss_coef equivalent to a per-layer coefficient."""
+    # 12 digits undo the rounding of both divisions.
     return float(f"{auxiliary_loss * layers / experts_per_token:.12g}")
 
 
 def runs_of(kinds: Sequence[LayerKind]) -> tuple[LayerRun, ...]:
-    """Shortest repeating pattern of runs with these layers, empty for plain layers.
+    """Return the shortest repeating pattern of runs with these layers, empty for plain layers.
 
     Example:
         >>> kinds = [LayerKind(window=8), LayerKind(window=8), LayerKind()] * 2

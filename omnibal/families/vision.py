@@ -1,4 +1,4 @@
-"""Tables of vision-language models: the outer one, and towers of native-resolution images."""
+"""Tables of vision-language models: outer tables, and towers of native-resolution images."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -11,9 +11,9 @@ from omnibal.families.text import TextTable
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import Encoder, ImagesEncoder, VideoConfig
 
+# A side, or both sides of a rectangle.
 Square = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
-"""A side, or both sides of a rectangle."""
-_BICUBIC = 3  # Pillow's number
+_PILLOW_BICUBIC = 3
 
 
 class WholeTable(HubTable):
@@ -25,17 +25,16 @@ class WholeTable(HubTable):
 
 
 class Tower(HubTable):
-    """Table of a vision tower of one family."""
+    """Vision tower of a family."""
 
-    output_key: ClassVar[str | None] = None
-    """Key of the projector's output width, None for the language model's."""
+    output_key: ClassVar[str | None] = None  # of the projector's output width
 
     def encoder(self, whole: Any, path: Path) -> Encoder:
-        """Return the encoder, with the pixel limits of processor files beside a `config.json`."""
+        """Return the encoder, with pixel limits of processor files next to `path`."""
         raise NotImplementedError
 
     def output_size(self, text: TextTable) -> int:
-        """Width of the projector's output, by the tower's table if it says so."""
+        """Return the projector's output width, by default the language model's."""
         stated = None if self.output_key is None else dict(self)[self.output_key]
         return stated or text.hidden_size
 
@@ -62,8 +61,7 @@ class LayersTable(Tower):
 class DepthTable(Tower):
     """Keys of Qwen2-VL's tower and later."""
 
-    reads_video: ClassVar[bool] = True
-    """Whether a video processor's file is read."""
+    reads_video: ClassVar[bool] = True  # of a video processor's file
 
     depth: PositiveInt
     hidden_size: PositiveInt
@@ -87,17 +85,17 @@ class DepthTable(Tower):
 
     @property
     def video(self) -> VideoConfig | None:
-        """Video settings of the released models."""
+        """Video settings of the releases."""
         video = self.section().parts.get("video")
         return None if video is None else VideoConfig.model_validate(video)
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
-        """Return the encoder, with the pixel limits of processor files beside a `config.json`."""
         sizes, video = self.sizes, self.video
-        limits = _pixels(path, sizes)
         if video is not None and self.reads_video:
-            video = _video_of(path, video)
-        fields = {**self.parts, **limits, "video": video}
+            # Pixel limits of the releases count per frame (Qwen2-VL) or for all frames.
+            changes = read_video_processor(path).changes(per_frame=not video.counts_frames)
+            video = VideoConfig.model_validate({**video.model_dump(), **changes})
+        fields = {**self.parts, **_processor_fields(path, sizes), "video": video}
         return ImagesEncoder(**sizes, **fields)
 
 
@@ -108,12 +106,11 @@ class VisionTable(DepthTable):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of an ImagesEncoder."""
         return super().sizes | {"ffn_hidden_size": self.intermediate_size}
 
 
 def square(sides: int | list[int], name: str) -> int:
-    """Side of a square given by one or both sides."""
+    """Return the side of a square given by one or both sides. Raise ValueError if they differ."""
     if isinstance(sides, int):
         return sides
     if len(set(sides)) != 1:
@@ -121,30 +118,24 @@ def square(sides: int | list[int], name: str) -> int:
     return sides[0]
 
 
-def _pixels(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Pixel fields of an ImagesEncoder that the image processor's file gives."""
+def _processor_fields(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return ImagesEncoder fields of the image processor's file."""
     processor = read_processor(config, sizes)
     if not (processor.do_rescale and processor.do_normalize):
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
-    if processor.resample not in (None, _BICUBIC):
+    if processor.resample not in (None, _PILLOW_BICUBIC):
         raise ValueError(
-            f"resample of the image processor is {processor.resample}; it must be {_BICUBIC}, "
-            "bicubic"
+            f"resample of the image processor is {processor.resample}; it must be "
+            f"{_PILLOW_BICUBIC}, bicubic"
         )
     given = {
-        "min_pixels": processor.least_pixels,
-        "max_pixels": processor.most_pixels,
+        "min_pixels": processor.min_area,
+        "max_pixels": processor.max_area,
         "pixel_mean": processor.image_mean,
         "pixel_std": processor.image_std,
         "pixel_scale": processor.rescale_factor,
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _video_of(config: Path, default: VideoConfig) -> VideoConfig:
-    """Video settings of the video processor's file next to a `config.json`, over `default`."""
-    changes = read_video_processor(config).changes(older=not default.counts_frames)
-    return VideoConfig.model_validate({**default.model_dump(), **changes}) if changes else default
 
 
 def read_vision_language(
@@ -157,7 +148,7 @@ def read_vision_language(
     kind: type[WholeTable] = WholeTable,
     checks_rope: bool = False,
 ) -> ModelConfig:
-    """Read a file of a tower and a language model by their tables."""
+    """Return the model of a tower and a language model, by their tables."""
     whole = as_table(kind, given, str(path))
     tower = as_table(vision, whole.vision_config, f"{path}: vision_config")
     language = as_table(text, whole.text_config, f"{path}: text_config")
@@ -166,8 +157,8 @@ def read_vision_language(
     encoder = tower.encoder(whole, path)
     if tower.output_size(language) != language.hidden_size:
         raise ValueError(
-            f"the projector makes tokens of width {tower.output_size(language)}, and the language "
-            f"model takes hidden_size {language.hidden_size}; both must be alike"
+            f"the projector's output width {tower.output_size(language)} must be the language "
+            f"model's hidden_size {language.hidden_size}"
         )
     return ModelConfig(
         name=name,

@@ -22,8 +22,7 @@ from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 
 ALL_LINEAR = "all-linear"
 """Target for every linear of the adapted parts' layers and projectors, as in PEFT."""
-_PLAIN = re.compile(r"[\w.-]+")
-"""A module name or its end; other targets are regular expressions."""
+_PLAIN = re.compile(r"[\w.-]+")  # a module name or its end; other targets are regular expressions
 
 
 class AdapterConfig(Frozen):
@@ -123,12 +122,10 @@ def adapters_of(
 class Piece:
     """A linear as stored in released checkpoints."""
 
-    name: str
-    """Last part of its name, such as `q_proj`."""
+    name: str  # last part of its name, such as `q_proj`
     inputs: int
     outputs: int
-    paths: tuple[str, ...]
-    """Names in released layouts, with `*` for the layer number."""
+    paths: tuple[str, ...]  # names in released layouts, with `*` for the layer number
     is_adapted: bool = False
 
 
@@ -136,11 +133,9 @@ class Piece:
 class Linear:
     """A linear of this project, fused from one or more pieces."""
 
-    module: str
-    """Name within its layer or projector, such as `self_attention.linear_qkv`."""
+    module: str  # name within its layer or projector, such as `self_attention.linear_qkv`
     pieces: tuple[Piece, ...]
-    divides_inputs: bool = False
-    """Whether it is row-parallel."""
+    divides_inputs: bool = False  # whether it is row-parallel
 
     @property
     def adapted(self) -> tuple[Piece, ...]:

@@ -34,8 +34,7 @@ from omnibal.model.rate_tables import Rates, ScaledRates
 
 Precision = Literal["fp32", "bf16", "fp8"]
 """Weight and activation type; "fp8" is bf16 with FP8 products in layers (`omnibal.model.fp8`)."""
-PlainPrecision = Literal["fp32", "bf16"]
-"""Precisions without FP8, used for measurements."""
+PlainPrecision = Literal["fp32", "bf16"]  # precisions without FP8, used for measurements
 Provider = Literal["local", "te"]
 """Provider of linears and attention: this project with Megatron-core, or Transformer Engine."""
 ChatTemplate = Literal[
@@ -355,8 +354,7 @@ class ModelConfig(Frozen):
         return model
 
 
-_TAKEN_NAMES = ("language", "projector", "head")
-"""Part names that no encoder may have."""
+_TAKEN_NAMES = ("language", "projector", "head")  # part names that no encoder may have
 _BESIDE_VISION = ("downsample_ratio", "tiling")
 _INTERNVL_KEYS = {"vision", *_BESIDE_VISION}
 _OF_DATA = ("name", "tiling", "chat_template", "system_message", "chat_system_message")

@@ -24,8 +24,7 @@ _Ms = Annotated[float, Field(ge=0, le=1e12)]
 class EncoderPlacement(StrEnum):
     """Placement of a model's encoders."""
 
-    PIPELINE = "pipeline"
-    """First units of the pipeline's stages."""
+    PIPELINE = "pipeline"  # first units of the pipeline's stages
     DATA_PARALLEL = "beside"
     """Replicated on every rank, before and after the pipeline. The value is a key of plan.json."""
 
@@ -45,8 +44,7 @@ class SampleTimes:
     """Predicted forward and backward time of a sample's items in an encoder."""
 
     item_ms: float
-    square_ms: float
-    """Time per unit of the sum over images and frames of their items squared."""
+    square_ms: float  # time per unit of the sum over images and frames of their items squared
 
     def ms(self, items: np.ndarray, squares: np.ndarray) -> np.ndarray:
         """Time of samples, [...]."""
@@ -56,14 +54,11 @@ class SampleTimes:
 class DataParallelEncoders(Frozen):
     """Settings of data-parallel encoders; tables are by encoder."""
 
-    pipelines: Count
-    """Pipelines (data-parallel ranks) that encode together: an aligned block."""
-    items_per_pass: dict[str, Count]
-    """Max items per encoder pass. A single sample may exceed it."""
+    pipelines: Count  # pipelines (data-parallel ranks) that encode together: an aligned block
+    items_per_pass: dict[str, Count]  # max items per encoder pass. A single sample may exceed it
     kept_items: dict[str, _Items]
     """Max items per step and rank with kept activations; other items repeat their forward."""
-    item_ms: dict[str, _Ms]
-    """Predicted forward and backward time per item, to balance shares."""
+    item_ms: dict[str, _Ms]  # predicted forward and backward time per item, to balance shares
     square_ms: dict[str, _Ms] = written_unless({})
     """Additional time per squared item, of native-resolution image encoders."""
     sharded: Count = 1

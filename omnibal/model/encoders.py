@@ -10,15 +10,13 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
-MAX_TILES_OF_IMAGE = 1_000
-"""Max tiles per image: all grids up to it are tried for each image size."""
+MAX_TILES_OF_IMAGE = 1_000  # max tiles per image: all grids up to it are tried for each image size
 
 
 class EncoderLayers(Frozen):
     """Equal pre-norm transformer layers of an encoder."""
 
-    feature: ClassVar[str]
-    """Item name, also its column in a lengths file."""
+    feature: ClassVar[str]  # item name, also its column in a lengths file
     of_images: ClassVar[bool] = False
     """Whether items are parts of images, which synthetic packs include."""
 
@@ -434,9 +432,7 @@ def squares_of(feature: str) -> str:
 Encoder = Annotated[TilesEncoder | ClipsEncoder | ImagesEncoder, Field(discriminator="kind")]
 """Any kind of encoder, discriminated by `kind`."""
 _CLASSES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])
-ENCODER_KINDS = tuple(each.model_fields["kind"].default for each in _CLASSES)
-"""All encoder kinds."""
+ENCODER_KINDS = tuple(each.model_fields["kind"].default for each in _CLASSES)  # all encoder kinds
 ITEM_FEATURES = tuple(sorted({each.feature for each in _CLASSES}))
 """Item features, each a column of a lengths file."""
-SQUARED_FEATURES = (squares_of(ImagesEncoder.feature),)
-"""Squared features of a lengths file."""
+SQUARED_FEATURES = (squares_of(ImagesEncoder.feature),)  # squared features of a lengths file

@@ -41,7 +41,6 @@ class Fp8(Frozen):
         return 2 if self.recipe == "tensorwise" else 1
 
 
-TRAINED_FP8 = Fp8()
-"""FP8 options of this project's trainer."""
+TRAINED_FP8 = Fp8()  # FP8 options of this project's trainer
 FP8_FORMAT = "hybrid"
 """FP8 format of this project's trainer: E4M3 forward, E5M2 gradients (`fp8` of Megatron-core)."""

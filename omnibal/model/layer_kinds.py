@@ -6,8 +6,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
-MAX_IMBALANCE = 1e3
-"""Max margin for expert imbalance."""
+MAX_IMBALANCE = 1e3  # max margin for expert imbalance
 AttentionKind = Literal["full", "window", "latent", "linear"]
 
 

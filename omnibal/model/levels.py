@@ -13,29 +13,24 @@ from pydantic import Field, field_validator
 from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.limits import Caps
 
-MAX_CONTEXT = 4_096
-"""Max context-parallel size."""
+MAX_CONTEXT = 4_096  # max context-parallel size
 MAX_LEVELS = 8  # max levels of a plan
 
 
 class CutRule(StrEnum):
     """Rule that divides the tokens of a shared pack over its ranks."""
 
-    CONTIGUOUS = "contiguous"
-    """Equal token counts, in pack order."""
-    COST = "cost"
-    """Equal predicted cost, in pack order."""
+    CONTIGUOUS = "contiguous"  # equal token counts, in pack order
+    COST = "cost"  # equal predicted cost, in pack order
     ZIGZAG = "zigzag"
     """Two pieces per sample and rank, from its start and end, with equal attention in sum."""
-    WHOLE = "whole"
-    """Short samples undivided on one rank, long samples by zigzag."""
+    WHOLE = "whole"  # short samples undivided on one rank, long samples by zigzag
 
 
 class ContextExchange(StrEnum):
     """Exchange of attention between context-parallel ranks."""
 
-    GATHER = "gather"
-    """All-gather of keys and values; backward reduce-scatters their gradients."""
+    GATHER = "gather"  # all-gather of keys and values; backward reduce-scatters their gradients
     HEADS = "heads"
     """All-to-all from tokens to heads and back (DeepSpeed-Ulysses, arXiv 2309.14509)."""
 
@@ -43,17 +38,14 @@ class ContextExchange(StrEnum):
 class FillRule(StrEnum):
     """Rule that fills free capacity of long packs with short samples."""
 
-    COST = "cost"
-    """Samples that take less device time there than in a pack of their own level."""
-    GREEDY = "greedy"
-    """All that fit (GreedyFill of HBP, section 4)."""
+    COST = "cost"  # samples that take less device time there than in a pack of their own level
+    GREEDY = "greedy"  # all that fit (GreedyFill of HBP, section 4)
 
 
 class Level(Frozen):
     """Size limit of packs, and their division over ranks."""
 
-    caps: Caps
-    """Caps of a pack, over all its ranks."""
+    caps: Caps  # caps of a pack, over all its ranks
     context: Annotated[int, Field(ge=1, le=MAX_CONTEXT, strict=True)] = 1
     """Context-parallel size, a power of two: an aligned block of data-parallel ranks."""
     cut: CutRule = CutRule.CONTIGUOUS

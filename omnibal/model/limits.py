@@ -10,20 +10,16 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import Count
 from omnibal.model.config import ClusterConfig
 
-DEFAULT_MICRO_BATCHES = 8
-"""Default packs of a rank in a step."""
-SEARCH_SAMPLES = 20_000
-"""Samples for the search of caps and sizes; more do not change its duration."""
+DEFAULT_MICRO_BATCHES = 8  # default packs of a rank in a step
+SEARCH_SAMPLES = 20_000  # samples for the search of caps and sizes; more do not change its duration
 IMAGE_TOKENS = 1_024
 """Tokens per native-resolution image in synthetic packs: 1,024^2 pixels at 32 x 32 per token."""
 MAX_PACKS_PER_STEP = 1_000_000  # more is taken for a typing mistake
 USABLE_MEMORY_FRACTION = 0.9
 """Share of device memory to plan with. The rest is for context, libraries and fragmentation."""
-FEATURE_NAME = "[a-z][a-z0-9_]*"
-"""Pattern of feature names."""
+FEATURE_NAME = "[a-z][a-z0-9_]*"  # pattern of feature names
 _TOKENS, _LOSS_TOKENS = "tokens", "loss_tokens"
-_OWN_OPTIONS = ("tiles", _TOKENS)
-"""Features with limit options of their own on the command line."""
+_OWN_OPTIONS = ("tiles", _TOKENS)  # features with limit options of their own on the command line
 
 _Key = Annotated[str, Field(pattern=f"^max_{FEATURE_NAME}$")]
 

@@ -10,8 +10,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.config import ClusterConfig, ModelConfig
 
-MAX_DEVICES = 1_000_000
-"""Max devices in any dimension."""
+MAX_DEVICES = 1_000_000  # max devices in any dimension
 _SMALLEST_BUCKET = 40_000_000  # parameters; both are Megatron-core defaults
 _BUCKET_PER_RANK = 1_000_000  # parameters per data-parallel rank
 _KV_HEADS = "language.kv_heads"
@@ -23,12 +22,9 @@ Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 class WeightSharding(StrEnum):
     """Sharding of weights, gradients and optimizer state over data-parallel ranks."""
 
-    REPLICATED = "replicated"
-    """Replicated weights and gradients; optimizer state is sharded."""
-    FULL = "full"
-    """Sharded over all data-parallel ranks."""
-    HYBRID = "hybrid"
-    """Sharded within groups of neighbouring ranks, replicated between groups."""
+    REPLICATED = "replicated"  # replicated weights and gradients; optimizer state is sharded
+    FULL = "full"  # sharded over all data-parallel ranks
+    HYBRID = "hybrid"  # sharded within groups of neighbouring ranks, replicated between groups
 
 
 class Parallel(Frozen):
@@ -37,8 +33,7 @@ class Parallel(Frozen):
     tensor: Size = 1
     pipeline: Size
     data: Size = 1
-    sequence_parallel: bool = False
-    """Megatron sequence parallelism for the language model."""
+    sequence_parallel: bool = False  # Megatron sequence parallelism for the language model
     expert: Size = written_unless(1)
     """Expert-parallel size over tensor and data ranks; expert tensor-parallel size is 1."""
     sharded: Size = written_unless(1)

@@ -16,8 +16,7 @@ from omnibal.base.frozen import Count, Frozen, Rate, Share, Width, written_unles
 _Time = Annotated[float, Field(ge=1e-9, le=1e12)]
 """Measured time in ms, limited to keep fits finite."""
 _Bytes = Annotated[int, Field(ge=1, le=2**60)]
-_MS_PER_FLOP = 1e-9
-"""Milliseconds per operation at 1 TFLOP/s."""
+_MS_PER_FLOP = 1e-9  # milliseconds per operation at 1 TFLOP/s
 
 RingKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 CollectiveKind = Literal[RingKind, "all_to_all", "send"]
@@ -125,8 +124,7 @@ class AttentionTime(_Measured):
     value_size: Count
     of: Literal["forward", "backward"] = "forward"
     causal: bool = written_unless(True)
-    packed: bool = written_unless(False)
-    """Whether q, k and v are views of one tensor."""
+    packed: bool = written_unless(False)  # whether q, k and v are views of one tensor
 
     @property
     def flops(self) -> float:
@@ -168,8 +166,7 @@ class CollectiveTime(_Moved):
 
     kind: CollectiveKind
     ranks: Annotated[int, Field(ge=2, le=1_024)]
-    place: Place = written_unless("node")
-    """Whether the ranks are within a node or on one node each."""
+    place: Place = written_unless("node")  # whether the ranks are within a node or on one node each
 
 
 class CopyTime(_Moved):
@@ -207,8 +204,7 @@ class Rates(Frozen):
     """Measurements of one device in one precision, all optional."""
 
     device: str
-    tflops: Rate | None = written_unless(None)
-    """Peak that shares refer to."""
+    tflops: Rate | None = written_unless(None)  # peak that shares refer to
     products: tuple[ProductTime, ...] = ()
     grouped: tuple[GroupedTime, ...] = written_unless(())
     attention: tuple[AttentionTime, ...] = written_unless(())

@@ -67,14 +67,10 @@ class RuntimeOptions(Frozen):
     """Time of the host per tensor-parallel exchange and rank, where pipelines span nodes."""
     bucket_bytes: Count | None = None
     """Bytes of a bucket of gradients whose ring's latency counts, None for large ones."""
-    product_slowdown: Rate = 1.0
-    """Time of products, relative to the device's tables."""
-    elementwise_slowdown: Rate = 1.0
-    """Bytes that element-wise kernels move, relative to fused ones."""
-    attention_slowdown: Rate = 1.0
-    """Time of attention, relative to the device's usual kernel."""
-    fp8: Fp8 = TRAINED_FP8
-    """FP8 options, used if the precision is fp8."""
+    product_slowdown: Rate = 1.0  # time of products, relative to the device's tables
+    elementwise_slowdown: Rate = 1.0  # bytes that element-wise kernels move, relative to fused ones
+    attention_slowdown: Rate = 1.0  # time of attention, relative to the device's usual kernel
+    fp8: Fp8 = TRAINED_FP8  # FP8 options, used if the precision is fp8
 
     @property
     def gradient_bytes(self) -> int:
@@ -82,5 +78,4 @@ class RuntimeOptions(Frozen):
         return 2 if self.bf16_gradients else 4
 
 
-OWN_RUNTIME = RuntimeOptions()
-"""Options of this project's trainer."""
+OWN_RUNTIME = RuntimeOptions()  # options of this project's trainer

@@ -27,14 +27,11 @@ class TargetName(StrEnum):
 class RecomputeFreedom(StrEnum):
     """Granularity of recomputation, from finest to coarsest."""
 
-    LAYERS = "layers"
-    """Any layers of any stage."""
-    STAGES = "stages"
-    """One number n per stage: first min(n, held) layers of every tower."""
+    LAYERS = "layers"  # any layers of any stage
+    STAGES = "stages"  # one number n per stage: first min(n, held) layers of every tower
     LANGUAGE = "language"
     """One n for the language model: first min(n, held) per stage; encoders all or none."""
-    ALL = "all"
-    """All language layers or none. All layers of an encoder or none."""
+    ALL = "all"  # all language layers or none. All layers of an encoder or none
 
 
 class StageRules(Frozen):
@@ -46,8 +43,7 @@ class StageRules(Frozen):
     """Whether encoders are replicated on tensor-parallel ranks instead of divided."""
     head_on_all_tokens: bool = False
     """Whether the head also computes logits of tokens without loss (Megatron, Transformers)."""
-    language_everywhere: bool = False
-    """Whether every stage must hold a language layer."""
+    language_everywhere: bool = False  # whether every stage must hold a language layer
     recompute: RecomputeFreedom = RecomputeFreedom.LAYERS
 
     @property
@@ -57,16 +53,14 @@ class StageRules(Frozen):
         return self.model_copy(update=costs) == FREE
 
 
-FREE = StageRules()
-"""No constraints, as in this project's trainer."""
+FREE = StageRules()  # no constraints, as in this project's trainer
 
 
 class Padding(StrEnum):
     """Condition under which packs are padded to the longest."""
 
     NOWHERE = "nowhere"
-    PIPELINES = "pipelines"
-    """With several stages, which exchange micro-batches of equal length."""
+    PIPELINES = "pipelines"  # with several stages, which exchange micro-batches of equal length
     EVERYWHERE = "everywhere"
 
     def applies(self, pipeline: int) -> bool:
@@ -77,8 +71,7 @@ class Padding(StrEnum):
 class PackRules(Frozen):
     """Constraints on packs."""
 
-    tokens_alone: bool = False
-    """Whether packs are limited by tokens only, not by encoder items."""
+    tokens_alone: bool = False  # whether packs are limited by tokens only, not by encoder items
     next_fit: bool = False
     """Whether the trainer packs samples itself by next-fit in the plan's order."""
     one_medium: bool = False
@@ -88,25 +81,19 @@ class PackRules(Frozen):
     """Whether every step has equally many packs and the remainder is dropped."""
 
 
-ANY_PACKS = PackRules()
-"""No constraints, as in this project's trainer."""
+ANY_PACKS = PackRules()  # no constraints, as in this project's trainer
 
 
 class TrainerConstraints(Frozen):
     """Constraints and step options of a trainer; defaults are this project's."""
 
-    name: TargetName | None = None
-    """None for this project's own."""
-    title: str = "OmniBal"
-    """Name as its users write it."""
-    version: str = ""
-    """Version or commit that was read, empty for this project's own."""
+    name: TargetName | None = None  # None for this project's own
+    title: str = "OmniBal"  # name as its users write it
+    version: str = ""  # version or commit that was read, empty for this project's own
     stages: StageRules = StageRules()
     packs: PackRules = PackRules()
-    shardings: tuple[WeightSharding, ...] = tuple(WeightSharding)
-    """Supported weight shardings."""
-    runtime: RuntimeOptions = OWN_RUNTIME
-    """Default step options if an export does not set them."""
+    shardings: tuple[WeightSharding, ...] = tuple(WeightSharding)  # supported weight shardings
+    runtime: RuntimeOptions = OWN_RUNTIME  # default step options if an export does not set them
     schedules: frozenset[str] = frozenset({"1f1b"})
     """Supported pipeline schedules (`omnibal.pipeline.schedules.ScheduleName`)."""
     fills_groups: bool = True
@@ -117,12 +104,9 @@ class TrainerConstraints(Frozen):
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     tensor_across_nodes: bool = False
     """Whether tensor-parallel ranks may be on several nodes, as in a launch line that says so."""
-    has_experts: bool = True
-    """Whether expert parallelism is supported."""
-    has_adapters: bool = False
-    """Whether exports include adapter flags for a frozen language model."""
-    has_alibi: bool = True
-    """Whether positions may be ALiBi's, which Megatron-core 0.16.1 has not."""
+    has_experts: bool = True  # whether expert parallelism is supported
+    has_adapters: bool = False  # whether exports include adapter flags for a frozen language model
+    has_alibi: bool = True  # whether positions may be ALiBi's, which Megatron-core 0.16.1 has not
 
     @property
     def always_shards(self) -> bool:

@@ -41,28 +41,17 @@ def is_time(feature: str) -> bool:
 class UnitKind:
     """Kind of unit that a pipeline stage may hold."""
 
-    name: str
-    """Name of the kind, such as "vision_layer"."""
-    tower: str
-    """Name of the encoder, or "language"."""
-    part: str
-    """Part trained or frozen as a unit: a tower or a projector."""
-    is_layer: bool
-    """Whether it is a transformer layer, which can be recomputed."""
-    layer: LayerKind | None = None
-    """Attention and feed-forward of a language layer, else None."""
-    is_windowed: bool = False
-    """Whether an encoder layer attends within windows."""
-    has_deepstack: bool = False
-    """Whether a deepstack projector takes an encoder layer's output."""
-    carried: int = 0
-    """Deepstack features sent over a cut after the unit."""
-    without_carried: str = ""
-    """Name shared by kinds that differ only in `carried`, empty: its own."""
-    period: int = 1
-    """Period of the tower's layer kinds."""
-    places: tuple[int, ...] = (0,)
-    """Layers of the first period with this kind."""
+    name: str  # name of the kind, such as "vision_layer"
+    tower: str  # name of the encoder, or "language"
+    part: str  # part trained or frozen as a unit: a tower or a projector
+    is_layer: bool  # whether it is a transformer layer, which can be recomputed
+    layer: LayerKind | None = None  # attention and feed-forward of a language layer, else None
+    is_windowed: bool = False  # whether an encoder layer attends within windows
+    has_deepstack: bool = False  # whether a deepstack projector takes an encoder layer's output
+    carried: int = 0  # deepstack features sent over a cut after the unit
+    without_carried: str = ""  # name shared by kinds that differ only in `carried`, empty: its own
+    period: int = 1  # period of the tower's layer kinds
+    places: tuple[int, ...] = (0,)  # layers of the first period with this kind
 
     def is_like(self, other: "UnitKind") -> bool:
         """Whether two kinds differ only in `carried`."""
@@ -205,12 +194,9 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
 class Deepstack:
     """Output of a deepstack projector, from an encoder layer to an early language layer."""
 
-    name: str
-    """Name of the features and of the projector: "vision_deepstack.0"."""
-    tower: str
-    """Name of the encoder, which is trained or frozen with the projector."""
-    layer: int
-    """Encoder layer number, from 0."""
+    name: str  # name of the features and of the projector: "vision_deepstack.0"
+    tower: str  # name of the encoder, which is trained or frozen with the projector
+    layer: int  # encoder layer number, from 0
 
 
 def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:

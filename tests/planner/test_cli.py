@@ -351,8 +351,8 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (PLAN + " -o .", "is the current directory"),
         (PLAN + " -o {lengths}/p/q", "is not a directory"),
         (PLAN + " --tp 3 -o p", "is more than the 2 devices of a node"),
-        (PLAN + " --sequence-parallel -o p", "--sequence-parallel was given with --tp 1"),
-        (PLAN + " --freeze vision --freeze projector --freeze language -o p", "the whole model"),
+        (PLAN + " --sequence-parallel -o p", "--sequence-parallel needs --tp 2"),
+        (PLAN + " --freeze vision --freeze projector --freeze language -o p", "leaves no part to train"),
         (PLAN + " --method bmp --recompute cheapest -o p", "cheapest belongs to omnibal"),
         (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
         (PLAN + " --image-share 0.3 -o p", "which decide it: leave it"),
@@ -610,4 +610,4 @@ def test_an_interrupted_command_says_so(capsys, monkeypatch, tmp_path):
     # `omnibal run` passes on the status of a program that has said so.
     monkeypatch.setattr("omnibal.runs.running.run_steps", lambda *_, **__: 130)
     with pytest.raises(SystemExit):
-        importlib.import_module("omnibal.cli.run_command")._do([], tmp_path)
+        importlib.import_module("omnibal.cli.run_command")._run_steps([], tmp_path)

@@ -332,7 +332,7 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
         ((plan, "--to", folder, "--data", tmp_path / "counted"), "JSONL that it was made from"),
         ((plan, "--to", folder, "--data", plan), "is a folder"),
         ((plan, "--to", folder, "--data", broken), "must be one of system, human"),
-        ((unlimited, "--to", folder), "name one with --for"),
+        ((unlimited, "--to", folder), "name it with --for"),
         ((unlimited, "--to", folder, "--for", "xtuner"), "`omnibal plan --for xtuner`"),
         ((tmp_path, "--to", folder), "plan.json: no such file"),
     ):

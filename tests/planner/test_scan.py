@@ -665,7 +665,7 @@ def test_kills_lose_and_double_nothing():
         ("--engine ray --address 127.0.0.1:1", "--address 127.0.0.1:1: the Ray cluster cannot be"),
         (f"--engine ray --address {300 * chr(97)}:1", "the Ray cluster cannot be"),
         ("--engine ray --processes 2", "--processes does not go with --engine ray"),
-        ("--address 127.0.0.1:6379", "--address is of a Ray cluster: give --engine ray"),
+        ("--address 127.0.0.1:6379", "--address needs --engine ray"),
     ],
 )
 def test_mistakes_about_the_cluster(digits, tmp_path, capsys, options, expected):

@@ -14,7 +14,7 @@ from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.conversion.config_files import kind_of
 from megatron.vlm.conversion.tensor_map import Family, Layout, has_stacked_experts, head_name
 from omnibal.base.errors import UserError
-from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
+from omnibal.families.folder import CONFIG_FILE, config_errors, model_name, read_config_file
 from omnibal.families.hub import TRAINED_TYPES, is_quantized, read_config_table
 from omnibal.families.hub_table import as_table
 from omnibal.families.internvl import (
@@ -43,7 +43,7 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
             "floating point"
         )
     name, stated = model_name(directory), given.get("model_type")
-    with naming(path):
+    with config_errors(path):
         for family in {layout.family for layout in Layout if layout.is_qwen_vl}:
             if stated == family:
                 model = read_config_table(given, name, path)
