@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from omnibal import __all__ as __all__
 from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_files
@@ -20,8 +19,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import plan_files
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.planner import PlanResult
-from omnibal.model.adapter_settings import AdapterConfig
-from omnibal.model.adapter_settings import adapters_of as adapters_of
+from omnibal.model.adapter_settings import AdapterConfig, adapters_of
 from omnibal.model.config import Precision, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.limits import Caps
@@ -30,11 +28,8 @@ from omnibal.model.targets import TargetName, trainer_of
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import StepTimes, simulate_levels
-from omnibal.search.goal import Free as Free
-from omnibal.search.goal import Goal as Goal
-from omnibal.search.goal import Samples as Samples
-from omnibal.search.planning import Planned
-from omnibal.search.planning import plan as plan
+from omnibal.search.goal import Free, Goal, Samples
+from omnibal.search.planning import Planned, plan
 from omnibal.trainers.export.directory import Export, export_of
 from omnibal.trainers.lint.all_rules import can_start, findings_of
 from omnibal.trainers.lint.command_line import read_launch
@@ -200,3 +195,23 @@ def report_plan(
     check_files({"output": page}, plan_files(Path(directory)))
     write_report(open_plan(directory), None if run is None else Path(run), page)
     return page
+
+
+__all__ = [
+    "Free",
+    "Goal",
+    "Planned",
+    "Samples",
+    "adapters_of",
+    "check",
+    "export_plan",
+    "lint_line",
+    "open_plan",
+    "pack",
+    "plan",
+    "read_lengths",
+    "report_plan",
+    "save_plan",
+    "simulate",
+    "training_job",
+]

@@ -142,8 +142,8 @@ def run(
         is_released = like is not None and running.has_released_weights(like)
         if asked.export and is_released and training.is_complete:
             released, run_folder = output / "hf", output / "run"
-            words = ("--like", str(like))
-            _run_steps([running.conversion_step("export", run_folder, released, *words)], output)
+            template = ("--like", str(like))
+            _run_steps([running.conversion_step("export", run_folder, released, *template)], output)
 
 
 def _count_gpus() -> int:

@@ -143,6 +143,11 @@ class TextTable(HubTable):
             runs=runs_of(self.kinds),
         )
 
+    def as_model(self, name: str, *, tied_head: bool) -> ModelConfig:
+        """Return a model of the language model alone."""
+        language = self.language(tied_head=tied_head)
+        return ModelConfig(name=name, language=language, chat_template=self.chat_template)
+
     def check_rope(self) -> None:
         """Raise ValueError for an unsupported RoPE in a trained family."""
 
@@ -322,8 +327,7 @@ def read_language_model(
     """Return a language model without encoders, of a file with table `kind`."""
     table = as_table(kind, given, str(path))
     table.check_rope()
-    language = table.language(tied_head=table.is_tied())
-    return ModelConfig(name=name, language=language, chat_template=table.chat_template)
+    return table.as_model(name, tied_head=table.is_tied())
 
 
 def auxiliary_loss(coefficient: float, experts_per_token: int, layers: int) -> float:
