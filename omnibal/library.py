@@ -114,11 +114,7 @@ def open_plan(directory: Path | str) -> PlanFiles:
 
 
 def check(directory: Path | str) -> list[str]:
-    """Validate a plan directory; return a sentence per passed check.
-
-    Raises:
-        UserError: at the first check that fails.
-    """
+    """Return a sentence per passed check of a plan. Raise UserError at the first that fails."""
     return check_module.check_plan(Path(directory))
 
 
@@ -148,13 +144,10 @@ def export_plan(
         workers: data loader processes per rank, if the trainer's files depend on them.
     """
     folder, files = Path(to), open_plan(directory)
-    check_new_folder(folder)
+    check_new_folder(folder)  # before the data is read
     name = trainer or files.plan.made_for
     if name is None:
-        raise UserError(
-            "the plan was not made for another trainer; give one as `trainer`: "
-            f"{', '.join(TargetName)}"
-        )
+        raise UserError(f"trainer is not given: choose from {', '.join(TargetName)}")
     _check_choice("trainer", name, list(TargetName))
     source = None if data is None else Path(data)
     made = export_of(files, TargetName(name), source, folder, workers)
