@@ -352,7 +352,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (PLAN + " -o {lengths}/p/q", "is not a directory"),
         (PLAN + " --tp 3 -o p", "is more than the 2 devices of a node"),
         (PLAN + " --sequence-parallel -o p", "--sequence-parallel needs --tp 2"),
-        (PLAN + " --freeze vision --freeze projector --freeze language -o p", "leaves no part to train"),
+        (PLAN + " --freeze vision --freeze projector --freeze language -o p", "leaves no part to"),
         (PLAN + " --method bmp --recompute cheapest -o p", "cheapest belongs to omnibal"),
         (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
         (PLAN + " --image-share 0.3 -o p", "which decide it: leave it"),
