@@ -70,13 +70,10 @@ class _PlacedUnit:
 
     kind: UnitKind
     unit: CountedUnit
-    unpadded: CountedUnit
-    """Unit without padded attention heads and vocabulary."""
+    unpadded: CountedUnit  # unit without padded attention heads and vocabulary
     trained: bool
-    adapted: bool
-    """Whether the unit has trained adapters."""
-    before_trained: bool
-    """Whether anything before the unit is trained."""
+    adapted: bool  # whether the unit has trained adapters
+    before_trained: bool  # whether anything before the unit is trained
     carried_bytes: np.ndarray
     """Earlier encoders' and deepstack features that a cut after this unit also sends."""
     carried_gradient_bytes: np.ndarray
@@ -250,10 +247,8 @@ def unit_on_one(model: ModelConfig, kind: UnitKind) -> CountedUnit:
 class ModelParameters:
     """Parameters of a model, including encoders and multi-token prediction."""
 
-    stored: int
-    """As in a checkpoint: no vocabulary padding, a tied head counted once."""
-    active: int
-    """Stored parameters without inactive experts."""
+    stored: int  # as in a checkpoint: no vocabulary padding, a tied head counted once
+    active: int  # stored parameters without inactive experts
 
 
 def model_parameters(model: ModelConfig) -> ModelParameters:

@@ -15,8 +15,7 @@ from omnibal.model.config import LanguageConfig
 from omnibal.model.layer_kinds import LatentAttention, LayerKind, LinearAttention
 from omnibal.model.units import attended_feature
 
-CHUNK = 64
-"""Chunk size of the gated delta rule, in flash-linear-attention and Megatron-core."""
+CHUNK = 64  # chunk size of the gated delta rule, in flash-linear-attention and Megatron-core
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,8 +41,7 @@ from omnibal.model.units import (
     unit_kinds,
 )
 
-_RING_KERNELS = 4
-"""Kernels per further part of a ring, including attention."""
+_RING_KERNELS = 4  # kernels per further part of a ring, including attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +57,11 @@ class ExchangeSource:
 class _Exchange:
     """Exchange of a unit in forward and in backward."""
 
-    sent_bytes: np.ndarray
-    """Bytes that a rank sends, [2, features]."""
-    copied_bytes: np.ndarray
-    """Bytes that copies read and write, [2, features]."""
+    sent_bytes: np.ndarray  # bytes that a rank sends, [2, features]
+    copied_bytes: np.ndarray  # bytes that copies read and write, [2, features]
     launches: tuple[tuple[int, int], tuple[int, int]]
     """Collectives and kernels, of forward and of backward."""
-    working_bytes: np.ndarray
-    """Working memory during the exchange, [features]."""
+    working_bytes: np.ndarray  # working memory during the exchange, [features]
 
     def times_ms(self, line: LinearTime, cluster: ClusterConfig) -> np.ndarray:
         """Time with collectives of a latency and rate, [2, features]."""

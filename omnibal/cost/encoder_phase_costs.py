@@ -33,31 +33,23 @@ from omnibal.model.rate_tables import CollectiveTime, Place
 from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
-ITEM, SQUARE = 1, 2
-"""Indices of the costs per item and per square; index 0 is per pass."""
+ITEM, SQUARE = 1, 2  # indices of the costs per item and per square; index 0 is per pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderCost:
     """Cost of an encoder and projector on one device; vectors are [pass, item(, square)]."""
 
-    feature: str
-    """Name of its item feature."""
+    feature: str  # name of its item feature
     forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    """0 if fully frozen."""
-    again_ms: np.ndarray
-    """Second-forward time of items that are not kept, or 0 if fully frozen."""
-    kept_bytes: np.ndarray
-    """Activations of kept items."""
+    backward_ms: np.ndarray  # 0 if fully frozen
+    again_ms: np.ndarray  # second-forward time of items that are not kept, or 0 if fully frozen
+    kept_bytes: np.ndarray  # activations of kept items
     working_bytes: np.ndarray
     """Working memory of a pass at its moments, [moments, 2 or 3]; unkept activations are extra."""
-    input_bytes: float
-    """Input bytes per item, held until its last forward."""
-    feature_bytes: float
-    """Feature bytes per item, including deepstack."""
-    is_trained: bool
-    """Whether any part is trained, so that gradients return."""
+    input_bytes: float  # input bytes per item, held until its last forward
+    feature_bytes: float  # feature bytes per item, including deepstack
+    is_trained: bool  # whether any part is trained, so that gradients return
     exchange: ShardedExchange | None = None
     """Exchange of sharded weights and gradients in every pass, None if replicated."""
 
@@ -81,33 +73,24 @@ class EncoderCost:
 class EncodersCost:
     """Cost of all data-parallel encoders, on one device."""
 
-    encoders: Mapping[str, EncoderCost]
-    """Encoders by name, in model order."""
-    weights_bytes: float
-    """Weights on this rank, a shard if ranks shard them."""
+    encoders: Mapping[str, EncoderCost]  # encoders by name, in model order
+    weights_bytes: float  # weights on this rank, a shard if ranks shard them
     gradients_bytes: float
-    optimizer_bytes: float
-    """Optimizer state, sharded with the weights or over all ranks of the job."""
-    gather_ms: float
-    """Weight gather from all ranks, once a step, or 0 if every pass gathers."""
+    optimizer_bytes: float  # optimizer state, sharded with the weights or over all ranks of the job
+    gather_ms: float  # weight gather from all ranks, once a step, or 0 if every pass gathers
     reduction_ms: float
     """Gradient reduction over all ranks, or over replicas of a shard, once a step."""
-    update_ms: float
-    """Update time of this rank's shard."""
+    update_ms: float  # update time of this rank's shard
     within_node: LinearTime
     """Latency and time per byte of the exchange if the group is within a node."""
-    between_nodes: LinearTime
-    """Latency and time per byte of the exchange if the group spans nodes."""
+    between_nodes: LinearTime  # latency and time per byte of the exchange if the group spans nodes
     measured: tuple[CollectiveTime, ...] = ()
     """Measured collectives. An all-to-all replaces the count of messages."""
-    tensor: LinearTime
-    """Latency and time per byte of tensor-parallel collectives."""
-    peer_bytes: float
-    """Buffers for each peer of the exchange."""
+    tensor: LinearTime  # latency and time per byte of tensor-parallel collectives
+    peer_bytes: float  # buffers for each peer of the exchange
     parallel: Parallel
     gpus_per_node: int
-    sharded: int = 1
-    """Neighbouring ranks that shard the weights, or 1 if replicated."""
+    sharded: int = 1  # neighbouring ranks that shard the weights, or 1 if replicated
     evaluation_bytes: float = 0.0
     """Weights gathered on an embedding rank for evaluation, or 0 if it holds them."""
 

@@ -16,8 +16,7 @@ from omnibal.cost.work import EXPERT_PRODUCTS, SECOND_OUTPUT, Kept, Work, Workin
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 
-ROUTED = "routed tokens"
-"""Kept input rows of experts."""
+ROUTED = "routed tokens"  # kept input rows of experts
 DENSE_PRODUCTS = ("mlp.linear_fc1", "mlp.linear_fc2")
 _INDEX_BYTES, _BOOL_BYTES = 8, 1  # torch int64, and bool
 _MAPS, _BACK_MAPS = 12, 10

@@ -26,8 +26,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import UnitKind
 
-_INDEX_BYTES = 8
-"""Bytes of a row index."""
+_INDEX_BYTES = 8  # bytes of a row index
 _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
 """Bytes that torch's interpolation of learned positions keeps per patch (four neighbours)."""
 

@@ -46,27 +46,21 @@ class Kernel:
     """Input rows of a product, over all groups; queries of attention; [features]."""
     inner: float = 0.0
     outer: float = 0.0
-    groups: int = 1
-    """Products of this size in one kernel that share the rows evenly (experts)."""
+    groups: int = 1  # products of this size in one kernel that share the rows evenly (experts)
     pairs: np.ndarray = field(default_factory=_nothing)
     """Query-key pairs of attention, [features]; causal attention sees half of the square."""
     heads: float = 0.0
-    elements: float = 0.0
-    """Elements per head of q and k, and of v."""
+    elements: float = 0.0  # elements per head of q and k, and of v
     causal: bool = False
     bytes: np.ndarray = field(default_factory=_nothing)
     """Bytes that another kernel reads and writes, or sends, [features]."""
     dtype: Literal["fp32", "fp8"] | None = None
     """Dtype of a product that is not in the job's, with casts of both operands apart."""
     launches: int = 1
-    passes: int = 1
-    """Ring passes of all launches; two in an all-reduce."""
-    waits: int = 0
-    """Times that the host waits for its result."""
-    name: str = ""
-    """Linear's name as in `omnibal.model.adapter_settings.linears`, or `GATHERED`."""
-    given: str = ""
-    """Name of the `Kept` line that is its input."""
+    passes: int = 1  # ring passes of all launches; two in an all-reduce
+    waits: int = 0  # times that the host waits for its result
+    name: str = ""  # linear's name as in `omnibal.model.adapter_settings.linears`, or `GATHERED`
+    given: str = ""  # name of the `Kept` line that is its input
     modules: tuple[str, ...] = ()
     """Modules that it is part of (`omnibal.model.runtime.RecomputedModule`)."""
 

@@ -33,8 +33,7 @@ from omnibal.model.adapter_settings import AdapterConfig, Linear
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind
 
-_BF16_BYTES, _COPIES = 2, 2
-"""Row- and column-wise copies, one byte each."""
+_BF16_BYTES, _COPIES = 2, 2  # row- and column-wise copies, one byte each
 
 
 def with_fp8(
@@ -107,8 +106,7 @@ def weight_copy_bytes(device: Device, products: Kernels) -> float:
     return (_COPIES - (0 if device.fp8.keeps_bf16_weights else _BF16_BYTES)) * weights
 
 
-_KERNELS_OF_A_PIECE = 2
-"""Forward kernels that concatenate a piece if a linear has several."""
+_KERNELS_OF_A_PIECE = 2  # forward kernels that concatenate a piece if a linear has several
 
 
 def with_adapters(
@@ -250,8 +248,7 @@ def _sides(
 
 _WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS workspace per stream from Hopper on (`get_cublas_workspace_size_bytes`), as in torch."""
-_GROUPED_STREAMS = 4
-"""Streams of grouped products, each with a workspace."""
+_GROUPED_STREAMS = 4  # streams of grouped products, each with a workspace
 
 
 def drop_weight_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:

@@ -15,12 +15,9 @@ from omnibal.model.parallel import Parallel, check_parallel, expert_counts
 from omnibal.model.units import feature_names
 
 _TENSOR_SIZES = (1, 2, 4, 8)  # within a node of eight devices
-_SMALL_BATCH = 1 / 8
-"""Smallest micro-batch, as a share of the caps."""
-_SMALL_TENSOR = 1 / 16
-"""Small collective tensor, as a share of a full pack's hidden states."""
-_STEP = 4
-"""Largest ratio of neighbouring sizes."""
+_SMALL_BATCH = 1 / 8  # smallest micro-batch, as a share of the caps
+_SMALL_TENSOR = 1 / 16  # small collective tensor, as a share of a full pack's hidden states
+_STEP = 4  # largest ratio of neighbouring sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

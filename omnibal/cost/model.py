@@ -23,6 +23,7 @@ from omnibal.packing.packs import Packs
 ParameterCount = TypeVar("ParameterCount", float, np.ndarray)
 """Number of parameters, or an array of them."""
 
+# A field of `ParameterRates`.
 RateName = Literal[
     "weight_bytes",
     "gradient_bytes",
@@ -31,15 +32,13 @@ RateName = Literal[
     "gradient_reduction_ms",
     "weight_gather_ms",
 ]
-"""A field of `ParameterRates`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UnitCost:
     """Time and memory of one unit on one device. Vectors have one coefficient per feature."""
 
-    forward_ms: np.ndarray
-    """Forward time, [features]."""
+    forward_ms: np.ndarray  # forward time, [features]
     backward_ms: np.ndarray
     """Backward time without recomputation, [features], or 0 if nothing up to here is trained."""
     weight_ms: np.ndarray
@@ -48,12 +47,10 @@ class UnitCost:
     """Time that recomputation adds to backward, [features], 0 without backward."""
     collective_ms: np.ndarray
     """Tensor- and expert-parallel exchange within forward and backward time, [2, features]."""
-    padding_ms: np.ndarray
-    """Padding within forward and backward time, [2, features]."""
+    padding_ms: np.ndarray  # padding within forward and backward time, [2, features]
     context_ms: np.ndarray
     """Context-parallel exchange in forward, backward and recompute time, [3, features]."""
-    activation_bytes: np.ndarray
-    """Activations kept without recomputation, [features]."""
+    activation_bytes: np.ndarray  # activations kept without recomputation, [features]
     boundary_bytes: np.ndarray
     """Unit input, the only activation kept under recomputation, [features]."""
     output_bytes: np.ndarray
@@ -70,18 +67,14 @@ class UnitCost:
     """Memory held during forward through units without backward, [features], else 0."""
     shared_bytes: np.ndarray
     """Buffer shared by such units of a stage for the run, for the largest pack, [features]."""
-    parameters: int
-    """Parameters on this device, after tensor parallelism."""
-    trained_parameters: int
-    """Trained parameters on this device: all, adapters only, or 0 if frozen."""
-    expert_parameters: int = 0
-    """Expert parameters, replicated on other ranks than the rest."""
+    parameters: int  # parameters on this device, after tensor parallelism
+    trained_parameters: int  # trained parameters on this device: all, adapters only, or 0 if frozen
+    expert_parameters: int = 0  # expert parameters, replicated on other ranks than the rest
     host_ms: tuple[float, float] | None = None
     """Time of the host to launch forward and backward, or None if not counted."""
     whole_bytes: float = 0.0
     """Gathered weights and gradients in backward if sharded; part of `transient_bytes`."""
-    weight_copy_bytes: float = 0.0
-    """Bytes of FP8 weights in addition to `CostModel.rates`."""
+    weight_copy_bytes: float = 0.0  # bytes of FP8 weights in addition to `CostModel.rates`
 
     @property
     def trained_expert_parameters(self) -> int:
@@ -105,10 +98,8 @@ class ParameterRates:
 
     weight_bytes: float = 0.0
     gradient_bytes: float = 0.0
-    optimizer_bytes: float = 0.0
-    """Optimizer state on one device, after sharding."""
-    optimizer_ms: float = 0.0
-    """Gradient norm, clipping and weight update."""
+    optimizer_bytes: float = 0.0  # optimizer state on one device, after sharding
+    optimizer_ms: float = 0.0  # gradient norm, clipping and weight update
     gradient_reduction_ms: float = 0.0
     weight_gather_ms: float = 0.0
 
@@ -129,36 +120,28 @@ class LibraryBuffer:
     what: str
     bytes: float
     kinds: frozenset[str]
-    """Names of these kinds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CostModel:
     """Costs of all units, of a step and of a cut."""
 
-    features: tuple[str, ...]
-    """Micro-batch features. The first is "fixed", always 1."""
-    kinds: tuple[UnitKind, ...]
-    """Unit kinds, in model order."""
-    units: dict[str, UnitCost]
-    """Unit costs by kind name, in model order."""
-    rates: ParameterRates
-    """Rates of non-expert parameters."""
+    features: tuple[str, ...]  # Micro-batch features. The first is "fixed", always 1.
+    kinds: tuple[UnitKind, ...]  # unit kinds, in model order
+    units: dict[str, UnitCost]  # unit costs by kind name, in model order
+    rates: ParameterRates  # rates of non-expert parameters
     optimizer_ms_fixed: float
     link_latency_ms: float
-    link_ms_per_byte: float
-    """Time per byte of a send between neighbouring stages."""
+    link_ms_per_byte: float  # time per byte of a send between neighbouring stages
     source: str
     bucket_parameters: float = math.inf
     """Parameters per bucket of the first stage (inf: one bucket, as on later stages)."""
     tied_parameters: int = 0
     """Parameters of a tied embedding here; both units count it, a stage with both holds it once."""
-    expert_rates: ParameterRates = ParameterRates()
-    """Rates of expert parameters."""
+    expert_rates: ParameterRates = ParameterRates()  # rates of expert parameters
     expert_peer_bytes: float = 0.0
     """Library buffers for expert-parallel peers, on devices with experts."""
-    runs_in_lockstep: bool = False
-    """Whether ranks run in lockstep, as with sharded weights."""
+    runs_in_lockstep: bool = False  # whether ranks run in lockstep, as with sharded weights
     weight_parts: int = 1
     """Ranks that shard every non-expert weight; bytes per parameter are per shard."""
     library_buffers: tuple[LibraryBuffer, ...] = ()

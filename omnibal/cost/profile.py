@@ -36,15 +36,14 @@ from omnibal.model.rate_tables import Rates
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import EXCHANGED, UnitKind, feature_names, unit_kinds
 
+# Config fields that no measured unit cost depends on.
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
     *("tied_head", "rope_base", "max_positions", "rope_factor", "rope_scaling"),
     # Experts: a capacity margin counted separately, and a loss below a hundredth of a layer.
     *("imbalance", "auxiliary_loss"),
 )
-"""Config fields that no measured unit cost depends on."""
-_MIN_MS, _MAX_MS = 1e-9, 1e12
-"""Range of measured times, which keeps fits finite."""
+_MIN_MS, _MAX_MS = 1e-9, 1e12  # range of measured times, which keeps fits finite
 _MeasuredMs = Annotated[float, Field(ge=_MIN_MS, le=_MAX_MS)]
 _MeasuredMsOrZero = Annotated[float, Field(ge=0, le=_MAX_MS)]
 _ByteCount = Annotated[int, Field(ge=0, le=2**60)]
@@ -62,8 +61,7 @@ class UnitMeasurement(Frozen):
 
     unit: str
     forward_ms: _MeasuredMs
-    backward_ms: _MeasuredMs
-    """Backward time without recomputation."""
+    backward_ms: _MeasuredMs  # backward time without recomputation
     recompute_ms: _MeasuredMsOrZero | None = None
     """Time that recomputation adds to forward and backward, or None if not measured."""
     activation_bytes: _ByteCount | None
@@ -82,8 +80,7 @@ class ShareMeasurement(Frozen):
     """
 
     unit: str
-    context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]
-    """Context-parallel ranks."""
+    context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]  # context-parallel ranks
     exchange: ContextExchange
     tokens: _ByteCount
     squared_tokens: _ByteCount
@@ -120,15 +117,10 @@ class ReadingMeasurement(Frozen):
     """CPU time to decode, tile, tokenize and hand over samples, without waiting for storage."""
 
     samples: Count
-    """Number of samples read."""
-    item_ms: dict[str, _MeasuredMsOrZero]
-    """Time per item, by feature."""
-    token_ms: _MeasuredMsOrZero
-    """Time per token, including items' tokens."""
-    cores: Count
-    """CPU cores for reader processes."""
-    is_shared: bool
-    """Whether the model computes on these cores too."""
+    item_ms: dict[str, _MeasuredMsOrZero]  # time per item, by feature
+    token_ms: _MeasuredMsOrZero  # time per token, including items' tokens
+    cores: Count  # CPU cores for reader processes
+    is_shared: bool  # whether the model computes on these cores too
 
 
 class Profile(Frozen):
@@ -138,20 +130,16 @@ class Profile(Frozen):
     precision: PlainPrecision
     model: str
     model_sha256: str
-    tensor: Count
-    """Tensor-parallel size of the measured units."""
-    processes: Count
-    """Processes measured at the same time on the machine."""
-    provider: Provider = "local"
-    """Provider of the measured layers."""
+    tensor: Count  # tensor-parallel size of the measured units
+    processes: Count  # processes measured at the same time on the machine
+    provider: Provider = "local"  # provider of the measured layers
     measurements: tuple[UnitMeasurement, ...]
     shares: tuple[ShareMeasurement, ...] = ()
     optimizer: tuple[OptimizerMeasurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = ()
     rates: Rates | None = None
     """Matrix products, collectives and a copy by shape, or None if absent."""
-    reading: ReadingMeasurement | None = None
-    """Time to read the data, or None if no data was given."""
+    reading: ReadingMeasurement | None = None  # time to read the data, or None if no data was given
 
     @property
     def link(self) -> LinearTime | None:
@@ -341,12 +329,9 @@ def _check_match(
 class _QuantityFit(NamedTuple):
     """A quantity of a unit at n measured micro-batches."""
 
-    features: np.ndarray
-    """[n, features]"""
-    measured: np.ndarray
-    """[n]"""
-    coefficients: np.ndarray
-    """Non-negative, with minimum relative error, [features]."""
+    features: np.ndarray  # [n, features]
+    measured: np.ndarray  # [n]
+    coefficients: np.ndarray  # non-negative, with minimum relative error, [features]
 
     def share(self, part: np.ndarray, whole: np.ndarray) -> float:
         """Share of `part` in `whole`, [features] each, over the micro-batches; 1 if that is 0."""

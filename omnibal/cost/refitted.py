@@ -15,10 +15,8 @@ from omnibal.base.files import read_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.model import CostModel, UnitCost
 
-_Factor = Annotated[float, Field(ge=1e-3, le=1e3)]
-"""Measured time over the source's."""
-_Slowness = Annotated[float, Field(ge=1, le=1e3)]
-"""Time of a device over that of a faster one."""
+_Factor = Annotated[float, Field(ge=1e-3, le=1e3)]  # measured time over the source's
+_Slowness = Annotated[float, Field(ge=1, le=1e3)]  # time of a device over that of a faster one
 
 
 class UnitFactors(Frozen):
@@ -61,20 +59,14 @@ def _product(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, 
 class Refit(Frozen):
     """Content of `refit.json`."""
 
-    root_sha256: str
-    """Hash of the user's original plan (`omnibal.job.plan.plan_sha256`)."""
-    step: NonNegativeInt
-    """Steps trained before the plan was made."""
+    root_sha256: str  # hash of the user's original plan (`omnibal.job.plan.plan_sha256`)
+    step: NonNegativeInt  # steps trained before the plan was made
     measured_steps: NonNegativeInt = 0
     """Steps with the passes that the factors were last fitted to, or 0 if none."""
-    units: dict[str, UnitFactors] = Field(default_factory=dict)
-    """Factors by unit kind name."""
-    update: _Factor = 1.0
-    """Factor of data-parallel reduction and gather, norm and update."""
-    pipeline: Count = 1
-    """Pipeline stages of the measured run."""
-    slowness: tuple[_Slowness, ...] = ()
-    """Slowdown per model part, as in `CostModel.slowness`."""
+    units: dict[str, UnitFactors] = Field(default_factory=dict)  # factors by unit kind name
+    update: _Factor = 1.0  # factor of data-parallel reduction and gather, norm and update
+    pipeline: Count = 1  # pipeline stages of the measured run
+    slowness: tuple[_Slowness, ...] = ()  # slowdown per model part, as in `CostModel.slowness`
     slow_ranks: tuple[tuple[_Slowness, ...], ...] = ()
     """Slowdown per data-parallel rank, as in `CostModel.slow_ranks`."""
 

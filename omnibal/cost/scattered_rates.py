@@ -33,12 +33,12 @@ _PRODUCT = 4e-3  # shared by the passes of one product
 _CHANCE = 6.5e-3
 
 
+# Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups.
 _SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
     "forward": (0, 2, 1, 3),
     "input_gradient": (0, 1, 2, 3),
     "weight_gradient": (2, 1, 0, 3),
 }
-"""Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups."""
 PASSES = list(_SEEN_AS)
 
 
@@ -46,12 +46,9 @@ PASSES = list(_SEEN_AS)
 class ProductShapes:
     """Shapes of products, each as the kernel and as the layer sees it."""
 
-    layer: np.ndarray
-    """[shapes, 4]: log rows, inner, outer, groups."""
-    passes: np.ndarray
-    """[shapes]: indices in `PASSES`."""
-    gradient_bytes: np.ndarray
-    """[shapes]: bytes of an element of the weight gradient."""
+    layer: np.ndarray  # [shapes, 4]: log rows, inner, outer, groups
+    passes: np.ndarray  # [shapes]: indices in `PASSES`
+    gradient_bytes: np.ndarray  # [shapes]: bytes of an element of the weight gradient
 
     @cached_property
     def kernel_sizes(self) -> np.ndarray:
@@ -104,12 +101,9 @@ class ScatteredTimes:
     """Product times of any shape, from measurements."""
 
     shapes: ProductShapes
-    log_rates: np.ndarray
-    """Log measured ms per operation, [measured]."""
-    typical: float
-    """Median of `log_rates`."""
-    weights: np.ndarray
-    """[measured]: kernel weights of the deviations from the median."""
+    log_rates: np.ndarray  # log measured ms per operation, [measured]
+    typical: float  # median of `log_rates`
+    weights: np.ndarray  # [measured]: kernel weights of the deviations from the median
 
     @classmethod
     def fit(cls, shapes: ProductShapes, times_ms: np.ndarray) -> Self:

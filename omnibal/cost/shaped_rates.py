@@ -41,8 +41,7 @@ _RING_PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "re
 """Ring passes per collective. A pass sends all shares of the tensor except one."""
 _LINE_BYTES = (2.0**20, 2.0**23, 2.0**26, 2.0**29)
 """Sizes to sample a collective that is given as a line."""
-_ROWS = np.geomspace(512, 131_072, 9)
-"""Micro-batch rows that a line is fitted over."""
+_ROWS = np.geomspace(512, 131_072, 9)  # micro-batch rows that a line is fitted over
 TILE = 128
 """Keys of a tile (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)."""
 AttentionPass = Literal["forward", "backward"]
@@ -138,12 +137,12 @@ def _are_grid(measured: Sequence[ProductTime]) -> bool:
     )
 
 
+# Sizes of the forward product equivalent to a pass.
 _AS_FORWARD = {
     "forward": lambda rows, inner, outer: (rows, inner, outer),
     "input_gradient": lambda rows, inner, outer: (rows, outer, inner),
     "weight_gradient": lambda rows, inner, outer: (inner, rows, outer),
 }
-"""Sizes of the forward product equivalent to a pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

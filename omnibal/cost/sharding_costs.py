@@ -49,14 +49,10 @@ from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 class _ShardedParameters:
     """Parameters sharded by the same ranks, of every unit kind on one device before sharding."""
 
-    group: Group
-    """Ranks that shard them."""
-    copies: Group
-    """Ranks that hold the same shard."""
-    parameters: np.ndarray
-    """[K]"""
-    trained: np.ndarray
-    """[K]"""
+    group: Group  # ranks that shard them
+    copies: Group  # ranks that hold the same shard
+    parameters: np.ndarray  # [K]
+    trained: np.ndarray  # [K]
 
     def shard_rates(
         self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
@@ -97,25 +93,16 @@ class ShardedExchange:
     Unit kinds are in the order of the costs; K kinds, F features.
     """
 
-    forward_ms: np.ndarray
-    """Forward time of every unit kind without exchanges, [K, F]."""
+    forward_ms: np.ndarray  # forward time of every unit kind without exchanges, [K, F]
     backward_ms: np.ndarray
-    gather_ms: np.ndarray
-    """Gather time of the weights of every unit kind, [K]."""
-    gather_back_ms: np.ndarray
-    """Gather time before backward, or 0 if backward reads no weights."""
-    reduce_ms: np.ndarray
-    """Reduce-scatter time of gradients, or 0 if frozen."""
-    again_ms: np.ndarray | None = None
-    """Time of a second forward, of an encoder's passes, [K, F]."""
-    sequence: tuple[int, ...]
-    """Kind index of every unit, in model order."""
-    hops_ms: float = 0.0
-    """Latency of a ring's hops, which computation does not hide."""
-    hidden: float = 1.0
-    """Hidden share of the shorter of exchange and overlapped computation."""
+    gather_ms: np.ndarray  # gather time of the weights of every unit kind, [K]
+    gather_back_ms: np.ndarray  # gather time before backward, or 0 if backward reads no weights
+    reduce_ms: np.ndarray  # reduce-scatter time of gradients, or 0 if frozen
+    again_ms: np.ndarray | None = None  # time of a second forward, of an encoder's passes, [K, F]
+    sequence: tuple[int, ...]  # kind index of every unit, in model order
+    hops_ms: float = 0.0  # latency of a ring's hops, which computation does not hide
+    hidden: float = 1.0  # hidden share of the shorter of exchange and overlapped computation
     stages: int = 1
-    """Number of pipeline stages."""
 
     def exposed_ms(self, features: np.ndarray) -> np.ndarray:
         """Exposed exchange before forward and after backward, summed over stages, [packs, 2].

@@ -23,8 +23,7 @@ class CostSource:
     """
 
     profile: Profile | None = None
-    refit: Refit | None = field(default=None, kw_only=True)
-    """Correction by a run, or None."""
+    refit: Refit | None = field(default=None, kw_only=True)  # correction by a run, or None
 
     def costs(
         self,
@@ -64,5 +63,4 @@ class CostSource:
             write_json_model(self.refit, refit)
 
 
-ANALYTIC = CostSource()
-"""Source without measurements."""
+ANALYTIC = CostSource()  # source without measurements

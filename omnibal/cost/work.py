@@ -17,30 +17,24 @@ class Kept:
     what: str
     made_by: str
     """Megatron-core name of the producing module, or the fused operation, empty for unit inputs."""
-    bytes: np.ndarray
-    """Bytes on one device, [features]."""
+    bytes: np.ndarray  # bytes on one device, [features]
     for_weights: bool = False
     """Whether only weight gradients need it, so that a frozen unit frees it."""
-    modules: tuple[str, ...] = ()
-    """Modules. Recomputing one makes the activation again."""
+    modules: tuple[str, ...] = ()  # Modules. Recomputing one makes the activation again.
 
 
 @dataclass(frozen=True, slots=True)
 class Working:
     """Working memory at a moment of backward, without kept activations."""
 
-    bytes: np.ndarray
-    """Bytes of the micro-batch's tensors, [features]."""
+    bytes: np.ndarray  # bytes of the micro-batch's tensors, [features]
     weight: float = 0
     """Elements of the weight gradient computed then; core allocates it in the weight's dtype."""
-    freed: tuple[str, ...] = ()
-    """Names of kept lines freed by then."""
+    freed: tuple[str, ...] = ()  # names of kept lines freed by then
     finished: int = 0
     """Last products with output gradients freed by then, unless weights are deferred."""
-    of_words: bool = False
-    """Whether the weight is an embedding's, not a product's."""
-    beside_logits: bool = False
-    """Whether an unfused loss writes a gradient next to the logits."""
+    of_words: bool = False  # whether the weight is an embedding's, not a product's
+    beside_logits: bool = False  # whether an unfused loss writes a gradient next to the logits
 
     def before_later_units(self, kept: Sequence[str], products: int) -> "Working":
         """Return the moment if later kept lines are freed and later products done by then."""
@@ -57,16 +51,13 @@ FIRST_OUTPUT, SECOND_OUTPUT = "first norm's output", "second norm's output"
 class Work:
     """Kernels and memory of a unit, or of its attention or feed-forward."""
 
-    kernels: Kernels
-    """Kernels of all passes. Products are in forward's order."""
-    kept: tuple[Kept, ...]
-    """Activations kept if the unit has a backward, including its input."""
+    kernels: Kernels  # Kernels of all passes. Products are in forward's order.
+    kept: tuple[Kept, ...]  # activations kept if the unit has a backward, including its input
     working: tuple[Working, ...] = ()
     """Moments of backward. A block's exclude activations freed by later blocks."""
     gathered_bytes: np.ndarray | float = 0.0
     """Widest gathered input; core has one such buffer per stage."""
-    other_parameters: float = 0
-    """Parameters on this device without experts and weights of products."""
+    other_parameters: float = 0  # parameters on this device without experts and weights of products
     expert_biases: int = 0
 
     def within(self, module: str) -> Self:
@@ -112,8 +103,7 @@ class CountedUnit(Work):
     output_bytes: np.ndarray
     late_working: tuple[Working, ...] = ()
     """Extra moments with deferred weight gradients, with their inputs still held."""
-    forward_working: tuple[Working, ...] = ()
-    """Moments of forward if the unit has no backward."""
+    forward_working: tuple[Working, ...] = ()  # moments of forward if the unit has no backward
     passing_bytes: np.ndarray | float = 0.0
     """Memory held during the forward of the micro-batch and not kept."""
     adapter_parameters: int = 0

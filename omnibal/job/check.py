@@ -32,6 +32,7 @@ from omnibal.steps.steps import most_slots, steps_of
 
 _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
 """Encoder kinds that the trainer builds, by name."""
+# Settings that the trainer builds, of parts that may have others.
 _TRAINED_SETTINGS: Mapping[type, Mapping[str, object]] = {
     ImagesEncoder: {
         "projector": "mlp",
@@ -54,10 +55,8 @@ _TRAINED_SETTINGS: Mapping[type, Mapping[str, object]] = {
     },
     ExpertsConfig: {"shared_ffn_hidden_size": None, "selection_bias": False},
 }
-"""Settings that the trainer builds, of parts that may have others."""
 _REPLAN = "make the plan anew with `omnibal plan`"
-_FIGURE_TOLERANCE = 1e-6
-"""Relative tolerance when comparing sums from two machines."""
+_FIGURE_TOLERANCE = 1e-6  # relative tolerance when comparing sums from two machines
 
 
 def check_plan(directory: Path) -> list[str]:
@@ -564,7 +563,7 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
     _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
     _check_blocks(plan, packs)
-    # Context-parallel ranks would deadlock after a slot without a pack on some rank: warm-up
+    # context-parallel ranks would deadlock after a slot without a pack on some rank: warm-up
     # depends on each rank's number of micro-batches.
     shares = shares_of(packs, plan.pack_levels)
     before = np.append(-1, shares.slot[:-1])

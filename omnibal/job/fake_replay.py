@@ -23,14 +23,12 @@ from omnibal.pipeline.stage_memory import GIB, PassBytes, bytes_of_passes, fits_
 from omnibal.pipeline.workload import Workload
 
 COMPUTE_PHASES = ("forward", "backward", "backward_weight")
-"""Compute phases of a step."""
 
 OperationKind = Literal["matrix product", "attention", "communication", "element-wise"]
 
 
 class FakeReplayInfo(ReplayIdentity):
-    torch: str
-    """torch version of the operations counted."""
+    torch: str  # torch version of the operations counted
     trainer_sha256: str
 
 
@@ -40,8 +38,7 @@ class OperationCount(Frozen):
     kind: OperationKind
     kernels: NonNegativeInt
     tflop: NonNegativeFloat
-    gigabytes: NonNegativeFloat
-    """Bytes of device memory read and written, in 10^9."""
+    gigabytes: NonNegativeFloat  # bytes of device memory read and written, in 10^9
 
 
 class PeakContent(Frozen):
@@ -67,11 +64,9 @@ class HostRead(Frozen):
 class UnalignedProduct(Frozen):
     """16-bit matrix product with rows not aligned to 16 bytes."""
 
-    where: str
-    """File and line."""
+    where: str  # file and line
     operation: str
-    sizes: tuple[NonNegativeInt, ...]
-    """Rows, inner size and columns."""
+    sizes: tuple[NonNegativeInt, ...]  # rows, inner size and columns
     leading_dimensions: tuple[NonNegativeInt, ...]
     count: NonNegativeInt
     tflop: NonNegativeFloat
@@ -110,29 +105,21 @@ class Roofline(Frozen):
 class FakeStage(StageResult):
     """Allocations and launches of one device of a stage in its heaviest step."""
 
-    predicted_gib: NonNegativeFloat | None
-    """Predicted peak, or None without a prediction."""
-    allocated_gib: NonNegativeFloat
-    """Peak allocated, in blocks of the caching allocator."""
-    state_gib: NonNegativeFloat
-    """Weights, gradients and optimizer state."""
-    activations_gib: NonNegativeFloat
-    """Everything else at the peak."""
-    peak_phase: str
-    """"forward", "backward" or "update"."""
+    predicted_gib: NonNegativeFloat | None  # predicted peak, or None without a prediction
+    allocated_gib: NonNegativeFloat  # peak allocated, in blocks of the caching allocator
+    state_gib: NonNegativeFloat  # weights, gradients and optimizer state
+    activations_gib: NonNegativeFloat  # everything else at the peak
+    peak_phase: str  # "forward", "backward" or "update"
     peak_at: str
-    rows: tuple[NonNegativeInt, ...]
-    """Rows of the rank's packs in that step."""
+    rows: tuple[NonNegativeInt, ...]  # rows of the rank's packs in that step
     micro_batches: NonNegativeInt
-    kernels: NonNegativeInt
-    """Kernels of forward and backward, without communication."""
+    kernels: NonNegativeInt  # kernels of forward and backward, without communication
     tflop: NonNegativeFloat
     gigabytes: NonNegativeFloat
     contents: tuple[PeakContent, ...]
     """Storages at the peak, largest first, with sum `allocated_gib`."""
     operations: tuple[OperationCount, ...]
-    host_reads: tuple[HostRead, ...]
-    """Reads in forward, backward and update."""
+    host_reads: tuple[HostRead, ...]  # reads in forward, backward and update
     unaligned: tuple[UnalignedProduct, ...]
 
     @property
@@ -201,14 +188,11 @@ def is_fake_replay(directory: Path) -> bool:
 class Window:
     """Consecutive micro-batches of a rank's step, about those in flight at one moment."""
 
-    rows: np.ndarray
-    """Rows of the packs in flight, plus one before and one after if present."""
-    predicted_gib: float
-    """Predicted memory beyond the state."""
+    rows: np.ndarray  # rows of the packs in flight, plus one before and one after if present
+    predicted_gib: float  # predicted memory beyond the state
 
 
-_FEATURE_ERROR = 0.1
-"""Relative error assumed between costs of two features."""
+_FEATURE_ERROR = 0.1  # relative error assumed between costs of two features
 
 
 def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload) -> list[Window]:

@@ -61,8 +61,7 @@ class JobSpec:
     encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
     """Encoder shardings to search if unset."""
     trainer: TrainerConstraints = OWN
-    cost: CostModel = field(init=False, repr=False)
-    """Costs of the stages' units."""
+    cost: CostModel = field(init=False, repr=False)  # costs of the stages' units
     encoders_costs: Mapping[int, EncodersCost] = field(init=False, repr=False)
     """Data-parallel encoders' costs by allowed sharding size, or empty if absent."""
     exchange: ShardedExchange | None = field(init=False, repr=False)

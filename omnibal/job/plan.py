@@ -30,15 +30,11 @@ SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
-PORTIONS_FOLDER = "portions"
-"""Folder with one subfolder of lengths and packs per portion."""
-PROFILE_FILE = "profile.json"
-"""File of the plan's measured costs; absent if costs were counted."""
-REFIT_FILE = "refit.json"
-"""File of the costs' refit by a run, if any."""
+PORTIONS_FOLDER = "portions"  # folder with one subfolder of lengths and packs per portion
+PROFILE_FILE = "profile.json"  # file of the plan's measured costs; absent if costs were counted
+REFIT_FILE = "refit.json"  # file of the costs' refit by a run, if any
 PLAN_FILES = PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE, REFIT_FILE
-MAX_EPOCHS = 1_000
-"""Max epochs, as all are packed before training."""
+MAX_EPOCHS = 1_000  # max epochs, as all are packed before training
 MAX_SEED = 2**63 - 1  # of an int64 column
 
 PackedBy = Literal["balanced", "isf", "next_fit", "other"]
@@ -61,15 +57,13 @@ class SourceSeen(Frozen):
 
     name: str
     samples: NonNegativeInt
-    seen: tuple[NonNegativeInt, ...]
-    """Samples trained up to each step of `by_step`, with repeats."""
+    seen: tuple[NonNegativeInt, ...]  # samples trained up to each step of `by_step`, with repeats
 
 
 class MixtureSeen(Frozen):
     """Every source's samples in the course of the run."""
 
-    by_step: tuple[Count, ...]
-    """Step counts from the start of the run, ending with the total."""
+    by_step: tuple[Count, ...]  # step counts from the start of the run, ending with the total
     sources: tuple[SourceSeen, ...]
 
     def sentences(self) -> list[str]:
@@ -208,8 +202,7 @@ class SettingsHashes(Frozen):
     """SHA-256 of a plan's settings, to detect edits."""
 
     model: str
-    data: str | None
-    """None for a plan of shapes only."""
+    data: str | None  # None for a plan of shapes only
 
     @classmethod
     def compute(cls, model: ModelConfig, data: DataPlan | None) -> Self:
@@ -222,8 +215,7 @@ class SettingsHashes(Frozen):
         return cls(model=hash_of(model), data=None if data is None else hash_of(data))
 
 
-_SAMPLE_FIELDS = {"samples", "lengths_sha256"}
-"""DataPortion fields that are equal in all epochs."""
+_SAMPLE_FIELDS = {"samples", "lengths_sha256"}  # DataPortion fields that are equal in all epochs
 _FIELDS_IN_FILES = {*DataPortion.model_fields, "portions", "fewest_packs", "mixture", "origin"}
 """DataPlan fields that its packs and lengths determine."""
 

@@ -32,8 +32,7 @@ from omnibal.steps.steps import Steps, deal_steps, draw_steps, pack_epochs, size
 from omnibal.steps.windows import schedule_windows
 
 _NATIVE_TOKENS = "image_tokens"
-MAX_TRAINED_SAMPLES = 200_000_000
-"""Max samples over several epochs, as a plan lists each in memory."""
+MAX_TRAINED_SAMPLES = 200_000_000  # max samples over several epochs, as a plan lists each in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,16 +41,12 @@ class SampleData:
 
     lengths: Lengths
     settings: PackSettings = field(default_factory=PackSettings)
-    levels: tuple[Level, ...]
-    """Levels of the packs, at least one, by rising caps."""
-    packs_per_step: int
-    """Packs per step over all data-parallel ranks."""
+    levels: tuple[Level, ...]  # levels of the packs, at least one, by rising caps
+    packs_per_step: int  # packs per step over all data-parallel ranks
     steps: Steps | None = None
     """Steps of an earlier plan with equal levels and settings, or None to draw them."""
-    rules: PackRules = ANY_PACKS
-    """Pack rules, if each pack is on one rank with equal limits."""
-    packed_by: PackedBy | None = None
-    """Rule that packed the given steps, or None without steps."""
+    rules: PackRules = ANY_PACKS  # pack rules, if each pack is on one rank with equal limits
+    packed_by: PackedBy | None = None  # rule that packed the given steps, or None without steps
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
@@ -280,8 +275,7 @@ class StreamData(_UnderCaps):
 
     lengths: Lengths
     window: int
-    is_dispatched: bool
-    """Whether a window is balanced over ranks, or dealt in reading order."""
+    is_dispatched: bool  # whether a window is balanced over ranks, or dealt in reading order
     epochs: int
 
     @classmethod

@@ -61,8 +61,7 @@ class PlanFiles:
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock at the caps for shapes only, the first portion's if in portions, or
     None."""
-    directory: Path | None = None
-    """Source directory, or None if made in memory."""
+    directory: Path | None = None  # source directory, or None if made in memory
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:

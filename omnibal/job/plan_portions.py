@@ -33,8 +33,7 @@ class EarlierPortions:
 
     data: DataPlan
     directory: Path
-    are_kept: bool = False
-    """Whether packs keep ranks and slots too, as stages are unchanged."""
+    are_kept: bool = False  # whether packs keep ranks and slots too, as stages are unchanged
 
     @property
     def count(self) -> int:

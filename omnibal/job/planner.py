@@ -29,8 +29,7 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
-DealtPacks = tuple[ScheduledPacks, Lengths]
-"""Packs dealt to ranks, and all lengths."""
+DealtPacks = tuple[ScheduledPacks, Lengths]  # packs dealt to ranks, and all lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,10 +101,8 @@ class PlanResult:
     search: SearchResult | None
     """Result of the joint search with its proven bound, or None for another method."""
     cost_source: CostSource = ANALYTIC
-    portions: AllPortions | None = None
-    """All portions, if plan and packs cover only the first."""
-    available: tuple[int, ...] = ()
-    """Samples per source, if the lengths are a mixture."""
+    portions: AllPortions | None = None  # all portions, if plan and packs cover only the first
+    available: tuple[int, ...] = ()  # samples per source, if the lengths are a mixture
 
     @property
     def micro_batches(self) -> int:

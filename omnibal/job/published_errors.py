@@ -17,10 +17,8 @@ from omnibal.model.levels import largest_caps
 from omnibal.model.parallel import Parallel, expert_counts
 
 ERRORS_FILE = Path(__file__).parents[1] / "presets" / "published_errors.toml"
-LONG_TOKENS = 32_768
-"""Min tokens per sample of a long-context job."""
-SMALL_TOKENS = 4096
-"""Max tokens of a small micro-batch."""
+LONG_TOKENS = 32_768  # min tokens per sample of a long-context job
+SMALL_TOKENS = 4096  # max tokens of a small micro-batch
 _DEVICE = re.compile(r"\b(?:GB|[ABHLV])\d{2,3}\b")
 
 
@@ -40,11 +38,9 @@ class PublishedErrors(Frozen):
 
     kind: JobKind
     device: str
-    small: bool
-    """Whether micro-batches have at most `SMALL_TOKENS` tokens."""
+    small: bool  # whether micro-batches have at most `SMALL_TOKENS` tokens
     steps: Count
-    median: float
-    """Median of absolute errors."""
+    median: float  # median of absolute errors
     least: float
     most: float
 

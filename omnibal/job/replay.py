@@ -56,10 +56,8 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
     identity: type[AnyIdentity]
     result: type[AnyStageResult]
     info_file: str
-    prefix: str
-    """Name of stages' files, before the stage's number."""
-    remedy: str
-    """End of the error message about a bad file."""
+    prefix: str  # name of stages' files, before the stage's number
+    remedy: str  # end of the error message about a bad file
 
     def file_of(self, directory: Path, stage: int) -> Path:
         return directory / f"{self.prefix}_{stage}.json"
@@ -115,8 +113,7 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
 class ReplayInfo(ReplayIdentity):
     steps: tuple[NonNegativeInt, ...]
     repetitions: PositiveInt
-    content: Literal["data", "random"]
-    """Content of micro-batches with the plan's sizes."""
+    content: Literal["data", "random"]  # content of micro-batches with the plan's sizes
     device: str
     processes: PositiveInt
     provider: Provider = "local"
@@ -133,12 +130,9 @@ class StageReplay(StageResult):
     weight_ms: tuple[NonNegativeFloat, ...] = ()
     """Time of weight gradients, or empty if backwards are not split."""
     recompute_ms: tuple[NonNegativeFloat, ...]
-    update_ms: NonNegativeFloat
-    """Zeroing, norm, clipping and weight update, once a step."""
-    state_gib: NonNegativeFloat
-    """Weights, gradients and optimizer state."""
-    activations_gib: NonNegativeFloat
-    """Peak activation memory of the predicted heaviest steps."""
+    update_ms: NonNegativeFloat  # zeroing, norm, clipping and weight update, once a step
+    state_gib: NonNegativeFloat  # weights, gradients and optimizer state
+    activations_gib: NonNegativeFloat  # peak activation memory of the predicted heaviest steps
     with_working_memory: bool
     """Whether `activations_gib` includes working memory (CUDA), not only kept activations (CPU)."""
 
@@ -178,15 +172,13 @@ class ReplaySummary:
 
     info: ReplayInfo
     stages: tuple[StageReplay, ...]
-    each_step_ms: np.ndarray
-    """[steps]"""
+    each_step_ms: np.ndarray  # [steps]
     predicted_each_step_ms: np.ndarray
     forward_ms: np.ndarray
     """Forward time per step over all chunks, [stages]; likewise the next two fields."""
     backward_ms: np.ndarray
     recompute_ms: np.ndarray
-    wait_fractions: np.ndarray
-    """Idle share of the step, [stages]."""
+    wait_fractions: np.ndarray  # idle share of the step, [stages]
     lost: LostTime
 
     @property

@@ -27,11 +27,11 @@ VALIDATION_FILE = "validation.jsonl"
 EVALUATION_FILE = "evaluation.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Holds the steps of the newest complete checkpoint."""
+# Options of pretrain_vlm.py that a run may change when it goes on.
 RATES = (
     *("lr", "min_lr", "vision_lr", "lr_decay_style", "lr_warmup_fraction"),
     *("weight_decay", "clip_grad"),
 )
-"""Options of pretrain_vlm.py that a run may change when it goes on."""
 
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
 """May be NaN or infinite, as in a diverged step."""
@@ -41,8 +41,7 @@ class RunInfo(Frozen):
     """Identity of a run, to match it to its plan."""
 
     model: str
-    packs_sha256: str
-    """SHA-256 of the packs: data, order and step boundaries."""
+    packs_sha256: str  # SHA-256 of the packs: data, order and step boundaries
     provider: Provider | None = None
     """Provider of the layers since the last start or resume, or None if not recorded."""
     plan_sha256: str | None = None
@@ -55,14 +54,10 @@ class StageRecord(Frozen):
     """A pipeline stage in one step, mean over its data-parallel ranks."""
 
     forward_ms: NonNegativeFloat
-    backward_ms: NonNegativeFloat
-    """Includes recomputation."""
-    wait_ms: NonNegativeFloat
-    """Idle time: P2P waits, and waiting at the step's end."""
-    data_ms: NonNegativeFloat
-    """Wait for the data loader."""
-    optimizer_ms: NonNegativeFloat
-    """Gradient reduction, norm, clipping and weight update."""
+    backward_ms: NonNegativeFloat  # includes recomputation
+    wait_ms: NonNegativeFloat  # idle time: P2P waits, and waiting at the step's end
+    data_ms: NonNegativeFloat  # wait for the data loader
+    optimizer_ms: NonNegativeFloat  # gradient reduction, norm, clipping and weight update
     encoder_ms: NonNegativeFloat = written_unless(0.0)
     """Forward and backward of data-parallel encoders, with recomputation."""
     exchange_ms: NonNegativeFloat = written_unless(0.0)
@@ -80,8 +75,7 @@ class StageRecord(Frozen):
 class ExpertBalance(Frozen):
     """Expert load of a whole step relative to the mean, 1 if even; means over layers."""
 
-    fullest_expert: NonNegativeFloat
-    """Tokens of the fullest expert over the mean."""
+    fullest_expert: NonNegativeFloat  # tokens of the fullest expert over the mean
     fullest_rank: NonNegativeFloat
     """Tokens of the fullest expert-parallel rank over the mean; planned as `imbalance`."""
 
@@ -92,8 +86,7 @@ class PassTimes(Frozen):
     dp_rank: NonNegativeInt
     forward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
     """Time per part and slot, mean over tensor-parallel ranks. [parts][micro-batches]"""
-    backward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
-    """Includes recomputation."""
+    backward_ms: tuple[tuple[NonNegativeFloat, ...], ...]  # includes recomputation
 
 
 class StepRecord(Frozen):
@@ -115,18 +108,13 @@ class StepRecord(Frozen):
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0
     """Logging, checkpoints and validation since the last step, on the writing rank."""
-    mfu: NonNegativeFloat = 0.0
-    """Model FLOPs utilization."""
-    skipped: bool = False
-    """Whether the update was skipped: non-finite loss or gradient."""
-    spike: bool = False
-    """Whether the loss is far above earlier steps'."""
-    replaced_samples: NonNegativeInt = 0
-    """Samples replaced because of unreadable images."""
+    mfu: NonNegativeFloat = 0.0  # model FLOPs utilization
+    skipped: bool = False  # whether the update was skipped: non-finite loss or gradient
+    spike: bool = False  # whether the loss is far above earlier steps'
+    replaced_samples: NonNegativeInt = 0  # samples replaced because of unreadable images
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
-    experts: ExpertBalance | None = written_unless(None)
-    """Expert load, or None without experts."""
+    experts: ExpertBalance | None = written_unless(None)  # expert load, or None without experts
     stages: tuple[StageRecord, ...]
     passes: PassTimes | None = written_unless(None)
     """Times of single passes, or None in most steps (`is_timed`)."""
@@ -137,8 +125,7 @@ class ValidationRecord(Frozen):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    step: NonNegativeInt
-    """Steps trained so far."""
+    step: NonNegativeInt  # steps trained so far
     loss: _MaybeDiverged
     loss_tokens: NonNegativeInt
     seconds: NonNegativeFloat
@@ -150,8 +137,7 @@ class KindAccuracy(Frozen):
     kind: str
     questions: NonNegativeInt
     correct: NonNegativeInt
-    chance: float
-    """Accuracy of the best constant answer: the share of the most common reference."""
+    chance: float  # accuracy of the best constant answer: the share of the most common reference
 
     @property
     def accuracy(self) -> float:
@@ -171,8 +157,7 @@ class Evaluation(Frozen):
     """Greedy answers on held-out data."""
 
     step: NonNegativeInt
-    kinds: tuple[KindAccuracy, ...]
-    """By falling number of questions."""
+    kinds: tuple[KindAccuracy, ...]  # by falling number of questions
     examples: tuple[EvaluatedAnswer, ...]
 
 

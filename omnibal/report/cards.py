@@ -21,8 +21,7 @@ class Card:
 
     title: str
     value: str | Marked
-    source: str = ""
-    """Source of the value: predicted, replayed or measured."""
+    source: str = ""  # source of the value: predicted, replayed or measured
     note: str
 
 

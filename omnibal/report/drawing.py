@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-WIDE, NARROW = 1080, 520
-"""Widths of figures in pixels: full page and half page."""
+WIDE, NARROW = 1080, 520  # widths of figures in pixels: full page and half page
 _REPORT_FOLDER = Path(__file__).parent
 _PALETTE = (_REPORT_FOLDER / "palette.css").read_text()
 COLOURS: Mapping[str, str] = dict(re.findall(r"--(\w+): (#\w+);", _PALETTE.split("@media")[0]))

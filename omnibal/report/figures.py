@@ -23,8 +23,7 @@ from omnibal.report.drawing import (
 from omnibal.report.formatting import number
 
 _EDGES = "embedding, projector, head"
-_POINTS = 200
-"""Intervals of a curve, with two points each."""
+_POINTS = 200  # intervals of a curve, with two points each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

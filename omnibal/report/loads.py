@@ -21,8 +21,7 @@ from omnibal.report.formatting import milliseconds, number, percent, shorten
 from omnibal.steps.balance_metrics import rank_sums, straggler_factor
 
 _STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # distinguishable bars
-_QUANTILES = 200
-"""Drawn points of a distribution."""
+_QUANTILES = 200  # drawn points of a distribution
 _NAME_LIMIT = 28  # characters: both names then fit into the title's line
 _NOTE_WIDTH = 145  # characters in the figure's width
 _SIDE_COLOURS = {"before": "orange", "after": "blue"}
@@ -32,11 +31,9 @@ _SIDE_COLOURS = {"before": "orange", "after": "blue"}
 class RankLoads:
     """Compute times of an epoch's steps by rank, and its samples."""
 
-    compute_ms: np.ndarray
-    """Compute time, [steps, ranks]. A step ends with its slowest rank."""
+    compute_ms: np.ndarray  # Compute time, [steps, ranks]. A step ends with its slowest rank.
     samples: int
-    pad_ratio: float
-    """Padding share of tokens, mean over micro-batches."""
+    pad_ratio: float  # padding share of tokens, mean over micro-batches
 
     @property
     def step_ms(self) -> np.ndarray:

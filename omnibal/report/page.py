@@ -61,14 +61,12 @@ class ReportInput:
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock at the caps for shapes only, or None."""
     replay: ReplaySummary | None
-    fake_stages: tuple[FakeStage, ...]
-    """Stages replayed on fake devices so far."""
+    fake_stages: tuple[FakeStage, ...]  # stages replayed on fake devices so far
     records: list[StepRecord]
     validations: list[ValidationRecord]
     run: RunSummary | None
     evaluation: Evaluation | None
-    time: StepTime | None
-    """A step's time by cause, or None if neither predicted nor measured."""
+    time: StepTime | None  # a step's time by cause, or None if neither predicted nor measured
 
     @property
     def memory_sources(self) -> tuple[Plan, RunSummary | None, ReplaySummary | None]:

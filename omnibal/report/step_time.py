@@ -19,8 +19,7 @@ from omnibal.pipeline.stage_cost import StageTimes, per_step_costs
 from omnibal.report.formatting import change_ms, milliseconds, percent
 from omnibal.report.summary import RunSummary, StageTime, micro_batches_per_step
 
-_SIMULATED_STEPS = 200
-"""Max measured steps to simulate, spread evenly over the run."""
+_SIMULATED_STEPS = 200  # max measured steps to simulate, spread evenly over the run
 _IDEAL, _READING, _OTHER = "ideal", "reading", "other waits"
 _MIN_NAMED_SHARE = 0.02
 """Min share of the step for a loss, or a difference to the prediction, to be named."""
@@ -35,8 +34,7 @@ class Cause:
     name: str
     ms: Mapping[str, float]
     why: str = ""
-    remedy: str = ""
-    """Options in backticks. Empty, as `why`, for a cause of little time."""
+    remedy: str = ""  # Options in backticks. Empty, as `why`, for a cause of little time.
 
     @property
     def advice(self) -> str:

@@ -20,12 +20,9 @@ class StageTime(NamedTuple):
     """Breakdown of a stage's time in a step; waits, data and optimizer as measured, else 0."""
 
     forward_ms: float
-    backward_ms: float
-    """Includes recomputation."""
-    encoder_ms: float = 0.0
-    """Forward and backward of data-parallel encoders."""
-    exchange_ms: float = 0.0
-    """Exchange of their features and gradients, if measured with waits."""
+    backward_ms: float  # includes recomputation
+    encoder_ms: float = 0.0  # forward and backward of data-parallel encoders
+    exchange_ms: float = 0.0  # exchange of their features and gradients, if measured with waits
     wait_ms: float = 0.0
     data_ms: float = 0.0
     optimizer_ms: float = 0.0
@@ -36,8 +33,7 @@ class SlowRank(NamedTuple):
 
     stage: int
     rank: int
-    factor: float
-    """Time of its passes relative to the stage's median rank."""
+    factor: float  # time of its passes relative to the stage's median rank
 
     def __str__(self) -> str:
         return f"stage {self.stage}, data-parallel rank {self.rank}"
@@ -47,12 +43,10 @@ class SlowRank(NamedTuple):
 class StepFigures:
     """A step from one source: predicted, replayed or measured."""
 
-    bubble_fraction: float
-    """Idle share of the step, mean over stages."""
+    bubble_fraction: float  # idle share of the step, mean over stages
     samples_per_second_per_gpu: float | None
     """Throughput including slow steps and gaps between steps, or None if unknown."""
-    stages: tuple[StageTime, ...]
-    """Times of every stage, or empty for a prediction without steps."""
+    stages: tuple[StageTime, ...]  # times of every stage, or empty for a prediction without steps
     wait_fractions: tuple[float, ...]
 
 
@@ -67,8 +61,7 @@ class RunSummary(StepFigures):
     skipped_steps: int
     spikes: int
     replaced_samples: int
-    allocation_retries: int
-    """Allocation retries, max over ranks, summed over steps."""
+    allocation_retries: int  # allocation retries, max over ranks, summed over steps
     is_on_cpu: bool
     """Whether `peak_gib` is the memory of processes, with Python and torch, not of devices."""
     slow_ranks: tuple[SlowRank, ...] = ()

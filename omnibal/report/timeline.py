@@ -24,8 +24,7 @@ _PASS_COLOURS = {
     Pass.BACKWARD_INPUT: "purple",
     Pass.BACKWARD_WEIGHT: "rose",
 }
-_NUMBERED_SHARE = 0.016
-"""Min share of the axis for a bar to be numbered."""
+_NUMBERED_SHARE = 0.016  # min share of the axis for a bar to be numbered
 _NUMBER: dict[str, Any] = {
     "ha": "center",
     "va": "center",

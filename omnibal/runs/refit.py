@@ -26,38 +26,29 @@ from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.unit_runs import recomputed_counts, unit_counts
 from omnibal.pipeline.workload import Workload
 
-MIN_MEASURED_STEPS = 5
-"""Min measured steps, so that one slow step decides nothing."""
-_WARM_UP_STEPS = 2
-"""First steps after a start, with kernel selection and allocator growth."""
+MIN_MEASURED_STEPS = 5  # min measured steps, so that one slow step decides nothing
+_WARM_UP_STEPS = 2  # first steps after a start, with kernel selection and allocator growth
 _SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES = 0.5, 0.2, 0.2
 """Prior standard deviations of log factors: counted rates are off by up to a half, mostly alike for
 a kind's features (`docs/results.md`); equal devices differ little."""
-_MIN_NOISE = 0.01
-"""Min relative error assumed for a time."""
-_HUBER_LIMIT = 1.5
-"""Max residual in standard deviations with full weight (Huber)."""
+_MIN_NOISE = 0.01  # min relative error assumed for a time
+_HUBER_LIMIT = 1.5  # max residual in standard deviations with full weight (Huber)
 _MAX_ROUNDS, _CONVERGED = 30, 1e-4
 _TRIED_STAGES = 4
 """Candidates for the next slow stage: next to a slow stage, stages with like units seem fast."""
 _MIN_EVIDENCE = 3.0
 """Min log-likelihood gain per slow stage: up to 1 by chance in simulated runs, else 5 and more."""
-MIN_SLOWNESS = 1.1
-"""Slowness that counts as slow; equal devices differ by a few percent."""
+MIN_SLOWNESS = 1.1  # slowness that counts as slow; equal devices differ by a few percent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Terms:
     """Predicted costs of measured passes, term by term."""
 
-    ms: np.ndarray
-    """[n, c]"""
-    measured_ms: np.ndarray
-    """[n]"""
-    stage: np.ndarray
-    """[n]"""
-    dp_rank: np.ndarray
-    """[n]"""
+    ms: np.ndarray  # [n, c]
+    measured_ms: np.ndarray  # [n]
+    stage: np.ndarray  # [n]
+    dp_rank: np.ndarray  # [n]
     names: tuple[tuple[str, str, str], ...]
     """Kind of unit, "forward" or "backward", and feature, [c]."""
 
@@ -67,8 +58,7 @@ class KindFit:
     """Predicted time of a kind of unit in the measured passes."""
 
     name: str
-    predicted_ms: float
-    """Forwards plus backwards; this and the next are means over steps."""
+    predicted_ms: float  # forwards plus backwards; this and the next are means over steps
     fitted_ms: float
 
     @property
@@ -83,10 +73,8 @@ class StageFit:
 
     predicted_ms: float
     measured_ms: float
-    slowness: float
-    """Slowness of its slowest rank's devices relative to the fastest stage."""
-    slow_ranks: dict[int, float]
-    """Slowness of data-parallel ranks, if at least `MIN_SLOWNESS`."""
+    slowness: float  # slowness of its slowest rank's devices relative to the fastest stage
+    slow_ranks: dict[int, float]  # slowness of data-parallel ranks, if at least `MIN_SLOWNESS`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,10 +84,8 @@ class RunFit:
     refit: Refit
     kinds: tuple[KindFit, ...]
     stages: tuple[StageFit, ...]
-    step_ms: float
-    """Median of measured steps."""
-    noise: float
-    """Robust standard deviation of a pass's relative error."""
+    step_ms: float  # median of measured steps
+    noise: float  # robust standard deviation of a pass's relative error
 
 
 def root_plan_sha256(plan: Plan, job: JobSpec) -> str:
@@ -280,14 +266,10 @@ def _terms_of_rows(
 class _MapFit:
     """MAP factors, with a given set of stages that may differ."""
 
-    factors: np.ndarray
-    """By term, [c]."""
-    slowness: np.ndarray
-    """Stage factors, [s], or 1 if fixed."""
-    error: np.ndarray
-    """Log of measured over fitted time, [n]."""
-    prior: float
-    """Half the sum of squared standardised logarithms: the negative log prior."""
+    factors: np.ndarray  # by term, [c]
+    slowness: np.ndarray  # stage factors, [s], or 1 if fixed
+    error: np.ndarray  # log of measured over fitted time, [n]
+    prior: float  # half the sum of squared standardised logarithms: the negative log prior
 
     @property
     def noise(self) -> float:

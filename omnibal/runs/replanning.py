@@ -27,8 +27,7 @@ from omnibal.search.strategy import FreeSizes
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Replanned:
     result: PlanResult
-    fit: RunFit | None
-    """Costs fitted on the run. None without a run."""
+    fit: RunFit | None  # Costs fitted on the run. None without a run.
     before_ms: float | None
     """Predicted step time of the earlier plan with fitted costs. None if sizes changed."""
 

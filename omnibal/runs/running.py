@@ -37,10 +37,8 @@ _RATES = {"--" + name.replace("_", "-") for name in RATES}
 _FIXED_OPTIONS = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
 _FIXED_OPTIONS |= {"--adam-eps", "--finetune"}
 """Options of pretrain_vlm.py that a run keeps from its start."""
-_SIGNAL_STATUS = 128
-"""A shell adds it to a signal's number in an exit status."""
-_DIES_WITH_PARENT = 1
-"""Linux's PR_SET_PDEATHSIG."""
+_SIGNAL_STATUS = 128  # a shell adds it to a signal's number in an exit status
+_DIES_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 _WEIGHTS = "*.safetensors"
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
 """Configuration, tokenizer and code of a checkpoint on a hub."""
@@ -50,13 +48,10 @@ _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
 class RunStep:
     """A command, its inputs and its result."""
 
-    words: tuple[str, ...]
-    """From `omnibal`, `python` or `bash` on."""
+    words: tuple[str, ...]  # from `omnibal`, `python` or `bash` on
     reads: tuple[Path, ...] = ()
-    media: tuple[Path, ...] = ()
-    """Folders whose images, recordings, videos and shards are inputs."""
-    makes: Path | None = None
-    """None for a check, which is run every time."""
+    media: tuple[Path, ...] = ()  # folders whose images, recordings, videos and shards are inputs
+    makes: Path | None = None  # none for a check, which is run every time
     last_step: int | None = None
     """Last step of a training; other commands are complete when their result exists."""
 
@@ -87,8 +82,7 @@ class Training(RunStep):
     """A training, which goes on with other rates or more steps of the same samples."""
 
     plan: Path
-    options: tuple[str, ...]
-    """Words of the trainer's command line."""
+    options: tuple[str, ...]  # words of the trainer's command line
 
     def state(self) -> dict[str, Any]:
         """Return hashes of inputs and model, the options, and number and hash of the steps."""
