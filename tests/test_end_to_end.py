@@ -107,7 +107,7 @@ def test_plans_that_cannot_be_started_are_refused(plan, digits, tmp_path):
     """Prevents: ranks that wait for others, and a trainer that starts on a plan without data."""
     succeed(*PLAN, *CAPS, "-o", tmp_path / "shapes")
     message = refuse(*training(tmp_path / "shapes", digits, tmp_path / "run"))
-    assert "without data: it cannot be trained" in message
+    assert "no data, so it cannot be trained" in message
     for processes in (1, 3):
         message = refuse(*training(plan, digits, tmp_path / "run"), processes=processes)
         assert f"launched with {processes} process(es)" in message

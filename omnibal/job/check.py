@@ -1,4 +1,4 @@
-"""Preflight of a plan directory: proves that training can follow the plan, or says why not."""
+"""Checks of a plan directory before training, and obstacles of this trainer."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -31,8 +31,7 @@ from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import most_slots, steps_of
 
 _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
-"""Encoder kinds that the trainer builds, by name."""
-# Settings that the trainer builds, of parts that may have others.
+# Values that the trainer builds, of settings with other values in the planner.
 _TRAINED_SETTINGS: Mapping[type, Mapping[str, object]] = {
     ImagesEncoder: {
         "projector": "mlp",
@@ -55,12 +54,12 @@ _TRAINED_SETTINGS: Mapping[type, Mapping[str, object]] = {
     },
     ExpertsConfig: {"shared_ffn_hidden_size": None, "selection_bias": False},
 }
-_REPLAN = "make the plan anew with `omnibal plan`"
-_FIGURE_TOLERANCE = 1e-6  # relative tolerance when comparing sums from two machines
+_REPLAN = "make the plan again with `omnibal plan`"
+_FIGURE_TOLERANCE = 1e-6  # relative: BLAS of two machines sums in different orders
 
 
 def check_plan(directory: Path) -> list[str]:
-    """Check all that can be checked before a device is rented; return a sentence per check."""
+    """Return a sentence per passed check of a plan directory, without a device."""
     return check_and_open(directory)[1]
 
 
@@ -77,11 +76,11 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     plan = read_plan(directory)
     _check_sharded(plan, directory)
     job = make_job(plan, directory)
-    why = job.split_obstacle(plan.schedule)
-    if why is not None:
+    obstacle = job.split_obstacle(plan.schedule)
+    if obstacle is not None:
         raise UserError(
             f"{directory}: schedule {plan.schedule.name} splits backwards, but "
-            f"{why}: drop schedule, or {_REPLAN}"
+            f"{obstacle}: drop schedule, or {_REPLAN}"
         )
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
@@ -93,12 +92,11 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
         first, lines = _check_portion(files, data, 0, to_train=to_train)
         files = replace(files, data=first)
         passed += [f"first portion: {line}" for line in lines]
-        # Training checks each other portion when it begins.
+        # Training checks each other portion when it begins: a start should not read terabytes.
         if not to_train:
             for index in range(1, len(data.portions)):
                 _check_portion(files, data, index, to_train=False)
-            all_portions = f"all {len(data.portions):,} portions of {data.epochs:,} epochs"
-            passed += [f"{all_portions} hold like it"]
+            passed += [f"all {len(data.portions):,} portions of {data.epochs:,} epochs are valid"]
             passed += _check_mixture(data, iterate_portions(data, directory))
         passed += _check_fewest(data)
     elif shapes is not None:
@@ -124,7 +122,7 @@ def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Leng
     mixture = data.mixture
     if mixture is None:
         return []
-    planned = np.array([source.seen for source in mixture.sources]).T
+    planned = np.array([source.seen for source in mixture.sources]).T  # [steps, sources]
     counts, names = np.zeros_like(planned), [source.name for source in mixture.sources]
     for packs, lengths in portions:
         if names != list(lengths.source_names):
@@ -149,16 +147,16 @@ def _check_portion(
     """Read and check one portion as a separate plan."""
     assert files.directory is not None, "portions are read from files"
     epoch, number = divmod(index, data.portions_per_epoch)
-    plan, own_data = files.plan.of_portion(index), data.of_portion(index)
+    plan, portion_data = files.plan.of_portion(index), data.of_portion(index)
     packs, lengths = read_portion(data, index, files.directory)
     if plan.prediction is not None:
-        share = own_data.samples / (data.epochs * data.samples)
-        alone = scale_prediction(plan.prediction, share)
-        plan = plan.model_copy(update={"prediction": alone})
-    own = replace(files, plan=plan, data=(packs, lengths))
+        share = portion_data.samples / (data.epochs * data.samples)
+        prediction = scale_prediction(plan.prediction, share)
+        plan = plan.model_copy(update={"prediction": prediction})
+    portion_files = replace(files, plan=plan, data=(packs, lengths))
     try:
-        passed = _check_packs(plan, own_data, lengths, packs)
-        passed.append(_check_costs(own, to_train=to_train))
+        passed = _check_packs(plan, portion_data, lengths, packs)
+        passed.append(_check_costs(portion_files, to_train=to_train))
     except UserError as error:
         raise UserError(f"portion {number} of epoch {epoch}: {error}") from error
     return (packs, lengths), passed
@@ -166,16 +164,32 @@ def _check_portion(
 
 def _check_fewest(data: DataPlan) -> list[str]:
     """Raise if packs are fewer than the lower bound, or return the gap above it."""
-    least = data.fewest_packs
-    if least is None:
+    bound = data.fewest_packs
+    if bound is None:
         return []
     packs = sum(portion.packs for portion in data.portions[: data.portions_per_epoch])
-    if packs < least and not data.left_out:
+    if packs < bound and not data.left_out:
         raise UserError(
-            f"data.fewest_packs is {least:,}, and an epoch has {packs:,} packs; they cannot be "
-            f"fewer: correct it, or {_REPLAN}"
+            f"data.fewest_packs is {bound:,}, and an epoch has {packs:,} packs: correct it, or "
+            f"{_REPLAN}"
         )
-    return [f"an epoch has {packs:,} packs, {packs / least - 1:.3%} above the {least:,} proven"]
+    return [f"an epoch has {packs:,} packs, {packs / bound - 1:.3%} above the lower bound"]
+
+
+def _check_settings(plan: Plan) -> list[str]:
+    """Raise for edited settings that change training but no figure checked before."""
+    hashes = plan.settings_sha256
+    if hashes is None:  # not written by `omnibal plan`
+        return []
+    actual = SettingsHashes.compute(plan.model, plan.data)
+    for part in ("model", "data"):
+        if dict(hashes)[part] != dict(actual)[part]:
+            raise UserError(
+                f"`{part}` of plan.json was edited, as settings_sha256 differs: restore `{part}`, "
+                f"{_REPLAN}, or remove settings_sha256 if the edit is meant"
+            )
+    settings = "the model's settings" if plan.data is None else "settings of model and data"
+    return [f"{settings} are as planned"]
 
 
 def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Lengths]:
@@ -186,15 +200,13 @@ def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Le
         return range(packs.steps), packs, lengths
     index = portion_of_step(data, step)
     (packs, lengths), _ = _check_portion(files, data, index, to_train=True)
-    return (
-        range(*data.first_steps[index : index + 2]),
-        count_through_run(packs, data, index),
-        lengths,
-    )
+    steps = range(*data.first_steps[index : index + 2])
+    return steps, count_through_run(packs, data, index), lengths
 
 
 def _check_sharded(plan: Plan, directory: Path) -> None:
-    """Raise if sharded weights conflict with other settings, by the plan's keys."""
+    """Raise if sharded weights conflict with the plan's trainer or precision."""
+    # Before the job is made, whose own messages name command-line options instead of keys.
     parallel, trainer = plan.parallel, trainer_of(plan.made_for)
     ranks = f"{directory}: parallel.sharded is {parallel.sharded} of parallel.data {parallel.data}"
     if parallel.data > 1 and parallel.sharding not in trainer.shardings:
@@ -206,70 +218,64 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
         )
     if parallel.sharded > 1 and plan.precision == "fp8":
         raise UserError(
-            f'{ranks}, and weights that ranks divide are planned without precision "fp8": set '
+            f'{ranks}, and sharded weights are not supported with precision "fp8": set '
             f"parallel.sharded to 1, or {_REPLAN}"
         )
 
 
 def training_obstacles(plan: Plan) -> list[str]:
-    """Return reasons why this trainer cannot train a valid plan, or no reasons."""
-    only_shapes = "the plan is of shapes only, without data: it cannot be trained"
+    """Return reasons why this trainer cannot train a valid plan, or an empty list."""
+    only_shapes = "the plan has shapes only and no data, so it cannot be trained"
     if plan.made_for is not None:
         return [] if plan.data is not None else [only_shapes]
     schedule, stages, adapters = plan.schedule, plan.parallel.pipeline, plan.adapters
     foreign, unquantised = model_obstacle(plan.model), precision_obstacle(plan)
-    studied, shares = "the plan can be studied but not trained", "ranks share packs of a level, and"
+    studied, shares = "the plan can be studied but not trained", "context-parallel packs"
     obstacles = {
         only_shapes: plan.data is None,
-        f"the lengths do not say which data they are of: {studied}; to train, plan with one file "
-        "of `omnibal lengths`": plan.data is not None and plan.data.origin is None,
+        f"the lengths do not name their data: {studied}; to train, plan with one file of `omnibal "
+        "lengths`": plan.data is not None and plan.data.origin is None,
         f"the plan's schedule is {schedule.name}, and the trainer runs "
         f"{words(sorted(OWN.schedules))}: {studied}": schedule.name not in OWN.schedules,
         f"{foreign}: {studied}": foreign is not None,
         f"{unquantised}: {studied}": unquantised is not None,
-        "adapters are of experts' matrices too, beside which the trainer has none: set experts of "
-        "adapters to false": adapters is not None and adapters.experts,
-        "adapters are planned beside products in FP8, which the trainer has none beside: plan with "
-        "--precision bf16": adapters is not None and plan.precision == "fp8",
-        f"schedule has {schedule.chunks} chunks a stage, and the pipeline one stage, which holds "
-        "the model whole: leave schedule out": schedule.chunks > 1 and stages == 1,
-        f"{shares} with schedule {schedule.name} ranks with other numbers of micro-batches run the "
-        "shared ones in other orders: plan with levels of context 1, or with --schedule "
-        "interleaved": (
+        "adapters of experts' matrices are not trained: set experts of adapters to false": (
+            adapters is not None and adapters.experts
+        ),
+        "adapters are not trained in FP8: plan with --precision bf16": (
+            adapters is not None and plan.precision == "fp8"
+        ),
+        f"schedule has {schedule.chunks} chunks per stage, and the pipeline only one stage: leave "
+        "schedule out": schedule.chunks > 1 and stages == 1,
+        # Ranks of a shared pack must reach it in the same order, or their collectives deadlock.
+        f"{shares} with schedule {schedule.name} run in orders that depend on a rank's number of "
+        "micro-batches: plan with levels of context 1, or with --schedule interleaved": (
             plan.has_shared_packs and not schedule.rule(stages, schedule.chunks, 1).is_prefix_closed
         ),
-        f"{shares} {plan.model.name} has an audio encoder, whose features the trainer does not "
-        "exchange among them: plan with levels of context 1": (
-            plan.has_shared_packs and plan.model.takes_audio
-        ),
-        f"{shares} {plan.model.name} has data-parallel encoders of images at their native "
-        "resolution, whose features are not exchanged among them: plan with --encoder pipeline, or "
+        f"{shares} of {plan.model.name} need its audio features exchanged, which the trainer does "
+        "not: plan with levels of context 1": plan.has_shared_packs and plan.model.takes_audio,
+        f"{shares} of {plan.model.name} need features of data-parallel encoders of images at "
+        "native resolution exchanged, which the trainer does not: plan with --encoder pipeline, or "
         "levels of context 1": (
             plan.has_shared_packs and plan.model.images is not None and plan.beside is not None
         ),
     }
-    return _keys_of_true(obstacles)
-
-
-def _keys_of_true(holds: Mapping[str, bool]) -> list[str]:
-    return [name for name, is_true in holds.items() if is_true]
+    return [obstacle for obstacle, is_true in obstacles.items() if is_true]
 
 
 def precision_obstacle(plan: Plan) -> str | None:
     """Return why the trainer cannot train in the plan's precision, or None."""
     if plan.precision != "fp8":
         return None
-    has = {
-        "experts, which the trainer multiplies in bf16 alone": bool(expert_counts(plan.model)),
-        "packs that ranks share, whose attention Transformer Engine does not have": (
+    obstacles = {
+        "experts, which the trainer multiplies in bf16 only": bool(expert_counts(plan.model)),
+        "context-parallel packs, as Transformer Engine lacks their attention": (
             plan.has_shared_packs
         ),
-        "data-parallel encoders, which are not tried with Transformer Engine": (
-            plan.beside is not None
-        ),
+        "data-parallel encoders": plan.beside is not None,
     }
-    obstacles = _keys_of_true(has)
-    return f"precision fp8 does not go with {obstacles[0]}" if obstacles else None
+    reason = next((reason for reason, is_true in obstacles.items() if is_true), None)
+    return None if reason is None else f"precision fp8 does not go with {reason}"
 
 
 def model_obstacle(model: ModelConfig) -> str | None:
@@ -294,10 +300,9 @@ def model_obstacle(model: ModelConfig) -> str | None:
     if not foreign:
         return None
     return (
-        "the trainer has an encoder vision of tiles, or of images as Qwen2-VL, Qwen2.5-VL and "
-        "Qwen3-VL have it, one audio of clips, full attention with rotary positions, and in "
-        "all layers gated feed-forwards or Qwen3's mixture of experts, behind one norm each; "
-        f"{model.name} has {', '.join(foreign)}"
+        f"not trainable here: {model.name} has {', '.join(foreign)} (supported: encoder vision of "
+        "tiles, or of images as in Qwen2-VL, Qwen2.5-VL and Qwen3-VL; encoder audio of clips; full "
+        "attention with rotary positions; gated feed-forwards, or Qwen3's experts, in all layers)"
     )
 
 
@@ -312,7 +317,7 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
     if experts is None:
         return ""
     foreign = _foreign_settings("experts", experts)
-    # Core's router normalizes sigmoids always, and refuses a softmax over one expert.
+    # Core's router always normalizes sigmoids, and refuses a softmax over one expert.
     if experts.score == "sigmoid" and not experts.normalized:
         foreign.append("sigmoid scores that are not normalized")
     if experts.experts_per_token == 1 and experts.normalized:
@@ -321,6 +326,7 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
 
 
 def _check_partition(plan: Plan) -> str:
+    """Raise unless stages hold every unit once, in order, at every level."""
     chunks = plan.schedule.chunks
     needed = plan.parallel.pipeline * chunks
     if len(plan.stages) != needed:
@@ -335,52 +341,31 @@ def _check_partition(plan: Plan) -> str:
             check_stages(plan.pipeline_model, plan.stages_at(level))
         except UserError as error:
             raise UserError(f"levels[{level}]: {error}") from error
-    _check_recomputed_in_lockstep(plan)
+    recomputed = {level.recompute for level in plan.levels}
+    if plan.parallel.routing_ranks > 1 and len(recomputed) > 1:
+        # A recomputed layer repeats its all-to-all in backward, which all ranks must join.
+        raise UserError(
+            f"levels recompute different layers with {plan.parallel.options}, whose "
+            f"{plan.parallel.routing_ranks} data-parallel ranks exchange tokens in lockstep and "
+            f"would deadlock; give all levels the same recompute, or {_REPLAN}"
+        )
     check_stages(plan.pipeline_model, plan.stages)
-    what = "every layer" if plan.beside is None else "every language layer"
+    layers = "every layer" if plan.beside is None else "every language layer"
     of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
     stages = f"{plan.parallel.pipeline} stages{of_chunks}"
-    return f"{stages} hold {what} of {plan.model.name} once, in order"
-
-
-def _check_settings(plan: Plan) -> list[str]:
-    """Raise for settings that change training but no figure checked before."""
-    hashes = plan.settings_sha256
-    if hashes is None:
-        return []
-    actual = SettingsHashes.compute(plan.model, plan.data)
-    for part in ("model", "data"):
-        if dict(hashes)[part] != dict(actual)[part]:
-            raise UserError(
-                f"`{part}` of plan.json is not what the plan was made with, by settings_sha256; "
-                f"training would differ from what was asked for: restore `{part}`, {_REPLAN}, or "
-                "remove settings_sha256 if the edit is meant"
-            )
-    what = "the model's settings are" if plan.data is None else "settings of model and data are"
-    return [f"{what} those that the plan was made with"]
-
-
-def _check_recomputed_in_lockstep(plan: Plan) -> None:
-    """Raise if ranks in lockstep would recompute different collectives in the backward."""
-    if plan.parallel.routing_ranks == 1 or len({level.recompute for level in plan.levels}) <= 1:
-        return
-    raise UserError(
-        f"levels recompute different layers with {plan.parallel.options}, whose "
-        f"{plan.parallel.routing_ranks} data-parallel ranks that share out experts run packs of "
-        "several levels in lockstep: one would repeat a layer's exchange of tokens and another "
-        f"not, and both wait for ever; give all levels the same recompute, or {_REPLAN}, which does"
-    )
+    return f"{stages} hold {layers} of {plan.model.name} once, in order"
 
 
 def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
+    """Raise if a stage exceeds its memory, or the prediction differs unless `to_train`."""
     plan, job = files.plan, files.job
     packs, lengths = files.steps
     workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
         memories = predict_memories(plan, job, workload)
     else:
-        anew = predict_plan(plan, job, packs, workload)
-        memories = [stage.memory for stage in anew.stages]
+        prediction = predict_plan(plan, job, packs, workload)
+        memories = [stage.memory for stage in prediction.stages]
     peaks = np.array([memory.peak_gib for memory in memories])
     worst, cap_gib = int(peaks.argmax()), job.memory_cap_gib
     if not fits_cap(peaks[worst], cap_gib):
@@ -390,28 +375,26 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
             "recompute more layers, raise --pp or --tp, or lower the caps"
         )
     if plan.prediction is not None and not to_train:
-        _check_prediction(plan.prediction, anew)
+        _check_prediction(plan.prediction, prediction)
     return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
 
 
-def _check_prediction(stored: Prediction, anew: Prediction) -> None:
-    """Raise for figures that differ from a prediction by the plan's costs and packs."""
-    given, actual = (
-        dict(_list_figures("prediction", stored)),
-        dict(_list_figures("prediction", anew)),
-    )
+def _check_prediction(stored: Prediction, predicted: Prediction) -> None:
+    """Raise unless all figures agree with a prediction by the plan's costs and packs."""
+    given, actual = (dict(_list_figures("prediction", one)) for one in (stored, predicted))
     for name, value in actual.items():
         stored_value = given.get(name)
         is_same = stored_value == value
         if isinstance(stored_value, float) and isinstance(value, float):
-            # A part of a step may be next to nothing: its difference is measured at the step.
-            size = anew.step_ms if name.endswith("_ms") else max(abs(value), 1e-6)
+            # A part of a step may be close to 0, so its error is relative to the step.
+            size = predicted.step_ms if name.endswith("_ms") else max(abs(value), 1e-6)
             is_same = abs(stored_value - value) <= _FIGURE_TOLERANCE * size
         if not is_same:
+            texts = [f"{x:.6g}" if isinstance(x, float) else str(x) for x in (stored_value, value)]
             raise UserError(
-                "the stored prediction is of another plan, or by another version of the costs: "
-                f"{name} is {_to_text(stored_value)}, and by costs from {anew.cost_source} it is "
-                f"{_to_text(value)}; remove `prediction` from plan.json, or {_REPLAN}"
+                "the stored prediction is of another plan or version of the costs: "
+                f"{name} is {texts[0]}, and by costs from {predicted.cost_source} {texts[1]}; "
+                f"remove `prediction` from plan.json, or {_REPLAN}"
             )
 
 
@@ -432,62 +415,73 @@ def _list_figures(
         yield name, value
 
 
-def _to_text(value: Figure) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 def _check_packs(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> list[str]:
-    return [
-        "packs and lengths are those that the plan was made with",
-        _check_origin(plan, data, lengths),
-        _check_totals(data, lengths, packs),
-        _check_samples(data, lengths, packs),
-        _check_sums(lengths, packs),
-        *_check_levels(plan, packs),
-        _check_caps(plan, data, lengths, packs),
-        _check_places(plan, data, packs),
-        *_check_steps(plan, data, packs),
-    ]
-
-
-def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
+    """Check packs against their lengths and plan.json; return a sentence per check."""
     if data.origin != lengths.origin:
         raise UserError(
-            "data.origin of plan.json is not that of lengths.parquet; both must say alike which "
-            f"data the lengths were scanned from: restore the file, or {_REPLAN}"
+            "data.origin of plan.json and of lengths.parquet differ: restore the file, or "
+            f"{_REPLAN}"
         )
     if model_of_lengths(plan.model, lengths) != plan.model:
         differs = "another tiling than model.tiling"
         if plan.model.images is not None:
             differs = "other min_pixels or max_pixels than the encoder of images"
         raise UserError(
-            f"the lengths were scanned with {differs} of plan.json; images must be cut as they "
-            f"were counted: correct it, or {_REPLAN}"
+            f"the lengths were scanned with {differs} of plan.json, so images would have other "
+            f"token counts: correct it, or {_REPLAN}"
         )
-    return "lengths, plan and model agree on where the lengths come from and how images are cut"
-
-
-def _check_totals(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
-    for name, given, planned in (
+    for name, counted, planned in (
         ("samples", len(lengths), data.samples),
         ("packs", len(packs), data.packs),
         ("steps", packs.steps, data.steps),
         ("epochs", len(np.unique(packs.epoch)), data.epochs),
     ):
-        if given != planned:
+        if counted != planned:
             raise UserError(
-                f"plan.json says {planned:,} {name}, its files hold {given:,}; the two must be "
-                f"equal; correct data.{name} or {_REPLAN}"
+                f"plan.json says {planned:,} {name}, its files hold {counted:,}: correct "
+                f"data.{name}, or {_REPLAN}"
             )
     if data.curriculum_steps > packs.steps:
         raise UserError(
             f"data.curriculum_steps is {data.curriculum_steps:,}, and may be no more than the "
             f"plan's {packs.steps:,} steps; correct it, or {_REPLAN}"
         )
-    return f"{len(packs):,} packs in {packs.steps:,} steps, as plan.json says"
+    samples = _check_samples(data, lengths, packs)
+    names = [*lengths.item_names, "tokens"]
+    for name in names:
+        sums = packs.packs.sums(lengths.column(name))
+        wrong = packs.column(name) != sums
+        _refuse_rows(wrong, f"has other {name}", "they must be the sum of its samples'")
+    _refuse_outside(packs.level, "level", len(plan.pack_levels))
+    for index, level in enumerate(plan.levels):
+        mistake = exchange_mistake(plan.model, plan.parallel, level)
+        if mistake is not None:
+            raise UserError(f"levels[{index}]: {mistake}")
+    contexts = ", ".join(str(level.context) for level in plan.levels)
+    levels = f"packs have {len(plan.levels)} levels of context size {contexts}"
+    caps = data.caps.words("or") if not plan.levels else "the caps of its level"
+    caps_of_levels = [level.caps for level in plan.pack_levels]
+    over = [
+        packs.packs.sums(lengths.column(name))
+        > np.array([level_caps[name] for level_caps in caps_of_levels])[packs.level]
+        for name in data.caps.names
+    ]  # [features, packs]
+    _refuse_rows(np.any(over, axis=0), "exceeds a cap", f"no pack may exceed {caps}")
+    return [
+        "packs and lengths are as planned",
+        "lengths, plan and model agree on the data and on how images are cut",
+        f"{len(packs):,} packs in {packs.steps:,} steps, as plan.json says",
+        samples,
+        f"{words(names)} of every pack are the sums of its samples'",
+        *([levels] if plan.levels else []),
+        f"no pack exceeds {caps}",
+        _check_places(plan, data, packs),
+        _check_steps(plan, data, packs),
+    ]
 
 
 def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    """Raise unless every epoch has each sample once, except planned omissions."""
     sizes = np.diff(packs.packs.offsets)
     _refuse_rows(sizes < 1, "is empty", "every pack must hold a sample")
     sample_epoch = np.repeat(packs.epoch, sizes)
@@ -495,58 +489,26 @@ def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> s
     for epoch in range(data.epochs):
         samples = packs.packs.samples[sample_epoch == epoch]
         inside = samples[(samples >= 0) & (samples < len(lengths))]
-        times = np.bincount(inside, minlength=len(lengths))
+        times = np.bincount(inside, minlength=len(lengths))  # [samples]
         left_out += int(np.count_nonzero(times == 0))
         if len(inside) < len(samples) or (times > 1).any() or left_out > data.left_out:
             raise UserError(
                 f"epoch {epoch} leaves out {np.count_nonzero(times == 0):,} of {len(lengths):,} "
                 f"samples, repeats {np.count_nonzero(times > 1):,}, and names "
-                f"{len(samples) - len(inside):,} that do not exist; each must come exactly once; "
-                f"{_REPLAN}"
+                f"{len(samples) - len(inside):,} that do not exist; {_REPLAN}"
             )
     if left_out != data.left_out:
         raise UserError(
-            f"plan.json says that {data.left_out:,} samples are left out, and {left_out:,} are; "
-            f"the two must be equal; correct data.left_out or {_REPLAN}"
+            f"plan.json says that {data.left_out:,} samples are left out, and packs leave out "
+            f"{left_out:,}: correct data.left_out, or {_REPLAN}"
         )
     if left_out:
         return f"no sample comes twice in an epoch, and {left_out:,} are left out, as planned"
     return f"every one of {len(lengths):,} samples comes exactly once in each epoch"
 
 
-def _check_sums(lengths: Lengths, packs: ScheduledPacks) -> str:
-    names = [*lengths.item_names, "tokens"]
-    for name in names:
-        sums = packs.packs.sums(lengths.column(name))
-        wrong = packs.column(name) != sums
-        _refuse_rows(wrong, f"has other {name}", "they must be the sum of its samples'")
-    return f"{words(names)} of every pack are the sums of its samples'"
-
-
-def _check_levels(plan: Plan, packs: ScheduledPacks) -> list[str]:
-    count = len(plan.pack_levels)
-    _refuse_outside(packs.level, "level", count)
-    for index, level in enumerate(plan.levels):
-        mistake = exchange_mistake(plan.model, plan.parallel, level)
-        if mistake is not None:
-            raise UserError(f"levels[{index}]: {mistake}")
-    contexts = ", ".join(str(level.context) for level in plan.levels)
-    return [f"packs are of {count} levels of context size {contexts}"] if plan.levels else []
-
-
-def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
-    all_caps = [level.caps for level in plan.pack_levels]
-    caps = data.caps.words("or") if not plan.levels else "the caps of its level"
-    over = [
-        packs.packs.sums(lengths.column(name))
-        > np.array([level_caps[name] for level_caps in all_caps])[packs.level]
-        for name in data.caps.names
-    ]
-    _refuse_rows(np.any(over, axis=0), "exceeds a cap", f"no pack may exceed {caps}")
-    return f"no pack exceeds {caps}"
-
-
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    """Raise unless steps, ranks and slots are sorted and without gaps."""
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
     # An epoch's odd step may have up to 1.5 times the micro-batches, with partial rounds of a
     # level. Windowed ranks have unequal numbers, and steps of later portions may have more.
@@ -562,8 +524,22 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     same_rank = (step_up == 0) & (rank_up == 0)
     in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
     _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
-    _check_blocks(plan, packs)
-    # context-parallel ranks would deadlock after a slot without a pack on some rank: warm-up
+    if plan.levels:
+        context = _context_sizes(plan, packs)
+        _refuse_rows(
+            rank % context != 0,
+            "does not begin a context-parallel group",
+            "dp_rank must be a multiple of its level's context size",
+        )
+        # Ranks of a (step, slot) run together, so all its packs have one context size.
+        place = step * (int(slot.max()) + 1) + slot
+        _, first, of_place = np.unique(place, return_index=True, return_inverse=True)
+        _refuse_rows(
+            context != context[first][of_place],
+            "has another context size than a pack of the same step and slot",
+            "all packs of a step and slot must have one context size",
+        )
+    # Context-parallel ranks would deadlock after a slot without a pack on some rank: warm-up
     # depends on each rank's number of micro-batches.
     shares = shares_of(packs, plan.pack_levels)
     before = np.append(-1, shares.slot[:-1])
@@ -578,42 +554,25 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     return f"steps, ranks and slots are complete for data-parallel size {ranks}"
 
 
-def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
-    """Raise for shared packs that ranks of a (step, slot) would not run together."""
-    if not plan.levels:
-        return
-    context = _context_sizes(plan, packs)
-    _refuse_rows(
-        packs.dp_rank % context != 0,
-        "is shared by ranks that are no block",
-        "dp_rank must be a multiple of its level's context size",
-    )
-    place = packs.step * (int(packs.slot.max()) + 1) + packs.slot
-    _, first, of_place = np.unique(place, return_index=True, return_inverse=True)
-    _refuse_rows(
-        context != context[first][of_place],
-        "has another context size than a pack of the same step and slot",
-        "all of a step and slot must be shared by equally many ranks",
-    )
-
-
 def _context_sizes(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
     """Return the context-parallel size of every pack, int64 [packs]."""
     return np.array([level.context for level in plan.pack_levels])[packs.level]
 
 
-def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> list[str]:
+def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    """Raise unless steps have the planned sizes and hash."""
     steps = steps_of(packs)
     if data.window is None:
-        passed, found = _check_step_sizes(plan, data, packs), steps.sha256
+        passed, actual = _check_step_sizes(plan, data, packs), steps.sha256
     else:
-        passed, found = _check_windows(data, data.window, packs), steps.window_sha256
-    if found != data.steps_sha256:
+        passed, actual = _check_windows(data, data.window, packs), steps.window_sha256
+    if actual != data.steps_sha256:
+        # A resumed run takes over another plan only if these hashes agree.
         raise UserError(
             f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
-            f"{found[:12]}; a run can resume only with equal steps: correct it, or {_REPLAN}"
+            f"{actual[:12]}: correct it, or {_REPLAN}"
         )
-    return [f"{passed}, and those that plan.json says"]
+    return f"{passed}, as plan.json says"
 
 
 def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
@@ -624,13 +583,13 @@ def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
     ):
         if given != actual:
             raise UserError(
-                f"data.{name} is {given:,}, and the most of any step are {actual:,}; correct it, "
+                f"data.{name} is {given:,}, and the maximum over steps is {actual:,}: correct it, "
                 f"or {_REPLAN}"
             )
     windows = -(-data.samples // window)
     sizes = np.diff(packs.packs.offsets)
     read_at = packs.packs.samples // window + np.repeat(packs.epoch, sizes) * windows
-    moved = read_at != np.repeat(packs.step, sizes)
+    moved = read_at != np.repeat(packs.step, sizes)  # [samples in packs]
     _refuse_rows(
         np.logical_or.reduceat(moved, packs.packs.offsets[:-1]),
         "has a sample of another window",
@@ -640,6 +599,7 @@ def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
 
 
 def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    """Raise unless all steps of an epoch but one have `packs_per_step` packs."""
     if data.samples_per_step is not None:
         return f"steps have {len(packs.packs.samples) / packs.steps:,.0f} samples in the mean"
     slots = -(-data.packs_per_step // plan.parallel.data)
@@ -653,7 +613,7 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     sizes = np.bincount(packs.step, weights=_context_sizes(plan, packs)).astype(np.int64)
     epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
     others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
-    # Steps that were made for other context sizes count each pack for other numbers of ranks.
+    # Steps kept from a plan with other context sizes count each pack for other numbers of ranks.
     if data.method != "other" and not plan.levels and others.max() > 1:
         raise UserError(
             f"data.packs_per_step is {data.packs_per_step:,}, and {others.max():,} steps of an "
@@ -669,9 +629,10 @@ def _refuse_outside(column: np.ndarray, name: str, count: int) -> None:
     _refuse_rows(outside, f"has no such {name}", f"{plural}s go from 0 to {count - 1}")
 
 
-def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:
+def _refuse_rows(wrong: np.ndarray, mistake: str, rule: str) -> None:
+    """Raise with the first wrong row [packs], if any."""
     rows = np.flatnonzero(wrong)
     if len(rows):
         raise UserError(
-            f"{PACKS_FILE}: row {rows[0]} {what} ({len(rows):,} rows do); {must}; {_REPLAN}"
+            f"{PACKS_FILE}: row {rows[0]} {mistake} ({len(rows):,} rows do); {rule}; {_REPLAN}"
         )

@@ -1,4 +1,4 @@
-"""Stages run on a fake device: allocated bytes, launched operations and reads, without timing.
+"""Stages run on a fake device: allocated bytes, launched operations and host reads.
 
 `tools/replay.py --fake-device` writes a file per stage. Times are rooflines.
 """
@@ -139,13 +139,13 @@ class FakeStage(StageResult):
         return times
 
     def element_wise_share(self, rates: Roofline) -> float:
-        """Share of compute time outside matrix products and attention."""
+        """Return the share of compute time outside matrix products and attention."""
         times = self.step_ms(rates)
         total = sum(times.values())
         return times["element-wise"] / total if total else 0.0
 
     def figures(self, rates: Roofline) -> dict[str, Any]:
-        """All counts as plain values, with times at these rates."""
+        """Return all counts as plain values, with times at these rates."""
         return self.model_dump(mode="json") | {
             "roofline_ms": self.step_ms(rates),
             "element_wise_share": self.element_wise_share(rates),
@@ -153,12 +153,12 @@ class FakeStage(StageResult):
 
 
 FAKE_REPLAY_FILES = StageFiles(
-    what="fake-device replay",
+    name="fake-device replay",
     identity=FakeReplayInfo,
     result=FakeStage,
     info_file="fake_device.json",
     prefix="fake_device",
-    remedy="count anew with tools/replay.py --fake-device, into another directory",
+    remedy="count again with tools/replay.py --fake-device, into another directory",
 )
 
 
@@ -173,6 +173,7 @@ def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
     """Return a stage's predicted peak without NCCL buffers, or None without a prediction."""
     if plan.prediction is None:
         return None
+    # A fake device has no NCCL, whose buffers per peer the prediction includes.
     peers = 0
     if plan.beside is not None:
         peers = plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor - 1
@@ -186,7 +187,7 @@ def is_fake_replay(directory: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Window:
-    """Consecutive micro-batches of a rank's step, about those in flight at one moment."""
+    """Consecutive micro-batches of a rank's step that contain the in-flight set of a pass."""
 
     rows: np.ndarray  # rows of the packs in flight, plus one before and one after if present
     predicted_gib: float  # predicted memory beyond the state
@@ -196,10 +197,10 @@ _FEATURE_ERROR = 0.1  # relative error assumed between costs of two features
 
 
 def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload) -> list[Window]:
-    """Return candidate passes for the stage's peak memory, heaviest first.
+    """Return windows around candidate passes for the stage's peak memory, heaviest first.
 
-    The predicted peak, and peaks if memory grew a tenth faster with some feature. `cost` is of all
-    levels, `workload` of all the plan's packs.
+    Candidates are the predicted peak, and the peaks if one feature had `_FEATURE_ERROR` more
+    memory. `cost` is of all levels, `workload` of all the plan's packs.
     """
     features = features_of(workload, cost)
 
@@ -208,9 +209,11 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
         return bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, scaled)
 
     even = np.ones(workload.features.shape[1])
-    unsure = even + _FEATURE_ERROR * np.eye(len(even))
-    predicted = passes_with(even)
-    heaviest = set(map(_heaviest_pass, (predicted, *map(passes_with, unsure))))
+    predicted, heaviest = passes_with(even), set[int]()
+    for passes in (predicted, *map(passes_with, even + _FEATURE_ERROR * np.eye(len(even)))):
+        equal = np.flatnonzero(fits_cap(passes.needed.max(), passes.needed))
+        # Ties go to the pass with most micro-batches in flight, where an error would add up.
+        heaviest.add(int(equal[passes.others[equal].argmax()]))
     return [
         Window(
             rows=_rows_around(plan, stage, workload, predicted, number),
@@ -220,38 +223,33 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
     ]
 
 
-def _heaviest_pass(passes: PassBytes) -> int:
-    """Return the heaviest pass; ties go to the first with most micro-batches in flight."""
-    equal = np.flatnonzero(fits_cap(passes.needed.max(), passes.needed))
-    return int(equal[passes.others[equal].argmax()])
-
-
 def _rows_around(
     plan: Plan, stage: int, workload: Workload, passes: PassBytes, number: int
 ) -> np.ndarray:
-    """Return the fewest rows with pass `one`'s in-flight set, plus a row before and after."""
+    """Return the fewest rows that reproduce a pass's in-flight set, plus a row before and after."""
     row, kind, chunk = int(passes.row[number]), int(passes.kind[number]), int(passes.chunk[number])
     of_rank = (workload.step == workload.step[row]) & (workload.dp_rank == workload.dp_rank[row])
-    own = np.flatnonzero(of_rank)
-    place, count, schedule = int(row - own[0]), len(own), plan.schedule
+    step_rows = np.flatnonzero(of_rank)
+    place, count, schedule = int(row - step_rows[0]), len(step_rows), plan.schedule
 
-    def held(first: int, number: int) -> set[tuple[int, int, int]]:
+    def find_in_flight(first: int, number: int) -> set[tuple[int, int, int]]:
         """Return the in-flight set if the step has only `number` micro-batches from `first`."""
         in_flight = _list_in_flight(schedule, plan.parallel.pipeline, stage, number)
         entries = in_flight[kind, chunk, place - first]
         return {(part, state, first + micro_batch) for part, state, micro_batch in entries}
 
-    whole = held(0, count)
-    near = {micro_batch for _, _, micro_batch in whole} | {place}
-    least, stop = max(min(near) - 1, 0), min(max(near) + 2, count)
-    for number in range(stop - least, count):
-        for first in range(max(stop - number, 0), min(least, count - number) + 1):
-            if held(first, number) == whole:
-                return own[first : first + number]
-    return own
+    wanted = find_in_flight(0, count)
+    near = {micro_batch for _, _, micro_batch in wanted} | {place}
+    start, stop = max(min(near) - 1, 0), min(max(near) + 2, count)
+    # Warm-up depends on the number of micro-batches, so shorter steps may hold other sets.
+    for number in range(stop - start, count):
+        for first in range(max(stop - number, 0), min(start, count - number) + 1):
+            if find_in_flight(first, number) == wanted:
+                return step_rows[first : first + number]
+    return step_rows
 
 
-@lru_cache(maxsize=64)  # windows try equal sizes
+@lru_cache(maxsize=64)  # windows of all passes try the same sizes
 def _list_in_flight(
     schedule: PipelineSchedule, stages: int, stage: int, micro_batches: int
 ) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:

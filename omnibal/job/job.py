@@ -57,7 +57,7 @@ class JobSpec:
     cost_source: CostSource = ANALYTIC
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
     beside: DataParallelEncoders | None = None
-    """How data-parallel encoders run, or None if absent or still to be searched."""
+    """Settings of data-parallel encoders, or None if absent or still to be searched."""
     encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
     """Encoder shardings to search if unset."""
     trainer: TrainerConstraints = OWN
@@ -77,6 +77,7 @@ class JobSpec:
                 f"{self.model.name} has no encoder to be data-parallel; give --encoder pipeline, "
                 "or a model with encoders"
             )
+        # Cheap checks first: counting costs takes seconds.
         self._check_limits()
         self.check_sizes(self.parallel)
         cost, exchange = with_host_waits(self._unit_costs()), None
@@ -93,7 +94,9 @@ class JobSpec:
                 n: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=n)
                 for n in self._encoder_shards()
             }
+            # The search may still choose any sharding, so the bound is the fastest update.
             cost = pipeline_cost(cost, min(encoder.update_ms for encoder in encoders.values()))
+        # Frozen: fields with init=False are set this way.
         object.__setattr__(self, "cost", cost)
         object.__setattr__(self, "encoders_costs", encoders)
         object.__setattr__(self, "exchange", exchange)
@@ -108,15 +111,14 @@ class JobSpec:
             shards = list(dict.fromkeys(ranks for ranks in held if ranks is not None))
         if not shards:
             raise UserError(
-                "weights of data-parallel encoders may be divided over a node's ranks alone, and "
-                f"the {self.parallel.world_size} of the job are no whole nodes of "
-                f"{self.cluster.name}: give --sharding full, or whole nodes"
+                "data-parallel encoders are sharded within nodes, and the job's "
+                f"{self.parallel.world_size} devices do not fill nodes of {self.cluster.name}: "
+                "give --sharding full, or full nodes"
             )
         if self.precision == "fp8" and 1 not in shards:
             raise UserError(
-                f"--precision fp8 was given with data-parallel encoders whose weights {shards[0]} "
-                "ranks divide, which is planned without: leave it out, or give --sharding "
-                "replicated"
+                f"--precision fp8 excludes data-parallel encoders sharded over {shards[0]} ranks: "
+                "leave it out, or give --sharding replicated"
             )
         return [1] if self.precision == "fp8" else shards
 
@@ -129,29 +131,29 @@ class JobSpec:
             adapters=self.adapters,
         )
         cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
-        is_shared_out = self.model.encoders and self.parallel.tensor > 1
-        if not (is_shared_out and self.trainer.stages.encoders_whole):
+        is_divided = self.model.encoders and self.parallel.tensor > 1
+        if not (is_divided and self.trainer.stages.encoders_whole):
             return cost
-        # All tensor-parallel ranks compute these from equal inputs, so gradients need no
-        # all-reduce.
+        # This trainer replicates encoders: all tensor-parallel ranks compute them from equal
+        # inputs, so gradients need no all-reduce.
         whole = costs(self.model, self.cluster, Parallel(pipeline=1)).units
         encoders = {kind.name: whole[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE}
         return replace(cost, units=cost.units | encoders)
 
     def _check_limits(self) -> None:
-        """Raise for settings that exclude stage limits of any size."""
+        """Raise for settings that the trainer does not support at any parallel size."""
         trainer = self.trainer
         if self.precision == "fp8" and not (
             trainer.name is None or trainer.runtime.transformer_engine
         ):
             raise UserError(
-                f"--precision fp8 was given for {trainer.title}, which has no linears of "
-                "Transformer Engine: plan in bf16"
+                f"--precision fp8 needs Transformer Engine, which {trainer.title} does not use: "
+                "plan in bf16"
             )
         if self.has_data_parallel_encoders and trainer.stages != FREE:
             raise UserError(
-                "data-parallel encoders cannot be told to a trainer that takes limited "
-                "stages: give --encoder pipeline, or leave --for out"
+                f"{trainer.title} has no data-parallel encoders: give --encoder pipeline, or "
+                "leave --for out"
             )
 
     def check_sizes(self, parallel: Parallel) -> None:
@@ -167,17 +169,17 @@ class JobSpec:
         key_heads, is_own = self.model.language.kv_heads, self.trainer.name is None
         if is_own and LANGUAGE in adapted and parallel.tensor > key_heads:
             raise UserError(
-                f"tensor size {parallel.tensor} was given with adapters of the language model, "
-                f"which are trained on up to its {key_heads} key-value heads: choose a --tp of at "
+                f"tensor size {parallel.tensor} exceeds the {key_heads} key-value heads, and "
+                f"adapters of the language model need at least one per rank: choose a --tp of at "
                 f"most {key_heads}"
             )
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
         if parallel.sharded > 1 and self.precision == "fp8":
             raise UserError(
-                "--precision fp8 was given with weights that data-parallel ranks divide, which "
-                "is planned without: leave it out, or give --sharding replicated"
+                "--precision fp8 excludes sharded weights: leave it out, or give --sharding "
+                "replicated"
             )
-        if self.precision == "fp8":
+        if self.precision == "fp8":  # raises for products with sizes that FP8 does not support
             layer_products(self.model, parallel, self.precision)
 
     def split_obstacle(self, schedule: PipelineSchedule) -> str | None:
@@ -185,9 +187,9 @@ class JobSpec:
         if self.trainer.name is not None or not schedule.in_two:
             return None
         if self.parallel.sharded > 1:
-            return "gradients of divided weights are summed with every whole backward"
+            return "sharded weights reduce their gradients after every complete backward"
         if self.precision == "fp8":
-            return "products in FP8 give gradients of weights with every whole backward"
+            return "FP8 products compute weight gradients together with input gradients"
         return None
 
     @property
@@ -205,12 +207,13 @@ class JobSpec:
 
     @property
     def lockstep_ranks(self) -> int:
-        """Number of neighbouring data-parallel ranks in lockstep."""
+        """Neighbouring data-parallel ranks that run micro-batches in lockstep."""
         return self.parallel.lockstep_ranks
 
     @property
     def rank_slowness(self) -> np.ndarray | None:
         """Relative time of ranks' slowest devices, [ranks], or None if equal or in lockstep."""
+        # In lockstep every rank waits for the slowest, so fewer packs for it would gain nothing.
         slow = np.array(self.cost.slow_ranks)
         waits = self.lockstep_ranks > 1 or self.has_data_parallel_encoders
         return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)
@@ -225,15 +228,6 @@ class JobSpec:
         features = features.copy()
         features[..., columns] = exposed_ms.reshape(*features.shape[:-1], len(columns))
         return features
-
-    def _with_exchange(self, workload: Workload) -> Workload:
-        """Add waits for the host and exposed sharded collectives to the workload."""
-        features, unpadded = self.with_exposed(workload.features), workload.unpadded
-        if unpadded is not None:
-            columns = np.flatnonzero(list(map(is_time, self.cost.features)))
-            unpadded = unpadded.copy()
-            unpadded[:, columns] = features[:, columns]
-        return replace(workload, features=features, unpadded=unpadded)
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Return unit costs per level, with exchanges at measured rates if any."""
@@ -250,7 +244,7 @@ class JobSpec:
     def workload(
         self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
     ) -> Workload:
-        """Count features of every micro-batch, and its waits for encoders."""
+        """Return features of every micro-batch, including waits for host and encoders."""
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
@@ -265,14 +259,19 @@ class JobSpec:
             samples = samples_of_shares(self.model, packs, lengths, levels, shares)
             workload = replace(workload, samples=samples)
         workload = workload.in_groups_of(self.lockstep_ranks)
-        workload = self._with_exchange(workload)
+        features, without_padding = self.with_exposed(workload.features), workload.unpadded
+        if without_padding is not None:  # waits are the same without padding
+            columns = np.flatnonzero(list(map(is_time, self.cost.features)))
+            without_padding = without_padding.copy()
+            without_padding[:, columns] = features[:, columns]
+        workload = replace(workload, features=features, unpadded=without_padding)
         if self.beside is None or self.encoders_cost is None:
             return workload
         return with_encoders(workload, names, self.encoders_cost, self.beside)
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:
-        """Make a plan's job with its source of costs."""
+        """Return a plan's job with a source of costs."""
         return cls(
             model=plan.model,
             cluster=plan.cluster,
@@ -287,9 +286,10 @@ class JobSpec:
         )
 
     def plan(self, **fields: Any) -> Plan:
+        """Return a plan of this job; `fields` are the plan's others."""
         names = ("model", "precision", "parallel", "frozen", "adapters", "beside", "cluster")
-        own = {name: getattr(self, name) for name in names}
-        return Plan(**own | {"made_for": self.trainer.name} | fields)
+        settings = {name: getattr(self, name) for name in names}
+        return Plan(**settings | {"made_for": self.trainer.name} | fields)
 
     def allows(self, parallel: Parallel) -> bool:
         """Whether the job and its costs support these parallel sizes."""
@@ -305,7 +305,7 @@ class JobSpec:
         """Return the job with other parallel sizes, and if given another encoder placement."""
         placement = self.placement if placement is None else placement
         if (parallel, placement) == (self.parallel, self.placement):
-            return self  # with its costs, which take a while to count
+            return self  # keeps its costs, which take seconds to count
         return replace(self, parallel=parallel, placement=placement)
 
     @property
@@ -322,15 +322,16 @@ class JobSpec:
         """Predict ms of every pack on all stages, max over context-parallel ranks, [packs]."""
         if are_plain(levels):
             return self.load_ms(packs, lengths)
-        of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
+        level_of_pack, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
         costs = self.costs_at(levels)
         for index, (level, cost) in enumerate(zip(levels, costs, strict=True)):
-            rows = np.flatnonzero(of_packs == index)
+            rows = np.flatnonzero(level_of_pack == index)
             if len(rows):
+                # [packs, context, features]
                 parts = part_features(packs.take(rows), lengths, level, cost.features)
                 load[rows] = model_ms(cost, self.pipeline_model, parts).max(axis=1)
         return load
 
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-        """Find samples that may fill packs of higher levels. bool [levels, samples]"""
+        """Return whether samples may fill packs of higher levels, bool [levels, samples]."""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)

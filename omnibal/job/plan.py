@@ -1,4 +1,4 @@
-"""The plan, searched or hand-written, as read by training: `plan.json` and `packs.parquet`."""
+"""The plan, searched or hand-written, as read by training: `plan.json`."""
 
 import hashlib
 import json
@@ -30,9 +30,9 @@ SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
-PORTIONS_FOLDER = "portions"  # folder with one subfolder of lengths and packs per portion
-PROFILE_FILE = "profile.json"  # file of the plan's measured costs; absent if costs were counted
-REFIT_FILE = "refit.json"  # file of the costs' refit by a run, if any
+PORTIONS_FOLDER = "portions"  # with one subfolder of lengths and packs per portion
+PROFILE_FILE = "profile.json"  # measured costs; absent if costs were counted
+REFIT_FILE = "refit.json"  # correction of the costs by a run, if any
 PLAN_FILES = PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE, REFIT_FILE
 MAX_EPOCHS = 1_000  # max epochs, as all are packed before training
 MAX_SEED = 2**63 - 1  # of an int64 column
@@ -61,7 +61,7 @@ class SourceSeen(Frozen):
 
 
 class MixtureSeen(Frozen):
-    """Every source's samples in the course of the run."""
+    """Samples seen per source in the course of the run."""
 
     by_step: tuple[Count, ...]  # step counts from the start of the run, ending with the total
     sources: tuple[SourceSeen, ...]
@@ -141,24 +141,25 @@ class DataPlan(Shapes):
 
     @property
     def runs_of_first(self) -> float:
-        """Ratio of the run's samples to its first portion's."""
+        """Samples of the run over samples of its first portion."""
         return self.epochs * self.samples / self.portions[0].samples
 
     def of_portion(self, index: int) -> "DataPlan":
-        """Return the data of one portion as a plan's whole data."""
-        own = dict(self.portions[index])
-        own |= {"epochs": 1, "portions": (), "fewest_packs": None, "mixture": None}
-        return self.model_copy(update=own | ({"curriculum_steps": 0} if index else {}))
+        """Return one portion as the data of a plan without portions."""
+        fields = dict(self.portions[index])
+        fields |= {"epochs": 1, "portions": (), "fewest_packs": None, "mixture": None}
+        # The curriculum is at the start of the run, so in the first portion.
+        return self.model_copy(update=fields | ({"curriculum_steps": 0} if index else {}))
 
     @classmethod
     def join(cls, first: "DataPlan", portions: Sequence[DataPortion], epochs: int) -> "DataPlan":
-        """Join all portions' data; `first` is described already."""
-
-        # Samples are the same in every epoch.
-        once = portions[: len(portions) // epochs]
+        """Return the data of all portions, with the settings of `first`."""
+        # Samples are the same in every epoch, so they count once.
+        one_epoch = portions[: len(portions) // epochs]
         joined: dict[str, object] = {"epochs": epochs, "portions": tuple(portions)}
         for name in DataPortion.model_fields:
-            values = [dict(part)[name] for part in (once if name in _SAMPLE_FIELDS else portions)]
+            parts = one_epoch if name in _SAMPLE_FIELDS else portions
+            values = [dict(part)[name] for part in parts]
             is_hash = name.endswith("sha256")
             joined[name] = _hash_text("".join(values)) if is_hash else sum(values)
         return first.model_copy(update=joined)
@@ -167,23 +168,19 @@ class DataPlan(Shapes):
     def _fits_together(self) -> "DataPlan":
         if self.window is not None and self.method == "isf":
             raise ValueError(
-                f"window is {self.window} and method 'isf'; a window's packs are by balanced, "
+                f"window is {self.window} and method 'isf'; with window, method must be balanced, "
                 "next_fit or other"
             )
         if not self.portions:
             return self
         if len(self.portions) % self.epochs:
             raise ValueError(
-                f"portions has {len(self.portions)} entries for {self.epochs} epochs; every epoch "
-                "must have equally many"
+                f"portions has {len(self.portions)} entries, not a multiple of {self.epochs} epochs"
             )
-        whole = DataPlan.join(self, self.portions, self.epochs)
-        for (name, given), (_, joined) in zip(self, whole, strict=True):
+        joined_data = DataPlan.join(self, self.portions, self.epochs)
+        for (name, given), (_, joined) in zip(self, joined_data, strict=True):
             if given != joined:
-                raise ValueError(
-                    f"{name} is {given}, and of all entries of portions together it is {joined}; "
-                    "the two must be equal"
-                )
+                raise ValueError(f"{name} is {given}, but {joined} over all entries of portions")
         return self
 
 
@@ -208,16 +205,16 @@ class SettingsHashes(Frozen):
     def compute(cls, model: ModelConfig, data: DataPlan | None) -> Self:
         """Hash a model's full description, and the data's fields not covered by its files."""
 
-        def hash_of(settings: Frozen) -> str:
+        def hash_settings(settings: Frozen) -> str:
             values = settings.model_dump(mode="json", exclude=_FIELDS_IN_FILES)
             return _hash_text(json.dumps(values, sort_keys=True))
 
-        return cls(model=hash_of(model), data=None if data is None else hash_of(data))
+        return cls(model=hash_settings(model), data=None if data is None else hash_settings(data))
 
 
 _SAMPLE_FIELDS = {"samples", "lengths_sha256"}  # DataPortion fields that are equal in all epochs
+# DataPlan fields that its packs and lengths determine: their own hashes detect edits.
 _FIELDS_IN_FILES = {*DataPortion.model_fields, "portions", "fewest_packs", "mixture", "origin"}
-"""DataPlan fields that its packs and lengths determine."""
 
 
 def _hash_text(text: str) -> str:
@@ -266,16 +263,17 @@ class Plan(Frozen):
         stages = len(self.stages) // self.schedule.chunks
         if self.prediction is not None and len(self.prediction.stages) != stages:
             raise ValueError(
-                f"prediction.stages has {len(self.prediction.stages)} entries for "
-                f"{stages} stages; the two must be equally many: remove `prediction`"
+                f"prediction.stages has {len(self.prediction.stages)} entries for {stages} "
+                "stages: remove `prediction`"
             )
         return self
 
     def trained_towers(self, cut: int) -> frozenset[str]:
         """Return towers and deepstack features with a gradient sent back over the cut after `cut`.
 
-        Something upstream is trained: an encoder's units in stages 0 to `cut`, for deepstack all
-        but the projector, for the language model also data-parallel encoders.
+        A gradient is sent if anything upstream is trained: of an encoder, its units in stages 0 to
+        `cut`; of deepstack, all of these but the projector; of the language model, also
+        data-parallel encoders.
         """
         kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
         held = {name for stage in before for name in stage_units(kinds, stage)}
@@ -296,13 +294,12 @@ class Plan(Frozen):
         return parts * (FP8_MULTIPLE if self.precision == "fp8" else 1)
 
     def stages_at(self, level: int) -> tuple[Stage, ...]:
-        """Stages with recomputed layers at a level."""
+        """Stages with the recomputed layers of a level."""
         if not self.levels:
             return self.stages
-        again = self.levels[level].recompute
         return tuple(
             stage.model_copy(update={"recompute": layers})
-            for stage, layers in zip(self.stages, again, strict=True)
+            for stage, layers in zip(self.stages, self.levels[level].recompute, strict=True)
         )
 
     @property
@@ -320,7 +317,7 @@ class Plan(Frozen):
         return tuple(place.stage_of(part, size) for part in range(len(self.stages)))
 
     def merge_chunks(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """Merge the chunks of every pipeline stage."""
+        """Return one entry per pipeline stage, with the units of all its chunks."""
         return tuple(
             Stage(
                 units=tuple(span for part in parts for span in stages[part].units),
@@ -330,12 +327,12 @@ class Plan(Frozen):
         )
 
     def units_of(self, stage: int) -> Stage:
-        """Merge a pipeline stage's chunks in model order."""
+        """Return a pipeline stage's units, chunk after chunk, without recomputation."""
         parts = (self.stages[part] for part in self.parts_of(stage))
         return Stage(units=tuple(span for part in parts for span in part.units))
 
     def of_portion(self, index: int) -> "Plan":
-        """Return the plan of one portion; only the first has the prediction."""
+        """Return the plan of one portion. Only the first keeps the prediction."""
         assert self.data is not None, "the plan has data"
         update: dict[str, object] = {"data": self.data.of_portion(index)}
         return self.model_copy(update=update | ({"prediction": None} if index else {}))
@@ -348,7 +345,7 @@ class Plan(Frozen):
     @property
     def known_prediction(self) -> Prediction:
         """The prediction; raises if absent."""
-        assert self.prediction is not None, "what is planned is predicted"
+        assert self.prediction is not None, "`omnibal plan` predicts every plan"
         return self.prediction
 
     @property
@@ -370,7 +367,7 @@ class Plan(Frozen):
         for index, (lower, level) in enumerate(pairwise(self.levels), start=1):
             if level.caps.names != lower.caps.names:
                 raise ValueError(
-                    f"levels[{index}] has caps of {words(level.caps.names)}, and the one before "
+                    f"levels[{index}] has caps of {words(level.caps.names)}, levels[{index - 1}] "
                     f"of {words(lower.caps.names)}; all levels must limit the same features"
                 )
             if level.caps["tokens"] <= lower.caps["tokens"]:
@@ -382,20 +379,20 @@ class Plan(Frozen):
             if len(level.recompute) != len(self.stages):
                 raise ValueError(
                     f"levels[{index}].recompute has {len(level.recompute)} entries for "
-                    f"{len(self.stages)} stages; it must list the layers of every stage"
+                    f"{len(self.stages)} stages; it must have one per stage"
                 )
             ranks = self.parallel.data
             _check_divides(f"levels[{index}].context", level.context, ranks, "data-parallel ranks")
         if self.levels and any(stage.recompute for stage in self.stages):
             raise ValueError(
-                "a stage names layers to recompute beside `levels`; where a plan has levels, name "
-                "them there, in `recompute`"
+                "a stage names layers to recompute beside `levels`: move them into `recompute` of "
+                "every level"
             )
         caps = self.data.caps if self.data else None
         if self.levels and caps is not None and caps != largest_caps(self.levels):
             raise ValueError(
-                f"data.caps are {caps}, and the largest of `levels` are "
-                f"{largest_caps(self.levels)}; the two must be equal"
+                f"data.caps are {caps}, and must be the largest of `levels`: "
+                f"{largest_caps(self.levels)}"
             )
         return self
 
@@ -409,15 +406,15 @@ class Plan(Frozen):
             given = set(dict(beside)[field])
             if not names or given != names:
                 raise ValueError(
-                    f"beside.{field} is of {words(sorted(given)) or 'no encoder'}, and must be of "
-                    f"every encoder of {self.model.name}: {words(sorted(names)) or 'it has none'}"
+                    f"beside.{field} has {words(sorted(given)) or 'no encoder'}, and must have "
+                    f"the encoders of {self.model.name}: {words(sorted(names)) or 'none'}"
                 )
         squares = set(takes_whole_samples(self.model))
         if set(beside.square_ms) != squares:
             raise ValueError(
-                f"beside.square_ms is of {words(sorted(beside.square_ms)) or 'no encoder'}, and "
-                f"must be of those of {self.model.name} for images at their native resolution: "
-                f"{words(sorted(squares)) or 'it has none'}"
+                f"beside.square_ms has {words(sorted(beside.square_ms)) or 'no encoder'}, and must "
+                f"have the native-resolution encoders of {self.model.name}: "
+                f"{words(sorted(squares)) or 'none'}"
             )
         sizes = self.parallel
         _check_divides("beside.pipelines", beside.pipelines, sizes.data, "data-parallel ranks")
@@ -445,10 +442,10 @@ def plan_files(directory: Path) -> list[Path]:
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
-    """Write `plan.json`: keys in one order, no timestamps, so equal plans are equal bytes."""
+    """Write `plan.json`; equal plans give equal bytes."""
     write_json_model(plan, directory / PLAN_FILE)
 
 
 def read_plan(directory: Path) -> Plan:
-    remedy = "make the plan anew with `omnibal plan`, or give a plan's folder"
+    remedy = "make the plan again with `omnibal plan`, or give a plan's folder"
     return read_json_model(Plan, directory / PLAN_FILE, remedy)

@@ -54,18 +54,18 @@ class SampleData:
         made = plan.data
         if made is None or data is None:
             raise UserError(
-                "what --steps-of names is a plan of shapes only, so it has no steps to take over; "
-                "give a plan that was made with --lengths"
+                "--steps-of was given a plan of shapes only, which has no steps; give a plan made "
+                "with --lengths"
             )
         if made.method == "other":
             raise UserError(
-                "what --steps-of names is a plan whose packs `omnibal plan` did not make; give one "
-                f"with data.method {' or '.join(PackingMethod)}"
+                "--steps-of was given a plan with packs by another tool; give a plan with "
+                f"data.method {' or '.join(PackingMethod)}"
             )
         if made.portions:
             raise UserError(
-                f"the earlier plan is in {len(made.portions)} portions, which are read one by "
-                "one, and no directory was given to read them from: give it beside the plan"
+                f"the earlier plan has {len(made.portions)} portions, and no directory to read "
+                "them from: give its directory too"
             )
         packs, lengths = data
         # `balanced` also represents other groupings of samples.
@@ -96,14 +96,14 @@ class SampleData:
         return replace(self, levels=(level.model_copy(update={"caps": caps}),))
 
     def check(self, job: JobSpec) -> None:
-        """Refuse data that cannot be planned for a job."""
+        """Raise for data that cannot be planned for a job."""
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
         ranks = job.parallel.data
         if self.steps is None and (self.packs_per_step < 1 or self.packs_per_step % ranks):
             raise UserError(
                 f"packs_per_step is {self.packs_per_step:,}, and must be a multiple of the "
-                f"{ranks:,} data-parallel ranks, as each has equally many packs of a step: give "
+                f"{ranks:,} data-parallel ranks: give "
                 f"{max(self.packs_per_step // ranks, 1) * ranks:,}"
             )
         _check_lengths(self.lengths, self.settings.epochs, job.model)
@@ -120,21 +120,21 @@ class SampleData:
         if self.steps is not None:
             return []
         may_fill = None
+        # A filler sample lengthens the exchange of a shared pack, so only cheap ones may fill.
         if len(self.levels) > 1 and self.settings.fill is FillRule.COST:
             may_fill = job.worth_filling(self.lengths, self.levels)
         return pack_epochs(self.lengths, self.settings, self.levels, may_fill, rules=self.rules)
 
-    def with_steps(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
-        """Draw the steps unless given, from `packed` or new packs."""
+    def with_steps(self, job: JobSpec, packs: Sequence[Packs] | None = None) -> Self:
+        """Draw the steps unless given, from `packs` or new packs."""
         if self.steps is not None:
             return self
-        packs = self.pack(job) if packed is None else packed
         steps = draw_steps(
             self.lengths,
             self.settings,
             self.levels,
             self._load(job),
-            packs,
+            self.pack(job) if packs is None else packs,
             packs_per_step=self.packs_per_step,
             packs_per_row=job.parallel.data,
             rules=self.rules,
@@ -145,13 +145,13 @@ class SampleData:
         return lambda packs: job.load_at_ms(packs, self.lengths, self.levels)
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
-        """Keep micro-batches per rank for another job, or given steps."""
+        """Keep micro-batches per rank for another job, unless steps are given."""
         if self.steps is not None:
             return self
         return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
 
     def subsample(self, most: int) -> Self:
-        """Draw at most `most` samples at random, or keep all with given steps."""
+        """Draw at most `most` samples at random, unless steps are given."""
         if self.steps is not None:
             return self
         return replace(self, lengths=draw_samples(self.lengths, most, self.settings.seed))
@@ -170,12 +170,12 @@ class SampleData:
             lockstep_ranks=job.lockstep_ranks,
             slowness=job.rank_slowness if are_plain(self.levels) else None,
         )
-        # Ranks that share all packs take them together; rules are of packs of one level.
-        together = self.levels[0].context if len(self.levels) == 1 else 1
-        blocks, packs_per_step = ranks // together, self.packs_per_step // together
+        # Trainers' pack rules know one level: ranks that share its packs count as one.
+        context = self.levels[0].context if len(self.levels) == 1 else 1
+        blocks, packs_per_step = ranks // context, self.packs_per_step // context
         if rules.next_fit:
             packs = form_next_fit_packs(packs, lengths, load(packs.packs), blocks, packs_per_step)
-            packs = replace(packs, dp_rank=packs.dp_rank * together)
+            packs = replace(packs, dp_rank=packs.dp_rank * context)
         if rules.full_steps:
             packs = whole_steps(packs, packs_per_step, blocks)
         return packs, lengths
@@ -185,6 +185,7 @@ class SampleData:
         return smallest_caps(self.lengths, self.caps.names)
 
     def describe(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+        """Return the `data` of plan.json for scheduled packs."""
         settings = self.settings
         samples_per_step = None if self.rules.full_steps else settings.samples_per_step
         packs_per_step, micro_batches = self.packs_per_step, self.micro_batches(job)
@@ -206,8 +207,8 @@ class SampleData:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _UnderCaps:
-    """Packs under equal caps, each on one rank, without steps of an earlier plan."""
+class _SingleLevelData:
+    """Packs of one level, each on one rank, without steps of an earlier plan."""
 
     caps: Caps
 
@@ -223,10 +224,10 @@ class _UnderCaps:
         """None: mock data and windows have no steps to reuse."""
 
     def pack(self, job: JobSpec) -> list[Packs]:
-        """Return no packs: windows are packed later, for the ranks."""
+        """Return no packs: `schedule` packs windows for the ranks."""
         return []
 
-    def with_steps(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+    def with_steps(self, job: JobSpec, packs: Sequence[Packs] | None = None) -> Self:
         return self
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
@@ -234,8 +235,8 @@ class _UnderCaps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MockData(_UnderCaps):
-    """A step of mock samples that each fill a pack, for plans of shapes only."""
+class MockData(_SingleLevelData):
+    """A step of mock samples, each filling a pack, for plans of shapes only."""
 
     micro_batches_per_step: int
     image_tokens: int | None = None
@@ -254,7 +255,7 @@ class MockData(_UnderCaps):
         return self
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        """Schedule the only step: equal numbers of full packs on every rank."""
+        """Return the only step: equally many full packs on every rank."""
         return data_at_caps(self.describe(), job.parallel.data)
 
     def smallest_caps(self) -> Caps:
@@ -270,8 +271,8 @@ class MockData(_UnderCaps):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StreamData(_UnderCaps):
-    """Ordered samples: a step is a window of them, independent of packs and ranks."""
+class StreamData(_SingleLevelData):
+    """Samples in reading order. A step is a window of them, independent of packs and ranks."""
 
     lengths: Lengths
     window: int
@@ -280,7 +281,7 @@ class StreamData(_UnderCaps):
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self | None:
-        """Take over an earlier plan's windows for repacking, or return None without windows."""
+        """Return an earlier plan's windows, to be packed again, or None if absent."""
         if plan.data is None or plan.data.window is None or data is None:
             return None
         return cls(
@@ -292,14 +293,14 @@ class StreamData(_UnderCaps):
         )
 
     def check(self, job: JobSpec) -> None:
-        """Refuse data that cannot be planned for a job."""
+        """Raise for data that cannot be planned for a job."""
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         ranks, samples = job.parallel.data, min(self.window, len(self.lengths))
         if samples < ranks:
             raise UserError(
-                f"a window of {samples:,} samples was given for {ranks:,} data-parallel ranks, of "
-                f"which {ranks - samples:,} would idle in every step: give --window {ranks} or "
-                "more, more samples, or fewer ranks"
+                f"a window of {samples:,} samples leaves {ranks - samples:,} of {ranks:,} "
+                f"data-parallel ranks idle in every step: give --window {ranks} or more, more "
+                "samples, or fewer ranks"
             )
         check_packs_per_step(ranks, -(-samples // ranks))
         _check_lengths(self.lengths, self.epochs, job.model)
@@ -346,7 +347,8 @@ PlanData = SampleData | StreamData | MockData
 
 
 def max_packs_of_step(packs: ScheduledPacks, levels: Sequence[Level]) -> tuple[int, int]:
-    """Return the max packs of all ranks per step, shared ones per rank, and of a rank."""
+    """Return the max packs per step over all ranks, and per rank."""
+    # A shared pack counts once for each of its ranks.
     context = np.array([level.context for level in levels])[packs.level]
     return int(np.bincount(packs.step, weights=context).max()), int(packs.slot.max()) + 1
 
@@ -355,8 +357,8 @@ def _check_lengths(lengths: Lengths, epochs: int, model: ModelConfig) -> None:
     samples = len(lengths)
     if epochs > 1 and epochs * samples > MAX_TRAINED_SAMPLES:
         raise UserError(
-            f"{epochs:,} epochs of {samples:,} samples are {epochs * samples:,} samples, and a "
-            f"plan of several epochs may list at most {MAX_TRAINED_SAMPLES:,}: give fewer --epochs"
+            f"{epochs:,} epochs of {samples:,} samples are {epochs * samples:,}, and a plan of "
+            f"several epochs lists at most {MAX_TRAINED_SAMPLES:,} samples: give fewer --epochs"
         )
     model_of_lengths(model, lengths)
 
@@ -367,9 +369,9 @@ def limited_features(model: ModelConfig) -> tuple[str, ...]:
 
 
 def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float) -> dict[str, int]:
-    """Complete caps of a pack of shapes, with `image_share` (0 to 1) of its tokens from images.
+    """Return caps of a pack of shapes, with `image_share` (0 to 1) of its tokens from images.
 
-    Image tokens are rounded to at least one whole tile.
+    Image tokens are rounded to at least one tile.
     """
     caps = dict(given)
     for tower in model.encoders.values():
@@ -385,24 +387,25 @@ def smallest_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
 
 
 def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
-    """Make caps limiting only tokens; other features get the max of samples with these tokens."""
+    """Return caps that only tokens bind: other caps fit any samples of `tokens` in sum."""
     caps = {"tokens": tokens}
     for name in names:
         if name != "tokens":
-            # With a part of the sample that is then one too many.
+            # Fractional knapsack: samples by items per token, and a part of the last one. No
+            # pack of whole samples has more items.
             items = lengths.column(name)
-            most_first = np.argsort(-items / np.maximum(lengths.tokens, 1), kind="stable")
-            held = np.append(0, np.cumsum(lengths.tokens[most_first], dtype=np.int64))
-            sums = np.append(0, np.cumsum(items[most_first], dtype=np.int64))
-            within = int(np.ceil(np.interp(tokens, held, sums)))
-            caps[name] = max(within, int(items.max()), 1)
+            densest_first = np.argsort(-items / np.maximum(lengths.tokens, 1), kind="stable")
+            token_sums = np.append(0, np.cumsum(lengths.tokens[densest_first], dtype=np.int64))
+            item_sums = np.append(0, np.cumsum(items[densest_first], dtype=np.int64))
+            most = int(np.ceil(np.interp(tokens, token_sums, item_sums)))
+            caps[name] = max(most, int(items.max()), 1)
     return Caps.of(**caps)
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
-    """Make a step of samples that each fill a pack.
+    """Return a step of mock packs of one sample at the caps, and their lengths.
 
-    Attention cost is maximal unless an image size is given.
+    One sample per pack, and one image without `image_tokens`, maximise the cost of attention.
     """
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
@@ -411,8 +414,8 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     loss_tokens = columns.pop("loss_tokens", np.zeros(count, np.int32))
     size, squares, image_sizes = shapes.image_tokens, {}, None
     if size is not None and _NATIVE_TOKENS in columns:
-        whole, rest = divmod(shapes.caps[_NATIVE_TOKENS], size)
-        images = [Segments(1, size)] * whole + [Segments(1, rest)] * (rest > 0)
+        full, remainder = divmod(shapes.caps[_NATIVE_TOKENS], size)
+        images = [Segments(1, size)] * full + [Segments(1, remainder)] * (remainder > 0)
         image_sizes = sizes_of([images] * count)
         squares[f"squared_{_NATIVE_TOKENS}"] = image_sizes.squares
     lengths = Lengths(
@@ -438,14 +441,14 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
     """Return the model with the chat template and the tiling or pixel limits of the scan."""
     if lengths is None:
         return model
-    taken = model.item_features
+    known = model.item_features
     foreign = [
-        name for name in lengths.item_names if name not in taken and lengths.items[name].any()
+        name for name in lengths.item_names if name not in known and lengths.items[name].any()
     ]
     if foreign:
         raise UserError(
             f"the lengths count {words(foreign)}, and {model.name} has no encoder for them: it "
-            f"takes {words([*taken, 'tokens'])}; give lengths of these alone, or another model"
+            f"takes {words([*known, 'tokens'])}; give lengths of these alone, or another model"
         )
     longest = int(lengths.tokens.argmax())
     source = lengths.source_names[lengths.source[longest]]
@@ -454,14 +457,16 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 
 def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
+    """Return the model with the scan's settings; raise if the scan was for another model."""
     tiles, needed = (origin.image_size, origin.tokens_per_tile), tile_sizes(model)
     clips = clip_sizes(model)
     with_images = "with" if origin.images else "without"
+    # Messages by whether they hold; the first that does is raised.
     differences = {
         f"for {_tiles_in_words(tiles)}, but {model.name} has {_tiles_in_words(needed)}": (
             tiles != needed
         ),
-        f"for a model {with_images} images at their native resolution, unlike {model.name}": (
+        f"for a model {with_images} images at native resolution, unlike {model.name}": (
             (origin.images is None) != (model.images is None)
         ),
         f"for {origin.clips or 'no recordings'}, but {model.name} has {clips or 'no recordings'}": (
@@ -475,7 +480,7 @@ def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
         pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
         differences[
             f"for images in patches of {rule.patch_size} pixels, by rule {rule.resize!r} and text "
-            f"{rule.image_text.each!r}, and {model.name} differs in this or in how it takes videos"
+            f"{rule.image_text.each!r}, unlike {model.name} (or its videos differ)"
         ] = tower.image_rule.model_copy(update=pixels) != rule
     wrong = [difference for difference, holds in differences.items() if holds]
     if wrong:
@@ -495,7 +500,7 @@ def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
 
 
 def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> DataPlan:
-    """Describe packs for plan.json; `settings` are fields not determined by packs and lengths."""
+    """Return a plan's data; `settings` are the fields that packs and lengths do not determine."""
     counts = count_data(packs, lengths, epochs=settings["epochs"])
     return DataPlan(**dict(counts) | {"origin": lengths.origin} | settings)
 

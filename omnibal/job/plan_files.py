@@ -1,4 +1,4 @@
-"""Reading and writing of a plan's directory as a whole."""
+"""Reading and writing of a plan's directory."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -47,9 +47,8 @@ from omnibal.steps.balance_metrics import milestones, seen_by_step
 from omnibal.steps.portions import FIRST_PORTION, PortionedSamples, PortionPlace
 from omnibal.steps.steps import steps_of
 
+# Search effort for micro-batch order in later portions: half the changes find 90 % of the gain.
 _LATER_EFFORT = 0.5
-"""Search effort for micro-batch order in later portions: half the changes find nine tenths of the
-gain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,8 +58,7 @@ class PlanFiles:
     plan: Plan
     job: JobSpec
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths: mock at the caps for shapes only, the first portion's if in portions, or
-    None."""
+    """Packs and lengths (of the first portion if in portions, mock for shapes only), or None."""
     directory: Path | None = None  # source directory, or None if made in memory
 
     @property
@@ -68,31 +66,31 @@ class PlanFiles:
         """Return the plan's packs and lengths, or raise without them."""
         if self.data is None:
             raise UserError(
-                "the plan has neither data nor shapes, so it has no steps; give a plan of "
-                "`omnibal plan`"
+                "the plan has neither data nor shapes, so no steps; give a plan of `omnibal plan`"
             )
         return self.data
 
 
 def hash_steps(directory: Path, steps: int) -> str | None:
-    """Return `DataPlan.steps_sha256` of a plan's first `steps` steps alone.
+    """Return `DataPlan.steps_sha256` of a plan's first `steps` steps.
 
-    None if the plan has fewer, or if step `steps` is within a portion.
+    Returns:
+        None if the plan has fewer steps, or step `steps` is within a portion.
     """
     data = read_plan(directory).data
     if data is None or steps > data.steps:
         return None
     if data.portions:
         ends = data.first_steps
-        there = data.portions[: ends.index(steps) if steps in ends else 0]
-        return DataPlan.join(data, there, 1).steps_sha256 if there else None
+        complete = data.portions[: ends.index(steps) if steps in ends else 0]
+        return DataPlan.join(data, complete, 1).steps_sha256 if complete else None
     packs = read_packs(directory / PACKS_FILE)
     first = steps_of(packs.take(np.flatnonzero(packs.step < steps)))
     return first.sha256 if data.window is None else first.window_sha256
 
 
 def make_job(plan: Plan, directory: Path) -> JobSpec:
-    """Make a plan's job with its costs: profiled or counted, then refitted if made from a run."""
+    """Return a plan's job with its costs: profiled or counted, then refitted if from a run."""
     profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
     source = CostSource(
         read_profile(profile) if profile.exists() else None,
@@ -102,7 +100,7 @@ def make_job(plan: Plan, directory: Path) -> JobSpec:
 
 
 def read_plan_data(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
-    """Read packs and lengths, mock for a plan of shapes, or None."""
+    """Return a plan's packs and lengths, mock ones for shapes, or None without either."""
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
     if plan.data.portions:
@@ -122,6 +120,7 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
+        # On the same file system, so that renaming is atomic.
         made, replaced = Path(scratch) / "new", Path(scratch) / "old"
         made.mkdir()
         plan = result.plan
@@ -147,7 +146,7 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
 
 
 def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequence[int]) -> Plan:
-    """Add every source's samples to the plan, from its written files."""
+    """Return the plan with samples seen per source, read from its written files."""
     by_step, names = milestones(data.steps), tuple[str, ...]()
     seen = np.zeros((len(by_step), len(available)), np.int64)
     for packs, lengths in iterate_portions(data, directory):
@@ -162,7 +161,7 @@ def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequen
 
 
 def iterate_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
-    """Yield packs (steps counted through the run) and lengths by portion."""
+    """Yield packs (steps counted through the run) and lengths of every portion."""
     if not data.portions:
         yield _read_data(data, directory)
     for index in range(len(data.portions)):
@@ -183,7 +182,7 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
         steps = None
         if isinstance(samples, EarlierPortions):
             earlier = samples.packs(place)
-            if samples.are_kept:
+            if samples.are_kept:  # stages are unchanged, so the order within ranks is too
                 return earlier
             steps = steps_of(earlier)
         data = SampleData(
@@ -215,8 +214,8 @@ def check_replaceable(directory: Path) -> None:
     """Raise if the directory holds anything but a plan."""
     if Path.cwd().is_relative_to(directory.resolve()):
         raise UserError(
-            f"{directory}: is the current directory or above it, and a plan replaces its "
-            f"directory: give one of its own, such as -o {directory / 'plan'}"
+            f"{directory}: contains the current directory, and writing a plan deletes earlier "
+            f"content: give an empty directory, such as -o {directory / 'plan'}"
         )
     if not directory.exists():
         return
@@ -226,6 +225,6 @@ def check_replaceable(directory: Path) -> None:
     foreign = sorted(names - {*PLAN_FILES, PORTIONS_FOLDER})
     if foreign or (names and PLAN_FILE not in names):
         raise UserError(
-            f"{directory}: holds {(foreign or sorted(names))[0]}, which is not part of a plan, and "
-            "replacing a plan deletes its directory; move that away or choose another -o"
+            f"{directory}: holds {(foreign or sorted(names))[0]}, which is not part of a plan and "
+            "would be deleted: move it away or choose another -o"
         )

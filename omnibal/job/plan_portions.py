@@ -2,7 +2,7 @@
 
 `portions/00003/lengths.parquet` has a portion's samples (`sample`: row in the data), and
 `packs-001.parquet` its packs in the second epoch. Samples, steps and epochs in files count from
-0; `count_through_run` counts them through the run, as the trainer does.
+0; `count_through_run` numbers them through the run, as the trainer does.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,6 @@ from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.portions import PortionedSamples, PortionPlace
 
 PacksAndLengths = tuple[ScheduledPacks, Lengths]
-PortionScheduler = Callable[[Lengths, PortionPlace], ScheduledPacks]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +53,15 @@ class EarlierPortions:
         return PackSettings()
 
 
-AllPortions = PortionedSamples | EarlierPortions
-"""All portions of a new plan, which is planned on the first."""
+AllPortions = PortionedSamples | EarlierPortions  # of a new plan, planned on the first portion
 
 
 def write_portions(
-    samples: AllPortions, schedule: PortionScheduler, directory: Path
+    samples: AllPortions,
+    schedule: Callable[[Lengths, PortionPlace], ScheduledPacks],
+    directory: Path,
 ) -> tuple[DataPortion, ...]:
-    """Pack and write every portion of every epoch, with a single portion in memory."""
+    """Schedule and write every portion of every epoch, one at a time in memory."""
     written = []
     for place in starmap(PortionPlace, product(range(samples.epochs), range(samples.count))):
         folder = portion_folder(directory, place.number)
@@ -76,7 +76,7 @@ def write_portions(
 
 
 def bound_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
-    """Return a lower bound of packs for all samples together, at most `found`."""
+    """Return a lower bound of packs over all portions, at most `found`."""
     counts = (
         SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
     )
@@ -102,19 +102,18 @@ def check_hash(file: Path | str, actual: str, planned: str) -> None:
     """Raise if a file's hash differs from the plan's."""
     if actual != planned:
         raise UserError(
-            f"{file} has the content hash {actual[:12]}, but plan.json says {planned[:12]}; "
-            "the files of a plan belong together: restore the file, or make the plan anew "
-            "with `omnibal plan`"
+            f"{file} has the content hash {actual[:12]}, but plan.json says {planned[:12]}: "
+            "restore the file, or make the plan again with `omnibal plan`"
         )
 
 
 def portion_of_step(data: DataPlan, step: int) -> int:
-    """Index of a step's portion."""
+    """Return the index of a step's portion."""
     return int(np.searchsorted(data.first_steps, step, side="right")) - 1
 
 
 def count_through_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
-    """Count a portion's steps and epoch through the run."""
+    """Return a portion's packs with steps and epochs numbered through the run."""
     epoch = np.full_like(packs.epoch, index // data.portions_per_epoch)
     return replace(packs, step=packs.step + data.first_steps[index], epoch=epoch)
 
@@ -122,10 +121,7 @@ def count_through_run(packs: ScheduledPacks, data: DataPlan, index: int) -> Sche
 def join_portions(
     data: DataPlan, directory: Path, steps: Sequence[int] | None = None
 ) -> PacksAndLengths:
-    """Return packs, counted through the run, of all or some steps, and their samples' lengths.
-
-    While reading, packs name samples by their place in the data, as portions repeat every epoch.
-    """
+    """Return packs of all or some steps, numbered through the run, and their samples' lengths."""
     indices: Iterable[int] = range(len(data.portions))
     if steps is not None:
         indices = sorted({portion_of_step(data, step) for step in steps})
@@ -133,6 +129,7 @@ def join_portions(
     for index in indices:
         packs, lengths = read_portion(data, index, directory)
         packs, rows = count_through_run(packs, data, index), np.arange(len(lengths))
+        # Until the end, packs name samples by their row in the data: every epoch repeats portions.
         place = lengths.annotation_indices(rows)
         if steps is not None:
             packs = packs.take(np.flatnonzero(np.isin(packs.step, steps)))
@@ -140,9 +137,21 @@ def join_portions(
         parts.append(replace(packs, packs=packs.packs.of_rows(place)))
         if steps is not None or index < data.portions_per_epoch:
             lengths_parts.append(lengths.take(rows))
-    lengths = _join_lengths(lengths_parts)
-    all_places = lengths.annotation_indices(np.arange(len(lengths)))
-    places, first = np.unique(all_places, return_index=True)
+    image_sizes = [part.image_sizes for part in lengths_parts if part.image_sizes is not None]
+    rows_of_parts = [part.annotation_indices(np.arange(len(part))) for part in lengths_parts]
+    all_rows = np.concatenate(rows_of_parts)
+    lengths = replace(
+        lengths_parts[0],
+        items=_concatenate([part.items for part in lengths_parts]),
+        squares=_concatenate([part.squares for part in lengths_parts]),
+        image_sizes=ImageSizes.join(image_sizes) if image_sizes else None,
+        tokens=np.concatenate([part.tokens for part in lengths_parts]),
+        loss_tokens=np.concatenate([part.loss_tokens for part in lengths_parts]),
+        source=np.concatenate([part.source for part in lengths_parts]),
+        sample=all_rows,
+    )
+    # Samples come once per epoch in packs, but once in lengths.
+    places, first = np.unique(all_rows, return_index=True)
     lengths = lengths.take(first)
     if np.array_equal(places, np.arange(len(places))):
         lengths = replace(lengths, sample=None)
@@ -153,17 +162,3 @@ def join_portions(
 
 def _concatenate(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-
-
-def _join_lengths(parts: Sequence[Lengths]) -> Lengths:
-    sizes = [part.image_sizes for part in parts if part.image_sizes is not None]
-    return replace(
-        parts[0],
-        items=_concatenate([part.items for part in parts]),
-        tokens=np.concatenate([part.tokens for part in parts]),
-        loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
-        source=np.concatenate([part.source for part in parts]),
-        squares=_concatenate([part.squares for part in parts]),
-        sample=np.concatenate([part.annotation_indices(np.arange(len(part))) for part in parts]),
-        image_sizes=ImageSizes.join(sizes) if sizes else None,
-    )

@@ -1,4 +1,4 @@
-"""The planner: a job and its data in; stages, recomputed layers and a prediction out."""
+"""The planner: from a job and its data to stages, recomputed layers and a prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,6 @@ from omnibal.pipeline.prediction import Prediction, StageMemory
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import apply_slots, order_slots
 from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
-from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
 DealtPacks = tuple[ScheduledPacks, Lengths]  # packs dealt to ranks, and all lengths
@@ -34,44 +33,44 @@ DealtPacks = tuple[ScheduledPacks, Lengths]  # packs dealt to ranks, and all len
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanRequest:
-    """A job, its data, and how it is split into stages."""
+    """A job, its data, and the method that splits it into stages. Validated on construction."""
 
     job: JobSpec
     data: PlanData
     split: SplitRule = JOINT
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
-    """Schedule; other than 1F1B only with the joint search."""
+    """Pipeline schedule, 1F1B unless the split is joint."""
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
-        joint_alone = self._joint_alone()
-        if joint_alone and not self.split.is_joint:
-            what, otherwise = joint_alone
+        trainer, has_levels = self.job.trainer, not are_plain(self.data.levels)
+        # Features that baselines cannot plan, and the option that drops each. Levels of an earlier
+        # plan cannot be changed.
+        joint_only = {
+            "data-parallel encoders, which only the joint search plans: leave both options out, or "
+            "give --encoder pipeline": self.job.has_data_parallel_encoders,
+            f"the stages of {trainer.title}, which only the joint search plans: leave both options "
+            "out, or leave --for out": not trainer.stages.is_free,
+            "packs of levels, which only the joint search plans: leave both options out"
+            + ", or give --packing-levels 1" * (self.data.steps is None): has_levels,
+        }
+        reason = next((reason for reason, holds in joint_only.items() if holds), None)
+        if reason is not None and not self.split.is_joint:
             raise UserError(
                 f"--method {self.split.method} with --recompute {self.split.recompute} was given "
-                f"for {what}, which only the joint search plans: leave both options out{otherwise}"
+                f"for {reason}"
             )
-        if not (are_plain(self.data.levels) or self.job.trainer.stages.is_free):
+        if has_levels and not trainer.stages.is_free:
             raise UserError(
-                "packs of several levels, each of which recomputes layers of its own, cannot be "
-                "told to a trainer that takes limited stages: give --packing-levels 1, or leave "
-                "--for out"
+                f"{trainer.title} cannot recompute different layers per level: give "
+                "--packing-levels 1, or leave --for out"
             )
-
-    def _joint_alone(self) -> tuple[str, str] | None:
-        """Return a feature that only the joint search plans and the option to change, or None."""
-        if self.job.has_data_parallel_encoders:
-            return "data-parallel encoders", ", or give --encoder pipeline"
-        if not self.job.trainer.stages.is_free:
-            return f"the stages of {self.job.trainer.title}", ", or leave --for out"
-        if not are_plain(self.data.levels):
-            # The packs of an earlier plan have its levels.
-            otherwise = ", or give --packing-levels 1" if self.data.steps is None else ""
-            return "packs of levels", otherwise
-        return None
 
     def with_sizes(self, parallel: Parallel) -> Self:
-        """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
+        """Return the request with other parallel sizes and as many micro-batches per rank.
+
+        Given steps stay as they are.
+        """
         job = self.job.with_sizes(parallel)
         return replace(self, job=job, data=self.data.for_ranks(self.job, job))
 
@@ -79,14 +78,14 @@ class PlanRequest:
         return replace(self, data=self.data.with_caps(caps))
 
     def pack(self) -> list[Packs]:
-        """Pack every epoch, for `with_steps`, or return no packs if steps are given or mock."""
+        """Return packs of every epoch, for `with_steps`. Empty if steps are given, or for mocks."""
         return self.data.pack(self.job)
 
-    def with_steps(self, packed: Sequence[Packs]) -> Self:
-        return replace(self, data=self.data.with_steps(self.job, packed))
+    def with_steps(self, packs: Sequence[Packs]) -> Self:
+        return replace(self, data=self.data.with_steps(self.job, packs))
 
     def workload(self) -> Workload:
-        """Schedule the micro-batches for the stage search."""
+        """Return the scheduled micro-batches' features, for the stage search."""
         return self.job.workload(*self.data.schedule(self.job), self.data.levels)
 
 
@@ -109,7 +108,7 @@ class PlanResult:
         """Max micro-batches of a rank in a step."""
         if self.data is not None:
             return int(self.data[0].slot.max()) + 1
-        assert self.plan.shapes is not None  # as a plan is of either
+        assert self.plan.shapes is not None, "a plan has data or shapes"
         return self.plan.shapes.micro_batches_per_step
 
 
@@ -118,7 +117,9 @@ def make_plan(
 ) -> PlanResult:
     """Plan a job on its data: packs, stages and prediction. Deterministic.
 
-    `effort` is of the joint search, as in `search_stages`, `dealt` packs for the job's sizes.
+    Args:
+        effort: of the joint search, as in `search_stages`.
+        dealt: packs already dealt for the job's sizes.
     """
     job = request.job
     packs, lengths = dealt or request.data.schedule(job)
@@ -126,24 +127,39 @@ def make_plan(
     workload = job.workload(packs, lengths, levels)
     search: SearchResult | None
     is_1f1b = request.schedule == ONE_FORWARD_ONE_BACKWARD
-    # Data-parallel encoders that are chosen stay so where the pipeline has another schedule.
+    # Encoder settings are searched with 1F1B, and kept for other schedules.
     if job.has_data_parallel_encoders and (is_1f1b or job.beside is None):
         encoding = search_encoders(placement_problem(job, workload, levels), effort)
         job = replace(job, beside=encoding.beside)
         stages_at, search = encoding.search.stages_at, encoding.search
         workload = job.workload(packs, lengths, levels)
     elif is_1f1b:
-        stages_at, search = _stages(request, workload, effort)
+        problem = job.cost_of_all(levels), job.model, workload, job.parallel.pipeline
+        cap_bytes, split = job.memory_cap_gib * GIB, request.split
+        if split.is_joint:
+            search = search_stages(*problem, cap_bytes, rules=job.trainer.stages, effort=effort)
+            stages_at = search.stages_at
+        else:
+            search = None
+            stages_at = (baseline_stages(split.method, split.recompute, *problem, cap_bytes),)
     if not is_1f1b:
         search = search_chunks(replace(request, job=job), workload, effort)
         stages_at = search.stages_at
     described = request.data.describe(packs, job)
     data = described if isinstance(described, DataPlan) else None
     model = model_of_lengths(job.model, request.data.lengths)
+    stages, planned_levels = tuple(stages_at[0]), tuple[PlannedLevel, ...]()
+    if not are_plain(levels):  # recomputed layers are then listed by level
+        planned_levels = tuple(
+            PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in of_level))
+            for level, of_level in zip(levels, stages_at, strict=True)
+        )
+        stages = tuple(stage.model_copy(update={"recompute": ()}) for stage in stages)
     plan = job.plan(
         model=model,
         schedule=request.schedule,
-        **_stage_keys(levels, stages_at),
+        stages=stages,
+        levels=planned_levels,
         data=data,
         shapes=described if data is None else None,
         settings_sha256=SettingsHashes.compute(model, data),
@@ -159,7 +175,11 @@ def make_plan(
 
 
 def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
-    """Search a request's parts, with data-parallel encoders chosen; `DoesNotFit` if none fits."""
+    """Search the chunks of a request's schedule, for chosen encoder settings.
+
+    Raises:
+        DoesNotFit: if no split fits into memory.
+    """
     job = request.job
     return search_parts(
         job.cost_of_all(request.data.levels),
@@ -179,7 +199,10 @@ def make_ordered_plan(request: PlanRequest) -> PlanResult:
 
 
 def order_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
-    """Reorder ranks' micro-batches if joint and for this trainer (see `pipeline.slot_order`)."""
+    """Return the plan with ranks' micro-batches reordered (`pipeline.slot_order`).
+
+    Baselines and other trainers keep the order of the deal.
+    """
     is_searched = request.split.is_joint and request.job.trainer.name is None
     if result.data is None or not is_searched:
         return result
@@ -195,7 +218,7 @@ def order_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
 def order_micro_batches(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, *, effort: float = 1.0
 ) -> ScheduledPacks:
-    """Reorder every rank's micro-batches for the planned stages, unless ranks run in lockstep."""
+    """Return packs with every rank's micro-batches reordered, unless ranks run in lockstep."""
     workload = job.workload(packs, lengths, plan.pack_levels)
     if workload.runs_together:
         return packs
@@ -210,21 +233,19 @@ def order_micro_batches(
     return apply_slots(packs, slot)
 
 
-def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -> dict[str, object]:
-    """Return the plan's keys for stages and recomputation."""
-    if are_plain(levels):
-        return {"stages": tuple(stages_at[0]), "levels": ()}
-    planned = (
-        PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in stages))
-        for level, stages in zip(levels, stages_at, strict=True)
-    )
-    stages = (stage.model_copy(update={"recompute": ()}) for stage in stages_at[0])
-    return {"stages": tuple(stages), "levels": tuple(planned)}
-
-
 def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload) -> Prediction:
-    """Predict a job's plan on its packs, given as `workload` too."""
+    """Return the prediction of a job's plan on its packs; `workload` has their features."""
     cost, stages_at = job.cost_of_all(plan.pack_levels), plan.stages_at_levels
+    profile, reading = job.cost_source.profile, None
+    if profile is not None and profile.reading is not None:
+        reading = StageReading.build(
+            profile.reading,
+            plan.model,
+            plan.merge_chunks(plan.stages),
+            feature_names_at(job.cost.features, plan.pack_levels),
+            has_data_parallel_encoders=plan.beside is not None,
+            ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
+        )
     prediction = predict(
         cost,
         plan.pipeline_model,
@@ -232,62 +253,46 @@ def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Work
         stages_at,
         packs,
         workload,
-        _reading(plan, job),
+        reading,
         plan.schedule,
     )
     if plan.data is not None:
         return prediction
-    # One step of made-up samples says nothing about a dataset.
+    # One step of mock samples says nothing about a dataset.
     return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
 
 
 def predict_memories(plan: Plan, job: JobSpec, workload: Workload) -> list[StageMemory]:
-    """Return the peak of every stage's devices."""
+    """Return the peak memory of every stage's devices."""
     cost = job.cost_of_all(plan.pack_levels)
     return stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
 
 
 def check_memory(
-    plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, what: str
+    plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, name: str
 ) -> None:
-    """Raise if packs exceed the stages' memory."""
+    """Raise if packs, called `name` in the message, exceed the stages' memory."""
     memories = predict_memories(plan, job, job.workload(packs, lengths, plan.pack_levels))
     peak, cap_gib = max(memory.peak_gib for memory in memories), job.memory_cap_gib
     if not fits_cap(peak, cap_gib):
         raise UserError(
-            f"{what} needs {peak:.2f} GiB on the stages that the first was planned on, and a "
-            f"device may fill {cap_gib:.2f} GiB: give --memory-gib a little less, so that there "
-            "is room"
+            f"{name} needs {peak:.2f} GiB on the stages planned for the first portion, and a "
+            f"device may fill {cap_gib:.2f} GiB: lower --memory-gib a little, for more headroom"
         )
 
 
 def extend_to_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
-    """Extend the first portion's result to all portions, `runs` times its length."""
+    """Return the first portion's result for all portions, `runs` times its length."""
     prediction = scale_prediction(result.plan.known_prediction, runs)
     plan = result.plan.model_copy(update={"prediction": prediction})
     return replace(result, plan=plan, portions=portions)
 
 
 def scale_prediction(prediction: Prediction, runs: float) -> Prediction:
-    """Scale the first portion's prediction by `runs`."""
+    """Return a prediction for `runs` times the samples."""
     if prediction.gpu_days is None:
         return prediction
     return prediction.model_copy(update={"gpu_days": prediction.gpu_days * runs})
-
-
-def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
-    """Return the ranks' reading, if the costs have its time."""
-    profile = job.cost_source.profile
-    if profile is None or profile.reading is None:
-        return None
-    return StageReading.build(
-        profile.reading,
-        plan.model,
-        plan.merge_chunks(plan.stages),
-        feature_names_at(job.cost.features, plan.pack_levels),
-        has_data_parallel_encoders=plan.beside is not None,
-        ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
-    )
 
 
 def placement_problem(
@@ -302,16 +307,3 @@ def placement_problem(
         workload=workload,
         memory_cap_bytes=job.memory_cap_gib * GIB,
     )
-
-
-def _stages(
-    request: PlanRequest, workload: Workload, effort: float
-) -> tuple[tuple[tuple[Stage, ...], ...], SearchResult | None]:
-    job = request.job
-    cap_bytes = job.memory_cap_gib * GIB
-    problem = job.cost_of_all(request.data.levels), job.model, workload, job.parallel.pipeline
-    if request.split.is_joint:
-        result = search_stages(*problem, cap_bytes, rules=job.trainer.stages, effort=effort)
-        return result.stages_at, result
-    method, recompute = request.split.method, request.split.recompute
-    return (baseline_stages(method, recompute, *problem, cap_bytes),), None

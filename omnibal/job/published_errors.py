@@ -1,4 +1,4 @@
-"""Errors of predictions by kind of job, on published steps that calibrated nothing.
+"""Errors of predictions by kind of job, on published steps that no constant was fitted to.
 
 `scripts/reproduce/measured_gpus.py --write-errors` makes `presets/published_errors.toml`.
 """
@@ -23,7 +23,7 @@ _DEVICE = re.compile(r"\b(?:GB|[ABHLV])\d{2,3}\b")
 
 
 class JobKind(StrEnum):
-    """Kinds of jobs by which prediction errors are reported."""
+    """Kinds of jobs with prediction errors of their own."""
 
     ADAPTERS = "adapters and fine-tuning"
     SHARDED = "sharded weights"
@@ -61,7 +61,7 @@ def _read_errors() -> tuple[PublishedErrors, ...]:
 
 
 def device_name(cluster: ClusterConfig) -> str:
-    """Name of a cluster's devices, such as "H100"."""
+    """Return the short name of a cluster's devices, such as "H100"."""
     match = _DEVICE.search(cluster.device)
     return match[0] if match else cluster.device
 
@@ -74,7 +74,8 @@ def job_kind(
     *,
     has_images: bool,
 ) -> JobKind:
-    """Kind of a job with longest samples of `sample_tokens`; the first that holds counts."""
+    """Return the kind of a job, given the tokens of its longest sample."""
+    # The first that holds counts: rarer kinds come first.
     holds = {
         JobKind.ADAPTERS: adapters is not None,
         JobKind.SHARDED: parallel.sharded > 1,
@@ -88,7 +89,7 @@ def job_kind(
 def published_errors(
     kind: JobKind, cluster: ClusterConfig, micro_batch_tokens: float
 ) -> PublishedErrors | None:
-    """Errors of the nearest published jobs of a kind by device, then by size of micro-batches."""
+    """Return errors of published jobs of a kind, preferably of this device and batch size."""
     device, small = device_name(cluster), micro_batch_tokens <= SMALL_TOKENS
     return min(
         (errors for errors in _read_errors() if errors.kind is kind),
@@ -98,7 +99,7 @@ def published_errors(
 
 
 def errors_of_plan(plan: Plan) -> PublishedErrors | str:
-    """Errors of published jobs of the plan's kind, or why there are none."""
+    """Return errors of published jobs of the plan's kind, or why they are unknown."""
     if plan.prediction is not None and plan.prediction.cost_source.startswith("profile:"):
         return "costs were measured here"
     caps = largest_caps(plan.pack_levels)
@@ -110,4 +111,4 @@ def errors_of_plan(plan: Plan) -> PublishedErrors | str:
         has_images=True,
     )
     errors = published_errors(kind, plan.cluster, caps["tokens"])
-    return errors or f"no published step of {kind} was at hand"
+    return errors or f"no published step of {kind} is known"

@@ -1,7 +1,7 @@
-"""Replay of a plan: stages measured one by one on one device, combined into whole steps.
+"""Replay of a plan: stages measured one by one on one device, combined into steps.
 
-Links and reductions come from the cost model. A replay's directory has its identity, and a file of
-results per stage.
+Links and reductions come from the cost model. A replay's directory holds its identity and one file
+of results per stage.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from omnibal.pipeline.stage_memory import bytes_of_passes
 from omnibal.pipeline.workload import Workload
 
 INFO_FILE = "replay.json"
-_REPLAY_REMEDY = "replay the plan anew with tools/replay.py, into another directory"
+_REPLAY_REMEDY = "replay the plan again with tools/replay.py, into another directory"
 
 
 class ReplayIdentity(Frozen):
-    """Identity of a replay, written before the first stage."""
+    """Plan of a replay, written before the first stage."""
 
     plan_sha256: str
 
@@ -50,20 +50,20 @@ AnyStageResult = TypeVar("AnyStageResult", bound=StageResult)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFiles(Generic[AnyIdentity, AnyStageResult]):
-    """Files of a replay, in the directory that all methods take."""
+    """Files of one kind of replay; all methods take their directory."""
 
-    what: str
+    name: str
     identity: type[AnyIdentity]
     result: type[AnyStageResult]
     info_file: str
-    prefix: str  # name of stages' files, before the stage's number
-    remedy: str  # end of the error message about a bad file
+    prefix: str  # of file names, before the stage's number
+    remedy: str  # end of error messages about bad files
 
     def file_of(self, directory: Path, stage: int) -> Path:
         return directory / f"{self.prefix}_{stage}.json"
 
     def all_files(self, directory: Path) -> list[Path]:
-        """List a replay's files, the first even if absent."""
+        """Return paths of a replay's files; the first may be absent."""
         return [directory / self.info_file, *sorted(directory.glob(f"{self.prefix}_*.json"))]
 
     def open(self, directory: Path, identity: AnyIdentity) -> None:
@@ -76,16 +76,16 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
         if kept != identity:
             differs = [name for name, value in identity if value != dict(kept)[name]]
             raise UserError(
-                f"{directory}: holds a {self.what} with another {differs[0]}; only the "
-                f"same one can be gone on with: {self.remedy}"
+                f"{directory}: holds a {self.name} with another {differs[0]}, which cannot be "
+                f"continued: {self.remedy}"
             )
 
     def identity_of(self, directory: Path, plan_sha256: str) -> AnyIdentity:
         kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
         if kept.plan_sha256 != plan_sha256:
             raise UserError(
-                f"{directory}: is the {self.what} of another plan (sha256 "
-                f"{kept.plan_sha256[:12]}, not {plan_sha256[:12]}); give the one of this plan, or "
+                f"{directory}: is the {self.name} of another plan (sha256 "
+                f"{kept.plan_sha256[:12]}, not {plan_sha256[:12]}): give this plan's, or "
                 f"{self.remedy}"
             )
         return kept
@@ -103,8 +103,7 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
             result = read_json_model(self.result, path, self.remedy)
             if result.stage != stage:
                 raise UserError(
-                    f"{path}: holds stage {result.stage}, and by its name stage {stage}; "
-                    f"{self.remedy}"
+                    f"{path}: holds stage {result.stage}, but is named for {stage}: {self.remedy}"
                 )
             results.append(result)
         return tuple(results)
@@ -123,7 +122,7 @@ class StageReplay(StageResult):
     """Measurements of one stage on one device; times are medians of the repetitions."""
 
     rows: tuple[NonNegativeInt, ...]
-    """Rows of the packs, ascending. Times are per row, and within a row per chunk of the stage."""
+    """Rows of the packs, ascending. Times are [rows, chunks], flattened."""
     forward_ms: tuple[NonNegativeFloat, ...]
     backward_ms: tuple[NonNegativeFloat, ...]
     """Backward time, including recomputation and weight gradients."""
@@ -137,7 +136,7 @@ class StageReplay(StageResult):
     """Whether `activations_gib` includes working memory (CUDA), not only kept activations (CPU)."""
 
     @model_validator(mode="after")
-    def _as_many(self) -> "StageReplay":
+    def _check_counts_of_times(self) -> "StageReplay":
         counts = {len(self.forward_ms), len(self.backward_ms), len(self.recompute_ms)}
         counts |= {len(self.weight_ms) or len(self.forward_ms)}
         if len(counts) > 1 or len(self.forward_ms) % max(len(self.rows), 1):
@@ -152,12 +151,11 @@ class StageReplay(StageResult):
 
     def predicted_gib(self, memory: StageMemory) -> float:
         """Prediction of `peak_gib`, without working memory if not measured."""
-        left_out = 0.0 if self.with_working_memory else memory.transient_gib
-        return memory.peak_gib - left_out
+        return memory.peak_gib - (0.0 if self.with_working_memory else memory.transient_gib)
 
 
 REPLAY_FILES = StageFiles(
-    what="replay",
+    name="replay",
     identity=ReplayInfo,
     result=StageReplay,
     info_file=INFO_FILE,
@@ -168,7 +166,7 @@ REPLAY_FILES = StageFiles(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplaySummary:
-    """Whole steps of a replayed plan; times are means over the replayed steps."""
+    """Replayed steps of a plan; times are means over these steps."""
 
     info: ReplayInfo
     stages: tuple[StageReplay, ...]
@@ -202,7 +200,8 @@ class ReplaySummary:
 
 
 def choose_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
-    """Choose up to `most` steps of the most frequent size, evenly over the run."""
+    """Return up to `most` steps of the most frequent size, evenly over the run."""
+    # Sizes in packs or in samples, whichever has the more frequent mode.
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
     usual = np.flatnonzero(
@@ -215,8 +214,9 @@ def choose_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
 def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:
-    """Return rows of the rank step with the stage's peak memory, and of that with most kept
-    activations if different. `cost` is of all levels, `workload` of all the plan's packs.
+    """Return rows of the (step, rank) with the stage's peak, and of that with most activations.
+
+    `cost` is of all levels, `workload` of all the plan's packs.
     """
     features = features_of(workload, cost)
     passes = bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, features)
@@ -229,7 +229,7 @@ def heaviest_rows(
 
 
 def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload) -> ReplaySummary:
-    """Read a finished replay of the plan and combine its stages into steps."""
+    """Read a complete replay of the plan and combine its stages into steps."""
     info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
     stages = REPLAY_FILES.read_stages(directory, plan.parallel.pipeline)
     size = plan.parallel.pipeline
@@ -237,8 +237,7 @@ def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload
     if missing:
         raise UserError(
             f"{directory}: stage {missing[0]} is not replayed yet ({len(missing)} of "
-            f"{size} are not), and a step needs them all: give the same command of "
-            "tools/replay.py again, with --stages all"
+            f"{size} are missing): run tools/replay.py again with --stages all"
         )
     return summarise_replay(info, stages, plan, cost, workload)
 
@@ -258,7 +257,7 @@ def summarise_replay(
     for replay in replays:
         if not np.array_equal(replay.rows, rows):
             raise UserError(
-                f"the replay of stage {replay.stage} is not of the packs of its steps; "
+                f"the replay of stage {replay.stage} has other packs than its steps: "
                 f"{_REPLAY_REMEDY}"
             )
     workload, schedule = workload.rows(rows), plan.schedule
@@ -271,17 +270,18 @@ def summarise_replay(
     steps = predict_steps(causes.all, workload, once, schedule)
     ranks, parts_of = len(steps.step_ms) * plan.parallel.data, schedule.parts_of(len(plan.stages))
 
-    def of_stages(each_ms: np.ndarray) -> np.ndarray:
-        return each_ms.sum(axis=0)[parts_of].sum(axis=1) / ranks
+    def sum_by_stage(times_ms: np.ndarray) -> np.ndarray:
+        # [packs, parts] to [stages], mean over steps and ranks.
+        return times_ms.sum(axis=0)[parts_of].sum(axis=1) / ranks
 
     return ReplaySummary(
         info=info,
         stages=tuple(replays),
         each_step_ms=steps.step_ms,
         predicted_each_step_ms=predicted_steps.step_ms,
-        forward_ms=of_stages(causes.all.forward_ms),
-        backward_ms=of_stages(causes.all.backward_ms),
-        recompute_ms=of_stages(causes.all.recompute_ms),
+        forward_ms=sum_by_stage(causes.all.forward_ms),
+        backward_ms=sum_by_stage(causes.all.backward_ms),
+        recompute_ms=sum_by_stage(causes.all.recompute_ms),
         wait_fractions=steps.wait_fractions,
         lost=lost_time_of(causes, workload, once, float(steps.step_ms.mean()), schedule),
     )
@@ -290,33 +290,29 @@ def summarise_replay(
 def replace_measured_times(
     replays: Sequence[StageReplay], predicted: CauseTimes, schedule: PipelineSchedule
 ) -> CauseTimes:
-    """Replace predicted times by measured ones, except tensor-parallel communication."""
+    """Return measured times by cause, with predicted tensor-parallel communication added."""
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
-    measured = {name: _measured_ms(replays, name, schedule) for name in _MEASURED_FIELDS}
+    packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
+    measured = {name: np.zeros((packs, parts)) for name in _MEASURED_FIELDS}
+    for replay, parts_of_stage in zip(replays, schedule.parts_of(parts), strict=True):
+        for name, times_ms in measured.items():
+            if getattr(replay, name):  # weight_ms is empty if backwards are not split
+                stage_ms = np.reshape(getattr(replay, name), (packs, schedule.chunks))
+                times_ms[:, parts_of_stage] = stage_ms
+    # One device measures no communication; its predicted time is added.
     exchanged = {name: getattr(all_, name) - getattr(silent, name) for name in _MEASURED_FIELDS}
     shares = {}
     for name in _MEASURED_FIELDS:
-        part, of_all = getattr(needed, name), getattr(silent, name)
-        shares[name] = np.divide(part, of_all, out=np.ones_like(of_all), where=of_all > 0)
-    whole = replace(all_, **{name: ms + exchanged[name] for name, ms in measured.items()})
+        # Necessary work keeps its predicted share of the measured time.
+        part, base = getattr(needed, name), getattr(silent, name)
+        shares[name] = np.divide(part, base, out=np.ones_like(base), where=base > 0)
+    total = replace(all_, **{name: ms + exchanged[name] for name, ms in measured.items()})
     return CauseTimes(
-        all=whole,
-        local=whole,  # nothing is shared in plans that are replayed
+        all=total,
+        local=total,  # replayed plans have no context-parallel packs
         silent=replace(silent, **measured),
         needed=replace(needed, **{name: ms * shares[name] for name, ms in measured.items()}),
     )
 
 
 _MEASURED_FIELDS = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms")
-
-
-def _measured_ms(
-    replays: Sequence[StageReplay], name: str, schedule: PipelineSchedule
-) -> np.ndarray:
-    """Return measured times, [packs, parts]."""
-    packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
-    times_ms = np.zeros((packs, parts))
-    for replay, held in zip(replays, schedule.parts_of(parts), strict=True):
-        if getattr(replay, name):
-            times_ms[:, held] = np.reshape(getattr(replay, name), (packs, schedule.chunks))
-    return times_ms

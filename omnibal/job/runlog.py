@@ -1,4 +1,4 @@
-"""The run log: `run.jsonl`, one line per trained step, with `run.json` and `evaluation.json`."""
+"""The run log: `run.jsonl` (a line per trained step), `run.json` and `evaluation.json`."""
 
 import hashlib
 import json
@@ -25,9 +25,8 @@ RUN_FILE = "run.jsonl"
 RUN_INFO_FILE = "run.json"
 VALIDATION_FILE = "validation.jsonl"
 EVALUATION_FILE = "evaluation.json"
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-"""Holds the steps of the newest complete checkpoint."""
-# Options of pretrain_vlm.py that a run may change when it goes on.
+TRACKER_FILE = "latest_checkpointed_iteration.txt"  # steps of the newest complete checkpoint
+# Options of pretrain_vlm.py that a run may change when it resumes.
 RATES = (
     *("lr", "min_lr", "vision_lr", "lr_decay_style", "lr_warmup_fraction"),
     *("weight_decay", "clip_grad"),
@@ -90,7 +89,7 @@ class PassTimes(Frozen):
 
 
 class StepRecord(Frozen):
-    # Otherwise NaN would be written as null, which is no number to read back.
+    # pydantic writes NaN as null by default, and could not read it back.
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     step: NonNegativeInt
@@ -161,8 +160,8 @@ class Evaluation(Frozen):
     examples: tuple[EvaluatedAnswer, ...]
 
 
+# First steps timed pass by pass, and the interval afterwards; a pass takes 10 bytes of the log.
 _TIMED_FIRST, _TIMED_EVERY = 100, 10
-"""First steps timed pass by pass, and the interval afterwards, at 10 bytes a pass."""
 
 
 def is_timed(step: int, first_step: int) -> bool:
@@ -188,10 +187,10 @@ def read_run_info(directory: Path) -> RunInfo:
 
 
 def read_run(path: Path) -> list[StepRecord]:
-    """Read `run.jsonl`: the last line of each step counts, an incomplete last line is skipped."""
+    """Return the steps of `run.jsonl`, by their last lines; skip an incomplete last line."""
     records = _read_lines(StepRecord, path)
     if not records:
-        raise UserError(f"{path}: holds no step yet; let the run finish at least one")
+        raise UserError(f"{path}: holds no step yet; let the run finish one")
     return records
 
 
@@ -202,13 +201,13 @@ class RunLog:
 
 
 def read_validations(directory: Path) -> list[ValidationRecord]:
-    """Read `validation.jsonl` of a run's directory, or empty if absent."""
+    """Return the records of `validation.jsonl` in a run's directory, empty if absent."""
     path = directory / VALIDATION_FILE
     return _read_lines(ValidationRecord, path) if path.exists() else []
 
 
 def _read_lines(kind: type[R], path: Path) -> list[R]:
-    """Return records by step, the last line per step."""
+    """Return the last record of every step, by rising step."""
     text = read_text(path, "pretrain_vlm.py writes it into --save")
     records = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
@@ -220,18 +219,17 @@ def _read_lines(kind: type[R], path: Path) -> list[R]:
 
 
 def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
-    """Append a line to a log, dropping an incomplete last line of a killed process."""
+    """Append a line to a log, after removing an incomplete last line of a killed process."""
     with path.open("a+b") as log:
         if log.tell():
             log.seek(-1, os.SEEK_END)
             if log.read(1) != b"\n":
-                whole = path.read_bytes().rfind(b"\n") + 1
-                log.truncate(whole)
+                log.truncate(path.read_bytes().rfind(b"\n") + 1)
         log.write(record.model_dump_json().encode() + b"\n")
 
 
 def drop_records(path: Path, first_step: int) -> None:
-    """Drop log records from `first_step` on, as a run resumes there, and incomplete lines."""
+    """Remove records from `first_step` on, where a run resumes, and incomplete lines."""
     if not path.exists():
         return
     kept = []
@@ -240,24 +238,24 @@ def drop_records(path: Path, first_step: int) -> None:
             if json.loads(line)["step"] < first_step:
                 kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
-            kept.append(line + b"\n")  # readers of the log report it
+            kept.append(line + b"\n")  # readers of the log report the bad line
     with atomic(path) as temporary:
         temporary.write_bytes(b"".join(kept))
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return directory / f"iter_{step:07d}"
 
 
 def latest_step(directory: Path) -> int | None:
-    """Steps trained in the newest complete checkpoint, or None."""
+    """Return the trained steps of the newest complete checkpoint, or None."""
     tracker = directory / TRACKER_FILE
     if not tracker.exists():
         return None
     remedy = (
-        f"it must hold the step number of a checkpoint folder beside it "
-        f"({checkpoint_path(directory, 100).name} is 100); correct it"
+        f"it must hold the step number of a checkpoint folder here "
+        f"({checkpoint_path(directory, 100).name} is 100): correct it"
     )
     text = read_text(tracker, remedy).strip()
     if not (text.isascii() and text.isdecimal()):

@@ -77,20 +77,20 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
     for model, expected in (
         (
             THREE.model_copy(update={"encoders": renamed}),
-            "has an encoder vision of clips, an encoder sound of clips: ",
+            "has an encoder vision of clips, an encoder sound of clips (supported",
         ),
-        (model_of("runs", 7), "has layers of kind language_layer_window4: "),
+        (model_of("runs", 7), "has layers of kind language_layer_window4 (supported"),
         (
             model_of("language", 4).with_tower("language", post_norms=True, prediction_layers=1),
-            "has language.post_norms True, language.prediction_layers 1: ",
+            "has language.post_norms True, language.prediction_layers 1 (supported",
         ),
         (
             model_of("language", 4).with_tower("language", activation="gelu", positions="alibi"),
-            "has language.activation gelu, language.positions alibi: ",
+            "has language.activation gelu, language.positions alibi (supported",
         ),
         (
             model_of("language", 4).with_tower("language", bias=True, norm_bias=True, sinks=True),
-            "has language.bias True, language.norm_bias True, language.sinks True: ",
+            "has language.bias True, language.norm_bias True, language.sinks True (supported",
         ),
     ):
         assert expected in training_obstacles(plan_of(model, tmp_path))[-1]
@@ -99,7 +99,7 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
         level = PlannedLevel.model_construct(context=context)
         found.append(training_obstacles(plan.model_copy(update={"levels": (level,)})))
     assert [len(obstacles) for obstacles in found] == [1, 2]
-    assert "has an audio encoder, whose features the trainer does not exchange" in found[1][-1]
+    assert "need its audio features exchanged, which the trainer does not" in found[1][-1]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_good_plans_pass(tmp_path, made, made_of_levels):
     assert made_of_levels.plan.prediction.lost.context_exchange_ms > 0
     save_plan(made_of_levels, tmp_path / "levels")
     passed = check_plan(tmp_path / "levels")
-    assert "packs are of 2 levels of context size 1, 2" in passed
+    assert "packs have 2 levels of context size 1, 2" in passed
     assert "no pack exceeds the caps of its level" in passed
 
 
@@ -279,7 +279,7 @@ def later_slot(packs: ScheduledPacks) -> ScheduledPacks:
     [
         (other_level, "has no such level.*levels go from 0 to 1"),
         (too_long_for_its_level, "exceeds a cap.*the caps of its level"),
-        (off_its_block, "shared by ranks that are no block.*multiple of its level's context"),
+        (off_its_block, "begin a context-parallel group.*multiple of its level's context"),
         (shared_beside_others, "another context size than a pack of the same step and slot"),
         (later_slot, "leaves out a slot.*count from 0 in each step"),
     ],
@@ -342,7 +342,7 @@ EDITS = [
     ("frozen", ["vision", "vision"], "each part at most once and leave one to train"),
     ("frozen", ["vision", "projector", "language"], "at most once and leave one to train"),
     ("prediction.stages", [], r"0 entries for 2 stages.*remove `prediction`"),
-    ("schema_version", 1, r"schema_version: .* 2 \(given: 1\); make the plan anew"),
+    ("schema_version", 1, r"schema_version: .* 2 \(given: 1\); make the plan again"),
     ("schema_version", 3, r"plan\.json"),
 ]
 """Of plan.json: a key, another value, and what is wrong with it."""
@@ -597,7 +597,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
     model = read_plan(directory).model
     for origin in (None, origin_of(MODEL, data_sha256="other")):
         rewrite_data(directory, origin=origin)
-        assert_refused(directory, "data.origin of plan.json is not that")
+        assert_refused(directory, "data.origin of plan.json and of lengths.parquet differ")
     for changes, expected in (
         ({"tiling": TilingConfig(max_dynamic_patch=3)}, "another tiling than model.tiling"),
         ({"image_size": 64}, "tiles of 32 pixels"),
@@ -608,7 +608,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [({"lengths": None}, "shapes only"), ({}, "do not say which data")]
+    ("changes", "expected"), [({"lengths": None}, "shapes only"), ({}, "do not name their data")]
 )
 def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
     """Prevents a wait for a plan that is then refused, and shapes that pass at any memory."""
@@ -626,7 +626,7 @@ def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
         (
             {"sharded": 2, "pipeline": 1},
             {"precision": "fp8"},
-            'parallel.sharded is 2 of parallel.data 2, .* without precision "fp8"',
+            'parallel.sharded is 2 of parallel.data 2, .* with precision "fp8"',
         ),
         ({}, {"made_for": TargetName.XTUNER}, r"sharded is 1 of .* XTuner v1, .* are full \(2\)"),
         (
@@ -637,7 +637,7 @@ def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
         (
             {"sharded": 2},
             {"schedule": PipelineSchedule(name="zb-h1")},
-            "schedule zb-h1 splits backwards, but gradients of divided weights",
+            "schedule zb-h1 splits backwards, but sharded weights reduce",
         ),
         (
             {},
@@ -646,7 +646,7 @@ def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
                 "precision": "fp8",
                 "cluster": load_cluster("h100-80g"),
             },
-            "schedule zb-h1 splits backwards, but products in FP8",
+            "schedule zb-h1 splits backwards, but FP8 products compute",
         ),
     ],
 )
@@ -667,7 +667,7 @@ def test_adapters_are_not_planned_beyond_the_key_value_heads():
     adapters, four = AdapterConfig(rank=2, alpha=4), Parallel(tensor=4, pipeline=1)
     job = job_spec(cluster=load_cluster("h100-80g"), adapters=adapters)
     assert not job.allows(four)
-    with pytest.raises(UserError, match="which are trained on up to its 2 key-value heads"):
+    with pytest.raises(UserError, match=r"tensor size .* exceeds the 2 key-value heads"):
         job.with_sizes(four)
     assert replace(job, adapters=None).allows(four)
 

@@ -184,7 +184,7 @@ def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, planned):
     assert "--seed 1 and --epochs 2 cannot be given with --steps-of" in message
     run(PLAN, "-o", tmp_path / "shapes")
     message = failure(capsys, options, tmp_path / "shapes", "-o", tmp_path / "x")
-    assert "is a plan of shapes only" in message
+    assert "given a plan of shapes only" in message
 
 
 def test_plan_check_and_report(capsys, tmp_path, planned):
@@ -348,7 +348,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (PACK + " {lengths} --dp 2 -o {lengths}/p", "exists"),
         (PLAN + " -o {lengths}", "is a file"),
         ("check absent", "plan.json: no such file"),
-        (PLAN + " -o .", "is the current directory"),
+        (PLAN + " -o .", "contains the current directory"),
         (PLAN + " -o {lengths}/p/q", "is not a directory"),
         (PLAN + " --tp 3 -o p", "is more than the 2 devices of a node"),
         (PLAN + " --sequence-parallel -o p", "--sequence-parallel needs --tp 2"),

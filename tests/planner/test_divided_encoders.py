@@ -260,8 +260,8 @@ def test_blocks_are_of_a_node_or_of_all_ranks() -> None:
         (Parallel(pipeline=1, data=12), [1, 12, None]),
     ):
         assert [encoder_shards(way, sizes, cluster) for way in EVERY] == expected
-    with pytest.raises(UserError, match="no whole nodes of h100-80g") as raised:
+    with pytest.raises(UserError, match="do not fill nodes of h100-80g") as raised:
         job(Parallel(pipeline=1, data=12), encoder_shardings=(WeightSharding.HYBRID,))
     assert "\n" not in str(raised.value)
-    with pytest.raises(UserError, match="--precision fp8 was given with data-parallel encoders"):
+    with pytest.raises(UserError, match="--precision fp8 excludes data-parallel encoders"):
         job(precision="fp8", encoder_shardings=(WeightSharding.FULL,))

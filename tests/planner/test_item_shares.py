@@ -150,4 +150,4 @@ def test_only_data_parallel_encoders_of_images_refuse_shared_packs() -> None:
     )
     assert len(training_obstacles(plan)) == 1  # of shapes alone
     beside = plan.model_copy(update={"beside": DataParallelEncoders.model_construct()})
-    assert "has data-parallel encoders of images" in training_obstacles(beside)[-1]
+    assert "need features of data-parallel encoders of images" in training_obstacles(beside)[-1]

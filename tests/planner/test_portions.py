@@ -148,7 +148,7 @@ def test_a_replaced_portion_is_refused(in_portions, tmp_path):
         check_plan(copied)
     plan_json["data"]["portions"][2]["packs"] += 1
     (copied / "plan.json").write_text(json.dumps(plan_json))
-    with pytest.raises(UserError, match=r"packs is .* of all entries of portions together"):
+    with pytest.raises(UserError, match=r"packs is .* over all entries of portions"):
         check_plan(copied)
 
 
@@ -178,7 +178,7 @@ def test_other_ranks_take_over_steps_in_portions(in_portions, to_train, tmp_path
 def test_steps_in_portions_need_their_directory(to_train):
     """Prevents: a plan of the first portion alone, given for the whole run's."""
     data = Earlier(plan=to_train.plan, data=to_train.data)
-    with pytest.raises(UserError, match="no directory was given to read them from"):
+    with pytest.raises(UserError, match="no directory to read them from"):
         plan(Goal(job=job_spec(), data=data))
 
 

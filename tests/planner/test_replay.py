@@ -239,7 +239,7 @@ def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
     for stage in (1, 2):
         (tmp_path / f"stage_{stage}.json").unlink()
     assert [kept.stage for kept in REPLAY_FILES.read_stages(tmp_path, 4)] == [0, 3]
-    with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are not\)"):
+    with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are missing\)"):
         small.read(tmp_path)
 
 
@@ -260,9 +260,9 @@ def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
     replays = small.write(tmp_path)
     rows = tuple(row + 1 for row in replays[2].rows)
     for changed, other, message in (
-        (replays[2:3], rows, "stage 2 is not of the packs of its steps"),
+        (replays[2:3], rows, "stage 2 has other packs than its steps"),
         (replays[2:3], rows[:-1], "differ in length"),
-        (replays, rows, "stage 0 is not of the packs of its steps"),
+        (replays, rows, "stage 0 has other packs than its steps"),
     ):
         for replay in changed:
             REPLAY_FILES.write(replay.model_copy(update={"rows": other}), tmp_path)

@@ -355,7 +355,7 @@ def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp8"}, "--precision fp8 was given with weights"),
+        ({"precision": "fp8"}, "--precision fp8 excludes sharded weights"),
         ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, whose weights are replicated"),
         ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, whose weights are full"),
         ({"trainer": XTUNER, "parallel": over(2, tensor=2)}, "--tp 2 was given"),

@@ -274,7 +274,7 @@ def test_edited_windows_are_found(tmp_path):
         return str(raised.value)
 
     packs, data = read_packs(plan / "packs.parquet"), read_plan(plan).data
-    assert "the most of any step are" in rewrite(packs, packs_per_step=data.packs_per_step + 1)
+    assert "the maximum over steps is" in rewrite(packs, packs_per_step=data.packs_per_step + 1)
     samples = packs.packs.samples.copy()
     sizes = example_lengths().sizes(["tiles", "tokens"])[:, samples]
     # Two samples of equal size, of two windows, trade places.
