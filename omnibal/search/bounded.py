@@ -16,15 +16,15 @@ from omnibal.search.strategy import (
     Sizing,
     Strategy,
     estimate,
-    evaluate,
     find_bound,
+    plan_choice,
     possible_choices,
 )
 
 CLEARLY_WORSE = 1.15
 """Factor over the best time for a choice's bound to exclude it from the ranking."""
 
-_SHOWN = 8
+_MAX_EXTRA = 8
 """Strategies to plan although their bounds rule them out."""
 _ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
 """Factors over the group's minimal estimate that bounds and likely times must not exceed."""
@@ -32,7 +32,7 @@ _KIND_SLACK = 1.04
 """Factor over the minimal estimate above which all choices of a kind are dropped."""
 _MOST_ESTIMATED = 48
 """Max further choices to estimate that fit."""
-_NEAR = 1.1
+_PLANNED_SLACK = 1.1
 """Factor over the minimal estimate above which a choice is not planned."""
 
 
@@ -66,20 +66,20 @@ class BoundedTrials:
                 self.advance(1)
             else:
                 self.least_ms[choice], self.bounds[choice] = bound.least_ms, bound
-        in_order = sorted((each for each in full if each in self.bounds), key=self._order)
+        in_order = sorted((choice for choice in full if choice in self.bounds), key=self._order)
         if len(full) > most:
             fastest = self._of_least_estimates(in_order, most)
-            self._plan(fastest, partial(evaluate, self.setting, True), len(fastest))
+            self._plan(fastest, partial(plan_choice, self.setting, True), len(fastest))
             return
         # Extra results from parallel lookahead are dropped from the result.
-        self._plan(self._promising(in_order), partial(evaluate, self.setting, False), len(full))
+        self._plan(self._promising(in_order), partial(plan_choice, self.setting, False), len(full))
 
     def plan_all(self, choices: Sequence[Choice]) -> None:
         """Plan new choices whatever their bounds, which stay 0."""
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.least_ms]
         full = possible_choices(self.setting, new, self.processes)
         self.least_ms.update(dict.fromkeys(full, 0.0))
-        self._plan(full, partial(evaluate, self.setting, False), len(full))
+        self._plan(full, partial(plan_choice, self.setting, False), len(full))
 
     def _plan(
         self,
@@ -101,7 +101,7 @@ class BoundedTrials:
         predicts the times of choices with other expert sizes and caps.
         """
         by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
-        first = {_group(choice): choice for choice in by_bound}
+        first = {_group_key(choice): choice for choice in by_bound}
         self._estimate(list(first.values()), len(first))
         choices = self._of_fast_kinds(choices)
         above = {
@@ -112,11 +112,13 @@ class BoundedTrials:
         # Choices short of memory recompute more, which other expert sizes may avoid.
         usual = median(above.values()) if above else 1.0
         likely_ms = {
-            choice: self.bounds[choice].about_ms * min(above.get(_group(choice), usual), usual)
+            choice: self.bounds[choice].about_ms * min(above.get(_group_key(choice), usual), usual)
             for choice in choices
             if choice not in first.values()
         }
-        best_ms = min((self.estimated_ms.get(each, math.inf) for each in choices), default=math.inf)
+        best_ms = min(
+            (self.estimated_ms.get(choice, math.inf) for choice in choices), default=math.inf
+        )
         others = [
             choice
             for choice, ms in likely_ms.items()
@@ -127,7 +129,7 @@ class BoundedTrials:
         self._estimate(others, _MOST_ESTIMATED)
         by_ms = [choice for choice in choices if choice in self.estimated_ms]
         by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
-        limit_ms = _NEAR * self.estimated_ms[by_ms[0]] if by_ms else 0.0
+        limit_ms = _PLANNED_SLACK * self.estimated_ms[by_ms[0]] if by_ms else 0.0
         near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
         first_of_sizes = dict[Sizing, Choice]()
         for choice in near:
@@ -142,12 +144,12 @@ class BoundedTrials:
         """
         best_ms: dict[Hashable, float] = {}
         for choice, ms in self.estimated_ms.items():
-            kind = _kind(choice)
+            kind = _kind_key(choice)
             best_ms[kind] = min(best_ms.get(kind, math.inf), ms)
         limit_ms = _KIND_SLACK * min(best_ms.values(), default=math.inf)
         slow = {kind for kind, ms in best_ms.items() if ms > limit_ms}
-        seen = set(map(_group, self.estimated_ms))
-        fast = [c for c in choices if _kind(c) not in slow or _group(c) not in seen]
+        seen = set(map(_group_key, self.estimated_ms))
+        fast = [c for c in choices if _kind_key(c) not in slow or _group_key(c) not in seen]
         self.advance(
             sum(choice not in self.estimated_ms for choice in choices if choice not in fast)
         )
@@ -159,25 +161,25 @@ class BoundedTrials:
 
         def until_enough() -> Iterator[Choice]:
             for choice in choices:
-                if sum(not isinstance(each, Need) for each in found.values()) < most:
+                if sum(not isinstance(result, Need) for result in found.values()) < most:
                     yield choice
                 else:
                     self.advance(1)
 
         work, useful = partial(estimate, self.setting), max(min(self.processes, len(choices)), 1)
-        for choice, each in map_unordered(work, until_enough(), useful):
-            found[choice] = each
+        for choice, result in map_unordered(work, until_enough(), useful):
+            found[choice] = result
             self.advance(1)
         fitting = 0
         for choice in choices:
             # Parallel lookahead may have estimated more.
             if fitting == most:
                 return
-            each, bound = found[choice], self.bounds[choice]
-            if isinstance(each, Need):
-                self.need_gib[choice] = each.gib
+            result, bound = found[choice], self.bounds[choice]
+            if isinstance(result, Need):
+                self.need_gib[choice] = result.gib
             else:
-                self.estimated_ms[choice] = each * bound.about_ms
+                self.estimated_ms[choice] = result * bound.about_ms
                 fitting += 1
 
     def is_clearly_slower(self, choice: Choice) -> bool:
@@ -193,13 +195,13 @@ class BoundedTrials:
             if sizing in best:
                 if may_win:
                     best[sizing] = min(best[sizing], found, key=_rank)
-            elif may_win or (len(best) < _SHOWN and not self.is_clearly_slower(choice)):
+            elif may_win or (len(best) < _MAX_EXTRA and not self.is_clearly_slower(choice)):
                 best[sizing] = found
         return sorted(best.values(), key=_rank)
 
     def best_ms(self) -> float:
         """Min planned time per sample. Infinite if nothing is planned."""
-        return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
+        return min((strategy.ms_per_sample for strategy in self.planned.values()), default=math.inf)
 
     def estimate_beside(self, best: Choice, choices: Sequence[Choice]) -> float | None:
         """Min estimate of unplanned choices, scaled to the best plan. None if not estimated."""
@@ -224,7 +226,7 @@ class BoundedTrials:
         """Yield choices that may win, and the first fit of a few more near-best strategies."""
         for choice in choices:
             members = {sizing for sizing, _ in self.planned}
-            is_shown = choice[0] not in members and len(members) < _SHOWN
+            is_shown = choice[0] not in members and len(members) < _MAX_EXTRA
             is_near = is_shown and not self.is_clearly_slower(choice)
             if self.least_ms[choice] <= self.best_ms() or is_near:
                 yield choice
@@ -232,14 +234,14 @@ class BoundedTrials:
                 self.advance(1)
 
 
-def _group(choice: Choice) -> Hashable:
+def _group_key(choice: Choice) -> Hashable:
     """Key of choices that differ only in expert size and caps, with similar ratios to bounds."""
     parallel = choice[0].parallel
     sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
     return *sizes, choice[0].placement
 
 
-def _kind(choice: Choice) -> Hashable:
+def _kind_key(choice: Choice) -> Hashable:
     """Key of choices that are dropped together: placement and sharding."""
     return choice[0].placement, choice[0].parallel.sharding
 

@@ -23,7 +23,7 @@ from omnibal.steps.balance_metrics import dist_ratio
 
 CapRule = Literal["time", "paper"]
 
-_MOVES = (2**0.25, 2**0.125)
+_MOVE_FACTORS = (2**0.25, 2**0.125)
 """Factors of the moves around the best caps, by round."""
 _PAPER_TOKENS = 4096  # start of OmniBal's public code
 _PAPER_ALIGNMENT = 256  # its rounding of tokens
@@ -33,7 +33,7 @@ _PAPER_CANDIDATES = 10  # shown with predicted times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class CapCandidate:
     """Caps and their predictions."""
 
     strategy: Strategy
@@ -67,7 +67,7 @@ class Candidate:
 class CapSearch:
     """Candidates in order, and caps that do not fit."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CapCandidate, ...]
     """Candidates that fit, the chosen one first, in the order of the rule."""
     infeasible: dict[Caps, str]
     """Reasons why caps cannot be trained, in the order found."""
@@ -83,7 +83,7 @@ def most_candidates(request: StrategyRequest, rule: CapRule) -> int:
     """Return the total of the progress that `search_caps` reports."""
     if rule == "paper":
         return _PAPER_CANDIDATES
-    return MOST_IN_GRID + len(_MOVES) * (2 * len(request.limited_features) + 2)
+    return MOST_IN_GRID + len(_MOVE_FACTORS) * (2 * len(request.limited_features) + 2)
 
 
 def search_caps(
@@ -116,10 +116,12 @@ def search_caps(
             ranked = [trials.planned[choice] for choice in choices if choice in trials.planned]
         else:
             trials.plan_all([(sizing, caps) for caps in space.grid()])
-            for factor in _MOVES if trials.planned else ():
-                best = min(trials.planned.values(), key=lambda each: each.ms_per_sample).caps
+            for factor in _MOVE_FACTORS if trials.planned else ():
+                best = min(
+                    trials.planned.values(), key=lambda strategy: strategy.ms_per_sample
+                ).caps
                 trials.plan_all([(sizing, caps) for caps in space.moves(best, factor)])
-            ranked = sorted(trials.planned.values(), key=lambda each: each.ms_per_sample)
+            ranked = sorted(trials.planned.values(), key=lambda strategy: strategy.ms_per_sample)
     if not ranked:
         raise unusable(trials, [sizing])
     cap_gib, packs = request.job.memory_cap_gib, trials.setting.packs
@@ -128,8 +130,8 @@ def search_caps(
     least, largest = min(tried), max(tried)
     return CapSearch(
         candidates=tuple(
-            Candidate(strategy=each, samples_per_pack=samples / len(packs[each.caps]))
-            for each in ranked
+            CapCandidate(strategy=strategy, samples_per_pack=samples / len(packs[strategy.caps]))
+            for strategy in ranked
         ),
         infeasible={
             caps: f"needs {gib_text(gib)} GiB per device at best, more than the memory cap of "

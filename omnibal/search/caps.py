@@ -16,9 +16,9 @@ from omnibal.job.plan_data import caps_of_tokens, smallest_caps
 from omnibal.model.limits import Caps
 from omnibal.search.strategy import StrategyRequest
 
-_FACTORS = tuple(2 ** (step / 2) for step in range(5))
+_GRID_FACTORS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the minimum."""
-MOST_IN_GRID = len(_FACTORS)
+MOST_IN_GRID = len(_GRID_FACTORS)
 """Max caps of a grid: some are equal where tokens have few steps or a fixed cap."""
 _TOKEN_STEPS = 8
 """Min number of token steps, a power of two each, in the smallest token cap."""
@@ -45,7 +45,7 @@ class CapSpace:
         least = smallest_caps(lengths, names)
         unit = 1 << max((least["tokens"] // _TOKEN_STEPS).bit_length() - 1, 0)
         first = -(-least["tokens"] // unit) * unit
-        tokens = np.arange(first, _FACTORS[-1] * first + 1, unit, dtype=np.int64)
+        tokens = np.arange(first, _GRID_FACTORS[-1] * first + 1, unit, dtype=np.int64)
         items = {
             name: _ItemAxis.from_lengths(lengths, name, int(tokens[-1]))
             for name in least.names
@@ -64,7 +64,7 @@ class CapSpace:
 
     def grid(self) -> list[Caps]:
         """Return caps with one to four times the minimum tokens, and items in proportion."""
-        tokens = (_nearest(self.tokens, factor * self.tokens[0]) for factor in _FACTORS)
+        tokens = (_nearest(self.tokens, factor * self.tokens[0]) for factor in _GRID_FACTORS)
         every = (
             self._caps({**{name: a.matching(cap) for name, a in self.items.items()}, "tokens": cap})
             for cap in tokens
@@ -123,7 +123,9 @@ class _ItemAxis:
         held = np.bincount(column) * np.arange(int(column.max()) + 1)
         per_token = float(held.sum() / lengths.tokens.sum(dtype=np.int64))
         common = np.flatnonzero(held >= max(_COMMON_SHARE * held.sum(), 1)).tolist()
-        sums = _sums(common or [1], math.ceil(max(_FACTORS[-1] * least, per_token * most_tokens)))
+        sums = _sums(
+            common or [1], math.ceil(max(_GRID_FACTORS[-1] * least, per_token * most_tokens))
+        )
         return cls(
             caps=np.concatenate([[least], sums[sums > least]]),
             per_token=per_token,

@@ -117,7 +117,9 @@ CONFLICTS = (
 def check_together(given: Mapping[Feature, str]) -> None:
     """Raise if features conflict. `given` has the options of each feature for the message."""
     for one in Feature:
-        against = [each for each in CONFLICTS if each.one is one and each.other in given]
+        against = [
+            conflict for conflict in CONFLICTS if conflict.one is one and conflict.other in given
+        ]
         if one in given and against:
             others = words([given[conflict.other] for conflict in against])
             whys = dict.fromkeys(conflict.why for conflict in against)

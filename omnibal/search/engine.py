@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import map_unordered
 
-Choice = TypeVar("Choice", bound=Hashable)
+Task = TypeVar("Task", bound=Hashable)
 Found = TypeVar("Found")
 
 
@@ -29,11 +29,11 @@ def whole_progress(
 
 
 def try_all(
-    work: Callable[[Choice], tuple[Choice, Found]],
-    choices: Sequence[Choice],
+    work: Callable[[Task], tuple[Task, Found]],
+    choices: Sequence[Task],
     processes: int,
     on_done: Callable[[int], None] = lambda done: None,
-) -> dict[Choice, Found]:
+) -> dict[Task, Found]:
     """Try choices in parallel. Results are in the order of choices."""
     found = {}
     for choice, result in map_unordered(work, choices, max(min(processes, len(choices)), 1)):
@@ -43,18 +43,18 @@ def try_all(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Trials(Generic[Choice, Found]):
+class Trials(Generic[Task, Found]):
     """Trials of choices on the same samples."""
 
-    work: Callable[[Choice], tuple[Choice, Found | UserError]]
+    work: Callable[[Task], tuple[Task, Found | UserError]]
     """Picklable trial that returns a result or the error."""
     processes: int
     on_done: Callable[[int], None]
     """Called with the number of newly finished trials."""
-    found: dict[Choice, Found] = field(default_factory=dict)
-    failed: dict[Choice, UserError] = field(default_factory=dict)
+    found: dict[Task, Found] = field(default_factory=dict)
+    failed: dict[Task, UserError] = field(default_factory=dict)
 
-    def run(self, choices: Iterable[Choice]) -> None:
+    def run(self, choices: Iterable[Task]) -> None:
         """Try new choices."""
         new = [c for c in dict.fromkeys(choices) if c not in self.found and c not in self.failed]
         for choice, result in try_all(self.work, new, self.processes, self.on_done).items():

@@ -122,10 +122,10 @@ def _fewer_caps(
     names = list(reversed(caps.names))
     instead = words([str(caps[name]) for name in names])
     candidates = [
-        (f"{' '.join(reversed(each.options))} instead of {instead}", change(each))
-        for each in smaller_caps(caps, least)
+        (f"{' '.join(reversed(smaller.options))} instead of {instead}", change(smaller))
+        for smaller in smaller_caps(caps, least)
     ]
-    place = bisect_left(candidates, True, key=lambda each: fit(*each) is not None)
+    place = bisect_left(candidates, True, key=lambda candidate: fit(*candidate) is not None)
     kind = f"smaller {words([option_of(name) for name in names])}"
     return kind, candidates[place : place + 1] or candidates[-1:]
 
@@ -227,8 +227,8 @@ def _kinds_of_request(
         text = f"--sharding auto instead of {WeightSharding.REPLICATED}"
         yield "--sharding auto", [(text, replace(request, job=divided))]
     ways = (WeightSharding.HYBRID, WeightSharding.FULL)
-    held = [each for way in ways if (each := parallel.held(way, job.cluster))]
-    more = [{"sharded": each.sharded} for each in held if each.sharded > parallel.sharded]
+    layouts = [layout for way in ways if (layout := parallel.held(way, job.cluster))]
+    more = [{"sharded": new.sharded} for new in layouts if new.sharded > parallel.sharded]
     yield "--sharding hybrid or full", _at_sizes(request, more)
     if job.trainer.stages.encoders_on_first:
         # The first stage keeps encoder activations of one micro-batch per stage.
@@ -280,9 +280,9 @@ def _at_sizes(
             changed = request
             if new.sharding is not old.sharding:
                 changed = replace(request, job=replace(job, encoder_shardings=(new.sharding,)))
-            pairs = {each: (getattr(old, each), getattr(new, each)) for each in options}
-            pairs = {each: pair for each, pair in pairs.items() if pair[0] != pair[1]}
-            text = " ".join(f"{options[each]} {now}" for each, (_, now) in pairs.items())
+            pairs = {name: (getattr(old, name), getattr(new, name)) for name in options}
+            pairs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+            text = " ".join(f"{options[name]} {now}" for name, (_, now) in pairs.items())
             before = words([str(size) for size, _ in pairs.values()])
             yield f"{text} instead of {before}", changed.with_sizes(new)
 
@@ -299,11 +299,11 @@ def _larger_pipelines(job: JobSpec) -> list[int]:
 
 def _same_devices(request: PlanRequest) -> list[Parallel]:
     """Layouts on the same devices with any sharding, by ascending state."""
-    job, context = request.job, max(each.context for each in request.data.levels)
+    job, context = request.job, max(level.context for level in request.data.levels)
     layouts = layouts_of(job, job.parallel.world_size, tuple(WeightSharding))
-    allowed = [each for each in layouts if each.data % context == 0 and job.allows(each)]
+    allowed = [layout for layout in layouts if layout.data % context == 0 and job.allows(layout)]
     allowed.sort(
-        key=lambda each: (least_state_gib(job.with_sizes(each)), each.pipeline, each.tensor)
+        key=lambda layout: (least_state_gib(job.with_sizes(layout)), layout.pipeline, layout.tensor)
     )
     return allowed[:_MOST_SAME_DEVICES]
 
@@ -380,11 +380,11 @@ def _first_fit(text: str, request: StrategyRequest) -> Change | None:
     caps = request.caps
     if caps is None:
         caps = cap_space(request).grid()[0]
-    choices = possible_choices(setting, [(each, caps) for each in sizings], processes=1)
+    choices = possible_choices(setting, [(sizing, caps) for sizing in sizings], processes=1)
     for placement in EncoderPlacement:
         placed = [choice for choice in choices if choice[0].placement is placement]
         states = {choice: least_state_gib(setting.job(choice[0])) for choice in placed}
-        least = sorted(placed, key=lambda each: (states[each], str(each[0].parallel)))
+        least = sorted(placed, key=lambda choice: (states[choice], str(choice[0].parallel)))
         for choice in least[:_MOST_FREE]:
             if not fits_cap(states[choice], request.job.memory_cap_gib):
                 break

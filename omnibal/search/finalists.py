@@ -20,13 +20,13 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import are_plain
 from omnibal.pipeline.prediction import Prediction
 from omnibal.search.goal_requests import GoalRequests
-from omnibal.search.level_sets import LEAST_GAIN, levels_in_use, shared_anew
+from omnibal.search.level_sets import MIN_LEVELS_GAIN, levels_in_use, shared_anew
 from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, placements_error, possible_sizings
 from omnibal.search.schedule_choice import ScheduleChoice, in_best_schedule, in_order
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, relative_ms
 
-_ABOUT_AS_FAST, _FINALISTS = 1.02, 3
+_FINALIST_SLACK, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
 _SCHEDULE_GAINS, _PIPELINES = 1.1, 2
 """Max slowdown and max count of further pipelines that are planned in other schedules."""
@@ -81,9 +81,9 @@ class Finalists:
                     fastest = min(predicted.get(strategy.placement, own), own, key=relative_ms)
                     predicted[strategy.placement] = fastest
                 if not self.requests.schedules:  # no other schedule to try
-                    fitting = [min(fitting, key=lambda each: _final_ms(each[2]))]
+                    fitting = [min(fitting, key=lambda finalist: _final_ms(finalist[2]))]
                 scheduled = self._choose_schedules(fitting, is_ordered)
-                best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
+                best, result, schedule = min(scheduled, key=lambda planned: _final_ms(planned[1]))
                 return PlannedFinalists(
                     result=result,
                     strategies=left.led_by(best),
@@ -144,10 +144,10 @@ class Finalists:
         """
         refused = dict[EncoderPlacement, UserError]()
         setting, sizings = Setting(request=request, packs={}), possible_sizings(request)
-        for placement in dict.fromkeys(each.placement for each in sizings):
-            of_placement = [each for each in sizings if each.placement is placement]
+        for placement in dict.fromkeys(sizing.placement for sizing in sizings):
+            of_placement = [sizing for sizing in sizings if sizing.placement is placement]
             # If the sharding with the least state does not fit, no other one does.
-            sizing = min(of_placement, key=lambda each: least_state_gib(setting.job(each)))
+            sizing = min(of_placement, key=lambda sizing: least_state_gib(setting.job(sizing)))
             try:
                 asked = self.requests.most_shared_request(request, sizing)
                 return self._make_plan(asked), sizing
@@ -217,18 +217,22 @@ def _finalists(
     Of given layouts, also the best with every placement of encoders.
     """
     best_ms = found.best.ms_per_sample
-    near = [each for each in found.ranking if each.ms_per_sample <= _ABOUT_AS_FAST * best_ms]
+    near = [
+        strategy
+        for strategy in found.ranking
+        if strategy.ms_per_sample <= _FINALIST_SLACK * best_ms
+    ]
     near = near[:_FINALISTS]
     if request.layouts:
-        firsts = {each.placement: each for each in reversed(found.ranking)}
-        near += [each for each in firsts.values() if each not in near]
+        firsts = {strategy.placement: strategy for strategy in reversed(found.ranking)}
+        near += [strategy for strategy in firsts.values() if strategy not in near]
     pipelines = [
-        each
-        for each in found.ranking
+        strategy
+        for strategy in found.ranking
         if other_schedules
-        and each not in near
-        and each.parallel.pipeline > 1
-        and each.ms_per_sample <= _SCHEDULE_GAINS * best_ms
+        and strategy not in near
+        and strategy.parallel.pipeline > 1
+        and strategy.ms_per_sample <= _SCHEDULE_GAINS * best_ms
     ]
     return near + pipelines[:_PIPELINES]
 
@@ -254,7 +258,7 @@ def _plan(request: PlanRequest, is_ordered: bool) -> PlanResult:
 
 def _final_ms(result: PlanResult) -> float:
     """Time per sample, plus the required gain if the plan has several levels."""
-    must_gain = 0.0 if are_plain(result.plan.pack_levels) else LEAST_GAIN
+    must_gain = 0.0 if are_plain(result.plan.pack_levels) else MIN_LEVELS_GAIN
     return relative_ms(result.plan.known_prediction) * (1 + must_gain)
 
 

@@ -27,7 +27,7 @@ from omnibal.search.strategy import FreeSizes
 from omnibal.steps.pack_settings import PackSettings
 
 
-def _check_counts(least: int, **counts: int | None) -> None:
+def _check_minimum(least: int, **counts: int | None) -> None:
     """Raise unless counts are None or integers >= `least`."""
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or count < least):
@@ -51,8 +51,8 @@ class Samples(PackSettings):
 
     def __post_init__(self) -> None:
         steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
-        _check_counts(1, epochs=self.epochs, portion_samples=self.portion_samples, **steps)
-        _check_counts(0, seed=self.seed, curriculum_steps=self.curriculum_steps)
+        _check_minimum(1, epochs=self.epochs, portion_samples=self.portion_samples, **steps)
+        _check_minimum(0, seed=self.seed, curriculum_steps=self.curriculum_steps)
         for given, kind in ((self.packing, PackingMethod), (self.fill, FillRule)):
             if not isinstance(given, kind):
                 raise UserError(
@@ -63,7 +63,7 @@ class Samples(PackSettings):
     def settings(self) -> PackSettings:
         """Settings of packs alone."""
         return PackSettings(
-            **{each.name: getattr(self, each.name) for each in fields(PackSettings)}
+            **{setting.name: getattr(self, setting.name) for setting in fields(PackSettings)}
         )
 
 
@@ -79,7 +79,7 @@ class Stream:
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        _check_counts(1, window=self.window, epochs=self.epochs)
+        _check_minimum(1, window=self.window, epochs=self.epochs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,7 +90,7 @@ class ShapesAlone:
     """Packs of all ranks per step if sizes are free. None for a pack per device."""
 
     def __post_init__(self) -> None:
-        _check_counts(1, micro_batches=self.micro_batches, packs_per_step=self.packs_per_step)
+        _check_minimum(1, micro_batches=self.micro_batches, packs_per_step=self.packs_per_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -129,7 +129,7 @@ class Free:
             raise UserError("placements are empty; give one of encoders at least to choose from")
         if self.sizes is not None:
             sizes = self.sizes
-            _check_counts(1, gpus=sizes.gpus, expert=sizes.expert, **sizes.fixed_sizes)
+            _check_minimum(1, gpus=sizes.gpus, expert=sizes.expert, **sizes.fixed_sizes)
 
     @classmethod
     def everything(cls, gpus: int) -> "Free":

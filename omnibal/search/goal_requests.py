@@ -81,7 +81,7 @@ class GoalRequests:
         elif isinstance(data, ShapesAlone):
             packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
             if goal.free.sizes is None:
-                packs = job.parallel.data * _micro_batches(data, job.parallel.data)
+                packs = job.parallel.data * _micro_batches_of_shapes(data, job.parallel.data)
             single = job.with_sizes(Parallel(pipeline=1, tensor=job.parallel.tensor))
             _, lengths = _shapes(single, data.caps, packs).schedule(single)
             caps, samples_per_step = data.caps, packs
@@ -138,8 +138,8 @@ class GoalRequests:
         if self.goal.free.shardings is None:
             return (job.parallel,)
         held = (job.parallel.held(way, job.cluster) for way in self.goal.shardings)
-        every = tuple(dict.fromkeys(each for each in held if each is not None))
-        allowed = tuple(each for each in every if job.allows(each))
+        every = tuple(dict.fromkeys(parallel for parallel in held if parallel is not None))
+        allowed = tuple(parallel for parallel in every if job.allows(parallel))
         if every:
             return allowed or every[:1]
         node, sharing = job.cluster.gpus_per_node // job.parallel.tensor, job.parallel.routing_ranks
@@ -207,7 +207,7 @@ class GoalRequests:
         if isinstance(data, Samples):
             return self._pack_data(job, data, caps)
         if isinstance(data, ShapesAlone):
-            return _shapes(job, data.caps, _micro_batches(data, job.parallel.data))
+            return _shapes(job, data.caps, _micro_batches_of_shapes(data, job.parallel.data))
         assert request.given is not None
         if isinstance(data, Stream):
             return request.given.with_caps(caps)
@@ -302,7 +302,7 @@ def _shapes(job: JobSpec, caps: Caps, micro_batches: int) -> MockData:
     )
 
 
-def _micro_batches(data: ShapesAlone, ranks: int) -> int:
+def _micro_batches_of_shapes(data: ShapesAlone, ranks: int) -> int:
     if data.packs_per_step:
         return max(data.packs_per_step // ranks, 1)
     return data.micro_batches or DEFAULT_MICRO_BATCHES

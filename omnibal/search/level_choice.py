@@ -172,8 +172,8 @@ def good_forms(
     worse = 0
     for context in possible_contexts(job, caps) if contexts is None else contexts:
         forms = level_forms(job, caps, [context])
-        each = [estimated_form(job, form, packs, lengths, tokens_per_step) for form in forms]
-        best = min(each, key=lambda form: form.rows_ms, default=None)
+        estimates = [estimated_form(job, form, packs, lengths, tokens_per_step) for form in forms]
+        best = min(estimates, key=lambda form: form.rows_ms, default=None)
         if best is None or not np.isfinite(best.rows_ms):
             continue
         if found and not has_good_shares(best.level):

@@ -44,9 +44,9 @@ _CAP_MOVES = (2**-0.5, 2**0.5)  # halfway to the next halved caps, either way
 _TOKENS_UNIT = 64
 """Unit of moved token caps."""
 
-Step = tuple[Caps | None, Caps]
+CapRange = tuple[Caps | None, Caps]
 """Caps of a level and of the level below, if any."""
-Packed = dict[Step, tuple[Packs, Lengths] | None]
+Packed = dict[CapRange, tuple[Packs, Lengths] | None]
 """Packs of sampled samples by step. None without samples."""
 
 
@@ -149,7 +149,7 @@ class LevelEstimates:
         for caps in self.caps:
             self._pack_step((None, caps))
         if not rule.is_hbp:
-            for step in {step for caps in self.sets(rule.count) for step in _steps(caps)}:
+            for step in {step for caps in self.sets(rule.count) for step in _cap_ranges(caps)}:
                 self._pack_step(step)
 
     def by_rule(self, rule: LevelRule) -> list[tuple[float, tuple[Level, ...]]]:
@@ -160,14 +160,14 @@ class LevelEstimates:
             levels = self.by_hbp()
         except UserError:  # no length fits
             return []
-        steps = zip(levels, _steps([level.caps for level in levels]), strict=True)
+        steps = zip(levels, _cap_ranges([level.caps for level in levels]), strict=True)
         forms = []
         for level, step in steps:
             some = self._pack_step(step)
             if some is not None:
                 form = estimated_form(self.job, level, *some, self.tokens_per_step)
                 forms.append(self._scale_form(step, form))
-        if self.needs_rows and sum(form.rows for form in forms) < self._steps:
+        if self.needs_rows and sum(form.rows for form in forms) < self._step_count:
             return []  # a step has no row of packs
         ms = self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
         return [(ms, levels)] if math.isfinite(ms) else []
@@ -180,8 +180,8 @@ class LevelEstimates:
 
     def estimate_sets(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
         """Return estimated ms per sample and levels of feasible sets, fastest first."""
-        steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
-        near = dict[Step, list[FormEstimate]]()
+        steps = {step for caps in self.sets(exactly) for step in _cap_ranges(caps)}
+        near = dict[CapRange, list[FormEstimate]]()
         for step in steps:
             # Forms slightly slower alone may be best in a set.
             forms = self.forms(step)
@@ -189,10 +189,10 @@ class LevelEstimates:
             near[step] = [form for form in forms if form.rows_ms <= _FORM_SLACK * least_ms]
         found = []
         for caps in self.sets(exactly):
-            choices = [near[step] for step in _steps(caps)]
+            choices = [near[step] for step in _cap_ranges(caps)]
             of_set = [
-                (self._set_ms(each), tuple(form.level for form in each))
-                for each in product(*choices)
+                (self._set_ms(forms), tuple(form.level for form in forms))
+                for forms in product(*choices)
             ]
             of_set = [pair for pair in of_set if math.isfinite(pair[0])]
             found += sorted(of_set, key=lambda pair: pair[0])[:_FORMS_OF_SET]
@@ -229,7 +229,7 @@ class LevelEstimates:
     def moves(self, levels: tuple[Level, ...]) -> Iterator[tuple[Level, ...]]:
         """Yield the set with one level's caps or context size changed, in its best form."""
         caps = [level.caps for level in levels]
-        for place, (level, step) in enumerate(zip(levels, _steps(caps), strict=True)):
+        for place, (level, step) in enumerate(zip(levels, _cap_ranges(caps), strict=True)):
             before, after = levels[:place], levels[place + 1 :]
             for context in (level.context // 2, level.context * 2):
                 if context in possible_contexts(self.job, level.caps):
@@ -277,7 +277,7 @@ class LevelEstimates:
         With p stages that share a row evenly, a step takes the sum of its rows plus (p - 1) / p of
         the longest row, as in a proportionate flow shop.
         """
-        steps = max(self._steps, 1.0)
+        steps = max(self._step_count, 1.0)
         longest_ms, without = 0.0, 1.0
         for form in sorted(forms, key=lambda form: -form.rows_ms / form.rows):
             # Rows are spread evenly: a step has at least one if rows >= steps.
@@ -288,17 +288,17 @@ class LevelEstimates:
         return sum(form.rows_ms for form in forms) + bubbles_ms
 
     @property
-    def _steps(self) -> float:
+    def _step_count(self) -> float:
         """Steps to train all samples."""
         tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
         return tokens / self.job.parallel.data / self.tokens_per_step
 
-    def _best(self, step: Step, contexts: Sequence[int] | None = None) -> FormEstimate | None:
+    def _best(self, step: CapRange, contexts: Sequence[int] | None = None) -> FormEstimate | None:
         """Fastest form of a level for all its samples. None if no form fits."""
         forms = self.forms(step, contexts)
         return min(forms, key=lambda form: self._set_ms([form]), default=None)
 
-    def forms(self, step: Step, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
+    def forms(self, step: CapRange, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
         """Return a level's forms for all its samples, the fastest for each context size."""
         some = self._pack_step(step)
         if some is None:
@@ -306,14 +306,14 @@ class LevelEstimates:
         found = good_forms(self.job, step[1], *some, self.tokens_per_step, contexts)
         return [self._scale_form(step, form) for form in found]
 
-    def _scale_form(self, step: Step, form: FormEstimate) -> FormEstimate:
+    def _scale_form(self, step: CapRange, form: FormEstimate) -> FormEstimate:
         """Extrapolate a form from the sampled to all samples of a step."""
         rows = self._rows(step)
         part = self.work_ms[self._draw_rows(rows)].sum() / self.work_ms[rows].sum()
         more = 1 / float(part)
         return replace(form, rows_ms=more * form.rows_ms, rows=more * form.rows)
 
-    def _pack_step(self, step: Step) -> tuple[Packs, Lengths] | None:
+    def _pack_step(self, step: CapRange) -> tuple[Packs, Lengths] | None:
         """Sampled samples of a level, excluding the level below, and their packs."""
         if step not in self.packed:
             rows = self._rows(step)
@@ -324,7 +324,7 @@ class LevelEstimates:
             self.packed[step] = None if packs is None else (packs, some)
         return self.packed[step]
 
-    def _rows(self, step: Step) -> np.ndarray:
+    def _rows(self, step: CapRange) -> np.ndarray:
         lengths, (lower, upper) = self.data.lengths, step
         held = np.all([lengths.column(name) <= upper[name] for name in upper.names], axis=0)
         if lower is not None:
@@ -348,13 +348,13 @@ def some_of_each(
     return [*leading, *(pair for pair in estimated if pair not in leading)]
 
 
-def _steps(caps: Sequence[Caps]) -> list[Step]:
+def _cap_ranges(caps: Sequence[Caps]) -> list[CapRange]:
     return list(zip((None, *caps[:-1]), caps, strict=True))
 
 
 def own_samples(lengths: Lengths, caps: Sequence[Caps]) -> np.ndarray:
     """Count samples by the smallest caps that fit, [caps]."""
-    own = levels_of_samples(lengths, [Level(caps=each) for each in caps])
+    own = levels_of_samples(lengths, [Level(caps=cap) for cap in caps])
     return np.bincount(own, minlength=len(caps))
 
 
@@ -424,8 +424,8 @@ def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...
             "choose levels from: use more or larger devices, or shorten the longest samples"
         )
     fastest: dict[int, ProfiledLength] = {}
-    for each in sorted(profiled, key=lambda one: (one.tokens, one.ms, one.context)):
-        fastest.setdefault(each.tokens, each)
+    for profile in sorted(profiled, key=lambda one: (one.tokens, one.ms, one.context)):
+        fastest.setdefault(profile.tokens, profile)
     best = min(fastest.values(), key=lambda one: (one.ms, one.tokens))
     longest = fastest[max(fastest)]
     chosen = {longest.tokens: longest.context, best.tokens: best.context}

@@ -40,9 +40,9 @@ from omnibal.search.trial import encoders_ms_per_sample
 
 _SIMULATED_SAMPLES = 12_000
 """Samples of a simulation: more change packs by about 1 %."""
-_ROUNDS = 2
+_MOVE_ROUNDS = 2
 """Rounds of moves around the best set."""
-LEAST_GAIN = 0.01
+MIN_LEVELS_GAIN = 0.01
 """Share of time that a set of levels must save over one level."""
 _SHARED_PACKS = 2_000
 """Max packs of a level of given steps for choosing its form."""
@@ -51,7 +51,7 @@ _MOST_OF_SIZING = 4
 given."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
 """Max sets to simulate, in moves per round, and to plan: at most half a minute in total."""
-_NEAR = 1.2
+_SIMULATED_SLACK = 1.2
 """Max ratio to the minimal estimate for simulation, as estimates assume even stages."""
 _LEAST_ROWS = 1.04
 """Min rows of packs in a step of a trial: plans make a few percent fewer packs than its ISF."""
@@ -202,10 +202,10 @@ def search_with_levels(
             )
         )
     others = () if plain is None else plain.ranking
-    ranking = sorted([*others, *found], key=lambda each: each.ms_per_sample)
+    ranking = sorted([*others, *found], key=lambda strategy: strategy.ms_per_sample)
     if others and not are_plain(ranking[0].levels):
         # Several levels must be clearly faster than one level.
-        limit_ms = (1 - LEAST_GAIN) * others[0].ms_per_sample
+        limit_ms = (1 - MIN_LEVELS_GAIN) * others[0].ms_per_sample
         if ranking[0].ms_per_sample > limit_ms:
             ranking.remove(others[0])
             ranking.insert(0, others[0])
@@ -221,7 +221,12 @@ def search_with_levels(
 
 def levels_total(request: StrategyRequest) -> int:
     """Max progress that `search_with_levels` reports for levels."""
-    return len(possible_sizings(request)) + _MOST_SIMULATED + _ROUNDS * _MOST_MOVES + 2 * _FINALISTS
+    return (
+        len(possible_sizings(request))
+        + _MOST_SIMULATED
+        + _MOVE_ROUNDS * _MOST_MOVES
+        + 2 * _FINALISTS
+    )
 
 
 def _search_sets(
@@ -233,8 +238,10 @@ def _search_sets(
     levels.estimates(Sizing(levels.setting.request.job.parallel)).pack_all(levels.rule)
     most = _MOST_SIMULATED if levels.setting.request.layouts else _MOST_OF_SIZING
     found = try_all(partial(_estimate_sets, levels, most), sizings, processes, advance)
-    of_sizings = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
-    estimated = sorted(of_sizings, key=lambda each: each[0])
+    of_sizings = [
+        (ms, (sizing, chosen)) for sizing, (sets, _) in found.items() for ms, chosen in sets
+    ]
+    estimated = sorted(of_sizings, key=lambda pair: pair[0])
     bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
 
     def trials_on(setting: Setting) -> Trials[LevelChoice, Strategy]:
@@ -242,7 +249,7 @@ def _search_sets(
         return Trials(work=work, processes=processes, on_done=advance)
 
     trials = trials_on(levels.some)
-    limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
+    limit_ms = _SIMULATED_SLACK * estimated[0][0] if estimated else 0.0
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
     trials.run(near)
     if not levels.rule.is_forced:
@@ -250,9 +257,9 @@ def _search_sets(
             trials.run(_by_hbp(levels, _rank_sets(levels, trials)[0][0]))
         else:
             trials.run(_tops(levels, sizings)[:_MOST_SIMULATED])
-    for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
+    for _ in range(0 if levels.rule.is_hbp else _MOVE_ROUNDS):
         if fastest := _rank_sets(levels, trials)[:1]:
-            trials.run(_moves(levels, fastest[0], [each for _, each in estimated]))
+            trials.run(_moves(levels, fastest[0], [choice for _, choice in estimated]))
     finalists = [choice for choice in _rank_sets(levels, trials) if not are_plain(choice[1])]
     planned = trials_on(levels.setting)
     planned.run(finalists[:_FINALISTS])
@@ -294,7 +301,7 @@ def _moves(
 ) -> list[LevelChoice]:
     """The best simulated set with one level changed, and at further fast sizes."""
     sizing, best = simulated
-    moved = [(sizing, each) for each in levels.estimates(sizing).moves(best)]
+    moved = [(sizing, moved_set) for moved_set in levels.estimates(sizing).moves(best)]
     others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
     contexts = max(level.context for level in best)
     at_others = [

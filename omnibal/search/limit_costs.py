@@ -55,7 +55,7 @@ class LimitName(StrEnum):
     SCHEDULES = "schedules"
 
 
-_WORDS = {
+_LIMIT_WORDS = {
     LimitName.ENCODERS_ON_FIRST: "the encoder stays on the first stage",
     LimitName.ENCODERS_WHOLE: "every tensor-parallel rank computes the whole encoder",
     LimitName.HEAD: "the head runs on all tokens, with and without loss",
@@ -149,12 +149,12 @@ class CostOfLimits:
         gap: float,
     ) -> Self:
         """Compare the plan's rate with rates without any limit and without single limits."""
-        words_of = _WORDS | {
+        words_of = _LIMIT_WORDS | {
             LimitName.RECOMPUTE: _RECOMPUTE_WORDS.get(trainer.stages.recompute, "")
         }
         costs = tuple(
-            Cost(limit=limit, words=words_of[limit], slower=1 - rate / max(rate, each))
-            for limit, each in lifted.items()
+            Cost(limit=limit, words=words_of[limit], slower=1 - rate / max(rate, lifted_rate))
+            for limit, lifted_rate in lifted.items()
         )
         return cls(
             title=trainer.title,
@@ -188,8 +188,8 @@ class CostOfLimits:
             return "of its limits together, of which none alone costs anything"
         if len(costly) == 1 and costly[0].slower >= _MOST_OF_IT * self.slower:
             return costly[0].words
-        named = [f"{each.words} ({_percent(each.slower)})" for each in costly[:_MOST_NAMED]]
-        if sum(each.slower for each in costly) < _MOST_OF_IT * self.slower:
+        named = [f"{cost.words} ({_percent(cost.slower)})" for cost in costly[:_MOST_NAMED]]
+        if sum(cost.slower for cost in costly) < _MOST_OF_IT * self.slower:
             named.append("its limits cost more together than each alone")
         return words(named)
 

@@ -10,7 +10,7 @@ from omnibal.pipeline.encoder_search import min_peak_with_encoders
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.stage_memory import GIB, unit_bytes
 
-_DIGITS = 3  # significant digits of GiB
+_GIB_DIGITS = 3  # significant digits of GiB
 
 
 def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
@@ -42,5 +42,5 @@ def gib_text(gib: float) -> str:
         >>> gib_text(125.06), gib_text(72.0), gib_text(0.00123)
         ('125', '72.0', '0.00123')
     """
-    decimals = _DIGITS - 1 - math.floor(math.log10(gib)) if gib > 0 else 0
+    decimals = _GIB_DIGITS - 1 - math.floor(math.log10(gib)) if gib > 0 else 0
     return f"{gib:,.{max(decimals, 0)}f}"

@@ -33,14 +33,14 @@ from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Max planned choices of sizes and caps. If there are more, estimates select them."""
 _MOVE = 2**0.25  # halfway between two caps of the grid
-_MOVES = 6  # for two kinds of caps: either and both, smaller and larger
+_MOVES_OF_CAPS = 6  # for two kinds of caps: either and both, smaller and larger
 _FINALISTS = 3  # sizes to refine caps for
-_NAMED_CAUSES = 2  # longer lists are not read
-_LEAST_CAUSE = 0.01
+_LISTED_CAUSES = 2  # longer lists are not read
+_MIN_CAUSE = 0.01
 """Min share of the best time per sample for a cause to be named."""
 _NAMED_GAIN = 0.005
 """Min possible gain of unplanned sizes to say how to plan them."""
-_ROUNDING = 1e-6
+_DIGIT_TOLERANCE = 1e-6
 """Tolerance before rounding down, as a share of the last digit shown."""
 
 
@@ -95,19 +95,21 @@ class StrategySearch:
         best = ranking[0]
         return replace(
             self,
-            ranking=tuple(replace(each, why=_name_causes(each, best)) for each in ranking),
-            ruled_out=tuple(_against(each, best) for each in ruled_out),
+            ranking=tuple(
+                replace(strategy, why=_name_causes(strategy, best)) for strategy in ranking
+            ),
+            ruled_out=tuple(_against(other, best) for other in ruled_out),
         )
 
     def led_by(self, strategy: Strategy) -> Self:
         """Return the result with the best strategy on all data first."""
-        others = [each for each in self.ranking if each != strategy]
+        others = [other for other in self.ranking if other != strategy]
         return self.with_ranking([strategy, *others], self.ruled_out)
 
     def without(self, lost: Strategy, why: str) -> Self:
         """Return the result without a strategy, which must not be the only one."""
         # Reasons of the same strategy differ by the best that it is compared with.
-        others = [each for each in self.ranking if each.choice != lost.choice]
+        others = [strategy for strategy in self.ranking if strategy.choice != lost.choice]
         return self.with_ranking(others, [RuledOut(sizing=lost.sizing, why=why), *self.ruled_out])
 
 
@@ -116,7 +118,7 @@ def progress_total(request: StrategyRequest) -> int:
     sizings = len(possible_sizings(request))
     if request.caps is not None:
         return sizings + _MOST_PLANNED
-    moves = _FINALISTS * _MOVES + _MOST_MOVES_PLANNED
+    moves = _FINALISTS * _MOVES_OF_CAPS + _MOST_MOVES_PLANNED
     return sizings * MOST_IN_GRID + _MOST_PLANNED + moves
 
 
@@ -134,7 +136,9 @@ def search_strategies(
         if request.caps is None and trials.planned:
             finalists = trials.rank_strategies()[:_FINALISTS]
             moves = space.moves(finalists[0].caps, _MOVE)
-            moved = [(each.sizing, caps) for each in finalists for caps in dict.fromkeys(moves)]
+            moved = [
+                (strategy.sizing, caps) for strategy in finalists for caps in dict.fromkeys(moves)
+            ]
             trials.run(moved, _MOST_MOVES_PLANNED)
     if not trials.planned:
         raise unusable(trials, sizings)
@@ -173,7 +177,7 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     divides = request.sizes.sequence_parallel is not False
     found = layouts_of(request.job, gpus, ways, divides=divides)
     if len(ways) > 1:
-        found = [each for each in found if _is_worth_a_try(each, request.job.cluster)]
+        found = [parallel for parallel in found if _is_worth_a_try(parallel, request.job.cluster)]
     possible = [p for p in found if request.sizes.are(p) and request.job.allows(p)]
     if possible:
         return _able(request, possible)
@@ -218,7 +222,7 @@ def layouts_of(
         for pipeline in _divisors(gpus // tensor)
         for expert in expert_sizes(job.model, tensor, gpus // tensor // pipeline)
     ]
-    held = ((way, each.held(way, job.cluster)) for each in whole for way in ways)
+    held = ((way, parallel.held(way, job.cluster)) for parallel in whole for way in ways)
     always = job.trainer.always_shards
     # On one rank sharded and replicated are equal, unless the trainer always shards.
     return list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
@@ -274,7 +278,7 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     given = sizes.fixed_sizes | ({} if sizes.expert is None else {"--ep": sizes.expert})
     fixed = " ".join(f"{name} {size}" for name, size in given.items())
     model = request.job.pipeline_model
-    allowed = sorted({each.tensor for each in others})
+    allowed = sorted({parallel.tensor for parallel in others})
     measured = request.job.cost_source.tensor
     tensors = (
         "tensor sizes that divide its heads and fit a node"
@@ -305,7 +309,7 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
     ranked = trials.rank_strategies()
     best = ranked[0]
     planned = {strategy.sizing for strategy in ranked}
-    out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
+    out = [_ruled_out(trials, sizing, best) for sizing in sizings if sizing not in planned]
     request, best_ms = trials.setting.request, trials.best_ms()
     found = StrategySearch(
         gpus=request.sizes.gpus,
@@ -314,7 +318,7 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
         planned=sum(trials.least_ms[choice] <= best_ms for choice in trials.planned),
         gap=trials.gap(),
     )
-    out.sort(key=lambda each: (-each.fastest, each.need_gib or 0.0))
+    out.sort(key=lambda other: (-other.fastest, other.need_gib or 0.0))
     return found.with_ranking(ranked, out)
 
 
@@ -340,8 +344,8 @@ def _name_causes(strategy: Strategy, best: Strategy) -> str:
         "compute" if name == "ideal" else name: (ms - others.get(name, 0.0)) / best.ms_per_sample
         for name, ms in own.items()
     }
-    most = sorted(share, key=lambda name: -share[name])[:_NAMED_CAUSES]
-    named = [f"{name} {share[name]:+.0%}" for name in most if share[name] >= _LEAST_CAUSE]
+    most = sorted(share, key=lambda name: -share[name])[:_LISTED_CAUSES]
+    named = [f"{name} {share[name]:+.0%}" for name in most if share[name] >= _MIN_CAUSE]
     return ", ".join(named) or "about as fast"
 
 
@@ -380,7 +384,7 @@ def _most_packs(trials: BoundedTrials) -> str:
     alone, setting = Sizing(Parallel(pipeline=1)), trials.setting
     packs = max(setting.micro_batches((alone, caps)) for caps in setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
-    return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
+    return f"{math.floor(packs / unit + _DIGIT_TOLERANCE) * unit:,g}"
 
 
 def unusable(trials: BoundedTrials, sizings: Sequence[Sizing]) -> UserError:
@@ -396,7 +400,7 @@ def unusable(trials: BoundedTrials, sizings: Sequence[Sizing]) -> UserError:
             f"and {request.sizes.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which "
             f"each must have one: give {remedy}fewer GPUs"
         )
-    (sizing, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
+    (sizing, caps), need_gib = min(trials.need_gib.items(), key=lambda need: need[1])
     cap_gib = request.job.memory_cap_gib
     looked_at = len({sizing for sizing, _ in trials.least_ms})
     idle = len(sizings) - looked_at

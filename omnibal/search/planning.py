@@ -78,7 +78,7 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
         return replace(planned, result=result)
     if isinstance(goal.data, Earlier) and goal.data.plan.data is not None:
         return _planned_of_earlier(goal, goal.data, goal.data.plan.data, listener)
-    portions = _portions(goal)
+    portions = _split_portions(goal)
     if portions is not None:
         return _planned_in_portions(goal, portions, listener)
     return _plan_goal(goal, listener)
@@ -108,14 +108,14 @@ def _plan_goal(goal: Goal, listener: Listener | None) -> Planned:
     goal, listener = with_encoder_shardings(goal), listener or Silence()
     _note_uncounted(goal, listener)
     try:
-        planned = _search(GoalRequests(goal=goal, listener=listener))
+        planned = _search_goal(GoalRequests(goal=goal, listener=listener))
     except DoesNotFit as error:
         raise _with_advice(goal, error, listener) from error
     _note_undivided(goal, planned.result.plan, listener)
     return planned
 
 
-def _portions(goal: Goal) -> PortionedSamples | None:
+def _split_portions(goal: Goal) -> PortionedSamples | None:
     """Samples in portions. None if few enough to be packed together."""
     if not isinstance(goal.data, Samples):
         return None
@@ -194,7 +194,7 @@ def _note_undivided(goal: Goal, plan: Plan, listener: Listener) -> None:
         )
 
 
-def _search(requests: GoalRequests) -> Planned:
+def _search_goal(requests: GoalRequests) -> Planned:
     """Search sizes, sharding, encoder placement, caps and levels together, then schedules."""
     request, source = requests.with_step(requests.strategy_request())
     requests.check_curriculum(request)

@@ -24,9 +24,9 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedul
 from omnibal.pipeline.workload import Workload
 from omnibal.search.strategy import relative_ms
 
-_TRIAL_EFFORT = 0.1
+_QUICK_EFFORT = 0.1
 """Effort of the quick search. The fastest schedule is searched again in full."""
-LEAST_GAIN = 0.005
+MIN_SCHEDULE_GAIN = 0.005
 """Min share of the step time saved over 1F1B, which is simpler for trainers and links."""
 
 
@@ -46,10 +46,11 @@ class ScheduleChoice:
     def reason(self) -> str:
         """Reason for the schedule, as a sentence. Empty without alternatives."""
         usual, chosen = ONE_FORWARD_ONE_BACKWARD, self.chosen
-        others = {each: ms for each, ms in self.steps_ms.items() if each != chosen}
+        others = {schedule: ms for schedule, ms in self.steps_ms.items() if schedule != chosen}
         if not others:
             return "; ".join(
-                f"{_describe(each)} cannot be: {why}" for each, why in self.refused.items()
+                f"{_schedule_text(schedule)} cannot be: {why}"
+                for schedule, why in self.refused.items()
             )
         if chosen != usual:
             if usual not in others:
@@ -57,16 +58,18 @@ class ScheduleChoice:
             faster = 1 - self.steps_ms[chosen] / others[usual]
             verdict = f"{abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
             idle = f"{self.idle[chosen]:.1%} of the step is idle in place of {self.idle[usual]:.1%}"
-            return f"in {_describe(chosen)} it is {verdict} than in 1f1b: {idle}"
-        nearest = min(others, key=lambda each: others[each])
+            return f"in {_schedule_text(chosen)} it is {verdict} than in 1f1b: {idle}"
+        nearest = min(others, key=lambda schedule: others[schedule])
         slower = others[nearest] / self.steps_ms[chosen] - 1
-        return f"in {_describe(nearest)}, the fastest of {len(others)} others, {slower:+.1%}"
+        return f"in {_schedule_text(nearest)}, the fastest of {len(others)} others, {slower:+.1%}"
 
     def as_dict(self) -> dict[str, object]:
         return {
             "schedule": {"name": self.chosen.name, "chunks": self.chosen.chunks},
             "schedule_reason": self.reason,
-            "schedule_steps_ms": {_describe(each): ms for each, ms in self.steps_ms.items()},
+            "schedule_steps_ms": {
+                _schedule_text(schedule): ms for schedule, ms in self.steps_ms.items()
+            },
         }
 
 
@@ -74,7 +77,7 @@ def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]
     """Return schedules of these names, without 1F1B, that fit a job's stages and layers."""
     stages, layers = job.parallel.pipeline, job.pipeline_model.layers
     every = PipelineSchedule.candidates(names)
-    return [each for each in every if 1 < stages and stages * each.chunks <= layers]
+    return [schedule for schedule in every if 1 < stages and stages * schedule.chunks <= layers]
 
 
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
@@ -103,14 +106,14 @@ def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
 
 def may_run(job: JobSpec, name: str) -> bool:
     """Whether a job's model, sizes and precision allow a schedule of this name, not 1F1B."""
-    return any(_obstacle_of_job(job, each) is None for each in schedules_of({name}, job))
+    return any(_obstacle_of_job(job, schedule) is None for schedule in schedules_of({name}, job))
 
 
 def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
     """Raise if no job may run this schedule, before any search."""
     if not any(may_run(job, name) for job in jobs):
-        job = max(jobs, key=lambda each: (each.parallel.pipeline, each.pipeline_model.layers))
-        whys = (_obstacle_of_job(job, each) for each in schedules_of({name}, job))
+        job = max(jobs, key=lambda job: (job.parallel.pipeline, job.pipeline_model.layers))
+        whys = (_obstacle_of_job(job, schedule) for schedule in schedules_of({name}, job))
         raise _cannot_be(job, name, [why for why in whys if why])
 
 
@@ -158,16 +161,16 @@ def in_best_schedule(
     # Another schedule gains at most the time lost between stages.
     lost = before.lost
     gain_ms = lost.bubble_ms + lost.stage_imbalance_ms + lost.recompute_ms + lost.communication_ms
-    is_fast = search is None or gain_ms < LEAST_GAIN * before.step_ms
+    is_fast = search is None or gain_ms < MIN_SCHEDULE_GAIN * before.step_ms
     if not is_forced and (not free or is_fast):
         return request, planned, choice
     dealt = planned.dealt or request.data.schedule(request.job)
     quick = {} if is_forced and len(free) == 1 else _quick_steps_ms(free, dealt)
-    best = min(quick, key=lambda each: quick[each]) if quick else next(iter(free))
+    best = min(quick, key=lambda schedule: quick[schedule]) if quick else next(iter(free))
     if not is_forced and search is not None:
         # Quick searches cover some steps of the run, so scale to the plan.
         scale = before.step_ms / search.step_ms
-        quick_ms = {each: ms * scale for each, ms in quick.items()}
+        quick_ms = {schedule: ms * scale for schedule, ms in quick.items()}
         choice = replace(choice, steps_ms={**choice.steps_ms, **quick_ms})
         if not quick or quick[best] >= search.step_ms:
             return request, planned, choice
@@ -181,7 +184,7 @@ def in_best_schedule(
     result = order_plan(free[best], result) if is_ordered else result
     after = result.plan.known_prediction
     choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
-    if not is_forced and relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
+    if not is_forced and relative_ms(after) >= (1 - MIN_SCHEDULE_GAIN) * relative_ms(before):
         return request, planned, choice
     idle = {usual: before.bubble_fraction, best: after.bubble_fraction}
     return free[best], result, replace(choice, chosen=best, idle=idle)
@@ -193,7 +196,9 @@ def in_order(
     """Reorder the chosen plan's micro-batches, and scale other schedules' step times alike."""
     ordered = order_plan(request, result)
     now, dealt = ordered.plan.known_prediction, result.plan.known_prediction
-    steps_ms = {each: ms * now.step_ms / dealt.step_ms for each, ms in choice.steps_ms.items()}
+    steps_ms = {
+        schedule: ms * now.step_ms / dealt.step_ms for schedule, ms in choice.steps_ms.items()
+    }
     idle = choice.idle and {**choice.idle, choice.chosen: now.bubble_fraction}
     return ordered, replace(choice, steps_ms={**steps_ms, choice.chosen: now.step_ms}, idle=idle)
 
@@ -207,17 +212,17 @@ def _quick_steps_ms(
     workload = first.job.workload(*dealt, first.data.levels)
     tasks = [(request, workload) for request in requests.values()]
     found = dict(map_unordered(_quick_step_ms, tasks, min(usable_cores(), len(tasks))))
-    return {each: ms for each in requests if (ms := found[each]) is not None}
+    return {schedule: ms for schedule in requests if (ms := found[schedule]) is not None}
 
 
 def _quick_step_ms(task: tuple[PlanRequest, Workload]) -> tuple[PipelineSchedule, float | None]:
     request, workload = task
     try:
-        return request.schedule, search_chunks(request, workload, _TRIAL_EFFORT).step_ms
+        return request.schedule, search_chunks(request, workload, _QUICK_EFFORT).step_ms
     except DoesNotFit:
         return request.schedule, None
 
 
-def _describe(schedule: PipelineSchedule) -> str:
+def _schedule_text(schedule: PipelineSchedule) -> str:
     chunks = f" of {schedule.chunks} chunks" if schedule.name == "interleaved" else ""
     return f"{schedule.name}{chunks}"

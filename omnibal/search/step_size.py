@@ -21,7 +21,7 @@ from omnibal.search.caps import cap_space
 from omnibal.search.parallel_sizes import StrategySearch, search_strategies
 from omnibal.search.strategy import Choice, Setting, StrategyRequest
 
-_RECIPES = ((32, 128), (128, 256))
+_RECIPE_STEPS = ((32, 128), (128, 256))
 """Max number of GPUs, and samples per step of recipes for it."""
 _MOST_SAMPLES = 512
 """Samples per step of recipes for more GPUs."""
@@ -29,17 +29,17 @@ MIN_MICRO_BATCHES = 4
 """Micro-batches of a rank per step below which the default step is larger."""
 _CAP_HEADROOM = 1.25
 """Max tokens of the smallest compared packs, relative to the longest sample."""
-_FACTORS = (0.5, 2, 4)
+_STEP_FACTORS = (0.5, 2, 4)
 """Step sizes to compare, relative to the plan's."""
-COMPARED_SIZES = len(_FACTORS)
+COMPARED_SIZES = len(_STEP_FACTORS)
 _COMPARED_SAMPLES = SEARCH_SAMPLES // 4
 _COMPARED, _COMPARED_SHORT, _PLANNED = 2, 12, 2
 """Max near-best layouts and layouts short of packs to compare, and choices to plan, at a step."""
 _LARGER = 2**0.5
 """Factor on the best caps that larger steps may fill."""
-_NEAR = 1.3
+_COMPARED_SLACK = 1.3
 """Max ratio of the estimated time to the best for sizes to be compared at other steps."""
-_WORTH_NAMING = 1.1
+_MIN_REMARKED_GAIN = 1.1
 """Min gain of another step size for a remark."""
 _OFF, _UNEVEN = 0.05, 0.15
 """Relative differences of the mean, and of nine of ten steps, above which to warn."""
@@ -91,7 +91,7 @@ class StepSamples:
 
 def recipe_samples(gpus: int) -> int:
     """Return the samples per step of published recipes on this number of GPUs."""
-    return next((samples for most, samples in _RECIPES if gpus <= most), _MOST_SAMPLES)
+    return next((samples for most, samples in _RECIPE_STEPS if gpus <= most), _MOST_SAMPLES)
 
 
 def default_samples_per_step(
@@ -148,7 +148,7 @@ def step_rates(
     best = found.best
     own, is_plain = found.samples_per_step, are_plain(best.levels)
     rates = [StepRate(own, best.samples_per_second)] if is_plain else []
-    sizes = [round(factor * own) for factor in _FACTORS] + ([] if is_plain else [own])
+    sizes = [round(factor * own) for factor in _STEP_FACTORS] + ([] if is_plain else [own])
     sizes = [size for size in sizes if size <= len(request.lengths)]
     drawn = replace(request, samples=_COMPARED_SAMPLES, samples_per_step=max(sizes, default=1))
     setting = Setting(request=drawn.draw_samples(), packs={})
@@ -164,7 +164,7 @@ def step_rates(
 def _near_choices(setting: Setting, found: StrategySearch) -> list[Choice]:
     """Near-best layouts and layouts with fewer packs than ranks, at the best and larger caps."""
     layouts = [strategy.sizing for strategy in found.ranking]
-    slowest = found.best.samples_per_second / _NEAR
+    slowest = found.best.samples_per_second / _COMPARED_SLACK
     near = [other.sizing for other in found.ruled_out if other.fastest >= slowest]
     # Without a bound or a need of memory, a layout had too few packs, which larger steps have.
     short = [o.sizing for o in found.ruled_out if not o.fastest and o.need_gib is None]
@@ -190,7 +190,7 @@ def _compare_near(
 def remark(rates: Sequence[StepRate], samples_per_step: int) -> str | None:
     """Return a remark if another step size trains clearly more samples per second."""
     (own,) = (rate for rate in rates if rate.samples_per_step == samples_per_step)
-    least = _WORTH_NAMING * own.samples_per_second
+    least = _MIN_REMARKED_GAIN * own.samples_per_second
     better = next((rate for rate in rates if rate.samples_per_second >= least), None)
     if better is None:
         return None

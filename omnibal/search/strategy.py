@@ -287,7 +287,9 @@ def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int
         new = list(dict.fromkeys(caps for _, caps in choices if caps not in packs))
         packs.update(try_all(partial(pack_at, setting), new, processes))
         if request.layouts:
-            return [each for each in choices if len(packs[each[1]]) >= each[0].parallel.data]
+            return [
+                choice for choice in choices if len(packs[choice[1]]) >= choice[0].parallel.data
+            ]
     return [choice for choice in choices if setting.micro_batches(choice) >= 1]
 
 
@@ -335,7 +337,7 @@ def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
         return choice, Need(gib=need_gib)
 
 
-def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
+def plan_choice(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
     """Plan a choice, known to fit if `fits`."""
     sizing = choice[0]
     try:

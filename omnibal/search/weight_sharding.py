@@ -29,10 +29,10 @@ class ShardingChoice:
     def of_strategies(cls, found: StrategySearch) -> Self:
         """Compare the best strategies of all shardings."""
         best, others = found.best, dict[WeightSharding, str]()
-        for each in found.ranking:
-            slower = each.ms_per_sample / best.ms_per_sample - 1
-            why = f"{each.parallel.text} takes {slower:+.1%} per sample, {each.why}"
-            others.setdefault(each.parallel.sharding, why)
+        for strategy in found.ranking:
+            slower = strategy.ms_per_sample / best.ms_per_sample - 1
+            why = f"{strategy.parallel.text} takes {slower:+.1%} per sample, {strategy.why}"
+            others.setdefault(strategy.parallel.sharding, why)
         for out in found.ruled_out:
             others.setdefault(out.parallel.sharding, f"{out.parallel.text}, {out.why}")
         others.pop(best.parallel.sharding)
