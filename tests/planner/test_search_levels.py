@@ -119,7 +119,9 @@ def test_candidates_suit_the_data():
     assert top_caps(texts([4_096]), ["tokens"]) == Caps.of(tokens=4_096)
 
 
-@pytest.mark.parametrize(("pipeline", "slack"), [(1, 2 * MIN_LEVELS_GAIN), (2, 5 * LEAST_GAIN)])
+@pytest.mark.parametrize(
+    ("pipeline", "slack"), [(1, 2 * MIN_LEVELS_GAIN), (2, 5 * MIN_LEVELS_GAIN)]
+)
 def test_search_is_as_good_as_trying_everything(pipeline, slack):
     """Prevents an estimate that rules out the best levels, and a bound that levels break.
 
