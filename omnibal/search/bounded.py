@@ -57,17 +57,19 @@ class BoundedTrials:
         """Plan new choices that may win. If there are more than `most`, estimates select them."""
         new = [choice for choice in choices if choice not in self.least_ms]
         full = possible_choices(self.setting, new, self.processes)
-        self.advance(len(new) - len(full))
+        self.advance(len(new) - len(full))  # choices with fewer packs than ranks
         for choice, bound in try_all(
             partial(find_bound, self.setting), full, self.processes
         ).items():
             if isinstance(bound, Need):
+                # its state alone is too large
                 self.least_ms[choice], self.need_gib[choice] = 0.0, bound.gib
                 self.advance(1)
             else:
                 self.least_ms[choice], self.bounds[choice] = bound.least_ms, bound
+        # best first: early plans rule out the others
         in_order = sorted((choice for choice in full if choice in self.bounds), key=self._order)
-        if len(full) > most:
+        if len(full) > most:  # too many to plan: estimate first
             fastest = self._of_least_estimates(in_order, most)
             self._plan(fastest, partial(plan_choice, self.setting, True), len(fastest))
             return
@@ -78,7 +80,7 @@ class BoundedTrials:
         """Plan new choices whatever their bounds, which stay 0."""
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.least_ms]
         full = possible_choices(self.setting, new, self.processes)
-        self.least_ms.update(dict.fromkeys(full, 0.0))
+        self.least_ms.update(dict.fromkeys(full, 0.0))  # 0 is a bound of any time
         self._plan(full, partial(plan_choice, self.setting, False), len(full))
 
     def _plan(
@@ -101,6 +103,7 @@ class BoundedTrials:
         predicts the times of choices with other expert sizes and caps.
         """
         by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
+        # the last, with the lowest bound, stays
         first = {_group_key(choice): choice for choice in by_bound}
         self._estimate(list(first.values()), len(first))
         choices = self._of_fast_kinds(choices)
@@ -134,7 +137,7 @@ class BoundedTrials:
         first_of_sizes = dict[Sizing, Choice]()
         for choice in near:
             first_of_sizes.setdefault(choice[0], choice)
-        some = list(first_of_sizes.values())[: most - most // 2]
+        some = list(first_of_sizes.values())[: most - most // 2]  # caps vary less than sizes
         return some + [choice for choice in near if choice not in some][: most - len(some)]
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
@@ -214,6 +217,7 @@ class BoundedTrials:
     def gap(self) -> float:
         """Max share of the best time that an unplanned choice may save."""
         known = self.planned.keys() | self.need_gib.keys()
+        # neither planned nor too large
         bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)
         return max(1 - min(bounds, default=math.inf) / self.best_ms(), 0.0)
 
@@ -228,6 +232,7 @@ class BoundedTrials:
             members = {sizing for sizing, _ in self.planned}
             is_shown = choice[0] not in members and len(members) < _MAX_EXTRA
             is_near = is_shown and not self.is_clearly_slower(choice)
+            # later choices have larger bounds
             if self.least_ms[choice] <= self.best_ms() or is_near:
                 yield choice
             else:
@@ -238,7 +243,7 @@ def _group_key(choice: Choice) -> Hashable:
     """Key of choices that differ only in expert size and caps, with similar ratios to bounds."""
     parallel = choice[0].parallel
     sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
-    return *sizes, choice[0].placement
+    return *sizes, choice[0].placement  # expert size and caps are left out
 
 
 def _kind_key(choice: Choice) -> Hashable:

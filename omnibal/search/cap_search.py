@@ -181,7 +181,7 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
     by pad ratio (0, as packs are not padded) plus dist ratios of vision and language over 8 ranks,
     one pack each. If no caps reach 4 to 5 samples, the nearest are returned.
     """
-    per_tile = _paper_tokens_per_tile(lengths)
+    per_tile = _paper_tokens_per_tile(lengths)  # the public code's names: Qv tiles, Qt tokens
     start_tiles = _PAPER_TOKENS // per_tile
     first = max(least["tiles"] - start_tiles, -(-(least["tokens"] - _PAPER_TOKENS) // per_tile))
     packed: dict[Caps, Packs] = {}
@@ -192,7 +192,7 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
         return len(lengths) / len(packed[caps])
 
     fewest, most = _PAPER_SAMPLES_PER_PACK
-    start = max(first, 0)
+    start = max(first, 0)  # every sample must fit
     for moves in range(start, first - 1, -1):
         if samples_per_pack(moves) < fewest:
             break
@@ -207,7 +207,7 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
 
     nearest = min(map(distance, packed))
     found = [caps for caps in packed if distance(caps) == nearest]
-    return sorted(
+    return sorted(  # fewest tokens of equal dist ratios
         found, key=lambda caps: (_dist_ratios(packed[caps], lengths, seed), caps["tokens"])
     )
 
@@ -228,6 +228,7 @@ def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
     """Sum of vision and language dist ratios, with packs in random order on every rank."""
     ranks = min(_PAPER_RANKS, len(packs))
     shares = np.arange(len(packs) // ranks * ranks).reshape(ranks, -1)
+    # [steps, ranks] of pack numbers
     by_step = np.random.default_rng(seed).permuted(shares, axis=1).T
-    vision, language = packs.sums(lengths.column("tiles")), packs.sums(lengths.tokens)
+    vision, language = packs.sums(lengths.column("tiles")), packs.sums(lengths.tokens)  # [packs]
     return dist_ratio(vision[by_step]) + dist_ratio(language[by_step])

@@ -44,7 +44,7 @@ class CapSpace:
         """Return the cap space of these features for these lengths, with some caps fixed."""
         least = smallest_caps(lengths, names)
         unit = 1 << max((least["tokens"] // _TOKEN_STEPS).bit_length() - 1, 0)
-        first = -(-least["tokens"] // unit) * unit
+        first = -(-least["tokens"] // unit) * unit  # rounded up to the unit
         tokens = np.arange(first, _GRID_FACTORS[-1] * first + 1, unit, dtype=np.int64)
         items = {
             name: _ItemAxis.from_lengths(lengths, name, int(tokens[-1]))
@@ -120,7 +120,7 @@ class _ItemAxis:
         """Return caps for these samples, at token caps up to `most_tokens`."""
         column = lengths.column(name)
         least = max(int(column.max()), 1)
-        held = np.bincount(column) * np.arange(int(column.max()) + 1)
+        held = np.bincount(column) * np.arange(int(column.max()) + 1)  # items by count per sample
         per_token = float(held.sum() / lengths.tokens.sum(dtype=np.int64))
         common = np.flatnonzero(held >= max(_COMMON_SHARE * held.sum(), 1)).tolist()
         sums = _sums(
@@ -136,12 +136,13 @@ class _ItemAxis:
         """Return the cap that fills together with a token cap, if need be of whole samples."""
         matched = tokens * self.per_token
         whole = round(matched / self.main) * self.main
+        # fuller of both: tokens limit the pack
         return max(_nearest(self.caps, matched), _nearest(self.caps, whole))
 
 
 def _sums(parts: Sequence[int], most: int) -> np.ndarray:
     """All sums up to `most` of repeatable parts, int64, ascending from 0."""
-    reached = np.zeros(most + 1, bool)
+    reached = np.zeros(most + 1, bool)  # subset sums by dynamic programming
     reached[0] = True
     for part in parts:
         times = part
@@ -159,5 +160,5 @@ def _nearest(axis: np.ndarray, value: float) -> int:
 def _move_cap(axis: np.ndarray, value: int, factor: float) -> int:
     """Entry nearest to `factor` times `value`, different from `value` unless it is the last."""
     old, new = (int(np.abs(axis - near).argmin()) for near in (value, value * factor))
-    new = max(new, old + 1) if factor > 1 else min(new, old - 1)
+    new = max(new, old + 1) if factor > 1 else min(new, old - 1)  # moves at least one step
     return int(axis[min(max(new, 0), len(axis) - 1)])

@@ -56,6 +56,7 @@ class Trials(Generic[Task, Found]):
 
     def run(self, choices: Iterable[Task]) -> None:
         """Try new choices."""
+        # dict: in order, once
         new = [c for c in dict.fromkeys(choices) if c not in self.found and c not in self.failed]
         for choice, result in try_all(self.work, new, self.processes, self.on_done).items():
             if isinstance(result, UserError):

@@ -107,7 +107,7 @@ def _first_of_each(
     tried = dict[str, None]()
     for kind, candidates in kinds:
         for text, changed in candidates:
-            tried[kind] = None
+            tried[kind] = None  # a dict as an ordered set
             change = fit(text, changed)
             if change is not None:
                 found.append(change)
@@ -125,6 +125,7 @@ def _fewer_caps(
         (f"{' '.join(reversed(smaller.options))} instead of {instead}", change(smaller))
         for smaller in smaller_caps(caps, least)
     ]
+    # smaller caps fit sooner
     place = bisect_left(candidates, True, key=lambda candidate: fit(*candidate) is not None)
     kind = f"smaller {words([option_of(name) for name in names])}"
     return kind, candidates[place : place + 1] or candidates[-1:]
@@ -132,6 +133,7 @@ def _fewer_caps(
 
 def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
     """Return smaller caps in proportion and round numbers, down to the minimum."""
+    # a power of two
     unit = min(_CAP_UNIT, 1 << max(caps["tokens"] // _CAP_STEPS, 1).bit_length() - 1)
     first = -(-least["tokens"] // unit) * unit
     # Largest round number below the cap.
@@ -235,7 +237,7 @@ def _kinds_of_request(
         ranks, fewer = parallel.data * parallel.pipeline, range(parallel.pipeline - 1, 0, -1)
         sizes = [{"pipeline": size, "data": ranks // size} for size in fewer if ranks % size == 0]
         yield "a smaller --pp with a larger --dp", _at_sizes(request, sizes)
-    only_caps = all(change.request.job is job for change in found)
+    only_caps = all(change.request.job is job for change in found)  # no other sizes fit yet
     if only_caps:
         same = map(dict, _same_devices(request))
         yield "other sizes on the same devices", _at_sizes(request, same)
@@ -252,7 +254,7 @@ def _kinds_of_request(
         yield "a larger --dp with --sharding full", _at_sizes(request, full)
     if len(found) == same_devices:
         pairs = [(tensor, pipeline) for tensor in tensors for pipeline in pipelines]
-        pairs.sort(key=lambda pair: (pair[0] * pair[1], pair))
+        pairs.sort(key=lambda pair: (pair[0] * pair[1], pair))  # fewest devices first
         both = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in pairs]
         yield "a larger --tp and --pp together", _at_sizes(request, both)
     roomier = ((text, replace(request, job=changed)) for text, changed in roomier_devices(job))
@@ -272,9 +274,9 @@ def _at_sizes(
     for sizes in every:
         usual: dict[str, Any] = {}
         if old.tensor == 1 < sizes.get("tensor", 1):
-            usual["sequence_parallel"] = True
+            usual["sequence_parallel"] = True  # the default with --tp > 1
         if old.sharded == old.data > 1:
-            usual["sharded"] = sizes.get("data", old.data)
+            usual["sharded"] = sizes.get("data", old.data)  # stays over all ranks
         with suppress(UserError):
             new = job.trainer.held(old.changed(**{**usual, **sizes}))
             changed = request
@@ -335,7 +337,7 @@ def _kinds_of_goal(goal: Goal, fit: Fit[Goal]) -> Iterator[Kind[Goal]]:
         others = tuple(part for part in parts if part != LANGUAGE)
         adapted = replace(job, frozen=others, adapters=adapters_of(rank=_LORA_RANK))
         yield "--lora-rank", [(f"--lora-rank {_LORA_RANK}", replace(goal, job=adapted))]
-        for_each = parts if len(parts) > 1 else ()
+        for_each = parts if len(parts) > 1 else ()  # a model of one part has nothing left to train
         frozen = ((part, replace(job, frozen=(part,))) for part in for_each)
         yield "--freeze", ((f"--freeze {part}", replace(goal, job=less)) for part, less in frozen)
     if not isinstance(data, Earlier) and data.caps is not None:
@@ -379,7 +381,7 @@ def _first_fit(text: str, request: StrategyRequest) -> Change | None:
     sizings, setting = possible_sizings(request), Setting(request=request, packs={})
     caps = request.caps
     if caps is None:
-        caps = cap_space(request).grid()[0]
+        caps = cap_space(request).grid()[0]  # the smallest need least memory
     choices = possible_choices(setting, [(sizing, caps) for sizing in sizings], processes=1)
     for placement in EncoderPlacement:
         placed = [choice for choice in choices if choice[0].placement is placement]

@@ -61,11 +61,11 @@ class Finalists:
 
     def plan(self, request: StrategyRequest, found: StrategySearch) -> PlannedFinalists:
         """Plan the near-best strategies in their best schedules, and return the fastest."""
-        left, first_error, first = found, None, None
+        left, first_error, first = found, None, None  # the first request's error is reported
         while True:
             finalists = _finalists(request, left, other_schedules=bool(self.requests.schedules))
             requests = [self.requests.plan_request(request, strategy) for strategy in finalists]
-            first = first or requests[0]
+            first = first or requests[0]  # of the fastest strategy
             # Micro-batches of a single finalist are ordered after its schedule is chosen.
             is_ordered = len(finalists) > 1 or not self.requests.schedules
             results = _planned_each(requests, is_ordered)
@@ -95,6 +95,7 @@ class Finalists:
                 if len(left.ranking) == 1:
                     assert isinstance(first_error, DoesNotFit)
                     raise RequestDoesNotFit(first, first_error) from first_error
+                # samples need less memory than all data
                 left = left.without(lost, "does not fit all data")
                 self.requests.listener.note(
                     f"{lost.sizing.options} fits the samples it was tried on, and not all: taking "
@@ -180,6 +181,7 @@ class Finalists:
             data = request.data
             if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
                 return result, request
+            # by the packs of all data
             used = levels_in_use(data.levels, result.data[0].level, data.smallest_caps())
             if used == data.levels:
                 return result, request

@@ -81,6 +81,7 @@ class GoalRequests:
         elif isinstance(data, ShapesAlone):
             packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
             if goal.free.sizes is None:
+                # of all ranks
                 packs = job.parallel.data * _micro_batches_of_shapes(data, job.parallel.data)
             single = job.with_sizes(Parallel(pipeline=1, tensor=job.parallel.tensor))
             _, lengths = _shapes(single, data.caps, packs).schedule(single)
@@ -113,6 +114,7 @@ class GoalRequests:
         if not isinstance(data, Samples) or data.micro_batches is not None:
             return request, ""
         if data.samples_per_step is None:
+            # most micro-batches
             fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
             default = default_samples_per_step(data.lengths, data.caps, gpus, fewest)
             request = replace(request, samples_per_step=default)
@@ -185,6 +187,7 @@ class GoalRequests:
                 settings = replace(planned.settings, samples_per_step=request.samples_per_step)
                 planned = replace(planned, settings=settings)
             if data.micro_batches is None or not are_plain(best.levels):
+                # steps of the search, on all data
                 packs_per_step = best.micro_batches * best.parallel.data
                 planned = replace(planned, levels=best.levels, packs_per_step=packs_per_step)
         elif isinstance(planned, MockData) and self.goal.free.sizes is not None:
@@ -275,7 +278,7 @@ def with_encoder_shardings(goal: Goal) -> Goal:
         return goal
     ways, job = goal.shardings, goal.job
     if goal.free.sizes is not None and WeightSharding.REPLICATED in ways:
-        whole = _whole_encoders_bytes(job)
+        whole = _whole_encoders_bytes(job)  # bytes of one replica
         small = whole <= _SMALL_COPY * memory_cap_gib(job.cluster) * GIB
         few = (WeightSharding.REPLICATED, *([] if small else [WeightSharding.FULL]))
         ways = tuple(way for way in few if way in ways)

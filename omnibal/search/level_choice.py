@@ -77,11 +77,11 @@ class WholeModel:
     def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: float) -> float:
         """Share of layers to recompute to fit shares [shares, features]. Infinite if impossible."""
         stages = job.parallel.pipeline
-        in_flight = min(stages, micro_batches) / stages
+        in_flight = min(stages, micro_batches) / stages  # 1F1B, mean over stages
         room = job.memory_cap_gib * GIB - self.state_bytes / stages
         working = (features @ self.working_bytes.T).max(axis=1)
-        missing = in_flight * features @ self.kept_bytes + working - room
-        saved = in_flight * features @ self.saved_bytes.sum(axis=0)
+        missing = in_flight * features @ self.kept_bytes + working - room  # [shares]
+        saved = in_flight * features @ self.saved_bytes.sum(axis=0)  # [shares]
         share = np.divide(missing, saved, out=np.full(len(saved), np.inf), where=saved > 0)
         most = float(np.where(missing <= 0, 0.0, share).max())
         return most if most <= 1 else np.inf
@@ -106,7 +106,7 @@ def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None)
     # Times of squared text and image tokens relative to a token.
     whole = WholeModel.from_job(job, job.cost)
     each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
-    attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))
+    attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))  # per token^2
     weights = {"attention_weight": attention_ms / each_ms["tokens"]}
     images = job.model.images
     if images is not None and each_ms[images.feature]:  # 0 if encoders are data-parallel
@@ -142,16 +142,17 @@ def estimated_form(
     """
     (cost,) = job.costs_at([level])
     whole = WholeModel.from_job(job, cost)
+    # [packs, ranks, F]
     parts = job.with_exposed(part_features(packs, lengths, level, cost.features))
     micro_batches = max(tokens_per_step * level.context / level.caps["tokens"], 1.0)
     again = whole.recomputed_share(parts.reshape(-1, parts.shape[2]), job, micro_batches)
     rows = len(packs) * level.context / job.parallel.data
     if not np.isfinite(again):
         return FormEstimate(level=level, rows_ms=np.inf, rows=rows)
-    share_ms = parts @ (whole.pass_ms + again * whole.recompute_ms.sum(axis=0))
+    share_ms = parts @ (whole.pass_ms + again * whole.recompute_ms.sum(axis=0))  # [packs, ranks]
     slowest_first = np.sort(share_ms.max(axis=1))[::-1]
-    width = job.parallel.data // level.context
-    rows_ms = slowest_first[::width]
+    width = job.parallel.data // level.context  # packs that run side by side
+    rows_ms = slowest_first[::width]  # a row takes its slowest pack's time
     return FormEstimate(level=level, rows_ms=float(rows_ms.sum()) * rows / len(rows_ms), rows=rows)
 
 
@@ -179,7 +180,7 @@ def good_forms(
         if found and not has_good_shares(best.level):
             break
         is_worse = bool(found) and best.rows_ms >= min(form.rows_ms for form in found)
-        worse = worse + 1 if is_worse else 0
+        worse = worse + 1 if is_worse else 0  # consecutive
         found.append(best)
         if worse == _MOST_WORSE:
             break
@@ -212,7 +213,7 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
     features = pack_features(alone, lengths, job.cost.features)
     # Fixed costs are shared by the samples of a pack.
     features[:, 0] = 0
-    room = job.parallel.pipeline * job.memory_cap_gib * GIB - whole.state_bytes
+    room = job.parallel.pipeline * job.memory_cap_gib * GIB - whole.state_bytes  # of all stages
     saved, layers_ms = features @ whole.saved_bytes.T, features @ whole.recompute_ms.T
     per_ms = np.divide(saved, layers_ms, out=np.zeros_like(saved), where=layers_ms > 0).max(axis=1)
     added_ms = np.full(len(lengths), np.inf)
@@ -230,7 +231,7 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
         missing_ms = context * np.divide(
             missing, per_ms, out=np.full(len(missing), np.inf), where=per_ms > 0
         )
-        fits = missing <= saved.sum(axis=1) / context
+        fits = missing <= saved.sum(axis=1) / context  # with all layers recomputed
         again_ms = np.where(missing <= 0, 0.0, np.where(fits, missing_ms, np.inf))
         added_ms = np.minimum(added_ms, exchange_ms + again_ms)
     return features @ whole.pass_ms + added_ms

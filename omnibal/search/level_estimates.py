@@ -281,9 +281,10 @@ class LevelEstimates:
         longest_ms, without = 0.0, 1.0
         for form in sorted(forms, key=lambda form: -form.rows_ms / form.rows):
             # Rows are spread evenly: a step has at least one if rows >= steps.
-            share = min(form.rows / steps, 1.0)
+            share = min(form.rows / steps, 1.0)  # chance that a step has such a row
             longest_ms += without * share * form.rows_ms / form.rows
-            without *= 1 - share
+            without *= 1 - share  # no longer row in the step
+        # times 1 / p, as rows_ms
         bubbles_ms = steps * (self.job.parallel.pipeline - 1) * longest_ms
         return sum(form.rows_ms for form in forms) + bubbles_ms
 
@@ -326,6 +327,7 @@ class LevelEstimates:
 
     def _rows(self, step: CapRange) -> np.ndarray:
         lengths, (lower, upper) = self.data.lengths, step
+        # [samples]
         held = np.all([lengths.column(name) <= upper[name] for name in upper.names], axis=0)
         if lower is not None:
             held &= np.any([lengths.column(name) > lower[name] for name in lower.names], axis=0)
@@ -378,7 +380,7 @@ def scale_caps(top: Caps, tokens: int) -> Caps:
 
 def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
     """Return default top caps: max tokens rounded up to a power of two, and items in proportion."""
-    tokens = 1 << int(lengths.tokens.max() - 1).bit_length()
+    tokens = 1 << int(lengths.tokens.max() - 1).bit_length()  # next power of two
     share = tokens / float(lengths.tokens.sum(dtype=np.int64))
     others = {
         name: max(
@@ -429,7 +431,7 @@ def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...
     best = min(fastest.values(), key=lambda one: (one.ms, one.tokens))
     longest = fastest[max(fastest)]
     chosen = {longest.tokens: longest.context, best.tokens: best.context}
-    part = longest.tokens // longest.context
+    part = longest.tokens // longest.context  # fits one rank, as its share did
     if part >= best.tokens:
         chosen.setdefault(part, 1)
     chosen.setdefault(best.tokens // best.context, 1)

@@ -82,6 +82,7 @@ class LevelSetting:
         """Take the setting's samples and the request's longest packs."""
         drawn = setting.request
         fewer = replace(drawn, samples=_SIMULATED_SAMPLES).draw_samples()
+        # a few percent more packs, much faster
         fast = replace(drawn.settings, packing=PackingMethod.ISF)
         return cls(
             setting=setting,
@@ -152,7 +153,7 @@ def plan_levels(
                 f"{sizing.parallel.data:,} data-parallel ranks: give a larger --samples-per-step"
             )
         if request.settings.curriculum_steps:
-            short = int((of_packs == 0).sum()) * levels[0].context
+            short = int((of_packs == 0).sum()) * levels[0].context  # shares of ranks
             _check_curriculum(request, len(levels), short / sizing.parallel.data / micro_batches)
         return choice, planned_strategy(setting, sizing, trial)
     except UserError as error:
@@ -166,7 +167,7 @@ def _check_curriculum(request: StrategyRequest, levels: int, short_steps: float)
             "a curriculum begins with packs of the shortest level, and there is one level; leave "
             "--curriculum-steps out"
         )
-    part = len(request.lengths) / (request.all_samples or len(request.lengths))
+    part = len(request.lengths) / (request.all_samples or len(request.lengths))  # drawn share
     share = short_steps / (part * request.settings.curriculum_steps)
     if share < 1:
         raise UserError(
@@ -208,7 +209,7 @@ def search_with_levels(
         limit_ms = (1 - MIN_LEVELS_GAIN) * others[0].ms_per_sample
         if ranking[0].ms_per_sample > limit_ms:
             ranking.remove(others[0])
-            ranking.insert(0, others[0])
+            ranking.insert(0, others[0])  # simpler, and within the error
     result = StrategySearch(
         gpus=request.sizes.gpus,
         samples_per_step=request.samples_per_step,
@@ -249,7 +250,7 @@ def _search_sets(
         return Trials(work=work, processes=processes, on_done=advance)
 
     trials = trials_on(levels.some)
-    limit_ms = _SIMULATED_SLACK * estimated[0][0] if estimated else 0.0
+    limit_ms = _SIMULATED_SLACK * estimated[0][0] if estimated else 0.0  # ms per sample
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
     trials.run(near)
     if not levels.rule.is_forced:

@@ -270,7 +270,7 @@ def requests_lifted(
             assert isinstance(request.data, SampleData)
             # Packs for the same samples per step as that plan, rounded to a multiple of ranks.
             share = free_data.packs / (free_data.samples * free_data.epochs)
-            of_rank = max(round(samples_per_step(result) * share / plan.parallel.data), 1)
+            of_rank = max(round(samples_per_step(result) * share / plan.parallel.data), 1)  # packs
             data = request.data.with_caps(free_data.caps)
             data = replace(data, packs_per_step=of_rank * plan.parallel.data)
             request = replace(request, data=data)
@@ -329,6 +329,7 @@ def rates_lifted(
     rates, all_packed = {}, _Packed()
     for name, request in requests.items():
         if drawn:
+            # the subset's gain
             rates[name] = rate_of(result) / drawn * _rate(request, most, packed)
         else:
             rates[name] = _rate(request, None, all_packed)

@@ -30,7 +30,7 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
 
 def least_state_gib(job: JobSpec) -> float:
     """Return min weights, gradients and optimizer state of a device: the state of equal stages."""
-    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
+    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]  # all stages'
     state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
     return (state_bytes - unit_bytes(job.cost, None)) / job.parallel.pipeline / GIB
 

@@ -222,6 +222,7 @@ def layouts_of(
         for pipeline in _divisors(gpus // tensor)
         for expert in expert_sizes(job.model, tensor, gpus // tensor // pipeline)
     ]
+    # None: impossible
     held = ((way, parallel.held(way, job.cluster)) for parallel in whole for way in ways)
     always = job.trainer.always_shards
     # On one rank sharded and replicated are equal, unless the trainer always shards.
@@ -239,6 +240,7 @@ def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
         return True
     if parallel.expert_shards == 1 < parallel.expert_data:
         return False
+    # gathers stay on NVLink
     is_within = parallel.tensor == 1 and state_group(parallel).is_within(cluster)
     return parallel.pipeline == 1 or is_within
 
@@ -381,7 +383,7 @@ def _most_packs(trials: BoundedTrials) -> str:
     """Max packs in a step of the requested samples, at any caps, rounded down to three digits."""
     if trials.setting.request.given is not None:
         return "too few"
-    alone, setting = Sizing(Parallel(pipeline=1)), trials.setting
+    alone, setting = Sizing(Parallel(pipeline=1)), trials.setting  # one rank gets all packs
     packs = max(setting.micro_batches((alone, caps)) for caps in setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
     return f"{math.floor(packs / unit + _DIGIT_TOLERANCE) * unit:,g}"

@@ -142,6 +142,7 @@ def _planned_in_portions(
     planned = plan(replace(goal, data=data), listener)
     fill = FillRule.GREEDY if goal.free.levels.is_hbp else portions.settings.fill
     portions = replace(portions, settings=replace(portions.settings, fill=fill))
+    # times the first portion is as long
     runs = portions.epochs * len(portions.lengths) / len(lengths)
     return replace(planned, result=extend_to_portions(planned.result, portions, runs))
 
@@ -198,7 +199,7 @@ def _search_goal(requests: GoalRequests) -> Planned:
     """Search sizes, sharding, encoder placement, caps and levels together, then schedules."""
     request, source = requests.with_step(requests.strategy_request())
     requests.check_curriculum(request)
-    finalists = Finalists(requests=requests)
+    finalists = Finalists(requests=requests)  # plans on all data
     try:
         best = finalists.plan(request, _strategies(requests, request))
     except UserError:

@@ -164,7 +164,8 @@ def in_best_schedule(
     is_fast = search is None or gain_ms < MIN_SCHEDULE_GAIN * before.step_ms
     if not is_forced and (not free or is_fast):
         return request, planned, choice
-    dealt = planned.dealt or request.data.schedule(request.job)
+    dealt = planned.dealt or request.data.schedule(request.job)  # the same packs on the same ranks
+    # one choice needs no comparison
     quick = {} if is_forced and len(free) == 1 else _quick_steps_ms(free, dealt)
     best = min(quick, key=lambda schedule: quick[schedule]) if quick else next(iter(free))
     if not is_forced and search is not None:

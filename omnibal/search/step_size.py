@@ -69,6 +69,7 @@ class StepSamples:
     @classmethod
     def count(cls, packs: ScheduledPacks) -> Self:
         samples = np.bincount(packs.step, weights=np.diff(packs.packs.offsets))
+        # nine of ten steps
         low, high = np.quantile(samples, [0.05, 0.95], method="nearest").astype(int).tolist()
         return cls(
             samples=float(samples.mean()),
@@ -102,6 +103,7 @@ def default_samples_per_step(
     Without caps, packs are assumed to be slightly longer than the longest sample.
     """
     tokens, samples = lengths.tokens, recipe_samples(gpus)
+    # the longest sample must fit
     pack_tokens = _CAP_HEADROOM * float(tokens.max()) if caps is None else caps["tokens"]
     return _double_to_fill(samples, samples * float(tokens.mean()) / (pack_tokens * data_parallel))
 

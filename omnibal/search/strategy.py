@@ -318,6 +318,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
         job.parallel.pipeline,
         job.trainer.stages,
     )
+    # 0 in the pipeline
     before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, samples)
     least_ms = step_ms / samples
     return choice, Bound(least_ms=least_ms + before_ms, about_ms=least_ms + encoders_ms)

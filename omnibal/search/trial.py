@@ -42,7 +42,7 @@ class Trial:
     def micro_batches(self, samples_per_step: int) -> float:
         """Mean micro-batches per rank and step, not rounded."""
         (packs,), data = self.packed, self.data
-        contexts = np.array([level.context for level in data.levels])
+        contexts = np.array([level.context for level in data.levels])  # ranks per pack, [levels]
         shares = int(contexts[levels_of_packs(packs, data.lengths, data.levels)].sum())
         return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
 
@@ -71,7 +71,7 @@ class GivenTrial:
         """Mean micro-batches of the busiest rank per step."""
         packs, _ = self.given.data.schedule(self.given.job)
         most = np.zeros(packs.steps)
-        np.maximum.at(most, packs.step, packs.slot + 1)
+        np.maximum.at(most, packs.step, packs.slot + 1)  # slots count from 0, [steps]
         return float(most.mean())
 
 
@@ -94,7 +94,7 @@ def estimated_over_bound(request: PlanRequest, encoders_ms: float) -> float:
         encoders_ms: bound on the time of data-parallel encoders per step.
     """
     job, levels = request.job, request.data.levels
-    some = request.workload().some_steps(_ESTIMATED_STEPS)
+    some = request.workload().some_steps(_ESTIMATED_STEPS)  # the ratio hardly depends on the steps
     cost, model, stages = job.cost_of_all(levels), job.pipeline_model, job.parallel.pipeline
     least_ms = min_step_ms(cost, model, some, stages, job.trainer.stages) + encoders_ms
     if job.has_data_parallel_encoders:
@@ -124,7 +124,7 @@ def encoders_ms_per_sample(
         items = np.array([lengths.column(name).mean() for name in names])
         before_ms += float(items @ encoder.forward_ms[ITEM:])
         after_ms += float(items @ encoder.backward_ms[ITEM:])
-    ranks = job.parallel.world_size
+    ranks = job.parallel.world_size  # encoders run on every rank
     once_ms = min(cost.gather_ms + cost.reduction_ms for cost in costs) / samples_per_step
     return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms
 

@@ -35,7 +35,7 @@ class ShardingChoice:
             others.setdefault(strategy.parallel.sharding, why)
         for out in found.ruled_out:
             others.setdefault(out.parallel.sharding, f"{out.parallel.text}, {out.why}")
-        others.pop(best.parallel.sharding)
+        others.pop(best.parallel.sharding)  # the chosen one
         return cls(parallel=best.parallel, others=others)
 
     def as_dict(self) -> dict[str, object]:

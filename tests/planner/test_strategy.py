@@ -212,7 +212,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     every = found_of(searched)
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, also those that bounds rule out.
-    for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_NEAR"):
+    for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_PLANNED_SLACK"):
         monkeypatch.setattr(bounded, slack, 10)
     few = found_ending_with_its_progress(searched)
     assert few.best == every.best
