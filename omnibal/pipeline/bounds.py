@@ -26,30 +26,24 @@ from omnibal.pipeline.stage_rules import allowed_runs
 from omnibal.pipeline.unit_runs import layer_kinds
 from omnibal.pipeline.workload import Workload
 
+# Structural paths through a stage on one row per step. The first covers all of its work.
 _PATHS_PER_ROW = 8
-"""Structural paths through a stage on one row per step. The first covers all of its work."""
 
-Edges = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Start and end positions of every stage's options."""
+Edges = Sequence[tuple[np.ndarray, np.ndarray]]  # start and end positions of every stage's options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Runs:
     """Every run of units that may be a stage."""
 
-    start: np.ndarray
-    """Position of the first unit, [runs]."""
-    end: np.ndarray
-    """Position after the last unit, [runs]."""
-    counts: np.ndarray
-    """Units of each kind, [runs, kinds]."""
+    start: np.ndarray  # position of the first unit, [runs]
+    end: np.ndarray  # position after the last unit, [runs]
+    counts: np.ndarray  # units of each kind, [runs, kinds]
+    # Cost terms without recomputation and bucket terms, with the first stage's number of buckets.
+    # [runs, terms]
     terms: np.ndarray
-    """Cost terms without recomputation and bucket terms, with the first stage's number of buckets,
-    [runs, terms]."""
-    prefix: np.ndarray
-    """Summed terms of the units before each position, [units + 1, terms]."""
-    cut: np.ndarray
-    """Terms of a cut at each position, [units + 1, terms]."""
+    prefix: np.ndarray  # summed terms of the units before each position, [units + 1, terms]
+    cut: np.ndarray  # terms of a cut at each position, [units + 1, terms]
 
     @property
     def units(self) -> int:
@@ -62,11 +56,9 @@ class Structure:
     """Bounds for every split of a model."""
 
     layout: TermLayout
-    recompute_ms: np.ndarray
-    """Backward time added by recomputing a layer, [levels * layer kinds, features]."""
+    recompute_ms: np.ndarray  # of a layer, in the backward, [levels * layer kinds, features]
     runs: Runs
-    weights: np.ndarray
-    """Weights of structural paths, mean over steps. [p, paths, p, terms]"""
+    weights: np.ndarray  # weights of structural paths, mean over steps. [p, paths, p, terms]
 
     @classmethod
     def build(

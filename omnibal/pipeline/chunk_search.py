@@ -54,28 +54,21 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
-_MAX_OPERATIONS = 250_000_000
-"""Max simulated operations over all candidates and rows: about 5 s of a core."""
-_MAX_COMBINED_MOVES = 6
-"""Best moves of a round that are combined."""
-_MOVES_PER_KICK = 3
-"""Random moves applied to the best cuts before improving again."""
+_MAX_OPERATIONS = 250_000_000  # simulated, over all candidates and rows: about 5 s of a core
+_MAX_COMBINED_MOVES = 6  # best moves of a round that are combined
+_MOVES_PER_KICK = 3  # random moves applied to the best cuts before improving again
+# Max restarts without improvement: six searches on 2 and 4 stages found nothing after that.
 _MAX_VAIN_RESTARTS = 10
-"""Max restarts without improvement; six searches on 2 and 4 stages found nothing after that."""
-_MAX_TIGHTENINGS = 4
-"""Max repeats with a smaller cap if the full memory check finds a higher peak."""
-_MIN_CUT_GAIN = 1e-9
-"""Relative gain required of a better candidate."""
+_MAX_TIGHTENINGS = 4  # max repeats with a smaller cap if the full memory check finds a higher peak
+_MIN_CUT_GAIN = 1e-9  # relative gain required of a better candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
     """Work limit of a search."""
 
-    share: float = 1.0
-    """Share of the usual simulated operations and random moves."""
-    most_cuts: float = np.inf
-    """Max cuts evaluated; limits the time for short steps."""
+    share: float = 1.0  # share of the usual simulated operations and random moves
+    most_cuts: float = np.inf  # max cuts evaluated; limits the time for short steps
 
 
 FULL_EFFORT = Effort()
@@ -85,10 +78,8 @@ FULL_EFFORT = Effort()
 class CutCandidate:
     """Cuts of the model, and the recompute order of every stage."""
 
-    edges: tuple[int, ...]
-    """Positions of the cuts, including 0 and the number of units, [k + 1]."""
-    orders: tuple[int, ...]
-    """Index of every stage's order, [p]."""
+    edges: tuple[int, ...]  # positions of the cuts, including 0 and the number of units, [k + 1]
+    orders: tuple[int, ...]  # index of every stage's order, [p]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,11 +91,9 @@ class PartProblem:
     schedule: PipelineSchedule
     stages: int
     runs: Runs
-    run_at: np.ndarray
-    """Index of the run between two positions, or -1 if not allowed, [units + 1, units + 1]."""
+    run_at: np.ndarray  # run between two positions, -1 if not allowed, [units + 1, units + 1]
     simulator: PipelineSimulator
-    numbers: Sequence[FittingNumbers]
-    """Ways to recompute of every stage."""
+    numbers: Sequence[FittingNumbers]  # ways to recompute of every stage
 
     @classmethod
     def build(
@@ -273,8 +262,8 @@ class _Search:
     best: CutCandidate | None = None
     best_ms: float = np.inf
     simulated: int = 0
+    # Step times of candidates: infinite if they do not fit, a bound if that exceeds the best.
     found_ms: dict[CutCandidate, float] = field(default_factory=dict)
-    """Step times of candidates: infinite if they do not fit, a bound if that exceeds the best."""
 
     def run(self, known: CutCandidate | None = None) -> None:
         """Improve several starts or `known`, then random moves of the best, to the work limit."""

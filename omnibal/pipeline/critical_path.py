@@ -34,10 +34,8 @@ from omnibal.pipeline.simulate import (
 from omnibal.pipeline.stage_cost import PerStepCosts
 from omnibal.pipeline.workload import Workload
 
-_MAX_BATCH_OPERATIONS = 1_000_000
-"""Entries of [operations, candidates, rows] per chunk: limits memory to about 50 MB."""
-_NO_PATH_MS = -1e12
-"""Length of a path a candidate lacks: far below any, exact in sums with other times."""
+_MAX_BATCH_OPERATIONS = 1_000_000  # entries of [operations, candidates, rows]: about 50 MB
+_NO_PATH_MS = -1e12  # length of a path a candidate lacks: far below any, exact in sums with times
 
 
 def _by_feature(first: int, blocks: int = 1) -> property:
@@ -57,8 +55,7 @@ class TermLayout:
     """Indices of a stage's cost terms."""
 
     features: int
-    has_experts: bool = False
-    """Whether the model has experts, which adds the term `without_experts`."""
+    has_experts: bool = False  # adds the term `without_experts`
 
     @classmethod
     def build(cls, cost: CostModel) -> "TermLayout":
@@ -68,34 +65,21 @@ class TermLayout:
     def __len__(self) -> int:
         return 6 * self.features + 7 + self.has_experts
 
-    forward = _by_feature(0)
-    """Forward time; this and the next five are per feature."""
+    forward = _by_feature(0)  # forward time; this and the next five are per feature
     backward = _by_feature(1)
-    send = _by_feature(2)
-    """P2P time of the activation to the next stage."""
-    receive = _by_feature(3)
-    """P2P time of the gradient from it."""
-    forward_share = _by_feature(4)
-    """Forward time using one bucket of weights."""
-    backward_share = _by_feature(5)
-    """Backward time producing one bucket of gradients."""
-    by_feature = _by_feature(0, 6)
-    """All per-feature terms."""
-    reduction = _of_stage(0)
-    """Gradient reduction time."""
-    last_reduction = _of_stage(1)
-    """Reduction time of the last bucket."""
-    tied = _of_stage(2)
-    """Reduction time of the tied matrix, after all buckets."""
-    gather = _of_stage(3)
-    """Weight all-gather time."""
-    first_gather = _of_stage(4)
-    """All-gather time of the first bucket."""
+    send = _by_feature(2)  # P2P time of the activation to the next stage
+    receive = _by_feature(3)  # P2P time of the gradient from it
+    forward_share = _by_feature(4)  # forward time using one bucket of weights
+    backward_share = _by_feature(5)  # backward time producing one bucket of gradients
+    by_feature = _by_feature(0, 6)  # all per-feature terms
+    reduction = _of_stage(0)  # gradient reduction time
+    last_reduction = _of_stage(1)  # reduction time of the last bucket
+    tied = _of_stage(2)  # reduction time of the tied matrix, after all buckets
+    gather = _of_stage(3)  # weight all-gather time
+    first_gather = _of_stage(4)  # all-gather time of the first bucket
     optimizer = _of_stage(5)
-    buckets = _of_stage(6)
-    """Number of buckets; on no path."""
-    without_experts = _of_stage(7)
-    """1 if the stage has no experts, else 0; absent for dense models."""
+    buckets = _of_stage(6)  # number of buckets; on no path
+    without_experts = _of_stage(7)  # 1 if the stage has no experts, else 0; absent for dense models
 
     def split_terms(self, terms: np.ndarray) -> tuple["PartTerms", PerStepCosts]:
         """Return the costs of candidates [n, p, terms] in 1F1B."""
@@ -118,17 +102,12 @@ class SampledSteps:
     """Steps to simulate. A row is one data-parallel rank's micro-batches; equal rows are stored
     once, or equal blocks of rows if ranks share packs."""
 
-    features: np.ndarray
-    """Features of every micro-batch, [rows, m, features], zeros if missing."""
+    features: np.ndarray  # features of every micro-batch, [rows, m, features], zeros if missing
     counts: np.ndarray
-    rows: np.ndarray
-    """Row of each rank, [steps, ranks]."""
-    weight: np.ndarray
-    """Weight of every step, [steps], summing to 1."""
-    context: np.ndarray
-    """Context-parallel size of every micro-batch, [rows, m]."""
-    lockstep_ranks: int
-    """Size of the row blocks that run stages with experts in lockstep."""
+    rows: np.ndarray  # row of each rank, [steps, ranks]
+    weight: np.ndarray  # weight of every step, [steps], summing to 1
+    context: np.ndarray  # context-parallel size of every micro-batch, [rows, m]
+    lockstep_ranks: int  # size of the row blocks that run stages with experts in lockstep
     layout: TermLayout
 
     @property
@@ -181,12 +160,9 @@ class SampledSteps:
 class PartTerms:
     """Per-feature coefficients of every part of C candidates."""
 
-    passes: np.ndarray
-    """By the kinds of the schedule, [C, kinds, k, f]."""
-    links: np.ndarray
-    """P2P links to the next part and back, [C, 2, k - 1, f]."""
-    has_experts: np.ndarray | None = None
-    """Whether each part has experts, [C, k], or None if the model has none."""
+    passes: np.ndarray  # by the kinds of the schedule, [C, kinds, k, f]
+    links: np.ndarray  # P2P links to the next part and back, [C, 2, k - 1, f]
+    has_experts: np.ndarray | None = None  # of each part, [C, k], or None if the model has none
 
     def __len__(self) -> int:
         return len(self.passes)
@@ -199,10 +175,8 @@ class PipelineSimulator:
     steps: SampledSteps
     schedule: PipelineSchedule
     stages: int
-    features: np.ndarray
-    """Features of every micro-batch, [m, f, rows]."""
-    delay_ms: np.ndarray
-    """Delay of links: 0, or -inf for missing micro-batches, which wait for nothing, [m, rows]."""
+    features: np.ndarray  # features of every micro-batch, [m, f, rows]
+    delay_ms: np.ndarray  # 0, or -inf for missing micro-batches, which wait for nothing, [m, rows]
 
     @classmethod
     def build(

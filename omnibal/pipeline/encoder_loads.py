@@ -16,20 +16,13 @@ class EncoderMemory:
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    kept: float = 0.0
-    """Activations and inputs from the encoders' forward to their backward."""
-    buffers: float = 0.0
-    """Buffers of the communication library."""
-    features: float = 0.0
-    """Features of a step and their gradients, only on devices that embed tokens."""
-    arrival: float = 0.0
-    """Extra max memory as features arrive, only on devices that embed tokens."""
-    encoding: float = 0.0
-    """Extra max memory while encoding, before any pipeline memory or received features."""
-    evaluation: float = 0.0
-    """Max memory of encoding in evaluation."""
-    whole: float = 0.0
-    """Unsharded weights in evaluation, without step memory, on a device that embeds tokens."""
+    kept: float = 0.0  # activations and inputs from the encoders' forward to their backward
+    buffers: float = 0.0  # buffers of the communication library
+    features: float = 0.0  # of a step, and their gradients, only on devices that embed tokens
+    arrival: float = 0.0  # extra max memory as features arrive, only on devices that embed tokens
+    encoding: float = 0.0  # extra max while encoding, before pipeline memory or received features
+    evaluation: float = 0.0  # max memory of encoding in evaluation
+    whole: float = 0.0  # unsharded weights in evaluation, on a device that embeds tokens
 
     @property
     def resident(self) -> float:
@@ -64,16 +57,11 @@ class EncoderWaits:
     else 0.
     """
 
-    all: np.ndarray
-    """For the busiest rank of the encoding group, with all exchanges."""
-    even: np.ndarray
-    """With all ranks of the group equally busy."""
-    silent: np.ndarray
-    """With equally busy ranks, without exchanges."""
-    needed: np.ndarray
-    """With equally busy ranks, without exchanges and recomputation."""
-    unreduced: np.ndarray
-    """As `all`, without gradient and weight exchange of all ranks."""
+    all: np.ndarray  # for the busiest rank of the encoding group, with all exchanges
+    even: np.ndarray  # with all ranks of the group equally busy
+    silent: np.ndarray  # with equally busy ranks, without exchanges
+    needed: np.ndarray  # with equally busy ranks, without exchanges and recomputation
+    unreduced: np.ndarray  # as `all`, without gradient and weight exchange of all ranks
 
     def rows(self, picked: np.ndarray | slice) -> Self:
         """Select rows."""
@@ -86,10 +74,8 @@ class Encoding:
 
     waits: EncoderWaits
     encoder_memory: EncoderMemory
-    predicted: EncoderPhasePrediction
-    """Mean times over the steps of the run."""
-    exchange_ms: float
-    """Weight and gradient exchange time of encoders in a step."""
+    predicted: EncoderPhasePrediction  # mean times over the steps of the run
+    exchange_ms: float  # weight and gradient exchange time of encoders in a step
 
     def rows(self, picked: np.ndarray | slice) -> Self:
         """Select rows; memory and means are unchanged."""

@@ -15,19 +15,18 @@ import numpy as np
 from omnibal.cost.encoder_phase_costs import EncoderCost
 from omnibal.steps.whole_samples import SamplePasses
 
-BytesOfWork = Callable[[np.ndarray], np.ndarray]
-"""Bytes of passes by their work. [passes, F] -> [passes]"""
+BytesOfWork = Callable[
+    [np.ndarray], np.ndarray
+]  # bytes of passes by their work, [passes, F] -> [passes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EqualPasses:
     """Passes of items that take equal time, full except the last."""
 
-    items: np.ndarray
-    """Items of every rank, int64 [...]."""
+    items: np.ndarray  # items of every rank, int64 [...]
     items_per_pass: int
-    kept_items: int
-    """Max items kept per rank."""
+    kept_items: int  # max items kept per rank
 
     def work(self, *, is_kept: bool) -> np.ndarray:
         """Return the kept or other passes and their items. [..., 2]"""
@@ -76,8 +75,7 @@ class WholePasses:
     """Passes of whole samples."""
 
     passes: SamplePasses
-    place: np.ndarray
-    """Index of every rank in `passes.rank`, int64 [...]."""
+    place: np.ndarray  # index of every rank in `passes.rank`, int64 [...]
 
     def work(self, *, is_kept: bool) -> np.ndarray:
         """Return the kept or other passes, their items and squares. [..., 3]"""

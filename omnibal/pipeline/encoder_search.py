@@ -33,18 +33,13 @@ from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
-_MAX_KEPT_CHOICES = 12
-"""Max numbers of kept items tried between none and all."""
-_MAX_FEW_KEPT_CHOICES = 4
-"""`_MAX_KEPT_CHOICES` in a reduced search of whole-sample encoders, which are slow to deal."""
+_MAX_KEPT_CHOICES = 12  # max numbers of kept items tried between none and all
+_MAX_FEW_KEPT_CHOICES = 4  # in a reduced search of whole-sample encoders, which are slow to deal
 _MAX_ITEMS_OF_PASS = 64  # max pass size of encoders, tried by doubling
-_CELLS_OF_PASS = 256
-"""Whole-sample pass size per equal item: 1,024 patches of four, as in an InternVL tile."""
-_MAX_SEARCHES = 48
-"""Max choices with a stage search."""
+_CELLS_OF_PASS = 256  # items per equal item: 1,024 patches of four, as in an InternVL tile
+_MAX_SEARCHES = 48  # max choices with a stage search
 _MIN_CHOICE_GAIN = 1e-9  # relative gain required of a better choice
-_ITEM_MS_DECIMALS = 6
-"""Decimals of item times in a plan."""
+_ITEM_MS_DECIMALS = 6  # decimals of item times in a plan
 _SQUARE_MS_DECIMALS = 12  # as `_ITEM_MS_DECIMALS`, for squares of thousands of items per image
 
 
@@ -52,15 +47,12 @@ _SQUARE_MS_DECIMALS = 12  # as `_ITEM_MS_DECIMALS`, for squares of thousands of 
 class PlacementProblem:
     """A pipeline without encoders, and costs of data-parallel encoders."""
 
+    # Costs of the pipeline's units (`omnibal.cost.encoder_phase_costs.pipeline_cost`) at all
+    # levels, with the shortest encoder update.
     cost: CostModel
-    """Costs of the pipeline's units (`omnibal.cost.encoder_phase_costs.pipeline_cost`) at all
-    levels, with the shortest encoder update."""
-    features: tuple[str, ...]
-    """Feature names of the workload."""
-    model: ModelConfig
-    """The pipeline's model, without encoders."""
-    encoders: Mapping[int, EncodersCost]
-    """Costs of encoders by the number of weight shards, otherwise equal."""
+    features: tuple[str, ...]  # feature names of the workload
+    model: ModelConfig  # the pipeline's model, without encoders
+    encoders: Mapping[int, EncodersCost]  # by the number of weight shards, otherwise equal
     workload: Workload
     memory_cap_bytes: float
 
@@ -100,8 +92,7 @@ class EncoderSearch:
     """The best choice found and its stage search."""
 
     beside: DataParallelEncoders
-    search: SearchResult
-    """Bound over all tried choices and their stages, on the grid of kept items."""
+    search: SearchResult  # bound over all tried choices and their stages, on the grid of kept items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,8 +101,7 @@ class _Choice:
 
     beside: DataParallelEncoders
     encoder_memory: EncoderMemory
-    waits_ms: np.ndarray
-    """Pipeline waits before and after, with the longer update, [S, ranks, 2]."""
+    waits_ms: np.ndarray  # pipeline waits before and after, with the longer update, [S, ranks, 2]
 
     def shortest_ms(self) -> float:
         """Mean step time with zero pipeline time."""

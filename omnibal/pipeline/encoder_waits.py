@@ -40,16 +40,12 @@ from omnibal.steps.whole_samples import (
 class ItemShares:
     """Items of every encoder, by holding pipeline and by encoding rank."""
 
-    steps: np.ndarray
-    """Step numbers, [S]."""
-    pipelines: int
-    """L, pipelines per group."""
-    held: Mapping[str, np.ndarray]
-    """Items in every pipeline's packs, by encoder, int64 [S * B, L]."""
-    encoded: Mapping[str, np.ndarray]
-    """Items encoded by every rank, by encoder, int64 [S * B, N]."""
+    steps: np.ndarray  # step numbers, [S]
+    pipelines: int  # pipelines per group (L)
+    held: Mapping[str, np.ndarray]  # items in every pipeline's packs, by encoder, int64 [S * B, L]
+    encoded: Mapping[str, np.ndarray]  # items encoded by every rank, by encoder, int64 [S * B, N]
+    # Samples by encoding rank for whole-sample encoders; ranks as in `encoded`.
     samples: Mapping[str, DealtSamples] = field(default_factory=dict)
-    """Samples by encoding rank for whole-sample encoders; ranks as in `encoded`."""
 
     @classmethod
     def build(

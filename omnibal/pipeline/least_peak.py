@@ -25,8 +25,7 @@ from omnibal.pipeline.stage_memory import (
 )
 from omnibal.pipeline.workload import Workload
 
-_EQUAL_BOUNDS_TOLERANCE = 1e-12
-"""Relative tolerance of equal bounds."""
+_EQUAL_BOUNDS_TOLERANCE = 1e-12  # relative tolerance of equal bounds
 
 
 def min_peak_of_splits(

@@ -21,19 +21,16 @@ from omnibal.pipeline.simulate import StepTimes
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
-_NOTED_SHARE = 0.01
-"""Share of a step spent waiting for data that deserves a note."""
+_NOTED_SHARE = 0.01  # share of a step spent waiting for data that deserves a note
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageReading:
     """Processor time to read micro-batches on one rank of every stage."""
 
-    ms: np.ndarray
-    """Time per unit of each feature, [features, p]."""
+    ms: np.ndarray  # time per unit of each feature, [features, p]
     cores_per_rank: float
-    is_shared: bool
-    """Whether ranks compute on these cores too."""
+    is_shared: bool  # whether ranks compute on these cores too
 
     @classmethod
     def build(

@@ -23,12 +23,9 @@ class CauseTimes:
     """Micro-batch times with causes of lost time removed one after another."""
 
     all: StageTimes
-    local: StageTimes
-    """Times without context-parallel exchange."""
-    silent: StageTimes
-    """Times without it and without tensor-parallel collectives."""
-    needed: StageTimes
-    """Times without either and without padding of heads and packs."""
+    local: StageTimes  # times without context-parallel exchange
+    silent: StageTimes  # times without it and without tensor-parallel collectives
+    needed: StageTimes  # times without either and without padding of heads and packs
 
     def rows(self, picked: np.ndarray) -> "CauseTimes":
         """Select micro-batches."""

@@ -18,51 +18,48 @@ from omnibal.pipeline.schedules import (
     one_forward_one_backward,
 )
 
-_KINDS = len(Pass)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperationGraph:
     """A schedule's operations, stage by stage in execution order."""
 
     schedule: StepSchedule
-    kind: np.ndarray
-    """Kind of every operation (`Pass`). All arrays are [operations]."""
+    kind: np.ndarray  # kind of every operation (`Pass`). All arrays are [operations].
     stage: np.ndarray
-    part: np.ndarray
-    """Part of the model."""
+    part: np.ndarray  # part of the model
     micro_batch: np.ndarray
-    before: np.ndarray
-    """The stage's previous operation, or the number of operations if none."""
-    source: np.ndarray
-    """Producer of the operation's input, or the number of operations if none."""
-    depths: int
-    """Length of the longest dependency chain."""
-    in_turn: np.ndarray
-    """A topological order with long runs of one stage, for cache locality."""
+    before: np.ndarray  # the stage's previous operation, or the number of operations if none
+    source: np.ndarray  # producer of the operation's input, or the number of operations if none
+    depths: int  # length of the longest dependency chain
+    in_turn: np.ndarray  # a topological order with long runs of one stage, for cache locality
 
     @classmethod
     def build(cls, schedule: StepSchedule) -> "OperationGraph":
         """Check a schedule and find its dependencies."""
-        listed = [(stage, one) for stage, ones in enumerate(schedule.operations) for one in ones]
-        for stage, one in listed:
-            if one.micro_batch not in range(schedule.micro_batches) or one.chunk not in range(
-                schedule.chunks
-            ):
-                raise ValueError(
-                    f"{schedule.name}: stage {stage} runs {_name_operation(one)}, of "
-                    f"{schedule.micro_batches} micro-batches and {schedule.chunks} chunks"
-                )
-        columns = [
-            (one.kind, stage, schedule.part(stage, one.chunk), one.micro_batch)
-            for stage, one in listed
-        ]
+        columns = []
+        for stage, operations in enumerate(schedule.operations):
+            for op in operations:
+                if not (
+                    0 <= op.micro_batch < schedule.micro_batches and 0 <= op.chunk < schedule.chunks
+                ):
+                    raise ValueError(
+                        f"{schedule.name}: stage {stage} runs {_name_operation(op)}, of "
+                        f"{schedule.micro_batches} micro-batches and {schedule.chunks} chunks"
+                    )
+                columns.append((op.kind, stage, schedule.part(stage, op.chunk), op.micro_batch))
         kind, stages, part, micro_batch = np.array(columns, np.int64).reshape(-1, 4).T
-        before = np.arange(len(listed)) - 1
-        before[np.diff(stages, prepend=-1) > 0] = len(listed)
-        place = _checked_places(schedule, kind, part, micro_batch)
-        source = _sources(schedule, kind, part, micro_batch, place)
-        depths, in_turn = _depths(schedule, source)
+        before = np.arange(len(columns)) - 1
+        before[np.diff(stages, prepend=-1) > 0] = len(columns)
+        place = _check_and_index(schedule, kind, part, micro_batch)
+        # A forward needs the previous part's activation, a backward the next part's gradient.
+        source = np.full(len(kind), len(kind), np.int64)
+        forward = (kind == Pass.FORWARD) & (part > 0)
+        source[forward] = place[Pass.FORWARD, micro_batch[forward], part[forward] - 1]
+        backward = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_INPUT)
+        backward &= part < schedule.parts - 1
+        gradient = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_INPUT])
+        source[backward] = gradient[micro_batch[backward], part[backward] + 1]
+        depths, in_turn = _sort_topologically(schedule, source)
         return cls(
             schedule=schedule,
             kind=kind,
@@ -132,15 +129,13 @@ def listed_micro_batches(
 class HeldInPasses:
     """Micro-batches that a stage holds during each of its operations."""
 
-    kind: np.ndarray
-    """`Pass` of each operation, [passes]."""
+    kind: np.ndarray  # `Pass` of each operation, [passes]
     chunk: np.ndarray
     micro_batch: np.ndarray
+    # First and end micro-batch of each chunk with activations kept for backward, including the
+    # running one, and of those awaiting only weight gradients. [passes, chunks, 2]
     held: np.ndarray
-    """First and end micro-batch of each chunk with activations kept for backward, including the
-    running one, [passes, chunks, 2]."""
     late: np.ndarray
-    """First and end micro-batch awaiting only weight gradients, [passes, chunks, 2]."""
 
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
@@ -148,13 +143,13 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
     schedule, own = graph.schedule, graph.of_stage(stage)
     kind, micro_batch = graph.kind[own], graph.micro_batch[own]
     chunk = graph.part[own] // schedule.stages
-    begins, every = kind == Pass.FORWARD, np.arange(len(own))
+    begins, indices = kind == Pass.FORWARD, np.arange(len(own))
     freed = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_INPUT)
     ends = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_WEIGHT)
     held, late = np.empty((2, len(own), schedule.chunks, 2), np.int64)
     for number in range(schedule.chunks):
         begun, let_go, ended = (
-            np.flatnonzero(each & (chunk == number)) for each in (begins, freed, ends)
+            np.flatnonzero(of_kind & (chunk == number)) for of_kind in (begins, freed, ends)
         )
         for own_passes in (begun, let_go, ended):
             if not np.array_equal(micro_batch[own_passes], np.arange(schedule.micro_batches)):
@@ -163,9 +158,10 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
                     "or has no backward; memory is counted for schedules that hold consecutive "
                     "micro-batches"
                 )
-        held[:, number, 0] = late[:, number, 1] = np.searchsorted(let_go, every)
-        held[:, number, 1] = np.searchsorted(begun, every, side="right")
-        late[:, number, 0] = np.searchsorted(ended, every)
+        # Micro-batches run in order, so counts of passes are indices of micro-batches.
+        held[:, number, 0] = late[:, number, 1] = np.searchsorted(let_go, indices)
+        held[:, number, 1] = np.searchsorted(begun, indices, side="right")
+        late[:, number, 0] = np.searchsorted(ended, indices)
     return HeldInPasses(kind=kind, chunk=chunk, micro_batch=micro_batch, held=held, late=late)
 
 
@@ -188,11 +184,12 @@ def _name_operation(operation: ChunkPass) -> str:
     return f"{kind} of micro-batch {micro_batch}, chunk {chunk}"
 
 
-def _checked_places(
+def _check_and_index(
     schedule: StepSchedule, kind: np.ndarray, part: np.ndarray, micro_batch: np.ndarray
 ) -> np.ndarray:
-    """Return each operation's index, or -1 if absent. [kinds, m, parts]"""
-    shape = _KINDS, schedule.micro_batches, schedule.parts
+    """Return each operation's index, or -1 if absent, if every micro-batch runs each part forward
+    once, then backward once. [kinds, m, parts]"""
+    shape = len(Pass), schedule.micro_batches, schedule.parts
     times = np.zeros(shape, np.int64)
     np.add.at(times, (kind, micro_batch, part), 1)
     forward, whole, of_input, of_weight = times
@@ -206,8 +203,8 @@ def _checked_places(
             f"{schedule.name}: stage {schedule.stage_of(int(place))} runs micro-batch {number} "
             f"of chunk {place // schedule.stages} forward {forward[number, place]} times and "
             f"backward {whole[number, place]} times whole, {of_input[number, place]} times "
-            f"for the input and {of_weight[number, place]} times for the weights; each is to "
-            "run forward once and backward once, whole or in both parts"
+            f"for the input and {of_weight[number, place]} times for the weights; it must run "
+            "forward once and backward once, whole or in both parts"
         )
     index = np.full(shape, -1, np.int64)
     index[kind, micro_batch, part] = np.arange(len(kind))
@@ -216,9 +213,7 @@ def _checked_places(
     for early, late in ((index[Pass.FORWARD], begun), (begun, ended)):
         wrong = late < early
         if has_backwards and wrong.any():
-            listed = [
-                (stage, one) for stage, ones in enumerate(schedule.operations) for one in ones
-            ]
+            listed = [(s, op) for s, ops in enumerate(schedule.operations) for op in ops]
             stage, first = listed[int(late[wrong][0])]
             _, second = listed[int(early[wrong][0])]
             raise ValueError(
@@ -228,25 +223,7 @@ def _checked_places(
     return index
 
 
-def _sources(
-    schedule: StepSchedule,
-    kind: np.ndarray,
-    part: np.ndarray,
-    micro_batch: np.ndarray,
-    place: np.ndarray,
-) -> np.ndarray:
-    """Return the producer of each operation's input, or the number of operations. [operations]"""
-    source = np.full(len(kind), len(kind), np.int64)
-    forward = (kind == Pass.FORWARD) & (part > 0)
-    source[forward] = place[Pass.FORWARD, micro_batch[forward], part[forward] - 1]
-    backward = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_INPUT)
-    backward &= part < schedule.parts - 1
-    gradient = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_INPUT])
-    source[backward] = gradient[micro_batch[backward], part[backward] + 1]
-    return source
-
-
-def _depths(schedule: StepSchedule, source: np.ndarray) -> tuple[int, np.ndarray]:
+def _sort_topologically(schedule: StepSchedule, source: np.ndarray) -> tuple[int, np.ndarray]:
     """Return the length of the longest chain, and a topological order with long runs of stages.
     [operations]"""
     count, sources = len(source), source.tolist()
@@ -277,5 +254,5 @@ def _depths(schedule: StepSchedule, source: np.ndarray) -> tuple[int, np.ndarray
             f"for stage {stages[sources[index]]}"
             for stage, index in enumerate(at)
         )
-        raise ValueError(f"{schedule.name}: stages wait for each other for ever: {waiting}")
+        raise ValueError(f"{schedule.name}: deadlock of stages: {waiting}")
     return max(depth) + 1, np.array(order, np.int64)

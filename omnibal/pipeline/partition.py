@@ -57,33 +57,24 @@ from omnibal.pipeline.workload import Workload
 
 MAX_SAMPLED_STEPS = 32  # max steps simulated per split
 _MIN_SAMPLED_STEPS = 4  # min steps simulated per split
-_SAMPLED_PACKS = 2_048
-"""Packs to sample, within the two limits above."""
-_FIRST_LIMIT = 1.15
-"""First time limit relative to an even split; slower stages are excluded at first."""
+_SAMPLED_PACKS = 2_048  # packs to sample, within the two limits above
+_FIRST_LIMIT = 1.15  # first time limit relative to an even split; excludes slower stages at first
+# First time limit relative to the split with the fastest slowest stage, if stages cannot be even or
+# a split is needed at once.
 _SLOWEST_SLACK = 1.02
-"""First time limit relative to the split with the fastest slowest stage, if stages cannot be even
-or a split is needed at once."""
-_LIMIT_STEP = 1.3
-"""Growth factor of the limit while no split is within it."""
-_MAX_LIMITS = 16
-"""Limits tried before searching without one."""
-_MAX_CHANGES = 20
-"""Max searches of sets near the best."""
+_LIMIT_STEP = 1.3  # growth factor of the limit while no split is within it
+_MAX_LIMITS = 16  # limits tried before searching without one
+_MAX_CHANGES = 20  # max searches of sets near the best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SearchResult:
     """The best stages and their proven bound."""
 
-    stages_at: tuple[tuple[Stage, ...], ...]
-    """Stages with their recomputed layers at each level."""
-    step_ms: float
-    """Simulated step time, mean over the sampled steps."""
-    lower_bound_ms: float
-    """Proven bound over all splits and recompute sets; `step_ms` if optimal."""
-    simulated: int
-    """Number of simulated candidates."""
+    stages_at: tuple[tuple[Stage, ...], ...]  # stages with their recomputed layers at each level
+    step_ms: float  # simulated step time, mean over the sampled steps
+    lower_bound_ms: float  # proven bound over all splits and recompute sets; `step_ms` if optimal
+    simulated: int  # number of simulated candidates
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -25,11 +25,10 @@ from omnibal.pipeline.operation_graph import (
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.workload import Workload
 
-_PACKS_AT_ONCE = 50_000
-"""Micro-batches per batch of passes: limits memory to a few hundred MB."""
+_PACKS_AT_ONCE = 50_000  # micro-batches per batch of passes: limits memory to a few hundred MB
 
+# Groups of P2P tensors sharing one buffer: index in `CUT_TENSORS`, and chunk.
 LinkBuffers = tuple[tuple[tuple[int, int], ...], ...]
-"""Groups of P2P tensors sharing one buffer: index in `CUT_TENSORS`, and chunk."""
 CUT_TENSORS = "input", "input's gradient", "output", "output's gradient"
 """P2P tensors of the cuts before and after a chunk."""
 
@@ -41,19 +40,14 @@ class Passes:
     chunk: int
     chunks: int
     link_buffers: LinkBuffers
-    largest: np.ndarray
-    """Maximum of each feature over all micro-batches, [F]."""
-    row: np.ndarray
-    """Workload row of the running micro-batch, [passes]."""
-    kind: np.ndarray
-    """`Pass` of each, [passes]."""
-    own: np.ndarray
-    """Features of the running micro-batch, [passes, F]."""
+    largest: np.ndarray  # maximum of each feature over all micro-batches, [F]
+    row: np.ndarray  # workload row of the running micro-batch, [passes]
+    kind: np.ndarray  # `Pass` of each, [passes]
+    own: np.ndarray  # features of the running micro-batch, [passes, F]
+    # Summed features of the other micro-batches that each chunk keeps for backward, then, if
+    # backwards are split, of those awaiting weight gradients. [passes, (1 or 2) * chunks, F]
     others: np.ndarray
-    """Summed features of the other micro-batches that each chunk keeps for backward, then, if
-    backwards are split, of those awaiting weight gradients, [passes, (1 or 2) * chunks, F]."""
-    links: np.ndarray
-    """1 if the P2P buffer is in use, else 0, [passes, buffers]."""
+    links: np.ndarray  # 1 if the P2P buffer is in use, else 0, [passes, buffers]
 
     def take(self, chosen: np.ndarray | slice) -> "Passes":
         """Select passes."""

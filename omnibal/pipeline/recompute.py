@@ -20,30 +20,24 @@ from omnibal.model.units import UnitKind
 from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.unit_runs import layer_kinds
 
-_MAX_PEAK_ENTRIES = 4_000_000
-"""Entries of [stages, sets of micro-batches] per chunk: limits memory to about 100 MB."""
-_MAX_DIRECT_ENTRIES = 20_000
-"""Entries of [stages, passes] that all passes decide as fast as a few."""
-_ADDED_LAYERS = (1, 2, 4, 8)
-"""Layer increments tried in one column around a set."""
+_MAX_PEAK_ENTRIES = 4_000_000  # entries of [stages, sets of micro-batches] per batch: about 100 MB
+_MAX_DIRECT_ENTRIES = 20_000  # entries of [stages, passes] that all passes decide as fast as a few
+_ADDED_LAYERS = (1, 2, 4, 8)  # layer increments tried in one column around a set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RecomputeSets:
     """Sets of recomputed layers, sorted by stage, then by counts."""
 
-    stage: np.ndarray
-    """Index of the stage, [sets]."""
-    layers: np.ndarray
-    """Recomputed layers, [sets, levels * layer kinds]."""
+    stage: np.ndarray  # index of the stage, [sets]
+    layers: np.ndarray  # recomputed layers, [sets, levels * layer kinds]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerGroups:
     """Groups of layer kinds with equal cost; earliest layers are recomputed first."""
 
-    groups: tuple[tuple[int, ...], ...]
-    """Indices of layer kinds, in model order."""
+    groups: tuple[tuple[int, ...], ...]  # indices of layer kinds, in model order
 
     @classmethod
     def build(cls, kinds: Sequence[UnitKind]) -> "LayerGroups":
@@ -90,10 +84,8 @@ class MemoryCap:
     """A memory cap, with tables that quickly decide the fit of almost all stages."""
 
     cap_bytes: float
-    under: MemoryTable
-    """One pass that bounds all passes."""
-    over: MemoryTable
-    """A few heavy passes."""
+    under: MemoryTable  # one pass that bounds all passes
+    over: MemoryTable  # a few heavy passes
     table: MemoryTable
 
     @classmethod
@@ -151,12 +143,9 @@ class LevelFit:
 
     cap: MemoryCap
     alike: LayerGroups
-    counts: np.ndarray
-    """Units, [stages, kinds]."""
-    held: np.ndarray
-    """Recomputable layers per group and level (or over all levels), [stages, columns]."""
-    own_sets: int
-    """Number of levels with their own sets, or 1 if all levels share one."""
+    counts: np.ndarray  # units, [stages, kinds]
+    held: np.ndarray  # recomputable layers per group and own set, [stages, columns]
+    own_sets: int  # number of levels with their own sets, or 1 if all levels share one
 
     @classmethod
     def build(
@@ -225,10 +214,8 @@ class LevelSets:
     """Fitting sets, and optimistic sets that bound them."""
 
     fitting: RecomputeSets
-    optimistic: RecomputeSets
-    """Sets that bound all fitting sets; equal to them if `complete`."""
-    complete: bool
-    """Whether all minimal sets are included."""
+    optimistic: RecomputeSets  # sets that bound all fitting sets; equal to them if `complete`
+    complete: bool  # whether all minimal sets are included
 
 
 def useful_sets(

@@ -25,12 +25,9 @@ from omnibal.pipeline.recompute import MemoryCap, bisect_min_fitting
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.unit_runs import layer_kinds
 
-NO_NUMBER = 2**31
-"""Number of a stage that never fits."""
-_SEARCHED = -1
-"""Placeholder for a tower's number that is searched."""
-_MAX_PERMUTED_KINDS = 3
-"""Max layer kinds for trying all orders; with more, model order and its reverse."""
+NO_NUMBER = 2**31  # number of a stage that never fits
+_SEARCHED = -1  # placeholder for a tower's number that is searched
+_MAX_PERMUTED_KINDS = 3  # layer kinds for trying all orders; with more, model order and its reverse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,12 +35,9 @@ class LayerOrders:
     """Any layers of a stage, in one of several orders."""
 
     runs: Runs
-    kinds: np.ndarray
-    """Indices of layer kinds, [L]."""
-    places: np.ndarray
-    """Permutations of the layer kinds of all chunks, [ways, c * L]."""
-    is_shared: bool = False
-    """Whether all stages have the same way and number."""
+    kinds: np.ndarray  # indices of layer kinds, [L]
+    places: np.ndarray  # permutations of the layer kinds of all chunks, [ways, c * L]
+    is_shared: bool = False  # whether all stages have the same way and number
 
     @classmethod
     def build(cls, cost: CostModel, runs: Runs, mean: np.ndarray, in_flight: np.ndarray) -> Self:
@@ -95,20 +89,13 @@ class TowerNumbers:
     """The first `number` layers of every tower in every chunk, in model order."""
 
     runs: Runs
-    kinds: np.ndarray
-    """Indices of layer kinds, [L]."""
-    first: np.ndarray
-    """Position of each run's first layer of a tower, [runs, T]."""
-    stop: np.ndarray
-    """Position after its last layer, [runs, T]."""
-    before: np.ndarray
-    """Layers of every kind before each position, [units + 1, L]."""
-    fixed: np.ndarray
-    """Numbers of the towers in each way, or `_SEARCHED`, [ways, T], increasing."""
-    is_shared: bool
-    """Whether all stages have the same way and number."""
-    language_layers: int | None = None
-    """Layers of the language model if it recomputes all of them or none, else None."""
+    kinds: np.ndarray  # indices of layer kinds, [L]
+    first: np.ndarray  # position of each run's first layer of a tower, [runs, T]
+    stop: np.ndarray  # position after its last layer, [runs, T]
+    before: np.ndarray  # layers of every kind before each position, [units + 1, L]
+    fixed: np.ndarray  # numbers of the towers in each way, or `_SEARCHED`, [ways, T], increasing
+    is_shared: bool  # whether all stages have the same way and number
+    language_layers: int | None = None  # if the language model recomputes all or none, else None
 
     @classmethod
     def build(
@@ -187,13 +174,10 @@ RecomputeWays = LayerOrders | TowerNumbers
 class FittingNumbers:
     """Min numbers of one stage to fit memory, cached."""
 
-    caps: Sequence[MemoryCap]
-    """Memory caps of the passes of every chunk."""
+    caps: Sequence[MemoryCap]  # memory caps of the passes of every chunk
     ways: RecomputeWays
-    alike: np.ndarray
-    """First run with the same sequence of units, [runs]."""
-    known: dict[bytes, int] = field(default_factory=dict)
-    """Numbers by the runs of all chunks and the way."""
+    alike: np.ndarray  # first run with the same sequence of units, [runs]
+    known: dict[bytes, int] = field(default_factory=dict)  # by the runs of all chunks and the way
 
     @classmethod
     def of_stages(

@@ -20,12 +20,9 @@ from omnibal.base.frozen import Frozen, written_unless
 
 class Pass(IntEnum):
     FORWARD = 0
-    BACKWARD = 1
-    """Gradients of input and weights."""
-    BACKWARD_INPUT = 2
-    """Input gradient, needed by the previous stage."""
-    BACKWARD_WEIGHT = 3
-    """Weight gradients, needed by no other stage."""
+    BACKWARD = 1  # gradients of input and weights
+    BACKWARD_INPUT = 2  # input gradient, needed by the previous stage
+    BACKWARD_WEIGHT = 3  # weight gradients, needed by no other stage
 
     @property
     def label(self) -> str:
@@ -49,10 +46,8 @@ StageOperations = tuple[ChunkPass, ...]
 class Placement(StrEnum):
     """Assignment of the model's parts to stages. A stage's chunks are in model order."""
 
-    LOOP = "loop"
-    """Part k is on stage k % stages."""
-    V = "v"
-    """Chunks alternate direction: the second goes from the last stage to the first."""
+    LOOP = "loop"  # part k is on stage k % stages
+    V = "v"  # every second chunk goes from the last stage to the first
 
     def part(self, stage: int, chunk: int, stages: int) -> int:
         """Return the part of the model in a stage's chunk."""
@@ -71,9 +66,9 @@ class StepSchedule:
     chunks: int
     micro_batches: int
     operations: tuple[StageOperations, ...]
+    # Whether dropping the last micro-batches gives the schedule of the remaining micro-batches, so
+    # that ranks with different numbers of micro-batches can share an operation list.
     is_prefix_closed: bool = True
-    """Whether dropping the last micro-batches gives the schedule of the rest, so that ranks with
-    different numbers of micro-batches can share an operation list."""
     placement: Placement = Placement.LOOP
 
     @property
@@ -86,16 +81,13 @@ class StepSchedule:
         return self.stages * self.chunks
 
     def part(self, stage: int, chunk: int) -> int:
-        """Return the part of the model in a stage's chunk."""
         return self.placement.part(stage, chunk, self.stages)
 
     def stage_of(self, part: int) -> int:
-        """Return the stage of a part."""
         return self.placement.stage_of(part, self.stages)
 
 
-ScheduleRule = Callable[[int, int, int], StepSchedule]
-"""Maps (stages, chunks, micro-batches) to a schedule."""
+ScheduleRule = Callable[[int, int, int], StepSchedule]  # of (stages, chunks, micro-batches)
 
 
 def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
@@ -110,7 +102,7 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> St
         ['F0', 'B0', 'F1', 'B1']
     """
     if chunks != 1:
-        raise ValueError(f"1F1B has 1 chunk a stage, not {chunks}; interleaved 1F1B has several")
+        raise ValueError(f"1F1B has 1 chunk per stage, not {chunks}; interleaved 1F1B has several")
     forwards = [ChunkPass(Pass.FORWARD, i) for i in range(micro_batches)]
     backwards = [ChunkPass(Pass.BACKWARD, i) for i in range(micro_batches)]
     operations = []
@@ -140,8 +132,8 @@ def interleaved_1f1b(stages: int, chunks: int, micro_batches: int) -> StepSchedu
         return ChunkPass(Pass.FORWARD, group * stages + within % stages, within // stages)
 
     def backward(index: int) -> ChunkPass:
-        same = forward(index)
-        return ChunkPass(Pass.BACKWARD, same.micro_batch, chunks - 1 - same.chunk)
+        mirrored = forward(index)  # backwards visit the chunks in reverse
+        return ChunkPass(Pass.BACKWARD, mirrored.micro_batch, chunks - 1 - mirrored.chunk)
 
     operations = []
     for stage in range(stages):
@@ -150,7 +142,7 @@ def interleaved_1f1b(stages: int, chunks: int, micro_batches: int) -> StepSchedu
         for index in range(total - warm_up):
             order += [forward(warm_up + index), backward(index)]
         order += [backward(index) for index in range(total - warm_up, total)]
-        operations.append(tuple(one for one in order if one.micro_batch < micro_batches))
+        operations.append(tuple(op for op in order if op.micro_batch < micro_batches))
     return StepSchedule(
         name="interleaved 1F1B",
         chunks=chunks,
@@ -177,13 +169,13 @@ def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> StepSchedule
         one_forward_one_backward(stages, chunks, micro_batches).operations
     ):
         order: list[ChunkPass] = []
-        for one in whole:
-            if one.kind is Pass.FORWARD:
-                order.append(one)
+        for operation in whole:
+            if operation.kind is Pass.FORWARD:
+                order.append(operation)
                 continue
-            order.append(ChunkPass(Pass.BACKWARD_INPUT, one.micro_batch))
-            if one.micro_batch >= stage:
-                order.append(ChunkPass(Pass.BACKWARD_WEIGHT, one.micro_batch - stage))
+            order.append(ChunkPass(Pass.BACKWARD_INPUT, operation.micro_batch))
+            if operation.micro_batch >= stage:
+                order.append(ChunkPass(Pass.BACKWARD_WEIGHT, operation.micro_batch - stage))
         late = range(max(micro_batches - stage, 0), micro_batches)
         operations.append((*order, *(ChunkPass(Pass.BACKWARD_WEIGHT, i) for i in late)))
     return StepSchedule(
@@ -199,7 +191,7 @@ def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     0, then s of both in turn, then p - s of chunk 1, each followed by its whole backward.
     """
     if chunks != 2:
-        raise ValueError(f"ZB-V has 2 chunks a stage, not {chunks}")
+        raise ValueError(f"ZB-V has 2 chunks per stage, not {chunks}")
     # With fewer the pipeline is never full; missing micro-batches are left out.
     full = max(micro_batches, 2 * stages - 1)
     operations = (_zero_bubble_v_stage(stages, stage, full) for stage in range(stages))
@@ -208,7 +200,7 @@ def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
         chunks=2,
         micro_batches=micro_batches,
         operations=tuple(
-            tuple(one for one in order if one.micro_batch < micro_batches) for order in operations
+            tuple(op for op in order if op.micro_batch < micro_batches) for order in operations
         ),
         is_prefix_closed=False,
         placement=Placement.V,
@@ -220,24 +212,27 @@ def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterato
     left = stages - stage
     numbers = {(kind, chunk): itertools.count() for kind in Pass for chunk in (0, 1)}
 
-    def turn(*passes: tuple[Pass, int], times: int = 1) -> Iterator[ChunkPass]:
+    def repeat(times: int, *passes: tuple[Pass, int]) -> Iterator[ChunkPass]:
         for _ in range(times):
-            yield from (ChunkPass(one[0], next(numbers[one]), one[1]) for one in passes)
+            for kind, chunk in passes:
+                yield ChunkPass(kind, next(numbers[kind, chunk]), chunk)
 
-    def whole(chunk: int) -> tuple[tuple[Pass, int], ...]:
-        return (Pass.BACKWARD_INPUT, chunk), (Pass.BACKWARD_WEIGHT, chunk)
-
-    first, second = (Pass.FORWARD, 0), (Pass.FORWARD, 1)
-    yield from turn(first, times=2 * left - 1)
-    yield from turn(second, first, times=stage)
-    yield from turn(second, *whole(1), times=left)
+    f0, f1 = (Pass.FORWARD, 0), (Pass.FORWARD, 1)
+    input0, input1 = (Pass.BACKWARD_INPUT, 0), (Pass.BACKWARD_INPUT, 1)
+    weight0, weight1 = (Pass.BACKWARD_WEIGHT, 0), (Pass.BACKWARD_WEIGHT, 1)
+    # Warm-up.
+    yield from repeat(2 * left - 1, f0)
+    yield from repeat(stage, f1, f0)
+    yield from repeat(left, f1, input1, weight1)
+    # Steady: as many chunks of micro-batches begin as end, so activations stay constant.
     begun = 2 * left - 1 + stage
-    yield from turn(first, *whole(0), second, *whole(1), times=micro_batches - begun)
-    yield from turn(*whole(0), second, *whole(1), times=begun - stages)
-    yield from turn((Pass.BACKWARD_INPUT, 0), (Pass.BACKWARD_INPUT, 1), times=stage)
-    yield from turn(*whole(0), times=left)
-    yield from turn((Pass.BACKWARD_WEIGHT, 1), times=stage)
-    yield from turn((Pass.BACKWARD_WEIGHT, 0), times=stage)
+    yield from repeat(micro_batches - begun, f0, input0, weight0, f1, input1, weight1)
+    # Drain: deferred weight gradients fill the bubble at the end.
+    yield from repeat(begun - stages, input0, weight0, f1, input1, weight1)
+    yield from repeat(stage, input0, input1)
+    yield from repeat(left, input0, weight0)
+    yield from repeat(stage, weight1)
+    yield from repeat(stage, weight0)
 
 
 def forward_only(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
@@ -264,25 +259,18 @@ FORWARD_ONLY: Mapping[Placement, ScheduleRule] = {
 """Evaluation schedule by placement."""
 
 
-ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
-"""Schedules that plans support."""
+ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]  # that plans support
 
-MAX_CHUNKS: Final = 64
-"""Max chunks per stage."""
+MAX_CHUNKS: Final = 64  # per stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ScheduleType:
-    """Rule, placement and chunk counts of a named schedule."""
-
     rule: ScheduleRule
     placement: Placement = Placement.LOOP
-    chunks: range = range(1, 2)
-    """Allowed chunks per stage."""
-    most_tried: int = 4
-    """Max chunks per stage that a search tries: more chunks send more, for a smaller bubble."""
-    passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)
-    """Passes of a micro-batch, in order."""
+    chunks: range = range(1, 2)  # allowed chunks per stage
+    most_tried: int = 4  # max chunks that a search tries: more send more, for a smaller bubble
+    passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)  # passes of a micro-batch, in order
 
 
 _TWO_PARTS = Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
@@ -355,5 +343,4 @@ class PipelineSchedule(Frozen):
         ]
 
 
-ONE_FORWARD_ONE_BACKWARD: Final = PipelineSchedule()
-"""The default schedule."""
+ONE_FORWARD_ONE_BACKWARD: Final = PipelineSchedule()  # the default schedule

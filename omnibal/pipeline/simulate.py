@@ -28,8 +28,7 @@ from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
-_MAX_PASS_TIMES = 2_000_000
-"""Entries of [rows, m, p] simulated per chunk: limits memory to a few hundred MB."""
+_MAX_PASS_TIMES = 2_000_000  # entries of [rows, m, p] per batch: a few hundred MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,16 +36,11 @@ class Timeline:
     """Start and end of every operation, in ms from the step's start; batched: [steps, ...]."""
 
     schedule: StepSchedule
-    start_ms: Mapping[Pass, np.ndarray]
-    """Start of every operation, [m, k] per kind of pass."""
-    end_ms: Mapping[Pass, np.ndarray]
-    """End of every operation, [m, k] per kind of pass."""
-    finish_ms: np.ndarray
-    """End of the stage's last operation, [p]."""
-    busy_ms: np.ndarray
-    """Compute time of the stage, [p]."""
-    step_ms: np.ndarray
-    """End of the last stage, a scalar."""
+    start_ms: Mapping[Pass, np.ndarray]  # start of every operation, [m, k] per kind of pass
+    end_ms: Mapping[Pass, np.ndarray]  # end of every operation, [m, k] per kind of pass
+    finish_ms: np.ndarray  # end of the stage's last operation, [p]
+    busy_ms: np.ndarray  # compute time of the stage, [p]
+    step_ms: np.ndarray  # end of the last stage, a scalar
 
     @property
     def wait_ms(self) -> np.ndarray:
@@ -65,8 +59,7 @@ class Timeline:
         )
 
 
-_PassIndex = tuple[int, int, int]
-"""Pass: (row of its kind, micro-batch, part)."""
+_PassIndex = tuple[int, int, int]  # pass: (row of its kind, micro-batch, part)
 
 
 class OrderedPass(NamedTuple):
@@ -74,12 +67,9 @@ class OrderedPass(NamedTuple):
 
     stage: int
     place: _PassIndex
-    before: _PassIndex | None
-    """The stage's previous pass, or None if it is the first."""
-    source: _PassIndex | None
-    """Producer of the input, or None if no other stage has it."""
-    link: _PassIndex
-    """Link from the producer: (0 forward or 1 backward, micro-batch, first part)."""
+    before: _PassIndex | None  # the stage's previous pass, or None if it is the first
+    source: _PassIndex | None  # producer of the input, or None if no other stage has it
+    link: _PassIndex  # from the producer: (0 forward or 1 backward, micro-batch, first part)
 
 
 @lru_cache(maxsize=64)
@@ -132,10 +122,8 @@ class Block:
 class Joins:
     """Blocks of rows that run passes together."""
 
-    blocks: Mapping[tuple[int, int], Block]
-    """Blocks by micro-batch and part."""
-    parts: int
-    """Number of parts that differ, 1 if all have the same blocks."""
+    blocks: Mapping[tuple[int, int], Block]  # blocks by micro-batch and part
+    parts: int  # number of parts that differ, 1 if all have the same blocks
 
     @classmethod
     def build(cls, together: np.ndarray | None) -> "Joins":
@@ -210,10 +198,8 @@ def idle_before_passes(timeline: Timeline) -> dict[Pass, np.ndarray]:
 class StepTimes:
     """Simulated steps over all data-parallel ranks."""
 
-    step_ms: np.ndarray
-    """Time from the first forward to the end of the weight update, [steps]."""
-    busy_ms: np.ndarray
-    """Compute, exposed exchange and update, mean over the data-parallel ranks, [steps, p]."""
+    step_ms: np.ndarray  # time from the first forward to the end of the weight update, [steps]
+    busy_ms: np.ndarray  # compute, exposed exchange and update, mean over ranks, [steps, p]
 
     @property
     def wait_fractions(self) -> np.ndarray:
@@ -324,25 +310,18 @@ class SimulatedRows:
     """
 
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
-    pass_ms: np.ndarray
-    """Time of every pass, [kinds, m, k, rows], by the kinds of the schedule."""
-    link_ms: np.ndarray
-    """P2P times forward and backward, [2, m, k - 1, rows], as in `run_passes`."""
-    counts: np.ndarray
-    """Micro-batches per row."""
-    ranks: int = 1
-    """Rows per step."""
-    by_one_list: bool = False
-    """Whether all rows of a step use one operation list."""
+    pass_ms: np.ndarray  # time of every pass, [kinds, m, k, rows], by the kinds of the schedule
+    link_ms: np.ndarray  # P2P times forward and backward, [2, m, k - 1, rows], as in `run_passes`
+    counts: np.ndarray  # micro-batches per row
+    ranks: int = 1  # rows per step
+    by_one_list: bool = False  # whether all rows of a step use one operation list
+    # Size of the aligned block of rows that run a pass together, [m, 1 or k, rows], or None.
     together: np.ndarray | None = None
-    """Size of the aligned block of rows that run a pass together, [m, 1 or k, rows], or None if no
-    rows do."""
+    # Wait for data-parallel encoders in the first stage's forwards and backwards, [rows, 2], or
+    # None.
     waits_ms: np.ndarray | None = None
-    """Wait for data-parallel encoders in the first stage's forwards and backwards, [rows, 2], or
-    None without such encoders."""
     joins: Joins = field(init=False)
-    took_ms: np.ndarray = field(init=False)
-    """`pass_ms` with joined rows at their slowest."""
+    took_ms: np.ndarray = field(init=False)  # `pass_ms` with joined rows at their slowest
 
     def __post_init__(self) -> None:
         joins = Joins.build(self.together)

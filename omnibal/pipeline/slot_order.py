@@ -22,19 +22,13 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 
+# Simulated operations: about ten seconds of a core. With many steps each rank tries fewer changes.
 _MAX_ORDER_OPERATIONS = 6e8
-"""Max simulated operations: about ten seconds of one core. If shared by too many steps, every rank
-tries fewer changes."""
-_MAX_CHANGES_PER_RANK = 2_000
-"""Max changes tried per rank."""
-_PATIENCE = 120
-"""Changes without gain, per eight micro-batches, before a restart from the best order."""
-_MAX_RESTARTS = 4
-"""Max restarts in a row without gain."""
-_ROWS_AT_ONCE = 4_096
-"""Rows per batch; their times fit a cache."""
-_MIN_ORDER_GAIN = 1e-9
-"""Relative gain required of a better order."""
+_MAX_CHANGES_PER_RANK = 2_000  # max changes tried per rank
+_PATIENCE = 120  # changes without gain, per eight micro-batches, before a restart from the best
+_MAX_RESTARTS = 4  # max restarts in a row without gain
+_ROWS_AT_ONCE = 4_096  # rows per batch; their times fit a cache
+_MIN_ORDER_GAIN = 1e-9  # relative gain required of a better order
 
 
 def order_slots(

@@ -12,36 +12,27 @@ import numpy as np
 from omnibal.pipeline.bounds import min_largest, min_path_costs
 from omnibal.pipeline.stage_options import Choices, SearchProblem, StageOptions, choices_within
 
-MIN_SPLIT_GAIN = 1e-9
-"""Relative improvement below which the search ends."""
-_SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
-"""Relative slack of a first split's slowest stage over the fastest possible one."""
+MIN_SPLIT_GAIN = 1e-9  # relative improvement below which the search ends
+_SEED_SLACKS = (
+    0.0,
+    0.003,
+    0.01,
+    0.03,
+)  # of a first split's slowest stage over the fastest possible
 _MAX_GROWTH_ROUNDS = 60  # max rounds of growing splits
 _FIRST_WIDTH = 1_000  # partial splits kept in the first round
-_MAX_WIDTH = 8_000
-"""Max partial splits kept while growing, doubled every round."""
-_SPLITS_PER_BATCH = 64
-"""Splits simulated per round and per batch."""
-_MIN_LEARNED, _MAX_LEARNED = 6, 16
-"""Critical paths added per round."""
-_DROPPED_SAMPLES = 4
-"""Dropped partial splits that are completed, per stage."""
-_MAX_NEIGHBOURS = 512
-"""Max neighbours simulated without improvement."""
-_MAX_ENUMERATED = 1_024
-"""Remaining splits below which all are simulated."""
-_MAX_STALE = 2
-"""Max full-width rounds in a row without a higher bound."""
-_MIN_RISE = 1e-5
-"""Min relative rise that counts as a higher bound."""
-_WIDENING_RISE = 0.1
-"""Keep the width while the bound rises by at least this share of the gap per round."""
-MAX_DESCENT_WORK, MAX_WORK = 2e8, 8e8
-"""Path lengths computed for descent and for proof: 1 to 2 seconds, and several."""
-_SIMULATED_WORK, _LEARNED_WORK = 3, 6
-"""Work of one operation in path lengths: simulated, and traced for a critical path."""
-_MAX_LENGTH_ENTRIES = 8_000_000
-"""Entries of [partial splits, paths] per chunk: limits memory."""
+_MAX_WIDTH = 8_000  # max partial splits kept while growing, doubled every round
+_SPLITS_PER_BATCH = 64  # splits simulated per round and per batch
+_MIN_LEARNED, _MAX_LEARNED = 6, 16  # critical paths added per round
+_DROPPED_SAMPLES = 4  # dropped partial splits that are completed, per stage
+_MAX_NEIGHBOURS = 512  # max neighbours simulated without improvement
+_MAX_ENUMERATED = 1_024  # remaining splits below which all are simulated
+_MAX_STALE = 2  # max full-width rounds in a row without a higher bound
+_MIN_RISE = 1e-5  # min relative rise that counts as a higher bound
+_WIDENING_RISE = 0.1  # keep the width while the bound rises by this share of the gap per round
+MAX_DESCENT_WORK, MAX_WORK = 2e8, 8e8  # path lengths for descent, 1 to 2 s, and for proof, several
+_SIMULATED_WORK, _LEARNED_WORK = 3, 6  # path lengths per operation simulated, and traced
+_MAX_LENGTH_ENTRIES = 8_000_000  # entries of [partial splits, paths] per chunk: limits memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,26 +40,21 @@ class _Bounds:
     """Cost of kept options, and of the stages before and after a position, by cut."""
 
     kept: list[StageOptions]
-    costs: list[np.ndarray]
-    """[options, cuts] per stage."""
-    before: list[np.ndarray]
-    """Min cost of the stages before each node, [p + 1] of [nodes + 1, cuts]."""
-    after: list[np.ndarray]
-    """Min cost of the stages after each node, [p + 1] of [nodes + 1, cuts]."""
+    costs: list[np.ndarray]  # [options, cuts] per stage
+    before: list[
+        np.ndarray
+    ]  # min cost of the stages before each node, [p + 1] of [nodes + 1, cuts]
+    after: list[np.ndarray]  # min cost of the stages after each node, [p + 1] of [nodes + 1, cuts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Partials:
     """Prefixes of splits."""
 
-    splits: np.ndarray
-    """Indices into the kept options, [n, stages]."""
-    node: np.ndarray
-    """Cut before the next stage, [n]."""
-    length: np.ndarray
-    """Path lengths of the prefix, [n, cuts]."""
-    bound_ms: np.ndarray
-    """Lower bound over all completions, [n]."""
+    splits: np.ndarray  # indices into the kept options, [n, stages]
+    node: np.ndarray  # cut before the next stage, [n]
+    length: np.ndarray  # path lengths of the prefix, [n, cuts]
+    bound_ms: np.ndarray  # lower bound over all completions, [n]
 
     def __len__(self) -> int:
         return len(self.splits)

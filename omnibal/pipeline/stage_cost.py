@@ -29,20 +29,14 @@ class StageTimes:
     """Times of every pack (micro-batch) on every stage (part, with several chunks), in ms."""
 
     forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    """Backward time including recomputation, [packs, stages]."""
-    weight_ms: np.ndarray
-    """Weight-gradient part of the backward, [packs, stages]."""
-    recompute_ms: np.ndarray
-    """Recomputation part of the backward, [packs, stages]."""
-    forward_link_ms: np.ndarray
-    """P2P time of the activation over each cut, [packs, stages - 1]."""
-    backward_link_ms: np.ndarray
-    """P2P time of its gradient, 0 if not needed, [packs, stages - 1]."""
+    backward_ms: np.ndarray  # backward time including recomputation, [packs, stages]
+    weight_ms: np.ndarray  # weight-gradient part of the backward, [packs, stages]
+    recompute_ms: np.ndarray  # recomputation part of the backward, [packs, stages]
+    forward_link_ms: np.ndarray  # P2P time of the activation over each cut, [packs, stages - 1]
+    backward_link_ms: np.ndarray  # P2P time of its gradient, 0 if not needed, [packs, stages - 1]
+    # Data-parallel encoders' time before the forward and after the backward, [packs, 2].
     waits_ms: np.ndarray | None = None
-    """Data-parallel encoders' time before the forward and after the backward, [packs, 2]."""
-    has_experts: np.ndarray | None = None
-    """Whether each stage has experts and so runs in lockstep, bool [stages]."""
+    has_experts: np.ndarray | None = None  # whether each stage runs in lockstep, bool [stages]
 
     def rows(self, picked: np.ndarray) -> "StageTimes":
         """Select packs by mask or indices."""
@@ -181,15 +175,11 @@ class PerStepCosts:
     overlap equally on all ranks. Contention with P2P traffic is not modelled.
     """
 
-    reduction_ms: np.ndarray
-    """Gradient reduction time without overlap."""
-    gather_ms: np.ndarray
-    """Weight all-gather time at the start of the step, without overlap."""
+    reduction_ms: np.ndarray  # gradient reduction time without overlap
+    gather_ms: np.ndarray  # weight all-gather time at the start of the step, without overlap
     buckets: np.ndarray
-    overlaps: bool = True
-    """Whether a chunk's exchange overlaps with other chunks' compute."""
-    tied_ms: np.ndarray
-    """Exchange of the tied matrix's gradient with its other stage, after the reduction."""
+    overlaps: bool = True  # whether a chunk's exchange overlaps with other chunks' compute
+    tied_ms: np.ndarray  # exchange of the tied matrix's gradient, after the reduction
     update_ms: np.ndarray
 
     @property

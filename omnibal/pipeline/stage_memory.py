@@ -27,6 +27,7 @@ from omnibal.pipeline.passes import (
     all_passes,
     join_passes,
     largest_pass,
+    link_buffers,
     micro_batches_in,
     stage_passes,
 )
@@ -43,20 +44,13 @@ from omnibal.pipeline.unit_runs import (
 from omnibal.pipeline.workload import Workload
 
 GIB = 1024**3  # bytes
-_CAP_TOLERANCE = 1e-12
-"""Relative tolerance; sums of the same bytes in another order differ by less."""
-_PASSES_AT_ONCE = 4_096
-"""Passes per chunk of memory computation."""
-_MAX_SAMPLED_STAGES = 9
-"""Max stages per pipeline searched for their heaviest passes."""
-_DRAWN_STAGES, _DRAWN_STAGES_OF_LEVELS = 8, 32
-"""Random stage contents drawn for a table of one level, and of several."""
-_FULL_RECOMPUTE_PERIOD = 4
-"""Every n-th drawn stage recomputes all layers."""
-_DRAWN_CONTENTS = 24
-"""Random contents of several chunks."""
-_MAX_DRAWN_LAYERS = (4, 24)
-"""Max layers per kind in drawn stages: shallow and deep."""
+_CAP_TOLERANCE = 1e-12  # relative tolerance; sums of the same bytes in another order differ by less
+_PASSES_AT_ONCE = 4_096  # passes per chunk of memory computation
+_MAX_SAMPLED_STAGES = 9  # max stages per pipeline searched for their heaviest passes
+_DRAWN_STAGES, _DRAWN_STAGES_OF_LEVELS = 8, 32  # random stages for a table of one level, of several
+_FULL_RECOMPUTE_PERIOD = 4  # every n-th drawn stage recomputes all layers
+_DRAWN_CONTENTS = 24  # random contents of several chunks
+_MAX_DRAWN_LAYERS = (4, 24)  # max layers per kind in drawn stages: shallow and deep
 
 
 def fits_cap(peak: np.ndarray | float, memory_cap: np.ndarray | float) -> np.ndarray:
@@ -73,60 +67,43 @@ class MemoryTable:
     """
 
     kinds: tuple[UnitKind, ...]
-    chunk: int
-    """Chunk of the running micro-batch."""
-    state_bytes: np.ndarray
-    """Weights, gradients and optimizer state, [kinds]."""
-    tied_bytes: float
-    """State shared by language embed and head in a stage with both."""
-    cut_bytes: np.ndarray
-    """`CUT_TENSORS` of the largest micro-batch, [4, kinds]."""
+    chunk: int  # chunk of the running micro-batch
+    state_bytes: np.ndarray  # weights, gradients and optimizer state, [kinds]
+    tied_bytes: float  # state shared by language embed and head in a stage with both
+    cut_bytes: np.ndarray  # `CUT_TENSORS` of the largest micro-batch, [4, kinds]
     link_buffers: LinkBuffers
-    shared_bytes: np.ndarray
-    """Buffer shared by all units and kinds (use the max), [kinds]."""
-    library_bytes: np.ndarray
-    """Trainer library buffers, allocated once per stage, [buffers]."""
-    has_library: np.ndarray
-    """1 if a stage with the kind has the library buffer, else 0, [kinds, buffers]."""
-    expert_bytes: np.ndarray
-    """Expert-parallel communication buffers, allocated once per stage, [kinds]."""
+    shared_bytes: np.ndarray  # buffer shared by all units and kinds (use the max), [kinds]
+    library_bytes: np.ndarray  # trainer library buffers, allocated once per stage, [buffers]
+    has_library: np.ndarray  # whether a stage with the kind has the buffer, [kinds, buffers]
+    expert_bytes: np.ndarray  # expert-parallel buffers, allocated once per stage, [kinds]
     has_backward: np.ndarray
-    tied_gradient_bytes: np.ndarray
-    """Extra tied-matrix gradients in a backward, in a stage with embed and head. [kinds]"""
-    encoder_memory: EncoderMemory
-    """Memory of data-parallel encoders on every device."""
-    largest_working_bytes: np.ndarray
-    """Working memory of a unit on the largest micro-batch, [kinds]."""
+    tied_gradient_bytes: np.ndarray  # extra in backwards of stages with embed and head, [kinds]
+    encoder_memory: EncoderMemory  # memory of data-parallel encoders on every device
+    largest_working_bytes: np.ndarray  # of a unit on the largest micro-batch, [kinds]
+    # Activations of the other micro-batches in flight, if units keep or recompute them. [passes,
+    # chunks * levels * kinds]
     others_kept_bytes: np.ndarray
-    """Activations of the other micro-batches in flight, [passes, chunks * levels * kinds]."""
     others_input_bytes: np.ndarray
-    """`others_kept_bytes` if the unit is recomputed, [passes, chunks * levels * kinds]."""
+    # Activations of the running micro-batch, if units keep or recompute them, and tensors that an
+    # input backward makes for the weight backward. [passes, levels * kinds]
     own_kept_bytes: np.ndarray
-    """Activations of the running micro-batch, [passes, levels * kinds]."""
     own_input_bytes: np.ndarray
-    """`own_kept_bytes` if the unit is recomputed, [passes, levels * kinds]."""
     own_late_bytes: np.ndarray
-    """Tensors that an input backward makes for the weight backward, [passes, levels * kinds]."""
-    working_bytes: np.ndarray
-    """Working memory of a unit on the running micro-batch, [passes, kinds]."""
-    passing_bytes: np.ndarray
-    """Memory held by units without a backward while they run, [passes, kinds]."""
+    working_bytes: np.ndarray  # of a unit on the running micro-batch, [passes, kinds]
+    passing_bytes: np.ndarray  # held by units without a backward while they run, [passes, kinds]
+    # Input that a chunk beginning with the kind keeps if its unit does not, [passes, chunks *
+    # kinds].
     entered_bytes: np.ndarray
-    """Inputs kept by a chunk beginning with the kind, if its unit keeps none, [passes, chunks *
-    kinds]."""
-    own_gradient_bytes: np.ndarray
-    """Gradient of the stage's output, live until the backward ends, [passes, kinds]."""
-    links: np.ndarray
-    """1 if the P2P buffer is in use, else 0, [passes, buffers]."""
-    is_forward: np.ndarray
-    """1 in a forward, else 0, [passes, 1]."""
+    own_gradient_bytes: np.ndarray  # of the output, until the backward ends, [passes, kinds]
+    links: np.ndarray  # 1 if the P2P buffer is in use, else 0, [passes, buffers]
+    is_forward: np.ndarray  # 1 in a forward, else 0, [passes, 1]
 
     @property
     def levels(self) -> int:
         return self.own_kept_bytes.shape[1] // len(self.kinds)
 
     def _by_chunk(self, counts: np.ndarray) -> np.ndarray:
-        """Return units or recomputed units [..., chunks * n] by chunk. [..., chunks, n]"""
+        """Reshape units or recomputed units [..., chunks * n] to [..., chunks, n]."""
         chunks = self.entered_bytes.shape[1] // len(self.kinds)
         return counts.reshape(*counts.shape[:-1], chunks, -1)
 
@@ -137,10 +114,11 @@ class MemoryTable:
 
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Return the activations of all micro-batches in flight, per pass. [..., passes]"""
-        whole = self._at_levels(counts) - recomputed
-        others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
-        own, again = (self._by_chunk(each)[..., self.chunk, :] for each in (whole, recomputed))
-        return others + own @ self.own_kept_bytes.T + again @ self.own_input_bytes.T
+        kept = self._at_levels(counts) - recomputed
+        others = kept @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
+        # The running micro-batch is in one chunk: [..., levels * kinds].
+        kept, again = (self._by_chunk(units)[..., self.chunk, :] for units in (kept, recomputed))
+        return others + kept @ self.own_kept_bytes.T + again @ self.own_input_bytes.T
 
     def peak_bytes(
         self, counts: np.ndarray, recomputed: np.ndarray, running: np.ndarray | None = None
@@ -148,23 +126,26 @@ class MemoryTable:
         """Return the peak memory with state, given `running_bytes` if known. [...]"""
         if running is None:
             running = self.running_bytes(counts, recomputed)
-        most = (running + self._in_flight_bytes(counts, recomputed)).max(axis=-1)
-        counts = self._by_chunk(counts).sum(axis=-2)
+        peak = (running + self._in_flight_bytes(counts, recomputed)).max(axis=-1)
+        counts = self._by_chunk(counts).sum(axis=-2)  # [..., kinds]
+        # Embed and head of one stage share the tied matrix.
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
-        return state + self.with_encoders(counts, most)
+        return state + self.with_encoders(counts, peak)
 
-    def with_encoders(self, counts: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """Return the max over passes `most` [...] of stages with `counts` [..., kinds], with
-        data-parallel encoders' memory. [...]"""
+    def with_encoders(self, counts: np.ndarray, peak: np.ndarray) -> np.ndarray:
+        """Add data-parallel encoders' memory to the `peak` [...] over passes, without state, of
+        stages with `counts` [..., kinds]. [...]"""
         embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
-        taken = self.encoder_memory
-        running = np.maximum(most, taken.arrival * embeds)
-        in_step = taken.resident + np.maximum(running + taken.features * embeds, taken.encoding)
-        if not taken.whole:  # an evaluation takes less than a step
+        encoders = self.encoder_memory
+        # Features arrive before the first forward, and encoding ends before that: these peaks do
+        # not add up with the passes'.
+        passes = np.maximum(peak, encoders.arrival * embeds) + encoders.features * embeds
+        in_step = encoders.resident + np.maximum(passes, encoders.encoding)
+        if not encoders.whole:  # an evaluation takes less than a step
             return in_step
         # Evaluation runs forward only, with less working memory than a backward.
         working = (self.largest_working_bytes * (counts > 0)).max(axis=-1)
-        evaluating = taken.evaluating + np.maximum(working, taken.evaluation)
+        evaluating = encoders.evaluating + np.maximum(working, encoders.evaluation)
         return np.where(embeds, np.maximum(in_step, evaluating), in_step)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
@@ -174,27 +155,25 @@ class MemoryTable:
     def _in_flight_bytes(
         self, counts: np.ndarray, recomputed: np.ndarray, is_inside: Sequence[bool] | None = None
     ) -> np.ndarray:
-        """Return the bytes of other micro-batches in flight, of P2P tensors and of buffers.
-        [..., passes]
+        """Return bytes of other micro-batches in flight, P2P tensors and buffers. [..., passes]
 
         Args:
             is_inside: whether each chunk begins within a kind's layers, or None if unknown.
         """
         at_levels, by_chunk = self._at_levels(counts), self._by_chunk(counts)
-        bytes_ = (at_levels - recomputed) @ self.others_kept_bytes.T
+        bytes_ = (at_levels - recomputed) @ self.others_kept_bytes.T  # [..., passes]
         bytes_ = bytes_ + recomputed @ self.others_input_bytes.T
         if self.own_late_bytes.any():
-            own = self._by_chunk(at_levels)[..., self.chunk, :]
-            bytes_ += own @ self.own_late_bytes.T
-        first = (by_chunk > 0).argmax(axis=-1)
+            bytes_ += self._by_chunk(at_levels)[..., self.chunk, :] @ self.own_late_bytes.T
+        first = (by_chunk > 0).argmax(axis=-1)  # each chunk's first kind, [..., chunks]
         for chunk, entered in enumerate(np.split(self.entered_bytes, by_chunk.shape[-2], axis=1)):
             bytes_ += entered.T[first[..., chunk]]
-        tensors = self._cut_tensors(by_chunk, is_inside)
-        live = np.zeros((*counts.shape[:-1], len(self.link_buffers)))
+        tensors = self._cut_tensors(by_chunk, is_inside)  # [4, ..., chunks]
+        buffers = np.zeros((*counts.shape[:-1], len(self.link_buffers)))
         for buffer, group in enumerate(self.link_buffers):
             of_group = [tensors[tensor][..., chunk] for tensor, chunk in group]
-            live[..., buffer] = np.max(of_group, axis=0)
-        bytes_ += live @ self.links.T
+            buffers[..., buffer] = np.max(of_group, axis=0)
+        bytes_ += buffers @ self.links.T
         held = by_chunk.sum(axis=-2) > 0
         once = (held * self.shared_bytes).max(axis=-1) + (held * self.expert_bytes).max(axis=-1)
         if len(self.library_bytes):
@@ -205,11 +184,15 @@ class MemoryTable:
         """Return `CUT_TENSORS` of the largest micro-batch for `counts` [..., kinds]. [4, ...]"""
         held = counts > 0
         first = held.argmax(axis=-1)
+        # A chunk that begins with a kind receives from the kind before it (outer cut), or within
+        # the kind's layers from the kind itself (inner cut).
         outer, after = self.cut_bytes[:2, first], self.cut_bytes[2:, _last_kind(counts)]
         # Counts imply the first unit, and so the tensors of the cut before it, except with one
         # kind, which takes the larger.
         inner = self.cut_bytes[2:, first]
-        fewer = [two.is_layer and one.carried > two.carried for one, two in pairwise(self.kinds)]
+        fewer = [
+            kind.is_layer and kind.carried < last.carried for last, kind in pairwise(self.kinds)
+        ]
         inner = np.where(np.array([False, *fewer])[first], inner, outer)
         if is_inside is None:
             of_kind = np.take_along_axis(counts, first[..., None], axis=-1)[..., 0]
@@ -219,27 +202,24 @@ class MemoryTable:
         return np.concatenate([np.where(is_inside, inner, outer), after])
 
     def running_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Return the running micro-batch's max memory in every pass, equal in all stages. [...,
-        passes]
+        """Return the running micro-batch's max memory in every pass, for any stage. [..., passes]
 
         Recomputing one more layer never raises it: a kind's earliest layers are recomputed, and a
         kept layer runs backward before them with more live activations. Kinds of a tower may be
         interleaved, so all of its layers count as kept while any runs.
         """
-        own, again = (self._by_chunk(each)[..., self.chunk, :] for each in (counts, recomputed))
-        in_order = [(kinds, own, again) for kinds in _in_model_order(self.kinds)]
-        return self._running(own, in_order, _last_kind(own))
+        units, again = (self._by_chunk(c)[..., self.chunk, :] for c in (counts, recomputed))
+        in_order = [(kinds, units, again) for kinds in _in_model_order(self.kinds)]
+        return self._running(units, in_order, _last_kind(units))
 
     def stage_bytes(self, runs_of: Sequence[Sequence[UnitRun]]) -> np.ndarray:
-        """Return the max memory per pass of a stage with these units in every chunk, in order.
-        [passes]"""
+        """Return the max memory per pass of a stage with every chunk's units in order. [passes]"""
         counts, recomputed = contents_of(len(self.kinds), runs_of)
-        own = self._by_chunk(counts)[self.chunk]
         runs = runs_of[self.chunk]
         in_order = [([run.kind], *counts_of_runs(len(self.kinds), [run])) for run in runs]
         in_flight = self._in_flight_bytes(counts, recomputed, [r[0].is_inside for r in runs_of])
-        last = np.array(runs[-1].kind)
-        return self._running(own, in_order, last, is_exact=True) + in_flight
+        units, last = self._by_chunk(counts)[self.chunk], np.array(runs[-1].kind)
+        return self._running(units, in_order, last, is_exact=True) + in_flight
 
     def _running(
         self,
@@ -249,17 +229,18 @@ class MemoryTable:
         *,
         is_exact: bool = False,
     ) -> np.ndarray:
-        """Return the running micro-batch's max memory in a chunk with `counts` [..., kinds]. [...,
-        passes]
+        """Return the running micro-batch's max memory in its chunk. [..., passes]
 
         Args:
+            counts: the chunk's units, [..., kinds].
             in_order: kinds that run one after another, their units [..., kinds], and their
                 recomputed units [..., levels * kinds].
             last: the chunk's last kind, [...].
-            is_exact: whether the order is the chunk's own, so that the state of every unit is known
-                as it runs.
+            is_exact: whether `in_order` is the chunk's exact order, so that every other unit is
+                known to be kept or freed while one runs.
         """
-        own, most, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
+        # Activations kept so far, peak so far, and memory of units without a backward.
+        own, peak, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
         first, alike = len(self.kinds) * np.arange(self.levels), _alike_kinds(self.kinds)
         own_gradient = self.own_gradient_bytes.T[last]
         tied = holds_both_ends(self.kinds, counts)[..., None]
@@ -267,7 +248,7 @@ class MemoryTable:
         is_late = is_exact and self.own_late_bytes.any()
         passed = set[int]()
         for kinds, units, recomputed in in_order:
-            columns = (first[:, None] + kinds).ravel()
+            columns = (first[:, None] + kinds).ravel()  # of every level
             of_units, again = np.tile(units[..., kinds], self.levels), recomputed[..., columns]
             kept, inputs = self.own_kept_bytes[:, columns], self.own_input_bytes[:, columns]
             # Units after these have freed their activations in the backward.
@@ -277,12 +258,13 @@ class MemoryTable:
             own = own + added
             for kind in (kind for kind in kinds if kind in held_kinds):
                 column = first + kind
-                every_again = recomputed[..., column] > 0
+                # If all layers are recomputed, the running layer's activations come back. If a
+                # layer is kept, its own backward needs as much.
+                all_again = recomputed[..., column] > 0  # [..., levels]
                 for other in (kind, *alike[kind]):
-                    others = recomputed[..., first + other] == units[..., other, None]
-                    every_again = every_again & others
+                    all_again &= recomputed[..., first + other] == units[..., other, None]
                 brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
-                running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
+                running = own + self.working_bytes[:, kind] + all_again @ brought_back.T
                 held = counts[..., kind, None] > 0
                 if self.has_backward[kind]:
                     # The last unit's working memory includes this gradient.
@@ -297,22 +279,20 @@ class MemoryTable:
                     passed.add(kind)
                     running = running + passing
                     running = running * self.is_forward[:, 0] if is_exact else running
-                most = np.where(held, np.maximum(most, running), most)
-        return most
+                peak = np.where(held, np.maximum(peak, running), peak)
+        return peak
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
-        """Select passes."""
         return self._map_passes(lambda of_passes: of_passes[chosen])
 
     def join_passes(self, more: "MemoryTable") -> "MemoryTable":
-        """Concatenate the passes of two tables."""
         others = iter([getattr(more, name) for name in _PASS_FIELDS])
         return self._map_passes(lambda of_passes: np.concatenate([of_passes, next(others)]))
 
     def at_most(self) -> "MemoryTable":
         """Return one pass per level, an upper bound of all its passes."""
-        own = [self._own_level == level for level in np.unique(self._own_level)]
-        return self._map_passes(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in own]))
+        at = [self._own_level == level for level in np.unique(self._own_level)]
+        return self._map_passes(lambda of_passes: np.stack([of_passes[a].max(axis=0) for a in at]))
 
     def of_level(self, level: int) -> "MemoryTable":
         """Return passes of one chunk that run a micro-batch of `level`, plus an empty pass."""
@@ -324,6 +304,7 @@ class MemoryTable:
             of_own = of_passes[chosen]
             if of_passes.shape[1] == at_levels:
                 of_own = of_own[:, columns]
+            # The empty pass is for levels without micro-batches: the max over passes must exist.
             return np.concatenate([of_own, np.zeros((1, of_own.shape[1]))])
 
         return self._map_passes(change)
@@ -354,19 +335,18 @@ def _last_kind(counts: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=8)  # an entry per model
 def _alike_kinds(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
-    """Return other kinds that differ from a kind only in P2P tensors. While any such layer is kept,
-    recomputing this kind needs no more memory than before."""
+    """Return the other kinds that differ from each kind only in P2P tensors."""
     return [
-        [index for index, each in enumerate(kinds) if index != kind and each.is_like(own)]
-        for kind, own in enumerate(kinds)
+        [index for index, other in enumerate(kinds) if index != i and other.is_like(kind)]
+        for i, kind in enumerate(kinds)
     ]
 
 
 @lru_cache(maxsize=8)  # an entry per model
 def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
     """Return kind indices in model order, grouped by tower."""
-    groups = groupby(enumerate(kinds), lambda each: each[1].is_layer or each[1].name)
-    return [[index for index, _ in same] for _, same in groups]
+    groups = groupby(enumerate(kinds), lambda pair: pair[1].is_layer or pair[1].name)
+    return [[index for index, _ in group] for _, group in groups]
 
 
 def build_table(
@@ -379,7 +359,7 @@ def build_table(
         for name in ("activation", "boundary", "output_gradient", "passing")
     )
     kept, late = np.split(passes.others, [passes.chunks], axis=1)
-    kept_bytes, input_bytes = (_level_by_level(cost, kept, each) for each in (activation, boundary))
+    kept_bytes, input_bytes = (_level_by_level(cost, kept, per) for per in (activation, boundary))
     own, working = passes.own, [unit.transient_bytes for unit in units]
     own_late_bytes = np.zeros((len(own), cost.levels * len(units)))
     working_bytes = _max_of_moments(own, working)
@@ -402,8 +382,13 @@ def build_table(
     entered = kept.copy()
     entered[:, passes.chunk] += own
     entered_bytes = entered.reshape(-1, own.shape[1]) @ _unkept_input(cost).T
-    # The largest micro-batch of every level.
+    # The largest micro-batch of every level, [levels, F].
     largest = np.repeat(np.eye(cost.levels), own.shape[1] // cost.levels, axis=1) * passes.largest
+    # Gradients of the tied matrix beyond its unit's own, unsharded: a backward of the embed holds
+    # two, of the head none, of other language units one.
+    extra = {LANGUAGE_EMBED: 2, HEAD: 0}
+    tied = [extra.get(kind.name, 1) * (kind.tower == LANGUAGE) for kind in cost.kinds]
+    matrix_bytes = cost.tied_trained_parameters * cost.rates.weight_bytes
     return MemoryTable(
         kinds=cost.kinds,
         chunk=passes.chunk,
@@ -416,7 +401,7 @@ def build_table(
         has_library=np.array([[n in buffer.kinds for buffer in buffers] for n in cost.units], int),
         expert_bytes=cost.expert_peer_bytes * cost.of_experts,
         has_backward=np.array([unit.has_backward for unit in units]),
-        tied_gradient_bytes=_tied_gradient_bytes(cost),
+        tied_gradient_bytes=matrix_bytes * cost.weight_parts * np.array(tied),
         encoder_memory=encoder_memory or EncoderMemory(),
         largest_working_bytes=_max_of_moments(largest, working).max(axis=0),
         others_kept_bytes=kept_bytes,
@@ -446,30 +431,21 @@ def _max_of_moments(features: np.ndarray, of_units: Sequence[np.ndarray]) -> np.
 def _level_by_level(cost: CostModel, features: np.ndarray, per_unit: np.ndarray) -> np.ndarray:
     """Return features [passes, chunks, levels * features] times coefficients [levels * features,
     kinds], per chunk and level. [passes, chunks * levels * kinds]"""
-    flat = features.reshape(-1, features.shape[-1])
+    flat = features.reshape(-1, features.shape[-1])  # [passes * chunks, ...]
     blocks = zip(np.split(flat, cost.levels, axis=1), np.split(per_unit, cost.levels), strict=True)
-    found = np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
-    return found.reshape(len(features), -1)
+    products = np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
+    return products.reshape(len(features), -1)
 
 
 def _unkept_input(cost: CostModel) -> np.ndarray:
-    """Return the input of a stage beginning with each kind, if the unit keeps none but the stage
-    does for its gradient: projectors and the language embed. [kinds, features]"""
+    """Return the input of a stage beginning with each kind, if the unit keeps no input but the
+    stage does for its gradient: projectors and the language embed. [kinds, features]"""
     units = [*cost.units.values()]
     inputs = np.zeros((len(units), len(cost.features)))
     for index, (before, kind) in enumerate(zip(units, cost.kinds[1:], strict=False), 1):
         if before.output_gradient_bytes.any() and not (kind.is_layer or kind.name == HEAD):
             inputs[index] = before.output_bytes
     return inputs
-
-
-def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
-    """Return gradients of the tied matrix beyond its unit's own, unsharded. [kinds]"""
-    matrix_bytes = cost.tied_trained_parameters * cost.rates.weight_bytes
-    matrix_bytes *= cost.weight_parts
-    besides = {LANGUAGE_EMBED: 2, HEAD: 0}
-    number = [besides.get(each.name, 1) * (each.tower == LANGUAGE) for each in cost.kinds]
-    return matrix_bytes * np.array(number)
 
 
 def _cut_bytes(cost: CostModel, largest: np.ndarray) -> np.ndarray:
@@ -480,8 +456,9 @@ def _cut_bytes(cost: CostModel, largest: np.ndarray) -> np.ndarray:
     # A unit's input comes from its own kind or from the previous kind. If adapters begin with the
     # layers, only its own kind's has a gradient.
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
-    came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
-    return np.stack([came, np.where(is_layer & (back_to == 0), back, back_to), sent, back])
+    received, returned = np.append(0, sent[:-1]), np.append(0, back[:-1])
+    returned = np.where(is_layer & (returned == 0), back, returned)
+    return np.stack([received, returned, sent, back])
 
 
 def _largest_bytes(cost: CostModel, name: str, largest: np.ndarray) -> np.ndarray:
@@ -525,17 +502,12 @@ def contents_of(kinds: int, runs_of: Sequence[Sequence[UnitRun]]) -> tuple[np.nd
 class PassBytes:
     """Stage memory without state in every pass of a run. [passes] each"""
 
-    row: np.ndarray
-    """Workload row of the running micro-batch."""
-    kind: np.ndarray
-    """`Pass` of each."""
+    row: np.ndarray  # workload row of the running micro-batch
+    kind: np.ndarray  # `Pass` of each
     chunk: np.ndarray
-    needed: np.ndarray
-    """Total without state."""
-    held: np.ndarray
-    """Activations kept."""
-    others: np.ndarray
-    """Other micro-batches in flight, counted once per chunk."""
+    needed: np.ndarray  # total without state
+    held: np.ndarray  # activations kept
+    others: np.ndarray  # other micro-batches in flight, counted once per chunk
 
 
 def bytes_of_passes(
@@ -550,7 +522,7 @@ def bytes_of_passes(
     from the workload's own."""
     runs_of = stage_runs(cost, stages_at, schedule)[stage]
     content = contents_of(len(cost.kinds), runs_of)
-    size, found = len(stages_at[0]) // schedule.chunks, []
+    size, batches = len(stages_at[0]) // schedule.chunks, []
     for passes in stage_passes(features, workload, schedule, size, stage):
         for first in range(0, len(passes.row), _PASSES_AT_ONCE):
             some = passes.take(slice(first, first + _PASSES_AT_ONCE))
@@ -560,8 +532,8 @@ def bytes_of_passes(
                 # As the search counts: the earliest layers of each kind are recomputed.
                 needed = np.maximum(needed, table.pass_bytes(*content))
             others = micro_batches_in(cost, some.others).sum(axis=1)
-            found.append((some.row, some.kind, 0 * some.row + some.chunk, needed, held, others))
-    row, kind, chunk, needed, held, others = map(np.concatenate, zip(*found, strict=True))
+            batches.append((some.row, some.kind, 0 * some.row + some.chunk, needed, held, others))
+    row, kind, chunk, needed, held, others = map(np.concatenate, zip(*batches, strict=True))
     return PassBytes(row=row, kind=kind, chunk=chunk, needed=needed, held=held, others=others)
 
 
@@ -628,8 +600,8 @@ def encoder_memory_of(workload: Workload) -> EncoderMemory:
 def build_tables(
     cost: CostModel, workload: Workload, passes: Iterable[Passes]
 ) -> list[MemoryTable]:
-    """Return the memory tables of each stage's passes."""
-    return [build_table(cost, each, encoder_memory_of(workload)) for each in passes]
+    """Return the memory tables of several stages' or chunks' passes."""
+    return [build_table(cost, of_chunk, encoder_memory_of(workload)) for of_chunk in passes]
 
 
 def heaviest_passes(
@@ -641,14 +613,15 @@ def heaviest_passes(
         counts: [stages, kinds].
         recomputed: [stages, levels * kinds].
     """
-    features, found = features_of(workload, cost), []
+    features, heaviest = features_of(workload, cost), []
     for stage, content in enumerate(zip(counts, recomputed, strict=True)):
         passes = all_passes(features, workload, len(counts), stage)
-        chunks = range(0, len(passes.row), _PASSES_AT_ONCE)
-        some = (passes.take(slice(first, first + _PASSES_AT_ONCE)) for first in chunks)
-        needed = [build_table(cost, each).pass_bytes(*content) for each in some]
-        found.append(int(np.concatenate(needed).argmax()))
-    return found
+        needed = []
+        for first in range(0, len(passes.row), _PASSES_AT_ONCE):
+            some = passes.take(slice(first, first + _PASSES_AT_ONCE))
+            needed.append(build_table(cost, some).pass_bytes(*content))
+        heaviest.append(int(np.concatenate(needed).argmax()))
+    return heaviest
 
 
 def pareto_tables(cost: CostModel, workload: Workload, stages: int) -> list[MemoryTable]:
@@ -656,9 +629,9 @@ def pareto_tables(cost: CostModel, workload: Workload, stages: int) -> list[Memo
     the Pareto-maximal passes by memory features, as bytes never decrease with features."""
     units, features = cost.units.values(), features_of(workload, cost)
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
-    grows = kept.max(axis=(0, 1)) > 0
+    grows = kept.max(axis=(0, 1)) > 0  # features that activations grow with
     worked = [[*unit.transient_bytes, unit.passing_bytes] for unit in units]
-    works = grows | (np.concatenate(worked).max(axis=0) > 0)
+    works = grows | (np.concatenate(worked).max(axis=0) > 0)  # ... or working memory
     chosen = []
     for stage in range(stages):
         passes = all_passes(features, workload, stages, stage)
@@ -672,14 +645,14 @@ def pareto_maximal_rows(rows: np.ndarray) -> np.ndarray:
     """Return indices of the distinct Pareto-maximal rows of [n, k]."""
     columns, left = np.ascontiguousarray(rows.T), np.arange(len(rows))
     sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
-    found = []
+    maximal = []
     while len(left):
         # A row with the largest scaled sum is Pareto-maximal.
         first = int(sums.argmax())
-        found.append(left[first])
+        maximal.append(left[first])
         larger = (columns > columns[:, first, None]).any(axis=0)
         columns, sums, left = columns[:, larger], sums[larger], left[larger]
-    return np.array(found)
+    return np.array(maximal)
 
 
 def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> list[MemoryTable]:
@@ -690,16 +663,17 @@ def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> l
     """
     features, last = features_of(workload, cost), stages - 1
     drawn = _drawn_stages(cost, features.max(axis=0))
-    looked_at = np.linspace(0, last, min(stages, _MAX_SAMPLED_STAGES)).round().astype(np.int64)
+    sampled = np.linspace(0, last, min(stages, _MAX_SAMPLED_STAGES)).round().astype(np.int64)
     heaviest = [
-        heaviest_for(drawn, all_passes(features, workload, stages, stage)) for stage in looked_at
+        heaviest_for(drawn, all_passes(features, workload, stages, stage)) for stage in sampled
     ]
     chosen = []
     for stage in range(stages):
-        after = int(np.searchsorted(looked_at, stage))
-        before = after if looked_at[after] == stage else after - 1
-        found = np.union1d(heaviest[before], heaviest[after])
-        chosen.append(all_passes(features, workload, stages, stage, found))
+        after = int(np.searchsorted(sampled, stage))
+        before = after if sampled[after] == stage else after - 1
+        # In 1F1B an index is the same pass of the same micro-batch on every stage.
+        indices = np.union1d(heaviest[before], heaviest[after])
+        chosen.append(all_passes(features, workload, stages, stage, indices))
     return build_tables(cost, workload, chosen)
 
 
@@ -707,107 +681,92 @@ def heaviest_for(drawn: np.ndarray, passes: Passes) -> np.ndarray:
     """Return indices of the passes that are the peak of any drawn stage.
 
     Args:
-        drawn: bytes per feature of each chunk's other micro-batches, of the running one, and of its
-            backward in addition, and of each P2P tensor. [stages, columns]
+        drawn: bytes per feature of each chunk's other micro-batches, of the running micro-batch, of
+            its backward in addition, and of each P2P tensor. [stages, columns]
     """
-    most, found = np.full(len(drawn), -np.inf), np.zeros(len(drawn), np.int64)
+    peaks, heaviest = np.full(len(drawn), -np.inf), np.zeros(len(drawn), np.int64)
     for first in range(0, len(passes.row), _PASSES_AT_ONCE):
         some = passes.take(slice(first, first + _PASSES_AT_ONCE))
         backward = some.own * some.is_backward[:, None]
         columns = [some.others.reshape(len(backward), -1), some.own, backward, some.links]
-        bytes_ = drawn @ np.concatenate(columns, axis=1).T
+        bytes_ = drawn @ np.concatenate(columns, axis=1).T  # [stages, passes]
         place = bytes_.argmax(axis=1)
         largest = bytes_[np.arange(len(drawn)), place]
-        found = np.where(largest > most, first + place, found)
-        most = np.maximum(largest, most)
-    return np.unique(found)
+        heaviest = np.where(largest > peaks, first + place, heaviest)
+        peaks = np.maximum(largest, peaks)
+    return np.unique(heaviest)
 
 
 def _drawn_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
-    """Return randomly drawn stages of one chunk while a unit of each kind runs, for `heaviest_for`.
-    [stages * kinds * moments, columns]"""
+    """Draw stages of one chunk while a unit of each kind runs, for `heaviest_for`. [stages * kinds
+    * moments, columns]"""
     rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
     units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
     drawn = _DRAWN_STAGES if levels == 1 else _DRAWN_STAGES_OF_LEVELS
     shape = drawn, levels, kinds
-    most = np.where(is_layer, rng.choice(_MAX_DRAWN_LAYERS, (drawn, 1)), 2)
-    counts = rng.integers(0, most)
+    counts = rng.integers(0, np.where(is_layer, rng.choice(_MAX_DRAWN_LAYERS, (drawn, 1)), 2))
     # Most levels recompute nothing or everything, and some stages everything at all levels.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
     share[::_FULL_RECOMPUTE_PERIOD] = 1
     again = counts[:, None] * is_layer * share
     whole = np.repeat(counts[:, None] - again, len(cost.features) // levels, axis=1)
     recomputed = np.repeat(again, len(cost.features) // levels, axis=1)
-    activation, boundary = (
-        _coefficients(cost, f"{each}_bytes") for each in ("activation", "boundary")
-    )
+    activation, boundary = (_coefficients(cost, f"{n}_bytes") for n in ("activation", "boundary"))
     kept = whole * activation + recomputed * boundary  # [stages, levels * features, kinds]
     back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
-    # Units after the running one keep nothing.
+    # Units after the running unit keep nothing.
     running = kept.cumsum(axis=2) + back
     first, last = (counts > 0).argmax(axis=1), _last_kind(counts)
     cuts = _cut_bytes(cost, largest)
     links = np.concatenate([cuts[:2, first], cuts[2:, last]]).T
     gradient = np.stack([unit.output_gradient_bytes for unit in units])[last]
     input_ = _unkept_input(cost)[first]
-    found = []
+    stages = []
     for kind, unit in enumerate(units):
         holds = counts[:, kind] > 0
         for working in unit.transient_bytes:
             own = running[:, :, kind] + input_ + working
             in_backward = gradient * (last != kind)[:, None]
             columns = [kept.sum(axis=2) + input_, own, in_backward, links]
-            found.append(np.concatenate(columns, axis=1)[holds])
-    return np.concatenate(found)
+            stages.append(np.concatenate(columns, axis=1)[holds])
+    return np.concatenate(stages)
 
 
 def heavy_tables(
     cost: CostModel, workload: Workload, schedule: PipelineSchedule, stages: int
 ) -> list[list[MemoryTable]]:
-    """Return memory tables of every stage's chunks in any schedule, of the heaviest passes."""
-    features = features_of(workload, cost)
-    return [
-        build_tables(
-            cost, workload, _heavy_passes(cost, features, workload, schedule, stages, stage)
-        )
-        for stage in range(stages)
-    ]
-
-
-def _heavy_passes(
-    cost: CostModel,
-    features: np.ndarray,
-    workload: Workload,
-    schedule: PipelineSchedule,
-    stages: int,
-    stage: int,
-) -> list[Passes]:
-    """Return the passes of every chunk that are the heaviest of a kind for some drawn content."""
-    found = defaultdict[int, dict[int, Passes]](dict)
-    for each in stage_passes(features, workload, schedule, stages, stage):
-        if len(each.row):
-            kinds, kind = found[each.chunk], int(each.kind[0])
-            both = join_passes([kinds[kind], each]) if kind in kinds else each
-            drawn = _draw_contents(cost, schedule, both.links.shape[1])
-            kinds[kind] = both.take(heaviest_for(drawn, both))
-    return [join_passes([*kinds.values()]) for kinds in found.values()]
+    """Return memory tables of every stage's chunks in any schedule, of the passes that are the
+    heaviest of their kind for some drawn stage."""
+    features, tables = features_of(workload, cost), []
+    for stage in range(stages):
+        drawn = _draw_contents(cost, schedule, len(link_buffers(schedule, stages, stage)))
+        heaviest = defaultdict[int, dict[int, Passes]](dict)  # by chunk and kind of pass
+        for passes in stage_passes(features, workload, schedule, stages, stage):
+            if len(passes.row):
+                kinds, kind = heaviest[passes.chunk], int(passes.kind[0])
+                both = join_passes([kinds[kind], passes]) if kind in kinds else passes
+                kinds[kind] = both.take(heaviest_for(drawn, both))
+        chunks = [join_passes([*kinds.values()]) for kinds in heaviest.values()]
+        tables.append(build_tables(cost, workload, chunks))
+    return tables
 
 
 def _draw_contents(cost: CostModel, schedule: PipelineSchedule, buffers: int) -> np.ndarray:
-    """Return random stage contents for `heaviest_for`, without terms equal in passes of one kind.
+    """Draw stages for `heaviest_for`, without terms that are equal in all passes of one kind.
     [_DRAWN_CONTENTS, columns]"""
     rng, units = np.random.default_rng(0), [*cost.units.values()]
-    kept = np.array([each.activation_bytes for each in units])
-    inputs = np.array([each.boundary_bytes for each in units])
-    late = np.array([each.late_bytes[:2].sum(axis=0) for each in units])
-    moments = [each.two_part_bytes if schedule.in_two else each.transient_bytes for each in units]
-    working = np.array([each.max(axis=0) for each in moments])
+    kept = np.array([unit.activation_bytes for unit in units])  # [kinds, F]
+    inputs = np.array([unit.boundary_bytes for unit in units])
+    late = np.array([unit.late_bytes[:2].sum(axis=0) for unit in units])
+    moments = [unit.two_part_bytes if schedule.in_two else unit.transient_bytes for unit in units]
+    working = np.array([of_unit.max(axis=0) for of_unit in moments])
     layers = np.isin(np.arange(len(units)), layer_kinds(cost.kinds))
     number = rng.integers(0, 8, (_DRAWN_CONTENTS, schedule.chunks, len(units))) * layers
     again = number * (rng.random((_DRAWN_CONTENTS, 1, 1)) < 0.5)
     own = working[rng.integers(0, len(units), _DRAWN_CONTENTS)]
-    held = (number - again) @ kept + again @ inputs
+    held = (number - again) @ kept + again @ inputs  # [_DRAWN_CONTENTS, chunks, F]
     held = np.concatenate([held, number @ late], axis=1) if schedule.in_two else held
-    alike = np.zeros((_DRAWN_CONTENTS, len(cost.features) + buffers))
-    return np.concatenate([held.reshape(_DRAWN_CONTENTS, -1), own, alike], axis=1)
+    # Backwards' extra bytes and P2P buffers are equal in all passes of one kind.
+    equal = np.zeros((_DRAWN_CONTENTS, len(cost.features) + buffers))
+    return np.concatenate([held.reshape(_DRAWN_CONTENTS, -1), own, equal], axis=1)

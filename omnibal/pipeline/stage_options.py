@@ -29,28 +29,21 @@ from omnibal.pipeline.recompute import (
 from omnibal.pipeline.recompute_ways import NO_NUMBER, FittingNumbers, TowerNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
 
-_MAX_OPTIONS = 20_000
-"""Max recompute sets of a stage at several levels, over all runs of units."""
+_MAX_OPTIONS = 20_000  # max recompute sets of a stage at several levels, over all runs of units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageOptions:
     """Options of one stage, sorted by tail: a run with a recompute set that fits."""
 
-    start: np.ndarray
-    """Position of the first unit; this and the next four are [options]."""
+    start: np.ndarray  # position of the first unit; this and the next four are [options]
     end: np.ndarray
-    tail: np.ndarray
-    """Node of the cut before the stage; without shared numbers the position."""
+    tail: np.ndarray  # node of the cut before the stage; without shared numbers the position
     head: np.ndarray
-    shared: np.ndarray
-    """Key of the numbers that all stages share, 0 if none."""
-    recomputed: np.ndarray
-    """Recomputed layers, [options, levels * layer kinds]."""
-    terms: np.ndarray
-    """Cost terms with recomputation, [options, terms]."""
-    bound_ms: np.ndarray
-    """Longest structural path, [options]."""
+    shared: np.ndarray  # key of the numbers that all stages share, 0 if none
+    recomputed: np.ndarray  # recomputed layers, [options, levels * layer kinds]
+    terms: np.ndarray  # cost terms with recomputation, [options, terms]
+    bound_ms: np.ndarray  # longest structural path, [options]
 
     def __len__(self) -> int:
         return len(self.start)
@@ -92,16 +85,12 @@ class SearchProblem:
     tables: Sequence[MemoryTable]
     memory_cap_bytes: float
     simulator: PipelineSimulator
-    extreme_ms: np.ndarray
-    """Recompute times per layer, [extremes, levels * layer kinds]; see `useful_sets_of_levels`."""
+    extreme_ms: np.ndarray  # [extremes, levels * layer kinds]; see `useful_sets_of_levels`
     levels: int
-    same_at_levels: bool
-    """Whether a stage recomputes the same layers at all levels."""
+    same_at_levels: bool  # whether a stage recomputes the same layers at all levels
     rules: StageRules = FREE
-    numbers: Sequence[FittingNumbers] | None = None
-    """Recompute numbers of every stage, with one level, or None if any layers may be recomputed."""
-    slowness: np.ndarray | None = None
-    """Slowdown of every stage, at least 1 so that bounds over units hold, or None if equal. [p]"""
+    numbers: Sequence[FittingNumbers] | None = None  # None if any layers may be recomputed
+    slowness: np.ndarray | None = None  # at least 1, so that bounds over units hold, [p]
 
     @property
     def stages(self) -> int:
@@ -117,11 +106,9 @@ class Choices:
     """Options of every stage."""
 
     fitting: list[StageOptions]
-    optimistic: list[StageOptions]
-    """Options that bound all fitting options; equal to them if `complete`."""
+    optimistic: list[StageOptions]  # bound all fitting options; equal to them if `complete`
     complete: bool
-    nodes: int
-    """Node of the last cut; node 0 is the first."""
+    nodes: int  # node of the last cut; node 0 is the first
 
 
 def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:

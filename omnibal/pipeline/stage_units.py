@@ -20,12 +20,10 @@ _LAYERS = re.compile(r"(.+) (\d+)(?:\.\.(\d+))?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One unit of the model, or consecutive layers of one of its towers."""
+    """A unit of the model, or consecutive layers of a tower."""
 
-    name: str
-    """Unit name, such as "vision embed" or "head"; for layers, the tower's name."""
-    layers: range | None = None
-    """Layer indices in the tower, or None if not a layer."""
+    name: str  # unit name, such as "vision embed" or "head"; for layers, the tower's name
+    layers: range | None = None  # layer indices in the tower, or None if not a layer
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -53,7 +51,7 @@ class Span:
 
     @property
     def units(self) -> tuple["Span", ...]:
-        """Single units of the span."""
+        """One span per unit."""
         if self.layers is None:
             return (self,)
         return tuple(Span(self.name, range(layer, layer + 1)) for layer in self.layers)
@@ -74,25 +72,24 @@ def merge_spans(units: Iterable[Span]) -> tuple[Span, ...]:
     """Merge consecutive layers of a tower, keeping the order."""
     spans: list[Span] = []
     for span in units:
-        before = spans[-1] if spans else None
+        last = spans[-1] if spans else Span("")
         if (
-            before is not None
-            and span.layers is not None
-            and before.layers is not None
-            and (before.name, before.layers.stop) == (span.name, span.layers.start)
+            span.layers is not None
+            and last.layers is not None
+            and (last.name, last.layers.stop) == (span.name, span.layers.start)
         ):
-            spans[-1] = Span(span.name, range(before.layers.start, span.layers.stop))
+            spans[-1] = Span(span.name, range(last.layers.start, span.layers.stop))
         else:
             spans.append(span)
     return tuple(spans)
 
 
-def _parse_span(given: Any) -> Span:
-    if isinstance(given, Span):
-        return given
-    if not isinstance(given, str) or not given.strip():
+def _parse_span(value: Any) -> Span:
+    if isinstance(value, Span):
+        return value
+    if not isinstance(value, str) or not value.strip():
         raise ValueError('must be words such as "vision embed", "vision 0..22" or "head"')
-    return Span.parse(given)
+    return Span.parse(value)
 
 
 SpanText = Annotated[Span, PlainValidator(_parse_span), PlainSerializer(str, return_type=str)]

@@ -18,22 +18,23 @@ from omnibal.pipeline.stage_units import Span, Stage, merge_spans
 
 
 def layer_kinds(kinds: Sequence[UnitKind]) -> list[int]:
+    """Return the indices of the kinds that are layers."""
     return [index for index, kind in enumerate(kinds) if kind.is_layer]
 
 
 def unit_spans(model: ModelConfig) -> tuple[Span, ...]:
     """Return every unit of the model as stages name it, in model order."""
     kinds = {kind.name: kind for kind in unit_kinds(model)}
-    numbers: defaultdict[str, count[int]] = defaultdict(count)
-    words = []
+    numbers: defaultdict[str, count[int]] = defaultdict(count)  # next layer of every tower
+    spans = []
     for name in unit_names(model):
         kind = kinds[name]
         if kind.is_layer:
             layer = next(numbers[kind.tower])
-            words.append(Span(kind.tower, range(layer, layer + 1)))
+            spans.append(Span(kind.tower, range(layer, layer + 1)))
         else:
-            words.append(Span(kind.words))
-    return tuple(words)
+            spans.append(Span(kind.words))
+    return tuple(spans)
 
 
 def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
@@ -61,10 +62,8 @@ class UnitRun:
 
     kind: int
     number: int
-    recomputed: tuple[bool, ...]
-    """Whether recomputed at each level."""
-    is_inside: bool = False
-    """Whether the unit before the run is a layer of this kind, possibly on another stage."""
+    recomputed: tuple[bool, ...]  # whether recomputed at each level
+    is_inside: bool = False  # whether the unit before, maybe on another stage, is of this kind
 
 
 def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
@@ -74,11 +73,11 @@ def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[Uni
     units = [unit for span in stage_at[0].units for unit in span.units]
 
     def kind_and_recompute(unit: Span) -> tuple[int, tuple[bool, ...]]:
-        return names.index(_kind_of(kinds, unit).name), tuple(unit in each for each in again)
+        return names.index(_kind_of(kinds, unit).name), tuple(unit in units for units in again)
 
     runs = []
-    for (kind, recomputed), same in groupby(units, kind_and_recompute):
-        first, *others = same
+    for (kind, recomputed), equal in groupby(units, kind_and_recompute):
+        first, *others = equal
         before = first.layers.start - 1 if first.layers else -1
         runs.append(
             UnitRun(
@@ -138,19 +137,19 @@ def stages_from_cuts(
     `recomputed` has each stage's recompute counts per layer kind, for its earliest layers, so that
     equal searches give equal plans.
     """
-    words, names = unit_spans(model), unit_names(model)
+    units, names = unit_spans(model), unit_names(model)
     layers = [kind.name for kind in unit_kinds(model) if kind.is_layer]
-    edges = (0, *cuts, len(words))
+    edges = (0, *cuts, len(units))
     recomputed = recomputed or [[0] * len(layers)] * (len(edges) - 1)
     stages = []
     for (start, end), counts in zip(pairwise(edges), recomputed, strict=True):
         left = dict(zip(layers, counts, strict=True))
         again = []
-        for word, name in zip(words[start:end], names[start:end], strict=True):
+        for unit, name in zip(units[start:end], names[start:end], strict=True):
             if left.get(name, 0) > 0:
                 left[name] -= 1
-                again.append(word)
-        stages.append(Stage(units=merge_spans(words[start:end]), recompute=merge_spans(again)))
+                again.append(unit)
+        stages.append(Stage(units=merge_spans(units[start:end]), recompute=merge_spans(again)))
     return tuple(stages)
 
 
@@ -162,7 +161,7 @@ def encoders_stage(model: ModelConfig) -> Stage:
 
 def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
     """Raise unless the stages are the model, cut into runs."""
-    position, words = 0, unit_spans(model)
+    position, units = 0, unit_spans(model)
     for index, stage in enumerate(stages):
         if not stage.units:
             raise UserError(
@@ -170,19 +169,19 @@ def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
                 "unit: move a layer to it or plan fewer pipeline stages"
             )
         held = [unit for span in stage.units for unit in span.units]
-        unknown = [unit for unit in held if unit not in words]
+        unknown = [unit for unit in held if unit not in units]
         if unknown:
             raise UserError(
                 f"stage {index} holds {unknown[0]}, which {model.name} does not have; its units "
-                f"are {_format_units(words)}: correct the stages' units in plan.json, or plan anew"
+                f"are {_format_units(units)}: correct the stages' units in plan.json, or plan again"
             )
-        expected = words[position : position + len(held)]
+        expected = units[position : position + len(held)]
         if tuple(held) != expected:
             raise UserError(
                 f"stage {index} holds {_format_units(held)}, but after the stages before it "
-                f"{model.name} has {_format_units(words[position:]) or 'nothing'}; stages must "
+                f"{model.name} has {_format_units(units[position:]) or 'nothing'}; stages must "
                 "hold all units in model order: correct the stages' units in plan.json, or plan "
-                "anew"
+                "again"
             )
         layers = [span for span in stage.units if span.layers]
         again = [unit for span in stage.recompute for unit in span.units]
@@ -193,11 +192,11 @@ def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
                 "each once: correct it in plan.json"
             )
         position += len(held)
-    if position != len(words):
+    if position != len(units):
         raise UserError(
-            f"the {len(stages)} stages end before {_format_units(words[position:])} of the model "
-            f"{model.name}; together they must hold all of it: add the rest to the last stage, "
-            "or plan anew"
+            f"the {len(stages)} stages end before {_format_units(units[position:])} of the model "
+            f"{model.name}; together they must hold all of it: add the missing units to the last "
+            "stage, or plan again"
         )
 
 

@@ -18,29 +18,24 @@ from omnibal.steps.whole_samples import SampleItems
 class Workload:
     """Micro-batches of a run, sorted by step, data-parallel rank and slot."""
 
-    features: np.ndarray
-    """From `cost.model.pack_features` or `cost.shares.share_features`, [rows, features]."""
-    step: np.ndarray
-    """Step; this and the next two are [rows]. Ranks may differ in micro-batches, or have none."""
+    features: np.ndarray  # from `pack_features` or `share_features`, [rows, features]
+    step: np.ndarray  # this and the next two are [rows]; ranks may differ in micro-batches
     dp_rank: np.ndarray
     slot: np.ndarray
     data_parallel_size: int
-    level: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Level of the row's pack, [rows], default 0."""
+    level: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of the row's pack
+    # Context-parallel size of the row's pack, [rows], default 1. Its ranks are an aligned block,
+    # hold the pack in the same slot, and start each pass together.
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Context-parallel size of the row's pack, [rows], default 1. Its ranks are an aligned block,
-    hold the pack in the same slot, and start each pass together."""
+    # Neighbouring expert-parallel ranks that start each pass together in stages with experts;
+    # divides the ranks, and divides or is a multiple of every context-parallel size.
     lockstep_ranks: int = 1
-    """Neighbouring expert-parallel ranks that start each pass together in stages with experts;
-    divides the ranks, and divides or is a multiple of every context-parallel size."""
-    is_empty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    """Whether the row is an empty micro-batch for lockstep, [rows], default False."""
-    unpadded: np.ndarray | None = None
-    """Features without padding to the longest pack, [rows, features], or None if not padded."""
+    is_empty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # for lockstep only
+    unpadded: np.ndarray | None = None  # features without padding to the longest pack
+    # Samples of every row, by feature of whole-sample data-parallel encoders.
     samples: Mapping[str, SampleItems] = field(default_factory=dict)
-    """Samples of every row, by feature of whole-sample data-parallel encoders."""
+    # Data-parallel encoders, or None if stages hold encoders, or not chosen yet.
     encoding: Encoding | None = None
-    """Data-parallel encoders, or None if stages hold encoders, or not chosen yet."""
 
     def __post_init__(self) -> None:
         if not len(self.level):
