@@ -205,7 +205,7 @@ FIRST, LAST = (F0, F1, B0, B1), (F0, B0, F1, B1)
         (with_operations(FIRST, (F0, B0, F1, ChunkPass(B, 1, 1))), "and 1 chunks"),
         (
             with_operations((F0, B0, F1, B1), (F0, F1, B0, B1)),
-            "ever: stage 0 at backward of micro-batch 0, chunk 0 for stage 1; stage 1 at forward",
+            "stages: stage 0 at backward of micro-batch 0, chunk 0 for stage 1; stage 1 at forward",
         ),
     ],
 )
@@ -220,9 +220,9 @@ def test_what_a_list_lacks_is_named_by_what_relies_on_it():
     unordered = OperationGraph.build(with_operations((F0, F1, B1, B0), (F0, F1, B1, B0)))
     with pytest.raises(ValueError, match="out of order"):
         held_in_passes(unordered, 0)
-    with pytest.raises(ValueError, match="1F1B has 1 chunk a stage, not 2"):
+    with pytest.raises(ValueError, match="1F1B has 1 chunk per stage, not 2"):
         one_forward_one_backward(4, 2, 8)
-    with pytest.raises(ValueError, match="ZB-V has 2 chunks a stage, not 1"):
+    with pytest.raises(ValueError, match="ZB-V has 2 chunks per stage, not 1"):
         zero_bubble_v(4, 1, 8)
 
 
