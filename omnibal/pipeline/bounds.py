@@ -69,14 +69,12 @@ class Structure:
         stages: int,
         rules: StageRules = FREE,
     ) -> "Structure":
-        """Compute the bounds for `stages` stages on these steps.
-
-        Paths are on the slowest ranks for each kind of layer, and for all kinds.
-        """
+        """Compute the bounds for `stages` stages on these steps."""
         layers, layout = layer_kinds(cost.kinds), steps.layout
         recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
         layer_terms = _unit_terms(cost)[layers]
         layer_ms = layer_terms[:, layout.forward] + layer_terms[:, layout.backward]
+        # Paths are on each step's slowest rank for each kind of layer, and for all kinds.
         load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
         slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
         rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
@@ -104,13 +102,14 @@ class Structure:
     def own_ms(self) -> np.ndarray:
         """Compute time of each run, part of a path through it as any stage. [runs]"""
         compute = slice(self.layout.forward.start, self.layout.backward.stop)
-        of_everything = self.weights[0, ::_PATHS_PER_ROW, 0, compute]
-        return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
+        # The first path of every row has all compute of its stage.
+        all_compute = self.weights[0, ::_PATHS_PER_ROW, 0, compute]
+        return (self.runs.terms[:, compute] @ all_compute.T).max(axis=1)
 
     def with_buckets(self, terms: np.ndarray, stage: int) -> np.ndarray:
         """Add bucket terms to `terms` of runs as a stage. [options, terms]"""
         layout, terms = self.layout, terms.copy()
-        if stage > 0:
+        if stage > 0:  # only the first stage has several buckets
             terms[:, layout.buckets] = 1
         share = 1 / terms[:, layout.buckets]
         terms[:, layout.forward_share] = terms[:, layout.forward] * share[:, None]
@@ -129,16 +128,14 @@ class Structure:
         self, stage: int, start: np.ndarray, end: np.ndarray, terms: np.ndarray
     ) -> np.ndarray:
         """Return the longest structural path through a stage for each run it may hold, counting
-        links only at its own ends. [options]
-
-        Infinite if the position is not allowed.
-        """
+        links only at its own ends; infinite if the run's position is not allowed. [options]"""
         weights, runs, layout = self.weights[stage], self.runs, self.layout
         compute = slice(layout.forward.start, layout.backward.stop)
         links = slice(layout.send.start, layout.receive.stop)
         at_start = (start == 0) == (stage == 0)
         at_end = (end == runs.units) == (stage == self.stages - 1)
-        length = terms @ weights[:, stage].T
+        length = terms @ weights[:, stage].T  # [options, paths]
+        # Stages before have equal weights, as have stages after, so sums over units suffice.
         if stage > 0:
             earlier = weights[:, stage - 1]
             before = runs.prefix[:, compute] @ earlier[:, compute].T
@@ -154,6 +151,7 @@ def min_slowest_ms(structure: Structure) -> float:
     """Return the longest path through the slowest stage, min over all splits."""
     runs, own_ms = structure.runs, structure.own_ms
     edges = [(runs.start, runs.end)] * structure.stages
+    # A good split by compute alone limits the runs whose paths are computed.
     _, good = min_largest_path(edges, [own_ms] * structure.stages, runs.units)
     limit_ms = max(
         structure.longest_of_runs_ms(stage, np.array([run]))[0] for stage, run in enumerate(good)
@@ -185,21 +183,21 @@ def min_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
 def min_largest_with_marked(
     edges: Edges, sizes: Sequence[np.ndarray], marked: Sequence[np.ndarray], units: int
 ) -> float:
-    """`min_largest` over splits with a marked option [options], infinite if there is none."""
-    with_one = np.full(units + 1, np.inf)
-    so_far = _min_largest_prefixes(edges, sizes, units)
-    for (start, end), size, mark, before in zip(edges, sizes, marked, so_far[:-1], strict=True):
-        largest = np.maximum(np.where(mark, before[start], with_one[start]), size)
-        with_one = np.full(units + 1, np.inf)
-        np.minimum.at(with_one, end, largest)
-    return float(with_one[-1])
+    """Return `min_largest` over splits with a marked option [options], infinite if none has."""
+    with_marked = np.full(units + 1, np.inf)  # of prefixes with a marked option
+    prefixes = _min_largest_prefixes(edges, sizes, units)
+    for (start, end), size, mark, before in zip(edges, sizes, marked, prefixes[:-1], strict=True):
+        largest = np.maximum(np.where(mark, before[start], with_marked[start]), size)
+        with_marked = np.full(units + 1, np.inf)
+        np.minimum.at(with_marked, end, largest)
+    return float(with_marked[-1])
 
 
 def min_largest_path(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> tuple[float, list[int]]:
     """Return `min_largest` and the options [stages] of a split that attains it, each stage
-    minimal given the rest; such a split must exist."""
+    minimal given the stages after it; such a split must exist."""
     so_far, position = _min_largest_prefixes(edges, sizes, units), units
     path = []
     for (start, end), size, reached in zip(
@@ -214,7 +212,8 @@ def min_largest_path(
 def _min_largest_prefixes(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> list[np.ndarray]:
-    """Return the min largest size up to each position, for 0 to all stages. [units + 1] each"""
+    """Return the min largest size up to each position, for 0 to all stages, by dynamic
+    programming. [units + 1] each"""
     so_far = [np.where(np.arange(units + 1) == 0, 0.0, np.inf)]
     for (start, end), size in zip(edges, sizes, strict=True):
         reached = np.full(units + 1, np.inf)
@@ -226,7 +225,7 @@ def _min_largest_prefixes(
 def min_path_costs(
     edges: Edges, costs: Sequence[np.ndarray], source: int, units: int
 ) -> list[np.ndarray]:
-    """Return the min cost of reaching each position, for 0 to all stages.
+    """Return the min cost of reaching each position, for 0 to all stages, by dynamic programming.
 
     Args:
         costs: [options, cuts] of each stage.
@@ -237,11 +236,12 @@ def min_path_costs(
     reached = [np.full((units + 1, costs[0].shape[1]), np.inf)]
     reached[0][source] = 0.0
     for (tail, head), cost in zip(edges, costs, strict=True):
+        # Sorted by head, for one reduceat instead of the slower np.minimum.at.
         order = np.argsort(head, kind="stable")
         heads, first = np.unique(head[order], return_index=True)
-        least = np.full_like(reached[0], np.inf)
-        least[heads] = np.minimum.reduceat((reached[-1][tail] + cost)[order], first, axis=0)
-        reached.append(least)
+        lowest = np.full_like(reached[0], np.inf)
+        lowest[heads] = np.minimum.reduceat((reached[-1][tail] + cost)[order], first, axis=0)
+        reached.append(lowest)
     return reached
 
 
@@ -280,7 +280,7 @@ def _unit_terms(cost: CostModel) -> np.ndarray:
     fixed[:: layout.features // cost.levels] = cost.link_latency_ms
     terms = np.zeros((len(cost.units), len(layout)))
     for kind, unit_cost in enumerate(cost.units.values()):
-        returns = unit_cost.output_gradient_bytes.any()
+        returns = unit_cost.output_gradient_bytes.any()  # no gradient, no latency
         terms[kind, layout.forward] = unit_cost.forward_ms
         terms[kind, layout.backward] = unit_cost.backward_ms
         terms[kind, layout.send] = fixed + cost.link_ms_per_byte * unit_cost.output_bytes
@@ -307,18 +307,18 @@ def _paths_through(
         count: [steps] micro-batches.
         others: [2, m] other micro-batches that the stage holds in its forwards and backwards.
     """
-    weight, every = steps.weight, np.arange(len(count))
+    weight, step = steps.weight, np.arange(len(count))
     last = np.maximum(count - 1, 0)
     # Forwards 1 to `ahead` run before the first backward, and `behind` backwards between the last
     # forward and the last backward.
     ahead, behind = np.minimum(others[1, 0], last), others[0, last]
     everything, opening = total[:, -1], total[:, 1]
-    closing = everything - total[every, last]
-    forwards = everything - total[every, ahead + 1] + opening
-    backwards = total[every, last - behind] + closing
+    closing = everything - total[step, last]
+    forwards = everything - total[step, ahead + 1] + opening
+    backwards = total[step, last - behind] + closing
     # With both detours, the first backward must precede the last forward.
     both = (last > ahead)[:, None]
-    ways = (
+    ways = (  # features of the stage's forwards, of its backwards, of later stages' round trips
         (everything, everything, np.zeros_like(opening)),
         (forwards, everything, opening),
         (everything, backwards, closing),

@@ -68,7 +68,7 @@ class Effort:
     """Work limit of a search."""
 
     share: float = 1.0  # share of the usual simulated operations and random moves
-    most_cuts: float = np.inf  # max cuts evaluated; limits the time for short steps
+    max_cuts: float = np.inf  # max cuts evaluated; limits the time for short steps
 
 
 FULL_EFFORT = Effort()
@@ -116,7 +116,7 @@ class PartProblem:
             mean = features_of(workload, cost).mean(axis=0)
             graph = schedule_graph(schedule, stages, int(workload.slot.max()) + 1)
             held = [held_in_passes(graph, stage).held for stage in range(stages)]
-            in_flight = [np.diff(of_stage)[..., 0].max(axis=0) for of_stage in held]
+            in_flight = [np.diff(of_stage)[..., 0].max(axis=0) for of_stage in held]  # [chunks]
             ways = [LayerOrders.build(cost, runs, mean, of_stage) for of_stage in in_flight]
         else:
             ways = [TowerNumbers.build(cost, model, runs, rules.recompute)] * stages
@@ -142,7 +142,6 @@ class PartProblem:
 
     @property
     def parts(self) -> int:
-        """Number of runs of units."""
         return self.stages * self.schedule.chunks
 
     @property
@@ -166,13 +165,15 @@ def search_parts(
     problem = PartProblem.build(
         cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
     )
+    # Memory is counted in heavy passes. If the result exceeds the cap in another pass, repeat with
+    # the caps of its stages lowered by as much.
     best, simulated, caps_bytes = None, 0, np.full(pipeline_size, memory_cap_bytes)
     for _ in range(_MAX_TIGHTENINGS):
         search = _Search(
             problem=problem,
             work_left=effort.share * _MAX_OPERATIONS,
-            most_cuts=effort.most_cuts,
-            most_in_vain=math.ceil(effort.share * _MAX_VAIN_RESTARTS),
+            max_cuts=effort.max_cuts,
+            max_in_vain=math.ceil(effort.share * _MAX_VAIN_RESTARTS),
         )
         search.run(best)
         simulated += search.simulated
@@ -214,12 +215,12 @@ def min_work_ms(problem: PartProblem) -> float:
     reach = [0]
     while len(reach) < problem.stages:
         reach.append(int(runs.end[runs.start >= reach[-1]].min()))
-    before, whole = runs.prefix[reach], runs.prefix[-1]
+    before, model = runs.prefix[reach], runs.prefix[-1]  # summed terms of units
     fill = before[:, layout.forward].sum(axis=0)
     drain = before[:, layout.backward].sum(axis=0)
     if problem.schedule.in_two:
-        drain[:] = 0
-    row_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
+        drain[:] = 0  # deferred weight gradients may fill the end
+    row_ms = steps.features.sum(axis=1) @ (model[layout.forward] + model[layout.backward])
     row_ms += steps.first_features @ fill + steps.last_features @ drain
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight) / problem.stages
 
@@ -228,8 +229,8 @@ def _fit_candidates(
     problem: PartProblem, candidates: Sequence[CutCandidate]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return candidates' runs [C, k], recomputed layers [C, k, kinds], and whether they fit [C]."""
-    edges = np.array([each.edges for each in candidates])
-    orders = np.array([each.orders for each in candidates])
+    edges = np.array([candidate.edges for candidate in candidates])
+    orders = np.array([candidate.orders for candidate in candidates])
     chosen = problem.run_at[edges[:, :-1], edges[:, 1:]]
     fits = (chosen >= 0).all(axis=1)
     recomputed = np.zeros_like(problem.runs.counts[chosen])
@@ -238,9 +239,9 @@ def _fit_candidates(
     if not allowed.size:
         return chosen, recomputed, fits
     for stage, held in enumerate(problem.parts_of_stages):
-        least = problem.numbers[stage].find(chosen[allowed][:, held], orders[allowed, stage])
-        number[allowed, stage] = least
-        fits[allowed] &= least < NO_NUMBER
+        fewest = problem.numbers[stage].find(chosen[allowed][:, held], orders[allowed, stage])
+        number[allowed, stage] = fewest
+        fits[allowed] &= fewest < NO_NUMBER
     if problem.numbers[0].ways.is_shared:
         number[:] = number.max(axis=1, keepdims=True)
     fitting = np.flatnonzero(fits)
@@ -253,12 +254,12 @@ def _fit_candidates(
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Search:
-    """Candidates tried, and the best."""
+    """Local search over candidates, with restarts from random moves of the best."""
 
     problem: PartProblem
     work_left: float
-    most_cuts: float
-    most_in_vain: int
+    max_cuts: float
+    max_in_vain: int
     best: CutCandidate | None = None
     best_ms: float = np.inf
     simulated: int = 0
@@ -270,21 +271,20 @@ class _Search:
         for start in self._make_starts() if known is None else [known]:
             self._improve(start)
         rng, in_vain = np.random.default_rng(0), 0
-        while self.best is not None and self.goes_on and in_vain < self.most_in_vain:
+        while self.best is not None and self.has_work and in_vain < self.max_in_vain:
             before, best_ms = len(self.found_ms), self.best_ms
             kicked = self.best
             for _ in range(_MOVES_PER_KICK):
                 moves = self._list_moves(kicked)
                 kicked = moves[int(rng.integers(len(moves)))]
             self._improve(kicked)
-            if len(self.found_ms) == before:
+            if len(self.found_ms) == before:  # all candidates around are known
                 break
             in_vain = 0 if self.best_ms < best_ms else in_vain + 1
 
     @property
-    def goes_on(self) -> bool:
-        """Return whether work is left."""
-        return self.work_left > 0 and len(self.found_ms) < self.most_cuts
+    def has_work(self) -> bool:
+        return self.work_left > 0 and len(self.found_ms) < self.max_cuts
 
     def _make_starts(self) -> list[CutCandidate]:
         """Return cuts into parts of even time, with several weights of encoders."""
@@ -315,17 +315,18 @@ class _Search:
         """Apply the best move or combination while it improves."""
         [at_ms] = self._evaluate([start], np.inf)
         at = start
-        while self.goes_on:
+        while self.has_work:
             moves = self._list_moves(at)
-            found = self._evaluate(moves, at_ms)
-            better = np.flatnonzero(found < at_ms * (1 - _MIN_CUT_GAIN))
+            step_ms = self._evaluate(moves, at_ms)
+            better = np.flatnonzero(step_ms < at_ms * (1 - _MIN_CUT_GAIN))
             if not len(better):
                 return
-            top = [moves[each] for each in better[np.argsort(found[better], kind="stable")]]
-            together = _combine_moves(at, top[:_MAX_COMBINED_MOVES])
-            found = np.append(self._evaluate(together, found.min()), found[moves.index(top[0])])
-            at = [*together, top[0]][int(found.argmin())]
-            at_ms = float(found.min())
+            top = [moves[i] for i in better[np.argsort(step_ms[better], kind="stable")]]
+            combined = _combine_moves(at, top[:_MAX_COMBINED_MOVES])
+            combined_ms = self._evaluate(combined, step_ms.min())
+            step_ms = np.append(combined_ms, step_ms[moves.index(top[0])])
+            at = [*combined, top[0]][int(step_ms.argmin())]
+            at_ms = float(step_ms.min())
 
     def _list_moves(self, at: CutCandidate) -> list[CutCandidate]:
         """Return candidates one move away."""
@@ -339,14 +340,16 @@ class _Search:
                 if numbers.ways.is_shared:
                     orders = (order,) * len(at.orders)
                 moved.append(CutCandidate(at.edges, orders))
-        return [each for each in dict.fromkeys(moved) if each != at]
+        return [candidate for candidate in dict.fromkeys(moved) if candidate != at]
 
     def _evaluate(self, candidates: Sequence[CutCandidate], limit_ms: float) -> np.ndarray:
         """Return step times; candidates bounded above the limit are not simulated. [C]"""
-        new = [each for each in dict.fromkeys(candidates) if each not in self.found_ms]
+        new = [
+            candidate for candidate in dict.fromkeys(candidates) if candidate not in self.found_ms
+        ]
         if new:
             self._simulate(new, limit_ms)
-        return np.array([self.found_ms[each] for each in candidates])
+        return np.array([self.found_ms[candidate] for candidate in candidates])
 
     def _simulate(self, candidates: list[CutCandidate], limit_ms: float) -> None:
         problem = self.problem
@@ -399,9 +402,7 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
     forward, backward = terms.passes[:, 0], terms.passes[:, 1:].sum(axis=1)
     of_stages = (forward + backward)[:, problem.parts_of_stages].sum(axis=2)  # [C, p, f]
     # Part s is the first of stage s.
-    fill, drain = (
-        (each.cumsum(axis=1) - each)[:, : problem.stages] for each in (forward, backward)
-    )
+    fill, drain = ((ms.cumsum(axis=1) - ms)[:, : problem.stages] for ms in (forward, backward))
     length = of_stages @ steps.features.sum(axis=1).T + fill @ steps.first_features.T
     if not problem.schedule.in_two:
         length += drain @ steps.last_features.T
@@ -411,17 +412,17 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
 def _combine_moves(at: CutCandidate, moves: Sequence[CutCandidate]) -> list[CutCandidate]:
     """Combine pairs of moves, and the first 2, 3, ... moves."""
     sets = [*combinations(moves, 2), *(moves[:number] for number in range(3, len(moves) + 1))]
-    here, found = np.array(at.edges), []
+    here, combined = np.array(at.edges), []
     for chosen in sets:
-        edges = here + sum(np.array(each.edges) - here for each in chosen)
+        edges = here + sum(np.array(move.edges) - here for move in chosen)
         orders = list(at.orders)
-        for each in chosen:
-            for stage, order in enumerate(each.orders):
+        for move in chosen:
+            for stage, order in enumerate(move.orders):
                 if order != at.orders[stage]:
                     orders[stage] = order
-        if (np.diff(edges) > 0).all():
-            found.append(CutCandidate(tuple(edges.tolist()), tuple(orders)))
-    return found
+        if (np.diff(edges) > 0).all():  # sums of moves may empty a part
+            combined.append(CutCandidate(tuple(edges.tolist()), tuple(orders)))
+    return combined
 
 
 def _no_cut_error(problem: PartProblem, cap_bytes: float) -> DoesNotFit:

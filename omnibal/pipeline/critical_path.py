@@ -38,15 +38,14 @@ _MAX_BATCH_OPERATIONS = 1_000_000  # entries of [operations, candidates, rows]: 
 _NO_PATH_MS = -1e12  # length of a path a candidate lacks: far below any, exact in sums with times
 
 
+# A stage's terms: six blocks of one term per feature, then terms of the stage itself.
 def _by_feature(first: int, blocks: int = 1) -> property:
-    """Return the slice of per-feature terms."""
     return property(
         lambda layout: slice(first * layout.features, (first + blocks) * layout.features)
     )
 
 
 def _of_stage(number: int) -> property:
-    """Return the index of a per-stage term."""
     return property(lambda layout: 6 * layout.features + number)
 
 
@@ -59,7 +58,6 @@ class TermLayout:
 
     @classmethod
     def build(cls, cost: CostModel) -> "TermLayout":
-        """Return the layout of a model's costs."""
         return cls(len(cost.features), bool(cost.in_lockstep.any()))
 
     def __len__(self) -> int:
@@ -138,8 +136,11 @@ class SampledSteps:
         if block > 1:
             keys = np.column_stack([keys, context.reshape(len(counts), -1)])
             keys = keys.reshape(-1, block * keys.shape[1])
-        whole = np.dtype((np.void, keys.itemsize * keys.shape[1]))
-        _, first, kind = np.unique(keys.view(whole).ravel(), return_index=True, return_inverse=True)
+        # Rows as bytes: np.unique(axis=0) compares column by column, which is slow.
+        row_type = np.dtype((np.void, keys.itemsize * keys.shape[1]))
+        _, first, kind = np.unique(
+            keys.view(row_type).ravel(), return_index=True, return_inverse=True
+        )
         # Step time does not depend on the order of blocks.
         blocks = np.sort(kind.reshape(shape[0], -1), axis=1)
         steps, times = np.unique(blocks, axis=0, return_counts=True)
@@ -185,12 +186,12 @@ class PipelineSimulator:
         stages: int,
         schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
     ) -> "PipelineSimulator":
-        """Return the simulator for `stages` stages."""
         missing = np.arange(steps.features.shape[1])[:, None] >= steps.counts
         return cls(
             steps=steps,
             schedule=schedule,
             stages=stages,
+            # Rows last: every operation of the simulation runs on contiguous vectors of rows.
             features=np.ascontiguousarray(steps.features.transpose(1, 2, 0)),
             delay_ms=np.where(missing, -np.inf, 0.0),
         )
@@ -203,24 +204,25 @@ class PipelineSimulator:
 
     def step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
         """Return the mean step time of every candidate, given its costs [C, p]. [C]"""
-        found = [self._step_ms(rows_of(terms, c), once.at(c)) for c in self._chunks(len(terms))]
-        return np.concatenate(found)
+        mean_ms = []
+        for batch in self._batches(len(terms)):
+            some, costs = rows_of(terms, batch), once.at(batch)
+            rows = self._rows(some)
+            of_rows = costs.at(np.repeat(np.arange(len(some)), len(self.steps.counts)))
+            timeline = rows.simulate(rows.first_waits_ms(of_rows))
+            reduced_ms = timeline.finish_ms + rows.exposed_ms(of_rows, timeline)  # [C * rows, p]
+            row_ms = reduced_ms.max(axis=1).reshape(len(some), -1)
+            # A step's slowest rank, then the slowest stage's update: [C, steps].
+            step_ms = row_ms[:, self.steps.rows].max(axis=2) + costs.update_ms.max(axis=1)[:, None]
+            mean_ms.append(step_ms @ self.steps.weight)
+        return np.concatenate(mean_ms)
 
-    def _chunks(self, candidates: int) -> list[slice]:
+    def _batches(self, candidates: int) -> list[slice]:
         at_once = max(_MAX_BATCH_OPERATIONS // self.operations, 1)
         return [slice(first, first + at_once) for first in range(0, candidates, at_once)]
 
-    def _step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
-        rows = self._rows(terms)
-        of_rows = once.at(np.repeat(np.arange(len(terms)), len(self.steps.counts)))
-        timeline = rows.simulate(rows.first_waits_ms(of_rows))
-        reduced_ms = timeline.finish_ms + rows.exposed_ms(of_rows, timeline)
-        row_ms = reduced_ms.max(axis=1).reshape(len(terms), -1)
-        step_ms = row_ms[:, self.steps.rows].max(axis=2) + once.update_ms.max(axis=1)[:, None]
-        return step_ms @ self.steps.weight
-
     def _rows(self, terms: PartTerms) -> SimulatedRows:
-        """Return the rows of every candidate, [C * rows]."""
+        """Return the rows of every candidate. [C * rows]"""
         n, counts = len(terms), self.steps.counts
         context = np.tile(self.steps.context.T[:, None], n)
         has_experts = terms.has_experts
@@ -245,8 +247,8 @@ class PipelineSimulator:
         Their dot product with the candidate's terms [n, p, terms] is its mean step time; with other
         candidates' terms it is a lower bound.
         """
-        found = [self._critical_paths(terms[chunk]) for chunk in self._chunks(len(terms))]
-        return np.concatenate(found)
+        batches = self._batches(len(terms))
+        return np.concatenate([self._critical_paths(terms[batch]) for batch in batches])
 
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
         """Return term weights of the longest path of every step, traced back from its end."""
@@ -260,18 +262,18 @@ class PipelineSimulator:
         end_ms, finish_ms = run_passes(turns, rows.took_ms, rows.link_ms, ready_ms, rows.joins)
         exposed_ms = of_rows.exposed_ms(rows.last_ms).T
         reduced_ms = (finish_ms + exposed_ms).reshape(self.stages, n, -1)[:, :, steps.rows]
-        # Of the slowest rank's slowest stage.
+        # A path ends at the slowest rank's slowest stage.
         last = np.moveaxis(reduced_ms, 0, -1).reshape(n, len(steps.rows), -1).argmax(axis=2)
         rank, stage = np.divmod(last, self.stages)
         row = steps.rows[np.arange(len(last[0])), rank] + len(steps.counts) * np.arange(n)[:, None]
-        share = np.zeros((self.stages, len(candidate)))
+        share = np.zeros((self.stages, len(candidate)))  # of paths that end here
         np.add.at(share, (stage, row), steps.weight)
         # Only rows that end a path, and rows of their blocks, can be on one.
         size = max(int(steps.context.max()), steps.lockstep_ranks)
         blocks = np.unique(np.flatnonzero(share.any(axis=0)) // size)
         on_path = (blocks[:, None] * size + np.arange(size)).ravel()
         joins = Joins.build(None if rows.together is None else rows.together[..., on_path])
-        ready_ms, exposed_ms, share = (each[:, on_path] for each in (ready_ms, exposed_ms, share))
+        ready_ms, exposed_ms, share = (x[:, on_path] for x in (ready_ms, exposed_ms, share))
         alone_ms, of_rows = rows.pass_ms[..., on_path], of_rows.at(on_path)
         of_passes, of_links, of_ready, crossed = _trace_back(
             turns,
@@ -282,13 +284,12 @@ class PipelineSimulator:
             joins,
             share,
         )
-        # Whole exchanges are hidden by a pass except its share of one bucket.
-        one_gather = of_rows.gather_ms / of_rows.buckets
-        one_reduction = of_rows.reduction_ms / of_rows.buckets + of_rows.tied_ms
-        of_gather, of_reduction = (
-            of_ready * (ready_ms > one_gather.T),
-            share * (exposed_ms > one_reduction.T),
-        )
+        # A path has either one bucket's exchange and the full pass, or the full exchange and the
+        # pass's share of one bucket, whichever is longer.
+        bucket_gather_ms = of_rows.gather_ms / of_rows.buckets
+        bucket_reduction_ms = of_rows.reduction_ms / of_rows.buckets + of_rows.tied_ms
+        of_gather = of_ready * (ready_ms > bucket_gather_ms.T)
+        of_reduction = share * (exposed_ms > bucket_reduction_ms.T)
         hiding = np.zeros_like(of_passes)
         final = np.maximum(rows.counts[on_path] - 1, 0)
         for kind, of_row, hidden in ((0, 0 * final, of_gather), (1, final, of_reduction)):
@@ -301,11 +302,14 @@ class PipelineSimulator:
                         crossed[stage] += of_stage * (slowest != np.arange(len(slowest)))
                         of_stage = np.bincount(slowest, of_stage, len(slowest))
                     hiding[place] += of_stage
-        of_links = np.pad(of_links, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        of_links = np.pad(
+            of_links, ((0, 0), (0, 0), (0, 1), (0, 0))
+        )  # the last stage sends nothing
+        # In the order of the layout's blocks: [rows, p, 6, m] times features [rows, m, f].
         by_feature = np.concatenate([of_passes - hiding, of_links, hiding]).transpose(3, 2, 0, 1)
         by_feature = by_feature.reshape(len(on_path), -1, len(self.features))
         by_feature = by_feature @ self.features[..., on_path % len(steps.counts)].transpose(2, 0, 1)
-        begins = np.searchsorted(candidate[on_path], np.arange(n))
+        begins = np.searchsorted(candidate[on_path], np.arange(n))  # each candidate's first row
         weights = np.zeros(terms.shape)
         weights[..., layout.by_feature] = np.add.reduceat(by_feature, begins).reshape(
             n, self.stages, -1
@@ -344,6 +348,7 @@ def _trace_back(
         share: share of paths at the end of every stage, [p, rows].
     """
     of_passes, of_links, crossed = np.zeros_like(end_ms), np.zeros_like(link_ms), 0 * share
+    # Shares of paths that reach a stage's next pass to trace, and a pass by its output's receiver.
     of_stages, sent = share.copy(), dict[tuple[int, int, int], np.ndarray]()
     rows = np.arange(share.shape[1])
     for stage, place, before, source, link in reversed(turns):
@@ -354,6 +359,7 @@ def _trace_back(
         if block is None:
             of_passes[place] = own
         else:
+            # Joined rows start with the latest row and take the slowest row's time.
             slowest = block.argmax(alone_ms[place])
             latest = block.argmax(np.maximum(begun, arrival))
             crossed[stage] += own * ((slowest != rows) | (latest != rows))

@@ -40,30 +40,30 @@ class EqualPasses:
 
     def largest(self, bytes_of: BytesOfWork, *, is_kept: bool) -> float:
         """Return bytes of the largest kept or other pass over all ranks, or 0 without any."""
-        most = min(int(self._items(is_kept).max(initial=0)), self.items_per_pass)
-        return float(bytes_of(np.array([[1, most]]))[0]) if most else 0.0
+        items = min(int(self._items(is_kept).max(initial=0)), self.items_per_pass)
+        return float(bytes_of(np.array([[1, items]]))[0]) if items else 0.0
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
         """Return exposed weight and gradient exchange in forward and backward, with sharded weights
         and equally busy ranks. [..., 2]"""
         if cost.exchange is None:
             return np.zeros((*self.items.shape, 2))
-        # By the items of a pass, without empty passes.
+        # Time by the items of a pass: a rank runs full passes and one with the remainder.
         sizes = np.arange(1 + min(self.items_per_pass, self.items.max(initial=0)))
         of_pass = cost.exchange.passes_ms(np.stack([np.ones_like(sizes), sizes], axis=-1))
         of_pass[0] = 0
-        full, a_pass = of_pass[-1], self.items_per_pass
+        full_ms, size = of_pass[-1], self.items_per_pass
         kept_ms, again_ms = (
-            full * (each // a_pass)[..., None] + of_pass[each % a_pass]
-            for each in (self._items(True), self._items(False))
+            full_ms * (items // size)[..., None] + of_pass[items % size]
+            for items in (self._items(True), self._items(False))
         )
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "EqualPasses":
         """Return passes with every rank as busy as the busiest of its block, int64 [...]."""
-        most = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
-        np.maximum.at(most, block, self.items)
-        return replace(self, items=most[block])
+        busiest = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(busiest, block, self.items)
+        return replace(self, items=busiest[block])
 
     def _items(self, is_kept: bool) -> np.ndarray:
         kept = np.minimum(self.items, self.kept_items)
@@ -88,9 +88,10 @@ class WholePasses:
 
     def largest(self, bytes_of: BytesOfWork, *, is_kept: bool) -> np.ndarray:
         """Return bytes of every rank's largest kept or other pass, or 0 without any. [...]"""
-        most = np.zeros(int(self.place.max(initial=-1)) + 1)
-        np.maximum.at(most, self.passes.rank[self._select(is_kept)], bytes_of(self._work(is_kept)))
-        return most[self.place]
+        largest = np.zeros(int(self.place.max(initial=-1)) + 1)
+        rank = self.passes.rank[self._select(is_kept)]
+        np.maximum.at(largest, rank, bytes_of(self._work(is_kept)))
+        return largest[self.place]
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
         """Return the exposed exchange, as `EqualPasses`. [..., 2]"""
@@ -109,16 +110,16 @@ class WholePasses:
         blocks[self.place.ravel()] = block.ravel()
         number, runs = own.number, 2 * blocks[own.rank] + own.is_kept
         numbers = int(number.max(initial=0)) + 1
-        together, at = np.unique(runs * numbers + number, return_inverse=True)
-        most = np.zeros((2, len(together)), np.int64)
-        for row, each in zip(most, (own.items, own.squares), strict=True):
-            np.maximum.at(row, at, each)
-        run = together // numbers
+        # Passes of one block, number and kept or not run together.
+        keys, at = np.unique(runs * numbers + number, return_inverse=True)
+        items, squares = np.zeros((2, len(keys)), np.int64)
+        np.maximum.at(items, at, own.items)
+        np.maximum.at(squares, at, own.squares)
+        run = keys // numbers
         none = np.zeros_like(run)
         passes = SamplePasses(
-            rank=run // 2, first=none, stop=none, items=most[0], squares=most[1],
-            is_kept=run % 2 == 1,
-        )  # fmt: skip
+            rank=run // 2, first=none, stop=none, items=items, squares=squares, is_kept=run % 2 == 1
+        )
         return WholePasses(passes=passes, place=block)
 
     def _select(self, is_kept: bool) -> np.ndarray:

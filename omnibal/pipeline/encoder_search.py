@@ -72,7 +72,7 @@ class PlacementProblem:
 
     def more_update_ms(self, sharded: int) -> float:
         """Return the extra update time if `sharded` ranks shard encoder weights."""
-        shortest_ms = min(each.update_ms for each in self.encoders.values())
+        shortest_ms = min(cost.update_ms for cost in self.encoders.values())
         return self.encoders[sharded].update_ms - shortest_ms
 
     def pipeline_beside(
@@ -97,14 +97,14 @@ class EncoderSearch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Choice:
-    """One way to run encoders, or bounds of memory and waits of several."""
+    """A way to run encoders, or bounds of memory and waits of several."""
 
     beside: DataParallelEncoders
     encoder_memory: EncoderMemory
     waits_ms: np.ndarray  # pipeline waits before and after, with the longer update, [S, ranks, 2]
 
     def shortest_ms(self) -> float:
-        """Mean step time with zero pipeline time."""
+        """Return the mean step with zero pipeline time."""
         return float(self.waits_ms.max(axis=1).sum(axis=1).mean())
 
     def bound_ms(self, step_ms: float, other: "_Choice") -> float:
@@ -116,7 +116,7 @@ class _Choice:
         """
         if not self.encoder_memory.is_within(other.encoder_memory):
             return 0.0
-        less_ms = np.maximum(self.waits_ms - other.waits_ms, 0).max(axis=1).sum(axis=1)
+        less_ms = np.maximum(self.waits_ms - other.waits_ms, 0).max(axis=1).sum(axis=1)  # [S]
         return step_ms - float(less_ms.mean())
 
 
@@ -171,7 +171,7 @@ def _first_bounds_ms(
     problem: PlacementProblem, choices: Sequence[_Choice], effort: float
 ) -> np.ndarray:
     """Return a lower bound for every choice, from the min memory and max waits of all. [choices]"""
-    names = [each.name for each in fields(EncoderMemory)]
+    names = [column.name for column in fields(EncoderMemory)]
     encoder_memory = EncoderMemory(
         **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
     )
@@ -197,8 +197,8 @@ def _first_bounds_ms(
 
 def _no_placement_error(problem: PlacementProblem) -> DoesNotFit:
     need, cap = min_peak_with_encoders(problem) / GIB, problem.memory_cap_bytes / GIB
-    is_whole = [*problem.encoders] == [1]
-    held, also = ("a whole copy", "give --sharding auto, ") if is_whole else ("a part", "")
+    is_replicated = [*problem.encoders] == [1]
+    held, also = ("a full copy", "give --sharding auto, ") if is_replicated else ("a shard", "")
     return DoesNotFit(
         f"{problem.model.name} on {problem.stages} pipeline stages with data-parallel encoders "
         f"needs {need:.2f} GiB per device at best, with recomputation where it helps: "
@@ -211,21 +211,17 @@ def _no_placement_error(problem: PlacementProblem) -> DoesNotFit:
 
 def min_peak_with_encoders(problem: PlacementProblem) -> float:
     """Return the min memory cap in bytes that some choice and split fit."""
-    left = list[Workload]()
+    # Search splits for the Pareto-minimal choices by encoder memory only.
+    minimal = list[tuple[EncoderMemory, Workload]]()
     for beside in _smallest_choices(problem):
         workload = problem.with_encoders(beside)
-        if not any(
-            _encoder_memory_of(each).is_within(_encoder_memory_of(workload)) for each in left
-        ):
-            left = [
-                each
-                for each in left
-                if not _encoder_memory_of(workload).is_within(_encoder_memory_of(each))
-            ]
-            left.append(workload)
+        memory = _encoder_memory_of(workload)
+        if not any(other.is_within(memory) for other, _ in minimal):
+            minimal = [pair for pair in minimal if not memory.is_within(pair[0])]
+            minimal.append((memory, workload))
     return min(
         min_peak_of_splits(problem.cost, problem.model, workload, problem.stages)
-        for workload in left
+        for _, workload in minimal
     )
 
 
@@ -248,27 +244,26 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
 
 def _make_choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     """Return choices that leave memory for the pipeline; raise DoesNotFit if there are none."""
-    are_few = effort < 1 and any(
-        one.is_of_samples for one in problem.any_encoders.encoders.values()
-    )
+    costs = problem.any_encoders.encoders.values()
+    are_few = effort < 1 and any(cost.is_of_samples for cost in costs)
     workload = problem.with_encoders(next(_smallest_choices(problem)))
     assert workload.encoding is not None
     # Pipeline features do not depend on the encoding ranks.
     features = EncoderMemory(features=_encoder_memory_of(workload).features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     # The fullest stage without encoders, over all splits.
-    least = min_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
-    choices = list(_yield_choices(problem, least, are_few=are_few))
+    min_bytes = min_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
+    choices = list(_yield_choices(problem, min_bytes, are_few=are_few))
     if not choices:
         raise _no_placement_error(problem)
     return choices
 
 
 def _yield_choices(
-    problem: PlacementProblem, least_bytes: float, *, are_few: bool
+    problem: PlacementProblem, min_bytes: float, *, are_few: bool
 ) -> Iterator[_Choice]:
-    """Yield choices that leave `least_bytes` for the pipeline, a subset if `are_few`."""
-    most_kept, step = (_MAX_FEW_KEPT_CHOICES, 2) if are_few else (_MAX_KEPT_CHOICES, 1)
+    """Yield choices that leave `min_bytes` for the pipeline, a subset if `are_few`."""
+    max_kept, step = (_MAX_FEW_KEPT_CHOICES, 2) if are_few else (_MAX_KEPT_CHOICES, 1)
     cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     steps, place = np.unique(sample.step, return_inverse=True)
@@ -276,33 +271,33 @@ def _yield_choices(
     has_rows[place, sample.dp_rank] = 1
     for pipelines in _group_sizes(problem):
         # Many groups exceed the cap by their buffers alone.
-        ways = {
+        shardings = {
             sharded: encoders
             for sharded, encoders in problem.encoders.items()
             if fits_cap(
-                encoders.state_bytes + encoders.buffers_bytes(pipelines) + least_bytes, cap_bytes
+                encoders.state_bytes + encoders.buffers_bytes(pipelines) + min_bytes, cap_bytes
             )
         }
-        if not ways:
+        if not shardings:
             continue
-        in_least_passes = _share_items(
-            problem, problem.workload, pipelines, _items_per_pass(problem, 1)
-        )
-        for largest in _pass_sizes(problem, in_least_passes)[::step]:
-            sizes, shares = _items_per_pass(problem, largest), in_least_passes
+        smallest = _share_items(problem, problem.workload, pipelines, _items_per_pass(problem, 1))
+        for largest in _pass_sizes(problem, smallest)[::step]:
+            sizes, shares = _items_per_pass(problem, largest), smallest
             if largest > 1:
                 shares = _share_items(problem, problem.workload, pipelines, sizes)
+            # Memory counts all steps, times only sampled steps.
             of_sample = _share_items(problem, sample, pipelines, sizes)
             exchanges_ms = {
-                sharded: [features_exchange_ms(of_sample, each, is_back=b) for b in (False, True)]
-                for sharded, each in ways.items()
+                sharded: [features_exchange_ms(of_sample, cost, is_back=b) for b in (False, True)]
+                for sharded, cost in shardings.items()
             }
-            for kept in kept_choices(any_encoders, shares.max_items(), most_kept):
-                for sharded, encoders in ways.items():
+            for kept in kept_choices(any_encoders, shares.max_items(), max_kept):
+                for sharded, encoders in shardings.items():
                     beside = _make_beside(problem, pipelines, sizes, sharded, kept)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
-                    besides = max(encoder_memory.encoding, least_bytes)
-                    if fits_cap(encoder_memory.resident + besides, cap_bytes):
+                    # Encoding ends before the pipeline's first pass.
+                    later_bytes = max(encoder_memory.encoding, min_bytes)
+                    if fits_cap(encoder_memory.resident + later_bytes, cap_bytes):
                         exchange_ms = exchanges_ms[sharded]
                         waits_ms = pipeline_waits_ms(of_sample, encoders, beside, exchange_ms)
                         waits_ms *= has_rows
@@ -323,15 +318,15 @@ def _share_items(
 def _items_per_pass(problem: PlacementProblem, largest: int) -> dict[str, int]:
     """Return items per pass of every encoder for `largest` equal items."""
     return {
-        name: largest * (_CELLS_OF_PASS if one.is_of_samples else 1)
-        for name, one in problem.any_encoders.encoders.items()
+        name: largest * (_CELLS_OF_PASS if cost.is_of_samples else 1)
+        for name, cost in problem.any_encoders.encoders.items()
     }
 
 
 def _pass_sizes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
     """Return pass sizes to try, from 1 to the max items of a rank."""
-    one, most = _items_per_pass(problem, 1), shares.max_items()
-    largest = max([1, *(-(-most[name] // one[name]) for name in one)])
+    smallest, items = _items_per_pass(problem, 1), shares.max_items()
+    largest = max([1, *(-(-items[name] // smallest[name]) for name in smallest)])
     sizes = [1]
     while sizes[-1] < min(largest, _MAX_ITEMS_OF_PASS):
         sizes.append(2 * sizes[-1])
@@ -339,24 +334,23 @@ def _pass_sizes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
 
 
 def kept_choices(
-    cost: EncodersCost, most: Mapping[str, int], choices: int = _MAX_KEPT_CHOICES
+    cost: EncodersCost, max_items: Mapping[str, int], choices: int = _MAX_KEPT_CHOICES
 ) -> list[dict[str, int]]:
-    """Return at most `choices` numbers of kept items by encoder in addition to none, up to `most`,
-    by time saved per byte."""
-    trained = [name for name, one in cost.encoders.items() if one.is_trained]
+    """Return at most `choices` numbers of kept items by encoder in addition to none, up to
+    `max_items`, by time saved per byte."""
+    trained = [name for name, encoder in cost.encoders.items() if encoder.is_trained]
     saved = {
         name: cost.encoders[name].again_ms[1] / max(cost.encoders[name].kept_bytes[1], 1.0)
         for name in trained
     }
     order = sorted(trained, key=lambda name: -saved[name])
-    starts = dict(
-        zip(order, np.cumsum([0, *(most[name] for name in order)]).tolist(), strict=False)
-    )
-    total = sum(most[name] for name in order)
-    ends = np.unique(np.linspace(0, total, choices + 1).round().astype(int)).tolist()
+    # All encoders' items in a row, most time saved per byte first: a prefix is kept.
+    edges = np.cumsum([0, *(max_items[name] for name in order)]).tolist()
+    starts = dict(zip(order, edges, strict=False))
+    ends = np.unique(np.linspace(0, edges[-1], choices + 1).round().astype(int)).tolist()
     return [
         {
-            name: min(max(end - starts[name], 0), most[name]) if name in starts else 0
+            name: min(max(end - starts[name], 0), max_items[name]) if name in starts else 0
             for name in cost.encoders
         }
         for end in ends

@@ -59,10 +59,10 @@ class ItemShares:
         steps, step = np.unique(workload.step, return_inverse=True)
         pipeline = step * workload.data_parallel_size + workload.dp_rank
         held, samples = dict[str, np.ndarray](), dict[str, SampleItems]()
-        for name, one in cost.encoders.items():
-            of_rows = workload.features[:, features.index(one.feature)]
+        for name, encoder in cost.encoders.items():
+            of_rows = workload.features[:, features.index(encoder.feature)]
             if name in beside.square_ms:
-                samples[name] = workload.samples[one.feature]
+                samples[name] = workload.samples[encoder.feature]
                 of_rows = samples[name].of_rows
             pipelines = len(steps) * workload.data_parallel_size
             items = np.bincount(pipeline, of_rows, pipelines).astype(np.int64)
@@ -92,8 +92,8 @@ class ItemShares:
             unit_ms=unit_of_time(beside.item_ms, beside.square_ms),
         )
         size = beside.pipelines * ranks_of_pipeline
-        for name, one in dealt.items():
-            encoded[name] = one.of_ranks(one.items, groups * size).reshape(groups, size)
+        for name, own in dealt.items():
+            encoded[name] = own.of_ranks(own.items, groups * size).reshape(groups, size)
         return cls(
             steps=steps, pipelines=beside.pipelines, held=held, encoded=encoded, samples=dealt
         )
@@ -129,10 +129,10 @@ class ItemShares:
         node = np.tile(cost.nodes(self.pipelines), (len(self.steps), 1))
         homes, held = Homes.of(node, cost.ranks_of_pipeline), self.held[name]
         if name in self.samples:
-            found = self.samples[name].at_home(homes)
+            items = self.samples[name].at_home(homes)
         else:
-            found = items_at_home(held.ravel(), self.encoded[name].ravel(), homes)
-        own, of_rank, of_pipeline = found
+            items = items_at_home(held.ravel(), self.encoded[name].ravel(), homes)
+        own, of_rank, of_pipeline = items
         by_rank = *held.shape, cost.ranks_of_pipeline
         return own.reshape(by_rank), of_rank.reshape(by_rank), of_pipeline.reshape(held.shape)
 
@@ -150,10 +150,12 @@ def with_encoders(
 ) -> Workload:
     """Add data-parallel encoders to a workload with these feature names."""
     shares = shares or ItemShares.build(workload, features, cost, beside)
-    own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
+    own = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
     forward, backward, exposed_ms = _slowest(shares, cost, own)
-    ahead, behind = exposed_ms.mean(axis=1).T
-    of_passes: np.ndarray = sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own)
+    ahead, behind = exposed_ms.mean(axis=1).T  # weight and gradient exchange, [S * B]
+    of_passes: np.ndarray = sum(
+        encoding_ms(encoder, passes).mean(axis=1) for encoder, passes in own
+    )
     mean_forward, mean_backward, again = of_passes.T
     exchange, exchange_back = (
         features_exchange_ms(shares, cost, is_back=is_back) for is_back in (False, True)
@@ -182,8 +184,8 @@ def with_encoders(
     slowest = longest.reshape(len(shares.steps), -1).argmax(axis=1)
     of_step = np.arange(len(shares.steps)), slowest
 
-    def mean_of_slowest(each_ms: np.ndarray) -> float:
-        return float(each_ms.reshape(len(shares.steps), -1)[of_step].mean())
+    def mean_of_slowest(group_ms: np.ndarray) -> float:
+        return float(group_ms.reshape(len(shares.steps), -1)[of_step].mean())
 
     mean_ms = mean_forward + mean_backward + again + exposed_ms.mean(axis=1).sum(axis=1)
     encoding = Encoding(
@@ -194,7 +196,7 @@ def with_encoders(
             backward_ms=mean_of_slowest(backward),
             exchange_ms=mean_of_slowest(exchange + exchange_back),
             busiest=float(longest.sum() / mean_ms.sum()) if mean_ms.any() else 1.0,
-            # As shown in tables: of a device that embeds tokens.
+            # Tables show a device that embeds tokens.
             memory=StageMemory(
                 weights_gib=encoder_memory.weights / GIB,
                 gradients_gib=encoder_memory.gradients / GIB,
@@ -228,32 +230,33 @@ def memory_of_encoders(
     rows_bytes = arriving_bytes = features_bytes = held_bytes = np.zeros((1, 1))
     tensor = cost.parallel.tensor
     arriving = 2 + (1 / tensor if tensor > 1 else 0)
-    for name, one in cost.encoders.items():
+    for name, encoder in cost.encoders.items():
         passes = shares.passes(name, beside)
-        if one.is_trained:
-            own_bytes = passes.kept_bytes(one)
+        if encoder.is_trained:
+            own_bytes = passes.kept_bytes(encoder)
             kept_bytes = kept_bytes + own_bytes
-            first, again = (partial(one.pass_bytes, is_kept=is_kept) for is_kept in (True, False))
+            first, again = (partial(encoder.pass_bytes, is_kept=kept) for kept in (True, False))
             working.append(passes.largest(first, is_kept=True))
             working.append(passes.largest(again, is_kept=False) - kept_bytes)
-            inputs_bytes = one.input_bytes * passes.work(is_kept=False)[..., ITEM]
+            inputs_bytes = encoder.input_bytes * passes.work(is_kept=False)[..., ITEM]
             held_bytes = held_bytes + own_bytes + inputs_bytes
         else:
+            # The default binds this encoder: a closure would see the loop's last.
+            def with_inputs(work: np.ndarray, own: EncoderCost = encoder) -> np.ndarray:
+                return own.pass_bytes(work, is_kept=True) + own.input_bytes * work[..., ITEM]
 
-            def with_inputs(work: np.ndarray, one: EncoderCost = one) -> np.ndarray:
-                return one.pass_bytes(work, is_kept=True) + one.input_bytes * work[..., ITEM]
-
-            working += [passes.largest(with_inputs, is_kept=is_kept) for is_kept in (True, False)]
-        whole = shares.passes_of(name, beside.items_per_pass[name], 0)
-        most = whole.largest(partial(one.pass_bytes, is_kept=True), is_kept=False)
-        evaluating.append(float(np.max(most, initial=0)))
-        rows_bytes = rows_bytes + one.feature_bytes * shares.encoded[name]
-        of_pipeline = one.feature_bytes * shares.held[name]
-        times = 2 if one.is_trained else 1
+            working += [passes.largest(with_inputs, is_kept=kept) for kept in (True, False)]
+        not_kept = shares.passes_of(name, beside.items_per_pass[name], 0)
+        largest = not_kept.largest(partial(encoder.pass_bytes, is_kept=True), is_kept=False)
+        evaluating.append(float(np.max(largest, initial=0)))
+        rows_bytes = rows_bytes + encoder.feature_bytes * shares.encoded[name]
+        of_pipeline = encoder.feature_bytes * shares.held[name]
+        times = 2 if encoder.is_trained else 1  # features, and their gradients
         features_bytes = features_bytes + times * of_pipeline
         arriving_bytes = arriving_bytes + (arriving - times) * of_pipeline
     held = float(held_bytes.max(initial=0))
-    while_encoding = [held_bytes + each + rows_bytes for each in (*working, rows_bytes)]
+    # `rows_bytes` twice when reordering rows for the exchange.
+    while_encoding = [held_bytes + used + rows_bytes for used in (*working, rows_bytes)]
     return EncoderMemory(
         weights=cost.weights_bytes,
         gradients=cost.gradients_bytes,
@@ -262,7 +265,7 @@ def memory_of_encoders(
         buffers=cost.buffers_bytes(shares.pipelines),
         features=float(features_bytes.max(initial=0)),
         arrival=float(arriving_bytes.max(initial=0)),
-        encoding=max(float(each.max(initial=0)) for each in while_encoding) - held,
+        encoding=max(float(used.max(initial=0)) for used in while_encoding) - held,
         evaluation=max(evaluating) + 2 * float(rows_bytes.max(initial=0)),
         whole=cost.evaluation_bytes,
     )
@@ -275,10 +278,11 @@ def _slowest(
     weights and gradients of every rank, [S * B, N, 2], for every encoder's passes."""
     blocks = shares.blocks(cost) if cost.sharded > 1 else None
     all_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 1, 2))
-    for one, passes in own:
+    for encoder, passes in own:
+        # Ranks that shard weights gather them together, pass by pass.
         busiest = passes if blocks is None else passes.in_lockstep(blocks)
-        all_ms = all_ms + encoding_ms(one, busiest)
-        exposed_ms = exposed_ms + busiest.exposed_ms(one)
+        all_ms = all_ms + encoding_ms(encoder, busiest)
+        exposed_ms = exposed_ms + busiest.exposed_ms(encoder)
     forward = (all_ms[..., 0] + exposed_ms[..., 0]).max(axis=1)
     backward = (all_ms[..., 1] + all_ms[..., 2] + exposed_ms[..., 1]).max(axis=1)
     return forward, backward, exposed_ms
@@ -292,7 +296,7 @@ def pipeline_waits_ms(
 ) -> np.ndarray:
     """Return the waits before and after every pipeline, as `with_encoders` adds them, [S, ranks,
     2], given the exchanges of features and gradients."""
-    own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
+    own = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
     forward, backward, _ = _slowest(shares, cost, own)
     before_ms = forward + exchanges_ms[0] + cost.gather_ms
     after_ms = backward + exchanges_ms[1] + cost.reduction_ms
@@ -307,7 +311,8 @@ def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: boo
     """
     tensor = cost.parallel.tensor
     groups = len(next(iter(shares.held.values()), ()))
-    carried = [name for name, one in cost.encoders.items() if one.is_trained or not is_back]
+    # Frozen encoders get no gradients.
+    carried = [name for name, enc in cost.encoders.items() if enc.is_trained or not is_back]
     if shares.pipelines * cost.ranks_of_pipeline == 1 or not carried:
         return np.zeros(groups)
     by_rank = groups, shares.pipelines, cost.ranks_of_pipeline
@@ -326,12 +331,14 @@ def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: boo
         moved_bytes[1, ..., :tensor] += bytes_ * received
         moved_bytes[1, 0] -= bytes_ * stays
         of_pipeline += bytes_ * held
-    most_ms = cost.exchange_ms(shares.pipelines, *moved_bytes.max(axis=0)).max(axis=(1, 2))
+    # Sending and receiving overlap, and the group waits for its slowest rank.
+    slowest_ms = cost.exchange_ms(shares.pipelines, *moved_bytes.max(axis=0)).max(axis=(1, 2))
     if is_back or tensor == 1:
-        return most_ms
+        return slowest_ms
+    # Each tensor-parallel rank receives a part and gathers the others.
     gathered = of_pipeline.max(axis=1) * (tensor - 1) / tensor
     gather_ms: np.ndarray = cost.tensor.fixed_ms + cost.tensor.each_ms * gathered
-    return most_ms + gather_ms
+    return slowest_ms + gather_ms
 
 
 def _of_pipelines(shares: ItemShares, before_ms: np.ndarray, after_ms: np.ndarray) -> np.ndarray:

@@ -50,10 +50,11 @@ def min_peak_of_splits(
         return min_peak_of_tables(runs, often_heaviest_tables(cost, workload, pipeline_size))
     features, stages = features_of(workload, cost), range(pipeline_size)
     if cap_bytes is not None:
-        most = [largest_pass(features, workload, pipeline_size, stage) for stage in stages]
-        enough_bytes = min_peak_of_tables(runs, build_tables(cost, workload, most))
-        if fits_cap(enough_bytes, cap_bytes):
-            return enough_bytes
+        # One pass that bounds all passes often shows that a split fits.
+        bounding = [largest_pass(features, workload, pipeline_size, stage) for stage in stages]
+        upper_bytes = min_peak_of_tables(runs, build_tables(cost, workload, bounding))
+        if fits_cap(upper_bytes, cap_bytes):
+            return upper_bytes
     edges = [(runs.start, runs.end)] * pipeline_size
     counts, row = np.unique(runs.counts, axis=0, return_inverse=True)
     peaks, seen = np.full((pipeline_size, len(counts)), -np.inf), np.zeros(0, np.int64)
@@ -69,27 +70,22 @@ def min_peak_of_splits(
             # Count every run that may be best in the new passes.
             best = np.flatnonzero(peaks.min(axis=0) <= upper_bytes)
             chosen = [all_passes(features, workload, pipeline_size, stage, new) for stage in stages]
-            found = min_peaks_of_stages(build_tables(cost, workload, chosen), counts[best])
-            peaks[:, best] = np.maximum(peaks[:, best], found)
+            new_peaks = min_peaks_of_stages(build_tables(cost, workload, chosen), counts[best])
+            peaks[:, best] = np.maximum(peaks[:, best], new_peaks)
             seen = np.append(seen, new)
         if len(path):
             upper_bytes = min(upper_bytes, float(peaks[stages, row[path]].max()))
         lower_bytes, path = min_largest_path(edges, list(peaks[:, row]), runs.units)
-        if _is_decided(lower_bytes, upper_bytes, cap_bytes):
+        if lower_bytes >= upper_bytes * (1 - _EQUAL_BOUNDS_TOLERANCE):
             break
+        # The cap is decided if both bounds are on one side of it.
+        if cap_bytes is not None:
+            if fits_cap(upper_bytes, cap_bytes) or not fits_cap(lower_bytes, cap_bytes):
+                break
         held = counts[row[path]]
         heaviest = heaviest_passes(cost, workload, held, all_layers(cost.kinds, held))
     fits = cap_bytes is None or fits_cap(upper_bytes, cap_bytes)
     return upper_bytes if fits else lower_bytes
-
-
-def _is_decided(lower_bytes: float, upper_bytes: float, cap_bytes: float | None) -> bool:
-    """Return whether the bounds agree, or are on one side of the cap."""
-    if cap_bytes is not None:
-        fits_lower, fits_upper = fits_cap(np.array([lower_bytes, upper_bytes]), cap_bytes)
-        if fits_upper or not fits_lower:
-            return True
-    return lower_bytes >= upper_bytes * (1 - _EQUAL_BOUNDS_TOLERANCE)
 
 
 def min_peak_of_tables(runs: Runs, tables: Sequence[MemoryTable]) -> float:

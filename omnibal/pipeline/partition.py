@@ -106,22 +106,24 @@ def search_stages(
     """
     problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
-    def least_peak() -> float:
+    def min_peak() -> float:
         return min_peak_of_splits(cost, model, workload, pipeline_size, rules)
 
+    # Memory is counted in a few passes. If the result exceeds the cap in another, that pass is
+    # added and the search repeats; more passes only remove options, so bounds stay valid.
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
-        search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
+        search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, min_peak)
         if search.best_ms > limit_ms:
             search = search.with_options_of_better()
         heavier = _add_heavier_passes(
             problem, cost, workload, _stages_at(problem, search.best_options)
         )
         if heavier is None:
-            found = _finish_search(problem, search, prove, effort)
-            heavier = _add_heavier_passes(problem, cost, workload, found.stages_at)
-    return found
+            result = _finish_search(problem, search, prove, effort)
+            heavier = _add_heavier_passes(problem, cost, workload, result.stages_at)
+    return result
 
 
 def estimated_step_ms(
@@ -137,7 +139,6 @@ def estimated_step_ms(
     """Estimate the step time of a good split quickly: checks memory in few passes and proves
     nothing. Arguments as in `search_stages`."""
     problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
-
     limit_ms = max(_first_limit_ms(problem), _slowest_limit_ms(problem))
     return _first_split(problem, limit_ms, effort)[0].best_ms
 
@@ -153,12 +154,25 @@ def _finish_search(
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
-        best, best_ms, more = _improve_sets(problem, search)
+        # Improve the best split's recompute sets by small changes.
+        for _ in range(_MAX_CHANGES):
+            options = [options_near(problem, s, option) for s, option in enumerate(best)]
+            near = SplitSearch(
+                problem,
+                Choices(fitting=options, optimistic=options, complete=False, nodes=problem.units),
+            )
+            near.cuts = search.cuts
+            near.descend()
+            simulated += near.simulated
+            if near.best_ms >= best_ms * (1 - MIN_SPLIT_GAIN):
+                break
+            best, best_ms = near.best_options, near.best_ms
+        # Only optimistic sets bound the sets that the grid leaves out.
         optimistic = search.over_optimistic(best_ms)
         lower_bound_ms = (
             optimistic.prove(effort * MAX_WORK) if prove else optimistic.quick_bound_ms()
         )
-        simulated += more + optimistic.simulated
+        simulated += optimistic.simulated
     return SearchResult(
         stages_at=_stages_at(problem, best),
         step_ms=best_ms,
@@ -179,26 +193,6 @@ def _stages_at(
     )
 
 
-def _improve_sets(
-    problem: SearchProblem, search: SplitSearch
-) -> tuple[list[StageOptions], float, int]:
-    """Improve the best split's sets by small changes; return options, time and splits simulated."""
-    best, best_ms, simulated = search.best_options, search.best_ms, 0
-    for _ in range(_MAX_CHANGES):
-        options = [options_near(problem, *each) for each in enumerate(best)]
-        near = SplitSearch(
-            problem,
-            Choices(fitting=options, optimistic=options, complete=False, nodes=problem.units),
-        )
-        near.cuts = search.cuts
-        near.descend()
-        simulated += near.simulated
-        if near.best_ms >= best_ms * (1 - MIN_SPLIT_GAIN):
-            break
-        best, best_ms = near.best_options, near.best_ms
-    return best, best_ms, simulated
-
-
 def _add_heavier_passes(
     problem: SearchProblem,
     cost: CostModel,
@@ -210,11 +204,10 @@ def _add_heavier_passes(
     counts, recomputed = map(np.stack, zip(*(contents_of(kinds, r) for r in runs_of), strict=True))
     features, stages = features_of(workload, cost), len(counts)
     heaviest = enumerate(heaviest_passes(cost, workload, counts, recomputed))
-    passes = [all_passes(features, workload, stages, s, np.array([one])) for s, one in heaviest]
+    passes = [all_passes(features, workload, stages, s, np.array([index])) for s, index in heaviest]
     tables = build_tables(cost, workload, passes)
-    peaks = [
-        table.peak_bytes(*each) for table, *each in zip(tables, counts, recomputed, strict=True)
-    ]
+    contents = zip(tables, counts, recomputed, strict=True)
+    peaks = [table.peak_bytes(*content) for table, *content in contents]
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
     tables = [few.join_passes(more) for few, more in zip(problem.tables, tables, strict=True)]
@@ -248,7 +241,7 @@ def _make_problem(
     numbers = None
     if rules.recompute is not RecomputeFreedom.LAYERS:
         if cost.levels > 1:
-            raise ValueError("numbers of recomputed layers are of one level, and costs of several")
+            raise ValueError("recompute numbers need costs of one level, got several")
         ways = [TowerNumbers.build(cost, model, structure.runs, rules.recompute)] * pipeline_size
         of_chunks = [[table] for table in tables]
         numbers = FittingNumbers.of_stages(model, of_chunks, ways, memory_cap_bytes)
@@ -271,12 +264,12 @@ def _first_split(
     problem: SearchProblem,
     limit_ms: float,
     effort: float,
-    least_peak: Callable[[], float] | None = None,
+    min_peak: Callable[[], float] | None = None,
 ) -> tuple[SplitSearch, float]:
     """Return a search over options within the first time limit with a split, and that limit.
 
-    If nothing fits, the error states `least_peak`, the min peak of the fullest stage over all
-    splits; without it in the passes that the problem counts.
+    If nothing fits, the error states `min_peak`, the min peak of the fullest stage over all
+    splits, or if None that in the passes of the problem's tables.
     """
     peak_bytes = 0.0
     for tried in range(_MAX_LIMITS + 1):
@@ -289,21 +282,20 @@ def _first_split(
             if not fits_cap(peak_bytes, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise _no_split_error(problem, max(least_peak() if least_peak else 0.0, peak_bytes))
+    raise _no_split_error(problem, max(min_peak() if min_peak else 0.0, peak_bytes))
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
-    # The step time with equal stages and no links: the longest chain of operations with equal
-    # forwards and backwards.
+    # The step time with equal stages and no links: the longest chain of operations, half of it
+    # forwards.
     steps, stages = problem.simulator.steps, problem.stages
     counts, row = np.unique(steps.counts, return_inverse=True)
     chain = np.array([graph_1f1b(stages, count).depths for count in counts.tolist()])[row]
-    whole = problem.structure.runs.prefix[-1]
-    layout = steps.layout
-    work_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
+    model, layout = problem.structure.runs.prefix[-1], steps.layout  # terms of all units
+    work_ms = steps.features.sum(axis=1) @ (model[layout.forward] + model[layout.backward])
     row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
     limit_ms = _FIRST_LIMIT * float(row_ms[steps.rows].max(axis=1) @ steps.weight)
-    # By rules stages cannot be even.
+    # The trainer's rules may leave no even stages.
     return limit_ms if problem.rules.is_free else max(limit_ms, _slowest_limit_ms(problem))
 
 
@@ -311,9 +303,9 @@ def _slowest_limit_ms(problem: SearchProblem) -> float:
     return _SLOWEST_SLACK * min_slowest_ms(problem.structure)
 
 
-def _no_split_error(problem: SearchProblem, least_peak: float) -> DoesNotFit:
+def _no_split_error(problem: SearchProblem, peak_bytes: float) -> DoesNotFit:
     """Return an error with the smallest cap that some split fits, and other remedies."""
-    need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
+    need, cap = peak_bytes / GIB, problem.memory_cap_bytes / GIB
     limits = limits_in_words(problem.rules, problem.model, problem.stages)
     stages = f"{problem.stages} pipeline stages{limits}"
     # With more stages the first has more micro-batches in flight.

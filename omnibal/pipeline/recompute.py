@@ -48,18 +48,18 @@ class LayerGroups:
         ]
         return cls(groups=tuple(dict.fromkeys(groups)))
 
-    def together(self, layers: np.ndarray) -> np.ndarray:
+    def sum_groups(self, layers: np.ndarray) -> np.ndarray:
         """Sum layers of kinds to groups. [..., groups]"""
         return np.stack([layers[..., group].sum(axis=-1) for group in self.groups], axis=-1)
 
-    def apart(self, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    def split_groups(self, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Split `layers` [..., groups] over the `held` [..., layer kinds], earliest first."""
-        apart = np.empty_like(held)
+        of_kinds = np.empty_like(held)
         for place, group in enumerate(self.groups):
             of_group = held[..., group]
-            before = of_group.cumsum(axis=-1) - of_group
-            apart[..., group] = np.clip(layers[..., place, None] - before, 0, of_group)
-        return apart
+            before = of_group.cumsum(axis=-1) - of_group  # layers of earlier kinds of the group
+            of_kinds[..., group] = np.clip(layers[..., place, None] - before, 0, of_group)
+        return of_kinds
 
 
 def min_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
@@ -69,9 +69,9 @@ def min_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
 
 def min_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
     """Return the min peaks with recomputation of runs of units at every stage. [stages, runs]"""
-    every = all_layers(tables[0].kinds, counts, tables[0].levels)
-    running = tables[0].running_bytes(counts, every)
-    return np.stack([table.peak_bytes(counts, every, running) for table in tables])
+    layers = all_layers(tables[0].kinds, counts, tables[0].levels)
+    running = tables[0].running_bytes(counts, layers)  # equal in all stages
+    return np.stack([table.peak_bytes(counts, layers, running) for table in tables])
 
 
 def all_layers(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
@@ -92,11 +92,11 @@ class MemoryCap:
     def build(cls, table: MemoryTable, cap_bytes: float) -> "MemoryCap":
         """Choose the passes with max total memory, max own activations and max working memory."""
         others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
-        much = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
+        heavy = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
         return cls(
             cap_bytes=cap_bytes,
             under=table.at_most(),
-            over=table.of_passes(np.unique(much)),
+            over=table.of_passes(np.unique(heavy)),
             table=table,
         )
 
@@ -104,6 +104,8 @@ class MemoryCap:
         """Return whether every stage fits. [stages]"""
         if len(counts) * len(self.table.working_bytes) <= _MAX_DIRECT_ENTRIES:
             return fits_cap(_count_peaks(self.table, counts, recomputed), self.cap_bytes)
+        # A stage that fits the upper bound fits; one that exceeds a few passes does not. Only the
+        # remaining stages are counted in all passes.
         fits = fits_cap(_count_peaks(self.under, counts, recomputed), self.cap_bytes)
         unsure = np.flatnonzero(~fits)
         for table in (self.over, self.table):
@@ -142,7 +144,7 @@ class LevelFit:
     """Stages, their units, and whether they fit with given recompute counts."""
 
     cap: MemoryCap
-    alike: LayerGroups
+    groups: LayerGroups
     counts: np.ndarray  # units, [stages, kinds]
     held: np.ndarray  # recomputable layers per group and own set, [stages, columns]
     own_sets: int  # number of levels with their own sets, or 1 if all levels share one
@@ -157,13 +159,13 @@ class LevelFit:
         same_at_levels: bool = False,
     ) -> "LevelFit":
         """Build for stages `counts`; `same_at_levels` shares recomputed layers between levels."""
-        alike = LayerGroups.build(table.kinds)
+        groups = LayerGroups.build(table.kinds)
         own_sets = 1 if same_at_levels else table.levels
         return cls(
             cap=MemoryCap.build(table, memory_cap_bytes),
-            alike=alike,
+            groups=groups,
             counts=counts,
-            held=np.tile(alike.together(counts[:, layer_kinds(table.kinds)]), own_sets),
+            held=np.tile(groups.sum_groups(counts[:, layer_kinds(table.kinds)]), own_sets),
             own_sets=own_sets,
         )
 
@@ -171,24 +173,25 @@ class LevelFit:
         """Return whether stages [n] fit with recomputed `layers` [n, columns]. [n]"""
         counts, levels = self.counts[stage], self.cap.table.levels
         recomputed = np.zeros((len(stage), levels, counts.shape[1]), np.int64)
-        apart = self.of_kinds(stage, layers)
         kinds = layer_kinds(self.cap.table.kinds)
-        recomputed[..., kinds] = apart.reshape(len(stage), levels, len(kinds))
+        # Sizes instead of -1, as there may be no stages.
+        of_kinds = self.of_kinds(stage, layers).reshape(len(stage), levels, len(kinds))
+        recomputed[..., kinds] = of_kinds
         recomputed = recomputed.reshape(len(stage), levels * counts.shape[1])
         return self.cap.holds(counts, recomputed)
 
     def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Convert `layers` [n, columns] of stages [n] to kinds. [n, levels * layer kinds]"""
         held = self.counts[stage][:, None, layer_kinds(self.cap.table.kinds)]
-        of_groups = layers.reshape(len(stage), self.own_sets, len(self.alike.groups))
-        apart = self.alike.apart(np.repeat(held, self.own_sets, axis=1), of_groups)
-        of_sets = apart.reshape(len(stage), self.own_sets * held.shape[-1])
+        of_groups = layers.reshape(len(stage), self.own_sets, len(self.groups.groups))
+        of_sets = self.groups.split_groups(np.repeat(held, self.own_sets, axis=1), of_groups)
+        of_sets = of_sets.reshape(len(stage), self.own_sets * held.shape[-1])
         return np.tile(of_sets, self.cap.table.levels // self.own_sets)
 
     def of_groups(self, layers: np.ndarray) -> np.ndarray:
         """Convert layers of kinds [sets, levels * layer kinds] to columns. [sets, columns]"""
         of_levels = layers.reshape(len(layers), self.cap.table.levels, -1)
-        return self.alike.together(of_levels[:, : self.own_sets]).reshape(len(layers), -1)
+        return self.groups.sum_groups(of_levels[:, : self.own_sets]).reshape(len(layers), -1)
 
     def fewest(
         self,
@@ -211,7 +214,7 @@ class LevelFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelSets:
-    """Fitting sets, and optimistic sets that bound them."""
+    """Fitting sets, and optimistic sets that bound their times."""
 
     fitting: RecomputeSets
     optimistic: RecomputeSets  # sets that bound all fitting sets; equal to them if `complete`
@@ -234,7 +237,7 @@ def useful_sets_of_levels(
     *,
     same_at_levels: bool = False,
 ) -> LevelSets:
-    """Return the useful sets of many possible stages; stages that never fit have none.
+    """Return the useful sets of many possible stages, none for stages that never fit.
 
     Args:
         counts: [stages, kinds].
@@ -244,9 +247,10 @@ def useful_sets_of_levels(
         same_at_levels: whether recomputed layers are equal at all levels.
     """
     if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):
-        alone = _combine_levels(table, counts, extreme_ms, memory_cap_bytes)
-        if np.bincount(alone.stage, minlength=1).max() <= most:
-            return LevelSets(fitting=alone, optimistic=alone, complete=True)
+        # Without other micro-batches in flight, levels do not share memory.
+        combined = _combine_levels(table, counts, extreme_ms, memory_cap_bytes)
+        if np.bincount(combined.stage, minlength=1).max() <= most:
+            return LevelSets(fitting=combined, optimistic=combined, complete=True)
     fit = LevelFit.build(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
     stage = np.flatnonzero(fit.holds(np.arange(len(counts)), fit.held))
     held, low = fit.held[stage], np.zeros_like(fit.held[stage])
@@ -254,13 +258,13 @@ def useful_sets_of_levels(
     if most < np.inf:
         # Min and max layers per column over all minimal sets: the min goes with all others
         # recomputed, the max with the fewest others.
-        low = _minimize_each_column(fit, stage, held, low, held)
-        high = _minimize_each_column(fit, stage, low, low, held)
+        low = _minimize_columns(fit, stage, held, low, held)
+        high = _minimize_columns(fit, stage, low, low, held)
     row, last, near, far = _split_boxes(low, high, most)
     at_near, near_fits = _minimize_column(fit, stage[row], near, last, high[row])
     if (near == far).all():
-        found = _sort_sets(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
-        return LevelSets(fitting=found, optimistic=found, complete=True)
+        sets = _sort_sets(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
+        return LevelSets(fitting=sets, optimistic=sets, complete=True)
     at_far, far_fits = _minimize_column(fit, stage[row], far, last, high[row])
     rows = np.concatenate([row[near_fits], row[far_fits]])
     fitting = np.concatenate([at_near[near_fits], at_far[far_fits]])
@@ -279,47 +283,49 @@ def _combine_levels(
     table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
 ) -> RecomputeSets:
     """Return all combinations of per-level sets, for levels that are never in flight together."""
-    found = RecomputeSets(stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64))
+    combined = RecomputeSets(
+        stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64)
+    )
     for level, of_level in enumerate(np.split(extreme_ms, table.levels, axis=1)):
         sets = useful_sets(
             table.of_level(level), counts, of_level[of_level.any(axis=1)], memory_cap_bytes
         )
+        # Sets are sorted by stage: repeat each combination for its stage's range of them.
         first = np.searchsorted(sets.stage, np.arange(len(counts) + 1))
-        number = np.diff(first)[found.stage]
+        number = np.diff(first)[combined.stage]
         row = np.repeat(np.arange(len(number)), number)
         place = np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)
-        which = first[found.stage[row]] + place
-        layers = np.concatenate([found.layers[row], sets.layers[which]], axis=1)
-        found = RecomputeSets(stage=found.stage[row], layers=layers)
-    return found
+        added = sets.layers[first[combined.stage[row]] + place]
+        layers = np.concatenate([combined.layers[row], added], axis=1)
+        combined = RecomputeSets(stage=combined.stage[row], layers=layers)
+    return combined
 
 
 def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
-    """Return minimal sets near one fitting set of a single stage. [sets, levels * layer kinds]
+    """Return minimal sets near a fitting set of a single stage. [sets, levels * layer kinds]
 
-    A few more layers of one column are recomputed, then all columns left are minimized in turn.
+    A few more layers of a column are recomputed, then all columns are minimized, from `first` on.
     """
     layers = fit.of_groups(layers[None])[0]
     columns = len(layers)
     more = np.array([0, *_ADDED_LAYERS])
     column, number, first = (axis.ravel() for axis in np.indices((columns, len(more), columns)))
     sets = np.repeat(layers[None], len(column), axis=0)
-    each = np.arange(len(sets))
-    sets[each, column] = np.minimum(sets[each, column] + more[number], fit.held[0, column])
-    least = np.unique(minimize_sets(fit, np.zeros_like(each), sets, first), axis=0)
-    return fit.of_kinds(np.zeros(len(least), np.int64), least)
+    row = np.arange(len(sets))
+    sets[row, column] = np.minimum(sets[row, column] + more[number], fit.held[0, column])
+    minimal = np.unique(minimize_sets(fit, np.zeros_like(row), sets, first), axis=0)
+    return fit.of_kinds(np.zeros(len(minimal), np.int64), minimal)
 
 
-def _minimize_each_column(
+def _minimize_columns(
     fit: LevelFit, stage: np.ndarray, others: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
     """Return the min of each column that fits given `others`. [stages, columns]"""
-    columns = others.shape[1]
-    found = [
+    columns = [
         fit.fewest(stage, others, np.full(len(stage), c), low[:, c], high[:, c])
-        for c in range(columns)
+        for c in range(others.shape[1])
     ]
-    return np.stack(found, axis=1) if columns else others
+    return np.stack(columns, axis=1) if columns else others
 
 
 def _split_boxes(
@@ -332,17 +338,18 @@ def _split_boxes(
         Each cell's box and minimized column, [cells], and its min and max corners, [cells,
         columns]. They are equal if every cell is a point.
     """
-    sides, every = high - low, np.arange(len(low))
+    sides, boxes = high - low, np.arange(len(low))
     last = sides.argmax(axis=1)
-    sides[every, last] = 0
+    sides[boxes, last] = 0
     width, number = np.ones_like(sides), sides + 1
+    # In float, as products of many columns exceed int64.
     while len(many := np.flatnonzero(number.prod(axis=1, dtype=np.float64) > most)):
         width[many, number[many].argmax(axis=1)] *= 2
         number = sides // width + 1
     cells = number.prod(axis=1)
-    box = np.repeat(every, cells)
+    box = np.repeat(boxes, cells)
     place = np.arange(len(box)) - np.repeat(np.cumsum(cells) - cells, cells)
-    near = low[box]
+    near = low[box]  # the cell's place in mixed radix, of `number` per column
     for column in reversed(range(low.shape[1])):
         place, step = np.divmod(place, number[box, column])
         near[:, column] += step * width[box, column]
@@ -355,21 +362,16 @@ def _split_boxes(
 def _minimize_column(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, column: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Minimize a column given the rest, and return whether any number fits.
-
-    Args:
-        layers: [sets, columns]; for the column, the min to try.
-        column: [sets].
-        high: [sets, columns]; for the column, the max to try.
-    """
-    found, each = layers.copy(), np.arange(len(stage))
-    found[each, column] = high[each, column]
-    fits = fit.holds(stage, found)
-    some = stage[fits], found[fits], column[fits]
-    found[each[fits], column[fits]] = fit.fewest(
-        *some, layers[each, column][fits], found[each, column][fits]
+    """Minimize `column` [sets] between its `layers` and `high`, both [sets, columns], given the
+    other columns of `layers`. Return the sets, and whether any number fits."""
+    sets, row = layers.copy(), np.arange(len(stage))
+    sets[row, column] = high[row, column]
+    fits = fit.holds(stage, sets)
+    some = stage[fits], sets[fits], column[fits]
+    sets[row[fits], column[fits]] = fit.fewest(
+        *some, layers[row, column][fits], sets[row, column][fits]
     )
-    return found, fits
+    return sets, fits
 
 
 def minimize_sets(
@@ -377,12 +379,12 @@ def minimize_sets(
 ) -> np.ndarray:
     """Return minimal sets [sets, columns] below fitting sets `layers` [sets, columns] of stages
     [sets], minimizing column `first` [sets] first."""
-    layers, each = layers.copy(), np.arange(len(stage))
+    layers, row = layers.copy(), np.arange(len(stage))
     none = np.zeros(len(stage), np.int64)
     columns = layers.shape[1]
     for turn in range(columns):
         column = (first + turn) % columns
-        layers[each, column] = fit.fewest(stage, layers, column, none, layers[each, column])
+        layers[row, column] = fit.fewest(stage, layers, column, none, layers[row, column])
     return layers
 
 
@@ -399,11 +401,11 @@ def _sort_sets(
 def pareto_minimal_sets(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """Return each group's Pareto-minimal entries by `costs` [entries, costs], first of equals."""
     order = np.lexsort((*costs.T[::-1], group))
-    found = []
+    minimal = []
     while len(order):
         # A group's first entry is dominated by no remaining entry.
         first = np.flatnonzero(np.diff(group[order], prepend=-1))
         leader = np.repeat(order[first], np.diff(np.append(first, len(order))))
-        found.append(order[first])
+        minimal.append(order[first])
         order = order[(costs[order] < costs[leader]).any(axis=1)]
-    return np.concatenate(found) if found else order
+    return np.concatenate(minimal) if minimal else order

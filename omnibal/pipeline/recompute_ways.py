@@ -45,10 +45,10 @@ class LayerOrders:
         the max number of micro-batches in flight per chunk, [c]."""
         kinds = layer_kinds(cost.kinds)
         layers = [[*cost.units.values()][kind] for kind in kinds]
-        saved = np.array([(each.activation_bytes - each.boundary_bytes) @ mean for each in layers])
-        spent = np.array([each.recompute_ms @ mean for each in layers])
+        saved = np.array([(unit.activation_bytes - unit.boundary_bytes) @ mean for unit in layers])
+        spent = np.array([unit.recompute_ms @ mean for unit in layers])
         price = spent / np.maximum(saved, 1e-9)
-        # Layers that save nothing come last.
+        # Layers that save nothing come last. A chunk saves once per micro-batch in flight.
         by_price = np.where(saved > 0, price / np.maximum(in_flight[:, None], 1), np.inf)
         chunks = np.argsort(-in_flight, kind="stable").tolist()
         useful = np.flatnonzero(saved > 0).tolist()
@@ -74,7 +74,7 @@ class LayerOrders:
     ) -> np.ndarray:
         """Return the first `number` [n] layers in the order of `way` [n]. [n, c, K]"""
         counts, place = self.runs.counts[chosen], self.places[way]
-        held = counts[..., self.kinds]
+        held = counts[..., self.kinds]  # [n, c, L]
         in_order = np.take_along_axis(held.reshape(place.shape), place, axis=1)
         before = in_order.cumsum(axis=1) - in_order
         layers = np.empty_like(in_order)
@@ -137,13 +137,13 @@ class TowerNumbers:
 
     def max_number(self, chosen: np.ndarray) -> np.ndarray:
         """Return the max layers per chunk of the towers with a searched number. [n]"""
-        is_free = (self.fixed == _SEARCHED).any(axis=0)
-        return (self.stop - self.first)[chosen][..., is_free].max(axis=(1, 2))
+        is_searched = (self.fixed == _SEARCHED).any(axis=0)
+        return (self.stop - self.first)[chosen][..., is_searched].max(axis=(1, 2))
 
     def count_recomputed(
         self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
     ) -> np.ndarray:
-        """Return the first `number` [n] layers of towers whose number `way` [n] leaves free, and
+        """Return the first `number` [n] layers of towers with a searched number in `way` [n], and
         the fixed number of other towers. [n, c, K]"""
         first, fixed = self.first[chosen], self.fixed[way]
         numbers = np.where(fixed == _SEARCHED, number[:, None], fixed)[:, None]
@@ -152,10 +152,10 @@ class TowerNumbers:
         recomputed[..., self.kinds] = (self.before[stop] - self.before[first]).sum(axis=2)
         return recomputed
 
-    def shared_numbers(self, least: Sequence[np.ndarray]) -> list[int]:
+    def shared_numbers(self, fewest: Sequence[np.ndarray]) -> list[int]:
         """Return the numbers, increasing, that some stage needs to fit, given the min number of
         each run at every stage."""
-        numbers = np.unique(np.concatenate(least))
+        numbers = np.unique(np.concatenate(fewest))
         numbers = numbers[numbers < NO_NUMBER]
         if self.language_layers is not None:
             numbers = np.unique(np.where(numbers > 0, self.language_layers, 0))
@@ -187,7 +187,6 @@ class FittingNumbers:
         ways: Sequence[RecomputeWays],
         cap_bytes: float,
     ) -> list[Self]:
-        """Return the numbers of every stage, given its chunks' tables and its ways."""
         runs, firsts = ways[0].runs, dict[tuple[str, ...], int]()
         names = unit_names(model)
         spans = zip(runs.start.tolist(), runs.end.tolist(), strict=True)
@@ -211,8 +210,8 @@ class FittingNumbers:
         new = {key: row for row, key in enumerate(keys) if key not in self.known}
         if new:
             rows = [*new.values()]
-            found = self._bisect(chosen[rows], way[rows])
-            self.known.update(zip(new, found.tolist(), strict=True))
+            numbers = self._bisect(chosen[rows], way[rows])
+            self.known.update(zip(new, numbers.tolist(), strict=True))
         return np.array([self.known[key] for key in keys], np.int64)
 
     def _bisect(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
@@ -224,8 +223,9 @@ class FittingNumbers:
             recomputed = np.tile(recomputed, levels).reshape(len(rows), -1)
             return np.all([cap.holds(counts, recomputed) for cap in self.caps], axis=0)
 
-        every, most = np.arange(len(chosen)), self.ways.max_number(chosen)
-        fits_with_none = fit(every, 0 * most)
-        most = np.where(fits_with_none, 0, most)
-        fits = fits_with_none | fit(every, most)
-        return np.where(fits, bisect_min_fitting(fit, np.where(fits, 0, most), most), NO_NUMBER)
+        rows, high = np.arange(len(chosen)), self.ways.max_number(chosen)
+        fits_with_none = fit(rows, 0 * high)
+        high = np.where(fits_with_none, 0, high)
+        fits = fits_with_none | fit(rows, high)
+        # Rows that fit with none or never have low == high, which ends their bisection at once.
+        return np.where(fits, bisect_min_fitting(fit, np.where(fits, 0, high), high), NO_NUMBER)

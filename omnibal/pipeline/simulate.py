@@ -63,7 +63,7 @@ _PassIndex = tuple[int, int, int]  # pass: (row of its kind, micro-batch, part)
 
 
 class OrderedPass(NamedTuple):
-    """One operation of a stage."""
+    """A pass in execution order, with the passes that it waits for."""
 
     stage: int
     place: _PassIndex
@@ -88,7 +88,9 @@ def order_passes(
             if needed[index]:
                 needed[graph.before[index]] = needed[graph.source[index]] = True
     columns = np.searchsorted(graph.kinds, graph.kind), graph.micro_batch, graph.part
+    # The last place, None, is for absent passes, which the graph numbers len(graph).
     places = [*zip(*(column.tolist() for column in columns), strict=True), None]
+    # Lists of Python ints, since indexing numpy arrays one by one is slow.
     backward = (graph.kind != Pass.FORWARD).astype(np.int64).tolist()
     stages, before, sources = graph.stage.tolist(), graph.before.tolist(), graph.source.tolist()
     turns = []
@@ -102,20 +104,20 @@ def order_passes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Rows that begin and end a pass together."""
+    """Blocks of neighbouring rows that begin and end a pass together."""
 
-    first: np.ndarray
+    first: np.ndarray  # first row of each block, [blocks]
     size: np.ndarray
 
     def maximum(self, values: np.ndarray) -> np.ndarray:
-        """Return the block maximum in all of its rows. [..., rows]"""
+        """Return the block's maximum in each of its rows. [..., rows]"""
         return np.repeat(np.maximum.reduceat(values, self.first, axis=-1), self.size, axis=-1)
 
     def argmax(self, values: np.ndarray) -> np.ndarray:
-        """Return each row's first row of its block with the largest of `values` [rows]. [rows]"""
+        """Return the index of the largest of `values` [rows] in each row's block. [rows]"""
         rows = np.arange(len(values))
-        leading = np.where(values == self.maximum(values), rows, len(rows))
-        return np.repeat(np.minimum.reduceat(leading, self.first), self.size)
+        largest = np.where(values == self.maximum(values), rows, len(rows))
+        return np.repeat(np.minimum.reduceat(largest, self.first), self.size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,8 +134,8 @@ class Joins:
             return cls({}, 1)
         blocks, rows = {}, np.arange(together.shape[2])
         for micro_batch, part in np.argwhere((together > 1).any(axis=2)).tolist():
-            size = together[micro_batch, part]
-            first = np.flatnonzero(rows % size == 0)
+            size = together[micro_batch, part]  # [rows]
+            first = np.flatnonzero(rows % size == 0)  # blocks are aligned
             blocks[micro_batch, part] = Block(first, size[first])
         return cls(blocks, together.shape[1])
 
@@ -170,13 +172,13 @@ def run_passes(
     """
     end, free = np.zeros_like(took_ms), [*ready_ms]
     for stage, place, _, source, link in turns:
-        start = free[stage]
+        start = free[stage]  # [rows]
         if source is not None:
             start = np.maximum(start, end[source] + link_ms[link])
         block = joins.at(place)
         if block is not None:
             start = block.maximum(start)
-        free[stage] = np.add(start, took_ms[place], out=end[place])
+        free[stage] = np.add(start, took_ms[place], out=end[place])  # a view, not a copy
     return end, np.stack(free)
 
 
@@ -220,14 +222,14 @@ def predict_steps(
     """
     _, step_index = np.unique(workload.step, return_inverse=True)
     steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
-    entries = ranks * (int(workload.slot.max()) + 1) * stages * schedule.chunks
-    at_once = max(_MAX_PASS_TIMES // entries, 1)
+    times_per_step = ranks * (int(workload.slot.max()) + 1) * stages * schedule.chunks
+    at_once = max(_MAX_PASS_TIMES // times_per_step, 1)
     finish_ms, busy_ms = np.empty((2, steps, stages))
     for first in range(0, steps, at_once):
         chunk = slice(first, min(first + at_once, steps))
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
         rows = SimulatedRows.build(times, workload, packs, step_index[packs] - first, schedule)
-        ready_ms = rows.first_waits_ms(once)
+        ready_ms = rows.first_waits_ms(once)  # [rows, p]
         timeline = rows.simulate(ready_ms)
         exposed_ms = rows.exposed_ms(once, timeline)
         reduced_ms = timeline.finish_ms + exposed_ms
@@ -239,8 +241,9 @@ def predict_steps(
                 after_ms = timeline.finish_ms[:, 1:].max(axis=1) + rows.waits_ms[:, 1]
                 encoded_ms = np.maximum(timeline.finish_ms[:, 0], after_ms)
                 reduced_ms[:, 0] = encoded_ms + exposed_ms[:, 0]
-            # All ranks of a pipeline encode. The first stage already includes it.
+            # All stages of a pipeline encode. The first stage's passes already include it.
             used_ms[:, 1:] += rows.waits_ms.sum(axis=1, keepdims=True)
+        # Gradient reduction waits for the slowest rank of each stage.
         finish_ms[chunk] = reduced_ms.reshape(-1, ranks, stages).max(axis=1)
         busy_ms[chunk] = used_ms.reshape(-1, ranks, stages).mean(axis=1)
     return StepTimes(
@@ -260,11 +263,11 @@ def simulate_ranks(
     Args:
         workload: a single step.
     """
-    alone, one_step = replace(times, waits_ms=None), np.zeros(len(workload), np.int64)
-    rows = SimulatedRows.build(alone, workload, slice(None), one_step, schedule)
+    without_waits, step = replace(times, waits_ms=None), np.zeros(len(workload), np.int64)
+    rows = SimulatedRows.build(without_waits, workload, slice(None), step, schedule)
     if times.waits_ms is None:
         return rows.simulate()
-    before_ms = np.zeros((len(rows.counts), 1))
+    before_ms = np.zeros((len(rows.counts), 1))  # [ranks, 1]
     np.add.at(before_ms[:, 0], workload.dp_rank, times.waits_ms[:, 0])
     return rows.simulate(np.repeat(before_ms, rows.stages, axis=1))
 
@@ -280,7 +283,6 @@ class EncoderBlock:
 
     @property
     def label(self) -> str:
-        """Label for a drawing."""
         return f"encoders {'backward' if self.is_back else 'forward'}"
 
 
@@ -353,13 +355,15 @@ class SimulatedRows:
         if times.waits_ms is not None:
             before_ms, after_ms = times.waits_ms[chosen].T
             waits_ms = np.stack(
-                [np.bincount(row, each, shape[1]) for each in (before_ms, after_ms)], axis=1
+                [np.bincount(row, ms, shape[1]) for ms in (before_ms, after_ms)], axis=1
             )
+            # Encoding delays the first stage's passes: forwards before, the last pass after.
             first = np.arange(times.forward_ms.shape[1]) == 0
             pass_ms[Pass.FORWARD] = pass_ms[Pass.FORWARD] + before_ms[:, None] * first
             last = schedule.last_pass
             pass_ms[last] = pass_ms[last] + after_ms[:, None] * first
         links_ms = times.forward_link_ms[chosen], times.backward_link_ms[chosen]
+        # Missing micro-batches have context 0 in the table, and run alone.
         context = np.maximum(to_table(workload.context[chosen, None]), 1)
         return cls(
             schedule=schedule,
@@ -429,17 +433,22 @@ class SimulatedRows:
                 the others are then 0 or too early.
         """
         most, rows = self.pass_ms.shape[1], len(self.counts)
-        whole = schedule_graph(self.schedule, self.stages, most)
+        longest = schedule_graph(self.schedule, self.stages, most)
         listed = listed_micro_batches(
-            whole, self.counts, np.arange(rows) // self.ranks, together=self.by_one_list
+            longest, self.counts, np.arange(rows) // self.ranks, together=self.by_one_list
         )
         ready_ms = np.zeros((rows, self.stages)) if ready_ms is None else ready_ms
         end_ms, finish_ms = np.zeros(self.took_ms.shape), np.zeros((self.stages, rows))
         for count in np.unique(listed).tolist():
-            of_list = np.flatnonzero(listed == count)
-            own = (
-                self if len(of_list) == rows and count == most else self._take_rows(of_list, count)
-            )
+            of_list, own = np.flatnonzero(listed == count), self
+            if len(of_list) < rows or count < most:
+                own = SimulatedRows(
+                    schedule=self.schedule,
+                    pass_ms=self.pass_ms[:, :count, :, of_list],
+                    link_ms=self.link_ms[:, :count, :, of_list],
+                    counts=self.counts[of_list],
+                    together=None if self.together is None else self.together[:count, :, of_list],
+                )
             graph = schedule_graph(self.schedule, self.stages, count)
             turns = order_passes(graph, to_first_forwards=to_first_forwards)
             ended = run_passes(turns, own.took_ms, own.link_ms, ready_ms[of_list].T, own.joins)
@@ -450,22 +459,12 @@ class SimulatedRows:
         start_ms = end_ms - self.took_ms
         kinds = self.schedule.passes
         return Timeline(
-            schedule=whole.schedule,
+            schedule=longest.schedule,
             start_ms={kind: np.moveaxis(start_ms[row], -1, 0) for row, kind in enumerate(kinds)},
             end_ms={kind: np.moveaxis(end_ms[row], -1, 0) for row, kind in enumerate(kinds)},
             finish_ms=finish_ms.T,
             busy_ms=self.pass_ms.sum(axis=(0, 1))[self.parts_of_stages].sum(axis=1).T,
             step_ms=finish_ms.max(axis=0),
-        )
-
-    def _take_rows(self, rows: np.ndarray, count: int) -> "SimulatedRows":
-        """Return whole steps' rows [n] with their first `count` micro-batches."""
-        return SimulatedRows(
-            schedule=self.schedule,
-            pass_ms=self.pass_ms[:, :count, :, rows],
-            link_ms=self.link_ms[:, :count, :, rows],
-            counts=self.counts[rows],
-            together=None if self.together is None else self.together[:count, :, rows],
         )
 
 

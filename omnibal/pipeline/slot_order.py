@@ -54,22 +54,19 @@ def order_slots(
     def too_full(steps: np.ndarray) -> list[int]:
         """Return the steps with a stage above the cap."""
         chosen = np.isin(workload.step, steps)
-        changed = _placed(workload.rows(chosen), slot[chosen])
+        changed, new = workload.rows(chosen), slot[chosen]
+        order = np.lexsort((new, changed.dp_rank, changed.step))
+        changed = replace(changed.rows(order), slot=new[order])
         peaks = stage_memories(cost, stages_at, changed, schedule)
         if fits_cap(max(peak.peak_gib for peak in peaks) * GIB, memory_cap_bytes):
             return []
         if len(steps) == 1:
             return [int(steps[0])]
+        # Bisect for the steps above the cap.
         return [step for half in np.array_split(steps, 2) for step in too_full(half)]
 
     full = too_full(np.unique(workload.step))
     return np.where(np.isin(workload.step, full), workload.slot, slot)
-
-
-def _placed(workload: Workload, slot: np.ndarray) -> Workload:
-    """Return the workload with new slots, sorted."""
-    order = np.lexsort((slot, workload.dp_rank, workload.step))
-    return replace(workload.rows(order), slot=slot[order])
 
 
 def apply_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
@@ -91,10 +88,11 @@ def search_slots(
     _, step = np.unique(workload.step, return_inverse=True)
     operations = len(schedule.passes) * times.forward_ms.size
     changes = int(min(effort * _MAX_ORDER_OPERATIONS // max(operations, 1), _MAX_CHANGES_PER_RANK))
-    alone, at_once = replace(times, waits_ms=None), max(_ROWS_AT_ONCE // ranks, 1)
+    # Encoder waits do not depend on the order.
+    times, at_once = replace(times, waits_ms=None), max(_ROWS_AT_ONCE // ranks, 1)
     for begin in range(0, int(step[-1]) + 1, at_once):
         held = slice(*np.searchsorted(step, [begin, begin + at_once]))
-        rows = SimulatedRows.build(alone, workload, held, step[held] - begin, schedule)
+        rows = SimulatedRows.build(times, workload, held, step[held] - begin, schedule)
         order = _improve_orders(rows, changes)
         # The micro-batch in slot k of a row was in slot order[row, k].
         place = np.argsort(order, axis=1)
@@ -111,10 +109,11 @@ def _bound_ms(rows: SimulatedRows) -> np.ndarray:
     def quickest(direction: int) -> np.ndarray:
         """Return the min time to every part. [k, r]"""
         to_part = np.cumsum(rows.pass_ms[direction, :, :-1] + rows.link_ms[direction], axis=1)
-        least = np.where(exists, to_part, np.inf).min(axis=0)
-        return np.concatenate([np.zeros((1, least.shape[1])), least])
+        quickest_ms = np.where(exists, to_part, np.inf).min(axis=0)
+        return np.concatenate([np.zeros((1, quickest_ms.shape[1])), quickest_ms])
 
     parts = rows.parts_of_stages
+    # Per stage, [p, r].
     work = rows.pass_ms.sum(axis=(0, 1))[parts].sum(axis=1)
     work += quickest(0)[parts.min(axis=1)]
     if not rows.schedule.in_two:
@@ -128,6 +127,7 @@ def _improve_orders(rows: SimulatedRows, changes: int) -> np.ndarray:
     best = np.arange(m)[None].repeat(r, axis=0)
     best_ms = rows.simulate().step_ms
     order, order_ms = best.copy(), best_ms.copy()
+    # Ranks wait for the slowest, so no rank needs to be faster than the highest bound of its step.
     of_step = _bound_ms(rows).reshape(-1, rows.ranks).max(axis=1)
     goal_ms = np.repeat(of_step, rows.ranks) * (1 + _MIN_ORDER_GAIN)
     in_vain, starts = np.zeros((2, r), np.int64)
@@ -137,36 +137,37 @@ def _improve_orders(rows: SimulatedRows, changes: int) -> np.ndarray:
         active = np.flatnonzero((best_ms > goal_ms) & (starts <= _MAX_RESTARTS) & (rows.counts > 1))
         if not len(active):
             break
-        again = in_vain[active] > patience[active]
-        base = np.where(again[:, None], best[active], order[active])
-        for change in (_swap_slots, _move_slot, _swap_slots) if again.any() else ():
+        # A restart takes the best order after three random changes, whether shorter or not.
+        restarts = in_vain[active] > patience[active]
+        base = np.where(restarts[:, None], best[active], order[active])
+        for change in (_swap_slots, _move_slot, _swap_slots) if restarts.any() else ():
             changed = change(base, *rng.integers(0, rows.counts[active], (2, len(active))))
-            base = np.where(again[:, None], changed, base)
-        one, other = rng.integers(0, rows.counts[active], (2, len(active)))
-        changed = (_swap_slots if number % 2 else _move_slot)(base, one, other)
-        found_ms = rows.reorder_slots(active, changed).simulate().step_ms
-        is_shorter = found_ms < order_ms[active] * (1 - _MIN_ORDER_GAIN)
-        taken = active[is_shorter | again]
-        order[taken] = changed[is_shorter | again]
-        order_ms[taken] = found_ms[is_shorter | again]
+            base = np.where(restarts[:, None], changed, base)
+        first, second = rng.integers(0, rows.counts[active], (2, len(active)))
+        changed = (_swap_slots if number % 2 else _move_slot)(base, first, second)
+        changed_ms = rows.reorder_slots(active, changed).simulate().step_ms
+        is_shorter = changed_ms < order_ms[active] * (1 - _MIN_ORDER_GAIN)
+        taken = active[is_shorter | restarts]
+        order[taken] = changed[is_shorter | restarts]
+        order_ms[taken] = changed_ms[is_shorter | restarts]
         is_best = order_ms[active] < best_ms[active] * (1 - _MIN_ORDER_GAIN)
         better = active[is_best]
         best[better], best_ms[better] = order[better], order_ms[better]
-        in_vain[active] = np.where(is_shorter | again, 0, in_vain[active] + 1)
-        starts[active] = np.where(is_best, 0, starts[active] + again)
+        in_vain[active] = np.where(is_shorter | restarts, 0, in_vain[active] + 1)
+        starts[active] = np.where(is_best, 0, starts[active] + restarts)
     return best
 
 
-def _swap_slots(order: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _swap_slots(order: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Swap the micro-batches at two places [r] each of orders [r, m]."""
     rows, changed = np.arange(len(order)), order.copy()
-    changed[rows, one], changed[rows, other] = order[rows, other], order[rows, one]
+    changed[rows, first], changed[rows, second] = order[rows, second], order[rows, first]
     return changed
 
 
-def _move_slot(order: np.ndarray, one: np.ndarray, to: np.ndarray) -> np.ndarray:
-    """Move the micro-batch at place `one` [r] of orders [r, m] to place `to`."""
+def _move_slot(order: np.ndarray, start: np.ndarray, to: np.ndarray) -> np.ndarray:
+    """Move the micro-batch at place `start` [r] of orders [r, m] to place `to` [r]."""
     rows, place = np.arange(len(order)), np.arange(order.shape[1], dtype=float)
     key = place[None].repeat(len(order), axis=0)
-    key[rows, one] = to + np.where(to > one, 0.5, -0.5)
+    key[rows, start] = to + np.where(to > start, 0.5, -0.5)  # sorts just after or before `to`
     return np.take_along_axis(order, np.argsort(key, axis=1, kind="stable"), axis=1)

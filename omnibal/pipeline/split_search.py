@@ -61,13 +61,16 @@ class _Partials:
 
 
 class SplitSearch:
-    """Options of a better split, the best split (an option index per stage [p]) and known paths."""
+    """Options of a better split, the best split (an option index per stage [p]) and known paths.
+
+    Paths (`cuts`, as in cutting planes) bound any split's step time from below by a dot product.
+    """
 
     def __init__(self, problem: SearchProblem, choices: Choices) -> None:
         self.problem = problem
         self.choices = choices
         self.options = options = choices.fitting
-        self.kept = [np.arange(len(found)) for found in options]
+        self.kept = [np.arange(len(of_stage)) for of_stage in options]
         self.simulated = 0
         self.work = 0.0
         self.best_ms = np.inf
@@ -95,9 +98,9 @@ class SplitSearch:
         """Return a search from this split and its paths, over all options of a better split."""
         # Slightly more, to cover rounding of exact bounds.
         choices = choices_within(self.problem, self.best_ms * (1 + MIN_SPLIT_GAIN))
-        # With fewer runs, different sets may be chosen for each.
+        # With fewer runs, each run may get other sets (`stage_choices`), so add the best again.
         pairs = zip(choices.fitting, self.best_options, strict=True)
-        choices = replace(choices, fitting=[found.including(best) for found, best in pairs])
+        choices = replace(choices, fitting=[options.including(best) for options, best in pairs])
         search = SplitSearch(self.problem, choices)
         search.simulated, search.cuts, search.best_ms = self.simulated, self.cuts, self.best_ms
         for stage, best in enumerate(self.best_options):
@@ -105,7 +108,7 @@ class SplitSearch:
         return search
 
     def over_optimistic(self, best_ms: float) -> "SplitSearch":
-        """Return a search that bounds all splits faster than `best_ms` and may find a misfit."""
+        """Return a search over optimistic sets, to bound all splits faster than `best_ms`."""
         choices = replace(self.choices, fitting=self.choices.optimistic)
         search = SplitSearch(self.problem, choices)
         search.cuts, search.best_ms = self.cuts, best_ms
@@ -116,7 +119,7 @@ class SplitSearch:
         return [option.take(self.best[[stage]]) for stage, option in enumerate(self.options)]
 
     def quick_bound_ms(self) -> float:
-        """Lower bound on every split, by its slowest stage and by each known path alone."""
+        """Return a lower bound on all splits, by the slowest stage and by each path alone."""
         edges, bounds_ms = [o.edges for o in self.options], [o.bound_ms for o in self.options]
         slowest_ms = min_largest(edges, bounds_ms, self.choices.nodes)
         return max(slowest_ms, float(self._bounds().before[-1][-1].max(initial=0.0)))
@@ -194,7 +197,7 @@ class SplitSearch:
 
     @staticmethod
     def _path_ms(terms: np.ndarray, paths: np.ndarray) -> np.ndarray:
-        """Return lengths of paths [k, p, terms] in splits [n, p, terms]. [n, k]"""
+        """Return the lengths of paths [k, p, terms] in splits [n, p, terms]. [n, k]"""
         return np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
 
     def _learn(self, splits: np.ndarray) -> None:
@@ -202,17 +205,18 @@ class SplitSearch:
         self.work += _LEARNED_WORK * len(splits) * self.problem.simulator.operations
         terms = self._terms(splits)
         paths = self.problem.simulator.critical_paths(terms)
-        length = np.minimum(self._path_ms(terms, paths), self._target_ms)
+        # Bounds above the target prune equally well, so they count no more than it.
+        length = np.minimum(self._path_ms(terms, paths), self._target_ms)  # [n, paths]
         known = self._path_ms(terms, self.cuts).max(axis=1, initial=0.0)
         added: list[int] = []
         while len(added) < _MAX_LEARNED:
             gain = np.maximum(length - known[:, None], 0).sum(axis=0)
-            most = int(gain.argmax())
-            if gain[most] <= 0:
+            best = int(gain.argmax())
+            if gain[best] <= 0:
                 break
-            added.append(most)
-            known = np.maximum(known, length[:, most])
-        # A few of the rest, for splits unlike the simulated splits.
+            added.append(best)
+            known = np.maximum(known, length[:, best])
+        # A few other paths, for splits unlike the simulated splits.
         spread = np.linspace(0, len(splits) - 1, max(_MIN_LEARNED - len(added), 0)).astype(int)
         added += sorted(set(spread.tolist()) - set(added))
         self.cuts = np.concatenate([self.cuts, paths[added]])
@@ -232,21 +236,23 @@ class SplitSearch:
 
     def _rule_out(self) -> None:
         """Drop options that no better split can use."""
-        for stage, (found, kept) in enumerate(zip(self.options, self.kept, strict=True)):
-            self.kept[stage] = kept[found.bound_ms[kept] < self._target_ms]
+        for stage, (option, kept) in enumerate(zip(self.options, self.kept, strict=True)):
+            self.kept[stage] = kept[option.bound_ms[kept] < self._target_ms]
         left = np.inf
         while left > (left := sum(map(len, self.kept))):
             if not all(map(len, self.kept)):
                 return
             bounds = self._bounds()
-            for stage, (found, kept) in enumerate(zip(bounds.kept, self.kept, strict=True)):
-                length = bounds.costs[stage] + bounds.before[stage][found.tail]
-                length += bounds.after[stage + 1][found.head]
+            for stage, (option, kept) in enumerate(zip(bounds.kept, self.kept, strict=True)):
+                # The shortest split through an option by each path alone, [options, cuts].
+                length = bounds.costs[stage] + bounds.before[stage][option.tail]
+                length += bounds.after[stage + 1][option.head]
                 self.kept[stage] = kept[length.max(axis=1) < self._target_ms]
 
     def _grow(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
         """Return splits that the bounds allow [n, p] by increasing bound, their bounds [n], a
-        sample of dropped prefixes, completed [k, p], and the min bound of the dropped."""
+        sample of dropped prefixes, completed [k, p], and the min bound of all dropped (beam search:
+        at most `width` prefixes per stage are kept)."""
         bounds = self._bounds()
         grown = _Partials(
             splits=np.zeros((1, 0), np.int64),
@@ -269,10 +275,17 @@ class SplitSearch:
             picked = parent[chosen], option[chosen], bound_ms[chosen]
             grown = _extend(bounds, stage, grown, *picked)
         order = np.argsort(grown.bound_ms, kind="stable")
+        # Distinct completed prefixes, lowest bounds first.
+        no_splits = np.zeros((0, self.problem.stages), np.int64)
+        completed = np.concatenate([no_splits, *(partials.splits for partials in dropped)])
+        completed_ms = np.concatenate([no_splits[:, 0], *(p.bound_ms for p in dropped)])
+        completed, first = np.unique(completed, axis=0, return_index=True)
+        by_bound = np.argsort(completed_ms[first], kind="stable")
+        sample = completed[by_bound[_spread_indices(len(by_bound), _SPLITS_PER_BATCH // 2)]]
         return (
             self._kept_to_options(grown.splits[order]),
             grown.bound_ms[order],
-            self._kept_to_options(_sample_splits(dropped, self.problem.stages)),
+            self._kept_to_options(sample),
             float(dropped_ms),
         )
 
@@ -281,19 +294,20 @@ class SplitSearch:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return all ways to add a stage: parents, kept options, bounds."""
         tail, head = bounds.kept[stage].edges
+        # Options are sorted by tail, so a prefix's children are a range of them.
         low = np.searchsorted(tail, grown.node)
         number = np.searchsorted(tail, grown.node, "right") - low
         parent = np.repeat(np.arange(len(grown)), number)
         first = np.cumsum(number) - number
         option = np.arange(len(parent)) - np.repeat(first - low, number)
-        # Cost that an option adds to any split.
-        rest = bounds.costs[stage] + bounds.after[stage + 1][head]
-        self.work += len(parent) * rest.shape[1]
+        # Min cost of an option with the stages after it, [options, cuts].
+        added = bounds.costs[stage] + bounds.after[stage + 1][head]
+        self.work += len(parent) * added.shape[1]
         bound_ms = np.empty(len(parent))
-        at_once = max(_MAX_LENGTH_ENTRIES // rest.shape[1], 1)
+        at_once = max(_MAX_LENGTH_ENTRIES // added.shape[1], 1)
         for begin in range(0, len(parent), at_once):
             chunk = slice(begin, begin + at_once)
-            bound_ms[chunk] = (grown.length[parent[chunk]] + rest[option[chunk]]).max(axis=1)
+            bound_ms[chunk] = (grown.length[parent[chunk]] + added[option[chunk]]).max(axis=1)
         return parent, option, bound_ms
 
     def _complete(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
@@ -333,15 +347,6 @@ def _spread_indices(count: int, most: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(min(most // 2, count)), spread]))
 
 
-def _sample_splits(completed: Sequence[_Partials], stages: int) -> np.ndarray:
-    """Return distinct splits, lowest bounds first. [n, p]"""
-    splits = np.concatenate([np.zeros((0, stages), np.int64), *(each.splits for each in completed)])
-    bound_ms = np.concatenate([np.zeros(0), *(each.bound_ms for each in completed)])
-    splits, first = np.unique(splits, axis=0, return_index=True)
-    order = np.argsort(bound_ms[first], kind="stable")
-    return splits[order[_spread_indices(len(order), _SPLITS_PER_BATCH // 2)]]
-
-
 def _make_seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:
     """Return splits with a near-minimal slowest stage and a small sum. [seeds, p]"""
     edges = [o.edges for o in options]
@@ -364,9 +369,9 @@ def _make_seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:
 def move_cuts(cuts: np.ndarray) -> np.ndarray:
     """Return the cuts [k + 1] with every range of inner cuts moved by one unit. [moves, k + 1]"""
     inner = np.arange(1, len(cuts) - 1)
-    first, last = (each.ravel() for each in np.meshgrid(inner, inner, indexing="ij"))
+    first, last = (axis.ravel() for axis in np.meshgrid(inner, inner, indexing="ij"))
     place = np.arange(len(cuts))
-    is_moved = (first[:, None] <= place) & (place <= last[:, None])
+    is_moved = (first[:, None] <= place) & (place <= last[:, None])  # [moves, k + 1]
     moved = cuts + np.array([-1, 1])[:, None] * is_moved[first <= last][:, None]
     return moved.reshape(-1, len(cuts))
 
@@ -377,6 +382,7 @@ def _list_neighbours(choices: Choices, split: np.ndarray, units: int) -> np.ndar
     options, nodes = choices.fitting, choices.nodes
     cuts = np.array([0, *(o.head[i] for o, i in zip(options, split, strict=True))])
     copies, is_inner = nodes // (units - 1), np.arange(len(cuts)) % len(split) > 0
+    # Changing the shared number moves all inner cuts to another copy of their nodes.
     other = np.arange(1 - copies, copies)[:, None] * (units - 1)
     moves = np.concatenate([cuts[None], move_cuts(cuts), cuts + other * is_inner])
     splits = np.empty((len(moves), len(split)), np.int64)
@@ -387,9 +393,9 @@ def _list_neighbours(choices: Choices, split: np.ndarray, units: int) -> np.ndar
         # The first option of a run has its min bound.
         place = np.minimum(np.searchsorted(run, wanted), len(run) - 1)
         splits[:, stage] = np.where(run[place] == wanted, place, -1)
-        same = np.flatnonzero(run == run[split[stage]])
-        changed = np.repeat(split[None], len(same), axis=0)
-        changed[:, stage] = same
+        sets = np.flatnonzero(run == run[split[stage]])
+        changed = np.repeat(split[None], len(sets), axis=0)
+        changed[:, stage] = sets
         others.append(changed)
     # Unmoved options keep their recomputed sets.
     unmoved = (moves[:, :-1] == cuts[:-1]) & (moves[:, 1:] == cuts[1:])

@@ -22,7 +22,6 @@ from omnibal.pipeline.bounds import Structure, min_largest, min_largest_with_mar
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.recompute import (
     LevelFit,
-    RecomputeSets,
     sets_near,
     useful_sets_of_levels,
 )
@@ -70,16 +69,19 @@ class StageOptions:
 def join_options(options: Sequence[StageOptions]) -> StageOptions:
     """Concatenate options, sorted so that each run's smallest bound comes first."""
     columns = {
-        each.name: np.concatenate([getattr(one, each.name) for one in options])
-        for each in fields(StageOptions)
+        column.name: np.concatenate([getattr(of_stage, column.name) for of_stage in options])
+        for column in fields(StageOptions)
     }
-    joined = StageOptions(**columns)
-    keys = *joined.recomputed.T[::-1], joined.bound_ms, joined.head, joined.tail
-    return joined.take(np.lexsort(keys))
+    unsorted = StageOptions(**columns)
+    # np.lexsort sorts by its last key first.
+    keys = *unsorted.recomputed.T[::-1], unsorted.bound_ms, unsorted.head, unsorted.tail
+    return unsorted.take(np.lexsort(keys))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SearchProblem:
+    """Model, bounds, memory and recompute choices of a split search."""
+
     model: ModelConfig
     structure: Structure
     tables: Sequence[MemoryTable]
@@ -114,7 +116,7 @@ class Choices:
 def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:
     """Return the runs of every stage in a split of at most `limit_ms` without recomputation."""
     structure, runs = problem.structure, problem.structure.runs
-    short = np.flatnonzero(structure.own_ms <= limit_ms)
+    short = np.flatnonzero(structure.own_ms <= limit_ms)  # quick, before the stages' own paths
     fast = [
         short[structure.longest_of_runs_ms(stage, short) <= limit_ms]
         for stage in range(problem.stages)
@@ -151,19 +153,20 @@ def _numbered_options(
     """Return every stage's options by recompute numbers, and the last node."""
     units = problem.units
     if not numbers[0].ways.is_shared:
-        least = _min_fitting_numbers(numbers, usable, 0)
-        fits = [of_stage < NO_NUMBER for of_stage in least]
-        usable, least = (
+        # More recomputation only costs time, so every run has its min number.
+        fewest = _min_fitting_numbers(numbers, usable, 0)
+        fits = [of_stage < NO_NUMBER for of_stage in fewest]
+        usable, fewest = (
             [values[f] for values, f in zip(of_stages, fits, strict=True)]
-            for of_stages in (usable, least)
+            for of_stages in (usable, fewest)
         )
-        return _recompute_numbers(problem, numbers, usable, 0, least), units
+        return _recompute_numbers(problem, numbers, usable, 0, fewest), units
     none = [chosen[:0] for chosen in usable]
     copies = [*_shared_numbers(problem, numbers, usable, limit_ms)]
     last = max(len(copies), 1) * (units - 1) + 1
     placed = [_recompute_numbers(problem, numbers, none, 0, none)]
     for copy, options in enumerate(copies):
-        shift = copy * (units - 1)
+        shift = copy * (units - 1)  # each number has its own copy of the inner nodes
         placed.append(
             [
                 replace(
@@ -188,21 +191,22 @@ def _shared_numbers(
     ways, runs, units = numbers[0].ways, problem.structure.runs, problem.units
     assert isinstance(ways, TowerNumbers)  # other ways are not shared
     edges = [(runs.start[chosen], runs.end[chosen]) for chosen in usable]
-    least_of = [_min_fitting_numbers(numbers, usable, way) for way in range(len(ways))]
-    for way, least in enumerate(least_of):
+    min_numbers = [_min_fitting_numbers(numbers, usable, way) for way in range(len(ways))]
+    for way, fewest in enumerate(min_numbers):
         smaller = -1
-        for number in ways.shared_numbers(least):
+        for number in ways.shared_numbers(fewest):
             # One option per usable run, in order, whether it fits or not.
-            same = [np.full(len(chosen), number) for chosen in usable]
-            options = _recompute_numbers(problem, numbers, usable, way, same)
+            equal = [np.full(len(chosen), number) for chosen in usable]
+            options = _recompute_numbers(problem, numbers, usable, way, equal)
             sizes_ms = [of_stage.bound_ms for of_stage in options]
             if min_largest(edges, sizes_ms, units) > limit_ms:
                 break  # larger numbers take no less time
-            fits = [of_stage <= number for of_stage in least]
+            fits = [of_stage <= number for of_stage in fewest]
             sizes_ms = [np.where(f, ms, np.inf) for f, ms in zip(fits, sizes_ms, strict=True)]
-            needs = [[of_stage > smaller for of_stage in least]]
+            # Some run must need more than the smaller number, and some run every encoder.
+            needs = [[of_stage > smaller for of_stage in fewest]]
             for fewer in ways.smaller_ways(way):
-                needs.append([of_stage > number for of_stage in least_of[fewer]])
+                needs.append([of_stage > number for of_stage in min_numbers[fewer]])
             smaller = number
             if (
                 max(min_largest_with_marked(edges, sizes_ms, need, units) for need in needs)
@@ -247,7 +251,7 @@ def stage_choices(
     """Return options of chosen runs with useful recompute sets, as fields of `Choices`."""
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
-    found = useful_sets_of_levels(
+    sets = useful_sets_of_levels(
         table,
         counts,
         problem.extreme_ms,
@@ -255,21 +259,15 @@ def stage_choices(
         np.inf if problem.levels == 1 else max(_MAX_OPTIONS // max(len(chosen), 1), 1),
         same_at_levels=problem.same_at_levels,
     )
-    fitting, optimistic = (
-        _of_sets(problem, stage, chosen, kind, sets) for sets in (found.fitting, found.optimistic)
-    )
-    return fitting, optimistic, found.complete
-
-
-def _of_sets(
-    problem: SearchProblem, stage: int, chosen: np.ndarray, kind: np.ndarray, sets: RecomputeSets
-) -> StageOptions:
-    """Return options of the chosen runs with sets indexed by `sets.stage`."""
-    first = np.searchsorted(sets.stage, np.arange(int(kind.max(initial=-1)) + 2))
-    number = np.diff(first)[kind]
-    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
-    which = np.repeat(first[kind], number) + place
-    return recompute_options(problem, stage, np.repeat(chosen, number), sets.layers[which])
+    options = []
+    for of_kind in (sets.fitting, sets.optimistic):
+        # Sets are sorted by kind of run: repeat each run for its range of them.
+        first = np.searchsorted(of_kind.stage, np.arange(len(counts) + 1))
+        number = np.diff(first)[kind]
+        place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+        layers = of_kind.layers[np.repeat(first[kind], number) + place]
+        options.append(recompute_options(problem, stage, np.repeat(chosen, number), layers))
+    return options[0], options[1], sets.complete
 
 
 def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:
@@ -298,7 +296,6 @@ def recompute_options(
         terms[:, layout.forward.start : layout.backward.stop] *= problem.slowness[stage]
     terms = structure.with_buckets(terms, stage)
     start, end = runs.start[run], runs.end[run]
-    bound_ms = structure.longest_ms(stage, start, end, terms)
     options = StageOptions(
         start=start,
         end=end,
@@ -307,7 +304,7 @@ def recompute_options(
         shared=0 * start,
         recomputed=recomputed,
         terms=terms,
-        bound_ms=bound_ms,
+        bound_ms=structure.longest_ms(stage, start, end, terms),
     )
     return join_options([options])
 
@@ -332,8 +329,8 @@ def recompute_extremes_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels:
     """Return recompute times per layer kind that span every micro-batch's times.
 
     Every kind has a min share of the recompute time over a level's micro-batches. An extreme gives
-    one kind the rest and all others their min share, so every micro-batch is a mean of extremes.
-    With two kinds the extremes are two micro-batches.
+    all kinds their min share and one kind the remaining time, so every micro-batch is a mean of
+    extremes. With two kinds the extremes are two micro-batches.
 
     Args:
         recompute_ms: [levels * layer kinds, levels * features].
@@ -343,15 +340,13 @@ def recompute_extremes_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels:
     """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ recompute_ms.T
-    return block_diag(*map(_extremes_of_level, np.split(layers_ms, levels, axis=1)))
-
-
-def _extremes_of_level(layers_ms: np.ndarray) -> np.ndarray:
-    """Return extremes of times [micro-batches, layer kinds]. [extremes, layer kinds]"""
-    # Micro-batches without recompute time are left out: all sets are equal on them.
-    total_ms = layers_ms.sum(axis=1)
-    if not total_ms.any():
-        return np.zeros((1, layers_ms.shape[1]))
-    shares = layers_ms[total_ms > 0] / total_ms[total_ms > 0, None]
-    least = shares.min(axis=0)
-    return least + max(1 - least.sum(), 0) * np.eye(len(least))
+    extremes = []
+    for of_level in np.split(layers_ms, levels, axis=1):  # [micro-batches, layer kinds]
+        total_ms = of_level.sum(axis=1)
+        if not total_ms.any():
+            extremes.append(np.zeros((1, of_level.shape[1])))
+            continue
+        # Micro-batches without recompute time are left out: all sets are equal on them.
+        lowest = (of_level[total_ms > 0] / total_ms[total_ms > 0, None]).min(axis=0)
+        extremes.append(lowest + max(1 - lowest.sum(), 0) * np.eye(len(lowest)))
+    return block_diag(*extremes)

@@ -127,7 +127,7 @@ def test_a_path_bounds_every_split():
         splits = np.array([(a, b[0]) for a, b in zip(first, second, strict=True) if len(b)])
         ways = (structure.with_buckets(runs.terms[run], s) for s, run in enumerate(splits.T))
         terms = np.stack([*ways], axis=1)
-        step_ms = simulator.step_ms(*structure.layout.split(terms))
+        step_ms = simulator.step_ms(*structure.layout.split_terms(terms))
         paths = simulator.critical_paths(terms)
         length = np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
         np.testing.assert_allclose(np.diag(length), step_ms)

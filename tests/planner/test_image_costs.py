@@ -275,9 +275,9 @@ def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> N
     assert sorted(map(len, alike.groups)) == [2, 2, 3] and len(layers) == 7
     counts = unit_counts(kinds, stages_from_cuts(model, ())[0])
     held = np.array([n for n, kind in zip(counts, kinds, strict=True) if kind.is_layer])
-    assert alike.together(held).tolist() == [7, 2, 4]
+    assert alike.sum_groups(held).tolist() == [7, 2, 4]
     # Of seven plain vision layers the first four: 0, 1, 3, 4.
-    apart = alike.apart(held, np.array([4, 0, 0]))
+    apart = alike.split_groups(held, np.array([4, 0, 0]))
     stage = stages_from_cuts(model, (), [apart.tolist()])[0]
     assert [str(span) for span in stage.recompute] == ["vision 0..1", "vision 3..4"]
 

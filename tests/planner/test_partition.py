@@ -345,7 +345,7 @@ def test_every_path_is_a_lower_bound():
         options = [option.take(k) for option, k in zip(options, kept, strict=True)]
         splits = every_split(options, problem.units)[:300]
         terms = np.stack([o.terms[splits[:, s]] for s, o in enumerate(options)], axis=1)
-        step_ms = problem.simulator.step_ms(*problem.structure.layout.split(terms))
+        step_ms = problem.simulator.step_ms(*problem.structure.layout.split_terms(terms))
         allowed_ms = step_ms * (1 + 1e-12)
         for stage, option in enumerate(options):
             assert (option.bound_ms[splits[:, stage]] <= allowed_ms).all()

@@ -24,7 +24,7 @@ from omnibal.trainers.lint.line_job import EVERY, LineJob, recompute_first
 
 _WORTH_TELLING = 0.005
 """Min share of a step saved to suggest other flags."""
-_EFFORT = Effort(share=0.2, most_cuts=2_000)
+_EFFORT = Effort(share=0.2, max_cuts=2_000)
 """Search effort per number of chunks, about a second."""
 _BELOW = 1 - 1e-6
 """Factor just below 1, to exclude a peak."""
