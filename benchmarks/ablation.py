@@ -1,4 +1,4 @@
-"""The ablation of the OmniBal paper (Table 7) on real code: what each kind of balance brings.
+"""The OmniBal paper's ablation (Table 7) by training and replays: the gain of each kind of balance.
 
     python benchmarks/ablation.py [--rounds 24] [--replay-rounds 6] [--only trained|replayed]
 
@@ -6,19 +6,16 @@ Five plans of the same samples, from common practice (random micro-batches of fo
 longest, stages of equal parameters, everything recomputed) to the full system, of two models with
 the proportions of InternViT-6B and InternLM2-20B:
 
-* trained: two stages in two processes on the digits dataset, its samples read before each step,
-  and then once more in a row, read ahead and logged as usual;
+* trained: two stages in two processes on the digits dataset, with samples read before each step,
+  then again in a row, with samples read during steps and a log;
 * replayed: four stages x two data-parallel ranks of wider layers, stage by stage, on random content
-  in the sizes of the two published length files, put together by the schedule (`tools/replay.py`).
+  with the sizes of two published length files, composed by the schedule (`tools/replay.py`).
 
-In every round each plan takes one step, in alternating order, between them a round of the profiler,
-from which all steps are predicted afterwards; ratios are medians over the steps, of which two are
-replayed in several rounds. Each turn starts with a little of the same that does not count. Only
-full steps count: a balanced epoch's one step with what is left over (often its lightest packs) is
-no part of it. Plans are made from a short profile beforehand. Prints the tables and writes
-ablation.json and ablation.svg.
+In a round, each plan runs a full step after a short warm-up, in rotating order, and the profiler
+runs once; its profile predicts all steps afterwards. Ratios are medians over steps. Plans are made
+from an earlier, short profile. Prints the tables and writes ablation.json and ablation.svg.
 
-Takes three quarters of an hour on two cores. Each finished half stays in work/ablation, and is
+Takes three quarters of an hour on two cores. Each finished half stays in work/ablation until it is
 measured again with --anew.
 """
 
@@ -86,41 +83,34 @@ from paper import layers_of  # noqa: E402
 from tools.make_digits_dataset import main as make_digits_dataset  # noqa: E402
 
 STEP_BAR, MEMORY_BAR, PREDICTION_BAR = 0.05, 0.03, 0.10
-USUAL_STEPS = 24
-"""Of every plan, trained in a row."""
+ROW_STEPS = 24  # trained in a row, per plan
+# Distinct replayed steps per plan, without training. Stages are replayed one after another, and the
+# machine's speed varies. A step composed of single times takes the max over stages, which biases
+# it upwards, most with equal stages: so times are means of several rounds.
 REPLAYED_STEPS = 2
-"""Of every plan where nothing is trained, in turn. Stages are replayed one after another while the
-machine changes its speed, and a step takes as long as the slowest: composed of single times, it is
-the longer the more equal its stages are. So the mean of several rounds counts."""
-UPDATES = 3
-"""Timed of every plan and stage in a round of replays."""
+UPDATES = 3  # timed optimizer updates per plan and stage in a round of replays
 MIB = 2**20
-PRACTICE = {
+PRACTICE = {  # descriptions in the figure
     Variant.COMMON: "random micro-batches of four padded to the longest, all recomputed",
     Variant.MEMORY: "balanced packs, split and recomputation searched together",
 }
-"""What the picture says of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where and on what the plans are compared."""
+    """A model with its parallel sizes, caps and required speed-ups."""
 
     name: str
     model_file: Path
-    profiled: tuple[int, int, int]
-    """Tiles and tokens of the largest packs that are profiled, and tokens of a sample in them."""
+    profiled: tuple[int, int, int]  # max tiles, max tokens and tokens per sample of the profile
     parallel: Parallel
-    layers: tuple[int, int]
-    """Of the vision and of the language tower: a quarter or a half of 45 and 48."""
+    layers: tuple[int, int]  # of vision and language: a quarter or a half of 45 and 48
     caps: Caps
     samples_per_step: int
-    memory_gib: float
-    """Of a process; nine tenths of it may be filled."""
+    memory_gib: float  # per process; nine tenths may be filled
     trained: bool
-    common_bar: float
-    """Speed over the common practice's, and over the careful practice's."""
-    careful_bar: float
+    common_bar: float  # min speed-up over common practice
+    careful_bar: float  # min speed-up over careful practice
 
 
 LAYOUTS = (
@@ -154,7 +144,7 @@ LAYOUTS = (
 
 
 class Shown(Frozen):
-    """The micro-batches of a step's first rank, for the picture; all are [micro-batches][...]."""
+    """Times of a step's first data-parallel rank, for the figure. [micro-batches][stages]"""
 
     samples: int
     forward_ms: tuple[tuple[float, ...], ...]
@@ -165,61 +155,51 @@ class Shown(Frozen):
 
 
 class Composed(Frozen):
-    """Steps put together from measured times of micro-batches."""
+    """Steps composed by the schedule from measured times of micro-batches."""
 
-    step_ms: tuple[float, ...]
-    """Of every step, from the mean times of the rounds that ran it."""
-    rounds_ms: tuple[float, ...]
-    """Of every round, from its own times."""
-    waits: tuple[float, ...]
-    """Share of the steps, of every stage."""
+    step_ms: tuple[float, ...]  # by step, from mean times of its rounds
+    rounds_ms: tuple[float, ...]  # by round, from its own times
+    waits: tuple[float, ...]  # idle share of the steps, [stages]
     recompute_fraction: float
     lost: LostTime
 
 
 class Trained(Frozen):
-    """Real steps."""
+    """Trained steps."""
 
-    step_ms: tuple[float, ...]
-    """Of every round, of samples that were read before."""
+    step_ms: tuple[float, ...]  # by round, with samples read before
     waits: tuple[float, ...]
-    activations_mib: tuple[float, ...]
-    """Of every stage at its peak, in the heaviest steps of the run, with random content."""
+    activations_mib: tuple[float, ...]  # peak by stage, in the run's heaviest steps
+    # From here: means of steps in a row, with samples read during steps and a log.
     usual_step_ms: float
-    """The next four are means of steps in a row, read ahead and logged as usual."""
-    data_ms: float
-    """Waiting for samples; of the stage that waits longest."""
+    data_ms: float  # waiting for samples, of the stage that waits longest
     logging_ms: float
-    lost: LostTime
-    """Of steps put together from the real ones' forwards, backwards and updates."""
+    lost: LostTime  # of steps composed of the trained forwards, backwards and updates
 
 
 class VariantResult(Frozen):
-    """One plan in all rounds."""
+    """A plan in all rounds."""
 
     variant: Variant
     stages: str
-    micro_batches: float
-    """Of a rank in a step, mean."""
-    samples: tuple[int, ...]
-    """Of every step."""
+    micro_batches: float  # mean per rank and step
+    samples: tuple[int, ...]  # by step
     predicted_ms: tuple[float, ...]
     replayed: Composed
     trained: Trained | None
-    predicted_mib: tuple[float, ...]
-    """Of every stage at the run's peak: state, and activations kept for the backward pass."""
+    predicted_mib: tuple[float, ...]  # by stage at the run's peak: state and kept activations
     replayed_mib: tuple[float, ...]
     replayed_activations_mib: tuple[float, ...]
     shown: Shown
 
     @property
     def step_ms(self) -> np.ndarray:
-        """As they really were, or as they were put together where nothing was trained."""
+        """Trained steps, or composed steps without training. [steps]"""
         return np.array(self.trained.step_ms if self.trained else self.replayed.step_ms)
 
     @property
     def rounds_ms(self) -> np.ndarray:
-        """As `step_ms`, of every round by itself."""
+        """Step time of every round. [rounds]"""
         return np.array(self.trained.step_ms if self.trained else self.replayed.rounds_ms)
 
     @property
@@ -232,7 +212,7 @@ class VariantResult(Frozen):
 
 
 class LayoutResult(Frozen):
-    """All plans of a layout."""
+    """Results of a layout's plans."""
 
     layout: str
     device: str
@@ -240,44 +220,44 @@ class LayoutResult(Frozen):
     variants: tuple[VariantResult, ...]
 
     def speed_up(self, variant: VariantResult, over: VariantResult) -> float:
-        """Samples per second over another's: the median step."""
+        """Return samples per second relative to another plan's, as a median over steps."""
         samples = np.array(variant.samples) / np.array(over.samples)
         return float(np.median(samples * over.step_ms / variant.step_ms))
 
-    def usual_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
-        """The same of trained steps in a row, samples read and steps logged beside them."""
+    def row_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
+        """Return the speed-up of trained steps in a row, with reading and logging."""
         rates = [
-            np.mean(one.samples[:USUAL_STEPS]) / (trained.usual_step_ms + trained.logging_ms)
-            for one in (variant, over)
-            if (trained := one.trained) is not None
+            np.mean(result.samples[:ROW_STEPS]) / (trained.usual_step_ms + trained.logging_ms)
+            for result in (variant, over)
+            if (trained := result.trained) is not None
         ]
         return float(rates[0] / rates[1])
 
     def speed_up_quartiles(self, variant: VariantResult, over: VariantResult) -> np.ndarray:
-        """Of the single rounds. [2]"""
+        """Return the quartiles of the speed-up over rounds. [2]"""
         step = np.arange(len(variant.rounds_ms)) % len(variant.samples)
         samples = np.array(variant.samples)[step] / np.array(over.samples)[step]
         return np.percentile(samples * over.rounds_ms / variant.rounds_ms, [25, 75])
 
     def predicted_speed_up(self, variant: VariantResult, over: VariantResult) -> float:
-        """The same of predicted steps."""
+        """Return the speed-up of predicted steps."""
         rates = np.array(variant.samples) / variant.predicted_ms
         return float(np.median(rates / (np.array(over.samples) / over.predicted_ms)))
 
 
 class AblationResult(Frozen):
-    """What ablation.json holds."""
+    """Content of ablation.json."""
 
     layouts: tuple[LayoutResult, ...]
 
 
 def median_error(predicted: ArrayLike, measured: ArrayLike) -> float:
-    """Of the median round, as a share of what was measured."""
+    """Return the median relative error."""
     return float(np.median(np.array(predicted) / np.array(measured)) - 1)
 
 
-def prepared_digits(work: Path) -> TrainingData:
-    """The digits dataset, made and scanned unless it is there."""
+def prepare_digits(work: Path) -> TrainingData:
+    """Return the digits dataset, made if missing, and scanned."""
     digits = work / "digits"
     make_digits_dataset(["--output", str(digits)])
     meta, tokenizer = digits / "train" / "meta.json", digits / "tokenizer.model"
@@ -291,7 +271,7 @@ def prepared_digits(work: Path) -> TrainingData:
 
 
 def first_profile(layout: Layout, work: Path) -> Profile:
-    """What the plans are made from; measured unless it is there."""
+    """Return the profile from which plans are made; measure it if missing."""
     path = profile_file(layout, work)
     if not path.exists():
         tiles, tokens, tokens_per_sample = layout.profiled
@@ -305,12 +285,11 @@ def first_profile(layout: Layout, work: Path) -> Profile:
 
 
 def profile_file(layout: Layout, work: Path) -> Path:
-    """Where the first profile is kept."""
     return work / f"profile-{layout.name}.json"
 
 
 def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
-    """What the variants of a layout have in common."""
+    """Return the settings of all variants of a layout."""
     model = load_model(str(layout.model_file))
     vision, language = layout.layers
     node = {"memory_gib": layout.memory_gib, "gpus_per_node": layout.parallel.world_size}
@@ -327,16 +306,17 @@ def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
 
 
 def planned_variants(job: AblationJob, count: int) -> dict[Variant, Planned]:
-    """Every variant's plan, and so many steps of it that the rounds take in turn.
+    """Return every variant's plan with its first `count` full steps.
 
     Raises:
-        UserError: one has fewer full steps.
+        UserError: a variant has fewer full steps.
     """
     results = {variant: make_variant(job, variant) for variant in Variant}
+    # Incomplete steps do not count: a balanced epoch's has often its lightest packs.
     steps = {variant: full_steps(result, variant) for variant, result in results.items()}
-    fewest = min(len(own) for own in steps.values())
-    if fewest < count:
-        raise UserError(f"{count} steps are to be run, and there are {fewest} full ones")
+    available = min(map(len, steps.values()))
+    if available < count:
+        raise UserError(f"{count} steps are to be run, and a plan has {available} full steps")
     planned = {}
     for variant, result in results.items():
         assert result.data is not None
@@ -353,24 +333,22 @@ def planned_variants(job: AblationJob, count: int) -> dict[Variant, Planned]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Round:
-    """One step of a variant, everywhere."""
+    """A step of a variant, replayed and trained."""
 
-    replayed: list[MicroBatchTimes]
-    """Of every stage."""
-    update_ms: list[list[float]]
-    trained: list[TrainedStep] | None
-    """Of both ranks."""
+    replayed: list[MicroBatchTimes]  # [stages]
+    update_ms: list[list[float]]  # [updates][stages]
+    trained: list[TrainedStep] | None  # [ranks]
 
 
 def run_rounds(
     workers: Workers, planned: Mapping[Variant, Planned], rounds: int, trains: bool
 ) -> dict[Variant, list[Round]]:
-    """Everybody in turn, in another order every time."""
-    kept: dict[Variant, list[Round]] = {variant: [] for variant in planned}
+    """Run a step of every variant in every round."""
+    results: dict[Variant, list[Round]] = {variant: [] for variant in planned}
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for number in progress.track(range(rounds), description="rounds"):
-            for variant in _turned(list(planned), number):
+            for variant in rotate_variants(list(planned), number):
                 steps = planned[variant].steps
                 step = int(steps[number % len(steps)])
                 trained = None
@@ -379,16 +357,17 @@ def run_rounds(
                     trained = ask(workers.pair, "train", variant, step)
                 replayed = workers.replay("replay", variant, step)
                 updates = [workers.replay("update_ms", variant) for _ in range(UPDATES)]
-                kept[variant].append(Round(replayed=replayed, update_ms=updates, trained=trained))
+                round_ = Round(replayed=replayed, update_ms=updates, trained=trained)
+                results[variant].append(round_)
             ask(workers.pair, "profile")
-    return kept
+    return results
 
 
-def _turned(variants: list[Variant], number: int) -> list[Variant]:
-    """Another first one every round, and every other round backwards."""
+def rotate_variants(variants: list[Variant], number: int) -> list[Variant]:
+    """Return the order of a round: rotated every second round, reversed every other."""
     first = number // 2 % len(variants)
-    turned = variants[first:] + variants[:first]
-    return turned[::-1] if number % 2 else turned
+    rotated = variants[first:] + variants[:first]
+    return rotated[::-1] if number % 2 else rotated
 
 
 def stage_replays(
@@ -397,21 +376,25 @@ def stage_replays(
     update_ms: np.ndarray,
     memory: Sequence[tuple[int, int]],
 ) -> list[StageReplay]:
-    """Rounds as replays of every stage.
+    """Return replays of every stage.
 
     Args:
-        times: [rounds][stages].
+        times: [steps][stages].
         update_ms: [stages].
-        memory: bytes of state and activations of every stage.
+        memory: bytes of state and of activations, [stages].
     """
+
+    def join(stage: int, name: str) -> tuple[float, ...]:
+        return tuple(np.concatenate([getattr(step[stage], name) for step in times]).tolist())
+
     rows = np.concatenate([planned.rows(step) for step in planned.steps])
     return [
         StageReplay(
             stage=stage,
             rows=tuple(rows.tolist()),
-            forward_ms=tuple(np.concatenate([one[stage].forward_ms for one in times]).tolist()),
-            backward_ms=tuple(np.concatenate([one[stage].backward_ms for one in times]).tolist()),
-            recompute_ms=tuple(np.concatenate([one[stage].recompute_ms for one in times]).tolist()),
+            forward_ms=join(stage, "forward_ms"),
+            backward_ms=join(stage, "backward_ms"),
+            recompute_ms=join(stage, "recompute_ms"),
             update_ms=float(update_ms[stage]),
             state_gib=state / GIB,
             activations_gib=activations / GIB,
@@ -422,7 +405,7 @@ def stage_replays(
 
 
 def summary_of(planned: Planned, cost: CostModel, replays: Sequence[StageReplay]) -> ReplaySummary:
-    """The rounds' steps, put together."""
+    """Return the steps composed of replays of all stages."""
     info = ReplayInfo(
         plan_sha256=plan_sha256(planned.plan),
         steps=tuple(planned.steps.tolist()),
@@ -441,17 +424,17 @@ def variant_result(
     rounds: Sequence[Round],
     memory: Sequence[tuple[int, int]],
     trained_bytes: Sequence[int],
-    usual: Sequence[Sequence[TrainedStep]],
+    row: Sequence[Sequence[TrainedStep]],
 ) -> VariantResult:
-    """All that was seen of a variant.
+    """Return the results of a variant.
 
     Args:
-        cost: of the profile that was measured between the steps.
-        memory: bytes of state and activations of every stage, replayed.
-        trained_bytes: of activations, in real steps; empty where nothing was trained, as `usual`.
-        usual: the first steps in a row, of both ranks.
+        cost: of the profile measured between the steps.
+        memory: replayed bytes of state and of activations, [stages].
+        trained_bytes: of activations in trained steps, [stages]; empty without training.
+        row: steps trained in a row, [ranks][steps]; empty without training.
     """
-    update_ms = np.median([one.update_ms for one in rounds], axis=(0, 1))
+    update_ms = np.median([result.update_ms for result in rounds], axis=(0, 1))
     times = mean_times(rounds, len(planned.steps))
     replays = stage_replays(planned, times, update_ms, memory)
     summary = summary_of(planned, cost, replays)
@@ -471,15 +454,15 @@ def variant_result(
         replayed=Composed(
             step_ms=tuple(summary.each_step_ms.tolist()),
             rounds_ms=tuple(
-                round_ms(planned, cost, number, one, update_ms, memory)
-                for number, one in enumerate(rounds)
+                round_ms(planned, cost, number, result, update_ms, memory)
+                for number, result in enumerate(rounds)
             ),
             waits=tuple(summary.wait_fractions.tolist()),
             recompute_fraction=summary.recompute_fraction,
             lost=summary.lost,
         ),
         trained=(
-            trained_result(planned, cost, rounds, memory, trained_bytes, usual) if usual else None
+            trained_result(planned, cost, rounds, memory, trained_bytes, row) if row else None
         ),
         predicted_mib=tuple(gib * 1024 for gib in kept_gib),
         replayed_mib=tuple(replay.peak_gib * 1024 for replay in replays),
@@ -489,14 +472,15 @@ def variant_result(
 
 
 def mean_times(rounds: Sequence[Round], steps: int) -> list[list[MicroBatchTimes]]:
-    """Of every step and stage, over the rounds that ran it. [steps][stages]"""
-    same_step = [[one.replayed for one in rounds[step::steps]] for step in range(steps)]
+    """Return mean times over the rounds of every step. [steps][stages]"""
+    # Round k runs step k % steps.
+    by_step = [[result.replayed for result in rounds[step::steps]] for step in range(steps)]
     return [
         [
-            MicroBatchTimes.combined(times, lambda each: np.mean(each, axis=0))
-            for times in zip(*own, strict=True)
+            MicroBatchTimes.combined(times, lambda values: np.mean(values, axis=0))
+            for times in zip(*step, strict=True)
         ]
-        for own in same_step
+        for step in by_step
     ]
 
 
@@ -504,13 +488,13 @@ def round_ms(
     planned: Planned,
     cost: CostModel,
     number: int,
-    one: Round,
+    result: Round,
     update_ms: np.ndarray,
     memory: Sequence[tuple[int, int]],
 ) -> float:
-    """The step of a round, put together from its own times."""
+    """Return the step time of a round, composed of its own times."""
     run = replace(planned, steps=planned.steps[[number % len(planned.steps)]])
-    replays = stage_replays(run, [one.replayed], update_ms, memory)
+    replays = stage_replays(run, [result.replayed], update_ms, memory)
     return float(summary_of(run, cost, replays).each_step_ms[0])
 
 
@@ -520,38 +504,36 @@ def trained_result(
     rounds: Sequence[Round],
     memory: Sequence[tuple[int, int]],
     trained_bytes: Sequence[int],
-    usual: Sequence[Sequence[TrainedStep]],
+    row: Sequence[Sequence[TrainedStep]],
 ) -> Trained:
-    """The real steps of a variant.
-
-    What of a backward recomputes is not told apart in a real step: it is the replay's share.
-    """
-    trained = [one.trained for one in rounds if one.trained is not None]
+    """Return the trained steps of a variant."""
+    trained = [result.trained for result in rounds if result.trained is not None]
     step_ms = np.array([max(rank.step_ms for rank in ranks) for ranks in trained])
     wait_ms = np.array([[stage.wait_ms for stage in ranks[0].stages] for ranks in trained])
-    first, _ = usual
-    usual_ms = np.mean([max(rank.step_ms for rank in ranks) for ranks in zip(*usual, strict=True)])
-    records = [one.stages for one in first]
+    first, _ = row  # every rank has the records of all stages
+    row_ms = np.mean([max(rank.step_ms for rank in ranks) for ranks in zip(*row, strict=True)])
+    records = [step.stages for step in first]
     data_ms = np.mean([[stage.data_ms for stage in stages] for stages in records], axis=0)
     update_ms = np.mean([[stage.optimizer_ms for stage in stages] for stages in records], axis=0)
+    # A trained backward is timed with its recomputation: take the share of the replay.
     times = [
         [
             replace(
-                real.times,
-                recompute_ms=again.recompute_ms / again.backward_ms * real.times.backward_ms,
+                step.times,
+                recompute_ms=replay.recompute_ms / replay.backward_ms * step.times.backward_ms,
             )
-            for real, again in zip(ranks, one.replayed, strict=True)
+            for step, replay in zip(ranks, result.replayed, strict=True)
         ]
-        for ranks, one in zip(zip(*usual, strict=True), rounds[: len(first)], strict=True)
+        for ranks, result in zip(zip(*row, strict=True), rounds[: len(first)], strict=True)
     ]
     run = replace(planned, steps=planned.steps[: len(first)])
     return Trained(
         step_ms=tuple(step_ms.tolist()),
         waits=tuple(np.median(wait_ms / step_ms[:, None], axis=0).tolist()),
         activations_mib=tuple(size / MIB for size in trained_bytes),
-        usual_step_ms=float(usual_ms),
+        usual_step_ms=float(row_ms),
         data_ms=float(data_ms.max()),
-        logging_ms=float(np.mean([one.logging_ms for one in first])),
+        logging_ms=float(np.mean([step.logging_ms for step in first])),
         lost=summary_of(run, cost, stage_replays(run, times, update_ms, memory)).lost,
     )
 
@@ -562,22 +544,18 @@ def shown_step(
     summary: ReplaySummary,
     times: Sequence[Sequence[MicroBatchTimes]],
 ) -> Shown:
-    """The replayed step of median time, of its first data-parallel rank.
-
-    Args:
-        times: [steps][stages].
-    """
+    """Return the first data-parallel rank of the median replayed step; `times` [steps][stages]."""
     number = int(np.argsort(summary.each_step_ms)[(len(times) - 1) // 2])
     rows = planned.rows(int(planned.steps[number]))
     first = planned.packs.dp_rank[rows] == 0
     features = pack_features(planned.packs.packs.take(rows[first]), planned.lengths, cost.features)
     links = stage_times(cost, planned.plan.stages, features)
-    shown = times[number]
+    stages = times[number]
     return Shown(
         samples=int(np.diff(planned.packs.packs.offsets)[rows[first]].sum()),
-        forward_ms=np.stack([one.forward_ms[first] for one in shown], axis=1).tolist(),
-        backward_ms=np.stack([one.backward_ms[first] for one in shown], axis=1).tolist(),
-        recompute_ms=np.stack([one.recompute_ms[first] for one in shown], axis=1).tolist(),
+        forward_ms=np.stack([stage.forward_ms[first] for stage in stages], axis=1).tolist(),
+        backward_ms=np.stack([stage.backward_ms[first] for stage in stages], axis=1).tolist(),
+        recompute_ms=np.stack([stage.recompute_ms[first] for stage in stages], axis=1).tolist(),
         forward_link_ms=links.forward_link_ms.tolist(),
         backward_link_ms=links.backward_link_ms.tolist(),
     )
@@ -598,25 +576,25 @@ def measure(
     )
     workers = Workers((job.spec, options), planned, data)
     try:
-        memory, trained_bytes, usual = {}, {}, {}
-        for variant, one in planned.items():
-            heaviest = [
-                heaviest_rows(job.cost, one.plan, stage, one.workload)
-                for stage in range(len(one.plan.stages))
+        memory, trained_bytes, rows_trained = {}, {}, {}
+        for variant, run in planned.items():
+            heaviest = [  # one or two rank steps per stage, each as rows of packs
+                heaviest_rows(job.cost, run.plan, stage, run.workload)
+                for stage in range(len(run.plan.stages))
             ]
             memory[variant] = [
-                max(ask([worker], "memory_bytes", variant, rows)[0] for rows in of_stage)
-                for worker, of_stage in zip(workers.stages, heaviest, strict=True)
+                max(ask([worker], "memory_bytes", variant, rows)[0] for rows in rank_steps)
+                for worker, rank_steps in zip(workers.stages, heaviest, strict=True)
             ]
             if data is not None:
-                steps = {int(one.packs.step[rows[0]]) for of_stage in heaviest for rows in of_stage}
+                steps = {int(run.packs.step[rows[0]]) for stage in heaviest for rows in stage}
                 peaks = [ask(workers.pair, "activation_bytes", variant, step) for step in steps]
                 trained_bytes[variant] = np.max(peaks, axis=0).tolist()
-        kept = run_rounds(workers, planned, rounds, data is not None)
+        results = run_rounds(workers, planned, rounds, data is not None)
         if data is not None:
             log = data.meta.parent / "steps.log"
             for variant in planned:
-                usual[variant] = ask(workers.pair, "train_as_usual", variant, USUAL_STEPS, log)
+                rows_trained[variant] = ask(workers.pair, "train_row", variant, ROW_STEPS, log)
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
@@ -628,20 +606,20 @@ def measure(
         variants=tuple(
             variant_result(
                 variant,
-                one,
+                run,
                 cost,
-                kept[variant],
+                results[variant],
                 memory[variant],
                 trained_bytes.get(variant, ()),
-                usual.get(variant, ()),
+                rows_trained.get(variant, ()),
             )
-            for variant, one in planned.items()
+            for variant, run in planned.items()
         ),
     )
 
 
 def table_of(layout: Layout, result: LayoutResult) -> Table:
-    """One row a variant."""
+    """Return a table with a row per variant."""
     sizes = layout.parallel
     rounds = len(result.variants[0].rounds_ms)
     table = Table(
@@ -652,125 +630,103 @@ def table_of(layout: Layout, result: LayoutResult) -> Table:
     )
     table.add_column("", no_wrap=True)
     table.add_column("vision+language layers (recomputed)", no_wrap=True)
-    names = [
-        "packs",
-        "step ms",
-        "predicted",
-        "speed (quartiles)",
-        "predicted",
-        "idle",
-        "waits of stages, %",
-    ]
-    names += ["recomputing", "peak MiB of stages", "predicted"]
+    names = ["packs", "step ms", "predicted", "speed (quartiles)", "predicted", "idle"]
+    names += ["idle by stage, %", "recomputing", "peak MiB by stage", "predicted"]
     names += ["replayed ms"] if layout.trained else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     common = result.variants[0]
-    for one in result.variants:
-        low, high = result.speed_up_quartiles(one, common)
+    for run in result.variants:
+        low, high = result.speed_up_quartiles(run, common)
         cells = [
-            one.variant,
-            one.stages,
-            f"{one.micro_batches:.1f}",
-            f"{np.median(one.step_ms):,.0f}",
-            f"{one.predicted_error:+.1%}",
-            f"x {result.speed_up(one, common):.2f} ({low:.2f}-{high:.2f})",
-            f"x {result.predicted_speed_up(one, common):.2f}",
-            f"{np.mean(one.waits):.0%}",
-            " ".join(f"{100 * wait:.0f}" for wait in one.waits),
-            f"{one.replayed.recompute_fraction:.0%}",
-            " ".join(f"{mib:.0f}" for mib in one.replayed_mib),
-            f"{memory_error(one):+.1%}",
+            run.variant,
+            run.stages,
+            f"{run.micro_batches:.1f}",
+            f"{np.median(run.step_ms):,.0f}",
+            f"{run.predicted_error:+.1%}",
+            f"x {result.speed_up(run, common):.2f} ({low:.2f}-{high:.2f})",
+            f"x {result.predicted_speed_up(run, common):.2f}",
+            f"{np.mean(run.waits):.0%}",
+            " ".join(f"{100 * wait:.0f}" for wait in run.waits),
+            f"{run.replayed.recompute_fraction:.0%}",
+            " ".join(f"{mib:.0f}" for mib in run.replayed_mib),
+            f"{largest_error(run.predicted_mib, run.replayed_mib):+.1%}",
         ]
-        if one.trained:
-            cells.append(f"{replay_error(one):+.1%}")
+        if run.trained:
+            cells.append(f"{replay_error(run):+.1%}")
         table.add_row(*cells)
     return table
 
 
-def memory_error(one: VariantResult) -> float:
-    """Of the prediction, on the stage where it is largest."""
-    errors = np.array(one.predicted_mib) / np.array(one.replayed_mib) - 1
+def largest_error(predicted: ArrayLike, measured: ArrayLike) -> float:
+    """Return the relative error with the largest absolute value."""
+    errors = np.array(predicted) / np.array(measured) - 1
     return float(errors[np.abs(errors).argmax()])
 
 
-def replay_error(one: VariantResult) -> float:
-    """Of replayed steps, beside the real ones of the same rounds."""
-    assert one.trained is not None
-    return median_error(one.replayed.step_ms, one.trained.step_ms)
+def replay_error(result: VariantResult) -> float:
+    """Return the error of replayed steps against trained steps of the same rounds."""
+    assert result.trained is not None
+    return median_error(result.replayed.step_ms, result.trained.step_ms)
 
 
-def replay_memory_error(one: VariantResult) -> float:
-    """Of activations, on the stage where it is largest."""
-    assert one.trained is not None
-    errors = np.array(one.replayed_activations_mib) / np.array(one.trained.activations_mib) - 1
-    return float(errors[np.abs(errors).argmax()])
+def replay_memory_error(result: VariantResult) -> float:
+    """Return the largest error of replayed activations against trained steps."""
+    assert result.trained is not None
+    return largest_error(result.replayed_activations_mib, result.trained.activations_mib)
 
 
 def lost_table(layout: Layout, result: LayoutResult) -> Table:
-    """Where the mean step of every plan goes."""
+    """Return a table of the mean step's time by cause."""
     table = Table(
-        title=f"{layout.name}: where a step's time goes, ms", title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )  # fmt: skip
+        title=f"{layout.name}: step time by cause, ms", title_justify="left", box=box.SIMPLE_HEAD
+    )
     table.add_column("", no_wrap=True)
-    shown = result.variants
-    columns = [lost_entries(one) for one in shown]
-    for one in shown:
-        table.add_column(one.variant, justify="right", no_wrap=True)
+    columns = [lost_entries(run) for run in result.variants]
+    totals = [sum(entries.values()) for entries in columns]
+    for run in result.variants:
+        table.add_column(run.variant, justify="right", no_wrap=True)
     for name in columns[0]:
-        total = [sum(entries.values()) for entries in columns]
         table.add_row(
             name,
             *(
-                f"{entries[name]:,.0f} ({entries[name] / all_:.1%})"
-                for entries, all_ in zip(columns, total, strict=True)
+                f"{entries[name]:,.0f} ({entries[name] / total:.1%})"
+                for entries, total in zip(columns, totals, strict=True)
             ),
         )
     return table
 
 
-def lost_entries(one: VariantResult) -> dict[str, float]:
-    """By cause, from the ideal up; they add up to the mean step (and what is between two)."""
-    if one.trained is None:
-        return one.replayed.lost.causes()
-    trained = one.trained
+def lost_entries(result: VariantResult) -> dict[str, float]:
+    """Return ms by cause, from the ideal time on; the sum is the mean step with its logging."""
+    if result.trained is None:
+        return result.replayed.lost.causes()
+    trained = result.trained
     entries = trained.lost.causes()
-    entries.pop("communication")  # which is the cost model's
+    entries.pop("communication")  # predicted, not measured
     entries["data"] = trained.data_ms
-    rest = trained.usual_step_ms - sum(entries.values())
-    return entries | {"communication and rest": rest, "logging": trained.logging_ms}
+    remainder = trained.usual_step_ms - sum(entries.values())
+    return entries | {"communication and rest": remainder, "logging": trained.logging_ms}
 
 
 def verdicts(layout: Layout, result: LayoutResult) -> list[str]:
-    """Every bar, and whether it holds."""
-    common, careful, full = (
-        next(one for one in result.variants if one.variant is variant)
-        for variant in (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)
-    )
+    """Return a line per bar: whether it holds."""
+    by_variant = {run.variant: run for run in result.variants}
+    common, careful = by_variant[Variant.COMMON], by_variant[Variant.CAREFUL]
+    full = by_variant[Variant.MEMORY]
     lines = [
         verdict(f"speed over {over.variant}", result.speed_up(full, over), bar)
         for over, bar in ((common, layout.common_bar), (careful, layout.careful_bar))
     ]
-    errors = [one.predicted_error for one in result.variants]
+    errors = [run.predicted_error for run in result.variants]
     lines.append(within("median steps predicted", errors, PREDICTION_BAR))
     if layout.trained:
-        speeds = (result.usual_speed_up(full, over) for over in (common, careful))
-        lines.append("speed in a row, samples read meanwhile: {:.2f} and {:.2f}".format(*speeds))
-        lines.append(
-            within(
-                "median replayed steps beside real ones",
-                map(replay_error, result.variants),
-                STEP_BAR,
-            )
-        )
-        lines.append(
-            within(
-                "replayed activations beside real ones",
-                map(replay_memory_error, result.variants),
-                MEMORY_BAR,
-            )
-        )
+        speeds = (result.row_speed_up(full, over) for over in (common, careful))
+        lines.append("speed in a row, with reading and logging: {:.2f} and {:.2f}".format(*speeds))
+        errors = list(map(replay_error, result.variants))
+        lines.append(within("median replayed steps against trained", errors, STEP_BAR))
+        errors = list(map(replay_memory_error, result.variants))
+        lines.append(within("replayed activations against trained", errors, MEMORY_BAR))
     return [f"{layout.name}: {line}" for line in lines]
 
 
@@ -786,44 +742,45 @@ def within(name: str, errors: Iterable[float], bar: float) -> str:
 
 
 def markdown_of(result: AblationResult) -> str:
-    """The README's table."""
+    """Return the README's table."""
     trained, replayed = result.layouts
     lines = [
         "| | trained | predicted | replayed | predicted | replayed: waits | recomputes |",
         "|---|---|---|---|---|---|---|",
     ]
-    for real, alone in zip(trained.variants, replayed.variants, strict=True):
-        cells = [real.variant.value]
-        for layout, one in ((trained, real), (replayed, alone)):
+    for train, replay in zip(trained.variants, replayed.variants, strict=True):
+        cells = [train.variant.value]
+        for layout, run in ((trained, train), (replayed, replay)):
             common = layout.variants[0]
-            cells.append(f"{layout.speed_up(one, common):.2f}")
-            predicted = layout.predicted_speed_up(one, common)
-            cells.append(f"{predicted:.2f}, step {one.predicted_error:+.0%}")
-        cells += [f"{np.mean(alone.waits):.0%}", f"{alone.replayed.recompute_fraction:.0%}"]
+            cells.append(f"{layout.speed_up(run, common):.2f}")
+            predicted = layout.predicted_speed_up(run, common)
+            cells.append(f"{predicted:.2f}, step {run.predicted_error:+.0%}")
+        cells += [f"{np.mean(replay.waits):.0%}", f"{replay.replayed.recompute_fraction:.0%}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def picture(result: LayoutResult) -> str:
-    """The common practice's step above the full system's, as replayed."""
-    first, last = result.variants[0], result.variants[-1]
+    """Return an SVG of replayed steps of common practice and of the full system."""
+    steps = [make_shown_step(run) for run in (result.variants[0], result.variants[-1])]
     title = "One step of each: a pipeline of four stages, before and after"
-    return svg_file(before_and_after(title, [_shown(result, first), _shown(result, last)]))
+    return svg_file(before_and_after(title, steps))
 
 
-def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
-    times = {name: np.array(value)[..., None] for name, value in one.shown if name.endswith("_ms")}
+def make_shown_step(run: VariantResult) -> ShownStep:
+    # A last axis for steps: [micro-batches, stages, 1]
+    times = {name: np.array(value)[..., None] for name, value in run.shown if name.endswith("_ms")}
     rows = SimulatedRows(
         pass_ms=np.stack([times["forward_ms"], times["backward_ms"]]),
         link_ms=np.stack([times["forward_link_ms"], times["backward_link_ms"]]),
         counts=np.array([len(times["forward_ms"])]),
     )
     return ShownStep(
-        title=one.variant if one.variant is not Variant.MEMORY else "this project",
-        note=f"{PRACTICE[one.variant]}; vision+language layers of the stages: {one.stages}",
+        title=run.variant if run.variant is not Variant.MEMORY else "this project",
+        note=f"{PRACTICE[run.variant]}; vision+language layers of the stages: {run.stages}",
         timeline=rows.simulate().of_step(0),
         recompute_ms=times["recompute_ms"][..., 0],
-        samples=one.shown.samples,
+        samples=run.shown.samples,
     )
 
 
@@ -832,7 +789,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--replay-rounds", type=int, default=6)
     parser.add_argument("--only", choices=[layout.name for layout in LAYOUTS])
-    parser.add_argument("--anew", action="store_true", help="measure what is kept again")
+    parser.add_argument("--anew", action="store_true", help="measure finished halves again")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "ablation")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs")
     given = parser.parse_args()
@@ -844,9 +801,9 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure what is not kept, and print and write all."""
+    """Measure unfinished halves, and print and write all results."""
     given.work.mkdir(parents=True, exist_ok=True)
-    digits = prepared_digits(given.work)
+    digits = prepare_digits(given.work)
     console, results = Console(width=230), []
     for layout in LAYOUTS:
         if given.only not in (None, layout.name):
@@ -869,9 +826,9 @@ def run(given: argparse.Namespace) -> None:
         for line in verdicts(layout, result):
             console.print(line)
     if given.only is None:
-        both = AblationResult(layouts=tuple(results))
-        print(markdown_of(both))
-        write_json_model(both, given.output / "ablation.json")
+        ablation = AblationResult(layouts=tuple(results))
+        print(markdown_of(ablation))
+        write_json_model(ablation, given.output / "ablation.json")
         write_ascii(picture(results[-1]), given.output / "ablation.svg")
         print(f"wrote {given.output}/ablation.json and ablation.svg")
 

@@ -14,20 +14,16 @@ from omnibal.report.timeline import draw_step
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShownStep:
-    """One step of one pipeline, with its texts."""
+    """A step of a pipeline, with its texts."""
 
     title: str
     note: str
-    timeline: Timeline
-    """Timeline of m micro-batches on p stages."""
-    recompute_ms: np.ndarray
-    """Part of each backward that recomputes, [m, p]."""
+    timeline: Timeline  # of m micro-batches on p stages
+    recompute_ms: np.ndarray  # part of each backward, [m, p]
     samples: int
-    """Samples trained by the step."""
 
     @property
     def step_ms(self) -> float:
-        """Time of the step."""
         return float(self.timeline.step_ms)
 
 
@@ -48,14 +44,14 @@ def before_and_after(title: str, steps: Sequence[ShownStep]) -> Figure:
 
 
 def key_figures(step: ShownStep, first: ShownStep) -> str:
-    """Figures of the step in words, and its speed relative to the first step's."""
-    rate, first_rate = (one.samples / one.step_ms for one in (step, first))
+    """Return the step's figures in words, with its speed relative to the first step's."""
+    rate, first_rate = (shown.samples / shown.step_ms for shown in (step, first))
     waited = float(step.timeline.wait_ms.mean()) / step.step_ms
     recomputed = float(step.recompute_ms.sum() / step.timeline.busy_ms.sum())
-    said = f"{milliseconds(step.step_ms)} for {step.samples:,} samples; {number(1000 * rate)} per s"
+    text = f"{milliseconds(step.step_ms)} for {step.samples:,} samples; {number(1000 * rate)} per s"
     if step is not first:
-        said += f", {number(rate / first_rate)} times the first"
+        text += f", {number(rate / first_rate)} times the first"
     return (
-        f"{said}; {percent(waited)} of device time is waiting; {percent(recomputed)} of computing "
+        f"{text}; {percent(waited)} of device time is waiting; {percent(recomputed)} of computing "
         "is recomputation"
     )

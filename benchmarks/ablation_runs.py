@@ -1,8 +1,8 @@
-"""Processes that train and replay the ablation's plans by turns, so that all meet the same machine.
+"""Worker processes that train and replay the ablation's plans in alternation.
 
-A pair of processes trains every plan of two stages for real and measures the model's units; a
-process for every stage stands in for it. The parent tells them one after another what to do; what
-waits computes nothing. So figures of one round are seconds apart.
+A pair of processes trains all plans of two stages and profiles the model's units; one process per
+stage replays. The parent calls them in turn, and waiting workers do not compute: all plans of a
+round meet the machine at the same speed, seconds apart.
 """
 
 import multiprocessing
@@ -53,34 +53,30 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.shares import shares_of
 
-PAIR = 2
-"""Processes that train and profile, and that replay at the same time."""
+PAIR = 2  # processes that train and profile; also the number of concurrent replays
+# Micro-batches before a timed step: caches are cold after another plan's turn, and would not be in
+# a run of one plan.
 WARM_UP = 4
-"""Micro-batches before a step that counts: after the others' turns the first ones find the caches
-cold, as they are in no run of one plan."""
 PADDING_TOKEN = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Planned:
-    """A variant as the workers are given it."""
+    """A variant's plan and steps, for the workers."""
 
     plan: Plan
     packs: ScheduledPacks
-    lengths: Lengths
-    """Padded ones, where micro-batches are padded."""
-    steps: np.ndarray
-    """Of the run, that are trained or replayed; one in every round."""
-    cost: CostModel
-    """By which stages wait for each other while they are replayed."""
+    lengths: Lengths  # with padding, if micro-batches are padded
+    steps: np.ndarray  # to train or replay, one per round
+    cost: CostModel  # predicts the waits between stages during replays
 
     def rows(self, step: int) -> np.ndarray:
-        """Of all ranks' packs of a step."""
+        """Return the rows of a step's packs, of all ranks."""
         return np.flatnonzero(self.packs.step == step)
 
     @property
     def workload(self) -> Workload:
-        """Of all ranks' packs of the run."""
+        """Workload of all packs of the run."""
         features = pack_features(self.packs.packs, self.lengths, self.cost.features)
         shares = shares_of(self.packs, self.plan.pack_levels)
         return Workload.build(shares, features, self.plan.parallel.data)
@@ -88,38 +84,31 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainedStep:
-    """What one rank saw of a real step."""
+    """Times of a trained step on one rank."""
 
-    step_ms: float
-    """Wall clock, from all ranks' common start."""
-    times: MicroBatchTimes
-    """Recomputation is not told apart: 0."""
-    stages: tuple[StageRecord, ...]
-    """Of all ranks."""
-    logging_ms: float
-    """To bring the stages' figures together, and to write them where a log is kept."""
+    step_ms: float  # wall clock from the common start
+    times: MicroBatchTimes  # recomputation is part of the backward
+    stages: tuple[StageRecord, ...]  # of all ranks
+    logging_ms: float  # gathering the stages' records, and writing them if there is a log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingData:
-    """Where the samples of a plan are."""
+    """Files of a plan's samples, and their scanned lengths without padding."""
 
     meta: Path
     tokenizer: Path
     lengths: Lengths
-    """As they were scanned, without padding."""
 
 
 def padded_to_longest(batch: MicroBatch) -> MicroBatch:
-    """Pad every sample to the length of the longest.
-
-    Padding is computed like any token and changes nothing: attention is causal within a sample, and
-    no padding carries loss.
-    """
+    """Return a micro-batch with every sample padded to the longest."""
+    # Padding is behind a sample's tokens and has no loss, so results do not change: attention is
+    # causal within a sample.
     sizes = torch.tensor(batch.segment_tokens)
     longest = max(batch.segment_tokens)
-    moved_S = torch.arange(len(sizes)) * longest - (sizes.cumsum(0) - sizes)
-    places_S = torch.arange(int(sizes.sum())) + moved_S.repeat_interleave(sizes)
+    shift_B = torch.arange(len(sizes)) * longest - (sizes.cumsum(0) - sizes)  # by sample
+    places_S = torch.arange(int(sizes.sum())) + shift_B.repeat_interleave(sizes)  # by token
     tokens = len(sizes) * longest
     moved: dict[str, torch.Tensor] = {}
     if batch.token_ids_S is not None:
@@ -137,7 +126,7 @@ def padded_to_longest(batch: MicroBatch) -> MicroBatch:
 
 
 class _PaddedDataset(torch.utils.data.Dataset):
-    """Micro-batches padded to their longest sample where they are loaded."""
+    """Dataset of micro-batches padded to their longest sample."""
 
     def __init__(self, dataset: PackDataset) -> None:
         self._dataset = dataset
@@ -146,12 +135,12 @@ class _PaddedDataset(torch.utils.data.Dataset):
         return len(self._dataset)
 
     def __getitem__(self, item: int) -> MicroBatch | UserError:
-        found = self._dataset[item]
-        return found if isinstance(found, UserError) else padded_to_longest(found)
+        batch = self._dataset[item]
+        return batch if isinstance(batch, UserError) else padded_to_longest(batch)
 
 
 class TrainWorker:
-    """A rank of the pair; every method is called on both."""
+    """A rank of the pair. Every method is collective."""
 
     def __init__(
         self,
@@ -171,39 +160,39 @@ class TrainWorker:
         self._rounds: list[Any] = []
         self._planned = planned
         self._trainers = {
-            variant: build_trainer(one.plan, links, OPTIMIZATION, steps=len(one.steps), seed=0)
-            for variant, one in planned.items()
+            variant: build_trainer(run.plan, links, OPTIMIZATION, steps=len(run.steps), seed=0)
+            for variant, run in planned.items()
         }
         self._datasets = {
-            variant: _dataset(one, data, rank)
-            for variant, one in planned.items()
+            variant: _make_dataset(run, data, rank)
+            for variant, run in planned.items()
             if data is not None
         }
         self._loaded: list[MicroBatch] = []
 
     def profile(self) -> None:
-        """A round of the profiler, after one that warms up."""
+        """Run the profiler twice, the first time to warm up."""
         self._profiler.round()
         self._rounds.append(self._profiler.round())
 
     def finished_profile(self) -> Profile:
-        """What all rounds say together."""
+        """Return the profile of all rounds."""
         return self._profiler.result(self._rounds)
 
     def load(self, variant: Variant, number: int) -> None:
-        """Read the micro-batches of a round's step, so that nothing else is done during it."""
-        one, dataset = self._planned[variant], self._datasets[variant]
-        sizes = [len(one.rows(step)) for step in one.steps[: number + 1]]
+        """Read the micro-batches of a round's step before it is timed."""
+        run, dataset = self._planned[variant], self._datasets[variant]
+        sizes = [len(run.rows(step)) for step in run.steps[: number + 1]]
         first = sum(sizes[:-1])
-        self._loaded = [_read(dataset[item]) for item in range(first, first + sizes[-1])]
+        self._loaded = [_load_batch(dataset[item]) for item in range(first, first + sizes[-1])]
 
     def train(self, variant: Variant, step: int) -> TrainedStep:
-        """A real step on what is loaded, warmed up."""
+        """Train a step on the loaded micro-batches, after a warm-up."""
         train_step(self._trainers[variant], MicroBatchStream.of(self._loaded[:WARM_UP]))
         return self._train(variant, step, iter(self._loaded))
 
-    def train_as_usual(self, variant: Variant, count: int, log: Path) -> list[TrainedStep]:
-        """The first steps one after another, read ahead meanwhile and logged."""
+    def train_row(self, variant: Variant, count: int, log: Path) -> list[TrainedStep]:
+        """Train the first steps in a row, with samples read during steps and a log."""
         batches = load_batches(self._datasets[variant], 0, current_device())
         with closing(batches):
             steps = self._planned[variant].steps[:count].tolist()
@@ -216,22 +205,22 @@ class TrainWorker:
         batches: Iterator[MicroBatch],
         log: Path | None = None,
     ) -> TrainedStep:
-        one, trainer = self._planned[variant], self._trainers[variant]
+        run, trainer = self._planned[variant], self._trainers[variant]
         dist.barrier()
-        begun = time.perf_counter()
-        shapes = MicroBatchShape.of_rows(one.packs, one.rows(step))
+        start = time.perf_counter()
+        shapes = MicroBatchShape.of_rows(run.packs, run.rows(step))
         result = train_step(trainer, MicroBatchStream(batches=batches, shapes=shapes))
         if has_cuda():
             torch.cuda.synchronize()
-        ended = time.perf_counter()
+        end = time.perf_counter()
         records = gather_stage_records(trainer.links, result.phases_ms)
         if log is not None and trainer.links.is_first:
             with log.open("a") as lines:
                 lines.write("".join(record.model_dump_json() + "\n" for record in records))
-        logged = time.perf_counter()
+        end_of_log = time.perf_counter()
         forward_ms = np.array(each_ms(result.intervals, Phase.FORWARD))
         return TrainedStep(
-            step_ms=(ended - begun) * 1e3,
+            step_ms=(end - start) * 1e3,
             times=MicroBatchTimes(
                 forward_ms=forward_ms,
                 backward_ms=np.array(each_ms(result.intervals, Phase.BACKWARD)),
@@ -239,81 +228,79 @@ class TrainWorker:
                 recompute_ms=np.zeros_like(forward_ms),
             ),
             stages=records,
-            logging_ms=(logged - ended) * 1e3,
+            logging_ms=(end_of_log - end) * 1e3,
         )
 
     def activation_bytes(self, variant: Variant, step: int) -> int:
-        """What this rank's stage needs at most in a real step of random content."""
-        one, trainer = self._planned[variant], self._trainers[variant]
-        load = random_rows(one.plan, trainer.links.rank, one.packs, one.lengths)
-        rows = one.rows(step)
+        """Return this stage's peak of activations in a step of random content."""
+        run, trainer = self._planned[variant], self._trainers[variant]
+        load = random_rows(run.plan, trainer.links.rank, run.packs, run.lengths)
+        rows = run.rows(step)
         stream = MicroBatchStream(
-            batches=iter(load(rows)), shapes=MicroBatchShape.of_rows(one.packs, rows)
+            batches=iter(load(rows)), shapes=MicroBatchShape.of_rows(run.packs, rows)
         )
-        run = partial(train_step, trainer, stream)
-        return peak_activation_bytes(trainer, run)
+        return peak_activation_bytes(trainer, partial(train_step, trainer, stream))
 
 
-def _read(found: MicroBatch | UserError) -> MicroBatch:
-    if isinstance(found, UserError):
-        raise found
-    return found.to(current_device())
+def _load_batch(batch: MicroBatch | UserError) -> MicroBatch:
+    if isinstance(batch, UserError):
+        raise batch
+    return batch.to(current_device())
 
 
-def _dataset(one: Planned, data: TrainingData, stage: int) -> torch.utils.data.Dataset:
-    """The stage's micro-batches of all steps in order."""
+def _make_dataset(run: Planned, data: TrainingData, stage: int) -> torch.utils.data.Dataset:
+    """Return a stage's micro-batches of all steps, in order."""
     tokenizer = open_tokenizer(data.tokenizer)
-    reader = SampleReader(Annotations.open(data.meta), tokenizer, one.plan.model)
-    rows = np.concatenate([one.rows(step) for step in one.steps])
-    unpadded = replace(one.packs, tokens=one.packs.packs.sums(data.lengths.tokens))
-    dataset = PackDataset(reader, unpadded, data.lengths, rows, one.plan.stages[stage])
-    is_padded = not np.array_equal(one.lengths.tokens, data.lengths.tokens)
+    reader = SampleReader(Annotations.open(data.meta), tokenizer, run.plan.model)
+    rows = np.concatenate([run.rows(step) for step in run.steps])
+    # The reader checks token counts: samples are read unpadded, and padded afterwards.
+    unpadded = replace(run.packs, tokens=run.packs.packs.sums(data.lengths.tokens))
+    dataset = PackDataset(reader, unpadded, data.lengths, rows, run.plan.stages[stage])
+    is_padded = not np.array_equal(run.lengths.tokens, data.lengths.tokens)
     return _PaddedDataset(dataset) if is_padded else dataset
 
 
 class ReplayWorker:
-    """Stands in for one stage of all plans."""
+    """Replay of one stage of all plans."""
 
     def __init__(self, stage: int, planned: Mapping[Variant, Planned]) -> None:
         torch.set_num_threads(1)
         parallel = next(iter(planned.values())).plan.parallel
-        self._standing_in = ExitStack()  # for as long as the process lives
+        self._standing_in = ExitStack()  # open until the process ends
         links = self._standing_in.enter_context(standing_in(parallel, stage))
         self._planned, self._stage = planned, stage
         self._replayers = {
-            variant: StageReplayer(one.plan, links) for variant, one in planned.items()
+            variant: StageReplayer(run.plan, links) for variant, run in planned.items()
         }
-        self._workloads = {variant: one.workload for variant, one in planned.items()}
+        self._workloads = {variant: run.workload for variant, run in planned.items()}
         self._load = {
-            variant: random_rows(one.plan, stage, one.packs, one.lengths)
-            for variant, one in planned.items()
+            variant: random_rows(run.plan, stage, run.packs, run.lengths)
+            for variant, run in planned.items()
         }
 
     def replay(self, variant: Variant, step: int) -> MicroBatchTimes:
-        """A step of all ranks, one after another, warmed up."""
-        one = self._planned[variant]
-        rows = one.rows(step)
-        self._replayers[variant].step(self._load[variant](rows[:WARM_UP]))
-        ranks = [rows[one.packs.dp_rank[rows] == rank] for rank in range(one.plan.parallel.data)]
-        times = [self._replay(variant, own) for own in ranks]
+        """Replay a step of every data-parallel rank in turn, after a warm-up."""
+        run = self._planned[variant]
+        rows, load, times = run.rows(step), self._load[variant], []
+        self._replayers[variant].step(load(rows[:WARM_UP]))
+        for rank in range(run.plan.parallel.data):
+            of_rank = rows[run.packs.dp_rank[rows] == rank]
+            workload = self._workloads[variant].rows(of_rank)
+            waits = predict_waits(run.plan, self._stage, run.cost, workload)
+            times.append(self._replayers[variant].step(load(of_rank), waits))
         return MicroBatchTimes.combined(times, np.concatenate)
-
-    def _replay(self, variant: Variant, rows: np.ndarray) -> MicroBatchTimes:
-        one, own = self._planned[variant], self._workloads[variant].rows(rows)
-        waits = predict_waits(one.plan, self._stage, one.cost, own)
-        return self._replayers[variant].step(self._load[variant](rows), waits)
 
     def update_ms(self, variant: Variant) -> float:
         return self._replayers[variant].update_ms()
 
     def memory_bytes(self, variant: Variant, rows: np.ndarray) -> tuple[int, int]:
-        """State, and activations of one rank's step at their peak."""
+        """Return bytes of state, and the peak of activations in a rank's step."""
         replayer = self._replayers[variant]
         return replayer.state_bytes, replayer.activation_bytes(self._load[variant](rows))
 
 
 class Worker:
-    """A process that makes an object and calls its methods as it is told."""
+    """A process with an object, whose methods the parent calls."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -322,14 +309,15 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def tell(self, method: str, *arguments: object) -> None:
+    def call(self, method: str, *arguments: object) -> None:
+        """Start a method; `receive` returns its result."""
         self._connection.send((method, arguments))
 
-    def answer(self) -> Any:
-        """What came of it; blocks.
+    def receive(self) -> Any:
+        """Wait for the result of the last call.
 
         Raises:
-            RuntimeError: it failed there; the message holds the traceback.
+            RuntimeError: it failed; the message is the worker's traceback.
         """
         result, failure = self._connection.recv()
         if failure is not None:
@@ -342,19 +330,19 @@ class Worker:
 
 
 def ask(workers: Sequence[Worker], method: str, *arguments: object) -> list[Any]:
-    """Have all of them call a method at the same time."""
+    """Call a method of all workers at the same time, and return the results."""
     for worker in workers:
-        worker.tell(method, *arguments)
-    return [worker.answer() for worker in workers]
+        worker.call(method, *arguments)
+    return [worker.receive() for worker in workers]
 
 
 def _serve(connection: Connection, make: Callable[[], Any]) -> None:
     try:
-        made = make()
+        served = make()
         connection.send((None, None))
         while True:
             method, arguments = connection.recv()
-            connection.send((vars(type(made))[method](made, *arguments), None))
+            connection.send((vars(type(served))[method](served, *arguments), None))
     except EOFError:
         return
     except BaseException:
@@ -362,10 +350,10 @@ def _serve(connection: Connection, make: Callable[[], Any]) -> None:
 
 
 class Workers:
-    """The pair that trains and profiles, and a process for each stage to replay.
+    """The pair that trains and profiles, and a process per stage that replays.
 
     Args:
-        data: None where nothing is trained for real.
+        data: None without training.
     """
 
     def __init__(
@@ -384,14 +372,14 @@ class Workers:
         stages = next(iter(planned.values())).plan.parallel.pipeline
         self.stages = [Worker(partial(ReplayWorker, stage, planned)) for stage in range(stages)]
         for worker in (*self.pair, *self.stages):
-            worker.answer()
+            worker.receive()
 
     def replay(self, method: str, *arguments: object) -> list[Any]:
-        """Ask the stages, as many at a time as there are cores; answers in stage order."""
-        answers = []
+        """Call a method of all stages, `PAIR` at a time, and return the results by stage."""
+        results = []
         for first in range(0, len(self.stages), PAIR):
-            answers += ask(self.stages[first : first + PAIR], method, *arguments)
-        return answers
+            results += ask(self.stages[first : first + PAIR], method, *arguments)
+        return results
 
     def end(self) -> None:
         for worker in (*self.pair, *self.stages):

@@ -1,8 +1,7 @@
-"""The OmniBal paper's ablation (arXiv 2407.20761, Table 7): five plans of the same samples.
+"""Plans of the OmniBal paper's ablation (arXiv 2407.20761, Table 7): five for the same samples.
 
-From what is usual to everything balanced, one step at a time. All train the same samples, about as
-many in a step; the first two in the same random order. A plan is made from measured costs where
-there is a profile, and can be trained where its lengths are a scan of data.
+From common practice to full balance. All have about the same number of samples per step, the first
+two in the same random order. Costs are measured if there is a profile.
 """
 
 import sys
@@ -28,10 +27,9 @@ from omnibal.model.parallel import Parallel
 from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages
-from omnibal.pipeline.partition import SearchResult, search_stages
+from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings
@@ -46,46 +44,35 @@ WIDE_MODEL_FILE = REPOSITORY / "benchmarks" / "ablation_wide_model.toml"
 PUBLISHED = REPOSITORY.parent / "shared" / "data" / "lengths"
 PUBLISHED_FILES = ("ai2d_train_12k_wh.json", "docvqa_train_10k_wh.json")
 PUBLISHED_TOKENS_PER_TILE = 256
-LEAST_TEXT_TOKENS = 2
-SYNTHETIC_SAMPLES = 22_624
-"""As many as the published files have."""
-SAMPLES_PER_BATCH = 4
-"""Of a micro-batch that is not packed."""
+MIN_TEXT_TOKENS = 2
+SYNTHETIC_SAMPLES = 22_624  # as in the published files
+SAMPLES_PER_BATCH = 4  # samples of an unpacked micro-batch
 LAYERS = ("vision_layer", "language_layer")
 
 
 class Variant(StrEnum):
-    """Rows of the table; from one to the next something is done better."""
+    """Rows of the table; each improves on the row before."""
 
+    # Random micro-batches padded to the longest sample, equal parameters per stage, all recomputed.
     COMMON = "common practice"
-    """Random micro-batches padded to the longest sample, stages of equal parameters, every layer
-    recomputed."""
-    CAREFUL = "careful practice"
-    """Each global batch packed by tokens alone, stages of equally many layers."""
-    DATA = "+ data"
-    """This project's balanced packs."""
-    MODEL = "+ model"
-    """The split of least step time, every layer recomputed as before."""
-    MEMORY = "+ memory"
-    """Split and recomputed layers searched together, under the memory cap."""
+    CAREFUL = "careful practice"  # global batches packed by tokens, equal layers per stage
+    DATA = "+ data"  # this project's balanced packs
+    MODEL = "+ model"  # the fastest split, with all layers recomputed
+    MEMORY = "+ memory"  # split and recomputation searched together, under the memory cap
 
 
-PLAIN = (Variant.COMMON, Variant.CAREFUL)
-"""Those whose steps are equally many samples, and not equally many packs."""
+UNBALANCED = (Variant.COMMON, Variant.CAREFUL)  # steps have equally many samples, not packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AblationJob:
-    """What all variants have in common."""
+    """Settings of all variants."""
 
     model: ModelConfig
     parallel: Parallel
     cluster: ClusterConfig
-    """Its memory holds every variant."""
-    caps: Caps
-    """Of packs; the careful practice keeps to max_tokens alone, the common one to neither."""
-    samples_per_step: int
-    """Of all ranks together; balanced packs come as near to it as whole packs can."""
+    caps: Caps  # of packs; careful practice limits only tokens, common practice nothing
+    samples_per_step: int  # of all ranks; approximate with balanced packs
     lengths: Lengths
     seed: int
     cost_source: CostSource = ANALYTIC
@@ -93,7 +80,6 @@ class AblationJob:
 
     @property
     def spec(self) -> JobSpec:
-        """The job as the planner takes it."""
         return JobSpec(
             model=self.model,
             cluster=self.cluster,
@@ -104,7 +90,6 @@ class AblationJob:
 
     @property
     def cost(self) -> CostModel:
-        """Of every unit of the model."""
         return self.spec.cost
 
     @property
@@ -113,10 +98,7 @@ class AblationJob:
 
 
 def make_variant(job: AblationJob, variant: Variant) -> PlanResult:
-    """One epoch of the job as the variant trains it; `check_plan` passes on what is saved of it.
-
-    The common practice's lengths are padded ones: each sample has the tokens of the longest of its
-    micro-batch, so that costs, sums and caps are those of what is computed.
+    """Return a variant's plan of one epoch, valid for `check_plan`.
 
     Raises:
         UserError: a sample exceeds the caps, the parallel sizes do not fit the model, or the
@@ -125,62 +107,63 @@ def make_variant(job: AblationJob, variant: Variant) -> PlanResult:
     check_samples_fit(job.lengths, job.caps)
     match variant:
         case Variant.COMMON:
-            steps = [fours(samples) for samples in random_steps(job)]
+            steps = [split_in_fours(samples) for samples in random_steps(job)]
             packs = deal_in_turn(steps, job.lengths, job.parallel.data)
+            # Costs, sums and caps are of computed tokens, including padding.
             lengths = padded_lengths(packs.packs, job.lengths)
-            return _plain_plan(job, packs, lengths, PartitionMethod.PARAMETER)
+            return _unbalanced_plan(job, packs, lengths, PartitionMethod.PARAMETER)
         case Variant.CAREFUL:
             steps = [first_fit(samples, job.lengths, job.caps) for samples in random_steps(job)]
             packs = deal_in_turn(steps, job.lengths, job.parallel.data)
-            return _plain_plan(job, packs, job.lengths, PartitionMethod.LAYER)
+            return _unbalanced_plan(job, packs, job.lengths, PartitionMethod.LAYER)
         case Variant.DATA:
             rule = SplitRule(method=PartitionMethod.LAYER, recompute=RecomputeRule.FULL)
-            return make_plan(_balanced(job, rule))
+            return make_plan(_balanced_request(job, rule))
         case Variant.MODEL:
-            # Not from DATA, whose split may not fit where this one does.
-            return _searched_split(job, make_variant(job, Variant.MEMORY))
+            # Not from DATA, whose split may exceed the cap although this one fits.
+            return _search_split(job, make_variant(job, Variant.MEMORY))
         case Variant.MEMORY:
-            return make_plan(_balanced(job, SplitRule()))
+            return make_plan(_balanced_request(job, SplitRule()))
 
 
 def random_steps(job: AblationJob) -> list[np.ndarray]:
-    """Samples of every step in random order; the last step takes what is left."""
+    """Return the samples of every step in random order; the last step may be smaller."""
     order = np.random.default_rng(job.seed).permutation(len(job.lengths))
     return np.split(order, range(job.samples_per_step, len(order), job.samples_per_step))
 
 
-def fours(samples: np.ndarray) -> list[np.ndarray]:
-    """Micro-batches in the order given; the last one may be smaller."""
+def split_in_fours(samples: np.ndarray) -> list[np.ndarray]:
+    """Return micro-batches in the given order; the last may be smaller."""
     return np.split(samples, range(SAMPLES_PER_BATCH, len(samples), SAMPLES_PER_BATCH))
 
 
 def first_fit(samples: np.ndarray, lengths: Lengths, caps: Caps) -> list[np.ndarray]:
-    """Each sample in turn goes into the first pack that has room for its tokens."""
+    """Return packs by first fit of tokens, in the given order."""
     packs: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []  # tokens by pack
     for sample, tokens in zip(samples.tolist(), lengths.tokens[samples].tolist(), strict=True):
-        place = next((pack for pack, free in enumerate(room) if free >= tokens), len(room))
-        if place == len(room):
+        place = next((pack for pack, left in enumerate(free) if left >= tokens), len(free))
+        if place == len(free):
             packs.append([])
-            room.append(caps["tokens"])
+            free.append(caps["tokens"])
         packs[place].append(sample)
-        room[place] -= tokens
+        free[place] -= tokens
     return [np.array(pack) for pack in packs]
 
 
 def deal_in_turn(
     steps: Sequence[Sequence[np.ndarray]], lengths: Lengths, dp: int
 ) -> ScheduledPacks:
-    """One epoch: the micro-batches of every step go round the ranks in the order drawn."""
-    in_step = np.array([len(drawn) for drawn in steps])
-    step = np.repeat(np.arange(len(steps)), in_step)
-    place = np.arange(len(step)) - np.repeat(np.cumsum(in_step) - in_step, in_step)
-    packs = Packs.from_lists([pack for drawn in steps for pack in drawn])
+    """Deal the micro-batches of every step to ranks in turn."""
+    counts = np.array([len(packs) for packs in steps])
+    step = np.repeat(np.arange(len(steps)), counts)
+    place = np.arange(len(step)) - np.repeat(np.cumsum(counts) - counts, counts)  # within the step
+    packs = Packs.from_lists([pack for packs in steps for pack in packs])
     return ScheduledPacks.of(packs, lengths, step, place % dp, place // dp)
 
 
 def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:
-    """The lengths with each sample as long as the longest of its pack; each is in one pack."""
+    """Return lengths with every sample as long as the longest of its pack."""
     tokens = np.empty_like(lengths.tokens)
     longest = np.maximum.reduceat(lengths.tokens[packs.samples], packs.offsets[:-1])
     tokens[packs.samples] = np.repeat(longest, np.diff(packs.offsets))
@@ -188,41 +171,30 @@ def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:
 
 
 def recomputing_cost(cost: CostModel) -> CostModel:
-    """The cost of a model that recomputes every layer, whatever a plan says."""
-    again = {unit: _recomputed(cost.units[unit]) for unit in LAYERS}
-    return replace(cost, units=cost.units | again)
+    """Return a cost model in which every layer is recomputed, whatever a plan says."""
+
+    def recompute(unit: UnitCost) -> UnitCost:
+        return replace(
+            unit,
+            backward_ms=unit.backward_ms + unit.recompute_ms,
+            activation_bytes=unit.boundary_bytes,
+            transient_bytes=unit.transient_bytes + unit.activation_bytes - unit.boundary_bytes,
+        )
+
+    return replace(cost, units=cost.units | {u: recompute(cost.units[u]) for u in LAYERS})
 
 
-def _recomputed(unit: UnitCost) -> UnitCost:
-    return replace(
-        unit,
-        backward_ms=unit.backward_ms + unit.recompute_ms,
-        activation_bytes=unit.boundary_bytes,
-        transient_bytes=unit.transient_bytes + unit.activation_bytes - unit.boundary_bytes,
-    )
-
-
-def _plain_plan(
-    job: AblationJob,
-    packs: ScheduledPacks,
-    lengths: Lengths,
-    method: PartitionMethod,
+def _unbalanced_plan(
+    job: AblationJob, packs: ScheduledPacks, lengths: Lengths, method: PartitionMethod
 ) -> PlanResult:
-    """The plan of given packs, with the stages of another method and every layer recomputed."""
+    """Return a plan of packs with a baseline's stages, every layer recomputed."""
     packs = replace(packs, tokens=packs.packs.sums(lengths.tokens).astype(np.int32))
     model = model_of_lengths(job.model, lengths)
     cost = job.cost
     features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
-    stages = baseline_stages(
-        method,
-        RecomputeRule.FULL,
-        cost,
-        model,
-        workload,
-        job.parallel.pipeline,
-        job.cap_bytes,
-    )
+    full, pipeline = RecomputeRule.FULL, job.parallel.pipeline
+    stages = baseline_stages(method, full, cost, model, workload, pipeline, job.cap_bytes)
     plan = Plan(
         model=model,
         precision=job.precision,
@@ -236,13 +208,12 @@ def _plain_plan(
 
 
 def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths) -> DataPlan:
-    """Caps are the largest that occur: nothing else bounds these packs."""
+    # No caps limit these packs: give the max of all.
+    tiles = max(int(packs.column("tiles").max()), 1)
     return describe_data(
         packs,
         lengths,
-        caps=Caps.of(
-            tiles=max(int(packs.column("tiles").max()), 1), tokens=int(packs.tokens.max())
-        ),
+        caps=Caps.of(tiles=tiles, tokens=int(packs.tokens.max())),
         method="other",
         seed=job.seed,
         epochs=1,
@@ -251,8 +222,8 @@ def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths) -> Dat
     )
 
 
-def _balanced(job: AblationJob, split: SplitRule) -> PlanRequest:
-    """The product's plan, its steps as near to `samples_per_step` as equally many packs can be."""
+def _balanced_request(job: AblationJob, split: SplitRule) -> PlanRequest:
+    """Return the request for a plan of about `samples_per_step` samples in equally many packs."""
     ranks = job.parallel.data
     spec = job.spec
     data = SampleData(
@@ -261,54 +232,44 @@ def _balanced(job: AblationJob, split: SplitRule) -> PlanRequest:
         levels=(Level(caps=job.caps),),
         packs_per_step=ranks,
     )
-    # How many there are does not depend on the packs of a step.
+    # The number of packs does not depend on packs per step, so one per rank will do.
     (packs,) = data.pack(spec)
-    of_a_rank = job.samples_per_step * len(packs) / len(job.lengths) / ranks
-    sized = replace(data, packs_per_step=max(round(of_a_rank), 1) * ranks)
+    packs_per_rank = job.samples_per_step * len(packs) / len(job.lengths) / ranks
+    sized = replace(data, packs_per_step=max(round(packs_per_rank), 1) * ranks)
     return PlanRequest(job=spec, data=sized, split=split)
 
 
-def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
-    """The same packs on the split that the search finds where every layer is recomputed."""
+def _search_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
+    """Return the plan of the same packs on the fastest split with every layer recomputed."""
     assert balanced.data is not None
     (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
     features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
-    found = search_stages(
+    search = search_stages(
         recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
     )
-    stages = _all_recomputed(model, found)
+    cuts = list(accumulate(stage.size for stage in search.stages[:-1]))
+    layers = [(len(s.layers("vision")), len(s.layers("language"))) for s in search.stages]
+    stages = stages_from_cuts(model, cuts, layers)  # the found stages, all layers recomputed
     prediction = predict(cost, model, job.parallel, [stages], packs, workload)
     plan = balanced.plan.model_copy(update={"stages": stages, "prediction": prediction})
-    return replace(balanced, plan=plan, search=replace(found, stages_at=(stages,)))
-
-
-def _all_recomputed(model: ModelConfig, found: SearchResult) -> tuple[Stage, ...]:
-    cuts = list(accumulate(stage.size for stage in found.stages[:-1]))
-    layers = [
-        (len(stage.layers("vision")), len(stage.layers("language"))) for stage in found.stages
-    ]
-    return stages_from_cuts(model, cuts, layers)
+    return replace(balanced, plan=plan, search=replace(search, stages_at=(stages,)))
 
 
 def full_steps(result: PlanResult, variant: Variant) -> np.ndarray:
-    """Numbers of the steps that have what every step of the epoch but one has. int64 [steps]"""
+    """Return the numbers of full steps. int64 [steps]"""
     assert result.data is not None and result.plan.data is not None
     packs, _ = result.data
-    if variant in PLAIN:
+    if variant in UNBALANCED:
         samples = np.bincount(packs.step, weights=np.diff(packs.packs.offsets))
         return np.flatnonzero(samples == samples[0])
     return np.flatnonzero(np.bincount(packs.step) == result.plan.data.packs_per_step)
 
 
 def real_lengths(published: Path, model: ModelConfig) -> Lengths:
-    """Tiles and texts of the two published files, in tokens of a model with smaller tiles.
+    """Return tiles and texts of the files in `published`, scaled to a model with smaller tiles.
 
-    Half of a text carries loss: the files do not say. Without them, and saying so, a synthetic
-    mixture is scaled alike.
-
-    Args:
-        published: folder of the files.
+    Synthetic lengths if the files are missing.
     """
     paths = [published / name for name in PUBLISHED_FILES]
     if all(path.is_file() for path in paths):
@@ -318,7 +279,8 @@ def real_lengths(published: Path, model: ModelConfig) -> Lengths:
         lengths = make_lengths("internvl", SYNTHETIC_SAMPLES, seed=0)
     scale = PUBLISHED_TOKENS_PER_TILE // model.vision.tokens_per_item
     text = -(-(lengths.tokens - PUBLISHED_TOKENS_PER_TILE * lengths.column("tiles")) // scale)
-    text = np.maximum(text, LEAST_TEXT_TOKENS)
+    text = np.maximum(text, MIN_TEXT_TOKENS)
+    # The files do not have loss tokens: take half of the text.
     return replace(
         lengths,
         tokens=(lengths.column("tiles") * model.vision.tokens_per_item + text).astype(np.int32),

@@ -1,13 +1,13 @@
-"""Plans of twenty jobs of users with required options alone, or compared with forced plans.
+"""Plans of twenty jobs with only the required options, or compared with restricted searches.
 
     python benchmarks/goals.py
     python benchmarks/goals.py --only "8B text, 32" --forced
 
-A row a job: samples per step, layout, memory, predicted samples per second, and a published recipe
-for the model. With `--forced` each job is planned again with levels of packs,
-placement of encoders, sharding and parallel sizes forced, each alone, at the same samples per
-step, so that no forced plan should be faster. All times are simulated, with costs counted at the
-clusters' rates; "search" is the time of the free search on this machine.
+Prints a row per job: samples per step, layout, peak memory, predicted samples per second, a
+published recipe for the model, and the search's time on this machine. With `--forced`, each job is
+planned again with one restriction at a time (one level, encoder placement, sharding, parallel
+sizes) at the same samples per step: no such plan should be faster. Times are simulated, with
+counted costs.
 """
 
 import argparse
@@ -30,27 +30,26 @@ PIPELINE, DATA_PARALLEL = EncoderPlacement
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model on some devices, the lengths that it trains, and a published recipe."""
+    """A model, its devices, the distribution of its samples, and a published recipe."""
 
     name: str
     model: str
     cluster: str
     gpus: int
     trainer: str | None
-    tail: float
-    """Spread of the lengths: the deviation of their logarithm."""
+    tail: float  # standard deviation of the logarithm of lengths
     longest: int
-    items: str | None
-    """Feature of the encoder's items."""
+    items: str | None  # feature of the encoder's items
     recipe: str
 
     def lengths(self, samples: int = SAMPLES) -> Lengths:
-        """Lengths of made samples: lognormal texts, and an item for every part of half of them."""
+        """Return synthetic lengths: lognormal tokens, up to half of them from encoder items."""
         rng = np.random.default_rng(0)
         tokens = np.clip(rng.lognormal(6.8, self.tail, samples).round(), 32, self.longest)
         items = {}
         if self.items is not None:
             count = np.minimum(rng.integers(0, 7, samples), tokens // (2 * TOKENS_PER_ITEM))
+            # Images at native resolution are counted by tokens, other items by number.
             per = TOKENS_PER_ITEM if self.items == "image_tokens" else 1
             items = {self.items: (count * per).astype(np.int32)}
         return Lengths(
@@ -65,6 +64,7 @@ class Job:
 
 
 TOKENS_PER_ITEM = 256
+# Fields of `Job`. Without a trainer ("-"), the plan is for this project's.
 _ROWS = """
 8B text, 8|llama3.1-8b|h100-80g|8|-|0.6|16384|-|128; ZeRO-3
 8B text, 32|llama3.1-8b|h100-80g|32|-|1.3|65536|-|128; ZeRO-3
@@ -87,34 +87,32 @@ Qwen3-VL 32B, 64|qwen3-vl-32b|h200-141g|64|-|1.3|16384|image_tokens|256; ZeRO-3
 30B-A3B, 16|qwen3-30b-a3b|h100-80g|16|megatron-bridge|0.6|8192|-|32 packs; EP 16
 Qwen3-VL 30B-A3B, 32|qwen3-vl-30b-a3b|h100-80g|32|-|0.6|16384|image_tokens|128; PP 2 EP 8
 """
-"""Fields of jobs. Those without a trainer are for this project's."""
 
 
 def read_job(line: str) -> Job:
-    """Read a line of `_ROWS`."""
-    name, model, cluster, gpus, trainer, tail, longest, items, recipe = map(
-        str.strip, line.split("|")
-    )
-    given = [None if word == "-" else word for word in (trainer, items)]
+    name, model, cluster, gpus, trainer, tail, longest, items, recipe = line.split("|")
     return Job(
-        name, model, cluster, int(gpus), given[0], float(tail), int(longest), given[1], recipe
-    )
+        name, model, cluster, int(gpus), None if trainer == "-" else trainer, float(tail),
+        int(longest), None if items == "-" else items, recipe,
+    )  # fmt: skip
 
 
 JOBS = tuple(map(read_job, _ROWS.strip().splitlines()))
 
 
-def forced(free: Free, best: Planned) -> Iterator[tuple[str, Free]]:
-    """What is forced, by name."""
-    one = LevelRule(count=1)
-    yield "one level", replace(free, levels=one)
+def restrict_search(free: Free, best: Planned) -> Iterator[tuple[str, Free]]:
+    """Yield restricted searches by name."""
+    one_level = LevelRule(count=1)
+    yield "one level", replace(free, levels=one_level)
     for placement in free.placements:
-        yield placement.option, replace(free, placements=(placement,))
-        yield f"{placement.option}, one level", replace(free, placements=(placement,), levels=one)
-    for way in WeightSharding:
-        yield f"weights {way}", replace(free, shardings=(way,))
+        placed = replace(free, placements=(placement,))
+        yield placement.option, placed
+        yield f"{placement.option}, one level", replace(placed, levels=one_level)
+    for sharding in WeightSharding:
+        yield f"weights {sharding}", replace(free, shardings=(sharding,))
     assert free.sizes is not None and best.strategies is not None
-    others = [each.parallel for each in best.strategies.ranking[1:4]]
+    # The chosen sizes, and the next three of the ranking.
+    others = [strategy.parallel for strategy in best.strategies.ranking[1:4]]
     for sizes in dict.fromkeys([best.result.plan.parallel, *others]):
         fixed = replace(
             free.sizes, tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert
@@ -122,73 +120,74 @@ def forced(free: Free, best: Planned) -> Iterator[tuple[str, Free]]:
         yield sizes.text, replace(free, sizes=fixed)
 
 
-def rate(planned: Planned) -> float:
-    """Samples per second of all devices."""
+def samples_per_second(planned: Planned) -> float:
+    """Return the predicted rate of all devices."""
     per_device = planned.prediction.samples_per_second_per_gpu
     assert per_device is not None
     return per_device * planned.result.plan.parallel.world_size
 
 
-def planned(job: Job, free: Free | None = None, samples_per_step: int | None = None) -> Planned:
-    """The plan of a job with required options, or with some choices forced."""
+def plan_job(job: Job, free: Free | None = None, samples_per_step: int | None = None) -> Planned:
+    """Return the best plan of a job, by default of all choices."""
     description = training_job(job.model, job.cluster, trainer=job.trainer)
     free = free or Free.everything(job.gpus)
-    if not description.model.encoders:
+    if not description.model.encoders:  # then placements are the same
         free = replace(free, placements=(PIPELINE,))
     data = Samples(lengths=job.lengths(), samples_per_step=samples_per_step)
     return plan(Goal(job=description, data=data, free=free))
 
 
-def row(job: Job) -> tuple[str, ...]:
-    """Cells of a job planned with required options."""
+def job_row(job: Job) -> tuple[str, ...]:
+    """Return the cells of a job planned with only the required options."""
     start = time.perf_counter()
-    best = planned(job)
-    seconds, made = time.perf_counter() - start, best.result.plan
+    best = plan_job(job)
+    seconds, parallel = time.perf_counter() - start, best.result.plan.parallel
     assert best.strategies is not None
     peak_gib = max(stage.memory.peak_gib for stage in best.prediction.stages)
-    step = str(best.strategies.samples_per_step)
-    layout = f"{made.parallel.text}, {made.parallel.sharding}"
+    step, rate = str(best.strategies.samples_per_step), samples_per_second(best)
     return (
-        job.name, job.trainer or "own", step, layout, f"{peak_gib:.0f}", f"{rate(best):,.2f}",
-        job.recipe, f"{seconds:.0f} s",
+        job.name, job.trainer or "own", step, f"{parallel.text}, {parallel.sharding}",
+        f"{peak_gib:.0f}", f"{rate:,.2f}", job.recipe, f"{seconds:.0f} s",
     )  # fmt: skip
 
 
-def compared(job: Job) -> Iterator[tuple[str, str, str, str]]:
-    """Rows of a job: what is forced, samples per second, how much slower, and the plan."""
-    best, free = planned(job), Free.everything(job.gpus)
+def compare_restricted(job: Job) -> Iterator[tuple[str, str, str, str]]:
+    """Yield rows: restriction, samples per second, slowdown, plan."""
+    best, free = plan_job(job), Free.everything(job.gpus)
     assert best.strategies is not None
-    yield f"{job.name}: free", f"{rate(best):,.2f}", "", words(best)
-    for name, goal in forced(free, best):
+    best_rate = samples_per_second(best)
+    yield f"{job.name}: free", f"{best_rate:,.2f}", "", describe_plan(best)
+    for name, restricted in restrict_search(free, best):
         try:
-            found = planned(job, goal, best.strategies.samples_per_step)
+            planned = plan_job(job, restricted, best.strategies.samples_per_step)
         except UserError as error:
             yield f"  {name}", "-", "-", str(error)[:60]
         else:
-            slower = rate(best) / rate(found) - 1
-            yield f"  {name}", f"{rate(found):,.2f}", f"{slower:+.1%}", words(found)
+            rate = samples_per_second(planned)
+            slowdown = f"{best_rate / rate - 1:+.1%}"
+            yield f"  {name}", f"{rate:,.2f}", slowdown, describe_plan(planned)
 
 
-def words(planned: Planned) -> str:
-    """Sizes, placement and packs of a plan."""
-    made = planned.result.plan
-    assert made.data is not None
-    packs = " ".join(f"{each.caps['tokens']}/{each.context}" for each in made.levels)
-    return f"{made.parallel.text}; {planned.placement.chosen.option}; {packs or made.data.caps}"
+def describe_plan(planned: Planned) -> str:
+    """Return sizes, encoder placement and levels (tokens / context size) of a plan."""
+    plan = planned.result.plan
+    assert plan.data is not None
+    levels = " ".join(f"{level.caps['tokens']}/{level.context}" for level in plan.levels)
+    return f"{plan.parallel.text}; {planned.placement.chosen.option}; {levels or plan.data.caps}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=len(JOBS), help="first jobs of the list")
-    parser.add_argument("--only", help="name of one job")
-    parser.add_argument("--forced", action="store_true", help="compare with forced choices")
+    parser.add_argument("--jobs", type=int, default=len(JOBS), help="number of jobs")
+    parser.add_argument("--only", help="name of a job")
+    parser.add_argument("--forced", action="store_true", help="compare with restricted searches")
     given = parser.parse_args()
     jobs = [job for job in JOBS if given.only in (None, job.name)][: given.jobs]
     for job in jobs:
         if not given.forced:
-            print(f"| {' | '.join(row(job))} |", flush=True)
+            print(f"| {' | '.join(job_row(job))} |", flush=True)
             continue
-        for cells in compared(job):
+        for cells in compare_restricted(job):
             print("{:<38} {:>12} {:>8}  {}".format(*cells), flush=True)
 
 

@@ -1,13 +1,12 @@
-"""What a training step costs besides computing and communicating, on this machine.
+"""Overhead of a training step: its time besides computing and communicating.
 
     python benchmarks/overhead.py [--steps 80] [--num-workers 1]
 
 Trains the quickstart's model on the quickstart's data (made on the first run) with pretrain_vlm.py,
-two stages in two processes, and reads the run log. Overhead is waiting for data, what lies between
-two steps (logging, the exchange of stage times, asking after a checkpoint's progress), and what of
-a step belongs to no phase; as a share of the whole, means over the steps after the first five.
-Prints a row for each, and whether the bar of 2 % holds. A checkpoint halts training while the state
-is copied, however seldom; that time is told apart.
+two stages in two processes, and reads the run log. Overhead is waiting for data, time between steps
+(logging, the exchange of stage times, polling a checkpoint's progress), and time of a step in no
+phase. Prints their means, without the first five steps, and whether they are below 2 %. The halt
+for a checkpoint, while the state is copied, is printed separately.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def main() -> None:
 
 
 def train(work: Path, steps: int, num_workers: int) -> list[StepRecord]:
-    """Run the quickstart's training for some steps; returns its log."""
+    """Train the quickstart's model, and return the run log."""
     data = ROOT / "work" / "quickstart" / "digits"
     if not data.exists():
         run("tools/make_digits_dataset.py", "--output", data)
@@ -64,7 +63,7 @@ def train(work: Path, steps: int, num_workers: int) -> list[StepRecord]:
 
 
 def run(*command: object) -> None:
-    """A command of the product; what it prints is shown only if it fails."""
+    """Run a Python command; print its output only if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [sys.executable, *map(str, command)],
@@ -75,21 +74,19 @@ def run(*command: object) -> None:
 
 
 def print_overhead(records: list[StepRecord]) -> None:
-    """Shares of the time from one step's end to the next one's.
-
-    A save is begun after its step and completed after the next: both belong to it.
-    """
-    saving = [one for one in records if one.step % SAVE_INTERVAL == 0]
-    records = [one for one in records if one.step % SAVE_INTERVAL > 1]
-    total_ms = np.array([record.step_ms + record.between_ms for record in records])
-    data_ms = np.array([np.mean([stage.data_ms for stage in one.stages]) for one in records])
-    phases_ms = np.array([np.mean([_phases_ms(stage) for stage in one.stages]) for one in records])
+    """Print the shares of the time from the end of a step to the end of the next."""
+    # A save begins after its step and completes after the next: both are left out.
+    saving = [record for record in records if record.step % SAVE_INTERVAL == 0]
+    records = [record for record in records if record.step % SAVE_INTERVAL > 1]
+    total_ms = np.array([record.step_ms + record.between_ms for record in records])  # [steps]
+    data_ms = np.array([np.mean([stage.data_ms for stage in step.stages]) for step in records])
+    phases_ms = np.array([np.mean([_phases_ms(stage) for stage in r.stages]) for r in records])
     step_ms = np.array([record.step_ms for record in records])
     between_ms = np.array([record.between_ms for record in records])
     rows = {
         "waiting for data": data_ms,
         "between steps": between_ms,
-        "in no phase of a step": step_ms - phases_ms,
+        "in no phase": step_ms - phases_ms,
     }
     table = Table("", "ms a step", "share", box=box.SIMPLE_HEAD)
     for name, values in rows.items():
@@ -99,8 +96,7 @@ def print_overhead(records: list[StepRecord]) -> None:
     console = Console()
     console.print(f"{len(records)} steps of {total_ms.mean():.0f} ms on two processes")
     console.print(table)
-    verdict = "holds" if overhead <= BAR else "is missed"
-    console.print(f"the bar of {BAR:.0%} {verdict}")
+    console.print(f"the bar of {BAR:.0%} {'holds' if overhead <= BAR else 'is missed'}")
     halts_ms = [record.between_ms for record in saving]
     console.print(
         f"a checkpoint halts training for {np.median(halts_ms):.0f} ms (median of {len(saving)})"

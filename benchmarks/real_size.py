@@ -1,17 +1,16 @@
-"""Plans of real size beside what the code allocates: every stage of many models, without a device.
+"""Predicted against allocated peak memory of plans of real size, on fake CUDA devices.
 
     python benchmarks/real_size.py [--quick] [--provider local] [--work work/real_size]
 
-Plans each job, runs all of its stages on fake CUDA devices (`tools/replay.py --fake-device`) and
-prints
+Plans each job, runs all stages on fake devices (`tools/replay.py --fake-device`) and prints
 
-1. the predicted and the allocated peak of every stage, and the worst of all differences;
+1. the predicted and the allocated peak of every stage, and the largest differences;
 2. kernels, arithmetic and element-wise share of each stage of InternViT-6B with InternLM2-20B for
    TP 2 x PP 4 x DP 4, every micro-batch at 9 tiles and 4,096 tokens.
 
-Lengths are those of `tools/make_lengths.py`. It takes about half an hour, and --quick some minutes;
-what is finished stays in --work, and the same command goes on. It begins anew where plans or the
-trainer's code have changed. No GPU takes part, and no time is measured.
+Lengths are synthetic. Takes about half an hour, with --quick some minutes. Finished stages stay in
+--work until plans or the trainer's code change, so an interrupted run continues. No time is
+measured.
 """
 
 import argparse
@@ -55,7 +54,7 @@ from tools.make_lengths import make_lengths  # noqa: E402
 SAMPLES = 6_000
 MICRO_BATCHES = 16
 LARGE_KERNELS = Roofline(
-    name="H100, rates that large kernels reach as published; assumed, not measured here",
+    name="H100, published rates of large kernels; assumed, not measured here",
     matrix_tflop_per_s=600,
     attention_tflop_per_s=380,
     attention_backward_tflop_per_s=280,
@@ -65,30 +64,27 @@ LARGE_KERNELS = Roofline(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealSizeJob:
-    """One plan to be compared."""
+    """Settings of a plan to compare."""
 
     model: str
     cluster: str
-    sizes: tuple[int, int, int]
-    """Tensor, pipeline and data parallel."""
+    sizes: tuple[int, int, int]  # TP, PP, DP
     tiles: int = 9
     tokens: int = 4096
     sequence_parallel: bool = True
     frozen: tuple[str, ...] = ()
     recompute: RecomputeRule = RecomputeRule.CHEAPEST
-    at_caps: bool = False
-    """Whether every micro-batch is at the caps, in place of packed samples."""
+    at_caps: bool = False  # micro-batches at the caps, instead of packed samples
 
     @property
     def parallel(self) -> Parallel:
-        """Parallel sizes."""
         tensor, pipeline, data = self.sizes
-        divides = self.sequence_parallel and tensor > 1
-        return Parallel(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=divides)
+        sequence = self.sequence_parallel and tensor > 1
+        return Parallel(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=sequence)
 
     @property
     def name(self) -> str:
-        """Name of its folder and of its rows."""
+        """Name of the job's folder and table rows."""
         tensor, pipeline, data = self.sizes
         parts = [self.model, self.cluster.split("-")[0], f"tp{tensor} pp{pipeline} dp{data}"]
         parts += ["no sp"] * (tensor > 1 and not self.sequence_parallel)
@@ -98,7 +94,6 @@ class RealSizeJob:
         return ", ".join([*parts, *["at caps"] * self.at_caps])
 
     def request(self) -> PlanRequest:
-        """The plan to make."""
         model = load_model(self.model)
         job = JobSpec(
             model=model,
@@ -116,9 +111,9 @@ class RealSizeJob:
                 levels=(Level(caps=caps),),
                 packs_per_step=MICRO_BATCHES * self.parallel.data,
             )
-        searched = self.recompute == RecomputeRule.CHEAPEST
-        split = SplitRule(method=PartitionMethod.LAYER, recompute=self.recompute)
-        return PlanRequest(job=job, data=data, split=JOINT if searched else split)
+        rule = SplitRule(method=PartitionMethod.LAYER, recompute=self.recompute)
+        split = JOINT if self.recompute == RecomputeRule.CHEAPEST else rule
+        return PlanRequest(job=job, data=data, split=split)
 
 
 _TITLES = (
@@ -126,8 +121,8 @@ _TITLES = (
     "peak in",
 )
 _6B_20B = "internvl-chat-1.5-6b-20b"
+# The job whose kernels are printed.
 COUNTED = RealSizeJob(model=_6B_20B, cluster="h100-80g", sizes=(2, 4, 4), at_caps=True)
-"""The job whose kernels are shown."""
 QUICK = (
     RealSizeJob(model="internvl2.5-8b", cluster="a100-80g", sizes=(1, 2, 4)),
     RealSizeJob(model=_6B_20B, cluster="a100-80g", sizes=(2, 4, 4)),
@@ -164,10 +159,10 @@ JOBS = (
 
 
 def counted_stages(job: RealSizeJob, work: Path) -> tuple[Plan, tuple[FakeStage, ...]]:
-    """Plan a job and count all of its stages, or take what is kept of them.
+    """Return a job's plan and its stages on fake devices, from the work folder if finished.
 
     Raises:
-        UserError: no plan fits, or there is no compiler.
+        UserError: no plan fits, or no compiler is installed.
     """
     result = make_plan(job.request())
     identity = fake_replay_info(result.plan)
@@ -182,25 +177,25 @@ def counted_stages(job: RealSizeJob, work: Path) -> tuple[Plan, tuple[FakeStage,
 
 
 def comparison_rows(job: RealSizeJob, plan: Plan, stages: Sequence[FakeStage]) -> list[list]:
-    """A row of each stage; the job's name is on its first."""
+    """Return a row per stage, with the job's name in the first."""
     return [
         [
-            job.name if one.stage == 0 else "",
-            f"{one.stage}",
-            layers_of([plan.merge_chunks(plan.stages)[one.stage]]),
-            f"{one.predicted_gib:.2f}",
-            f"{one.allocated_gib:.2f}",
-            f"{one.deviation:+.2%}",
-            f"{one.allocated_gib / memory_cap_gib(plan.cluster):.0%}",
-            one.peak_at.rsplit("::", 1)[-1] + f", {one.peak_phase}",
+            job.name if fake.stage == 0 else "",
+            f"{fake.stage}",
+            layers_of([plan.merge_chunks(plan.stages)[fake.stage]]),
+            f"{fake.predicted_gib:.2f}",
+            f"{fake.allocated_gib:.2f}",
+            f"{fake.deviation:+.2%}",
+            f"{fake.allocated_gib / memory_cap_gib(plan.cluster):.0%}",
+            fake.peak_at.rsplit("::", 1)[-1] + f", {fake.peak_phase}",
         ]
-        for one in stages
+        for fake in stages
     ]
 
 
 def compare(jobs: Sequence[RealSizeJob], work: Path, console: Console) -> None:
-    """Print predicted beside allocated peaks of all jobs, each as soon as it is counted."""
-    found: list[tuple[float, str]] = []
+    """Print predicted and allocated peaks of all jobs; progress goes to stderr."""
+    deviations: list[tuple[float, str]] = []
     rows: list[list] = []
     for number, job in enumerate(jobs, 1):
         print(f"{number} of {len(jobs)}: {job.name}", file=sys.stderr)
@@ -211,21 +206,21 @@ def compare(jobs: Sequence[RealSizeJob], work: Path, console: Console) -> None:
             rows.append([job.name, "", "no plan", *[""] * 5])
             continue
         rows += comparison_rows(job, plan, stages)
-        found += [(one.deviation or 0.0, f"{job.name}, stage {one.stage}") for one in stages]
-        worst = max(stages, key=lambda one: abs(one.deviation or 0.0))
+        deviations += [(s.deviation or 0.0, f"{job.name}, stage {s.stage}") for s in stages]
+        worst = max(stages, key=lambda stage: abs(stage.deviation or 0.0))
         print(f"  worst: {worst.deviation:+.2%}, stage {worst.stage}", file=sys.stderr)
     columns = [Column(title=title, style="left" if title == "job" else "") for title in _TITLES]
     console.print(Table(title="Peak memory, GiB", columns=columns, sections=[rows]))
-    if found:
-        least, most = min(found), max(found)
-        console.print(f"predicted too little, at most: {least[0]:+.2%} ({least[1]})")
-        console.print(f"predicted too much, at most: {most[0]:+.2%} ({most[1]})")
-        within = sum(-0.01 <= deviation <= 0.02 for deviation, _ in found)
-        console.print(f"between -1 % and +2 %: {within} of {len(found)} stages")
+    if deviations:
+        lowest, highest = min(deviations), max(deviations)
+        console.print(f"predicted too little, at most: {lowest[0]:+.2%} ({lowest[1]})")
+        console.print(f"predicted too much, at most: {highest[0]:+.2%} ({highest[1]})")
+        within = sum(-0.01 <= deviation <= 0.02 for deviation, _ in deviations)
+        console.print(f"between -1 % and +2 %: {within} of {len(deviations)} stages")
 
 
 def show_kernels(work: Path, console: Console) -> None:
-    """Print what each stage of `COUNTED` launches, at two sets of rates."""
+    """Print the kernels of each stage of `COUNTED`, at two sets of rates."""
     plan, stages = counted_stages(COUNTED, work)
     console.print(f"\n{COUNTED.name}: {layers_of(plan.stages)}")
     for rates in (Roofline.of_cluster(plan.cluster, plan.precision), LARGE_KERNELS):
@@ -234,7 +229,7 @@ def show_kernels(work: Path, console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three jobs only")
+    parser.add_argument("--quick", action="store_true", help="only three jobs")
     parser.add_argument("--provider", choices=get_args(Provider), default="local")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "work" / "real_size")
     given = parser.parse_args()

@@ -1,13 +1,11 @@
-"""A hundred million samples packed in portions: packs above the bound, time and peak memory.
+"""Packs above the bound, time and peak memory of a hundred million samples packed in portions.
 
     python benchmarks/scale.py [--samples 1000000] [--tiles 9 --tokens 4096] [--folder DIR] [--plan]
 
-Makes lengths like those of InternVL's mixture, deals them to portions, packs every portion into
-steps of 64 ranks by predicted time, writes all, proves how few packs all samples need together, and
-reads one portion as a rank of the trainer does. With --plan, `omnibal plan` and `omnibal check` do
-all this as a user runs them, for InternVL2.5-26B on 64 GPUs, and a rank opens that plan. Each of
-these is a process of its own, whose peak memory is what the system says at its end; times are
-seconds of computing on one core.
+Makes synthetic lengths, packs every portion into steps of 64 ranks by predicted time, proves a
+lower bound on packs of all samples, and reads a portion as a rank of the trainer does. With --plan,
+runs `omnibal plan` and `omnibal check` for InternVL2.5-26B on 64 GPUs, and opens the plan as a
+rank. Every task runs in its own process, for its peak memory; times are CPU seconds on one core.
 """
 
 import argparse
@@ -40,15 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_lengths import make_lengths
 
 _RANKS, _MICRO_BATCHES = 64, 8
-_MOST_ABOVE = 0.005
-"""Share of packs above the bound that is still good."""
-_MOST_SECONDS, _MOST_GIB = 600, 16.0
-"""Limits of packing a hundred million samples."""
+_MAX_GAP = 0.005  # share of packs above the bound
+_MAX_SECONDS, _MAX_GIB = 600, 16.0  # of packing a hundred million samples
 _LENGTHS, _PLAN = "all.parquet", "plan"
 _LAYOUT = "--model internvl2.5-26b --cluster h100-80g --tp 4 --pp 4 --dp 4".split()
 
 
-def scheduled(
+def schedule_portion(
     lengths: Lengths, place: PortionPlace, *, samples: PortionedSamples, job: JobSpec, caps: Caps
 ) -> ScheduledPacks:
     """Pack a portion into steps of all ranks."""
@@ -62,7 +58,7 @@ def scheduled(
 
 
 def pack(folder: Path, caps: Caps, portion_samples: int) -> str:
-    """Pack the lengths of a folder in portions, and say how well."""
+    """Pack the lengths of a folder in portions, and return a report."""
     job = JobSpec(
         model=named_model("internvl-chat-1.5-6b-20b"),
         cluster=load_cluster("a100-80g"),
@@ -72,40 +68,40 @@ def pack(folder: Path, caps: Caps, portion_samples: int) -> str:
     settings = PackSettings(portion_samples=portion_samples)
     samples = PortionedSamples.of(read_lengths([folder / _LENGTHS]), settings)
     if samples is None:
-        raise SystemExit("give more --samples than a portion has")
-    schedule = partial(scheduled, samples=samples, job=job, caps=caps)
+        raise SystemExit("--samples must be more than a portion's")
+    schedule = partial(schedule_portion, samples=samples, job=job, caps=caps)
     portions = write_portions(samples, schedule, folder)
-    packed = time.process_time()
-    packs = sum(each.packs for each in portions)
-    least = bound_packs(samples, caps, packs)
-    proven = time.process_time() - packed
-    gap = packs / least - 1
-    verdict = "ok" if gap <= _MOST_ABOVE else "MISSES"
-    within = "ok" if packed <= _MOST_SECONDS and peak_gib() <= _MOST_GIB else "MISSES"
+    pack_s = time.process_time()  # from the start of this process
+    packs = sum(portion.packs for portion in portions)
+    bound = bound_packs(samples, caps, packs)
+    bound_s = time.process_time() - pack_s
+    gap = packs / bound - 1
+    verdict = "ok" if gap <= _MAX_GAP else "MISSES"
+    within = "ok" if pack_s <= _MAX_SECONDS and peak_gib() <= _MAX_GIB else "MISSES"
     return (
         f"{len(samples.lengths):,} samples in {samples.count} portions, {caps}\n"
-        f"  packs {packs:,}, at least {least:,}: gap {gap:.3%} {verdict}\n"
-        f"  read, packed and written in {packed:.0f} s, bound in {proven:.0f} s, "
+        f"  packs {packs:,}, at least {bound:,}: gap {gap:.3%} {verdict}\n"
+        f"  read, packed and written in {pack_s:.0f} s, bound in {bound_s:.0f} s, "
         f"peak {peak_gib():.2f} GiB {within}"
     )
 
 
-def read(folder: Path) -> str:
-    """Read a portion as a rank does, and say what that takes."""
-    before, own = peak_gib(), portion_folder(folder, 0)
-    packs = read_packs(own / portion_packs_file(0))
-    lengths = read_lengths([own / LENGTHS_FILE])
+def read_portion(folder: Path) -> str:
+    """Read a portion as a rank does, and return a report."""
+    before, portion = peak_gib(), portion_folder(folder, 0)
+    packs = read_packs(portion / portion_packs_file(0))
+    lengths = read_lengths([portion / LENGTHS_FILE])
     return (
         f"  a rank's portion: {len(packs):,} packs of {len(lengths):,} samples, "
         f"{peak_gib() - before:.2f} GiB at most, {time.process_time():.1f} s"
     )
 
 
-def opened(folder: Path) -> str:
-    """Open a plan as a rank does that goes on in its last portion, and say what that takes."""
+def open_last_portion(folder: Path) -> str:
+    """Open a plan and its last portion as a resuming rank does, and return a report."""
     before = peak_gib()
     files = open_plan(folder / _PLAN, to_train=True)
-    assert files.plan.data is not None, "it was planned with lengths"
+    assert files.plan.data is not None, "planned with lengths"
     _, packs, _ = open_portion(files, files.plan.data.steps - 1)
     return (
         f"  a rank opens the plan, and its last portion of {len(packs):,} packs, in "
@@ -113,8 +109,8 @@ def opened(folder: Path) -> str:
     )
 
 
-def commands(given: argparse.Namespace, folder: Path) -> list[list[str]]:
-    """The commands that plan the samples of a folder and check the plan."""
+def plan_commands(given: argparse.Namespace, folder: Path) -> list[list[str]]:
+    """Return the commands that plan the samples of a folder and check the plan."""
     limits = ["--max-tiles", str(given.tiles), "--max-tokens", str(given.tokens)]
     portions = ["--portion-samples", str(given.portion_samples)]
     data = ["--lengths", str(folder / _LENGTHS), *limits, *portions]
@@ -122,8 +118,8 @@ def commands(given: argparse.Namespace, folder: Path) -> list[list[str]]:
     return [plan, ["check", str(folder / _PLAN)]]
 
 
-def measured(command: list[str]) -> str:
-    """Run an `omnibal` command, and say what it takes."""
+def measure_command(command: list[str]) -> str:
+    """Run an `omnibal` command, and return its CPU seconds and peak memory."""
     process = subprocess.Popen(
         [sys.executable, "-m", "omnibal", *command], stdout=subprocess.DEVNULL, env=_one_core()
     )
@@ -135,7 +131,7 @@ def measured(command: list[str]) -> str:
 
 
 def peak_gib() -> float:
-    """Most memory that this process has had."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -144,29 +140,29 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100_000_000)
     parser.add_argument("--tiles", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--folder", type=Path, help="where to write; removed at the end")
+    parser.add_argument("--folder", type=Path, help="parent of the working folder")
     parser.add_argument("--portion-samples", type=int, default=PORTION_SAMPLES)
     parser.add_argument("--plan", action="store_true", help="plan, check and open a plan instead")
     tasks = ("make", "pack", "read", "open")
     parser.add_argument("--task", choices=tasks, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.task is None:
-        _run_each(given)
+        _run_tasks(given)
     elif given.task == "make":
         write_lengths(make_lengths("internvl", given.samples, 0), given.folder / _LENGTHS)
     elif given.task == "pack":
         caps = Caps.of(tiles=given.tiles, tokens=given.tokens)
         print(pack(given.folder, caps, given.portion_samples))
     else:
-        print((read if given.task == "read" else opened)(given.folder))
+        print((read_portion if given.task == "read" else open_last_portion)(given.folder))
 
 
 def _one_core() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def _run_each(given: argparse.Namespace) -> None:
-    """Run every task in a process of its own, with the arguments of this one."""
+def _run_tasks(given: argparse.Namespace) -> None:
+    """Run every task in its own process, with the arguments of this one."""
     folder = Path(tempfile.mkdtemp(prefix="scale-", dir=given.folder))
 
     def run(task: str) -> None:
@@ -179,8 +175,8 @@ def _run_each(given: argparse.Namespace) -> None:
             run("pack")
             run("read")
             return
-        for command in commands(given, folder):
-            print(measured(command), flush=True)
+        for command in plan_commands(given, folder):
+            print(measure_command(command), flush=True)
         run("open")
     finally:
         shutil.rmtree(folder)

@@ -1,12 +1,11 @@
-"""A scan on a Ray cluster of three nodes, while workers, nodes and the command itself are killed.
+"""Scans on a Ray cluster of three nodes while workers, nodes and the command are killed.
 
     python benchmarks/scan_kills.py [--kills 50] [--samples 20000] [--seed 0]
 
-Starts a cluster on this machine, a head and two nodes of one core, and scans one dataset of the
-quickstart's kind again and again with the command that a user types. Whenever the scan has come a
-little further, a process of it is killed, of each kind in turn; a killed command is started
-again. Every finished scan must be the bytes that one process writes, and so has no sample lost or
-doubled: it ends with an error where one is not.
+Starts a cluster on this machine, a head and two nodes with one core each, and scans a dataset like
+the quickstart's repeatedly with `omnibal lengths`. Whenever a scan progresses, a process is killed,
+of each kind in turn; a killed command is started again. Fails unless every finished scan has the
+bytes of a scan by one process, without lost or doubled samples.
 """
 
 import argparse
@@ -27,20 +26,19 @@ import psutil
 from ray.cluster_utils import Cluster
 
 REPOSITORY = Path(__file__).parent.parent
-_STORE_BYTES = 80 * 2**20  # of a node's objects; Ray asks for 75 MiB at least
-_STALLED_S = 300.0  # without a finished part: far more than a lost node is noticed in
+_STORE_BYTES = 80 * 2**20  # of a node's objects; Ray requires 75 MiB
+_STALLED_S = 300.0  # without a finished part; a lost node is noticed much sooner
 _KINDS = ("worker", "node", "command")
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """A cluster of a head without cores and of two nodes with one each."""
+    """Ray cluster: a head without cores, and two nodes with one core each."""
 
     cluster: Cluster
 
     @classmethod
     def start(cls) -> "Nodes":
-        """Start all three."""
         head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         nodes = cls(Cluster(initialize_head=True, head_node_args=head))
         for _ in range(2):
@@ -48,17 +46,17 @@ class Nodes:
         return nodes
 
     def add(self) -> None:
-        """Start one more node."""
+        """Start a node."""
         self.cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
 
-    def kill_node(self, chosen: random.Random) -> None:
-        """Kill all processes of a node that works, and start another."""
-        node = chosen.choice(sorted(self.cluster.worker_nodes, key=lambda each: each.node_id))
+    def kill_node(self, rng: random.Random) -> None:
+        """Kill all processes of a worker node, and start another."""
+        node = rng.choice(sorted(self.cluster.worker_nodes, key=lambda node: node.node_id))
         self.cluster.remove_node(node, allow_graceful=False)
         self.add()
 
-    def kill_worker(self, chosen: random.Random) -> bool:
-        """Kill a process that works on a task; False where none does."""
+    def kill_worker(self, rng: random.Random) -> bool:
+        """Kill a process that runs a task, and return whether there was one."""
         raylets = [
             process.process.pid
             for node in self.cluster.worker_nodes
@@ -71,38 +69,38 @@ class Nodes:
             if child.cmdline() and child.cmdline()[0].startswith("ray::_work_on")
         ]
         if working:
-            chosen.choice(working).kill()
+            rng.choice(working).kill()
         return bool(working)
 
 
 @dataclass(frozen=True, slots=True)
 class Scans:
-    """One dataset scanned on a cluster, and in one process for comparison."""
+    """Scans of a dataset on a cluster, and in one process for comparison."""
 
     folder: Path
     address: str
 
     @property
     def output(self) -> Path:
-        """What the command writes."""
+        """Length file of scans on the cluster."""
         return self.folder / "cluster.parquet"
 
-    def command(self, output: Path, *where: str) -> list[str]:
-        """The command that a user types."""
+    def command(self, output: Path, *engine: str) -> list[str]:
+        """Return the scan's command."""
         data = self.folder / "digits"
-        given = ("--model", "internvl-digits", "--tokenizer-model", data / "tokenizer.model")
-        words = (data / "train" / "meta.json", *given, "-o", output, *where)
+        model = ("--model", "internvl-digits", "--tokenizer-model", data / "tokenizer.model")
+        words = (data / "train" / "meta.json", *model, "-o", output, *engine)
         return [sys.executable, "-m", "omnibal", "lengths", *map(str, words), "--json"]
 
-    def alone(self) -> bytes:
-        """What one process writes."""
+    def scan_in_one_process(self) -> bytes:
+        """Return the length file of a scan by one process."""
         output = self.folder / "alone.parquet"
         run(self.command(output, "--processes", "1"))
         return output.read_bytes()
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
-        """The command on the cluster, from where it was killed before."""
+        """Run the scan on the cluster; it continues the journal of a killed one."""
         command = self.command(self.output, "--engine", "ray", "--address", self.address)
         with (self.folder / "errors").open("w") as errors:
             process = subprocess.Popen(
@@ -115,12 +113,12 @@ class Scans:
                 process.wait()
 
     def finished_bytes(self) -> int:
-        """Size of the journal of what is finished."""
+        """Return the size of the journal of finished parts."""
         partial = self.output.with_name(f"{self.output.name}.partial")
         return partial.stat().st_size if partial.exists() else 0
 
     def wait_for_more(self, process: subprocess.Popen[str]) -> bool:
-        """Wait until the scan has finished a part; False where it has ended."""
+        """Wait until the scan finishes a part, and return False if it ends."""
         before, deadline = self.finished_bytes(), time.monotonic() + _STALLED_S
         while process.poll() is None:
             if self.finished_bytes() > before:
@@ -136,17 +134,19 @@ def run(command: list[str]) -> None:
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 
 
-def killed(scans: Scans, nodes: Nodes, kills: int, chosen: random.Random) -> tuple[Counter, int]:
-    """Scan until so many processes were killed; how many of each kind, and the finished scans."""
-    expected, counted, finished = scans.alone(), Counter[str](), 0
+def scan_and_kill(
+    scans: Scans, nodes: Nodes, kills: int, rng: random.Random
+) -> tuple[Counter, int]:
+    """Scan until `kills` processes were killed; return kills by kind, and finished scans."""
+    expected, counted, finished = scans.scan_in_one_process(), Counter[str](), 0
     kill: dict[str, Callable[[], bool | None]] = {
-        "worker": lambda: nodes.kill_worker(chosen),
-        "node": lambda: nodes.kill_node(chosen),
+        "worker": lambda: nodes.kill_worker(rng),
+        "node": lambda: nodes.kill_node(rng),
     }
     while counted.total() < kills or not finished:
         with scans.running() as process:
             while scans.wait_for_more(process):
-                time.sleep(chosen.uniform(0, 0.05))
+                time.sleep(rng.uniform(0, 0.05))
                 kind = _KINDS[counted.total() % len(_KINDS)]
                 if counted.total() == kills:
                     process.wait(_STALLED_S)
@@ -162,7 +162,7 @@ def killed(scans: Scans, nodes: Nodes, kills: int, chosen: random.Random) -> tup
         if process.returncode != 0:
             raise SystemExit(f"the scan failed: {(scans.folder / 'errors').read_text()}")
         if scans.output.read_bytes() != expected:
-            raise SystemExit("a scan has other bytes than that of one process")
+            raise SystemExit("a scan's bytes differ from those of one process")
         scans.output.unlink()
         finished += 1
     return counted, finished
@@ -175,12 +175,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        made = ("--output", str(Path(name) / "digits"), "--samples", str(arguments.samples))
-        run([sys.executable, "tools/make_digits_dataset.py", *made])
+        options = ("--output", str(Path(name) / "digits"), "--samples", str(arguments.samples))
+        run([sys.executable, "tools/make_digits_dataset.py", *options])
         nodes = Nodes.start()
         try:
             scans = Scans(Path(name), nodes.cluster.address)
-            counted, finished = killed(scans, nodes, arguments.kills, random.Random(arguments.seed))
+            rng = random.Random(arguments.seed)
+            counted, finished = scan_and_kill(scans, nodes, arguments.kills, rng)
         finally:
             nodes.cluster.shutdown()
     result = {"killed": dict(counted), "finished": finished, "lost": 0, "doubled": 0}

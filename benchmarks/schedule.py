@@ -1,23 +1,15 @@
-"""This project's 1F1B and interleaved 1F1B beside stock Megatron-core's, on the same stages.
+"""This project's 1F1B and interleaved 1F1B compared with stock Megatron-core's, on the same stages.
 
     python benchmarks/schedule.py [--steps 40] [--layers 4] [--pipeline 2 4] [--chunks 1 2 4]
 
-One set of processes builds a model once and runs each step's forward and backward by both
-schedules in turns, first by the one, in the next step first by the other; a step's ratio compares
-the two right after each other, timed until the last stage is done. With equal micro-batches, stock
-knows the shape beforehand, which is its best case; with those of the quickstart's data it needs
-`variable_seq_lengths`. Interleaved, stock knows one shape for all cuts, so that equal micro-batches
-are of a model without encoders. It overlaps its messages there, as Megatron-LM has it by default.
-Once before the timing, losses and gradients of both are compared.
+The same processes run forward and backward of every step by both schedules, in alternating order,
+timed until the last stage ends. Losses and gradients of both are compared first. Prints times and
+the ratio ours / stock: the median over steps, its bootstrapped interval, quartiles, the ratio of
+the fastest steps (least disturbed by other programs), and the ratio of CPU time.
 
-The ratio is the median of the steps'; then come its bootstrapped interval, the quartiles of steps,
-the ratio of the quickest steps, which other programs disturb least, and that of CPU time. Below 1,
-this project's is faster.
-
-Two models, one whose time is computing, and a thin one with many calls and messages for little of
-it; and stages that compute next to nothing, whose time is that of the schedule and its messages.
-Processes beyond the cores share them: `--pipeline 4` on two cores shows what is saved of work, not
-of waiting.
+Models are the quickstart's, whose time is computing, a thin one with many calls and messages, and
+relays, which compute next to nothing: their time is that of the schedule and its messages. With
+more processes than cores (`--pipeline 4` on two), ratios show saved work, not saved waiting.
 """
 
 import argparse
@@ -78,15 +70,12 @@ from tools.make_digits_dataset import make_dataset  # noqa: E402
 MICRO_BATCHES = 8
 CAPS = Caps.of(tiles=12, tokens=448)
 WARMUP_STEPS = 3
-DISTINCT_STEPS = 5
-"""Of the varying packs, which take turns; an odd number, so that each meets both orders."""
-Pack = tuple[int, tuple[int, ...], int]
-"""As `EQUAL_PACK`."""
+DISTINCT_STEPS = 5  # of varying packs, repeated; odd, so that every step runs in both orders
+Pack = tuple[int, tuple[int, ...], int]  # tiles, tokens of each sample, loss tokens
 EQUAL_PACK: Pack = (10, (64,) * 6, 60)
-"""Tiles, tokens of each sample, and loss tokens."""
 TEXT_PACK: Pack = (0, *EQUAL_PACK[1:])
 SAMPLES = 1600
-SAME = 1e-5
+TOLERANCE = 1e-5
 RESAMPLINGS = 2000
 
 ForwardBackward = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
@@ -99,42 +88,36 @@ class Size:
     name: str
     vision: dict[str, int]
     language: dict[str, int]
-    steps_factor: int
-    """Short steps scatter more, and cost less."""
-    relays: bool = False
-    """Whether stages only pass on tensors of this model's sizes."""
+    steps_factor: int  # more steps of small models: they vary more, and take less time
+    relays: bool = False  # whether stages only forward tensors of this model's sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of one model, in so many chunks a stage, with one kind of packs."""
+    """Times of both schedules for a model, a number of chunks and a kind of packs."""
 
     size: str
     chunks: int
     packs: str
-    ours: np.ndarray
-    """ms of wall clock and of all processes' CPU time together. [steps, 2]"""
-    stock: np.ndarray
-    """Likewise."""
-    distinct: int
-    """Steps that took turns."""
-    difference: float
-    """The largest of losses and gradients, relative to the largest number of their tensor."""
+    ours: np.ndarray  # ms of wall clock, and of CPU time of all processes, [steps, 2]
+    stock: np.ndarray  # [steps, 2]
+    distinct: int  # step k is a repetition of step k % distinct
+    difference: float  # max over losses and gradients, relative to their tensor's max
 
-    def quickest_ms(self, times_ms: np.ndarray) -> float:
-        """The distinct steps together, each at its best."""
+    def fastest_ms(self, times_ms: np.ndarray) -> float:
+        """Return the time of all distinct steps, each at its fastest."""
         return float(sum(times_ms[step :: self.distinct, 0].min() for step in range(self.distinct)))
 
 
 def sizes(layers: int, parts: int) -> tuple[Size, ...]:
-    """The models, of which each part has a layer at least."""
+    """Return the models, with at least a layer per part."""
     layers, few = max(layers, parts // 2), {"layers": max(2, parts // 2)}
     thin = {"hidden_size": 32, "ffn_hidden_size": 32, "heads": 2, **few}
-    all_ = {"layers": layers}
-    usual, slender = f"quickstart's, {layers} + {layers}", f"thin, {few['layers']} of each"
+    full = {"layers": layers}
+    full_name, thin_name = f"quickstart's, {layers} + {layers}", f"thin, {few['layers']} of each"
     return (
-        Size(name=usual, vision=all_, language=all_, steps_factor=1),
-        Size(name=slender, vision=thin, language={**thin, "kv_heads": 2}, steps_factor=3),
+        Size(name=full_name, vision=full, language=full, steps_factor=1),
+        Size(name=thin_name, vision=thin, language={**thin, "kv_heads": 2}, steps_factor=3),
         Size(name="messages alone", vision=few, language=few, steps_factor=5, relays=True),
     )
 
@@ -150,11 +133,7 @@ def model_of(size: Size) -> ModelConfig:
 
 
 def plan_of(model: ModelConfig, pipeline: int, schedule: PipelineSchedule) -> Plan:
-    """Towers are divided evenly, or kept whole, and the embeddings of both kinds open the pipeline.
-
-    No cut lies between projector and language embed: what crosses there has two dimensions, and
-    stock's exchange of shapes is for three.
-    """
+    """Return a plan that divides towers evenly, or keeps them whole, without data."""
     return Plan(
         model=model,
         precision="fp32",
@@ -170,6 +149,8 @@ def _cuts(model: ModelConfig, parts: int) -> tuple[int, ...]:
     layers = model.language.layers
     if not model.encoders:
         return tuple(1 + layers * part // parts for part in range(1, parts))
+    # No cut between projector and language embed: its tensor has two dimensions, and stock's
+    # exchange of shapes is for three.
     text, half = model.vision.layers + 3, parts // 2
     inside = [(1 + model.vision.layers * k // half, text + layers * k // half) for k in range(half)]
     in_vision, in_language = zip(*inside[1:], strict=True) if half > 1 else ((), ())
@@ -177,7 +158,7 @@ def _cuts(model: ModelConfig, parts: int) -> tuple[int, ...]:
 
 
 class Relay(torch.nn.Module):
-    """Stands for a part: what it sends is all of one number, the mean of what it received."""
+    """Part without layers: sends tensors filled with the mean of the received ones."""
 
     deferred = None
 
@@ -200,26 +181,20 @@ class Relay(torch.nn.Module):
         return {name: number.expand(shape).clone() for name, shape in shapes.items()}
 
 
-def relaying(trainer: Trainer) -> Trainer:
-    """The trainer with relays in the place of its chunks."""
+def replace_by_relays(trainer: Trainer) -> Trainer:
+    """Return the trainer with relays as its chunks."""
     models = [
         DistributedDataParallel(chunk.config, model.ddp_config, Relay(trainer.plan, part))
         for chunk, model, part in zip(
             trainer.chunks, trainer.models, trainer.links.parts, strict=True
         )
     ]
-    assert isinstance(trainer.data_parallel, Replicated), "stages are whole"
+    assert isinstance(trainer.data_parallel, Replicated), "weights are not sharded"
     return replace(trainer, data_parallel=replace(trainer.data_parallel, models=models))
 
 
 class StockStage(torch.nn.Module):
-    """A part of the model as stock's schedule wants it: with its own configuration, and a list as
-    input.
-
-    Args:
-        model: what runs the part.
-        part: its number among all parts of the plan.
-    """
+    """Part of the model with the interface of stock's schedule: a configuration, lists as input."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -229,13 +204,13 @@ class StockStage(torch.nn.Module):
         config = language_transformer_config(
             plan.model, plan.stages[part], plan.parallel, plan.precision
         )
-        # What stock's schedule reads of it is as Megatron-LM sets it.
+        # The fields that stock's schedule reads, as Megatron-LM sets them.
         self.config = replace(
             config,
             pipeline_dtype=parameter_dtype(plan.precision),
             deallocate_pipeline_outputs=True,
             variable_seq_lengths=varying,
-            # Core asks this of dense models too.
+            # Core requires it of dense models too.
             moe_token_dispatcher_type="alltoall",
         )
         if plan.schedule.chunks > 1:
@@ -243,14 +218,14 @@ class StockStage(torch.nn.Module):
             self.config.virtual_pipeline_model_parallel_size = plan.schedule.chunks
             self.config.microbatch_group_size_per_vp_stage = plan.parallel.pipeline
             self.config.overlap_p2p_comm, self.config.batch_p2p_comm = True, False
-            # While gloo still sends an output, its memory may not be freed, which NCCL lets it be.
+            # Gloo may still send an output when it would be freed; NCCL allows that.
             self.config.deallocate_pipeline_outputs = False
 
     def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
         self.received = received[0]
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Run the part, over whose cuts one tensor goes: stock sends no more."""
+        """Run the part. One tensor crosses every cut: stock sends no more."""
         if self.part:
             [name] = boundary_shapes(self.plan, self.part - 1, batch.shape)
             self.wrapped.module.set_input_tensor({name: self.received})
@@ -264,7 +239,7 @@ class StockStage(torch.nn.Module):
 def stock_stages(
     plan: Plan, models: Sequence[Any], links: PipelineLinks, *, varying: bool
 ) -> list[StockStage]:
-    """The chunks of a stage, for stock's schedule."""
+    """Return a stage's chunks for stock's schedule."""
     pairs = zip(models, links.parts, strict=True)
     return [StockStage(model, plan, part, varying=varying) for model, part in pairs]
 
@@ -272,17 +247,17 @@ def stock_stages(
 def run_stock(
     plan: Plan, stages: Sequence[StockStage], links: PipelineLinks, batches: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
-    """Forward and backward by stock's schedule; returns what `run_forward_backward` does."""
+    """Run forward and backward by stock's schedule, and return the losses of the last stage."""
     first = batches[0]
 
-    def of_cut(cut: int) -> list[tuple[int, ...]]:
+    def cut_shapes(cut: int) -> list[tuple[int, ...]]:
         return list(boundary_shapes(plan, cut, first.shape).values())
 
-    def shapes(received: list, sent: list) -> tuple[list, list]:
-        """Of equal micro-batches; where they vary, stock overrides these."""
+    def adjust_shapes(received: list, sent: list) -> tuple[list, list]:
+        # For equal micro-batches; with `variable_seq_lengths` stock exchanges shapes.
         return (
-            received if links.is_first else of_cut(links.rank - 1),
-            sent if links.is_last else of_cut(links.rank),
+            received if links.is_first else cut_shapes(links.rank - 1),
+            sent if links.is_last else cut_shapes(links.rank),
         )
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -291,7 +266,7 @@ def run_stock(
     def step(batches, model):
         return model(next(batches)), loss
 
-    usual = {
+    common = {
         "forward_step_func": step,
         "num_microbatches": len(batches),
         "seq_length": first.tokens,
@@ -299,17 +274,20 @@ def run_stock(
     }
     if len(stages) == 1:
         return forward_backward_pipelining_without_interleaving(
-            **usual, data_iterator=iter(batches), model=stages[0], adjust_tensor_shapes_fn=shapes
+            **common,
+            data_iterator=iter(batches),
+            model=stages[0],
+            adjust_tensor_shapes_fn=adjust_shapes,
         )
     return forward_backward_pipelining_with_interleaving(
-        **usual, data_iterator=[iter(batches) for _ in stages], model=list(stages)
+        **common, data_iterator=[iter(batches) for _ in stages], model=list(stages)
     )
 
 
 def run_ours(
     plan: Plan, models: Sequence[Any], links: PipelineLinks, batches: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
-    """Forward and backward as in training."""
+    """Run forward and backward as in training, and return the losses of the last stage."""
     clock = PhaseClock()
     clock.switch(Phase.WAIT)
     losses = run_forward_backward(plan, models, links, MicroBatchStream.of(batches), clock)
@@ -318,7 +296,7 @@ def run_ours(
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Of this stage's parameters, copied."""
+    """Return copies of the gradients of this stage's parameters."""
     return {
         f"{chunk}.{name}": parameter.main_grad.clone()
         for chunk, model in enumerate(trainer.models)
@@ -329,22 +307,21 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 def largest_difference(
     trainer: Trainer, batches: Sequence[MicroBatch], ours: ForwardBackward, stock: ForwardBackward
 ) -> float:
-    """Of losses and gradients of the two schedules, on any stage; collective."""
+    """Return the max relative difference of losses and gradients over all stages; collective."""
     results = []
     for run in (ours, stock):
         trainer.zero_gradients()
         losses = run(batches)
-        found = {"losses": torch.stack(losses)} if losses else {}
-        results.append(found | gradients(trainer))
+        result = {"losses": torch.stack(losses)} if losses else {}
+        results.append(result | gradients(trainer))
     differences = [
         float((results[0][name] - value).abs().max() / value.abs().max().clamp_min(1e-30))
         for name, value in results[1].items()
     ]
-    return maximum(max(differences))
+    return max_over_ranks(max(differences))
 
 
-def maximum(value: float) -> float:
-    """Over all ranks; collective."""
+def max_over_ranks(value: float) -> float:
     largest = torch.tensor(value, dtype=torch.float64, device=current_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
@@ -353,7 +330,7 @@ def maximum(value: float) -> float:
 def step_ms(
     trainer: Trainer, run: ForwardBackward, batches: Sequence[MicroBatch]
 ) -> tuple[float, float]:
-    """Until the last stage is done, and CPU time of all; collective."""
+    """Return ms until the last stage ends, and CPU ms of all stages; collective."""
     trainer.zero_gradients()
     dist.barrier()
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -363,7 +340,7 @@ def step_ms(
     end, end_cpu = time.perf_counter(), time.process_time()
     cpu_ms = torch.tensor((end_cpu - start_cpu) * 1e3, device=current_device())
     dist.all_reduce(cpu_ms)
-    return maximum((end - start) * 1e3), cpu_ms.item()
+    return max_over_ranks((end - start) * 1e3), cpu_ms.item()
 
 
 def measure(
@@ -375,18 +352,19 @@ def measure(
     steps: list[list[Pack]],
     repetitions: int,
 ) -> Outcome:
-    """Both schedules in turns on the same steps; collective."""
+    """Time both schedules in alternation on the same steps; collective."""
     schedule = ONE_FORWARD_ONE_BACKWARD
     if chunks > 1:
         schedule = PipelineSchedule(name="interleaved", chunks=chunks)
     plan = plan_of(model, links.size, schedule)
     trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0)
     if size.relays:
-        trainer = relaying(trainer)
-    of_rank = plan, trainer.models, trainer.links
+        trainer = replace_by_relays(trainer)
+    chunks_of_rank = plan, trainer.models, trainer.links
     batches = [[random_batch(model, *pack) for pack in step] for step in steps]
-    stages = stock_stages(*of_rank, varying=packs != "equal")
-    ours = partial(run_ours, *of_rank)
+    # Equal micro-batches are stock's best case: it knows their shape beforehand.
+    stages = stock_stages(*chunks_of_rank, varying=packs != "equal")
+    ours = partial(run_ours, *chunks_of_rank)
     stock = partial(run_stock, plan, stages, trainer.links)
     difference = max(largest_difference(trainer, step, ours, stock) for step in batches)
     times_ms: dict[ForwardBackward, list[tuple[float, float]]] = {ours: [], stock: []}
@@ -408,7 +386,7 @@ def measure(
 
 
 def digits_lengths() -> Lengths:
-    """Of the quickstart's data, or a part of it."""
+    """Return lengths of samples like the quickstart's."""
     with tempfile.TemporaryDirectory() as folder:
         digits = Path(folder) / "digits"
         make_dataset(digits, SAMPLES, heldout_samples=10, seed=0)
@@ -419,40 +397,41 @@ def digits_lengths() -> Lengths:
 
 
 def varying_steps(lengths: Lengths) -> list[list[Pack]]:
-    """The product's packs of the quickstart's data."""
+    """Return steps of the planner's packs."""
     levels, load = [Level(caps=CAPS)], partial(size_load, lengths=lengths)
     steps = draw_steps(
         lengths, PackSettings(), levels, load, packs_per_step=MICRO_BATCHES, packs_per_row=1
     )
     scheduled = deal_steps(steps, lengths, load, 1, levels)
     loss_tokens = scheduled.packs.sums(lengths.loss_tokens)
-    found: list[list[Pack]] = [[] for _ in range(scheduled.steps)]
+    packs: list[list[Pack]] = [[] for _ in range(scheduled.steps)]
     for row, step in enumerate(scheduled.step):
         segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
-        found[step].append((int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])))
-    return found[:DISTINCT_STEPS]
+        packs[step].append((int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])))
+    return packs[:DISTINCT_STEPS]
 
 
 def run_rank(job: Path, output: Path) -> None:
-    """What each launched process does; the first writes the outcomes."""
-    layers, repetitions, every_chunks, varying = pickle.loads(job.read_bytes())
+    """Measure all cases as a launched process; the first writes the outcomes."""
+    layers, repetitions, chunk_counts, varying = pickle.loads(job.read_bytes())
     launch = Launch.from_environment()
     links = initialize_distributed(launch, Parallel(pipeline=launch.world_size), seed=0)
     outcomes = [
         measure(size, model, links, chunks, name, steps, repetitions * size.steps_factor)
-        for chunks in every_chunks
+        for chunks in chunk_counts
         for size in sizes(layers, links.size * chunks)
-        for model, name, steps in _kinds(model_of(size), chunks, varying)
+        for model, name, steps in _pack_kinds(model_of(size), chunks, varying)
     ]
     shut_down_distributed()
     if launch.rank == 0:
         output.write_bytes(pickle.dumps(outcomes))
 
 
-def _kinds(
+def _pack_kinds(
     model: ModelConfig, chunks: int, varying: list[list[Pack]]
 ) -> Iterator[tuple[ModelConfig, str, list[list[Pack]]]]:
-    """A model with equal packs, of texts alone where stages have chunks, and with varying ones."""
+    """Yield a model with equal packs, and with varying packs."""
+    # Interleaved, stock has one shape for all cuts: equal packs need a model without encoders.
     if chunks > 1:
         yield model.without_encoders(), "equal", [[TEXT_PACK] * MICRO_BATCHES]
     else:
@@ -461,7 +440,7 @@ def _kinds(
 
 
 def launch_ranks(pipeline: int, settings: tuple[Any, ...]) -> list[Outcome]:
-    """Run all cases in processes of their own: one thread each, as many as stages."""
+    """Run all cases in a new process per stage, with one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         job, output = Path(folder) / "job.pickle", Path(folder) / "outcomes.pickle"
         job.write_bytes(pickle.dumps(settings))
@@ -477,7 +456,7 @@ def launch_ranks(pipeline: int, settings: tuple[Any, ...]) -> list[Outcome]:
 
 
 def cells(outcome: Outcome) -> list[str]:
-    """Medians of the times and of the steps' ratios, and how sure they are."""
+    """Return a table row: median times, the median ratio, and its spread."""
     ratios, cpu_ratios = (outcome.ours / outcome.stock).T
     low, high = interval(ratios)
     first, median, third = np.quantile(ratios, (0.25, 0.5, 0.75))
@@ -487,22 +466,22 @@ def cells(outcome: Outcome) -> list[str]:
         f"{median:.3f}",
         f"{low:.3f} - {high:.3f}",
         f"{first:.3f} - {third:.3f}",
-        f"{outcome.quickest_ms(outcome.ours) / outcome.quickest_ms(outcome.stock):.3f}",
+        f"{outcome.fastest_ms(outcome.ours) / outcome.fastest_ms(outcome.stock):.3f}",
         f"{np.median(cpu_ratios):.3f}",
     ]
 
 
 def interval(ratios: np.ndarray) -> tuple[float, float]:
-    """Bootstrapped, 95 %, of the median."""
-    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLINGS, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    """Return the bootstrapped 95 % interval of the median."""
+    samples = np.random.default_rng(0).choice(ratios, (RESAMPLINGS, len(ratios)))
+    low, high = np.quantile(np.median(samples, axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="by each schedule")
-    parser.add_argument("--layers", type=int, default=4, help="of each tower, an even number")
+    parser.add_argument("--steps", type=int, default=40, help="steps per schedule")
+    parser.add_argument("--layers", type=int, default=4, help="layers per tower, an even number")
     parser.add_argument("--pipeline", type=int, nargs="+", choices=(2, 4), default=[2])
     parser.add_argument("--chunks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--rank-of", type=Path, nargs=2, help=argparse.SUPPRESS)
@@ -524,8 +503,8 @@ def main() -> None:
             worst = max(worst, outcome.difference)
     console = Console(width=150)
     console.print(table)
-    holds = "holds" if worst <= SAME else "fails"
-    console.print(f"losses and gradients: within {worst:.0e}; the bar of {SAME:.0e} {holds}")
+    holds = "holds" if worst <= TOLERANCE else "fails"
+    console.print(f"losses and gradients: within {worst:.0e}; the bar of {TOLERANCE:.0e} {holds}")
 
 
 if __name__ == "__main__":

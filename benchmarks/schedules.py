@@ -1,12 +1,11 @@
-"""Pipeline schedules beside 1F1B at the same memory cap: the OmniBal paper's Table 9, Qwen3-VL-32B.
+"""Pipeline schedules against 1F1B at the same memory cap, for the paper's Table 9 and Qwen3-VL-32B.
 
     python benchmarks/schedules.py
     python benchmarks/schedules.py --micro-batches 8 --effort 0.2
 
-Every job's samples are made (`benchmarks/goals.py`) and packed once. 1F1B's stages are searched for
-as always; each other schedule's parts by `omnibal.pipeline.chunk_search`. All times are simulated,
-with costs counted at the clusters' rates; "proven" is the most that any cut of the schedule could
-still save of its own step. The time is that of the process, all schedules together.
+Samples are synthetic (`benchmarks/goals.py`). 1F1B is searched as in `omnibal plan`, parts of other
+schedules by `omnibal.pipeline.chunk_search`. Times are simulated, with counted costs; "proven"
+bounds what any cut of the schedule could still save; "time" is CPU seconds of all schedules.
 """
 
 import argparse
@@ -25,19 +24,14 @@ from omnibal.model.parallel import Parallel
 from omnibal.search.schedule_choice import schedules_of
 from omnibal.steps.pack_settings import PackSettings
 
-EVERY = frozenset({"interleaved", "zb-h1", "zb-v"})
-
+OTHER_SCHEDULES = frozenset({"interleaved", "zb-h1", "zb-v"})
 CAPS = Caps.of(tokens=4096, tiles=9)
-"""Limits of packs in most rows."""
-
-
-_SHORT, _LONG, _SAMPLES = 0.6, 1.3, 20_000
-"""Spreads of made lengths, and their number."""
+_SHORT, _LONG, _SAMPLES = 0.6, 1.3, 20_000  # two values of `Job.tail`, and the number of samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A model, its devices and its packs."""
+    """A model with its devices and packs."""
 
     model: str
     cluster: str = "a100-80g"
@@ -48,8 +42,8 @@ class Row:
     tail: float = _SHORT
 
     def request(self, micro_batches: int) -> PlanRequest:
-        """The request of a plan in 1F1B."""
-        made = Job(
+        """Return the request for a plan by 1F1B."""
+        job = Job(
             name=self.model,
             model=self.model,
             cluster=self.cluster,
@@ -62,7 +56,7 @@ class Row:
         )
         sizes = Parallel(tensor=self.tensor, pipeline=self.pipeline)
         data = SampleData(
-            lengths=made.lengths(_SAMPLES),
+            lengths=job.lengths(_SAMPLES),
             settings=PackSettings(),
             levels=(Level(caps=self.caps),),
             packs_per_step=micro_batches,
@@ -88,41 +82,39 @@ ROWS = (
 )
 
 
-def compared(row: Row, micro_batches: int, effort: float) -> str:
-    """A line of the table."""
+def compare_schedules(row: Row, micro_batches: int, effort: float) -> str:
+    """Return a line of the table."""
     request, start = row.request(micro_batches), time.process_time()
-    usual = make_plan(request)
-    assert usual.search is not None
-    before_ms, found = usual.search.step_ms, []
-    for schedule in schedules_of(EVERY, request.job):
-        again = PlanRequest(job=request.job, data=request.data, schedule=schedule)
+    plan = make_plan(request)
+    assert plan.search is not None
+    base_ms, results = plan.search.step_ms, []
+    for schedule in schedules_of(OTHER_SCHEDULES, request.job):
+        other = PlanRequest(job=request.job, data=request.data, schedule=schedule)
         try:
-            search = search_chunks(again, again.workload(), effort)
+            search = search_chunks(other, other.workload(), effort)
         except DoesNotFit:
             continue
-        found.append((search.step_ms, search.gap, f"{schedule.name} x {schedule.chunks}"))
+        results.append((search.step_ms, search.gap, f"{schedule.name} x {schedule.chunks}"))
     seconds = time.process_time() - start
     shape = f"TP {row.tensor} PP {row.pipeline}"
-    first = f"{row.model:<26} {shape:<10} {micro_batches:>4} {before_ms:>10,.0f}"
-    if not found:
-        return f"{first}  no other schedule fits"
-    best_ms, gap, name = min(found)
-    every = ", ".join(f"{each} {1 - ms / before_ms:.1%}" for ms, _, each in sorted(found))
-    saved = 1 - best_ms / before_ms
-    return (
-        f"{first} {best_ms:>10,.0f} {saved:>7.1%} {name:<15} {gap:>6.1%} {seconds:>5.0f} s  {every}"
-    )
+    line = f"{row.model:<26} {shape:<10} {micro_batches:>4} {base_ms:>10,.0f}"
+    if not results:
+        return f"{line}  no other schedule fits"
+    best_ms, gap, best = min(results)
+    savings = ", ".join(f"{name} {1 - ms / base_ms:.1%}" for ms, _, name in sorted(results))
+    line += f" {best_ms:>10,.0f} {1 - best_ms / base_ms:>7.1%} {best:<15} {gap:>6.1%}"
+    return f"{line} {seconds:>5.0f} s  {savings}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--effort", type=float, default=1.0, help="share of the usual search")
+    parser.add_argument("--effort", type=float, default=1.0, help="share of the default search")
     given = parser.parse_args()
     print("model, sizes, micro-batches, 1F1B ms, best ms, saved, schedule, proven, time, all")
     for micro_batches in given.micro_batches:
         for row in ROWS:
-            print(compared(row, micro_batches, given.effort), flush=True)
+            print(compare_schedules(row, micro_batches, given.effort), flush=True)
 
 
 if __name__ == "__main__":

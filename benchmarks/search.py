@@ -1,16 +1,14 @@
-"""The search of split and recomputed layers: how long it takes, what it proves, what it gains.
+"""Time, proven gap and gain of the search of split and recomputed layers.
 
     python benchmarks/search.py [--quick] [--levels]
 
-InternVL-Chat 1.5 and larger versions of it on A100s, tensor 4, data 2, 32 micro-batches of up to 9
-tiles and 4,096 tokens, on synthetic lengths; and with all micro-batches alike. Each with memory for
-everything, and with caps that are a multiple of the least that any split fits.
+InternVL-Chat 1.5 and larger versions on A100s, TP 4, DP 2, 32 micro-batches of up to 9 tiles and
+4,096 tokens, on synthetic lengths and with equal micro-batches; with ample memory, and with caps
+that are multiples of the min peak of all splits. The gain is simulated on all steps of the run,
+over the optimal split for mean micro-batches in the steady state, `(m - 1) max + sum`.
 
-With `--levels` packs of two to four levels are searched instead: Llama 3.1 70B on H100s, tensor 8,
-16 packs a rank of 100,000 samples of the mixture `tulu3-longcite`, with and without a proof.
-
-What the search gains is simulated on all steps of the run, not only on those that it saw: beside
-the split that is exactly best for mean micro-batches in the steady state, (m - 1) max + sum.
+With `--levels`, packs of two to four levels: Llama 3.1 70B on H100s, TP 8, 16 packs per rank of
+100,000 samples of the mixture `tulu3-longcite`, with and without proof.
 """
 
 import argparse
@@ -49,27 +47,23 @@ from tools.make_lengths import make_lengths
 
 DATA_PARALLEL = 2
 MICRO_BATCHES = 32
-SIZES = ((45, 48, 4), (45, 80, 8), (70, 130, 16))
-"""Vision layers, language layers, stages."""
-LEVELS = (
+SIZES = ((45, 48, 4), (45, 80, 8), (70, 130, 16))  # vision layers, language layers, stages
+LEVELS = (  # context size by tokens of a pack
     {8_192: 1, 131_072: 8},
     {8_192: 1, 32_768: 4, 131_072: 8},
     {8_192: 1, 16_384: 2, 65_536: 4, 131_072: 8},
 )
-"""Context size by tokens of a pack."""
 LEVEL_STAGES = (1, 2, 4, 8)
 LEVEL_RANKS = 8
-LEVEL_PACKS = 16
-"""Packs a rank in a step."""
+LEVEL_PACKS = 16  # per rank and step
 LEVEL_SAMPLES = 100_000
 LEVEL_CAP_FACTOR = 1.25
 PLENTY_GIB = 1_000.0
-CAP_FACTORS = (1.6, 1.25, 1.05)
-"""Of the least cap."""
+CAP_FACTORS = (1.6, 1.25, 1.05)  # of the min peak of all splits
 
 
 def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workload:
-    """One epoch, packed and matched as `omnibal plan` does."""
+    """Return an epoch, packed and matched as by `omnibal plan`."""
     levels = [Level(caps=Caps.of(tiles=9, tokens=4096))]
 
     def load(packs: Packs) -> np.ndarray:
@@ -94,7 +88,7 @@ def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workloa
 
 
 def equal_packs(packs: Workload) -> Workload:
-    """One step of the mean micro-batch only."""
+    """Return a step of mean micro-batches."""
     dp_rank, slot = (axis.ravel() for axis in np.indices((DATA_PARALLEL, MICRO_BATCHES)))
     return Workload(
         features=np.tile(packs.features.mean(axis=0), (len(slot), 1)),
@@ -106,21 +100,18 @@ def equal_packs(packs: Workload) -> Workload:
 
 
 def simulated_ms(cost: CostModel, stages: tuple[Stage, ...], packs: Workload) -> float:
-    """Mean step of the whole run."""
+    """Return the mean step time of the run."""
     return float(simulate_levels(cost, [stages], packs).step_ms.mean())
 
 
 def steady_state_stages(
     cost: CostModel, model: ModelConfig, packs: Workload, stages: int, cap_bytes: float
 ) -> tuple[Stage, ...]:
-    """The split that is exactly best by (m - 1) max + sum over stages of the mean micro-batch.
-
-    Shortest paths, each under a lower limit on its longest stage than the one before.
-    """
+    """Return the split with min `(m - 1) max + sum` of stage times of the mean micro-batch."""
     sequence, mean = unit_names(model), packs.features.mean(axis=0)
     kinds = np.array([[unit == kind for kind in cost.units] for unit in sequence], np.int64)
     before = np.concatenate([np.zeros((1, len(cost.units)), np.int64), kinds.cumsum(axis=0)])
-    counts = before - before[:, None]
+    counts = before - before[:, None]  # units of each kind in a run, [start, end, kinds]
     layers = layer_kinds(cost.kinds)
     start, end = np.nonzero(counts[..., layers].sum(axis=-1) > 0)
     forward = np.array([unit.forward_ms @ mean for unit in cost.units.values()])
@@ -131,8 +122,10 @@ def steady_state_stages(
     for stage, table in enumerate(pareto_tables(cost, packs, stages)):
         sets = useful_sets(table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes)
         place = stage, start[sets.stage], end[sets.stage]
-        again = recomputed[place] = sets.layers
-        run_ms[place] = counts[place[1:]] @ (forward + backward) + again @ layers_ms
+        layer_counts = recomputed[place] = sets.layers
+        run_ms[place] = counts[place[1:]] @ (forward + backward) + layer_counts @ layers_ms
+    # For each value of max, the min sum is a shortest path over runs below it: lower the limit on
+    # runs to the longest stage of the last path until there is none.
     best_ms, best, limit = np.inf, [0], np.inf
     while (edges := shortest_path(np.where(run_ms < limit, run_ms, np.inf))) is not None:
         times = run_ms[np.arange(stages), edges[:-1], edges[1:]]
@@ -141,12 +134,12 @@ def steady_state_stages(
             best_ms, best = total_ms, edges
         limit = times.max()
     chosen = [recomputed[stage, a, b] for stage, (a, b) in enumerate(pairwise(best))]
-    return stages_from_cuts(model, best[1:-1], [again.tolist() for again in chosen])
+    return stages_from_cuts(model, best[1:-1], [layers.tolist() for layers in chosen])
 
 
 def shortest_path(run_ms: np.ndarray) -> list[int] | None:
-    """Edges of the split of least total time; None if there is none. [stages, start, end]"""
-    reached = np.where(np.arange(run_ms.shape[1]) == 0, 0.0, np.inf)
+    """Return the edges of the split with the min sum of `run_ms` [stages, start, end], or None."""
+    reached = np.where(np.arange(run_ms.shape[1]) == 0, 0.0, np.inf)  # min sum up to each edge
     previous = []
     for stage_ms in run_ms:
         total = reached[:, None] + stage_ms
@@ -167,34 +160,35 @@ def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None
     parallel = Parallel(tensor=4, pipeline=stages, data=DATA_PARALLEL)
     cost = analytic_cost(model, load_cluster("a100-80g"), parallel, "bf16")
     packs = real_packs(cost, model, lengths)
-    for name, given in (("real", packs), ("equal", equal_packs(packs))):
-        least_gib = min_peak_of_splits(cost, model, given, stages) / GIB
-        for cap_gib in (PLENTY_GIB, *(factor * least_gib for factor in CAP_FACTORS)):
+    for name, workload in (("real", packs), ("equal", equal_packs(packs))):
+        min_gib = min_peak_of_splits(cost, model, workload, stages) / GIB
+        for cap_gib in (PLENTY_GIB, *(factor * min_gib for factor in CAP_FACTORS)):
             start = time.perf_counter()
-            result = search_stages(cost, model, given, stages, cap_gib * GIB)
+            result = search_stages(cost, model, workload, stages, cap_gib * GIB)
             seconds = time.perf_counter() - start
-            found_ms = simulated_ms(cost, result.stages, given)
-            steady = steady_state_stages(cost, model, given, stages, cap_gib * GIB)
-            steady_ms = simulated_ms(cost, steady, given)
+            searched_ms = simulated_ms(cost, result.stages, workload)
+            steady = steady_state_stages(cost, model, workload, stages, cap_gib * GIB)
+            steady_ms = simulated_ms(cost, steady, workload)
             table.add_row(
                 f"{vision}+{language} x{stages}",
                 name,
                 "plenty" if cap_gib == PLENTY_GIB else f"{cap_gib:.1f}",
                 f"{seconds:.2f}",
-                f"{len(np.unique(sampled_steps(given).step))} of {len(np.unique(given.step))}",
+                f"{len(np.unique(sampled_steps(workload).step))} of "
+                f"{len(np.unique(workload.step))}",
                 f"{result.simulated}",
                 f"{result.step_ms / result.lower_bound_ms - 1:.1e}",
                 f"{result.step_ms:,.1f}",
-                f"{found_ms:,.1f}",
+                f"{searched_ms:,.1f}",
                 f"{steady_ms:,.1f}",
-                f"{100 * (steady_ms / found_ms - 1):.2f}%",
+                f"{100 * (steady_ms / searched_ms - 1):.2f}%",
             )
 
 
 def level_workload(
     job: JobSpec, lengths: Lengths, sizes: dict[int, int]
 ) -> tuple[Workload, tuple[Level, ...]]:
-    """Packs of the levels as `omnibal plan` makes them, and the levels."""
+    """Return the levels, and packs of them as made by `omnibal plan`."""
     levels = tuple(
         Level(caps=Caps.of(tokens=tokens), context=context, cut=CutRule.ZIGZAG)
         for tokens, context in sizes.items()
@@ -241,27 +235,16 @@ def level_table(lengths: Lengths) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smallest model only")
-    parser.add_argument("--levels", action="store_true", help="packs of several levels")
+    parser.add_argument("--quick", action="store_true", help="only the smallest model")
+    parser.add_argument("--levels", action="store_true", help="search packs of several levels")
     arguments = parser.parse_args()
     if arguments.levels:
         lengths = make_lengths("tulu3-longcite", LEVEL_SAMPLES, seed=0)
         Console(width=120).print(level_table(lengths))
         return
     table = Table(title="Simulated step times in ms; costs counted, not measured")
-    for column in (
-        "layers",
-        "packs",
-        "cap GiB",
-        "seconds",
-        "steps",
-        "simulated",
-        "gap",
-        "search",
-        "all steps",
-        "steady state",
-        "gain",
-    ):
+    columns = ("layers", "packs", "cap GiB", "seconds", "steps", "simulated", "gap", "search")
+    for column in (*columns, "all steps", "steady state", "gain"):
         table.add_column(column, justify="right")
     lengths = make_lengths("internvl", 60_000, seed=0)
     for size in SIZES[:1] if arguments.quick else SIZES:

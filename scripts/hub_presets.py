@@ -2,9 +2,8 @@
 
     python scripts/hub_presets.py tests/planner/hub_configs omnibal/presets/models
 
-The folder has a folder a preset, by its name, with a `config.json` and, where limits of pixels are
-not the family's, a `preprocessor_config.json`. `sources.json` there gives the model's id on the hub
-by preset.
+The first folder has `sources.json`, the hub's model id by preset, and a folder per preset with its
+`config.json` and, if its limits of pixels are not the family's, `preprocessor_config.json`.
 """
 
 from pathlib import Path
@@ -23,7 +22,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def preset_texts(folder: Path) -> dict[str, str]:
-    """Text of every preset's file, by name; raises UserError for a missing or unreadable file."""
+    """Return the text of every preset's file, by name; raise UserError for unreadable files."""
     remedy = f"give a folder with a {SOURCES_FILE}, ids of models by preset"
     sources = read_json_model(dict[str, str], folder / SOURCES_FILE, remedy)
     return {

@@ -1,9 +1,9 @@
-"""Ask a trained or imported model a question about images, videos or recordings, or about none.
+"""Ask a trained or imported model a question, with or without images, videos or recordings.
 
     python tools/chat.py --load run --image page.png --prompt "What does the page say?"
 
-One process holds the whole model and recomputes the text for every token of the greedy answer, so
-this is to try a checkpoint, not to serve it.
+To try a checkpoint, not to serve it: one process holds the model, and decodes greedily without a
+key-value cache.
 """
 
 from collections.abc import Iterator
@@ -34,44 +34,42 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass
-class Shown:
-    """The question's files."""
+class MediaFiles:
+    """Media of the question."""
 
-    image: Annotated[list[Path] | None, typer.Option(help="image file, as often as needed")] = None
+    image: Annotated[list[Path] | None, typer.Option(help="image file; repeatable")] = None
     video: Annotated[
-        list[Path] | None, typer.Option(help="video file or folder of frames, as often as needed")
+        list[Path] | None, typer.Option(help="video file or folder of frames; repeatable")
     ] = None
-    audio: Annotated[
-        list[Path] | None, typer.Option(help="WAV or FLAC file, as often as needed")
-    ] = None
+    audio: Annotated[list[Path] | None, typer.Option(help="WAV or FLAC file; repeatable")] = None
 
 
 @app.command(help=__doc__.split("\n\n")[0])
 @with_groups
 def chat(
-    load: Annotated[Path, typer.Option(help="run directory; its newest checkpoint is taken")],
+    load: Annotated[Path, typer.Option(help="run directory; uses its newest checkpoint")],
     prompt: Annotated[
         str,
         typer.Option(
-            help=f"the question; {IMAGE} in it places an image, {VIDEO} a video and {AUDIO} a "
-            "recording, else they come first"
+            help=f"the question; {IMAGE}, {VIDEO} and {AUDIO} in it place files, else they come "
+            "first"
         ),
     ],
-    shown: Shown,
+    media: MediaFiles,
     tokenizer_model: Annotated[
         Path | None, typer.Option(help=f"tokenizer (default: the run's {TOKENIZER_FOLDER} folder)")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="system message, not the model's own")] = None,
+    system: Annotated[str | None, typer.Option(help="system message (default: model's)")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT)] = 256,
-    precision: Annotated[PlainPrecision, typer.Option(help="to compute in")] = "bf16",
+    precision: Annotated[PlainPrecision, typer.Option(help="precision of the model")] = "bf16",
 ) -> None:
     checkpoint = open_newest(load)
     if tokenizer_model is None and not (load / TOKENIZER_FOLDER).is_dir():
         raise UserError(f"{load}: has no folder {TOKENIZER_FOLDER}; give --tokenizer-model")
     tokenizer = open_tokenizer(tokenizer_model or load / TOKENIZER_FOLDER)
     check_tokenizer(checkpoint.model, tokenizer)
-    sample = _sample(prompt, shown, system)
-    # Generation never reads the reader's own samples.
+    sample = _make_sample(prompt, media, system)
+    # Generation gets the sample itself, and does not index the annotations.
     reader = SampleReader(cast(Annotations, [sample]), tokenizer, checkpoint.model)
     # Raises for missing files and too long a text before the model is loaded.
     reader.prompt(sample, 0, max_new_tokens, chatting=True)
@@ -85,18 +83,19 @@ def chat(
 
 def _print_answer(ids: Iterator[int], tokenizer: Tokenizer) -> None:
     answer: list[int] = []
-    shown = ""
+    printed = ""
     for token in ids:
         answer.append(token)
-        # A character may take several tokens: incomplete characters are not shown yet.
+        # A character may take several tokens: incomplete characters are not printed yet.
         text = tokenizer.decode(answer).rstrip("\N{REPLACEMENT CHARACTER}")
-        print(text[len(shown) :], end="", flush=True)
-        shown = text
+        print(text[len(printed) :], end="", flush=True)
+        printed = text
     print()
 
 
-def _sample(prompt: str, shown: Shown, system: str | None) -> Sample:
-    images, videos, audio = (each or [] for each in (shown.image, shown.video, shown.audio))
+def _make_sample(prompt: str, media: MediaFiles, system: str | None) -> Sample:
+    images, videos, audio = (files or [] for files in (media.image, media.video, media.audio))
+    # Marks are prepended: images come first, then videos, then recordings.
     for mark, option, files in ((AUDIO, "audio", audio), (VIDEO, "video", videos)):
         if files:
             prompt = _place_marks(prompt, mark, option, files)
@@ -119,14 +118,14 @@ def _place_marks(prompt: str, mark: str, option: str, files: list[Path]) -> str:
     if placed not in (0, len(files)):
         raise UserError(
             f"--prompt has {placed} {mark} for {len(files)} --{option}; write one for each "
-            f"{option}, or none at all"
+            f"{option}, or none"
         )
     missing = [path for path in files if not (path.is_file() or (mark == VIDEO and path.is_dir()))]
     if missing:
-        raise UserError(f"--{option} {missing[0]}: is not a file; give the path of one")
+        raise UserError(f"--{option} {missing[0]}: is not a file; correct the path")
     if placed or not files:
         return prompt
-    # InternVL's wording for one image and for several.
+    # InternVL's prompts: several images are numbered, a single one is not.
     noun = option.capitalize()
     names = [f"{noun}-{k}: " for k in range(1, len(files) + 1)] if len(files) > 1 else [""]
     return "".join(f"{name}{mark}\n" for name in names) + prompt

@@ -6,7 +6,7 @@
     python tools/convert.py export run --layout transformers --tokenizer-model tokenizer -o mine
     python tools/convert.py export run --adapter --like InternVL3-8B-hf -o adapter
 
-Tensors are read and written a few at a time: no more than about one file's are in memory.
+Memory is about one file's tensors: they are streamed.
 """
 
 import re
@@ -44,8 +44,7 @@ from omnibal.base.program import run_app
 from omnibal.data.tokenizer import open_tokenizer
 
 _NO_TOKENIZER = (
-    "\nnote: no tokenizer goes along, so config.json does not set image_token_id; give one as "
-    "--tokenizer-model"
+    "\nnote: without a tokenizer, config.json does not set image_token_id; give --tokenizer-model"
 )
 _UNITS = {"MB": 10**6, "GB": 10**9}
 
@@ -56,11 +55,11 @@ app = typer.Typer(
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar on stderr: bytes done, rate and time left."""
+def _show_progress(verb: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that advances a progress bar on stderr by bytes."""
     columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(verb, total=total)
         yield lambda size: progress.advance(task, size)
 
 
@@ -70,92 +69,88 @@ def import_(
     output: Annotated[Path, typer.Option("--output", "-o", help="run directory to make")],
     audio: Annotated[
         Path | None,
-        typer.Option(help="folder of a released Whisper, whose encoder the model gets"),
+        typer.Option(help="folder of a released Whisper, to add its encoder"),
     ] = None,
     positions_per_token: Annotated[
-        int, typer.Option(min=1, max=4096, help="with --audio: of 20 ms each, that become a token")
+        int, typer.Option(min=1, max=4096, help="with --audio: positions of 20 ms per token")
     ] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="with --audio: of what has no weights yet")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="with --audio: seed of new weights")] = 0,
     adapter: Annotated[
-        Path | None, typer.Option(help="folder of an adapter of that model that PEFT has saved")
+        Path | None, typer.Option(help="folder of the model's adapter, saved by PEFT")
     ] = None,
 ) -> None:
     """Make a run directory of a released checkpoint: weights, model.toml and tokenizer.
 
-    Read are InternVL's own checkpoints (InternVLChatModel, with InternLM2, Llama, Qwen2 or Qwen3,
-    dense or with experts), those of Transformers (InternVLForConditionalGeneration), those of
-    Qwen2-VL, Qwen2.5-VL and Qwen3-VL, dense or with experts, and text-only ones (LlamaForCausalLM,
+    Supported are InternVL's own checkpoints (InternVLChatModel with InternLM2, Llama, Qwen2 or
+    Qwen3, dense or with experts), Transformers' (InternVLForConditionalGeneration), Qwen2-VL,
+    Qwen2.5-VL and Qwen3-VL, dense or with experts, and text-only models (LlamaForCausalLM,
     Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM). Train from it with
     `pretrain_vlm.py --load RUN --finetune`, under any plan for model.toml.
 
-    With --audio the model gets Whisper's encoder, a projector of its own with first weights, and
-    words for recordings, which the tokenizer gets too.
+    --audio adds Whisper's encoder, a projector with initial weights, and tokens for recordings.
 
-    With --adapter the run has the adapter's matrices beside the weights: a plan with the same rank
-    and targets (`omnibal plan --lora-rank ...`) goes on with them.
+    --adapter adds the adapter's matrices: a plan with the same rank and targets (`omnibal plan
+    --lora-rank ...`) continues to train them.
     """
     inputs = [path for path in (source, audio, adapter) if path is not None]
     check_folder("-o", output, inputs)
     if audio is not None and adapter is not None:
-        raise UserError("--adapter does not go with --audio; import the one and then the other")
+        raise UserError("--adapter and --audio are exclusive; drop one")
     check_new_folder(output)
     released = open_released(source)
     print(f"{source}: {released.model.name}, layout {released.layout}, {released.bytes:,} bytes")
     if released.files.unread is not None:
-        others = f"those that {released.files.unread} names"
-        print(f"note: the weights are those of {SINGLE_FILE}, not {others}")
-    wanted = released
+        print(
+            f"note: weights are from {SINGLE_FILE}, not from the files in {released.files.unread}"
+        )
+    checkpoint = released
     if audio is not None:
-        wanted = add_audio(released, audio, positions_per_token, seed)
-        print(f"{audio}: {wanted.model.name}, {wanted.bytes:,} bytes with the encoder")
+        checkpoint = add_audio(released, audio, positions_per_token, seed)
+        print(f"{audio}: {checkpoint.model.name}, {checkpoint.bytes:,} bytes with the encoder")
     if adapter is not None:
-        wanted = add_adapter(released, adapter)
-        assert wanted.adapters is not None
-        print(f"{adapter}: rank {wanted.adapters.rank}, {', '.join(wanted.adapters.targets)}")
-    with _progress("importing", wanted.bytes) as advance:
-        lines = import_checkpoint(wanted, output, advance)
+        checkpoint = add_adapter(released, adapter)
+        assert checkpoint.adapters is not None
+        adapters = checkpoint.adapters
+        print(f"{adapter}: rank {adapters.rank}, {', '.join(adapters.targets)}")
+    with _show_progress("importing", checkpoint.bytes) as advance:
+        lines = import_checkpoint(checkpoint, output, advance)
     print("\n".join(lines))
 
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="run directory; its newest checkpoint is taken")],
+    run: Annotated[Path, typer.Argument(help="run directory; uses its newest checkpoint")],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder to make")],
     like: Annotated[
         Path | None,
-        typer.Option(help="released checkpoint whose files, names and types the copy has"),
+        typer.Option(help="released checkpoint, for the files, names and types"),
     ] = None,
     layout: Annotated[
         Layout | None,
-        typer.Option(
-            metavar="LAYOUT", help=f"without --like: names of the tensors, {', '.join(Layout)}"
-        ),
+        typer.Option(metavar="LAYOUT", help=f"without --like: tensor names, {', '.join(Layout)}"),
     ] = None,
     tokenizer_model: Annotated[
         Path | None,
-        typer.Option(
-            help=f"without --like: tokenizer to go along (default: RUN/{TOKENIZER_FOLDER})"
-        ),
+        typer.Option(help=f"without --like: tokenizer (default: RUN/{TOKENIZER_FOLDER})"),
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="of the tensors (default: as in --like, or as stored)"),
+        typer.Option(help="type of the tensors (default: as in --like, or as stored)"),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="without --like: of a file")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="without --like: max size of a file")] = "5GB",
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="write the run's adapters alone, in PEFT's format")
+        bool, typer.Option("--adapter", help="write only the run's adapters, in PEFT's format")
     ] = False,
 ) -> None:
-    """Write the weights of a run as a checkpoint that other tools load.
+    """Write the weights of a run as a checkpoint for other tools.
 
-    Adapters are added to the weights that they are beside; with --adapter they are written alone,
-    as PEFT opens them on the model of --like, or on one of --layout.
+    Adapters are merged into the weights; with --adapter only they are written, for PEFT and the
+    model of --like or --layout.
 
-    With --like, everything but the weights is copied from there: configuration, code, tokenizer.
-    Where that is a Whisper, the audio encoder alone is written, and its decoder copied too.
-    Without it config.json is made from the model; --layout transformers is what
-    InternVLForConditionalGeneration loads, and qwen3-vl, qwen2.5-vl, llama, qwen2, qwen3 or
-    qwen3-moe what those classes do.
+    With --like, all other files are copied from there: configuration, code, tokenizer. If it is a
+    Whisper, only the audio encoder is written, and its decoder copied. Without it config.json is
+    made from the model; --layout transformers is for InternVLForConditionalGeneration, and
+    qwen3-vl, qwen2.5-vl, llama, qwen2, qwen3 or qwen3-moe for the classes of these names.
     """
     if (like is None) == (layout is None):
         raise UserError("give either --like CHECKPOINT or --layout NAME, and not both")
@@ -170,19 +165,21 @@ def export(
     if like is not None and is_whisper(like):
         _export_audio(stored, like, output, dtype)
         return
-    wanted_dtype = None if dtype is None else getattr(torch, dtype)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     note = ""
     if like is not None:
-        planned = plan_export_like(stored, open_released(like), wanted_dtype)
+        planned = plan_export_like(stored, open_released(like), torch_dtype)
     else:
         assert layout is not None  # checked with --like
         folder = run / TOKENIZER_FOLDER
-        given = tokenizer_model or (folder if folder.is_dir() else None)
-        tokenizer = None if given is None else open_tokenizer(given)
+        path = tokenizer_model or (folder if folder.is_dir() else None)
+        tokenizer = None if path is None else open_tokenizer(path)
+        # Other layouts' config.json has no image_token_id.
         names_image = not (layout.is_original or layout.is_text_only)
         note = _NO_TOKENIZER if tokenizer is None and names_image else ""
-        planned = plan_export_as(stored, layout, wanted_dtype, tokenizer, _bytes(max_shard_size))
-    with _progress("exporting", planned.bytes) as advance:
+        shard_bytes = _parse_bytes(max_shard_size)
+        planned = plan_export_as(stored, layout, torch_dtype, tokenizer, shard_bytes)
+    with _show_progress("exporting", planned.bytes) as advance:
         write_export(planned, output, advance)
     types = {dtype_name(piece.dtype) for file in planned.files for piece in file.pieces}
     print(
@@ -194,41 +191,40 @@ def export(
 def _export_adapter(
     stored: CheckpointIdentity, like: Path | None, layout: Layout | None, output: Path
 ) -> None:
-    opened = None if like is None else open_released(like)
-    if opened is not None:
-        layout = opened.layout
+    if like is not None:
+        layout = open_released(like).layout
     assert layout is not None  # checked with --like
     modules = export_adapter(stored, layout, output, None if like is None else str(like))
     print(
-        f"wrote {output}: the adapters of step {stored.step} of {stored.path.parent}, beside "
+        f"wrote {output}: the adapters of step {stored.step} of {stored.path.parent}, on "
         f"{modules} modules of layout {layout}"
     )
-    whole = list_fully_trained(stored)
-    if whole:
+    full = list_fully_trained(stored)
+    if full:
         print(
-            f"note: {', '.join(whole)} was trained whole, which no adapter holds; without "
-            "--adapter the whole model is exported, with its adapters in the weights"
+            f"note: weights of {', '.join(full)} were trained too, and are not in the adapter; "
+            "export without --adapter for the model with merged adapters"
         )
 
 
 def _export_audio(stored: CheckpointIdentity, like: Path, output: Path, dtype: str | None) -> None:
     if dtype is not None:
-        raise UserError("--dtype does not go with --like of a Whisper; its types are kept")
+        raise UserError("--dtype and --like of a Whisper are exclusive; drop --dtype")
     audio = open_audio(like, stored.model, stored.model.audio.positions_per_token)
     check_same_encoder(stored, audio)
     total = sum(path.stat().st_size for path in like.glob("*.safetensors"))
-    with _progress("exporting", total) as advance:
+    with _show_progress("exporting", total) as advance:
         export_audio(stored, audio, output, advance)
     print(
-        f"wrote {output}: the audio encoder of step {stored.step} of {stored.path.parent}, and all "
-        f"else of {like}"
+        f"wrote {output}: the audio encoder of step {stored.step} of {stored.path.parent}, and the "
+        f"other files of {like}"
     )
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"([1-9]\d*)(MB|GB)", text)
     if match is None:
-        raise UserError(f"--max-shard-size {text}: must be a number of MB or GB, such as 5GB")
+        raise UserError(f"--max-shard-size must be a number of MB or GB, such as 5GB, got {text}")
     return int(match[1]) * _UNITS[match[2]]
 
 

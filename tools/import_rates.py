@@ -1,21 +1,11 @@
-"""Turn published tables of kernels' rates into the `rates` of a cluster file.
+"""Convert published tables of kernels' rates to the `rates` of a cluster file.
 
     python tools/import_rates.py kernels.json --base b200-180g -o b200-180g.toml
 
-The tables are SimuMax's system files (MooreThreads/SimuMax, configs/system) as JSON: `operations`
-matmul, group_matmul, sdp_fwd and sdp_bwd, `memory` and `networks`. The output is the base's text up
-to its first table of rates, and the imported rates. Semantics, from simumax/core/config.py:
-
-* Layouts: TN is forward (m tokens, k in, n out), NN the input's gradient (m tokens, k out, n in),
-  NT the weights' gradient (m out, k tokens, n in), accumulated in `out_dtype`. Groups have M rows
-  each, K in and N out in all three stages.
-* Shares of attention count the full square, 2 products in forward and 5 in backward.
-* A collective takes its latency (fixed, or by number of ranks), and bytes x scale x
-  (ranks + offset) / ranks over gbps x efficient_factor, the rate in GiB/s of bytes sent by a rank.
-  Unmeasured entries, without a factor or faster than the base's link, are left out.
-* A copy takes its latency, and bytes over gbps x efficient_factor.
-
-Repeated shapes get their mean time.
+Tables are SimuMax's system files (MooreThreads/SimuMax, configs/system) as JSON: `operations`
+matmul, group_matmul, sdp_fwd and sdp_bwd, `memory` and `networks`; semantics are from
+simumax/core/config.py. The output is the base's text up to its first table of rates, and the
+imported rates. Repeated shapes get their mean time.
 """
 
 import json
@@ -70,27 +60,27 @@ _COPIES: dict[str, CopyKind] = {
 
 
 def read_rates(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool) -> Rates:
-    """Read tables as rates in bf16."""
+    """Return the tables' rates in bf16."""
     operations = tables["operations"]
+    # Shares of attention count the full square, 2 products in forward and 5 in backward.
     attention = [
         _attention(row, "forward" if name == "sdp_fwd" else "backward")
         for name in ("sdp_fwd", "sdp_bwd")
         for row in operations[name]["measured"]
     ]
-    [tflops] = {float(one["peak_tflops"]) for one in operations.values()}
+    [tflops] = {float(operation["peak_tflops"]) for operation in operations.values()}
+    memory = {} if kernels_only else tables["memory"]
     return Rates(
         device=tables["device"].split(",")[0],
         tflops=tflops,
         products=_merge_repeats(_product(row) for row in operations["matmul"]["measured"]),
-        grouped=_merge_repeats(_grouped(row) for row in operations["group_matmul"]["measured"]),
+        grouped=_merge_repeats(_group(row) for row in operations["group_matmul"]["measured"]),
         attention=_merge_repeats(attention),
         collectives=() if kernels_only else tuple(_collectives(tables["networks"], link_gb_per_s)),
-        copies=()
-        if kernels_only
-        else tuple(
-            CopyTime(kind=kind, latency_us=one["latency_us"], gb_per_s=_gb_per_s(one, one))
+        copies=tuple(
+            CopyTime(kind=kind, latency_us=copy["latency_us"], gb_per_s=_gb_per_s(copy, copy))
             for name, kind in _COPIES.items()
-            if (one := tables["memory"].get(name))
+            if (copy := memory.get(name))
         ),
     )
 
@@ -99,11 +89,11 @@ def _product(row: dict[str, Any]) -> ProductTime:
     m, k, n = row["m"], row["k"], row["n"]
     share, gradient = _four_digits(row["share"]), row["out_dtype"]
     match row["layout"]:
-        case "TN":
+        case "TN":  # forward: m tokens, k in, n out
             return ProductTime(rows=m, inner=k, outer=n, share=share)
-        case "NN":
+        case "NN":  # the input's gradient: m tokens, k out, n in
             return ProductTime(of="input_gradient", rows=m, inner=n, outer=k, share=share)
-        case "NT":
+        case "NT":  # the weights' gradient: m out, k tokens, n in, accumulated in `out_dtype`
             return ProductTime(
                 of="weight_gradient", gradient=gradient, rows=k, inner=n, outer=m, share=share
             )
@@ -111,12 +101,12 @@ def _product(row: dict[str, Any]) -> ProductTime:
             raise ValueError(f"layout {layout} is none of TN, NN and NT")
 
 
-def _grouped(row: dict[str, Any]) -> GroupedTime:
+def _group(row: dict[str, Any]) -> GroupedTime:
     of = _STAGES[row["stage"]]
     return GroupedTime(
         of=of,
         gradient=row["main_grad_dtype"] if of == "weight_gradient" else "fp32",
-        groups=row["ng"],
+        groups=row["ng"],  # of M rows each, K in and N out in all three stages
         rows=row["M"],
         inner=row["K"],
         outer=row["N"],
@@ -137,18 +127,16 @@ def _attention(row: dict[str, Any], of: Any) -> AttentionTime:
     )
 
 
-def _merge_repeats(given: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
-    """Merge measurements of equal shapes by mean time."""
+def _merge_repeats(kernels: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
+    """Return a kernel per shape, with the mean time of its repeats."""
     shapes: dict[_Kernel, list[float]] = {}
-    for one in given:
-        assert one.share is not None
-        shapes.setdefault(one.model_copy(update={"share": None}), []).append(one.share)
+    for kernel in kernels:
+        assert kernel.share is not None
+        shapes.setdefault(kernel.model_copy(update={"share": None}), []).append(kernel.share)
+    # Times are inverse to shares: the mean time has their harmonic mean.
     return tuple(
-        # Harmonic mean of shares.
-        shape.model_copy(
-            update={"share": _four_digits(len(all_of) / sum(1 / one for one in all_of))}
-        )
-        for shape, all_of in shapes.items()
+        shape.model_copy(update={"share": _four_digits(len(all_) / sum(1 / s for s in all_))})
+        for shape, all_ in shapes.items()
     )
 
 
@@ -160,14 +148,11 @@ def _collectives(networks: dict[str, Any], link_gb_per_s: float) -> Iterator[Col
     links = networks.get("high_intra_node", {"op": {}, "bandwidth": {}})
     for name, kind in _COLLECTIVES.items():
         line = links["op"].get(name, {})
-        if "efficient_factor" not in line:
+        if "efficient_factor" not in line:  # not measured
             continue
         gb_per_s = _gb_per_s(links["bandwidth"], line)
         if gb_per_s > link_gb_per_s:
-            print(
-                f"{kind} is left out: {gb_per_s:.0f} GB/s is more than its link's "
-                f"{link_gb_per_s:.0f}"
-            )
+            print(f"{kind} is left out: {gb_per_s:.0f} GB/s exceeds the link's {link_gb_per_s:.0f}")
             continue
         by_ranks = line.get("fixed_latency_us_by_comm_num", {})
         for ranks in (2,) if kind == "send" else _RANKS:
@@ -181,20 +166,23 @@ def _collectives(networks: dict[str, Any], link_gb_per_s: float) -> Iterator[Col
 
 
 def _gb_per_s(bandwidth: dict[str, Any], line: dict[str, Any]) -> float:
+    # SimuMax: latency + bytes x scale x (ranks + offset) / ranks / (gbps x efficient_factor), with
+    # a rate in GiB/s of bytes sent by a rank.
     return _four_digits(bandwidth["gbps"] * line["efficient_factor"] * _GIB_IN_GB)
 
 
 def cluster_text(base: str, rates: Rates, source: str) -> str:
-    """Text of a cluster file: the base's, with its rates replaced."""
+    """Return the text of a cluster file: the base's, with its rates replaced."""
     lines = base.splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("[rates")] or [len(lines)]
+    # Drop the comments above the base's rates too.
     while starts[0] and (not lines[starts[0] - 1] or lines[starts[0] - 1].startswith("#")):
         starts[0] -= 1
     note = f"# Measured, by {' '.join(source.split())}; imported by tools/import_rates.py."
     return "\n".join([*lines[: starts[0]], "", note, precision_rates_toml("bf16", rates)])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_tables(path: Path) -> dict[str, Any]:
     remedy = "give tables of SimuMax's system files, as JSON"
     try:
         tables = json.loads(read_text(path, remedy))
@@ -209,18 +197,18 @@ def _read(path: Path) -> dict[str, Any]:
 def import_rates(
     file: Annotated[Path, typer.Argument(metavar="TABLES", help="JSON file to read")],
     output: Annotated[Path, typer.Option("--output", "-o", help="TOML file to write")],
-    base: Annotated[str, typer.Option(help="preset or cluster file that gives all else")],
+    base: Annotated[str, typer.Option(help="preset or cluster file for all other settings")],
     kernels_only: Annotated[
         bool,
         typer.Option(
             "--kernels-only",
-            help="leave out copies and collectives, where memory and links are not the base's",
+            help="leave out copies and collectives, if memory and links are not the base's",
         ),
     ] = False,
 ) -> None:
     base_file = config_file("clusters", base)
     check_files({"--output": output}, [file, base_file])
-    link_gb_per_s, tables = load_cluster(base).intra_node_gb_per_s, _read(file)
+    link_gb_per_s, tables = load_cluster(base).intra_node_gb_per_s, _read_tables(file)
     try:
         rates = read_rates(tables, link_gb_per_s, kernels_only=kernels_only)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -229,8 +217,8 @@ def import_rates(
             message = complaint(error.errors()[0])
         raise UserError(f"{file}: {message}; compare with SimuMax's system files") from error
     text = cluster_text(base_file.read_text(encoding="utf-8"), rates, str(tables["source"]))
-    with atomic(output) as written:
-        written.write_text(text, encoding="utf-8")
+    with atomic(output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     print(
         f"{output}: {len(rates.products)} products, {len(rates.grouped)} grouped, "
         f"{len(rates.attention)} of attention, {len(rates.collectives)} collectives"

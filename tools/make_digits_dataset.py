@@ -1,7 +1,7 @@
 """Compose scikit-learn's 1,797 scanned digits into a small vision-language dataset.
 
 Writes InternVL meta JSON and JSONL with PNG images, for training and held out (no shared scans),
-and a SentencePiece tokenizer (text and tokenizer are deterministic):
+and a SentencePiece tokenizer. Text and tokenizer are deterministic.
 
     OUTPUT/dataset.json  OUTPUT/tokenizer.model
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png}
@@ -31,14 +31,12 @@ from omnibal.base.files import atomic_directory
 from omnibal.base.outputs import check_folder
 from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
 
-FORMAT = 2
-"""Incremented when equal arguments give a different dataset."""
+FORMAT = 2  # incremented when equal arguments give a different dataset
 DESCRIPTION_FILE = "dataset.json"
 MAX_SEED = 2**32 - 1
 MIN_SAMPLES = 10
 SAMPLE_RATE = 16_000
-MAX_SAMPLES = 1_000_000
-"""Limited, as images are files of one folder."""
+MAX_SAMPLES = 1_000_000  # images are files of one folder
 HELDOUT_SCANS = 360
 VOCABULARY = 256
 SPECIAL_PIECES = ("<img>", "<IMG_CONTEXT>", "</img>", "<|im_start|>", "<|im_end|>", "\n")
@@ -47,11 +45,11 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 @dataclass(frozen=True, slots=True)
 class Scans:
-    """8 x 8 scans with ink from 0 to 1, their digits, and their index in `load_digits`."""
+    """Scans of digits."""
 
-    ink: np.ndarray
-    digits: np.ndarray
-    identities: np.ndarray
+    ink: np.ndarray  # [scans, 8, 8], from 0 to 1
+    digits: np.ndarray  # [scans]
+    identities: np.ndarray  # index in `load_digits`, [scans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +61,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """One sample: images, their scans, and conversation."""
+    """A sample: images with their scans, recordings, conversation."""
 
     images: list[Image.Image]
     scans: list[int]
     turns: list[Turn]
-    recordings: Sequence[np.ndarray] = ()
-    """Sounds at `SAMPLE_RATE`, float32 from -1 to 1."""
+    recordings: Sequence[np.ndarray] = ()  # sounds at `SAMPLE_RATE`, float32 from -1 to 1
     voices: Sequence[str] = ()
 
 
 class Composer:
-    """Draws random samples of every source from one set of scans."""
+    """Generator of random samples of every source, from a set of scans."""
 
-    cell_pixels = (30, 35)
-    """Range of the side of a digit's cell, end exclusive."""
+    cell_pixels = (30, 35)  # side of a digit's cell, end exclusive
 
     def __init__(self, scans: Scans, rng: np.random.Generator) -> None:
         self.scans = scans
@@ -85,7 +81,7 @@ class Composer:
         self.by_digit = [np.flatnonzero(scans.digits == digit) for digit in range(10)]
 
     def single(self) -> Composition:
-        """One digit, asked for in one or two turns."""
+        """Return a digit, with one or two turns."""
         chosen = self.choose(1)
         digit = int(self.scans.digits[chosen[0]])
         question = ("Which digit is this?", "Read the digit.")[self.rng.integers(2)]
@@ -95,7 +91,7 @@ class Composer:
         return self._composition([self.draw(chosen, columns=1)], chosen, turns)
 
     def pair(self) -> Composition:
-        """Two images of one digit each."""
+        """Return two images of a digit each."""
         chosen = self.choose(2)
         digits = self.scans.digits[chosen]
         turns = [
@@ -108,7 +104,7 @@ class Composer:
         return self._composition(images, chosen, turns)
 
     def strip(self) -> Composition:
-        """Two to six digits in a row."""
+        """Return two to six digits in a row."""
         chosen = self.choose(int(self.rng.integers(2, 7)))
         digits = self.scans.digits[chosen]
         ordinals = enumerate(digits)
@@ -116,7 +112,7 @@ class Composer:
         return self._about_many(chosen, len(chosen), "Read the line.", turns)
 
     def page(self) -> Composition:
-        """Digits in two or three rows of two or three."""
+        """Return digits in two or three rows of two or three."""
         columns, rows = ((2, 2), (3, 2), (2, 3))[self.rng.integers(3)]
         chosen = self.choose(columns * rows)
         turns = [
@@ -130,7 +126,7 @@ class Composer:
         return self._about_many(chosen, columns, "Read the page.", turns)
 
     def arithmetic(self) -> Composition:
-        """One to three sums without any image."""
+        """Return one to three sums without images."""
         turns = []
         for _ in range(self.rng.integers(1, 4)):
             a, b = self.rng.integers(0, 6, size=2)
@@ -140,7 +136,7 @@ class Composer:
     def _about_many(
         self, chosen: np.ndarray, columns: int, read: str, positions: list[Turn]
     ) -> Composition:
-        """One to three questions about several digits, in random order."""
+        """Return one to three questions about several digits, in random order."""
         digits = self.scans.digits[chosen]
         turns = [
             *positions,
@@ -148,9 +144,9 @@ class Composer:
             Turn("How many digits are even?", str((digits % 2 == 0).sum()), "parity"),
             Turn("Which digit is the largest?", str(digits.max()), "largest"),
         ]
-        asked = self.rng.permutation(len(turns))[: self.rng.integers(1, 4)]
+        order = self.rng.permutation(len(turns))[: self.rng.integers(1, 4)]
         image = self.draw(chosen, columns)
-        return self._composition([image], chosen, [turns[k] for k in asked])
+        return self._composition([image], chosen, [turns[k] for k in order])
 
     def _composition(
         self, images: list[Image.Image], chosen: np.ndarray, turns: list[Turn], *spoken: Sequence
@@ -158,12 +154,12 @@ class Composer:
         return Composition(images, self.scans.identities[chosen].tolist(), turns, *spoken)
 
     def choose(self, count: int) -> np.ndarray:
-        """Positions of `count` scans, uniform over digits."""
+        """Return positions of `count` scans, uniform over digits."""
         digits = self.rng.integers(0, 10, size=count)
         return np.array([self.rng.choice(self.by_digit[digit]) for digit in digits])
 
     def draw(self, chosen: np.ndarray, columns: int) -> Image.Image:
-        """Draw the scans row by row on a grid of square cells, white on black, with noise."""
+        """Return the scans on a grid of square cells, white on black, with noise."""
         cell = int(self.rng.integers(*self.cell_pixels))
         rows = len(chosen) // columns
         canvas = np.zeros((rows * cell, columns * cell), np.float32)
@@ -181,25 +177,22 @@ class Composer:
         return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
 
 
+# Share of the samples and method of the composer, by source.
 Sources = Mapping[str, tuple[float, Callable[[Any], Composition]]]
-"""Share of the samples, and the method of the composer that draws one, by source."""
 SOURCES: Sources = {
-    "digits_single": (0.64, Composer.single),
+    "digits_single": (0.64, Composer.single),  # the cheapest to learn: one tile, one digit
     "digits_pair": (0.08, Composer.pair),
     "digits_strip": (0.14, Composer.strip),
     "digits_page": (0.06, Composer.page),
     "arithmetic": (0.08, Composer.arithmetic),
 }
-"""Singles, one tile and one digit, are the cheapest to learn."""
 
 
 def write_split(directory: Path, composer: Composer, sources: Sources, samples: int) -> None:
-    """Write a JSONL file per source, media, and the meta JSON.
-
-    A source has its share of the samples, at least one. The first source absorbs rounding.
-    """
+    """Write a JSONL file per source, media, and the meta JSON."""
     (directory / "images").mkdir(parents=True)
     meta = {}
+    # Every source has a sample; the first source absorbs rounding.
     counts = {source: max(1, int(share * samples)) for source, (share, _) in sources.items()}
     counts[next(iter(sources))] += samples - sum(counts.values())
     for source, (_, compose) in sources.items():
@@ -219,7 +212,7 @@ def write_split(directory: Path, composer: Composer, sources: Sources, samples: 
 
 
 def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
-    """Save images and recordings; return the annotation line, with scans and voices."""
+    """Write images and recordings, and return the record, with scans and voices."""
     images, recordings = [], []
     for k, image in enumerate(composed.images):
         images.append(f"images/{identity}-{k}.png")
@@ -232,8 +225,8 @@ def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
     messages = []
     for k, turn in enumerate(composed.turns):
         placeholders = "<image>\n" * len(images) + "<audio>\n" * len(recordings)
-        asked = turn.question if k else placeholders + turn.question
-        messages.append({"from": "human", "value": asked})
+        question = turn.question if k else placeholders + turn.question
+        messages.append({"from": "human", "value": question})
         messages.append({"from": "gpt", "value": turn.answer})
     record: dict = {"id": identity}
     if images:
@@ -253,7 +246,7 @@ def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
 
 
 def train_tokenizer(texts: Iterator[str], pieces: Sequence[str] = SPECIAL_PIECES) -> bytes:
-    """Train a SentencePiece model in which text round-trips and each digit is a token."""
+    """Return a SentencePiece model in which text round-trips and each digit is a token."""
     SetMinLogLevel(2)
     model = io.BytesIO()
     SentencePieceTrainer.train(
@@ -268,13 +261,13 @@ def train_tokenizer(texts: Iterator[str], pieces: Sequence[str] = SPECIAL_PIECES
         add_dummy_prefix=False,
         split_digits=True,
         user_defined_symbols=list(pieces),
-        num_threads=1,
+        num_threads=1,  # deterministic
     )
     return model.getvalue()
 
 
 def training_lines(train: Path) -> Iterator[str]:
-    """All text of the training conversations, and the speakers of the template."""
+    """Yield all text of the training conversations, and the template's speakers."""
     for path in sorted(train.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             for message in json.loads(line)["conversations"]:
@@ -283,7 +276,7 @@ def training_lines(train: Path) -> Iterator[str]:
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
-    """Write the dataset to a temporary folder, then rename it: `output` is never partial."""
+    """Write the dataset atomically."""
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             write_split(part / name, Composer(scans, rng), SOURCES, count)
@@ -296,7 +289,7 @@ def splits(
     """Yield name, scans, number of samples and random generator of each split."""
     bunch = load_digits()
     identities = np.arange(len(bunch.target))
-    # Disjoint, with equal digit distributions.
+    # Disjoint, with equal distributions of digits.
     parts = train_test_split(
         identities, test_size=HELDOUT_SCANS, stratify=bunch.target, random_state=seed
     )
@@ -310,7 +303,7 @@ def splits(
 def dataset_folder(
     output: Path, version: int, samples: int, heldout_samples: int, seed: int
 ) -> Iterator[Path]:
-    """Yield a folder to fill, which then becomes `output` with its description."""
+    """Yield a folder to fill; with its description it becomes `output`."""
     with atomic_directory(output) as part:
         yield part
         description = dataset_description(version, samples, heldout_samples, seed)
@@ -318,7 +311,7 @@ def dataset_folder(
 
 
 def dataset_description(version: int, samples: int, heldout_samples: int, seed: int) -> dict:
-    """Arguments that determine a dataset's content, written into it."""
+    """Return the arguments that determine a dataset, for its description file."""
     sizes = {"samples": samples, "heldout_samples": heldout_samples}
     return {"made_with": {"format": version, **sizes, "seed": seed}}
 
@@ -337,7 +330,7 @@ def run_maker(
     version: int,
     make: Callable[[Path, int, int, int], None],
 ) -> int:
-    """Make the dataset of a command line unless it exists; return the exit status."""
+    """Make the dataset of a command line unless it exists, and return the exit status."""
     with one_line_errors():
         given = sys.argv[1:] if arguments is None else arguments
         check_arguments(given)
@@ -351,21 +344,20 @@ def run_maker(
         sizes = {"--samples": options.samples, "--heldout-samples": options.heldout_samples}
         for option, count in sizes.items():
             if not MIN_SAMPLES <= count <= MAX_SAMPLES:
-                raise UserError(
-                    f"{option} {count}: must be from {MIN_SAMPLES}, for every source to occur, to "
-                    f"{MAX_SAMPLES}"
-                )
+                # Fewer samples would leave sources out.
+                limits = f"from {MIN_SAMPLES} to {MAX_SAMPLES}"
+                raise UserError(f"{option} must be {limits}, got {count}")
         if not 0 <= seed <= MAX_SEED:
-            raise UserError(f"--seed {seed}: must be from 0 to {MAX_SEED}")
+            raise UserError(f"--seed must be from 0 to {MAX_SEED}, got {seed}")
         samples, heldout_samples = sizes.values()
-        wanted = dataset_description(version, samples, heldout_samples, seed)
-        if has_description(output, wanted):
+        made_with = dataset_description(version, samples, heldout_samples, seed)
+        if has_description(output, made_with):
             print(f"{output}: already made with these arguments")
             return 0
         if output.exists():
             raise UserError(
                 f"{output} exists and was not made with these arguments by this version; "
-                "remove it or pass another --output"
+                "remove it or give another --output"
             )
         check_folder("--output", output, [])
         make(output, samples, heldout_samples, seed)

@@ -1,18 +1,16 @@
-"""Make a synthetic file of sample lengths, for planning and benchmarks where no data is at hand.
+"""Make a file of synthetic sample lengths, for planning and benchmarks without data.
 
-No length in it was measured. Two mixtures:
+Lengths are assumed. Two mixtures:
 
-    internvl      The nine sources of InternVL-Chat-1.2's fine-tuning data. Their sizes are the real
-                  ones; their lengths are assumed from what is known of each source, and tuned so
-                  that the figures which OmniBal publishes for the whole (arXiv 2407.20761, Table 3)
-                  come out.
+    internvl        The nine sources of InternVL-Chat-1.2's fine-tuning data, with their real sizes.
+                    Lengths are assumed by source, and tuned to reproduce OmniBal's Table 3 (arXiv
+                    2407.20761) for the mixture.
     tulu3-longcite  Texts of HBP's experiments (arXiv 2503.07680, section 5): Tulu3 up to 32K tokens
-                  and 2,000 samples of LongCite up to 128K, tuned so that Table 3 comes out. They
-                  have no tiles.
+                    and 2,000 samples of LongCite up to 128K, tuned to reproduce Table 3.
 
     python tools/make_lengths.py -o lengths.parquet [--mixture internvl] [--samples N] [--seed S]
 
-Sources follow one another as in a meta file. The same arguments give the same bytes.
+Sources are in order, as in a meta file. Equal arguments give equal bytes.
 """
 
 import math
@@ -32,15 +30,12 @@ from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.tiling import tile_count
 from omnibal.model.encoders import TilingConfig
 
-MAX_SAMPLES = 100_000_000
-"""About 4 GiB of memory."""
-TILING = TilingConfig(max_dynamic_patch=4)
-"""At most 4 tiles and a thumbnail: the real files have vit_num 1, 3, 4 and 5 only."""
+MAX_SAMPLES = 100_000_000  # about 4 GiB of memory
+TILING = TilingConfig(max_dynamic_patch=4)  # the real files have vit_num 1, 3, 4 and 5
 IMAGE_SIZE = 448
 TOKENS_PER_TILE = 256
 MixtureName = Literal["internvl", "tulu3-longcite"]
-ImageSizes = tuple[tuple[int, int, float], ...]
-"""Width, height and weight of typical images; weights are not normalized."""
+ImageSizes = tuple[tuple[int, int, float], ...]  # width, height, weight; not normalized
 
 
 class Text(Frozen):
@@ -48,36 +43,28 @@ class Text(Frozen):
 
     median: float
     sigma: float
-    shortest: int = 30
-    """By default of a template around a question and an answer of a few words."""
-    longest: Count | None = None
-    """Maximum. The mixture's cap on a sample's tokens also applies."""
-    answers: float
-    """Share of the tokens that the loss counts."""
+    shortest: int = 30  # a template with a question and an answer of a few words
+    longest: Count | None = None  # besides the mixture's max_tokens
+    answers: float  # share of tokens with loss
 
 
 class Part(Frozen):
-    """Similar samples of one source."""
+    """Similar samples of a source."""
 
-    weight: float = 1
-    """Relative to the source's other parts."""
-    images: str | ImageSizes = ()
-    """Sizes, or their name in the file. Empty for text alone."""
+    weight: float = 1  # relative to the source's other parts
+    images: str | ImageSizes = ()  # sizes, or their name in the file; empty without images
     text: Text
 
 
 class Source(Frozen):
-    count: Count
-    """Samples at the mixture's own size."""
+    count: Count  # samples at the mixture's own size
     parts: tuple[Part, ...]
 
 
 class Mixture(Frozen):
     sources: dict[str, Source]
-    max_tiles: int
-    """Per sample."""
-    max_tokens: int
-    """Per sample, image tokens included."""
+    max_tiles: int  # per sample
+    max_tokens: int  # per sample, image tokens included
 
 
 class MixtureFile(Frozen):
@@ -90,39 +77,35 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def make_lengths(mixture: MixtureName, samples: int, seed: int) -> Lengths:
-    """Return synthetic lengths of `samples` samples, source by source.
-
-    Args:
-        samples: of all sources together, in the mixture's proportions.
-        seed: sources are seeded independently, by (seed, name).
-    """
-    made_of = FILE.mixtures[mixture]
+    """Return `samples` synthetic lengths in the mixture's proportions, source by source."""
+    described = FILE.mixtures[mixture]
     if not 1 <= samples <= MAX_SAMPLES:
-        raise UserError(f"--samples {samples}: must be from 1 to {MAX_SAMPLES}")
+        raise UserError(f"--samples must be from 1 to {MAX_SAMPLES}, got {samples}")
     if seed < 0:
-        raise UserError(f"--seed {seed}: must be at least 0")
-    counts = apportion(samples, [source.count for source in made_of.sources.values()])
-    drawn = []
-    for (name, source), count in zip(made_of.sources.items(), counts, strict=True):
+        raise UserError(f"--seed must be at least 0, got {seed}")
+    counts = apportion(samples, [source.count for source in described.sources.values()])
+    columns = []
+    for (name, source), count in zip(described.sources.items(), counts, strict=True):
+        # Seeded by source: one source's settings do not change the others' lengths.
         rng = np.random.default_rng([seed, *name.encode()])
-        of_parts = apportion(count, [part.weight for part in source.parts])
+        part_counts = apportion(count, [part.weight for part in source.parts])
         parts = [
-            draw_part(part, of_part, made_of.max_tokens, rng)
-            for part, of_part in zip(source.parts, of_parts, strict=True)
+            draw_part(part, part_count, described.max_tokens, rng)
+            for part, part_count in zip(source.parts, part_counts, strict=True)
         ]
-        drawn.append(np.concatenate(parts, axis=1)[:, rng.permutation(count)])
-    tiles, tokens, loss_tokens = np.concatenate(drawn, axis=1)
+        columns.append(np.concatenate(parts, axis=1)[:, rng.permutation(count)])
+    tiles, tokens, loss_tokens = np.concatenate(columns, axis=1)
     return Lengths(
-        items={"tiles": tiles} if made_of.max_tiles else {},
+        items={"tiles": tiles} if described.max_tiles else {},
         tokens=tokens,
         loss_tokens=loss_tokens,
         source=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
-        source_names=tuple(made_of.sources),
+        source_names=tuple(described.sources),
     )
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Integers that sum to `total`, each within 1 of its share: largest remainder method."""
+    """Return integers proportional to the weights with sum `total`: largest remainder method."""
     shares = np.array(weights, np.float64) * total / sum(weights)
     counts = np.floor(shares).astype(np.int64)
     largest_first = np.argsort(counts - shares, kind="stable")
@@ -131,17 +114,17 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows tiles, tokens, loss_tokens of `count` samples of at most `max_tokens`; int32."""
+    """Return tiles, tokens and loss tokens, int32 [3, count], with at most `max_tokens` tokens."""
     sizes = FILE.images[part.images] if isinstance(part.images, str) else part.images
     numbers = [tile_count(width, height, TILING, IMAGE_SIZE) for width, height, _ in sizes] or [0]
     weights = np.array([weight for *_, weight in sizes] or [1])
     tiles = rng.choice(np.array(numbers, np.int32), size=count, p=weights / weights.sum())
     image_tokens = tiles * TOKENS_PER_TILE
     text = part.text
-    drawn = rng.lognormal(math.log(text.median), text.sigma, size=count)
+    lognormal = rng.lognormal(math.log(text.median), text.sigma, size=count)
     longest = np.minimum(text.longest or math.inf, max_tokens - image_tokens)
-    text_tokens = np.rint(np.clip(drawn, text.shortest, longest))
-    # At least the token that ends the answer.
+    text_tokens = np.rint(np.clip(lognormal, text.shortest, longest))
+    # At least the token that ends the answer has loss.
     loss_tokens = np.maximum(np.rint(text_tokens * text.answers), 1)
     return np.stack([tiles, image_tokens + text_tokens, loss_tokens]).astype(np.int32)
 
@@ -151,7 +134,7 @@ def write(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     mixture: Annotated[MixtureName, typer.Option(help="synthetic mixture to make")] = "internvl",
     samples: Annotated[
-        int | None, typer.Option(help="of all sources together (default: the mixture's own size)")
+        int | None, typer.Option(help="number of samples (default: the mixture's own size)")
     ] = None,
     seed: int = 0,
 ) -> None:
@@ -159,9 +142,9 @@ def write(
         samples = sum(source.count for source in FILE.mixtures[mixture].sources.values())
     check_files({"-o": output}, [])
     if output.suffix != ".parquet" and not is_stream(output):
-        raise UserError(f"-o {output}: is written as Parquet; let its name end in .parquet")
+        raise UserError(f"-o {output}: must end in .parquet")
     if not output.parent.is_dir():
-        raise UserError(f"-o {output}: {output.parent} is no folder; make it or pass another path")
+        raise UserError(f"-o {output}: {output.parent} is no folder; make it or give another path")
     write_lengths(make_lengths(mixture, samples, seed), output)
     print(f"{output}: {samples:,} synthetic samples of mixture {mixture}")
 

@@ -1,4 +1,4 @@
-"""Compose scanned digits into a small dataset of images of many sizes, for a Qwen3-VL.
+"""Compose scanned digits into a small dataset of images at native resolution, for Qwen3-VL.
 
 Samples as in tools/make_digits_dataset.py, with digits from 26 to 36 pixels wide, and a tokenizer
 like Qwen3-VL's: byte-level, with chat template, image and video tokens. A second task, for
@@ -29,16 +29,14 @@ from tools.make_digits_dataset import (
     write_split,
 )
 
-FORMAT = 2
-"""Incremented when equal arguments give a different dataset."""
-_SAMPLES_OF_ANOTHER_TASK = 4
-"""Ratio of samples of the main task to samples of the adapters' task."""
-WORDS = 384
-"""Vocabulary: all bytes, the pieces below, and syllables of the questions."""
+FORMAT = 2  # incremented when equal arguments give a different dataset
+_TASK_RATIO = 4  # samples of the main task per sample of the adapters' task
+VOCABULARY = 384  # all bytes, the pieces below, and syllables of the questions
 PIECES = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 )
+# Equal to Qwen3-VL's template for conversations without tools.
 TEMPLATE = (
     "{%- macro written(content) %}{%- if content is string %}{{- content }}{%- else %}"
     "{%- for part in content %}"
@@ -49,24 +47,23 @@ TEMPLATE = (
     "{{- '<|im_start|>' + message.role + '\\n' + written(message.content) + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""Equal to Qwen3-VL's own for conversations without tools."""
 
 
 class NativeComposer(Composer):
-    """Draws samples with digits of more sizes."""
+    """Generator of samples with digits of more sizes."""
 
     cell_pixels = (26, 37)
 
-    def following(self) -> Composition:
-        """Ask for the successor of a digit, 0 after 9."""
+    def next_digit(self) -> Composition:
+        """Return a question for the successor of a digit, 0 after 9."""
         chosen = self.choose(1)
-        after = (int(self.scans.digits[chosen[0]]) + 1) % 10
-        turns = [Turn("Which digit comes next?", str(after), "next")]
+        successor = (int(self.scans.digits[chosen[0]]) + 1) % 10
+        turns = [Turn("Which digit comes next?", str(successor), "next")]
         return self._composition([self.draw(chosen, columns=1)], chosen, turns)
 
 
 def byte_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """Train a tokenizer in which any text round-trips and each digit is a token."""
+    """Return a trained tokenizer in which text round-trips and each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -76,7 +73,7 @@ def byte_tokenizer(texts: Iterator[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=WORDS,
+        vocab_size=VOCABULARY,
         special_tokens=list(PIECES),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -100,14 +97,13 @@ def write_tokenizer(folder: Path, texts: Iterator[str]) -> None:
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
-    """Write the dataset to a temporary folder, then rename it: `output` is never partial."""
+    """Write the dataset atomically."""
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             composer = NativeComposer(scans, rng)
             write_split(part / name, composer, SOURCES, count)
-            following = {"digits_next": (1.0, NativeComposer.following)}
-            others = max(count // _SAMPLES_OF_ANOTHER_TASK, 1)
-            write_split(part / "next" / name, composer, following, others)
+            next_task = {"digits_next": (1.0, NativeComposer.next_digit)}
+            write_split(part / "next" / name, composer, next_task, max(count // _TASK_RATIO, 1))
         write_tokenizer(part / "tokenizer", training_lines(part / "train"))
 
 

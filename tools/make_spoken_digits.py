@@ -1,14 +1,14 @@
-"""Compose scanned digits and digits that eSpeak NG says into a small dataset of three modalities.
+"""Compose scanned digits and digits spoken by eSpeak NG into a small dataset of three modalities.
 
-Samples show digits, say digits, or do both and ask whether they are equal; some are only text.
-Held-out samples share neither scans nor voices with training. Files as in
+Samples have shown digits, spoken digits, or both with a question whether they are equal; some only
+text. Held-out samples share neither scans nor voices with training. Files as in
 tools/make_digits_dataset.py, with 16 kHz recordings:
 
     OUTPUT/dataset.json  OUTPUT/tokenizer.model
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png,audio/*.wav}
 
 eSpeak NG is from the package `espeakng-loader`, without system installation. Text and tokenizer are
-deterministic, sounds on one machine.
+deterministic, and on a given machine sounds too.
 """
 
 import ctypes
@@ -43,8 +43,7 @@ from tools.make_digits_dataset import (
     write_split,
 )
 
-FORMAT = 1
-"""Incremented when equal arguments give a different dataset."""
+FORMAT = 1  # incremented when equal arguments give a different dataset
 VOICES = tuple(
     f"{accent}+{voice}"
     for accent, voices in (
@@ -53,36 +52,32 @@ VOICES = tuple(
     )
     for voice in voices.split()
 )
+# Other voices, such as f2, are not deterministic.
 HELDOUT_VOICES = ("en+m8", "en+Annie", "en+Michael", "en-us+linda", "en-us+Andy", "en-us+max")
-"""Other voices, such as f2, are not deterministic."""
-STYLES = 6
-"""Speeds and pitches per voice."""
+STYLES = 6  # speeds and pitches per voice
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """One digit by one voice."""
+    """A digit spoken by a voice."""
 
     voice: str
     words_per_minute: int
-    pitch: int
-    """From 0 to 99; 50 is the voice's own."""
+    pitch: int  # from 0 to 99; 50 is the voice's own
     digit: int
 
 
 def say_all(utterances: Sequence[Utterance]) -> list[np.ndarray]:
-    """Sounds at `SAMPLE_RATE`, float32 from -1 to 1.
-
-    In a new process: eSpeak NG's output depends on its history, so this makes it deterministic.
-    """
+    """Return sounds at `SAMPLE_RATE`, float32 from -1 to 1."""
+    # In a new process: eSpeak NG's output depends on its history.
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
         return process.submit(_say_all, utterances).result()
 
 
 def _say_all(utterances: Sequence[Utterance]) -> list[np.ndarray]:
     speaker = _Speaker()
-    return [speaker.say(one) for one in utterances]
+    return [speaker.say(utterance) for utterance in utterances]
 
 
 class _Speaker:
@@ -101,7 +96,7 @@ class _Speaker:
         self._rate = self._library.espeak_Initialize(self._SYNCHRONOUS, 0, data, 0)
         if self._rate <= 0:
             raise RuntimeError(f"eSpeak NG cannot start with its data in {data.decode()}")
-        # eSpeak's breath noise is from the C library's generator, seeded with the process id.
+        # eSpeak's breath noise uses the C library's generator, which it seeds with the process id.
         ctypes.CDLL(None).srand(1)
         self._parts: list[np.ndarray] = []
         kind = ctypes.CFUNCTYPE(
@@ -116,7 +111,7 @@ class _Speaker:
         return 0
 
     def say(self, utterance: Utterance) -> np.ndarray:
-        """One digit, at `SAMPLE_RATE`."""
+        """Return the sound of a digit at `SAMPLE_RATE`."""
         self._parts.clear()
         text = WORDS[utterance.digit].encode()
         calls = (
@@ -134,7 +129,7 @@ class _Speaker:
 
 
 class SpokenComposer(Composer):
-    """Draws random samples that show digits, and say them with some voices."""
+    """Generator of random samples with shown and spoken digits."""
 
     def __init__(self, scans: Scans, voices: Sequence[str], rng: np.random.Generator) -> None:
         super().__init__(scans, rng)
@@ -147,58 +142,56 @@ class SpokenComposer(Composer):
             )
             for digit in range(len(WORDS))
         ]
-        self.sounds: dict[tuple[str, int], list[np.ndarray]] = {}
-        """By voice and digit, a sound per style."""
+        self.sounds: dict[tuple[str, int], list[np.ndarray]] = {}  # by voice and digit, [styles]
         for utterance, sound in zip(utterances, say_all(utterances), strict=True):
             self.sounds.setdefault((utterance.voice, utterance.digit), []).append(sound)
         self._same = cycle((True, False))
 
-    def shown(self) -> Composition:
-        """One digit shown."""
+    def shown_digit(self) -> Composition:
         chosen = self.choose(1)
         turn = Turn("Which digit is shown?", str(self.scans.digits[chosen[0]]), "shown")
         return self._composition([self.draw(chosen, columns=1)], chosen, [turn])
 
     def shown_line(self) -> Composition:
-        """Two to six digits shown in a row."""
+        """Return two to six digits shown in a row."""
         chosen = self.choose(int(self.rng.integers(2, 7)))
-        turn = Turn("Read the line.", _listed(self.scans.digits[chosen]), "shown line")
+        turn = Turn("Read the line.", _join_digits(self.scans.digits[chosen]), "shown line")
         return self._composition([self.draw(chosen, columns=len(chosen))], chosen, [turn])
 
-    def said(self) -> Composition:
-        """One digit said."""
+    def spoken_digit(self) -> Composition:
         digit = int(self.rng.integers(10))
         return self._spoken([digit], [Turn("Which digit is said?", str(digit), "said")])
 
-    def said_line(self) -> Composition:
-        """Two to eight digits said one after the other."""
+    def spoken_line(self) -> Composition:
+        """Return two to eight spoken digits."""
         digits = self.rng.integers(0, 10, size=int(self.rng.integers(2, 9)))
-        return self._spoken(digits, [Turn("Write what you hear.", _listed(digits), "said line")])
+        turn = Turn("Write what you hear.", _join_digits(digits), "said line")
+        return self._spoken(digits, [turn])
 
-    def shown_and_said(self) -> Composition:
-        """One digit shown and one said, equal in every other sample."""
+    def shown_and_spoken(self) -> Composition:
+        """Return a shown and a spoken digit, equal in every other sample."""
         chosen = self.choose(1)
         shown = int(self.scans.digits[chosen[0]])
-        said = shown if next(self._same) else (shown + int(self.rng.integers(1, 10))) % 10
+        spoken = shown if next(self._same) else (shown + int(self.rng.integers(1, 10))) % 10
         turns = [
             Turn("Which digit is shown?", str(shown), "shown"),
-            Turn("Which digit is said?", str(said), "said"),
+            Turn("Which digit is said?", str(spoken), "said"),
         ]
         same = Turn(
             "Is the digit that is said the one that is shown?",
-            "yes" if said == shown else "no",
+            "yes" if spoken == shown else "no",
             "same",
         )
-        spoken = self._spoken([said], [*(turns[k] for k in self.rng.permutation(2)), same])
+        sample = self._spoken([spoken], [*(turns[k] for k in self.rng.permutation(2)), same])
         images = [self.draw(chosen, columns=1)]
-        return self._composition(images, chosen, spoken.turns, spoken.recordings, spoken.voices)
+        return self._composition(images, chosen, sample.turns, sample.recordings, sample.voices)
 
     def _spoken(self, digits: Sequence[int] | np.ndarray, turns: list[Turn]) -> Composition:
         voice = str(self.rng.choice(self.voices))
         return Composition([], [], turns, [self._say(voice, digits)], [voice])
 
     def _say(self, voice: str, digits: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Join digits by one voice in one style, with pauses and noise, at full volume."""
+        """Return digits by a voice in one style, with pauses and noise, at random volume."""
         style = int(self.rng.integers(STYLES))
         parts = [self._pause()]
         for digit in digits:
@@ -211,22 +204,22 @@ class SpokenComposer(Composer):
         return np.zeros(int(SAMPLE_RATE * self.rng.uniform(0.02, 0.12)), np.float32)
 
 
-def _listed(digits: np.ndarray) -> str:
+def _join_digits(digits: np.ndarray) -> str:
     return " ".join(map(str, digits))
 
 
 SOURCES: Sources = {
-    "spoken_single": (0.36, SpokenComposer.said),
-    "shown_single": (0.32, SpokenComposer.shown),
-    "shown_and_said": (0.20, SpokenComposer.shown_and_said),
-    "spoken_line": (0.03, SpokenComposer.said_line),
+    "spoken_single": (0.36, SpokenComposer.spoken_digit),
+    "shown_single": (0.32, SpokenComposer.shown_digit),
+    "shown_and_said": (0.20, SpokenComposer.shown_and_spoken),
+    "spoken_line": (0.03, SpokenComposer.spoken_line),
     "shown_line": (0.03, SpokenComposer.shown_line),
     "arithmetic": (0.06, SpokenComposer.arithmetic),
 }
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
-    """Write the dataset to a temporary folder, then rename it: `output` is never partial."""
+    """Write the dataset atomically."""
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             voices = VOICES if name == "train" else HELDOUT_VOICES

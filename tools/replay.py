@@ -1,16 +1,16 @@
-"""Try a plan for many devices on one: build its stages one after another and run their packs.
+"""Replay a plan for many devices on one: build its stages in turn and run their packs.
 
     python tools/replay.py PLAN -o REPLAY [--data META --tokenizer-model TOKENIZER]
     torchrun --nproc-per-node 8 tools/replay.py PLAN -o REPLAY
     python tools/replay.py PLAN --fake-device -o DIR [--json]
 
-Each stage has the job's shapes, micro-batches in flight and, on CUDA, memory cap; received tensors
-are random. Measured times are combined in the plan's schedule and compared with the prediction here
+Stages have the job's shapes, micro-batches in flight and, on CUDA, memory cap; received tensors are
+random. The plan's schedule composes measured times into steps, compared with the prediction here
 and in `omnibal report PLAN --replay REPLAY`. Processes replay stages in parallel. Finished stages
-are kept, so the command can be resumed.
+are kept: the same command resumes.
 
---fake-device needs no device: the trainer's step runs with fake CUDA tensors. Allocations, kernel
-launches and reads are real; times are not measured.
+--fake-device needs no device: the trainer's step runs with fake CUDA tensors, and counts
+allocations, kernel launches and reads, without times.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """Options of samples, of timing, and of counting on a fake device."""
+    """Options of samples, timing and fake devices."""
 
     data: Annotated[
         Path | None,
@@ -64,20 +64,20 @@ class ReplayOptions:
             help="annotation file or meta.json (default: random content of the same sizes)"
         ),
     ] = None
-    tokenizer_model: Annotated[Path | None, typer.Option(help="of that data")] = None
+    tokenizer_model: Annotated[Path | None, typer.Option(help="tokenizer of that data")] = None
 
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MAX_COUNT,
-            help=f"of the run, with the packs of all their ranks [default: {_STEPS}]",
+            help=f"number of steps, with the packs of all ranks [default: {_STEPS}]",
         ),
     ] = None
     repetitions: Annotated[
         int | None,
         typer.Option(
-            min=1, max=10_000, help=f"of each step; medians count [default: {_REPETITIONS}]"
+            min=1, max=10_000, help=f"runs of each step, for medians [default: {_REPETITIONS}]"
         ),
     ] = None
     provider: ProviderOption = "local"
@@ -87,7 +87,7 @@ class ReplayOptions:
         typer.Option("--fake-device", help="count memory and kernels without a device; no times"),
     ] = False
     as_json: Annotated[
-        bool, typer.Option("--json", help="print what --fake-device counted as JSON")
+        bool, typer.Option("--json", help="print counts of --fake-device as JSON")
     ] = False
 
 
@@ -95,19 +95,19 @@ class ReplayOptions:
 @with_groups
 def replay(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan directory")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="directory for what was measured")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="directory for measurements")],
     options: ReplayOptions,
-    stages: Annotated[str, typer.Option(help="all, or numbers such as 0,3")] = "all",
+    stages: Annotated[str, typer.Option(help="all, or stage numbers such as 0,3")] = "all",
 ) -> None:
     launch = Launch.from_environment()
-    _check_together(options)
+    _check_options(options)
     if not options.fake_device:
         check_provider(options.provider)
         launch.check_device()
     inputs = (plan, options.data, options.tokenizer_model)
     check_folder("-o", output, [path for path in inputs if path is not None])
     job = load_replay(plan, options.data, options.tokenizer_model)
-    numbers = _stage_numbers(stages, job.plan.parallel.pipeline)
+    numbers = _parse_stages(stages, job.plan.parallel.pipeline)
     if options.fake_device:
         check_fake_device(job.plan.precision, options.provider)
         run_fake_stages(job, numbers, output, launch, open_store(launch))
@@ -128,47 +128,48 @@ def replay(
         _print_result(job, output)
 
 
-def _check_together(options: ReplayOptions) -> None:
+def _check_options(options: ReplayOptions) -> None:
     if options.as_json and not options.fake_device:
-        raise UserError("--json: prints what --fake-device counts; give both, or neither")
+        raise UserError("--json needs --fake-device; give both, or neither")
     for name, value in (("--steps", options.steps), ("--repetitions", options.repetitions)):
         if options.fake_device and value is not None:
             raise UserError(
-                f"{name}: says what is timed, and --fake-device times nothing, but counts micro-"
-                "batches that need most memory; give one of the two"
+                f"{name} and --fake-device are exclusive: it does not time steps, but counts the "
+                "micro-batches of peak memory; drop one"
             )
 
 
-def _stage_numbers(given: str, count: int) -> list[int]:
+def _parse_stages(given: str, count: int) -> list[int]:
     if given == "all":
         return list(range(count))
     numbers = [int(part) if part.isdecimal() else count for part in given.split(",")]
     if max(numbers) >= count:
         raise UserError(
-            f"--stages {given}: the plan has stages 0 to {count - 1}; give some of them with "
-            "commas between, or all"
+            f"--stages {given}: the plan has stages 0 to {count - 1}; give numbers separated by "
+            "commas, or all"
         )
     return sorted(set(numbers))
 
 
 def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_json: bool) -> None:
     plan = job.plan
-    counted = [one for one in read_fake_stages(output, plan) if one.stage in stages]
+    counted = [stage for stage in read_fake_stages(output, plan) if stage.stage in stages]
     rates = Roofline.of_cluster(plan.cluster, plan.precision)
     result = {
         "cap_gib": memory_cap_gib(plan.cluster),
         "roofline": rates.model_dump(),
-        "stages": [one.figures(rates) for one in counted],
+        "stages": [stage.figures(rates) for stage in counted],
     }
-    tables_of_all = [fake_device_table(plan, counted), fake_device_launches_table(counted, rates)]
-    of_each = [contents_table(one) for one in counted]
-    print_result(as_json, result, *tables_of_all, *of_each, f"fake-device replay: {output}")
+    tables = [fake_device_table(plan, counted), fake_device_launches_table(counted, rates)]
+    tables += [contents_table(stage) for stage in counted]
+    print_result(as_json, result, *tables, f"fake-device replay: {output}")
 
 
 def _print_result(job: ReplayJob, output: Path) -> None:
-    kept = REPLAY_FILES.read_stages(output, job.plan.parallel.pipeline)
-    tables: list[Table | None] = [replayed_stages_table(job.plan, kept)]
-    if len(kept) == job.plan.parallel.pipeline:
+    replays = REPLAY_FILES.read_stages(output, job.plan.parallel.pipeline)
+    tables: list[Table | None] = [replayed_stages_table(job.plan, replays)]
+    # A step can be composed only of all stages.
+    if len(replays) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
         tables += [stages_table(job.plan, None, summary), peak_table(job.plan, None, summary)]
     print_result(False, {}, *filter(None, tables), f"replay: {output}")

@@ -70,7 +70,7 @@ def export(
         made = export_of(files, name, data, to, workers, *released[:1])
     with status("writing"):
         made.write()
-    print_notes(made.exported.given_up, prefix="not as planned: ")
+    print_notes(made.exported.deviations, prefix="not as planned: ")
     print_notes(made.exported.notes)
     expected = made.expected
     result: dict[str, Any] = {
@@ -79,7 +79,7 @@ def export(
         "files": made.files,
         "command": made.exported.script,
         "settings": made.exported.settings,
-        "given_up": made.exported.given_up,
+        "given_up": made.exported.deviations,
         "notes": made.exported.notes,
         "expected": expected.model_dump(mode="json"),
     }

@@ -17,7 +17,7 @@ from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.published_errors import PublishedErrors
-    from omnibal.trainers.lint.line import Line
+    from omnibal.trainers.lint.line import LaunchLine
     from omnibal.trainers.lint.predict_line import Costed, Verdict
 
 DEFAULT_CLUSTER = "h100-80g"
@@ -47,7 +47,7 @@ class CostOptions:
         True
     )
 
-    def predict(self, line: "Line", model: ModelConfig) -> "Verdict | str | None":
+    def predict(self, line: "LaunchLine", model: ModelConfig) -> "Verdict | str | None":
         """Return the prediction of a line that can start.
 
         Returns: the reason if it cannot be predicted, None under --no-cost.
@@ -60,7 +60,7 @@ class CostOptions:
         cluster = changed_cluster(self.cluster, self.memory_gib)
         samples = read_lengths(self.lengths) if self.lengths else None
         try:
-            return Verdict.of(
+            return Verdict.predict(
                 make_line_job(line, model, cluster, samples, self.image_share, self.sample_tokens)
             )
         except UserError as error:
@@ -86,7 +86,7 @@ def cost_result(verdict: "Verdict | str | None") -> dict[str, Any]:
         "published_errors": None if errors is None else errors.model_dump(mode="json"),
         "notes": list(verdict.line_job.notes),
     }
-    faster = better and _advised_result(verdict, better) | {"saved_fraction": verdict.saved}
+    faster = better and _advised_result(verdict, better) | {"saved_fraction": verdict.saving}
     smaller = least and _advised_result(verdict, least)
     return result | {"prediction": prediction, "better": faster, "least_recompute": smaller}
 
@@ -186,9 +186,9 @@ def _published_errors(verdict: "Verdict") -> "PublishedErrors | None":
 def _advice(verdict: "Verdict") -> Iterator[str]:
     better, least = verdict.better, verdict.least
     if better is not None:
-        how = f"another split takes {verdict.saved:.1%} less time"
-        if verdict.saved < 0:
-            how = f"a split that fits takes {-verdict.saved:.1%} longer"
+        how = f"another split takes {verdict.saving:.1%} less time"
+        if verdict.saving < 0:
+            how = f"a split that fits takes {-verdict.saving:.1%} longer"
         elif verdict.finding is not None:
             how += ", and fits"
         step = f"{better.step_ms:,.1f} ms a step"

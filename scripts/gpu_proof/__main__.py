@@ -20,7 +20,6 @@ _EXIT_USER_ERROR = 2
 
 
 def main() -> None:
-    """Run all parts, unless a required module is missing."""
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         print(
             f"error: {sys.executable} has no {', '.join(missing)}; run `make gpu-bundle` on a "
@@ -28,7 +27,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(_EXIT_USER_ERROR)
-    # Imported late: it needs the modules.
+    # Imported late: it needs these modules.
     from scripts.gpu_proof.prove import main as prove
 
     prove(__doc__)

@@ -1,4 +1,4 @@
-"""The card of a device: predicted and measured figures, and results of all parts."""
+"""Card of a device: predicted and measured figures, and results of all parts."""
 
 import importlib.metadata
 import json
@@ -34,8 +34,7 @@ _VERSIONS = ("torch", "megatron-core", "triton", "transformer-engine", "numpy", 
 
 
 class Machine(Frozen):
-    device: str | None
-    """Name of the first CUDA device. None if absent or fake."""
+    device: str | None  # name of the first CUDA device, or None if absent or fake
     memory_gib: float | None
     cuda: str | None
     python: str
@@ -43,7 +42,7 @@ class Machine(Frozen):
 
 
 class Comparison(Frozen):
-    """A predicted quantity, and the same as measured."""
+    """A predicted and measured quantity."""
 
     of: str
     unit: str
@@ -52,7 +51,7 @@ class Comparison(Frozen):
 
 
 class PartResult(Frozen):
-    """Outcome and measurements of one part."""
+    """Outcome and figures of a part."""
 
     name: str
     status: Status
@@ -60,24 +59,23 @@ class PartResult(Frozen):
     seconds: float
     limit_s: float
     comparisons: tuple[Comparison, ...] = ()
-    figures: dict[str, JsonValue]
-    """Figures, partial if the part did not finish."""
+    figures: dict[str, JsonValue]  # some, if the part did not finish
 
 
 class Proof(Frozen):
     machine: Machine
-    pretended: bool
-    """Whether it ran without a GPU."""
+    pretended: bool  # whether it ran without a GPU
     parts: tuple[PartResult, ...]
 
 
 def describe_machine(pretended: bool) -> Machine:
-    """Ask torch in a separate process, so that this one holds no device memory."""
+    """Return the device and versions of packages."""
+    # In a separate process, so that this one holds no device memory.
     about = {"device": None, "memory_gib": None, "cuda": None}
     if not pretended:
-        asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
-        if asked.returncode == 0:
-            about = json.loads(asked.stdout)
+        answer = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
+        if answer.returncode == 0:
+            about = json.loads(answer.stdout)
     versions = {}
     for package in _VERSIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -86,20 +84,20 @@ def describe_machine(pretended: bool) -> Machine:
 
 
 def card_name(proof: Proof) -> str:
-    """Name of a device's files in docs/cards."""
+    """Return the name of a device's files in docs/cards."""
     return re.sub(r"[^\w.-]+", "-", str(proof.machine.device))
 
 
 def write_card(proof: Proof, folder: Path, name: str) -> None:
-    """Write the card as text and as JSON."""
+    """Write the card as Markdown and as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json_model(proof, folder / f"{name}.json")
-    with atomic(folder / f"{name}.md") as written:
-        written.write_text(card_text(proof), encoding="utf-8")
+    with atomic(folder / f"{name}.md") as temporary:
+        temporary.write_text(card_text(proof), encoding="utf-8")
 
 
 def card_text(proof: Proof) -> str:
-    """The card in Markdown."""
+    """Return the card in Markdown; a part that ran twice has its last result."""
     machine, parts = proof.machine, {part.name: part for part in proof.parts}.values()
     facts = [("Python", machine.python), *machine.versions.items()]
     if machine.memory_gib is not None:

@@ -1,4 +1,4 @@
-"""The parts of a proof, in order. Each adds figures to the context as it finds them."""
+"""Parts of a proof, in order. Each adds figures to the context as it measures them."""
 
 import importlib.util
 import json
@@ -29,10 +29,10 @@ from scripts.gpu_proof.running import Context, Part, PartEndedError, Until
 
 _TESTED = re.compile(r"^(PASSED|FAILED|SKIPPED) (\w+) (.+)$", re.MULTILINE)
 _PRECISION = "bf16"
-_CLUSTER = "h100-80g"
-"""Preset to plan with; --cluster-output adds measured rates to it."""
+_CLUSTER = "h100-80g"  # preset to plan with; --cluster-output adds measured rates to it
 _SMALL_MODEL = "internvl-digits"
 _SMALL = f"--model {_SMALL_MODEL} --max-tiles 12 --max-tokens 448"
+# Programs of all parts, for Python or a shell.
 _COMMANDS = {
     "tests": "tests/training/cuda_checks.py {out}/tests",
     "digits": ("tools/make_digits_dataset.py --output {data} --samples 600 --heldout-samples 10"),
@@ -69,12 +69,9 @@ _COMMANDS = {
         f"--cluster {_CLUSTER} --cluster-output {{out}}/cluster.toml -o {{out}}/profile.json"
     ),
 }
-"""Programs of all parts, for Python or a shell."""
-_WARM_UP = 3
-"""Untimed first steps of a training, which compile and choose kernels."""
+_WARM_UP = 3  # untimed first steps, which compile and choose kernels
 _STOPPED_AFTER = 3
-_ROUNDING = {"bf16": 0.02, "fp8": 0.1}
-"""Relative difference from local losses that counts as rounding, by precision."""
+_ROUNDING = {"bf16": 0.02, "fp8": 0.1}  # max relative difference of losses, by precision
 
 
 def _run(
@@ -85,7 +82,7 @@ def _run(
     until: Until | None = None,
     **fields: object,
 ) -> Path:
-    """Run one of `_COMMANDS` with more arguments; return its log."""
+    """Run a program of `_COMMANDS`, and return its log."""
     fields |= {"out": context.output, "data": _data(context), "settings": context.settings}
     words = [word.format(**fields) for word in _COMMANDS[command].split()]
     return context.run(log or command, *words, *more, until=until)
@@ -96,13 +93,13 @@ def tests(context: Context) -> None:
     try:
         _run(context, "tests")
     finally:
-        printed = (context.output / "logs" / "tests.txt").read_text(errors="replace")
-        context.figures.update(checks_of(printed))
+        output = (context.output / "logs" / "tests.txt").read_text(errors="replace")
+        context.figures.update(checks_of(output))
 
 
-def checks_of(printed: str) -> dict[str, JsonValue]:
-    """Results in the output of cuda_checks.py, by name of the check."""
-    return {name: f"{result.lower()} in {how}" for result, name, how in _TESTED.findall(printed)}
+def checks_of(output: str) -> dict[str, JsonValue]:
+    """Return results in the output of cuda_checks.py, by name of the check."""
+    return {name: f"{result.lower()} in {how}" for result, name, how in _TESTED.findall(output)}
 
 
 def profile(context: Context) -> None:
@@ -111,35 +108,36 @@ def profile(context: Context) -> None:
     _run(context, "profile", model=model)
     measured = read_profile(context.output / "profile.json")
     assert measured.rates is not None
-    rates = [
-        2e-9 * one.rows * one.inner * one.outer / one.time_ms(None)
-        for one in measured.rates.products
+    rates = [  # TFLOP/s
+        2e-9 * product.rows * product.inner * product.outer / product.time_ms(None)
+        for product in measured.rates.products
     ]
-    times = [one for one in fit_residuals(measured, load_model(model)) if "_ms" in one.quantity]
+    residuals = fit_residuals(measured, load_model(model))
+    times = [residual for residual in residuals if "_ms" in residual.quantity]
     cluster = load_cluster(_CLUSTER)
     context.figures.update(
         fastest_tflops=max(rates),
         slowest_tflops=min(rates),
-        worst_median_fit_error=max(one.median_error for one in times),
+        worst_median_fit_error=max(residual.median_error for residual in times),
     )
     if context.pretended:
         return
     assumed_tflops = cluster.tflops(measured.precision) * cluster.matmul_efficiency
     context.compare("matrix products", "TFLOP/s", assumed_tflops, median(rates))
-    copies = max(1e-6 * one.bytes_per_ms for one in measured.rates.copies)
+    copies = max(1e-6 * copy.bytes_per_ms for copy in measured.rates.copies)
     context.compare("copies", "GB/s", cluster.memory_gb_per_s, copies)
     _compare_with_rates(context)
 
 
 def _compare_with_rates(context: Context) -> None:
-    """Predict the replayed stages again, by the rates that were measured."""
+    """Predict the replayed stages again, by the measured rates."""
     if not (context.output / "replay").exists():
         return
     files = open_plan(context.output / "plan")
     job = replace(files.job, cluster=load_cluster(str(context.output / "cluster.toml")))
-    for one in REPLAY_FILES.read_stages(context.output / "replay", len(files.plan.stages)):
-        predicted = predicted_ms(files, job, one)
-        context.compare(f"stage {one.stage} by these rates", "ms", predicted, computed_ms(one))
+    for replay in REPLAY_FILES.read_stages(context.output / "replay", len(files.plan.stages)):
+        predicted, measured = predicted_ms(files, job, replay), computed_ms(replay)
+        context.compare(f"stage {replay.stage} by these rates", "ms", predicted, measured)
 
 
 def replay(context: Context) -> None:
@@ -159,37 +157,37 @@ def replay(context: Context) -> None:
 
 
 def _compare_stage(context: Context, files: PlanFiles, stage: int) -> None:
-    """Add measured or counted figures of a stage, and predictions of them."""
+    """Add measured or counted figures of a stage, with predictions."""
     folder, plan, name = context.output / "replay", files.plan, f"stage {stage}"
     if context.pretended:
-        [counted] = [one for one in read_fake_stages(folder, plan) if one.stage == stage]
+        [counted] = [fake for fake in read_fake_stages(folder, plan) if fake.stage == stage]
         rates = Roofline.of_cluster(plan.cluster, plan.precision)
         assert counted.predicted_gib is not None, "the plan predicts its stages"
         context.compare(name, "GiB", counted.predicted_gib, counted.allocated_gib)
         context.figures[f"{name} kernels"] = counted.kernels
         context.figures[f"{name} element-wise share"] = counted.element_wise_share(rates)
         return
-    [measured] = [
-        one for one in REPLAY_FILES.read_stages(folder, len(plan.stages)) if one.stage == stage
-    ]
+    replays = REPLAY_FILES.read_stages(folder, len(plan.stages))
+    [measured] = [replay for replay in replays if replay.stage == stage]
     own_ms = computed_ms(measured)
     features = _features(files, measured, feature_names(plan.model))
     flops = stage_flops(files, stage, features) / plan.parallel.tensor
     predicted_gib = measured.predicted_gib(plan.known_prediction.stages[stage].memory)
     context.compare(name, "ms", predicted_ms(files, files.job, measured), own_ms)
     context.compare(name, "GiB", predicted_gib, measured.peak_gib)
-    # While it computes, per tensor-parallel rank, without recomputation.
+    # Per tensor-parallel rank, over computing time, without FLOPs of recomputation.
     mfu = flops / (1e-3 * own_ms) / (1e12 * plan.cluster.tflops(plan.precision))
     context.figures[f"{name} MFU"] = mfu
 
 
 def computed_ms(measured: StageReplay) -> float:
-    """Measured forwards and backwards of a stage."""
+    """Return the measured time of a stage's forwards and backwards."""
     return sum(measured.forward_ms) + sum(measured.backward_ms)
 
 
 def predicted_ms(files: PlanFiles, job: JobSpec, measured: StageReplay) -> float:
-    """Predicted forward and backward of the replayed packs, without tensor-parallel links."""
+    """Return predicted ms of the replayed packs, without tensor-parallel links."""
+    # The replay runs alone: infinitely fast links, and no measured collectives.
     fast = {"intra_node_gb_per_s": 1e18, "inter_node_gb_per_s": 1e18}
     rates = {
         precision: table.model_copy(update={"collectives": ()})
@@ -203,24 +201,24 @@ def predicted_ms(files: PlanFiles, job: JobSpec, measured: StageReplay) -> float
 
 
 def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
-    """FLOPs of a stage's packs over all tensor-parallel ranks, from the model's features."""
+    """Return FLOPs of a stage over all tensor-parallel ranks; `features` [packs, features]."""
     job = files.job
-    each = unit_flops(job.model, job.frozen, job.adapters)
+    flops = unit_flops(job.model, job.frozen, job.adapters)
     counts = unit_counts(job.cost.kinds, files.plan.stages[stage])
     per_feature = sum(
-        int(count) * each[kind.name] for kind, count in zip(job.cost.kinds, counts, strict=True)
+        int(count) * flops[kind.name] for kind, count in zip(job.cost.kinds, counts, strict=True)
     )
     return float((features @ per_feature).sum())
 
 
 def _features(files: PlanFiles, measured: StageReplay, names: Sequence[str]) -> np.ndarray:
-    """Features of the replayed packs by name, [packs, features]."""
+    """Return features of the replayed packs. [packs, features]"""
     packs, lengths = files.steps
     return pack_features(packs.packs, lengths, names)[list(measured.rows)]
 
 
 def train(context: Context) -> None:
-    """Train the quickstart's model from data by the launcher; stop it, and resume."""
+    """Train the quickstart's model by the launcher, stop, and resume."""
     settings, folder = context.settings, context.output / "train"
     folder.mkdir(parents=True, exist_ok=True)
     if context.digits is None:
@@ -241,15 +239,15 @@ def train(context: Context) -> None:
         stopped_after=stopped,
         first_loss=records[0].loss,
         last_loss=records[-1].loss,
-        mfu=median(one.mfu for one in _timed_steps(records)),
+        mfu=median(step.mfu for step in _timed_steps(records)),
     )
-    prediction = open_plan(folder / _PRECISION).plan.known_prediction
+    prediction = open_plan(folder / _PRECISION).plan.predicted
     context.compare("step", "ms", prediction.step_ms, _step_ms(records))
     if not context.pretended:
         peak_gib = records[-1].stages[0].peak_gib
         context.compare("step", "GiB", prediction.stages[0].memory.peak_gib, peak_gib)
     steps = settings.trained_steps
-    if not 0 < (stopped or 0) < steps or [one.step for one in records] != list(range(steps)):
+    if not 0 < (stopped or 0) < steps or [step.step for step in records] != list(range(steps)):
         reason = f"stopped after {stopped} of {steps} steps, and {len(records)} are logged"
         raise PartEndedError("failed", reason)
     if not np.isfinite(records[-1].loss):
@@ -267,7 +265,6 @@ def _plan_training(context: Context, precision: str, *costs: object) -> None:
 def _train(
     context: Context, run: str, precision: str, *more: object, until: Until | None = None
 ) -> None:
-    """Train by the launcher, with its environment and two loader processes."""
     log = f"train_{run}"
     _run(context, "train", *more, log=log, until=until, run=run, precision=precision)
 
@@ -277,7 +274,7 @@ def _timed_steps(records: list[StepRecord]) -> list[StepRecord]:
 
 
 def _step_ms(records: list[StepRecord]) -> float:
-    return median(one.step_ms for one in _timed_steps(records))
+    return median(step.step_ms for step in _timed_steps(records))
 
 
 def checkpoint(context: Context) -> None:
@@ -292,22 +289,23 @@ def checkpoint(context: Context) -> None:
 
 
 def providers(context: Context) -> None:
-    """Train the same steps with Transformer Engine's layers, in bf16 and FP8; compare losses."""
+    """Train the steps of `train` with Transformer Engine's layers, and compare losses."""
     local = context.output / "train" / "run" / RUN_FILE
     if not local.exists():
         raise PartEndedError("skipped", "the part train left no run to compare with")
     if importlib.util.find_spec("transformer_engine") is None:
         raise PartEndedError("skipped", "transformer-engine is not installed")
-    one = read_run(local)
+    local_steps = read_run(local)
     for plan, rounding in _ROUNDING.items():
         if plan != _PRECISION:
             _plan_training(context, plan)
         _train(context, f"run_te_{plan}", plan, "--provider", "te")
-        two = read_run(context.output / "train" / f"run_te_{plan}" / RUN_FILE)
-        difference = max(abs(a.loss / b.loss - 1) for a, b in zip(one, two, strict=True))
-        context.figures[f"te_{plan}_over_local_time"] = _step_ms(two) / _step_ms(one)
+        te_steps = read_run(context.output / "train" / f"run_te_{plan}" / RUN_FILE)
+        pairs = zip(local_steps, te_steps, strict=True)
+        difference = max(abs(a.loss / b.loss - 1) for a, b in pairs)
+        context.figures[f"te_{plan}_over_local_time"] = _step_ms(te_steps) / _step_ms(local_steps)
         context.figures[f"te_{plan}_largest_loss_difference"] = difference
-        if not difference <= rounding:
+        if not difference <= rounding:  # also for nan
             reason = f"losses in {plan} differ by {difference:.1%}, more than {rounding:.0%}"
             raise PartEndedError("failed", reason)
 

@@ -1,4 +1,4 @@
-"""All parts of a proof in order."""
+"""Command line of the proof, which runs the parts in order."""
 
 import sys
 import time
@@ -14,13 +14,13 @@ from scripts.gpu_proof.running import FAKE_DEVICE, REAL, REPOSITORY, Context, ru
 
 
 def main(description: str) -> None:
-    """Run the requested parts; exit status 1 if any failed."""
+    """Run the requested parts, and exit with 1 if any failed."""
     with one_line_errors():
         check_arguments(sys.argv[1:])
         given = _parser(description).parse_args()
         proof = prove(given)
         print((given.output / "card.md").read_text())
-        # A card of some parts, or of no device, is no device's.
+        # docs/cards has complete cards of real devices.
         if not given.fake_device and not given.only:
             write_card(proof, REPOSITORY / "docs" / "cards", card_name(proof))
         print(f"card: {given.output / 'card.md'}, {given.output / 'card.json'}")
@@ -31,19 +31,19 @@ def _parser(description: str) -> ArgumentParser:
     parser = ArgumentParser(prog="gpu_proof.sh", description=description.splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUT", help="folder to write into")
     parser.add_argument(
-        "--fake-device", action="store_true", help="without a GPU, as far as it goes"
+        "--fake-device", action="store_true", help="run on fake devices and the CPU"
     )
     parser.add_argument(
         "--digits",
         type=Path,
         help="folder of make_digits_dataset.py (default: made, by scikit-learn)",
     )
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="run only these parts")
     return parser
 
 
 def prove(given: Namespace) -> Proof:
-    """Run the parts; write the result after each."""
+    """Run the parts, and write the card after each."""
     check_folder("OUT", given.output, [])
     settings = FAKE_DEVICE if given.fake_device else REAL
     proof = Proof(
@@ -51,8 +51,8 @@ def prove(given: Namespace) -> Proof:
     )
     if not given.fake_device and proof.machine.device is None:
         raise UserError(
-            "torch of this Python finds no CUDA device, which the proof is of; run it on a machine "
-            "with a GPU, or give --fake-device to try its parts without one"
+            "torch of this Python finds no CUDA device; run the proof on a machine with a GPU, or "
+            "give --fake-device"
         )
     if not given.only and given.output.exists() and any(given.output.iterdir()):
         raise UserError(f"{given.output}: must be a new folder, or empty; give another OUT")
@@ -68,6 +68,6 @@ def prove(given: Namespace) -> Proof:
         result = run_part(name, PARTS[name], context)
         proof = proof.model_copy(update={"parts": (*proof.parts, result)})
         write_card(proof, given.output, "card")
-        ended = f"{name}: {result.status} in {result.seconds:.0f} s {result.reason}"
-        print(ended.strip(), file=sys.stderr)
+        line = f"{name}: {result.status} in {result.seconds:.0f} s {result.reason}"
+        print(line.strip(), file=sys.stderr)
     return proof

@@ -1,4 +1,4 @@
-"""Sizes and time limits of parts, and their programs, each with its output in a log."""
+"""Settings and time limits of parts, and how their programs run."""
 
 import os
 import signal
@@ -24,22 +24,19 @@ Until = Callable[[], bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Jobs of all parts: stages of InternViT-6B with InternLM2-20B; training of a small model."""
+    """Sizes of the parts' jobs."""
 
     limits_s: Mapping[str, float]
     trained_steps: int
     checkpoint_gib: float
-    model: str = "internvl-chat-1.5-6b-20b"
-    """Model whose stages are replayed and whose layers are profiled."""
+    model: str = "internvl-chat-1.5-6b-20b"  # replayed and profiled
     sizes: tuple[str, ...] = ("--tp", "2", "--pp", "4", "--dp", "4")
     max_tiles: int = 9
     max_tokens: int = 4096
     tokens_per_sample: int = 1000
-    samples: int = 4000
-    """Synthetic samples of the replayed plan. 0 fills every micro-batch to the caps."""
+    samples: int = 4000  # synthetic, of the replayed plan; 0 fills micro-batches to the caps
     micro_batches: int = 8
-    replayed: tuple[int, ...] = (0, 3)
-    """Stages, most informative first."""
+    replayed: tuple[int, ...] = (0, 3)  # stages, most informative first
 
 
 _LIMITS_S = {"tests": 90, "train": 120, "replay": 120, "checkpoint": 60, "profile": 80}
@@ -50,7 +47,7 @@ FAKE_DEVICE = Settings(
 
 
 class PartEndedError(Exception):
-    """Ends a part early with a status and a reason."""
+    """Early end of a part, with its status and reason."""
 
     def __init__(self, status: Status, reason: str) -> None:
         super().__init__(reason)
@@ -64,39 +61,37 @@ class Context:
     output: Path
     settings: Settings
     pretended: bool
-    digits: Path | None
-    """Folder of the digits. None to make them."""
-    end_s: float
-    """Deadline on the monotonic clock."""
+    digits: Path | None  # dataset, or None to make it
+    end_s: float  # deadline on the monotonic clock
     figures: dict[str, JsonValue] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
 
     def compare(self, of: str, unit: str, predicted: float, measured: float) -> None:
-        """Add a row of predictions to the card."""
+        """Add a predicted and measured quantity to the card."""
         row = Comparison(of=of, unit=unit, predicted=predicted, measured=measured)
         self.comparisons.append(row)
 
     def run(self, name: str, *arguments: object, until: Until | None = None) -> Path:
-        """Run a program of this project; return its log.
+        """Run a program of this project, and return its log.
 
         Args:
-            arguments: of Python, or a shell script and its own.
-            until: whether to send the program SIGTERM. Any exit status is good after it.
+            arguments: for Python, or a shell script with its arguments.
+            until: when true, SIGTERM ends the program, and any exit status is good.
         """
         log = self.output / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         python = [] if str(arguments[0]).endswith(".sh") else [sys.executable]
         command = [*python, *map(str, arguments)]
-        with log.open("w") as written:
-            written.write(" ".join(command) + "\n")
-            written.flush()
+        with log.open("w") as output:
+            output.write(" ".join(command) + "\n")
+            output.flush()  # before the program's own output
             path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-            own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
-            own |= {"GPUS_PER_NODE": "1"} | (_NO_DEVICE if self.pretended else {})
-            own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            code = run_within(command, written, self.end_s, {**os.environ, **own}, until)
+            changes = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
+            changes |= {"GPUS_PER_NODE": "1"} | (_NO_DEVICE if self.pretended else {})
+            changes["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            code = run_within(command, output, self.end_s, {**os.environ, **changes}, until)
         if code is None:
-            raise PartEndedError("timed-out", f"{name} was ended when the part's time was over")
+            raise PartEndedError("timed-out", f"{name} was ended at the part's time limit")
         if code:
             raise PartEndedError("failed", f"{name}: {_last_line(log)}")
         return log
@@ -106,7 +101,7 @@ Part = Callable[[Context], None]
 
 
 def run_part(name: str, part: Part, context: Context) -> PartResult:
-    """Run a part; exceptions become its result."""
+    """Run a part, and return its result, also of exceptions."""
     start_s = time.monotonic()
     status: Status = "ok"
     reason = ""
@@ -134,11 +129,7 @@ def run_within(
     environment: Mapping[str, str],
     until: Until | None = None,
 ) -> int | None:
-    """Run a program with its children.
-
-    Returns:
-        Its exit status, 0 after SIGTERM, or None on time-out.
-    """
+    """Run a program, and return its exit status, 0 after SIGTERM, or None on time-out."""
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -165,5 +156,5 @@ def run_within(
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    told = [line for line in lines if line.startswith("error: ")]
-    return (told or [line for line in lines if line] or ["no message"])[-1][:300]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or [line for line in lines if line] or ["no message"])[-1][:300]

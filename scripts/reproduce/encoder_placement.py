@@ -35,17 +35,16 @@ CAPS = Caps.of(tiles=28, tokens=8192)
 SAMPLES, PACKS_PER_STEP = 6_000, 128
 
 
-MIXTURES = {
+MIXTURES = {  # share of text samples, and min and max tiles of the others
     "9 of 10 are text": (0.9, 1, 13),
     "half are text": (0.5, 1, 13),
     "none is text": (0.0, 1, 13),
     "half text, half 12-24 tiles": (0.5, 12, 24),
 }
-"""Share of text samples, and min and max tiles of the others, by name in the table."""
 
 
 def models() -> Iterator[tuple[str, ModelConfig]]:
-    """The models, by name in the table."""
+    """Yield models by name in the table."""
     small = load_model("internvl3-8b")
     # Qwen3-8B's sizes, without q and k norms.
     sizes = {"layers": 36, "hidden_size": 4096, "heads": 32, "kv_heads": 8}
@@ -57,8 +56,8 @@ def models() -> Iterator[tuple[str, ModelConfig]]:
 
 def draw_lengths(mixture: str, model: ModelConfig) -> Lengths:
     rng = np.random.default_rng(0)
-    text_share, least, most = MIXTURES[mixture]
-    tiles = rng.integers(least, most + 1, SAMPLES)
+    text_share, min_tiles, max_tiles = MIXTURES[mixture]
+    tiles = rng.integers(min_tiles, max_tiles + 1, SAMPLES)
     tiles[rng.random(SAMPLES) < text_share] = 0
     text = np.clip(np.exp(rng.normal(np.log(300), 0.8, SAMPLES)), 20, 1_800).astype(np.int32)
     return Lengths(
@@ -84,6 +83,7 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
             sized = job.with_sizes(parallel)
             request = PlanRequest(job=sized, data=data.with_steps(sized, packed))
             if best is not None:
+                # Skip the search of stages if its lower bound is no better.
                 bound_ms = min_step_ms(
                     sized.cost, sized.pipeline_model, request.workload(), parallel.pipeline
                 )
@@ -115,19 +115,20 @@ def placement_row(name: str, mixture: str, model: ModelConfig) -> tuple[object, 
         encoder_shardings=tuple(WeightSharding),
     )
     packed = data.pack(job)
-    inside, beside = (
+    pipelined, data_parallel = (
         best_plan(replace(job, placement=placement), data, packed) for placement in EncoderPlacement
     )
-    gain = relative_ms(inside.known_prediction) / relative_ms(beside.known_prediction) - 1
-    plans = (cell for plan in (inside, beside) for cell in _time_and_sizes(plan))
-    sharded = None if beside.beside is None else beside.beside.sharded
+    gain = relative_ms(pipelined.predicted) / relative_ms(data_parallel.predicted) - 1
+    plans = (cell for plan in (pipelined, data_parallel) for cell in _time_and_sizes(plan))
+    sharded = None if data_parallel.beside is None else data_parallel.beside.sharded
     return (name, mixture, encoder_share(job, packed[0], lengths), *plans, sharded, gain)
 
 
 def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
     """Return the encoder's share of the predicted time of all units, on one device."""
-    alone = replace(job, placement=EncoderPlacement.DATA_PARALLEL)
-    return 1 - float(alone.load_ms(packs, lengths).sum() / job.load_ms(packs, lengths).sum())
+    # With data-parallel encoders, a pack's load is of the language model.
+    language = replace(job, placement=EncoderPlacement.DATA_PARALLEL)
+    return 1 - float(language.load_ms(packs, lengths).sum() / job.load_ms(packs, lengths).sum())
 
 
 def _time_and_sizes(plan: Plan) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Tables 4 and 6 of the HBP paper (arXiv 2503.07680, NeurIPS 2025) beside what is predicted here.
+"""Predictions against Tables 4 and 6 of the HBP paper (arXiv 2503.07680, NeurIPS 2025).
 
     python scripts/reproduce/hbp.py
 
@@ -11,9 +11,9 @@ GPU days are ratios to the first row's, since the paper's tables disagree on sec
 balanced over an iteration's packs or ("by block") over four groups of eight ranks: the paper does
 not say which, but its figure for levels without balanced batches matches groups.
 
-Then HBP's rule is given Table 19, and its levels are compared with this project's search on the
-same costs in this trainer: greedy filling as in the paper, packs in balanced rows, least
-recomputation that fits. Steps are long, so that the gradient exchange counts little.
+Then the levels of HBP's rule on Table 19 are compared with this project's search on the same costs
+in this trainer: greedy filling as in the paper, packs in balanced rows, least recomputation that
+fits. Steps are long, so that the gradient exchange counts little.
 
 Data are a synthetic mixture like the paper's (`tools/make_lengths.py --mixture tulu3-longcite`).
 """
@@ -58,12 +58,9 @@ CLUSTER = "h100-80g"
 PRECISION: PlainPrecision = "bf16"
 RANKS = 32
 K = 1024
-_BLOCKS = 4
-"""Groups of ranks that share packs of 128K."""
-ITERATION_TOKENS = 512 * K
-"""Inferred: 4 packs of 128K or 32 of 16K, which take equal times in Table 19."""
-SHARE_OF_RATES = 0.577
-"""Share of the preset's rates of products and attention, calibrated on Table 4."""
+_BLOCKS = 4  # groups of ranks that share packs of 128K
+ITERATION_TOKENS = 512 * K  # inferred: 4 packs of 128K take as long as 32 of 16K in Table 19
+SHARE_OF_RATES = 0.577  # of the preset's products and attention, calibrated on Table 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,7 @@ class Group:
     """A packing length of the paper with its setting: a context-parallel size."""
 
     kilotokens: int
-    context: int
-    """Ranks per pack (the paper's SP)."""
+    context: int  # ranks per pack (the paper's SP)
     recomputed: int
 
     @property
@@ -84,6 +80,8 @@ class Group:
         )
 
 
+# Seconds per iteration of Llama3.1-8B. Linear in the length at equal tokens, so packs are assumed
+# to be one sample each.
 TABLE_4 = {
     Group(32, 2, 28): 4.45,
     Group(32, 4, 23): 4.35,
@@ -93,10 +91,7 @@ TABLE_4 = {
     Group(128, 8, 29): 10.2,
     Group(128, 16, 23): 10.5,
 }
-"""Seconds per iteration of Llama3.1-8B. Linear in the length at equal tokens, so packs are assumed
-to be one sample each."""
-
-
+# Seconds per iteration of the fastest setting per length, on the paper's data.
 TABLE_19 = {
     Group(8, 2, 8): 2.69,
     Group(16, 1, 28): 2.65,
@@ -104,34 +99,28 @@ TABLE_19 = {
     Group(64, 4, 28): 3.01,
     Group(128, 8, 28): 3.05,
 }
-"""Seconds per iteration of the fastest setting per length, on the paper's data."""
 
 
 def ways(groups: Sequence[Group]) -> tuple[tuple[Sequence[Group], bool], ...]:
-    """Table 6: one length, levels, and levels with balanced batches.
+    """Return the rows of Table 6: one length, levels, and levels with balanced batches.
 
-    Returns:
-        Groups, and whether iterations are cut from packs sorted by attention work.
+    A row is groups, and whether iterations are cut from packs sorted by attention work.
     """
     return (groups[-1:], False), (groups, False), (groups, True)
 
 
-COMMUNICATION_RATIOS = (1.0, 0.173, 0.173)
-"""Of Table 6."""
-GROUPS_8B = (Group(16, 1, 28), Group(128, 8, 28))
-"""Settings with recomputed layers of Table 19."""
-DAYS_8B, BALANCE_8B = (5.22, 4.51, 3.73), (0.506, 0.288, 0.002)
-"""GPU days and attention balance ratios of Table 6 for Llama3.1-8B."""
-DAYS_70B = (44.4, 33.3, 31.1)
-"""GPU days of Table 6 for Llama3.1-70B."""
+COMMUNICATION_RATIOS = (1.0, 0.173, 0.173)  # of Table 6
+GROUPS_8B = (Group(16, 1, 28), Group(128, 8, 28))  # settings with recomputed layers of Table 19
+DAYS_8B, DAYS_70B = (5.22, 4.51, 3.73), (44.4, 33.3, 31.1)  # GPU days of Table 6
+BALANCE_8B = (0.506, 0.288, 0.002)  # attention balance ratios of Table 6
+# Candidates, as the paper gives no context-parallel size for 70B at 128K. Eight, as for 8B, hardly
+# fits: fully recomputed and sharded, 16K tokens per rank take 66 GiB by this project's count, which
+# for 8B is 50 GB below the paper's figures.
 CONTEXTS_70B = (8, 16)
-"""Candidates, as the paper gives no context-parallel size for 70B at 128K. Eight, as for 8B, hardly
-fits: fully recomputed and sharded, 16K tokens per rank take 66 GiB by this project's count, which
-for 8B is 50 GB below the paper's figures."""
 
 
 def groups_70b(context: int) -> tuple[Group, Group]:
-    """Groups of Llama3.1-70B, fully recomputed, with `context` ranks per 128K pack."""
+    """Return groups of Llama3.1-70B, fully recomputed, with `context` ranks per 128K pack."""
     return Group(16, 1, 80), Group(128, context, 80)
 
 
@@ -142,7 +131,8 @@ class System:
         self.model, self.cluster = load_model(model), cluster
 
     def cost(self, group: Group) -> CostModel:
-        """Costs of a group's packs; with more ranks than KV heads, the heads are replicated."""
+        """Return the costs of a group's packs."""
+        # Ulysses replicates KV heads if ranks are more.
         kv_heads = max(self.model.language.kv_heads, group.context)
         language = self.model.language.model_copy(update={"kv_heads": kv_heads})
         model = self.model.model_copy(update={"language": language})
@@ -151,7 +141,7 @@ class System:
         return job.costs_at([group.level])[0]
 
     def pack_ms(self, group: Group, tokens: np.ndarray, squared: np.ndarray) -> np.ndarray:
-        """Forward and backward of packs of these (squared) tokens on a rank. [packs]"""
+        """Return forward and backward of packs on a rank; all [packs]."""
         cost = self.cost(group)
         columns = {
             "fixed": np.ones(len(tokens)),
@@ -166,14 +156,14 @@ class System:
         return (times.forward_ms + times.backward_ms)[:, 0]
 
     def iteration_s(self, group: Group) -> float:
-        """Seconds of an iteration of full-length single-sample packs."""
+        """Return the seconds of an iteration of packs with one full-length sample."""
         tokens = np.array([float(group.kilotokens * K)])
         per_rank = ITERATION_TOKENS * group.context / RANKS / tokens[0]
         return float(self.pack_ms(group, tokens, tokens**2)[0] * per_rank / 1e3)
 
 
 def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
-    """The H100 as the published system uses it: this share of the B200's scaled rates, no host."""
+    """Return the H100 with this share of the B200's scaled rates, and without host time."""
     preset, measured = load_cluster(CLUSTER), load_cluster("b200-180g")
     scales = ScaledRates(
         cluster=measured.name, products=1.33 * share, grouped=1.33 * share, attention=1.2 * share
@@ -184,11 +174,11 @@ def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
 
 
 def calibrate_share() -> float:
-    """Share of the rates that gives Table 4's times on average (geometric mean)."""
+    """Return the share of rates with which the geometric mean error on Table 4 is 0."""
 
     def difference(share: float) -> float:
         system = System("llama3.1-8b", cluster_at(share))
-        ratios = [system.iteration_s(group) / known for group, known in TABLE_4.items()]
+        ratios = [system.iteration_s(group) / seconds for group, seconds in TABLE_4.items()]
         return float(np.log(ratios).mean())
 
     return float(brentq(difference, 0.3, 1.0, xtol=1e-3))
@@ -196,79 +186,77 @@ def calibrate_share() -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """A simulated epoch; the longest pack sets an iteration's time."""
+    """Figures of a simulated epoch."""
 
     seconds: float
-    attention_balance_ratio: float
-    """Over the packs of an iteration."""
-    block_balance_ratio: float
-    """Over four groups of eight ranks, with all packs of each group."""
-    communication_ratio: float
-    """Share of tokens in context-parallel packs."""
-    fill: float
-    """Share of the packs' capacity filled with tokens."""
+    attention_balance_ratio: float  # over the packs of an iteration
+    block_balance_ratio: float  # over four groups of eight ranks, with all packs of each group
+    communication_ratio: float  # share of tokens in context-parallel packs
+    fill: float  # share of the packs' capacity filled with tokens
 
 
 class Data:
-    """The synthetic mixture, packed in the paper's ways. `made` counts the loss tokens of this
-    project's head, `lengths` of the paper's system."""
+    """The synthetic mixture, packed as in the paper."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self.made = make_lengths(MIXTURE, samples, seed)
+        # The paper's system computes logits of all tokens, this project's head only of loss tokens.
         self.lengths: Lengths = replace(self.made, loss_tokens=self.made.tokens)
         self.seed = seed
-        self.packed = cache(self._packed)
+        self.pack = cache(self._pack)
 
-    def _packed(self, groups: tuple[Group, ...]) -> tuple[Packs, np.ndarray]:
-        """Packs by iterative sampling, long packs filled greedily, and their levels."""
+    def _pack(self, groups: tuple[Group, ...]) -> tuple[Packs, np.ndarray]:
+        """Return packs by iterative sampling, long packs filled greedily, and their levels."""
         levels = [group.level for group in groups]
         seed = np.random.SeedSequence(self.seed)
         packs = pack_by_level(self.lengths, levels, PackingMethod.ISF, seed)
         return packs, levels_of_packs(packs, self.lengths, levels)
 
     def simulate(self, system: System, groups: Sequence[Group], is_balanced: bool) -> Simulated:
-        """Simulate an epoch without its incomplete iteration."""
-        packs, level = self.packed(tuple(groups))
+        """Simulate an epoch without its incomplete iterations."""
+        packs, level = self.pack(tuple(groups))
         tokens = packs.sums(self.lengths.tokens).astype(np.float64)
         squared = packs.sums(self.lengths.tokens.astype(np.float64) ** 2)
         parts = []
         for index, group in enumerate(groups):
-            own = np.flatnonzero(level == index)
+            of_level = np.flatnonzero(level == index)
             rng = np.random.default_rng(self.seed)
-            order = np.argsort(squared[own]) if is_balanced else rng.permutation(len(own))
+            order = np.argsort(squared[of_level]) if is_balanced else rng.permutation(len(of_level))
             width = RANKS // group.context
-            rows = own[order][: len(own) // width * width].reshape(-1, width)
-            longest_ms = system.pack_ms(group, tokens[rows].ravel(), squared[rows].ravel())
-            parts.append((group, rows, longest_ms.reshape(rows.shape).max(axis=1)))
+            count = len(of_level) // width * width
+            rows = of_level[order][:count].reshape(-1, width)  # [iterations, packs]
+            pack_ms = system.pack_ms(group, tokens[rows].ravel(), squared[rows].ravel())
+            # The longest pack sets an iteration's time.
+            parts.append((group, rows, pack_ms.reshape(rows.shape).max(axis=1)))
         iterations = np.array([len(rows) for _, rows, _ in parts])
         held = [float(tokens[rows].sum()) for _, rows, _ in parts]
         is_shared = [group.context > 1 for group in groups]
-        room = sum(group.kilotokens * K * rows.size for group, rows, _ in parts)
+        capacity = sum(group.kilotokens * K * rows.size for group, rows, _ in parts)
 
-        def mean(of_groups: Sequence[float]) -> float:
-            return float(np.average(of_groups, weights=iterations))
+        def mean(by_group: Sequence[float]) -> float:
+            return float(np.average(by_group, weights=iterations))
 
         return Simulated(
             seconds=float(sum(ms.sum() for *_, ms in parts)) / 1e3,
             attention_balance_ratio=mean([dist_ratio(squared[rows]) for _, rows, _ in parts]),
             block_balance_ratio=mean([_block_ratio(squared[rows]) for _, rows, _ in parts]),
             communication_ratio=float(np.sum(held, where=is_shared) / np.sum(held)),
-            fill=sum(held) / room,
+            fill=sum(held) / capacity,
         )
 
 
 def _block_ratio(squared: np.ndarray) -> float:
-    """Dist ratio over four groups of equally many packs of an iteration [iterations, packs]."""
+    """Return the dist ratio over groups of packs; `squared` [iterations, packs]."""
     blocks = min(_BLOCKS, squared.shape[1])
     return dist_ratio(squared.reshape(len(squared), blocks, -1).sum(axis=2))
 
 
 def print_calibration(system: System) -> None:
     rows = []
-    for group, known in TABLE_4.items():
+    for group, published in TABLE_4.items():
         predicted = system.iteration_s(group)
         setting = f"{group.kilotokens}K", group.context, group.recomputed
-        rows.append((*setting, known, predicted, predicted / known - 1))
+        rows.append((*setting, published, predicted, predicted / published - 1))
     columns = (
         "length", "ranks", "recomputed", "paper s|.2f", "predicted s|.2f", "difference|+.1%",
     )  # fmt: skip
@@ -284,7 +272,7 @@ def print_ways(
     days: Sequence[float],
     balance: Sequence[float] = (),
 ) -> None:
-    """Print ways to pack and batch, as ratios to the first, beside GPU days and balance ratios."""
+    """Print Table 6: predicted GPU days, relative to the first row's, and balance ratios."""
     simulated = [data.simulate(system, *way) for way in ways(groups)]
     rows = []
     for index, ((held, is_balanced), way) in enumerate(zip(ways(groups), simulated, strict=True)):
@@ -294,8 +282,8 @@ def print_ways(
         times = (days[index], predicted, predicted / days[index] - 1)
         ratios = (way.attention_balance_ratio, way.block_balance_ratio)
         communication = (COMMUNICATION_RATIOS[index], way.communication_ratio)
-        known = balance[index] if balance else None
-        rows.append((lengths, *times, known, *ratios, *communication, way.fill))
+        published = balance[index] if balance else None
+        rows.append((lengths, *times, published, *ratios, *communication, way.fill))
     columns = (
         "lengths/ranks", "paper days|.2f", "predicted|.2f", "difference|+.1%", "paper ABR|.3f",
         "ABR|.4f", "by block|.4f", "paper CR|.3f", "CR|.3f", "full|.1%",
@@ -308,9 +296,9 @@ _PLANNED_SAMPLES = 60_000
 
 
 def level_search(lengths: Lengths, seed: int) -> tuple[Strategy, Strategy, float]:
-    """Plan Llama3.1-8B on 32 H100 with HBP's levels and with those that the search finds.
+    """Return plans of Llama3.1-8B on 32 H100 with HBP's levels and with the search's.
 
-    Also returns a lower bound on the ms per sample of any levels.
+    Third is a lower bound on the ms per sample of any levels.
     """
     job = JobSpec(
         model=load_model("llama3.1-8b"),
@@ -328,18 +316,18 @@ def level_search(lengths: Lengths, seed: int) -> tuple[Strategy, Strategy, float
         samples=_PLANNED_SAMPLES,
         caps=Caps.of(tokens=128 * K),
     )
-    found = search_with_levels(request, ANY_LEVELS, lambda done: None, 1).best
+    best = search_with_levels(request, ANY_LEVELS, lambda done: None, 1).best
     drawn = request.draw_samples()
     greedy = replace(drawn, settings=replace(drawn.settings, fill=FillRule.GREEDY))
     levels = tuple(Group(length, context, 0).level for length, context in levels_of_table_19())
     sizing = Sizing(job.parallel)
     _, of_rule = plan_levels(Setting(request=greedy, packs={}), levels[-1].caps, (sizing, levels))
     assert isinstance(of_rule, Strategy), of_rule
-    return of_rule, found, least_ms_per_sample(job, drawn.lengths)
+    return of_rule, best, least_ms_per_sample(job, drawn.lengths)
 
 
 def levels_of_table_19() -> tuple[tuple[int, int], ...]:
-    """Kilotokens and ranks of the levels that HBP's rule takes from its own figures."""
+    """Return kilotokens and ranks of the levels by HBP's rule on its own figures."""
     return hbp_levels(
         [
             ProfiledLength(tokens=group.kilotokens, context=group.context, ms=1e3 * seconds)
@@ -348,27 +336,27 @@ def levels_of_table_19() -> tuple[tuple[int, int], ...]:
     )
 
 
-def print_search(of_rule: Strategy, found: Strategy, least_ms: float) -> None:
+def print_search(of_rule: Strategy, searched: Strategy, bound_ms: float) -> None:
     words = " + ".join(f"{length}K/{context}" for length, context in levels_of_table_19())
     print(f"HBP's rule on Table 19: {words}; the paper has 16K/1 + 128K/8\n")
     rows: list[tuple[object, ...]] = []
-    for name, plan in (("HBP's", of_rule), ("search's", found)):
+    for name, plan in (("HBP's", of_rule), ("search's", searched)):
         levels = " + ".join(
             f"{level.caps['tokens'] / K:g}K/{level.context}" for level in plan.levels
         )
         change = plan.ms_per_sample / of_rule.ms_per_sample - 1
         rows.append((name, levels, plan.recomputed_layers, plan.ms_per_sample, change))
-    change = least_ms / of_rule.ms_per_sample - 1
-    rows.append(("lower bound", None, None, least_ms, change))
+    change = bound_ms / of_rule.ms_per_sample - 1
+    rows.append(("lower bound", None, None, bound_ms, change))
     columns = (
         "levels", "lengths/ranks", "recomputed, longest", "ms a sample|.3f", "difference|+.1%",
     )  # fmt: skip
-    print_table("Search beside HBP, Llama3.1-8B on 32 H100, simulated", columns, rows)
+    print_table("Search and HBP, Llama3.1-8B on 32 H100, simulated", columns, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of the mixture")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of the mixture")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     data = Data(given.samples, given.seed)

@@ -1,8 +1,8 @@
-"""Training steps that others measured on GPUs, beside what `omnibal lint` predicts of them.
+"""Predictions of `omnibal lint` against published training steps on GPUs.
 
 Rows, with their sources, are in `measured/*.json`. Each becomes a launch line of its trainer
-(`measured_rows.py`) and is predicted on a preset as any line is. A row that calibrates a constant
-says so; all others were only predicted.
+(`measured_rows.py`), predicted on a preset. `calibrates` of a row names constants fitted to it;
+other rows were only predicted.
 """
 
 import argparse
@@ -39,43 +39,40 @@ from omnibal.trainers.lint.line_job import make_line_job
 from omnibal.trainers.lint.predict_line import predict_line
 
 FOLDER = Path(__file__).with_name("measured")
-LAYOUTS = "layouts"
-"""Kind of the rows that compare layouts of one job; its misses are of ranking and memory."""
+LAYOUTS = "layouts"  # kind of rows that compare layouts of a job: ranking and memory count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A row of a file with its prediction, or why it has none."""
+    """A row of a file with its prediction, or the reason for none."""
 
     file: str
     place: int
     kind: str = ""
-    measured: Measured | None = None
-    """The row's job, or None if it could not be read."""
+    measured: Measured | None = None  # None if the row could not be read
     predicted_ms: float | None = None
-    peak_gib: float | None = None
-    """Memory as the row has it."""
+    peak_gib: float | None = None  # of the memory that the row measured
     fits: bool | None = None
     micro_batch_tokens: int = 0
     refused: str | None = None
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured step, minus 1. None without either."""
+        """Predicted over measured step time, minus 1."""
         if self.measured is None or self.measured.step_ms is None or self.predicted_ms is None:
             return None
         return self.predicted_ms / self.measured.step_ms - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured allocated memory, minus 1. None without either."""
+        """Predicted over measured allocated memory, minus 1."""
         if self.measured is None or self.measured.allocated_gib is None or self.peak_gib is None:
             return None
         return self.peak_gib / self.measured.allocated_gib - 1
 
     @property
     def calibrates(self) -> str:
-        """Constants calibrated on the row. Empty if it was only predicted."""
+        """Constants calibrated on the row."""
         return "" if self.measured is None else self.measured.calibrates
 
     @property
@@ -83,7 +80,7 @@ class Compared:
         return "" if self.measured is None else device_name(self.measured.cluster)
 
     def record(self) -> dict[str, Any]:
-        """The row as JSON."""
+        """Return the row as JSON."""
         record = {"file": self.file, "row": self.place, "kind": self.kind}
         if (job := self.measured) is not None:
             record |= {"name": job.name, "group": job.group, "line": job.line}
@@ -97,9 +94,9 @@ class Compared:
 
 
 def compare_row(path: Path, place: int) -> Compared:
-    """The row of a file at a place, predicted through its launch line."""
+    """Return a row of a file with its prediction by a launch line."""
     row, measured = json.loads(path.read_text())["rows"][place], None
-    at = partial(Compared, file=path.stem, place=place)
+    make_result = partial(Compared, file=path.stem, place=place)
     try:
         measured = measured_row(row)
         launch = read_launch(measured.line, {}, measured.launcher, measured.gpus)
@@ -109,20 +106,20 @@ def compare_row(path: Path, place: int) -> Compared:
         costed = predict_line(job)
     except (UserError, ValueError) as error:
         reason = " ".join(str(error).split())
-        return at(kind=_kind_by_name(row), measured=measured, refused=reason)
+        return make_result(kind=_kind_by_name(row), measured=measured, refused=reason)
     tokens = (line.launch.micro_batch or 1) * (line.launch.sequence_length or 0)
-    if measured.step_ms is None and measured.rate is not None:
-        samples_of_step = (line.micro_batches or 0) * (line.data or 0)
-        taken_ms = 1e3 * samples_of_step * tokens / measured.rate / (launch.gpus or 1)
-        measured = replace(measured, step_ms=taken_ms)
+    if measured.step_ms is None and measured.rate is not None:  # tokens per second and GPU
+        step_tokens = (line.micro_batches or 0) * (line.data or 0) * tokens
+        step_ms = 1e3 * step_tokens / measured.rate / (launch.gpus or 1)
+        measured = replace(measured, step_ms=step_ms)
     kind = JobKind.ADAPTERS if measured.is_tuned else job.kind
-    peaks = {"mean": float(np.mean(costed.peaks_gib)), "device": costed.most_gib}
-    return at(
+    peaks = {"mean": float(np.mean(costed.peaks_gib)), "device": costed.max_device_gib}
+    return make_result(
         kind=LAYOUTS if is_layout(row) else str(kind),
         measured=measured,
         predicted_ms=costed.step_ms,
         peak_gib=peaks.get(measured.memory, max(costed.peaks_gib)),
-        fits=bool(costed.most_gib <= measured.cluster.memory_gib),
+        fits=bool(costed.max_device_gib <= measured.cluster.memory_gib),
         micro_batch_tokens=tokens,
     )
 
@@ -136,17 +133,17 @@ _KIND_WORDS = {
 
 
 def _kind_by_name(row: object) -> str:
-    """Kind of a row that is not predicted."""
+    """Return the kind of a row without a prediction."""
     if is_layout(row):
         return LAYOUTS
-    given = row if isinstance(row, dict) else {}
-    text = f"{given.get('group')} {given.get('name')}".lower()
-    usual = JobKind.VISION_LANGUAGE if "measured" in given else JobKind.DENSE
-    return str(next((kind for word, kind in _KIND_WORDS.items() if re.search(word, text)), usual))
+    fields = row if isinstance(row, dict) else {}
+    text = f"{fields.get('group')} {fields.get('name')}".lower()
+    default = JobKind.VISION_LANGUAGE if "measured" in fields else JobKind.DENSE
+    return str(next((kind for word, kind in _KIND_WORDS.items() if re.search(word, text)), default))
 
 
 def compare_rows(paths: Iterable[Path]) -> list[Compared]:
-    """All rows of files, with predictions; unreadable files raise UserError."""
+    """Return all rows of files with predictions; raise UserError for unreadable files."""
     places = []
     for path in paths:
         try:
@@ -155,32 +152,33 @@ def compare_rows(paths: Iterable[Path]) -> list[Compared]:
             message = f"{path} is no file of measured rows ({error}); give another"
             raise UserError(message) from error
         places += [(path, place) for place in range(len(rows))]
+    if not places:
+        return []
     with ProcessPoolExecutor() as pool:
-        return (
-            list(pool.map(compare_row, *zip(*places, strict=True), chunksize=8)) if places else []
-        )
+        return list(pool.map(compare_row, *zip(*places, strict=True), chunksize=8))
 
 
 def _group_rows(
     rows: Iterable[Compared], key: Callable[[Compared], Any]
 ) -> list[tuple[Any, list[Compared]]]:
-    """Rows by rising key."""
+    """Return rows by key, in ascending order."""
     return [(name, list(group)) for name, group in groupby(sorted(rows, key=key), key)]
 
 
 def errors_by_kind(rows: Sequence[Compared]) -> list[PublishedErrors]:
-    """Errors of rows that calibrated nothing, by kind, device and size of micro-batches."""
-    judged = (
+    """Return errors of uncalibrated rows by kind, device and size of micro-batches."""
+    tested = (
         row for row in rows if row.error is not None and not row.calibrates and row.kind != LAYOUTS
     )
     table = []
     for (kind, device, small), group in _group_rows(
-        judged, lambda row: (row.kind, row.device, row.micro_batch_tokens <= SMALL_TOKENS)
+        tested, lambda row: (row.kind, row.device, row.micro_batch_tokens <= SMALL_TOKENS)
     ):
         errors = np.array([row.error for row in group], float)
         figures = np.median(np.abs(errors)), errors.min(), errors.max()
-        median, least, most = (round(float(figure), 3) for figure in figures)
-        spread = {"steps": len(group), "median": median, "least": least, "most": most}
+        names = ("median", "least", "most")
+        spread = {name: round(float(x), 3) for name, x in zip(names, figures, strict=True)}
+        spread["steps"] = len(group)
         table.append(PublishedErrors(kind=JobKind(kind), device=device, small=small, **spread))
     return table
 
@@ -192,19 +190,20 @@ KINDS_COLUMNS = (
 
 
 def kinds_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
-    """A line for every kind and device: errors of time and memory, and refusals."""
+    """Return a line per kind and device: errors of time and memory, and refusals."""
     table = []
     for names, group in _group_rows(rows, lambda row: (row.kind, row.device)):
-        seen = [row for row in group if not row.calibrates]
-        errors = [row.error for row in seen if row.error is not None]
-        memory = [abs(row.memory_error) for row in seen if row.memory_error is not None]
+        tested = [row for row in group if not row.calibrates]
+        errors = [row.error for row in tested if row.error is not None]
+        memory = [abs(row.memory_error) for row in tested if row.memory_error is not None]
         refused = sum(row.refused is not None for row in group)
         spread: tuple[object, ...] = (None, None, None)
         if errors:
             spread_text = f"{min(errors):+.0%} to {max(errors):+.0%}"
             spread = np.median(np.abs(errors)), np.median(errors), spread_text
-        of_memory = f"{np.median(memory):.1%}, {max(memory):.1%}" if memory else None
-        table.append((*names, len(group), len(group) - len(seen), refused, *spread, of_memory))
+        memory_spread = f"{np.median(memory):.1%}, {max(memory):.1%}" if memory else None
+        counts = len(group), len(group) - len(tested), refused
+        table.append((*names, *counts, *spread, memory_spread))
     return table
 
 
@@ -212,7 +211,7 @@ RANKING_COLUMNS = ("set", "ran", "out of memory", "behind|.1%", "memory judged r
 
 
 def ranking_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
-    """A line for every set of layouts: the best predicted beside the best measured."""
+    """Return a line per set of layouts: how much slower the best predicted is than the best."""
     layouts = [
         (row.measured.group, not row.fits, row.predicted_ms, row.measured.step_ms or np.inf)
         for row in rows
@@ -220,14 +219,15 @@ def ranking_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
     ]
     table = []
     for name, group in groupby(sorted(layouts, key=itemgetter(0)), itemgetter(0)):
-        too_large, predicted_ms, taken_ms = np.array([layout[1:] for layout in group]).T
-        ran = np.isfinite(taken_ms)  # infinite: out of memory
+        too_large, predicted_ms, step_ms = np.array([layout[1:] for layout in group]).T
+        ran = np.isfinite(step_ms)  # infinite: out of memory
         if not ran.any():
             continue
+        # The fastest that is predicted to fit, or to run at all.
         chosen = np.lexsort((predicted_ms[ran], too_large[ran]))[0]
-        behind = taken_ms[ran][chosen] / taken_ms.min() - 1
-        judged = np.mean(ran == (too_large == 0))
-        table.append((name, ran.sum(), (~ran).sum(), behind, judged))
+        behind = step_ms[ran][chosen] / step_ms.min() - 1
+        right = np.mean(ran == (too_large == 0))
+        table.append((name, ran.sum(), (~ran).sum(), behind, right))
     return table
 
 
@@ -243,7 +243,7 @@ _KIND_COLOURS = {
 
 @style()
 def draw_errors(rows: Sequence[Compared]) -> Figure:
-    """Draw predicted over measured step time of every row, hollow if calibrated on."""
+    """Return a figure of predicted over measured step times; calibrated rows are hollow."""
     figure = new_figure(760, 380)
     axes = figure.subplots()
     for kind, name in _KIND_COLOURS.items():
@@ -274,7 +274,7 @@ def draw_errors(rows: Sequence[Compared]) -> Figure:
 
 
 def write_errors(rows: Sequence[Compared]) -> None:
-    """Write the table that predictions show."""
+    """Write the table of errors that predictions print."""
     text = "# Written by `scripts/reproduce/measured_gpus.py --write-errors`.\n"
     for errors in errors_by_kind(rows):
         fields = errors.model_dump(mode="json")
@@ -283,10 +283,10 @@ def write_errors(rows: Sequence[Compared]) -> None:
 
 
 def main() -> None:
-    """Print errors by kind of job, and how layouts are ranked."""
+    """Print errors by kind of job, and the ranking of layouts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, nargs="+", help="files of rows (default: measured/)")
-    parser.add_argument("--json", action="store_true", help="print an object a row instead")
+    parser.add_argument("--json", action="store_true", help="print an object per row instead")
     parser.add_argument("--picture", type=Path, help="also write an SVG file of all steps")
     parser.add_argument("--write-errors", action="store_true", help="write the table of errors")
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Training jobs that others measured, as launch lines that `omnibal lint` reads.
+"""Published training jobs as launch lines for `omnibal lint`.
 
-Rows have a line of their own, sizes in words, or sizes as columns: of a published step, or of a
-sweep of layouts by nanotron on H100 or by Aleph Alpha's trainer on A100. `measured/lines.toml` has
-the trainers' lines, `measured/words.toml` the rows' words. Raises UserError for a row without a
-job, or with one that lines cannot set.
+A row has a line, sizes in words, or sizes as columns: of a published step, or of a sweep of layouts
+by nanotron on H100 or by Aleph Alpha's trainer on A100. `measured/lines.toml` has the trainers'
+lines, `measured/words.toml` the rows' words. Raises UserError for a row without a job, or with a
+job that its trainer's line cannot set.
 """
 
 import re
@@ -23,10 +23,8 @@ from omnibal.model.runtime import RecomputedModule
 from omnibal.trainers.lint.launch_settings import Launcher
 
 Row = Mapping[str, Any]
-_SQUAD_TOKENS = 256
-"""Mean of a SQuAD sample with its prompt."""
-TUNED = r"\b(?:lora|sft|packed)\b"
-"""Words of groups of fine-tuning."""
+_SQUAD_TOKENS = 256  # mean length of a SQuAD sample with its prompt
+TUNED = r"\b(?:lora|sft|packed)\b"  # in names of fine-tuning groups
 _MEASURED = Path(__file__).with_name("measured")
 _LINES = tomllib.loads((_MEASURED / "lines.toml").read_text())
 _WORDS = tomllib.loads((_MEASURED / "words.toml").read_text())
@@ -41,36 +39,30 @@ _EXPERTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A measured job and the line that starts it."""
+    """A measured job with its launch line."""
 
     name: str
     line: str
     model: ModelConfig
     cluster: ClusterConfig
-    group: str = ""
-    """Rows of one group are layouts of one job."""
+    group: str = ""  # rows of one group are layouts of one job
     gpus: int | None = None
     launcher: Launcher | None = None
     image_share: float = 0.0
-    step_ms: float | None = None
-    """None if it ran out of memory or was not given."""
-    rate: float | None = None
-    """Tokens per second and GPU, if given instead."""
+    step_ms: float | None = None  # none if it ran out of memory or was not given
+    rate: float | None = None  # tokens per second and GPU, if given instead
     allocated_gib: float | None = None
+    # Allocated by the fullest rank, mean over ranks, or all of a device.
     memory: Literal["fullest", "mean", "device"] = "fullest"
-    """Whose memory is given: allocated by the fullest rank, by ranks on average, or all of a
-    device."""
     out_of_memory: bool = False
-    sample_tokens: int | None = None
-    """Of samples in a pack, if there are several."""
-    is_tuned: bool = False
-    """Whether the row names itself fine-tuning."""
+    sample_tokens: int | None = None  # of samples in a pack, if there are several
+    is_tuned: bool = False  # whether the row names itself fine-tuning
     calibrates: str = ""
 
     @property
     def options(self) -> list[str]:
-        """Options of `omnibal lint` beside the line."""
-        given = {
+        """Options of `omnibal lint` for the line."""
+        values = {
             "--model": self.model.name,
             "--cluster": self.cluster.name,
             "--gpus": self.gpus,
@@ -78,17 +70,17 @@ class Measured:
             "--image-share": self.image_share if self.model.encoders else None,
             "--sample-tokens": self.sample_tokens,
         }
-        pairs = ((name, str(value)) for name, value in given.items() if value is not None)
+        pairs = ((name, str(value)) for name, value in values.items() if value is not None)
         return [word for pair in pairs for word in pair]
 
 
 def is_layout(row: object) -> bool:
-    """Whether the row is of a sweep that compares layouts of one job."""
+    """Return whether the row is from a sweep of layouts of a job."""
     return isinstance(row, dict) and any(column in row for column in _WORDS["sweeps"])
 
 
 def measured_row(row: Row) -> Measured:
-    """The job of a row of any form."""
+    """Return the job of a row of any form."""
     if not isinstance(row, dict):
         raise UserError(f"{row!r} is no row: give an object with a job's fields")
     row = _rename(row)
@@ -100,7 +92,7 @@ def _rename(row: Row) -> Row:
 
 
 def _positive(row: Row, name: str) -> float | None:
-    """A field with a positive number, or None if absent."""
+    """Return a positive number, or None if absent."""
     value = row.get(name)
     if value is None:
         return None
@@ -113,30 +105,31 @@ def _positive(row: Row, name: str) -> float | None:
     return number
 
 
-def _count(row: Row, name: str, usual: int | None = None) -> int:
-    """A field with an integer >= 1, or the usual value if absent."""
+def _count(row: Row, name: str, default: int | None = None) -> int:
+    """Return an integer >= 1, or the default if absent."""
     number = _positive(row, name)
     if number is None:
-        if usual is None:
+        if default is None:
             raise UserError(f"the row has no {name}: give it")
-        return usual
+        return default
     if number % 1:
         raise UserError(f"{name} {number:g}: must be a whole number; correct it")
     return int(number)
 
 
 def _text(row: Row, name: str) -> str:
-    """A field of text, empty if absent; words of a list are joined."""
+    """Return text, empty if absent; words of a list are joined."""
     value = row.get(name)
     return " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
 
 
 def _job(row: Row) -> dict[str, int]:
-    """Parallel sizes, GPUs and batch, which must agree with each other."""
-    job = {name: _count(row, name, usual=1) for name in ("tp", "pp", "cp", "ep", "etp", "chunks")}
+    """Return parallel sizes, GPUs and batch; raise if they do not agree."""
+    sizes = ("tp", "pp", "cp", "ep", "etp", "chunks")
+    job = {name: _count(row, name, default=1) for name in sizes}
     gpus, ranks = _count(row, "gpus"), job["tp"] * job["pp"] * job["cp"]
-    if ranks * _count(row, "dp", usual=max(gpus // ranks, 1)) != gpus:
-        raise UserError(f"TP x PP x CP x DP of the row are not its {gpus} GPUs; correct one")
+    if ranks * _count(row, "dp", default=max(gpus // ranks, 1)) != gpus:
+        raise UserError(f"TP x PP x CP x DP of the row are not its {gpus} GPUs; correct them")
     batch, dp, nodes = _count(row, "micro_batch"), gpus // ranks, max(gpus // 8, 1)
     is_counted = "micro_batches" in row
     gbs = _count(row, "micro_batches") * batch * dp if is_counted else _count(row, "global_batch")
@@ -155,12 +148,12 @@ def _model_of(row: Row) -> ModelConfig:
 
 
 def _sizes_model(row: Row) -> ModelConfig:
-    """A model of Llama's shape, by its sizes."""
+    """Return a model of Llama's shape, by its sizes."""
     names = {"hidden": "hidden_size", "ffn": "ffn_hidden_size", "vocab": "vocab_size"}
     names |= {"layers": "layers", "heads": "heads", "sequence": "max_positions"}
     language = {field: _count(row, name) for name, field in names.items()}
     if language["hidden_size"] % language["heads"]:
-        raise UserError("hidden is not a multiple of heads in the row: correct one")
+        raise UserError("hidden is not a multiple of heads in the row: correct them")
     language |= {"kv_heads": language["heads"], "tied_head": bool(row.get("tied"))}
     name = f"llama-{_text(row, 'model').lower()}"
     return ModelConfig.model_validate(
@@ -178,7 +171,7 @@ def _cluster(device: str) -> ClusterConfig:
 
 
 def _recomputation(row: Row) -> dict[str, str]:
-    """Megatron's settings of recomputation that the row's words mean."""
+    """Return Megatron's settings of recomputation for the row's words."""
     given = row.get("recompute")
     text = str(given or "none").strip().lower().replace("-", "_")
     number = re.search(r"\d+", text)
@@ -199,7 +192,7 @@ def _recomputation(row: Row) -> dict[str, str]:
 
 
 def _outcome(row: Row) -> dict[str, Any]:
-    """Measured time and memory, as fields of `Measured`."""
+    """Return measured time and memory, as fields of `Measured`."""
     memory = next((name for name in _WORDS["memory"] if row.get(name) is not None), "")
     step_s = _positive(row, "step_s")
     return {
@@ -212,7 +205,7 @@ def _outcome(row: Row) -> dict[str, Any]:
 
 
 def _with_sizes(row: Row) -> Measured:
-    """A row with sizes as columns, in the trainer that its columns or its source name."""
+    """Return the job of a row with sizes as columns; columns or the source name the trainer."""
     group, extra, device = _text(row, "group"), _text(row, "extra"), _text(row, "device").lower()
     source = f"{group} {_text(row, 'source')}".lower()
     name = next((trainer for trainer in _LINES if trainer in source), "megatron-lm")
@@ -238,29 +231,30 @@ def _with_sizes(row: Row) -> Measured:
 
 
 def _line(row: Row, name: str, job: Mapping[str, int], model: ModelConfig) -> str:
-    """Launch line of a trainer; raises for what the line cannot set."""
+    """Return the trainer's launch line; raise if it cannot set the job."""
     trainer, recomputation = _LINES[name], _recomputation(row)
     precision = _text(row, "precision").lower().replace("-", "_") or "bf16"
     if precision not in ("bf16", *_WORDS["fp8"]):
-        raise UserError(f"precision {precision}: must be bf16 or one of {', '.join(_WORDS['fp8'])}")
+        known = ", ".join(_WORDS["fp8"])
+        raise UserError(f"precision must be bf16 or FP8 as {known}, got {precision}")
     mode = recomputation.get("granularity", "none")
     strategy = re.search(r"SHARD_GRAD_OP|HYBRID_SHARD|NO_SHARD", _text(row, "note"))
-    accumulated, over = divmod(job["gbs"], job["batch"] * job["dp"])
-    ranks, shards = job["gpus"] // (job["tp"] * job["pp"]), _count(row, "sharded", usual=1)
+    accumulated, remainder = divmod(job["gbs"], job["batch"] * job["dp"])
+    ranks, shards = job["gpus"] // (job["tp"] * job["pp"]), _count(row, "sharded", default=1)
     if ranks % shards:
         raise UserError(f"sharded {shards} does not divide {ranks} data-parallel ranks; correct it")
-    copies = ranks // shards if shards > 1 else 1
+    replicas = ranks // shards if shards > 1 else 1
     line = trainer["line"].format(
         **job,
         strategy=strategy[0] if strategy else "FULL_SHARD",
-        copies=copies,
+        copies=replicas,
         recompute=mode,
         recomputes=mode == "full",
         accumulated=accumulated,
         zero=row.get("zero"),
     )
     if "recompute" not in trainer:
-        if copies > 1:
+        if replicas > 1:
             raise UserError("weights sharded over a part of the ranks cannot be set for Megatron")
         return line + _megatron_flags(row, name, job, model, precision)
     unsettable = [size for size in trainer["without"] if job[size] > 1]
@@ -272,15 +266,15 @@ def _line(row: Row, name: str, job: Mapping[str, int], model: ModelConfig) -> st
         raise UserError(f"{words(unsettable)} cannot be set in a line of {name}: leave it out")
     if "zero" in row and row["zero"] is None:
         raise UserError("the row has no zero: give it")
-    if "zero" in row and over:
-        raise UserError(f"gbs {job['gbs']} is no multiple of micro_batch x dp; correct one")
+    if "zero" in row and remainder:
+        raise UserError(f"gbs {job['gbs']} is no multiple of micro_batch x dp; correct it")
     return line
 
 
 def _megatron_flags(
     row: Row, name: str, job: Mapping[str, int], model: ModelConfig, precision: str
 ) -> str:
-    """Flags of Megatron-LM, or overrides of a Bridge recipe."""
+    """Return flags of Megatron-LM, or overrides of a Bridge recipe."""
     flags, trainer, is_bridge = "", _LINES[name], name == "megatron-bridge"
     if "overlapped" in trainer:
         overlaps = row.get("ovl", _text(row, "device") != "b200")
@@ -299,7 +293,7 @@ def _megatron_flags(
         option = "-vp" if is_bridge else "--num-virtual-stages-per-pipeline-rank"
         flags += f" {option} {job['chunks']}"
     settings |= {f"model.recompute_{key}": value for key, value in _recomputation(row).items()}
-    if _count(row, "sharded", usual=1) > 1:
+    if _count(row, "sharded", default=1) > 1:
         settings["ddp.use_megatron_fsdp"] = "true"
         settings["ddp.data_parallel_sharding_strategy"] = "optim_grads_params"
     if precision != "bf16" and is_bridge:
@@ -320,23 +314,23 @@ _LENGTH = re.compile(r"\b(\d{3,7}|\d+(?=k\b))(k?)\b", re.IGNORECASE)
 
 
 def _with_line(row: Row) -> Measured:
-    """A row with its own line, or with its sizes in words."""
+    """Return the job of a row with a line, or with sizes in words."""
     measured, name = row["measured"], _text(row, "name")
     if not isinstance(measured, dict):
         raise UserError(f"measured {measured!r}: must be an object; correct it")
-    given, line = _options(row), _text(row, "line")
+    options, line = _options(row), _text(row, "line")
     if line and "verl" in name:  # trains without the recipe's multi-token prediction
         line += " model.mtp_num_layers=0"
-    tokens, memory_gib = _positive(given, "--sample-tokens"), _positive(given, "--memory-gib")
+    tokens, memory_gib = _positive(options, "--sample-tokens"), _positive(options, "--memory-gib")
     cluster = _cluster(_text(row, "cluster") or _text(row, "device"))
     return Measured(
         name=name,
-        line=line or _in_words(row, name),
+        line=line or _line_of_words(row, name),
         model=_model_of(row),
         cluster=cluster.model_copy(update={"memory_gib": memory_gib or cluster.memory_gib}),
         gpus=_count(row, "gpus"),
-        launcher=Launcher(given["--launcher"]) if "--launcher" in given else None,
-        image_share=float(given["--image-share"]),
+        launcher=Launcher(options["--launcher"]) if "--launcher" in options else None,
+        image_share=float(options["--image-share"]),
         sample_tokens=None if tokens is None else int(tokens),
         calibrates=_text(row, "calibrates"),
         **_outcome(_rename(measured)),
@@ -344,23 +338,23 @@ def _with_line(row: Row) -> Measured:
 
 
 def _options(row: Row) -> dict[str, Any]:
-    """Options of `omnibal lint` in a row, by name."""
-    given = shlex.split(_text(row, "extra"))
-    options: dict[str, Any] = dict(zip(given[::2], given[1::2], strict=False))
+    """Return a row's options of `omnibal lint`, by name."""
+    parts = shlex.split(_text(row, "extra"))
+    options: dict[str, Any] = dict(zip(parts[::2], parts[1::2], strict=False))
     known = ("--launcher", "--image-share", "--sample-tokens", "--memory-gib")
     share = float(options.setdefault("--image-share", "0.5"))
-    if len(given) % 2 or not set(options) <= set(known) or not 0 <= share <= 1:
-        raise UserError(f"extra {' '.join(given)}: must be pairs of {words(known)}; correct it")
+    if len(parts) % 2 or not set(options) <= set(known) or not 0 <= share <= 1:
+        raise UserError(f"extra {' '.join(parts)}: must be pairs of {words(known)}; correct it")
     return options
 
 
-def _in_words(row: Row, name: str) -> str:
-    """Line of Megatron-LM with the sizes that words have."""
+def _line_of_words(row: Row, name: str) -> str:
+    """Return Megatron-LM's line for sizes in words, such as `TP2 PP4 GBS 128, 4k`."""
     text, gpus = _text(row, "config"), _count(row, "gpus")
     sizes = {name.lower(): int(number) for name, number in _SIZES.findall(text)}
     lengths = [int(n) * (1024 if k else 1) for n, k in _LENGTH.findall(_SIZES.sub("", text))]
     if not lengths or "gbs" not in sizes:
-        raise UserError(f"config {text!r} must have a length and GBS: give these, or a line")
+        raise UserError(f"config {text!r} must have a length and GBS: give them, or a line")
     job = _job(_rename({"gpus": gpus, "mbs": 1, "seq": lengths[0], **sizes}))
     line = _LINES["megatron-lm"]["line"].format(**job) + (
         f" --expert-model-parallel-size {job['ep']} --expert-tensor-parallel-size {job['etp']}"

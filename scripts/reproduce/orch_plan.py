@@ -1,18 +1,18 @@
-"""OrchMLLM's job (arXiv 2503.23830) in this project's trainer: pipelines, or sharded weights.
+"""Plans of OrchMLLM's job (arXiv 2503.23830) for this trainer: pipelines, or sharded weights.
 
     python scripts/reproduce/orch_plan.py
 
-Simulated, nothing fitted. The paper gives 84B parameters, a ViT, a Whisper-like encoder and a Qwen2
-language model, 2,560 H100 and an MFU of 41.6 %. Assumed are:
+Simulated, without fitted constants. The paper has 84B parameters, a ViT, a Whisper-like encoder and
+a Qwen2 language model, 2,560 H100 and an MFU of 41.6 %. Assumed are:
 
 - language model: Qwen2-72B (80 layers of 8,192); vision: 48 layers of 4,096; audio: Whisper large's
   32 layers, widened from 1,280 to 1,920; two-layer projectors
-- 30 % speech recognition, 25 % spoken question answering, 30 % images, 15 % text, with assumed
-  lengths (`draw_mixture`); text and audio correlate only in speech recognition
+- 30 % speech recognition, 25 % spoken question answering, 30 % images, 15 % text, with lengths of
+  `draw_mixture`; text and audio correlate only in speech recognition
 - 256 tokens per tile, 25 per second of sound; clips of 10 s, with padding of the last clip
 
-First table: TP 8, PP 4, DP 80. Encoders are in the stages, or data-parallel: replicated, which does
-not fit 80 GB, or sharded over the best number of ranks. Second table, a pack per GPU and step: that
+First table: TP 8, PP 4, DP 80; encoders in the stages, or data-parallel: replicated, which exceeds
+80 GB, or sharded over the best number of ranks. Second table, with a pack per GPU and step: that
 pipeline, and one stage with fully sharded weights as in OrchMLLM.
 """
 
@@ -46,25 +46,22 @@ TOKENS_PER_TILE = 256
 CAPS = Caps.of(tiles=64, clips=64, tokens=18_432)
 MICRO_BATCHES = 8
 PACKS_PER_STEP = 2_560
-STEPS = 2.02
-"""Sampled steps; packs are 99 % full, so this fills two."""
-WAYS = {
+STEPS = 2.02  # sampled steps; packs are 99 % full, so this fills two
+PLACEMENTS = {  # weight shardings of data-parallel encoders
     "in the stages": None,
     "data-parallel, whole": (WeightSharding.REPLICATED,),
     "data-parallel": tuple(WeightSharding),
 }
-"""Placements of encoders: weight shardings of data-parallel encoders."""
-SIZES = (
+SIZES = (  # in steps of a pack per GPU
     PARALLEL,
     Parallel(pipeline=1, data=2_560, sharded=2_560),
     Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True),
 )
-"""Parallel sizes in steps of a pack per GPU."""
 PLAN_COLUMNS = ("encoders", "divided over", "step s", "MFU", "peak GiB", "lost most")
 
 
 def assumed_model(frames: int) -> ModelConfig:
-    """The assumed model, with clips of `frames` frames."""
+    """Return the assumed model, with clips of `frames` frames."""
     base = load_model("internvl2.5-78b").with_tower(
         "vision", layers=48, hidden_size=4_096, heads=32, ffn_hidden_size=16_384
     )
@@ -85,29 +82,29 @@ def assumed_model(frames: int) -> ModelConfig:
 
 
 def draw_mixture(samples: int) -> Lengths:
-    """Draw samples of the assumed mixture, in random order."""
+    """Return lengths of the assumed mixture, in random order."""
     rng = np.random.default_rng(0)
     kind = rng.choice(4, samples, p=[0.30, 0.25, 0.30, 0.15])
-    heard, asked, seen, read = (kind == each for each in range(4))
+    recognition, spoken_question, image, text_only = (kind == number for number in range(4))
 
-    def lognormal(median: float, sigma: float, least: float, most: float) -> np.ndarray:
-        return np.clip(median * rng.lognormal(0, sigma, samples), least, most)
+    def lognormal(median: float, sigma: float, low: float, high: float) -> np.ndarray:
+        return np.clip(median * rng.lognormal(0, sigma, samples), low, high)
 
-    seconds = np.where(heard, lognormal(9, 0.6, 1, LONGEST_RECORDING_S), 0.0)
-    seconds = np.where(asked, lognormal(5, 0.5, 1, LONGEST_RECORDING_S), seconds)
+    seconds = np.where(recognition, lognormal(9, 0.6, 1, LONGEST_RECORDING_S), 0.0)
+    seconds = np.where(spoken_question, lognormal(5, 0.5, 1, LONGEST_RECORDING_S), seconds)
     images = np.where(rng.random(samples) < 0.8, 1, rng.integers(2, 5, samples))
     tiles_of_image = rng.choice([1, 3, 5, 7, 10, 13], samples, p=[0.2, 0.1, 0.2, 0.25, 0.15, 0.1])
     text = np.select(
-        [heard, asked, seen, read],
+        [recognition, spoken_question, image, text_only],
         [
-            20 + 3.3 * seconds * lognormal(1, 0.15, 0.5, 2),
+            20 + 3.3 * seconds * lognormal(1, 0.15, 0.5, 2),  # the transcript
             lognormal(250, 0.9, 16, 4_096),
             lognormal(200, 1.0, 16, 4_096),
             lognormal(700, 1.1, 16, 8_192),
         ],
     )
     audio = assumed_model(CLIP_S * FRAMES_PER_SECOND).encoders["audio"]
-    tiles = np.where(seen, images * tiles_of_image, 0)
+    tiles = np.where(image, images * tiles_of_image, 0)
     clips = np.ceil(seconds / CLIP_S).astype(np.int32)
     texts = np.round(text).astype(np.int32)
     tokens = texts + TOKENS_PER_TILE * tiles + clips * audio.tokens_per_item
@@ -121,28 +118,29 @@ def draw_mixture(samples: int) -> Lengths:
 
 
 def rows_of_sizes() -> Iterator[list[str]]:
-    """Rows of all parallel sizes, in steps of equally many packs."""
+    """Yield rows of all parallel sizes, in steps of equally many packs."""
     mean = float(draw_mixture(PACKS_PER_STEP).tokens.mean())
     samples = int(STEPS * PACKS_PER_STEP * CAPS["tokens"] / mean)
     lengths = draw_mixture(samples)
     for parallel in SIZES:
         micro_batches = PACKS_PER_STEP // parallel.data
         for name in ("in the stages", "data-parallel"):
-            found = plan_cells(lengths, CLUSTERS[0], WAYS[name], parallel, micro_batches)
-            yield [parallel.text, f"{micro_batches}", name, *found]
+            shardings = PLACEMENTS[name]
+            cells = plan_cells(lengths, CLUSTERS[0], shardings, parallel, micro_batches)
+            yield [parallel.text, f"{micro_batches}", name, *cells]
 
 
 def plan_cells(
     lengths: Lengths,
     cluster: str,
-    ways: tuple[WeightSharding, ...] | None,
+    shardings: tuple[WeightSharding, ...] | None,
     parallel: Parallel = PARALLEL,
     micro_batches: int = MICRO_BATCHES,
 ) -> tuple[str, ...]:
-    """A plan's time, MFU, memory and time breakdown, for `PLAN_COLUMNS`.
+    """Return a plan's cells for `PLAN_COLUMNS`.
 
     Args:
-        ways: weight shardings of data-parallel encoders. None for encoders in the stages.
+        shardings: of data-parallel encoders, or None for encoders in the stages.
 
     Raises:
         DoesNotFit: no stages fit with the encoders.
@@ -152,8 +150,8 @@ def plan_cells(
         cluster=load_cluster(cluster),
         parallel=parallel,
         precision="bf16",
-        placement=EncoderPlacement.DATA_PARALLEL if ways else EncoderPlacement.PIPELINE,
-        encoder_shardings=ways or (WeightSharding.REPLICATED,),
+        placement=EncoderPlacement.DATA_PARALLEL if shardings else EncoderPlacement.PIPELINE,
+        encoder_shardings=shardings or (WeightSharding.REPLICATED,),
     )
     data = SampleData(
         lengths=lengths,
@@ -161,14 +159,13 @@ def plan_cells(
         packs_per_step=parallel.data * micro_batches,
     )
     result = make_plan(PlanRequest(job=job, data=data))
-    prediction = result.plan.known_prediction
+    prediction = result.plan.predicted
     assert result.data is not None
     packs, _ = result.data
-    flops = pack_features(packs.packs, lengths, feature_names(job.model)) @ model_flops(
-        job.model, ()
-    )
+    features = pack_features(packs.packs, lengths, feature_names(job.model))
+    flops = features @ model_flops(job.model, ())
     run_ms = prediction.step_ms * packs.steps
-    peak = 1e9 * job.cluster.tflops("bf16") * parallel.world_size
+    peak = 1e9 * job.cluster.tflops("bf16") * parallel.world_size  # FLOPs per ms
     lost = prediction.lost.causes()
     largest = sorted(((ms, name) for name, ms in lost.items() if name != "ideal"), reverse=True)[:3]
     beside = result.plan.beside
@@ -183,17 +180,17 @@ def plan_cells(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=10_000, help="of the mixture")
+    parser.add_argument("--samples", type=int, default=10_000, help="samples of the mixture")
     lengths = draw_mixture(parser.parse_args().samples)
     rows, refusals = [], []
     for cluster in CLUSTERS:
-        for name, ways in WAYS.items():
+        for name, shardings in PLACEMENTS.items():
             try:
-                found = plan_cells(lengths, cluster, ways)
+                cells = plan_cells(lengths, cluster, shardings)
             except DoesNotFit as error:
                 refusals.append(f"{cluster}: {error.need}")
-                found = ("", "", "", "does not fit", "")
-            rows.append([cluster, name, *found])
+                cells = ("", "", "", "does not fit", "")
+            rows.append([cluster, name, *cells])
     title = "Placements of the encoders, simulated"
     print_table(title, ("devices", *PLAN_COLUMNS), rows)
     for refusal in refusals:

@@ -1,10 +1,10 @@
-"""Tables 7 and 9 of the OmniBal paper (arXiv 2407.20761, ICML 2025) beside what is predicted here.
+"""Predictions against Tables 7 and 9 of the OmniBal paper (arXiv 2407.20761, ICML 2025).
 
     python scripts/reproduce/paper.py [--samples 60000] [--cluster mine.toml]
 
-Simulated. One constant is calibrated, on Figure 2: the share of memory bandwidth that the published
-system's unfused element-wise kernels reach. The rest is from data sheets, counted operations, and
-usual efficiencies of products and transfers (0.65 and 0.5, assumed).
+Simulated. One constant is calibrated, on Figure 2: the share of memory bandwidth of the published
+system's unfused element-wise kernels. All others are from data sheets, counted operations, and
+assumed efficiencies of products and transfers (0.65 and 0.5).
 
 Data are a synthetic mixture like InternVL-Chat 1.2's (`tools/make_lengths.py`; pad ratio, dist
 ratios and samples per pack agree with the paper's), in steps of 128 micro-batches, the paper's
@@ -49,13 +49,12 @@ from tools.make_lengths import make_lengths
 
 CAPS = Caps.of(tiles=9, tokens=4096)
 SAMPLES_PER_EPOCH = 1_267_819
-SAMPLES_PER_BATCH = 4
-"""Samples of an unpacked micro-batch."""
+SAMPLES_PER_BATCH = 4  # samples of an unpacked micro-batch
 MICRO_BATCHES_PER_STEP = 128
 CLUSTER = str(Path(__file__).with_name("a100.toml"))
+# Memory efficiency of the published system, relative to this project's fused kernels: the only
+# constant calibrated on a published figure (`calibrate_share`).
 UNFUSED_MEMORY_EFFICIENCY = 0.141
-"""Memory efficiency of the published system, relative to this project's fused kernels: the only
-constant calibrated on a published figure (`calibrate_share`)."""
 _SIMULATED_STEPS = 400
 
 
@@ -64,12 +63,9 @@ class Job:
     """A row of the paper's Table 9."""
 
     model: str
-    sizes: tuple[int, int, int]
-    """TP, PP and DP, as listed, except `ABLATION_JOB`."""
-    stage_layers: tuple[int, ...]
-    """Vision plus language layers per stage."""
-    recomputed: tuple[int, ...]
-    """First layers recomputed per stage."""
+    sizes: tuple[int, int, int]  # TP, PP and DP, as listed, except `ABLATION_JOB`
+    stage_layers: tuple[int, ...]  # vision plus language layers per stage
+    recomputed: tuple[int, ...]  # first layers recomputed per stage
     baseline_gpu_days: float
     gpu_days: float
 
@@ -92,35 +88,31 @@ TABLE_9 = (
     Job("internvit-6b-qwen1.5-110b", (8, 8, 1), (21, 22, 13, 13, 14, 14, 14, 14),
         (6, 9, 1, 3, 0, 0, 0, 0), 243.0, 75.2),
 )  # fmt: skip
+# Listed with TP 2 and DP 4, but the released configuration has TP 4, and only that, with replicated
+# optimizer state, explains Table 5's memory. Here the state is sharded, without effect on times, as
+# Table 9's first job does not fit otherwise.
 ABLATION_JOB = TABLE_9[1]
-"""Listed with TP 2 and DP 4, but the released configuration has TP 4, and only that, with
-replicated optimizer state, explains Table 5's memory. Here the state is sharded, without effect on
-times, as Table 9's first job does not fit otherwise."""
+# GPU days by balanced parts.
 TABLE_7 = {"none": 61.8, "data": 51.9, "data + model": 29.0, "data + model + memory": 21.3}
-"""GPU days by balanced parts."""
 _FEATURES = feature_names(load_model("internvl-chat-1.5-6b-20b"))
-TABLE_3_MODEL_ONLY = 42.2
-"""GPU days of random data on a balanced model."""
+TABLE_3_MODEL_ONLY = 42.2  # GPU days of random data on a balanced model
+# Forward of 9 tiles and 4K tokens (DP-1, T-0) on the parameter partition of `ABLATION_JOB`.
 FIGURE_2_STAGE_MS = (900.0, 300.0, 260.0, 270.0)
-"""Forward of 9 tiles and 4K tokens (DP-1, T-0) on the parameter partition of `ABLATION_JOB`."""
+# Image embed, 45 vision layers, projector and text embed | 17 | 16 | 15 layers and the head.
 FIGURE_2_CUTS = (48, 65, 81)
-"""Image embed, 45 vision layers, projector and text embed | 17 | 16 | 15 layers and the head."""
-SAMPLES_PER_PACK = 4.6
-"""Of ISF at these caps (Table 3); attention's cost depends on it."""
+SAMPLES_PER_PACK = 4.6  # of ISF at these caps (Table 3); attention's cost depends on it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Epoch:
-    """Micro-batches in training order, and the number of samples each represents."""
+    """Micro-batches of an epoch in training order."""
 
-    features: np.ndarray
-    """[packs, 5]."""
+    features: np.ndarray  # [packs, 5]
     samples: int
-    matched: Workload | None = None
-    """Steps and ranks of the micro-batches, if matched."""
+    matched: Workload | None = None  # with steps and ranks, if packs are matched
 
     def workload(self, data_parallel: int) -> Workload:
-        """Full steps, dealt to ranks in order unless matched."""
+        """Return full steps, dealt to ranks in order unless matched."""
         if self.matched is not None:
             return self.matched
         per_rank = MICRO_BATCHES_PER_STEP // data_parallel
@@ -136,16 +128,16 @@ class Epoch:
 
 
 class Data:
-    """The paper's data, random or balanced, and this project's packing of it."""
+    """The paper's data: random, packed as in the paper, and packed by this project."""
 
     def __init__(self, samples: int, seed: int) -> None:
-        made = make_lengths("internvl", samples, seed)
-        self.lengths: Lengths = replace(made, loss_tokens=made.tokens)
+        lengths = make_lengths("internvl", samples, seed)
+        self.lengths: Lengths = replace(lengths, loss_tokens=lengths.tokens)  # logits of all
         self.seed = seed
 
     @cached_property
     def random(self) -> Epoch:
-        """Four samples at a time in random order, padded to the longest text."""
+        """Micro-batches of four samples in random order, padded to the longest text."""
         order = np.random.default_rng(self.seed).permutation(len(self.lengths))
         batches = order[: len(order) // SAMPLES_PER_BATCH * SAMPLES_PER_BATCH]
         batches = batches.reshape(-1, SAMPLES_PER_BATCH)
@@ -164,14 +156,14 @@ class Data:
 
     @cached_property
     def isf(self) -> Epoch:
-        """Iterative sampling and filtering, packs in random order."""
+        """Packs by iterative sampling and filtering, in random order."""
         packs = pack_samples(self.lengths, CAPS, PackingMethod.ISF, self.seed)
         order = np.random.default_rng(self.seed).permutation(len(packs))
         features = pack_features(packs, self.lengths, _FEATURES)[order]
         return Epoch(features=features, samples=len(self.lengths))
 
-    def balanced(self, job: JobSpec) -> Epoch:
-        """This project's packs, matched into steps by predicted time."""
+    def match_packs(self, job: JobSpec) -> Epoch:
+        """Return this project's packs, matched into steps by predicted time."""
         data = SampleData(
             lengths=self.lengths,
             settings=PackSettings(seed=self.seed),
@@ -187,7 +179,7 @@ class Data:
 
 
 class Predicted:
-    """One job on one cluster."""
+    """A job on a cluster, with its costs."""
 
     def __init__(self, job: Job, cluster: ClusterConfig) -> None:
         self.job = job
@@ -199,10 +191,9 @@ class Predicted:
         self.cap_bytes = memory_cap_gib(cluster) * GIB
 
     def paper_stages(self, recomputed: Sequence[int]) -> tuple[Stage, ...]:
-        """The paper's split, with the first layers of every stage recomputed."""
-        sequence = unit_names(self.model)
+        """Return the paper's split, with the first `recomputed[i]` layers of stage i recomputed."""
         layers = ("vision_layer", "language_layer")
-        positions = [at for at, unit in enumerate(sequence) if unit in layers]
+        positions = [at for at, unit in enumerate(unit_names(self.model)) if unit in layers]
         cuts = [positions[n] for n in np.cumsum(self.job.stage_layers[:-1])]
         counts = [len(stage.layers("vision")) for stage in stages_from_cuts(self.model, cuts)]
         both = [(min(n, v), max(n - v, 0)) for n, v in zip(recomputed, counts, strict=True)]
@@ -211,7 +202,7 @@ class Predicted:
     def stages(
         self, method: PartitionMethod, rule: RecomputeRule, epoch: Epoch, capped: bool = True
     ) -> tuple[Stage, ...]:
-        """Stages by a method and a rule. `capped=False` allows memory above this model's limit."""
+        """Return stages by a method and a rule, with `capped` within the memory cap."""
         workload = epoch.workload(self.job.parallel.data)
         cap_bytes = self.cap_bytes if capped else np.inf
         pipeline = self.job.parallel.pipeline
@@ -220,7 +211,7 @@ class Predicted:
         return baseline_stages(method, rule, self.cost, self.model, workload, pipeline, cap_bytes)
 
     def step_ms(self, stages: Sequence[Stage], epoch: Epoch) -> float:
-        """Mean over steps of `MICRO_BATCHES_PER_STEP` micro-batches."""
+        """Return the mean time of steps of `MICRO_BATCHES_PER_STEP` micro-batches."""
         workload = epoch.workload(self.job.parallel.data).some_steps(_SIMULATED_STEPS)
         return float(simulate_levels(self.cost, [stages], workload).step_ms.mean())
 
@@ -231,7 +222,7 @@ class Predicted:
 
 
 def layers_of(stages: Sequence[Stage]) -> str:
-    """Vision+language layers per stage, recomputed layers in parentheses."""
+    """Return vision+language layers per stage in words, recomputed layers in parentheses."""
     parts = []
     for stage in stages:
         recomputed = f" ({stage.recomputed_layers})" if stage.recomputed_layers else ""
@@ -241,15 +232,12 @@ def layers_of(stages: Sequence[Stage]) -> str:
 
 
 def published_system(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster with the published system's unfused element-wise kernels."""
+    """Return the cluster with the published system's unfused element-wise kernels."""
     return cluster.model_copy(update={"memory_efficiency": UNFUSED_MEMORY_EFFICIENCY})
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a wide table without folding, even to a file.
-
-    A column is a title, or "title|format of its cells"; a cell of None is blank.
-    """
+    """Print a table; a column is "title" or "title|format", and None a blank cell."""
     titles, _, formats = zip(*(column.partition("|") for column in columns), strict=True)
     cells = [
         [
@@ -258,11 +246,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         ]
         for row in rows
     ]
-    Console(width=200).print(Table.of_rows(title, titles, cells))
+    Console(width=200).print(Table.of_rows(title, titles, cells))  # no folded cells in files
 
 
 def figure_2_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:
-    """Forward times of Figure 2's pack. [stages]"""
+    """Return forward times of Figure 2's pack. [stages]"""
     cluster = cluster.model_copy(update={"memory_efficiency": memory_efficiency})
     job = Predicted(ABLATION_JOB, cluster)
     tokens = CAPS["tokens"]
@@ -271,7 +259,7 @@ def figure_2_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:
 
 
 def calibrate_share(cluster: ClusterConfig) -> float:
-    """Memory efficiency that gives the first stage its share of Figure 2's times."""
+    """Return the memory efficiency with which stage 0 has its share of Figure 2's times."""
     share = FIGURE_2_STAGE_MS[0] / sum(FIGURE_2_STAGE_MS)
 
     def difference(memory_efficiency: float) -> float:
@@ -282,17 +270,13 @@ def calibrate_share(cluster: ClusterConfig) -> float:
 
 
 def print_table_7(data: Data, cluster: ClusterConfig) -> None:
-    """Print the gains of balancing data, model and memory.
-
-    "none" is random data, the parameter partition and full recomputation; then ISF, BMP and front
-    recomputation; finally this project's packs and joint search.
-    """
+    """Print GPU days with data, model and memory balanced in turn, and of this project."""
     job = Predicted(ABLATION_JOB, cluster)
     full, front = RecomputeRule.FULL, RecomputeRule.FRONT
-    # The paper ran these, so they fit, even if not by this model.
+    # The paper ran these two, so they fit, even if predicted memory exceeds the cap.
     parameter = job.stages(PartitionMethod.PARAMETER, full, data.isf, capped=False)
     bmp = job.stages(PartitionMethod.BMP, full, data.isf, capped=False)
-    balanced = data.balanced(job.spec)
+    balanced = data.match_packs(job.spec)
     ours = job.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, balanced)
     cases = [
         (parameter, data.random),
@@ -307,8 +291,8 @@ def print_table_7(data: Data, cluster: ClusterConfig) -> None:
             TABLE_7.items(), days, cases, strict=True
         )
     ]
-    own_days = job.gpu_days(ours, balanced)
-    rows.append(("this project", None, own_days, None, days[0] / own_days, layers_of(ours)))
+    our_days = job.gpu_days(ours, balanced)
+    rows.append(("this project", None, our_days, None, days[0] / our_days, layers_of(ours)))
     unbalanced = job.stages(PartitionMethod.BMP, full, data.random, capped=False)
     model_days = job.gpu_days(unbalanced, data.random)
     error = model_days / TABLE_3_MODEL_ONLY - 1
@@ -327,25 +311,25 @@ TABLE_9_COLUMNS = (
 
 
 def table_9_row(job: Job, data: Data, cluster: ClusterConfig) -> tuple[str | float, ...]:
-    """Speed-ups of a job over random data, the parameter partition and full recomputation."""
+    """Return a row: the baseline is random data, parameter partition and full recomputation."""
     predicted = Predicted(job, cluster)
     parameter = predicted.stages(
         PartitionMethod.PARAMETER, RecomputeRule.FULL, data.random, capped=False
     )
     baseline_days = predicted.gpu_days(parameter, data.random)
     days = predicted.gpu_days(predicted.paper_stages(job.recomputed), data.isf)
-    balanced = data.balanced(predicted.spec)
-    own = predicted.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, balanced)
-    own_days = predicted.gpu_days(own, balanced)
+    balanced = data.match_packs(predicted.spec)
+    ours = predicted.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, balanced)
+    our_days = predicted.gpu_days(ours, balanced)
     speed_up = baseline_days / days
-    measured = (job.model, job.baseline_gpu_days, baseline_days, job.gpu_days, days)
-    gains = (job.speed_up, speed_up, speed_up / job.speed_up - 1, baseline_days / own_days)
-    return measured + gains
+    both_days = (job.model, job.baseline_gpu_days, baseline_days, job.gpu_days, days)
+    gains = (job.speed_up, speed_up, speed_up / job.speed_up - 1, baseline_days / our_days)
+    return both_days + gains
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=60_000, help="of the mixture to simulate")
+    parser.add_argument("--samples", type=int, default=60_000, help="samples of the mixture")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cluster", default=CLUSTER, help="preset or TOML file")
     given = parser.parse_args()

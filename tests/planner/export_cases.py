@@ -23,7 +23,7 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export.directory import EXPORTS, Export, export_input, make_export
 from omnibal.trainers.export.exported import ExportInput
-from omnibal.trainers.export.expressible import Data, obstacles
+from omnibal.trainers.export.expressible import PackedData, obstacles
 
 MICRO_BATCHES = 4
 SAMPLES = 10_000
@@ -187,6 +187,6 @@ def given_of(
     return export_input(files, TARGETS[name], data, folder, workers)
 
 
-def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:
+def first_obstacle(plan: Plan, data: PackedData | None, target: TrainerConstraints) -> str | None:
     """What the trainer cannot be told of a plan, or None."""
     return next(obstacles(plan, data, target), None)

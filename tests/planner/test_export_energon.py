@@ -163,7 +163,7 @@ def test_shards_are_read_where_they_are(tmp_path):
     last = len(write_shards(tmp_path, records)) - 1
     meta.write_text(json.dumps({"a": {"shards": f"train-{{000..{last:03}}}.tar"}}))
     given = planned_of(Annotations.open(meta))
-    with pytest.raises(UserError, match=r"source 'a' have no \.nv-meta"):
+    with pytest.raises(UserError, match=r"source 'a' have no index"):
         energon_files(given)
     (tmp_path / ".nv-meta").mkdir()
     files = energon_files(given)
@@ -184,7 +184,7 @@ def test_without_data_only_what_needs_none_is_written(photos):
     exported = megatron_lm.export(replace(given, annotations=None))
     assert not exported.files and "--data-path" not in exported.command
     assert any("Without --data" in note for note in exported.notes)
-    assert any("makes micro-batches of its own" in each for each in exported.given_up)
+    assert any("makes micro-batches of its own" in each for each in exported.deviations)
 
 
 def test_lines_fill_the_last_round_of_loader_processes():

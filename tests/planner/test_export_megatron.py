@@ -155,10 +155,10 @@ def test_padding_is_told_with_its_share():
     tokens = given.order.packs.sums(given.files.steps[1].tokens)
     full = 2 * MICRO_BATCHES
     mean = tokens[: len(tokens) // full * full].mean() / longest(given)
-    told = [each for each in megatron_lm.export(given).given_up if "padded to the longest" in each]
+    told = [each for each in megatron_lm.export(given).deviations if "padded to the" in each]
     assert len(told) == 1 and f"fill {100 * mean:.1f} % of the {longest(given)} tokens" in told[0]
     alone = planned(stages_of(LARGER, 12))
-    assert not any("padded" in each for each in megatron_lm.export(alone).given_up)
+    assert not any("padded" in each for each in megatron_lm.export(alone).deviations)
 
 
 def test_a_plan_without_a_full_step():
@@ -166,7 +166,7 @@ def test_a_plan_without_a_full_step():
     lengths = lengths_of(tokens=np.arange(10, 13), tiles=np.zeros(3))
     packs = random_packs(3, 1, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
-    told = "3 packs for 4 data-parallel ranks, so that no step is full"
+    told = "3 packs for 4 data-parallel ranks: no step is full"
     with pytest.raises(UserError, match=told):
         megatron_lm.export(given_of(files, TargetName.MEGATRON_LM))
 

@@ -164,7 +164,7 @@ def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
     source = annotations_of(tmp_path / "plain.jsonl", [plain])
     write_rows(source, np.zeros(1, int), tmp_path / "rows.jsonl", of_tiles=True)
     assert '"<image>What?"' in (tmp_path / "rows.jsonl").read_text()
-    with pytest.raises(UserError, match="is about a video given as frames"):
+    with pytest.raises(UserError, match="has a video given as frames"):
         row_of(annotations[5], of_tiles=True)
     source, late = tmp_path / "data.jsonl", np.arange(181)
     annotations = annotations_of(
@@ -174,7 +174,7 @@ def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
         write_rows(annotations, late, tmp_path / "late.jsonl")
     write_rows(annotations, late[::-1], tmp_path / "early.jsonl")
     greeting = said(("assistant", "Hello"), ("user", "Hm?"), ("assistant", "é"))
-    with pytest.raises(UserError, match="begins with what the assistant says"):
+    with pytest.raises(UserError, match="begins with the assistant"):
         row_of(annotations_of(source, [greeting])[0])
 
 
@@ -238,7 +238,7 @@ def test_flags_say_the_plans_adapters():
     assert not re.fullmatch(pattern, "model.vision_tower.encoder.layer.3.attention.v_proj")
     assert "adapters" in first_obstacle(plan, None, TARGETS[TargetName.MEGATRON_LM])
     whole = plan.model_copy(update={"frozen": ("vision",)})
-    assert "all else frozen" in first_obstacle(whole, None, TARGETS[SWIFT])
+    assert "all other parts frozen" in first_obstacle(whole, None, TARGETS[SWIFT])
 
 
 def cached(folder: Path, lengths: list) -> None:
@@ -268,7 +268,7 @@ def test_the_check_of_packs_tells_what_differs(tmp_path):
 
     ended = checked("longer")
     assert ended.returncode == 1
-    assert ended.stdout.startswith("pack 0 is another: 1 of 300 lengths differ (row 0 has")
+    assert ended.stdout.startswith("pack 0 differs: 1 of 300 lengths differ (row 0 has")
     ended = checked("nowhere")
     assert ended.returncode == 2 and not ended.stdout
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1

@@ -153,7 +153,7 @@ def test_without_data_sources_stand_for_files(tmp_path):
     samples = np.concatenate([case.packs.packs[pack] for pack in order])
     assert rows[:, 1].tolist() == samples.tolist()
     assert rows[:, 5].tolist() == case.lengths.tokens[samples].tolist()
-    assert "paths.json names the sources" in " ".join(made.exported.notes)
+    assert "paths.json has the names" in " ".join(made.exported.notes)
 
 
 def test_several_sources_are_several_files(tmp_path):
@@ -182,7 +182,7 @@ def test_several_sources_are_several_files(tmp_path):
         assert (paths[row[0]], row[1]) == (str(tmp_path / f"{name}.jsonl"), line)
     assert made.settings.count("DatasetConfig(anno_path") == 2  # a file once
     meta["c"]["root"] = "elsewhere"
-    with pytest.raises(UserError, match="XTuner takes a file once"):
+    with pytest.raises(UserError, match="one image folder per file"):
         export(given_of("meta.json", meta))
-    with pytest.raises(UserError, match="is a JSON array, and XTuner reads samples from JSONL"):
+    with pytest.raises(UserError, match="is a JSON array, and XTuner reads samples from lines"):
         export(given_of("list.json", [record] * 300))

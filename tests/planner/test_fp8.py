@@ -184,7 +184,7 @@ def test_recipes_of_lines_are_read(text):
         (BRIDGE + "mixed_precision=bf16_mixed", None),
         (BRIDGE + "model.fp8=null", None),
         (BRIDGE + "--compute_dtype nvfp4", "nvfp4 is not known"),
-        (LM + "--fp4-format e2m1", "fp4 is not counted"),
+        (LM + "--fp4-format e2m1", "FP4 is not counted"),
     ],
 )
 def test_other_lines_are_in_bf16(text, told):

@@ -163,20 +163,20 @@ def test_overrides_and_short_flags_are_one_language():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("echo hello", "no flag of a Megatron trainer"),
-        ("a --micro-btch-size 1", "is known among --micro-btch-size, such as"),
+        ("echo hello", "no known flag of a Megatron trainer"),
+        ("a --micro-btch-size 1", "trainer among --micro-btch-size, such as"),
         ("a --micro-batch-size 1\nb --micro-batch-size 2", "2 launch lines, on lines 1 and 2"),
         ("a --micro-batch-size two", "must be a whole number"),
         ("a --tensor-model-parallel-size 0", "must be from 1"),
-        ("a --x 'y", "a quote that it does not close"),
+        ("a --x 'y", "an open quote"),
         ("a --x ${y", r"has \${"),
         ("NPROC_PER_NODE=8 swift sft --micro_batch_size 2", "DeepSpeed back end"),
         ("swift sft --model m", "DeepSpeed back end"),
-        ("a --micro-batch-size 1 \\ \n --bf16", "line 2 begins with a flag, --bf16"),
-        ("a --micro-batch-size 1 \\\n# x \\\n --bf16", "line 3 begins with a flag, --bf16"),
+        ("a --micro-batch-size 1 \\ \n --bf16", "line 2 begins with flag --bf16"),
+        ("a --micro-batch-size 1 \\\n# x \\\n --bf16", "line 3 begins with flag --bf16"),
         ("a --pipeline-model-parallel-layout Et|tL", r"has \|.*quote it if it is text"),
         # A script of a few lines that would fill the memory.
-        ("A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1", "give the command alone"),
+        ("A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1", "give only the command"),
     ],
 )
 def test_lines_that_cannot_be_read(line: str, message: str):

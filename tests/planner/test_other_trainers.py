@@ -106,7 +106,7 @@ def test_sizes_and_sharding_of_lines(text, launcher, sizes, stage):
 def test_wrong_sharding_is_refused():
     """Prevents an unknown strategy, or replicas that no ranks make up, taken as another."""
     line = f"{LM} --use-megatron-fsdp --data-parallel-sharding-strategy all"
-    with pytest.raises(UserError, match="must be one of no_shard"):
+    with pytest.raises(UserError, match="must be no_shard or"):
         job_of(line)
     titan = f"{TITAN} --training.local_batch_size 2 --parallelism.data_parallel_replicate_degree 3"
     with pytest.raises(UserError, match="3 replicas"):
@@ -170,7 +170,7 @@ def test_torchs_stages_hold_all_layers(stages):
             "12 is no multiple of the 8 samples",
         ),
         (f"{LM} --pipeline-model-parallel-size 5", 5, "hold 30 of 32 layers"),
-        (f"{NANO} {ONE_SAMPLE} --optimizer.zero_stage 4", 8, "zero-stage 4: must be one of 0, 1"),
+        (f"{NANO} {ONE_SAMPLE} --optimizer.zero_stage 4", 8, "zero-stage must be 0 or 1, got 4"),
     ],
 )
 def test_lines_that_are_no_whole_job_say_why(text, gpus, words):

@@ -30,10 +30,10 @@ from omnibal.steps.next_fit import (
 )
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.trainers.export.reading_order import reading_order
-from omnibal.trainers.lint.loongforge import LOONGFORGE
+from omnibal.trainers.lint.loongforge import LOONGFORGE_TRAINER
 
 SAMPLES = 1_100
-PACK_RULES = {target.packs: target.title for target in (*TARGETS.values(), LOONGFORGE)}
+PACK_RULES = {target.packs: target.title for target in (*TARGETS.values(), LOONGFORGE_TRAINER)}
 """A trainer for every kind of rules."""
 
 

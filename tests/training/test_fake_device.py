@@ -107,8 +107,8 @@ def test_weights_that_ranks_divide_are_counted_and_not_replayed(tmp_path):
     [
         ("--fake-device", {"PATH": "/nowhere"}, "g++"),
         ("--json", {}, "--fake-device"),
-        ("--fake-device --steps 5", {}, "--steps: says what is timed"),
-        ("--fake-device --repetitions 2", {}, "--repetitions: says what is timed"),
+        ("--fake-device --steps 5", {}, "--steps and --fake-device"),
+        ("--fake-device --repetitions 2", {}, "--repetitions and --fake-device"),
         ("--fake-device --provider te", {}, "Transformer Engine"),
     ],
 )

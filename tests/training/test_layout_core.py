@@ -14,7 +14,7 @@ from omnibal.base.errors import UserError
 from omnibal.model.config import ModelConfig, load_model, preset_names
 from omnibal.model.units import projector_unit
 from omnibal.pipeline.stage_units import Stage
-from omnibal.trainers.export.layout import EMBEDDING, Layout, layout_of, parse_layout, split_flags
+from omnibal.trainers.export.layout import EMBEDDING, PPLayout, layout_of, parse_layout, split_flags
 
 Chunks = tuple[tuple[str, ...], ...]
 
@@ -141,18 +141,18 @@ def test_the_shortest_flags_that_express_a_split():
         chunks = [["decoder"] * count for count in layers]
         chunks[0].insert(0, EMBEDDING)
         chunks[-1].append("loss")
-        return split_flags(Layout(pipeline=len(layers), chunks=tuple(map(tuple, chunks))))
+        return split_flags(PPLayout(pipeline=len(layers), chunks=tuple(map(tuple, chunks))))
 
     assert flags(7) == flags(4, 4, 4) == {}
     assert flags(3, 5) == {FIRST: "3", LAST: "5"}
     assert flags(3, 6, 6, 4) == {FIRST: "3", LAST: "4"}
     assert flags(3, 6, 5, 4) == {LAYOUT: "Et*3|t*6|t*5|t*4L"}
     assert flags(0, 5) == {LAYOUT: "E|t*5L"}
-    even = Layout(pipeline=2, chunks=(("embedding", "decoder"), *[("decoder",)] * 2, ("loss",)))
+    even = PPLayout(pipeline=2, chunks=(("embedding", "decoder"), *[("decoder",)] * 2, ("loss",)))
     assert split_flags(even) == {LAYOUT: "Et|t|t|L"}
 
 
-def core_layers(layout: Layout, predicted: int) -> tuple[int, ...]:
+def core_layers(layout: PPLayout, predicted: int) -> tuple[int, ...]:
     """Layers that Megatron-core builds on every stage, of the flags alone."""
     flags = split_flags(layout)
     told = {_FIELDS[name]: int(v) if v.isdigit() else v for name, v in flags.items()}
@@ -182,15 +182,15 @@ def test_core_builds_the_layers_of_the_flags():
         for first in (1, 2):
             rest, left = divmod(layers - first, 3)
             chunks = [first, rest, rest, rest + left]
-            text = "|".join("t" * count for count in chunks)
-            layout = parse_layout(f"E{text}{'m' * predicted}L", 4)
-            assert layout.ends and core_layers(layout, predicted) == layout.layers == tuple(chunks)
+            layout = parse_layout(f"E{'|'.join('t' * n for n in chunks)}{'m' * predicted}L", 4)
+            assert layout.end_layers and layout.layers == tuple(chunks)
+            assert core_layers(layout, predicted) == layout.layers
 
 
 def test_errors_name_the_place():
     """Prevents an error that leaves the wrong letter, chunk or number of stages to be guessed."""
     for layout, pipeline, message in (
-        ("Ett|txt|L", 1, "'x' in chunk 1, written out as 'txt'"),
+        ("Ett|txt|L", 1, "'x' in chunk 1, expanded to 'txt'"),
         ("Ett|t|L", 2, "3 chunks for 2 pipeline stages"),
         ([["embedding"], ["layer", "loss"]], 2, "chunk 1 of the layout has 'layer'"),
         ("Et*999999999|L", 2, "999,999,999 letters"),

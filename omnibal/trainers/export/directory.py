@@ -1,4 +1,4 @@
-"""A plan exported as a folder of another trainer's files, all of them or none."""
+"""Export of a plan as a folder of another trainer's files, written atomically."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from omnibal.trainers.export.expressible import obstacles
 from omnibal.trainers.export.reading_order import ORDER_FILE, reading_order, write_order
 from omnibal.trainers.export.run_page import RUN_PAGE, Expected, run_page
 
+# Each module has one function, so that a trainer is added without a class.
 EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
     TargetName.MS_SWIFT: ms_swift.export,
     TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
@@ -24,7 +25,6 @@ EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
     TargetName.MEGATRON_LM: megatron_lm.export,
     TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
 }
-"""Export of each trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,19 +61,27 @@ def export_of(
     workers: int,
     checkpoint: str = "",
 ) -> Export:
-    """Make a plan's files for a trainer, not yet written.
+    """Return a plan's files for a trainer, not yet written.
 
     Without `data`, files that name samples are left out. Every rank has `workers` loader processes.
+
+    Raises:
+        UserError: the trainer cannot express the plan, or `data` is not the planned data.
     """
     given = export_input(files, TARGETS[name], data, folder.absolute(), workers, checkpoint)
     return make_export(given, EXPORTS[name])
 
 
 def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
-    """Make a trainer's files of a plan, not yet written."""
-    exported, expected = export(given), Expected.of(given)
-    given_up = (*exported.given_up, *_unpredicted_costs(given), *_dropped_samples(expected))
-    exported = replace(exported, given_up=given_up, notes=(*exported.notes, *_unproven_data(given)))
+    """Return a trainer's files, not yet written, with notes that all trainers share."""
+    exported, expected, data = export(given), Expected.count(given), given.plan.data
+    deviations = (*exported.deviations, *_unpredicted_costs(given), *_dropped_samples(expected))
+    notes = exported.notes
+    if given.annotations is not None and data is not None and data.origin is None:
+        # Only lengths of `omnibal lengths` store the hash of their data.
+        assumed = "row k is assumed to be sample k of --data"
+        notes += (f"The plan's lengths do not name their data: {assumed}.",)
+    exported = replace(exported, deviations=deviations, notes=notes)
     return Export(given=given, exported=exported, expected=expected)
 
 
@@ -85,14 +93,11 @@ def export_input(
     workers: int = 0,
     checkpoint: str = "",
 ) -> ExportInput:
-    """Read the data of a plan that the trainer can express."""
+    """Return the plan with its data; raise if the trainer cannot express the plan."""
     # Before the data is read, which may take long.
     obstacle = next(obstacles(files.plan, files.data, target), None)
     if obstacle is not None:
-        raise UserError(
-            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
-            f"{target.name}`"
-        )
+        raise UserError(f"{obstacle}; plan for it with `omnibal plan --for {target.name}`")
     annotations = None if data is None else Annotations.open(data)
     order = None
     if files.plan.data is not None:
@@ -101,7 +106,7 @@ def export_input(
         if target.packs.next_fit:
             order = replace(order, packs=largest_first(order.packs, lengths.tokens))
     if annotations is not None:
-        _check_data(files, annotations)
+        _check_exported_data(files, annotations)
     return ExportInput(
         files=files,
         target=target,
@@ -113,19 +118,19 @@ def export_input(
     )
 
 
-def _check_data(files: PlanFiles, annotations: Annotations) -> None:
-    """Raise if the samples are not those that the plan's lengths were counted from."""
+def _check_exported_data(files: PlanFiles, annotations: Annotations) -> None:
+    """Raise unless `--data` is the data whose lengths were planned."""
     plan = files.plan
     if plan.data is None:
         raise UserError(
-            "--data was given with a plan of shapes only, which has no samples to export; leave it "
-            "out, or make a plan with --lengths"
+            "--data was given, and the plan is of shapes only, without samples; leave --data out, "
+            "or plan with --lengths"
         )
     if plan.data.origin is not None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
         return
-    # Samples of the data, or a lower bound if some were skipped.
     lengths = files.steps[1]
+    # A lower bound if the scan skipped samples behind the last kept one.
     samples = len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
     if samples != len(annotations):
         raise UserError(
@@ -137,23 +142,13 @@ def _check_data(files: PlanFiles, annotations: Annotations) -> None:
 def _dropped_samples(expected: Expected) -> Iterator[str]:
     if expected.dropped_packs:
         yield (
-            f"The last step would have {expected.dropped_packs:,} pack(s) instead of "
-            f"{expected.packs_per_step:,}, and trainers leave such a step out: "
-            f"{expected.dropped_samples:,} sample(s) are not trained."
+            f"The last step has {expected.dropped_packs:,} of {expected.packs_per_step:,} packs, "
+            f"and trainers drop it: {expected.dropped_samples:,} sample(s) are not trained."
         )
     elif expected.dropped_samples:
         yield (
-            f"{expected.dropped_samples:,} sample(s) would fill no step, and trainers leave such a "
-            "step out: they are not trained, and in none of the files."
-        )
-
-
-def _unproven_data(given: ExportInput) -> Iterator[str]:
-    data = given.plan.data
-    if given.annotations is not None and data is not None and data.origin is None:
-        yield (
-            "The plan's lengths do not say which data they are of: that every row is of the sample "
-            "in its place is taken on trust. Lengths of `omnibal lengths` say so."
+            f"{expected.dropped_samples:,} sample(s) do not fill a step, and trainers drop such a "
+            "step: they are not trained, and in none of the files."
         )
 
 
@@ -161,21 +156,14 @@ def _unpredicted_costs(given: ExportInput) -> Iterator[str]:
     """Yield computation missing from the prediction of a plan made for another trainer."""
     plan, target = given.plan, given.target
     planned, stages = trainer_of(plan.made_for), plan.parallel.pipeline
-    left_out = "which the prediction of this plan, not made for it, leaves out"
-    less = "expect less speed and more memory."
+    # The prediction is that of the planned trainer; exporting does not predict again.
+    left_out = (
+        "which this plan, not made for it, does not predict: expect less speed and more memory."
+    )
     if target.packs.padded.applies(stages) and not planned.packs.padded.applies(stages):
-        yield (
-            f"{target.title} pads every pack to the longest and computes the padding, {left_out}: "
-            f"{less}"
-        )
+        yield f"{target.title} pads every pack to the longest and computes the padding, {left_out}"
     replicates = target.stages.encoders_whole and not planned.stages.encoders_whole
     if replicates and plan.parallel.tensor > 1 and plan.model.encoders:
-        yield (
-            f"Every tensor-parallel rank of {target.title} computes all of the encoders, and the "
-            f"prediction of this plan, not made for it, divides them: {less}"
-        )
+        yield f"Tensor-parallel ranks of {target.title} replicate the encoders, {left_out}"
     if target.stages.head_on_all_tokens and not planned.stages.head_on_all_tokens:
-        yield (
-            f"The head of {target.title} computes logits of tokens without loss too, {left_out}: "
-            f"{less}"
-        )
+        yield f"The head of {target.title} computes logits of tokens without loss too, {left_out}"

@@ -1,9 +1,4 @@
-"""Packs for Megatron-Energon: a line per pack, with the keys of its samples.
-
-Energon 7.4.1 splits an unshuffled JSONL file into equal runs per loader process of all ranks, and a
-rank alternates among its processes (flavors/webdataset/sharder.py, `split_samples_to_workers`). So
-lines are written rank by rank and process by process.
-"""
+"""Packs for Megatron-Energon: a line per pack, with the keys of its samples."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,13 +14,11 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.trainers.export.exported import ExportInput, Writer, json_file, script_file
 from omnibal.trainers.export.reading_order import sample_numbers
 
-FOLDER = "energon"
+ENERGON_FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
-_MADE = "samples"
-"""Dataset and folder made by `make_shards.py`."""
-_OF_SHARDS = "source"
-"""Name of datasets already in shards, before the source's number."""
-_META = ".nv-meta"
+_MADE_DATASET = "samples"  # dataset and folder made by `make_shards.py`
+_SHARDED_DATASET = "source"  # prefix of datasets already in shards, before the source's number
+_NV_META = ".nv-meta"
 
 
 def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
@@ -34,11 +27,14 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
     A rank's last pack is repeated, to be read last, up to a multiple of its loader processes
     (`workers`, 0 as 1).
     """
+    # Energon 7.4.1 splits an unshuffled JSONL file into equal runs, one per loader process of all
+    # ranks, and a rank alternates among its processes (flavors/webdataset/sharder.py,
+    # `split_samples_to_workers`). So lines are sorted by rank, then by process.
     of_rank, workers = packs // ranks, max(workers, 1)
     rounds = -(-of_rank // workers)
     turn = np.minimum(np.arange(rounds * workers), max(of_rank - 1, 0))
-    by_process = turn.reshape(rounds, workers).T.ravel()
-    return (by_process * ranks + np.arange(ranks)[:, None]).ravel()
+    by_process = turn.reshape(rounds, workers).T.ravel()  # processes' runs, one after another
+    return (by_process * ranks + np.arange(ranks)[:, None]).ravel()  # [ranks, lines of a rank]
 
 
 def whole_steps(given: ExportInput) -> ScheduledPacks | None:
@@ -48,31 +44,30 @@ def whole_steps(given: ExportInput) -> ScheduledPacks | None:
     if not given.full_steps:
         raise UserError(
             f"the plan has {len(given.order):,} packs for {given.plan.parallel.data:,} "
-            "data-parallel ranks, so that no step is full and nothing would be trained; plan for "
-            "fewer ranks, or with more samples"
+            "data-parallel ranks: no step is full, and nothing would be trained; plan for fewer "
+            "ranks, or with more samples"
         )
     return given.order.take(np.arange(given.full_steps * given.packs_per_step))
 
 
-class _Stored(NamedTuple):
-    """Where Energon finds a sample."""
+class _StoredSample(NamedTuple):
+    """Dataset, key and members of a sample in Energon."""
 
     dataset: str
     key: str
+    # Member names without the key, the record first. A path is a file to be stored, None stored.
     parts: dict[str, Path | None]
-    """Parts of member names behind the key, the record first, with files still to be stored."""
 
 
-def _find_members(annotations: Annotations, index: int) -> _Stored:
-    """Find a sample's members, in its shard or to be stored."""
+def _find_members(annotations: Annotations, index: int) -> _StoredSample:
     shown, record = annotations[index].files, annotations.read_stored(index)
     parts: dict[str, Path | None] = {"json": None}
     if record.in_shard:
         parts |= {str(file.name).removeprefix(f"{record.name}."): None for file in shown}
-        return _Stored(f"{_OF_SHARDS}{annotations.source[index]}", record.name, parts)
+        return _StoredSample(f"{_SHARDED_DATASET}{annotations.source[index]}", record.name, parts)
     for number, file in enumerate(shown):
         parts[f"{number}{PurePath(file.path).suffix.lower()}"] = file.path.absolute()
-    return _Stored(_MADE, f"{index:09}", parts)
+    return _StoredSample(_MADE_DATASET, f"{index:09}", parts)
 
 
 def energon_files(given: ExportInput) -> Mapping[str, Writer]:
@@ -99,6 +94,7 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
                 indices = numbers[offsets[pack] : offsets[pack + 1]].tolist()
                 members = (_find_members(annotations, index) for index in indices)
                 samples = [[dataset, key, list(parts)] for dataset, key, parts in members]
+                # A repeated pack pads the last round of loader processes: not to be trained.
                 line = {"pack": -1 if pack in written else pack, "samples": samples}
                 written.add(pack)
                 file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
@@ -110,50 +106,50 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
         "meta.yaml": json_file(meta),  # JSON is YAML
         _MODULE: script_file(_MODULE),
     }
-    if _MADE in datasets:
+    if _MADE_DATASET in datasets:
         files["samples.jsonl"] = lambda path: _write_samples(path, numbers, annotations)
         files[_MAKE_SHARDS] = script_file(_MAKE_SHARDS)
-    return {f"{FOLDER}/{name}": writer for name, writer in files.items()}
+    return {f"{ENERGON_FOLDER}/{name}": writer for name, writer in files.items()}
 
 
 def _find_datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
-    """Return dataset folders by name, including that still to be made."""
+    """Return dataset folders by name; `samples` is still to be made."""
     datasets = {}
     sources, first = np.unique(annotations.source[numbers], return_index=True)
     for source, index in zip(sources.tolist(), numbers[first].tolist(), strict=True):
         if annotations.read_stored(index).in_shard:
-            datasets[f"{_OF_SHARDS}{source}"] = str(_find_prepared(annotations, source))
+            datasets[f"{_SHARDED_DATASET}{source}"] = str(
+                _find_prepared_folder(annotations, source)
+            )
         else:
-            datasets[_MADE] = _MADE
+            datasets[_MADE_DATASET] = _MADE_DATASET
     return datasets
 
 
-def _find_prepared(annotations: Annotations, source: int) -> Path:
-    """Return a prepared dataset's folder: the shards' or a parent."""
+def _find_prepared_folder(annotations: Annotations, source: int) -> Path:
     root = annotations.roots[source].absolute()
     for folder in (root, *root.parents):
-        if (folder / _META).is_dir():
+        if (folder / _NV_META).is_dir():
             return folder
     raise UserError(
-        f"{root}: the shards of source {annotations.sources[source]!r} have no {_META} there or "
-        "above, by which Energon finds samples by their keys; run `energon prepare` on their folder"
+        f"{root}: the shards of source {annotations.sources[source]!r} have no index {_NV_META} "
+        "there or in a parent folder; run `energon prepare` on their folder"
     )
 
 
 def _write_offsets(path: Path) -> None:
-    """Write the offsets of all lines of packs.jsonl and its end."""
+    """Write the byte offsets of all lines of packs.jsonl and its end."""
     index = index_lines(path.with_suffix(""))
     borders = np.append(index.start, index.start[-1] + index.size[-1])
-    path.write_bytes(borders.astype("<u8").tobytes())
+    path.write_bytes(borders.astype("<u8").tobytes())  # Energon reads little-endian uint64
 
 
 def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) -> None:
-    """Write samples outside shards once, in order of first use."""
-    _, first = np.unique(numbers, return_index=True)
+    _, first = np.unique(numbers, return_index=True)  # in order of first use, for few seeks
     with path.open("w", encoding="utf-8") as file:
         for index in numbers[np.sort(first)].tolist():
             sample = _find_members(annotations, index)
-            if sample.dataset == _MADE:
+            if sample.dataset == _MADE_DATASET:
                 record = annotations.read_stored(index).content.decode().strip()
                 files = [(part, str(file)) for part, file in sample.parts.items() if file]
                 line = {"key": sample.key, "record": record, "files": files}
@@ -161,10 +157,10 @@ def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) ->
 
 
 def without_packs(trainer: str) -> str:
-    """Return a sentence on settings missing without packs."""
+    """Return a sentence on the settings missing without packs."""
     return (
-        "Only the split, recomputation and the batch are told: without packs for Energon, "
-        f"{trainer} makes micro-batches of its own, and the prediction is not of those."
+        "Only the split, recomputation and the batch are set: without packs for Energon, "
+        f"{trainer} makes micro-batches of its own, which are not predicted."
     )
 
 
@@ -179,23 +175,23 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
         )
         return
     yield (
-        f"`{FOLDER}/{_MODULE}` reads the packs: put its `PlannedPacks` before your TaskEncoder and "
-        "call its `planned_dataset` in place of Energon's `get_train_dataset`."
+        f"`{ENERGON_FOLDER}/{_MODULE}` reads the packs: put its `PlannedPacks` before your "
+        "TaskEncoder and call its `planned_dataset` in place of Energon's `get_train_dataset`."
     )
     yield (
-        f"`{FOLDER}/packs.jsonl` is in the order of {given.plan.parallel.data:,} data-parallel "
-        f"rank(s) with {max(given.workers, 1)} loader process(es) each: `--num-workers "
-        f"{given.workers}`. For others export again with --workers."
+        f"`{ENERGON_FOLDER}/packs.jsonl` is for {given.plan.parallel.data:,} data-parallel rank(s) "
+        f"with {max(given.workers, 1)} loader process(es) each: `--num-workers {given.workers}`. "
+        "For other numbers export again with --workers."
     )
-    if f"{FOLDER}/samples.jsonl" not in files:
+    if f"{ENERGON_FOLDER}/samples.jsonl" not in files:
         yield (
             "Samples are read by key from your shards, in the plan's order: keep them on a disk "
             "that is fast at random reads."
         )
         return
     yield (
-        "The samples are files of their own, and Energon finds samples by key in tar shards: run "
-        f"`python {FOLDER}/{_MAKE_SHARDS}`, then `energon prepare {FOLDER}/{_MADE}`. The shards "
-        "are in the order in which packs need them. Their records are as they stand in their "
-        "files; what a record shows stands behind its key as 0.jpg, 1.jpg and so on, in its order."
+        "The samples are single files, and Energon reads tar shards: run `python "
+        f"{ENERGON_FOLDER}/{_MAKE_SHARDS}`, then `energon prepare {ENERGON_FOLDER}/"
+        f"{_MADE_DATASET}`. Samples are in the order of their first pack, with unchanged records; "
+        "a record's media are members KEY.0.jpg, KEY.1.jpg and so on, in its order."
     )

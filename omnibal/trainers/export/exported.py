@@ -1,4 +1,4 @@
-"""What a trainer's export takes and returns: `export(given: ExportInput) -> Exported`."""
+"""Input and output of a trainer's export: `export(given: ExportInput) -> Exported`."""
 
 import json
 import shlex
@@ -27,15 +27,11 @@ class ExportInput:
 
     files: PlanFiles
     target: TrainerConstraints
-    order: ScheduledPacks | None
-    """In reading order, or None for a plan of shapes only: just flags and layers are exported."""
-    annotations: Annotations | None
-    """The samples, or None without data: then only the reading order is written."""
-    folder: Path
-    """Folder of the export, for paths in commands."""
+    order: ScheduledPacks | None  # in reading order, or None for a plan of shapes only
+    annotations: Annotations | None  # or None without --data: only the reading order is written
+    folder: Path  # folder of the export, for paths in commands
     workers: int = 0
-    checkpoint: str = ""
-    """Released checkpoint: a folder, or a name on a hub."""
+    checkpoint: str = ""  # released checkpoint: a folder, or a name on a hub
 
     @property
     def plan(self) -> Plan:
@@ -43,7 +39,7 @@ class ExportInput:
 
     @property
     def lengths(self) -> Lengths:
-        """Lengths of the samples in `order`."""
+        """Lengths of the data; `order` has its rows."""
         return self.files.steps[1]
 
     @property
@@ -69,22 +65,19 @@ class ExportInput:
 class Exported:
     """Files and texts of an export."""
 
-    files: Mapping[str, Writer]
-    """By path within the folder, such as `packs/boundaries.npy`."""
-    command: str
-    """Training command in shell, with all flags set by the plan."""
+    files: Mapping[str, Writer]  # by path within the folder, such as `packs/boundaries.npy`
+    command: str  # training command in shell, with all flags set by the plan
+    # Shell variables that commands may use, with default values as shell words.
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Shell variables that commands may use, with default values as shell words."""
-    settings: str = ""
-    """Settings outside the command line, such as Python or JSON for a config."""
-    given_up: tuple[str, ...] = ()
-    """Sentences on parts of the plan or data that the trainer cannot follow."""
+    settings: str = ""  # settings outside the command line, such as Python or JSON for a config
+    deviations: tuple[str, ...] = ()  # sentences: parts of plan or data the trainer cannot follow
     notes: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:
-        """Return the command below the variables that it needs."""
+        """The command, below assignments of the variables that it needs."""
         text = self.command
+        # Backwards: a value may use an earlier variable, such as $EXPORT.
         for name, value in list(self.variables.items())[::-1]:
             if f"${name}" in text:
                 text = f"{name}={value}\n{text}"

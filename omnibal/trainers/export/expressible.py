@@ -14,10 +14,10 @@ from omnibal.steps.next_fit import largest_first, next_fit_packs
 from omnibal.trainers.export.layout import all_or_none, one_number
 from omnibal.trainers.export.reading_order import packs_per_step, reading_order
 
-Data = tuple[ScheduledPacks, Lengths]
+PackedData = tuple[ScheduledPacks, Lengths]
 
 
-def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iterator[str]:
+def obstacles(plan: Plan, data: PackedData | None, target: TrainerConstraints) -> Iterator[str]:
     """Yield a sentence for each part of a plan that the trainer cannot express."""
     unknown = target.model_obstacle(plan.model)
     yield from [] if unknown is None else [unknown]
@@ -27,7 +27,7 @@ def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iter
             f"at most {most}"
         )
     if plan.precision == "fp8" and not target.runtime.transformer_engine:
-        yield f"the plan has products in FP8, and {target.title} none"
+        yield f"the plan has products in FP8, which {target.title} does not support"
     yield from _adapter_obstacles(plan, target)
     yield from _level_obstacles(plan, target)
     sizes, name = plan.parallel, plan.schedule.name
@@ -40,7 +40,7 @@ def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iter
     yield from _recompute_obstacles(plan, target)
     yield from _sharding_obstacles(plan, target)
     if data is not None and plan.data is not None:
-        yield from _step_obstacles(plan, data[0])
+        yield from _step_obstacles(plan, data[0], target)
         if target.packs.next_fit:
             yield from _next_fit_obstacles(reading_order(data[0]), data[1], target)
 
@@ -50,47 +50,46 @@ def _adapter_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     if adapters is None:
         return
     if not target.has_adapters:
-        yield f"the plan has adapters, and no flags of {target.title} are written for them"
+        yield f"the plan has adapters, which are not exported for {target.title}"
     others = set(model_parts(plan.model)) - {LANGUAGE}
     if adapters.parts != (LANGUAGE,) or others - set(plan.frozen):
         yield (
             f"the plan has adapters of {', '.join(adapters.parts)} with "
-            f"{', '.join(plan.frozen) or 'nothing'} frozen, and {target.title} is told adapters of "
-            "the language model, with all else frozen"
+            f"{', '.join(plan.frozen) or 'nothing'} frozen, and {target.title} takes adapters of "
+            "the language model, with all other parts frozen"
         )
 
 
 def _level_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     if plan.has_shared_packs:
         yield (
-            "ranks share packs of some levels and not of others, and no context-parallel size of "
-            f"{target.title} says so"
+            f"packs have several context-parallel sizes, and {target.title} takes one for all packs"
         )
     elif len(plan.levels) > 1:
         yield (
-            f"the plan has packs of {len(plan.levels)} levels, each with its own caps and "
-            f"recomputed layers, and {target.title} takes one"
+            f"the plan has {len(plan.levels)} levels, each with its own caps and recomputed "
+            f"layers, and {target.title} takes one"
         )
     if plan.beside is not None:
         yield f"encoders are data-parallel, which {target.title} cannot do"
 
 
 def _placement_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
-    """Yield units of encoders that are not on the first stage, and the language embed."""
+    """Yield encoder units and a language embed that are not on the first stage."""
     stages, schedule, encoders = plan.parallel.pipeline, plan.schedule, plan.pipeline_model.encoders
     # A model's only projector has no encoder's name.
     parts = {"projector", *encoders, *(f"{name}_projector" for name in encoders)}
-    for number, stage in enumerate(plan.stages):
+    for number, stage in enumerate(plan.stages):  # chunks in model order
         away = [span for span in stage.units if span.part in parts]
         if number and away:
             place = f"stage {schedule.placement.stage_of(number, stages)}"
             if schedule.chunks > 1:
                 place = f"chunk {number // stages} of {place}"
             yield (
-                f"{place} holds {away[0]}, and {target.title} has encoders on its first stage alone"
+                f"{place} holds {away[0]}, and {target.title} has encoders on its first stage only"
             )
     if not plan.stages[0].holds("language embed"):
-        yield f"the first stage does not hold the language embed, as it does in {target.title}"
+        yield f"the first stage does not hold the language embed, and {target.title} needs it there"
 
 
 def _recompute_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
@@ -101,43 +100,43 @@ def _recompute_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str
         if numbered and one_number(stages, tower) is None:
             yield (
                 f"stages recompute {', '.join(map(str, counts))} layers of {tower}, and "
-                f"{target.title} takes one number for all stages, of the first layers that each "
-                "holds"
+                f"{target.title} recomputes the first min(n, held) of each stage, with one n"
             )
         elif not numbered and all_or_none(stages, tower) is None:
             yield (
                 f"{sum(counts)} layers of {tower} are recomputed and others are not, and "
-                f"{target.title} recomputes all of them or none"
+                f"{target.title} recomputes all layers or none"
             )
 
 
 def _sharding_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     planned = plan.parallel.sharding
+    # With one data-parallel rank nothing is sharded.
     if planned not in target.shardings and plan.parallel.data > 1:
         divided = {
-            WeightSharding.REPLICATED: "the optimizer's state alone",
+            WeightSharding.REPLICATED: "the optimizer's state only",
             WeightSharding.FULL: "weights and gradients too",
             WeightSharding.HYBRID: f"weights and gradients in groups of {plan.parallel.sharded}",
         }
         able = " or ".join(divided[sharding] for sharding in target.shardings)
         yield (
-            f"the plan is predicted with {plan.parallel.data} data-parallel ranks that divide "
-            f"{divided[planned]}, and those of {target.title} divide {able}"
+            f"the plan is predicted with {plan.parallel.data} data-parallel ranks that shard "
+            f"{divided[planned]}, and {target.title} shards {able}"
         )
 
 
-def _step_obstacles(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
-    """Yield incomplete steps: a trainer would read on into the next step."""
+def _step_obstacles(plan: Plan, packs: ScheduledPacks, target: TrainerConstraints) -> Iterator[str]:
+    """Yield incomplete steps: a trainer would fill them with packs of the next step."""
     assert plan.data is not None
     ranks, full = plan.parallel.data, packs_per_step(plan)
     if plan.data.window is not None:
         yield (
-            f"a step is a window of {plan.data.window:,} samples, with more or fewer packs, and a "
-            "trainer's steps have equally many"
+            f"a step is a window of {plan.data.window:,} samples, whose number of packs varies, "
+            f"and {target.title} needs equally many packs per step"
         )
         return
-    counts = np.bincount(packs.step)
-    odd = np.flatnonzero(counts[:-1] != full)
+    counts = np.bincount(packs.step)  # [steps]
+    odd = np.flatnonzero(counts[:-1] != full)  # the last step may be incomplete: it is dropped
     if full % ranks or len(odd):
         step = int(odd[0]) if len(odd) else 0
         yield (
@@ -146,12 +145,12 @@ def _step_obstacles(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
         )
         return
     order = reading_order(packs)
-    whole = len(order) // full * full
+    whole = len(order) // full * full  # packs of full steps
     other = np.flatnonzero(order.dp_rank[:whole] != np.arange(whole) % ranks)
     if len(other):
         yield (
-            f"in step {order.step[other[0]]} ranks have unequally many packs, and a trainer gives "
-            "them packs in turn"
+            f"in step {order.step[other[0]]} ranks have unequal numbers of packs, and "
+            f"{target.title} deals packs to ranks in turn"
         )
 
 
@@ -160,15 +159,15 @@ def _next_fit_obstacles(
 ) -> Iterator[str]:
     """Yield the first pack that differs from next-fit in reading order."""
     packs = largest_first(order.packs, lengths.tokens)
-    tokens = lengths.tokens[packs.samples].astype(np.int64)
+    tokens = lengths.tokens[packs.samples].astype(np.int64)  # [samples], in reading order
     length = int(packs.sums(lengths.tokens).max())
     made = next_fit_packs(tokens, length)
     if np.array_equal(made, packs.offsets):
         return
     same = min(len(made), len(packs.offsets))
+    # Offset k ends pack k - 1: the first that differs ends too late.
     pack = int((made[:same] != packs.offsets[:same]).argmax()) - 1
     yield (
-        f"{target.title} packs samples one after another to {length:,} tokens, and would put the "
-        f"first sample of pack {pack + 1:,} (step {order.step[pack + 1]}) into pack {pack:,}, "
-        "which has room for it"
+        f"{target.title} packs by next fit to {length:,} tokens, and would put the first sample of "
+        f"pack {pack + 1:,} (step {order.step[pack + 1]}) into pack {pack:,}, where it fits"
     )

@@ -1,7 +1,7 @@
 """Layers by stage as Megatron's layouts and shorter flags; recomputed layers as numbers.
 
 In a layout string E is the embedding, t a language model layer, m a layer of multi-token prediction
-and L the head with its loss; `|` ends a chunk, x*3 means xxx and (xy)*3 xyxyxy. With P stages,
+and L the head with its loss. `|` ends a chunk, x*3 means xxx and (xy)*3 xyxyxy. With P stages,
 chunk i is chunk i // P of stage i % P (megatron-core 0.16.1,
 transformer/pipeline_parallel_layer_layout.py).
 """
@@ -16,18 +16,17 @@ from omnibal.model.units import HEAD, LANGUAGE
 from omnibal.pipeline.stage_units import Stage
 
 EMBEDDING, DECODER, PREDICTION, LOSS, ENCODER = "embedding", "decoder", "mtp", "loss", "encoder"
-_WORDS = {"E": EMBEDDING, "t": DECODER, "m": PREDICTION, "L": LOSS}
-_LETTERS = {word: letter for letter, word in _WORDS.items()}
+_UNIT_OF_LETTER = {"E": EMBEDDING, "t": DECODER, "m": PREDICTION, "L": LOSS}
+_LETTER_OF_UNIT = {word: letter for letter, word in _UNIT_OF_LETTER.items()}
 _GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
-_MOST_LETTERS, _MOST_UNITS = 4_000, 100_000
-"""Max letters of a layout as given and expanded, far above any model's layers."""
+# Letters as given and expanded, far above any model's layers: repeats multiply.
+_MAX_LAYOUT_LETTERS, _MAX_LAYOUT_UNITS = 4_000, 100_000
 
-Chunk = tuple[str, ...]
-"""Words of a chunk, in model order."""
+Chunk = tuple[str, ...]  # words of a chunk, in model order
 
 
 class LayoutError(UserError):
-    """A layout that Megatron-core's parser refuses, and the change that it needs."""
+    """Problem of a layout that Megatron-core's parser refuses, and its correction."""
 
     def __init__(self, problem: str, change: str):
         super().__init__(problem, change)
@@ -38,12 +37,11 @@ class LayoutError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class PPLayout:
     """Layers of every chunk of every stage."""
 
     pipeline: int
-    chunks: tuple[Chunk, ...]
-    """Chunk i is chunk i // pipeline of stage i % pipeline, in model order."""
+    chunks: tuple[Chunk, ...]  # in model order: chunk i is chunk i // pipeline of i % pipeline
 
     @property
     def virtual(self) -> int:
@@ -70,12 +68,12 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """Layout string with a letter per layer."""
-        return "|".join("".join(_LETTERS[word] for word in chunk) for chunk in self.chunks)
+        """PPLayout string with a letter per layer."""
+        return "|".join("".join(_LETTER_OF_UNIT[word] for word in chunk) for chunk in self.chunks)
 
     @property
     def short_text(self) -> str:
-        """Layout string with repeats, such as `Et*17|t*23mL`."""
+        """PPLayout string with repeats, such as `Et*17|t*23mL`."""
         runs = ((letter, len(list(run))) for letter, run in groupby(self.text))
         return "".join(
             f"{letter}*{count}" if count > 2 and letter != "|" else letter * count
@@ -83,10 +81,11 @@ class Layout:
         )
 
     @property
-    def ends(self) -> tuple[int, int] | None:
-        """Layers of the first and last stage, or None if others differ or chunks are several."""
+    def end_layers(self) -> tuple[int, int] | None:
+        """Layers of the first and last stage, or None with unequal middle stages or chunks."""
         layers = self.layers
         between = set(layers[1:-1])
+        # Megatron's flags for the ends refuse stages without layers.
         if self.pipeline < 2 or self.virtual > 1 or not all(layers) or len(between) > 1:
             return None
         return layers[0], layers[-1]
@@ -97,7 +96,7 @@ class Layout:
         return self.virtual == 1 and len(set(self.layers)) == 1
 
 
-def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) -> Layout:
+def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) -> PPLayout:
     """Return the language model layers of every stage, or of every chunk in model order.
 
     Multi-token prediction layers are planned with the head.
@@ -105,8 +104,8 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) 
     first = "language embed"
     if not stages[0].holds(first):
         raise UserError(
-            "stage 0 does not hold the language embed, and a layout begins with it: encoders must "
-            "all be on stage 0, as those of a plan made with --for are"
+            "stage 0 does not hold the language embed, with which a layout begins: put all "
+            "encoders on stage 0, as `omnibal plan --for` does"
         )
     words = [
         (EMBEDDING,) * stage.holds(first)
@@ -114,34 +113,36 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) 
         + ((PREDICTION,) * prediction_layers + (LOSS,)) * stage.holds(HEAD)
         for stage in stages
     ]
-    return Layout(pipeline=len(stages) // chunks, chunks=tuple(words))
+    return PPLayout(pipeline=len(stages) // chunks, chunks=tuple(words))
 
 
-def split_flags(layout: Layout) -> dict[str, str]:
+def split_flags(layout: PPLayout) -> dict[str, str]:
     """Return Megatron's shortest flags for a split, by name without dashes.
 
     Empty for equal stages, else layers of the first and last stage if the middle is equal, else the
-    layout. Multi-token prediction is always with the head.
+    layout.
     """
+    # Without a layout, Megatron puts multi-token prediction with the head, as the plan does.
     if layout.is_even:
         return {}
-    if layout.ends is not None:
-        first, last = map(str, layout.ends)
+    if layout.end_layers is not None:
+        first, last = map(str, layout.end_layers)
         flags = {"decoder-first-pipeline-num-layers": first}
         return flags | {"decoder-last-pipeline-num-layers": last}
     return {"pipeline-model-parallel-layout": layout.short_text}
 
 
 def first_layers(stage: Stage, tower: str) -> int | None:
-    """Return the recomputed layers of a tower in a stage, or None if not its first layers."""
-    again = sorted(stage.recomputed_in(tower))
-    return len(again) if again == list(stage.layers(tower)[: len(again)]) else None
+    """Return the number of recomputed layers of a stage, or None if not its first layers."""
+    recomputed = sorted(stage.recomputed_in(tower))
+    count = len(recomputed)
+    return count if recomputed == list(stage.layers(tower)[:count]) else None
 
 
 def one_number(stages: Sequence[Stage], tower: str) -> int | None:
-    """Return a single number n for all stages' recomputation of a tower, or None.
+    """Return the n with which `block` recomputes a tower's layers in all stages, or None.
 
-    Megatron's method `block` recomputes the first min(n, held) layers of each stage or chunk.
+    Megatron's `block` recomputes the first min(n, held) layers of each stage or chunk.
     """
     counts = [first_layers(stage, tower) for stage in stages]
     number = max(count or 0 for count in counts)
@@ -151,57 +152,56 @@ def one_number(stages: Sequence[Stage], tower: str) -> int | None:
 def all_or_none(stages: Sequence[Stage], tower: str) -> bool | None:
     """Return whether all (or no) layers of a tower are recomputed, or None for some."""
     held = sum(len(stage.layers(tower)) for stage in stages)
-    again = sum(len(stage.recomputed_in(tower)) for stage in stages)
-    return again > 0 if again in (0, held) else None
+    recomputed = sum(len(stage.recomputed_in(tower)) for stage in stages)
+    return recomputed > 0 if recomputed in (0, held) else None
 
 
-def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> Layout:
+def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> PPLayout:
     """Parse a layout as Megatron-core does, without checks against a model."""
     chunks = _parse_letters(given) if isinstance(given, str) else _parse_words(given)
     if len(chunks) % pipeline:
         raise LayoutError(
             f"the layout has {len(chunks)} chunks for {pipeline} pipeline stages, and every stage "
             "must have equally many",
-            "write a multiple, a chunk for every stage and its layers' turn",
+            f"write a multiple of {pipeline} chunks",
         )
-    return Layout(pipeline=pipeline, chunks=chunks)
+    return PPLayout(pipeline=pipeline, chunks=chunks)
 
 
 def _parse_letters(text: str) -> tuple[Chunk, ...]:
-    """Return the words of a string's chunks. Groups expand first and cannot nest."""
-    if len(text) > _MOST_LETTERS:
+    """Return the words of a string's chunks."""
+    if len(text) > _MAX_LAYOUT_LETTERS:
         raise LayoutError(
             f"the layout {_shorten(text)} has {len(text):,} letters",
-            f"write at most {_MOST_LETTERS:,}, with equal layers as t*3",
+            f"write at most {_MAX_LAYOUT_LETTERS:,}, with equal layers as t*3",
         )
-    whole = _expand(_ONE, _expand(_GROUP, text.replace(",", "")))
-    chunks = whole.split("|")
+    # As in core's parser: groups expand first and cannot nest, and commas are ignored.
+    chunks = _expand(_ONE, _expand(_GROUP, text.replace(",", ""))).split("|")
     for number, chunk in enumerate(chunks):
-        wrong = next((letter for letter in chunk if letter not in _WORDS), None)
+        wrong = next((letter for letter in chunk if letter not in _UNIT_OF_LETTER), None)
         if wrong is not None:
             raise LayoutError(
-                f"the layout {_shorten(text)} has {wrong!r} in chunk {number}, written out as "
+                f"the layout {_shorten(text)} has {wrong!r} in chunk {number}, expanded to "
                 f"{_shorten(chunk)}",
-                "it may hold E, t, m, L and | alone, repeated as x*3 or (xy)*3, without blanks and "
-                "without a group in a group",
+                "use only E, t, m, L and |, repeated as x*3 or (xy)*3, without blanks or nested "
+                "groups",
             )
-    return tuple(tuple(_WORDS[letter] for letter in chunk) for chunk in chunks)
+    return tuple(tuple(_UNIT_OF_LETTER[letter] for letter in chunk) for chunk in chunks)
 
 
 def _expand(pattern: re.Pattern[str], text: str) -> str:
-    """Write out repeats."""
+    # Counted before expansion, so that x*999999999 takes no memory.
     size = sum(len(match[1]) * int(match[2]) for match in pattern.finditer(text))
-    if size > _MOST_UNITS:
+    if size > _MAX_LAYOUT_UNITS:
         raise LayoutError(
-            f"the layout {_shorten(text)} has {size:,} letters when it is written out",
-            f"a model has at most {_MOST_UNITS:,}: correct its repeats",
+            f"the layout {_shorten(text)} has {size:,} letters when it is expanded",
+            f"a model has at most {_MAX_LAYOUT_UNITS:,}: correct its repeats",
         )
     return pattern.sub(lambda match: match[1] * int(match[2]), text)
 
 
 def _parse_words(lists: Sequence[Sequence[str]]) -> tuple[Chunk, ...]:
-    """Return chunks given as lists of words."""
-    chunks, known = [], (*_LETTERS, ENCODER)
+    chunks, known = [], (*_LETTER_OF_UNIT, ENCODER)
     for number, given in enumerate(lists):
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             raise LayoutError(

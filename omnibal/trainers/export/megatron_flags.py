@@ -13,24 +13,21 @@ from omnibal.model.parallel import expert_counts
 from omnibal.model.units import LANGUAGE
 from omnibal.trainers.export.energon import whole_steps
 from omnibal.trainers.export.exported import ExportInput, shell_word
-from omnibal.trainers.export.layout import Layout, all_or_none, layout_of, one_number
+from omnibal.trainers.export.layout import PPLayout, all_or_none, layout_of, one_number
 
-Flags = Mapping[str, str | None]
-"""Values of flags by name without dashes, or None for a switch."""
+Flags = Mapping[str, str | None]  # values of flags by name without dashes, or None for a switch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """Length of a micro-batch, which is a pack."""
 
-    sequence_length: int
-    """Tokens of the longest pack, rounded up to multiples for tensor parallelism and FP8."""
-    fullness: float
-    """Mean tokens of packs over the sequence length, 1 for a plan of shapes only."""
+    sequence_length: int  # of the longest pack, rounded up for sequence parallelism and FP8
+    fullness: float  # mean tokens of packs over the sequence length, 1 for a plan of shapes only
 
     @classmethod
-    def of(cls, given: ExportInput) -> Self:
-        """Measure packs of full steps."""
+    def measure(cls, given: ExportInput) -> Self:
+        """Return the length and mean fullness of packs in full steps."""
         order, multiple = whole_steps(given), given.plan.token_multiple
         tokens = np.array([given.longest_pack])
         if order is not None:
@@ -43,37 +40,35 @@ class Batch:
         """Yield the cost of padding every pack to the longest, or nothing if all are equal."""
         if self.fullness < 1:
             filled = f"{100 * self.fullness:.1f} % of the {self.sequence_length:,}"
-            yield f"{reason}: the plan's packs fill {filled} tokens on the mean."
+            yield f"{reason}: the plan's packs fill {filled} tokens on average."
 
 
-def plan_layout(plan: Plan) -> Layout:
-    """Return the language model layers of every stage."""
+def plan_layout(plan: Plan) -> PPLayout:
+    """Return a plan's language model layers by stage and chunk."""
     return layout_of(plan.stages, plan.model.language.prediction_layers, plan.schedule.chunks)
 
 
 def parallel_fields(plan: Plan) -> dict[str, Any]:
-    """Return parallel group sizes, with expert tensor size 1, by Megatron's names."""
+    """Return parallel sizes by Megatron's names."""
     sizes, predicted = plan.parallel, plan.model.language.prediction_layers
     fields = {
         "tensor_model_parallel_size": sizes.tensor,
         "pipeline_model_parallel_size": sizes.pipeline,
-        "context_parallel_size": 1,
+        "context_parallel_size": 1,  # levels are refused by `obstacles`
         "sequence_parallel": sizes.sequence_parallel,
     }
     if predicted:
         fields["mtp_num_layers"] = predicted
     if expert_counts(plan.model):
+        # Megatron's default is the tensor size; plans divide experts, never one expert.
         fields |= {"expert_model_parallel_size": sizes.expert, "expert_tensor_parallel_size": 1}
     return fields
 
 
 def recompute_fields(plan: Plan) -> dict[str, str | int | None]:
-    """Return settings to recompute the first layers of every chunk, by Megatron's names.
-
-    All are None if no layer of the language model is recomputed.
-    """
+    """Return recomputation of the first layers of every chunk by Megatron's names, None without."""
     number = one_number(plan.stages_at(0), LANGUAGE)
-    assert number is not None  # as the plan was found expressible
+    assert number is not None  # checked by `obstacles`
     return {
         "recompute_granularity": "full" if number else None,
         "recompute_method": "block" if number else None,
@@ -82,12 +77,12 @@ def recompute_fields(plan: Plan) -> dict[str, str | int | None]:
 
 
 def recomputed_encoders(plan: Plan) -> str:
-    """Return the fully recomputed encoders, separated by commas."""
+    """Return the names of recomputed encoders, separated by commas."""
     return ", ".join(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
 def as_flags(fields: Mapping[str, Any]) -> Flags:
-    """Return fields as flags, without False and None. True is a switch."""
+    """Return fields as flags: True as a switch, False and None left out."""
     return {
         name.replace("_", "-"): None if value is True else str(value)
         for name, value in fields.items()
@@ -117,7 +112,7 @@ def devices_and_nodes(plan: Plan) -> tuple[int, int]:
 
 
 def launch_variables(given: ExportInput, **own: str) -> Mapping[str, str]:
-    """Return variables for names, rates and nodes, which a plan does not decide."""
+    """Return shell variables for names, the learning rate and nodes, which a plan does not set."""
     variables = {
         "EXPORT": shlex.quote(str(given.folder)),
         **own,
@@ -141,7 +136,7 @@ def torchrun(plan: Plan, program: str) -> str:
             f" --nnodes {nodes} --node_rank $NODE_RANK --master_addr $MASTER_ADDR "
             "--master_port $MASTER_PORT"
         )
-    # Megatron refuses tensor parallelism without it, before Blackwell.
+    # Megatron requires it for tensor parallelism before Blackwell.
     before = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if plan.parallel.tensor > 1 else ""
     return f"{before}{line} {program}"
 

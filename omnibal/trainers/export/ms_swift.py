@@ -1,6 +1,6 @@
-"""A plan as ms-swift's ordered rows and flags, for its Megatron and its DeepSpeed back end.
+"""A plan as ms-swift's ordered rows and flags, for its Megatron and DeepSpeed back ends.
 
-Read in ms-swift 4.6.0: swift/dataset/packing.py (packs by next fit, `sequential`),
+From ms-swift 4.6.0: swift/dataset/packing.py (packs by next fit, `sequential`),
 swift/megatron/trainers/base.py and swift/dataloader/shard.py (without shuffling, pack k goes to
 rank k modulo the ranks), swift/megatron/arguments/megatron_args.py (flags and their defaults).
 """
@@ -30,20 +30,18 @@ from omnibal.trainers.export.ms_swift_records import write_rows
 from omnibal.trainers.export.reading_order import sample_numbers
 
 _ROWS, _CHECK = "train.jsonl", "check_packs.py"
-_DEEPSTACK = "deepstack_merger"
-"""Part of the names of deepstack projectors' parameters."""
-Flags = dict[str, str]
-"""Values of flags by name without dashes."""
+_DEEPSTACK_PARAMETERS = "deepstack_merger"  # part of the names of deepstack projectors' parameters
+SwiftFlags = dict[str, str]  # values of flags by name without dashes
 
 
 def export(given: ExportInput) -> Exported:
-    """Make rows and flags for `megatron sft`."""
+    """Return rows and flags for `megatron sft`."""
     plan = given.plan
     overlaps = _truth(plan.parallel.data > 1)
     flags = {
         **_data_flags(given),
         **_spell(as_flags(parallel_fields(plan))),
-        **_layer_flags(plan),
+        **_swift_layer_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": "1",
         "global_batch_size": str(given.packs_per_step),
@@ -55,14 +53,14 @@ def export(given: ExportInput) -> Exported:
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps,
         **_frozen_flags(plan),
-        "torch_dtype": _dtype(plan),
+        "torch_dtype": _torch_dtype(plan),
         **_spell(fp8_flags(plan)),
     }
-    return _export(given, "megatron sft", {"lr": "$LR", **flags})
+    return _make_exported(given, "megatron sft", {"lr": "$LR", **flags})
 
 
 def export_deepspeed(given: ExportInput) -> Exported:
-    """Make rows and flags for `swift sft` with DeepSpeed's ZeRO-3."""
+    """Return rows and flags for `swift sft` with DeepSpeed's ZeRO-3."""
     plan = given.plan
     flags = {
         **_data_flags(given),
@@ -76,29 +74,29 @@ def export_deepspeed(given: ExportInput) -> Exported:
         "gradient_checkpointing": _truth(bool(all_or_none(plan.stages_at(0), LANGUAGE))),
         "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
         **_frozen_flags(plan),
-        "torch_dtype": _dtype(plan),
+        "torch_dtype": _torch_dtype(plan),
     }
-    return _export(given, "swift sft", {"learning_rate": "$LR", **flags})
+    return _make_exported(given, "swift sft", {"learning_rate": "$LR", **flags})
 
 
-def _export(given: ExportInput, program: str, flags: Flags) -> Exported:
+def _make_exported(given: ExportInput, program: str, flags: SwiftFlags) -> Exported:
     order, annotations = given.order, given.annotations
     files: dict[str, Writer] = {} if order is None else {_CHECK: script_file(_CHECK)}
     if order is not None and annotations is not None:
         samples, of_tiles = sample_numbers(order, given.lengths), _takes_tiles(given.plan)
         files[_ROWS] = lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)
-    given_up = []
+    deviations = []
     if annotations is not None and annotations.augmented_sources:
-        given_up.append(
+        deviations.append(
             f"Images of {', '.join(annotations.augmented_sources)} are degraded at random "
-            "(data_augment), which ms-swift does not do."
+            "(data_augment), and ms-swift reads them unchanged."
         )
     return Exported(
         files=files,
         variables=launch_variables(given),
         command=_command(given.plan, program, flags),
-        given_up=tuple(given_up),
-        notes=tuple(_notes(given)),
+        deviations=tuple(deviations),
+        notes=tuple(_swift_notes(given)),
     )
 
 
@@ -106,15 +104,15 @@ def _takes_tiles(plan: Plan) -> bool:
     return any(isinstance(tower, TilesEncoder) for tower in plan.model.encoders.values())
 
 
-def _data_flags(given: ExportInput) -> Flags:
-    """Return flags for ordered rows packed in sequence. An unusable row aborts the run."""
-    length = str(given.longest_pack)  # next fit ends every pack of the plan where it ends there
+def _data_flags(given: ExportInput) -> SwiftFlags:
+    """Return flags for ordered rows packed by next fit."""
+    length = str(given.longest_pack)  # with this cap, next fit makes the plan's packs
     rows = {} if given.order is None else {"dataset": f"$EXPORT/{_ROWS}"}
     return {
         **rows,
         "dataset_shuffle": "false",
         "split_dataset_ratio": "0",
-        "strict": "true",
+        "strict": "true",  # an unusable row ends the run: without it all packs would shift
         "max_length": length,
         "truncation_strategy": "delete",
         "packing": "true",
@@ -125,22 +123,21 @@ def _data_flags(given: ExportInput) -> Flags:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Return flags of the split and recomputation."""
-    flags = _layer_flags(plan)
+    """Return flags of the split and recomputation, for text-only models without encoders' flag."""
+    flags = _swift_layer_flags(plan)
     return flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
 
 
-def _layer_flags(plan: Plan) -> Flags:
-    """Return flags of the split and recomputation; granularity is `none` without recomputation, as
-    the trainer's default recomputes some layers."""
+def _swift_layer_flags(plan: Plan) -> SwiftFlags:
     return {
         **(_spell(split_flags(plan_layout(plan))) if plan.parallel.pipeline > 1 else {}),
+        # ms-swift's default is `selective`.
         **(_spell(as_flags(recompute_fields(plan))) or {"recompute_granularity": "none"}),
         "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
     }
 
 
-def _spell(flags: Mapping[str, str | None]) -> Flags:
+def _spell(flags: Mapping[str, str | None]) -> SwiftFlags:
     """Return Megatron-LM's flags as ms-swift spells them."""
     return {
         name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
@@ -148,12 +145,12 @@ def _spell(flags: Mapping[str, str | None]) -> Flags:
 
 
 def _recomputes_encoders(plan: Plan) -> bool:
-    again = {name: bool(all_or_none(plan.stages_at(0), name)) for name in plan.model.encoders}
-    return _common_value(again, "recomputes the layers of")
+    recomputed = {name: bool(all_or_none(plan.stages_at(0), name)) for name in plan.model.encoders}
+    return _common_value(recomputed, "recomputes the layers of")
 
 
-def _frozen_flags(plan: Plan) -> Flags:
-    """Return flags of trained parts: by default encoders and projectors are frozen."""
+def _frozen_flags(plan: Plan) -> SwiftFlags:
+    """Return flags of trained and frozen parts."""
     encoders, parts = plan.model.encoders, {span.part for s in plan.stages for span in s.units}
     flags = {"tuner_type": "full", "freeze_llm": _truth(LANGUAGE in plan.frozen)}
     if plan.adapters is not None:
@@ -163,15 +160,16 @@ def _frozen_flags(plan: Plan) -> Flags:
     tower = _common_value({name: name in plan.frozen for name in encoders}, "freezes")
     projectors = {part: part in plan.frozen for part in parts if part.endswith("projector")}
     aligner = _common_value(projectors, "freezes")
-    # Deepstack projectors are the aligner's there, and the tower's here.
+    # Deepstack projectors belong to ms-swift's aligner, but to this planner's encoder.
     has_deepstack = any(encoder.deepstack_features for encoder in encoders.values())
     if tower != aligner and has_deepstack and plan.adapters is None:
-        flags["freeze_parameters_regex" if tower else "trainable_parameters_regex"] = _DEEPSTACK
+        flags["freeze_parameters_regex" if tower else "trainable_parameters_regex"] = (
+            _DEEPSTACK_PARAMETERS
+        )
     return flags | {"freeze_vit": _truth(tower), "freeze_aligner": _truth(aligner)}
 
 
-def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:
-    """Return language model adapters, with module name suffixes."""
+def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> SwiftFlags:
     flags = {
         "tuner_type": "lora",
         "lora_rank": str(adapters.rank),
@@ -182,24 +180,25 @@ def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:
         return flags | {"target_modules": ALL_LINEAR}
     if adapters.is_pattern:
         return flags | {"target_regex": adapters.targets[0]}
+    # Linears of encoders may have the same names.
     within = ".*language_model.*" if has_encoders else ".*"
     ends = "|".join(map(re.escape, adapters.targets))
     return flags | {"target_regex": rf"{within}\.({ends})"}
 
 
 def _common_value(parts: Mapping[str, bool], verb: str) -> bool:
-    """Return the parts' common value, or raise."""
+    """Return the value of all parts; raise if they differ."""
     if len(set(parts.values())) > 1:
         some = [name for name, holds in parts.items() if holds]
         others = [name for name, holds in parts.items() if not holds]
         raise UserError(
-            f"the plan {verb} {', '.join(some)} and not {', '.join(others)}, and ms-swift does one "
-            "with all of them; plan with the same for all"
+            f"the plan {verb} {', '.join(some)} and not {', '.join(others)}, and ms-swift has one "
+            "switch for all; plan with the same for all"
         )
     return any(parts.values())
 
 
-def _dtype(plan: Plan) -> str:
+def _torch_dtype(plan: Plan) -> str:
     return "float32" if plan.precision == "fp32" else "bfloat16"
 
 
@@ -207,10 +206,9 @@ def _truth(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _command(plan: Plan, program: str, flags: Flags) -> str:
-    """Return shell lines of a command."""
+def _command(plan: Plan, program: str, flags: SwiftFlags) -> str:
     per_node, nodes = devices_and_nodes(plan)
-    environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
+    environment = {**_image_size_variables(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
     if nodes > 1:
         names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -219,8 +217,8 @@ def _command(plan: Plan, program: str, flags: Flags) -> str:
     return join_command([*lines, program, *flag_lines({**names_flags, **flags})])
 
 
-def _image_sizes(plan: Plan) -> Flags:
-    """Return ms-swift's image resize variables, as counted."""
+def _image_size_variables(plan: Plan) -> SwiftFlags:
+    """Return environment variables with which ms-swift resizes images as counted."""
     sizes: dict[str, str] = {}
     for tower in plan.model.encoders.values():
         if isinstance(tower, TilesEncoder):
@@ -231,15 +229,15 @@ def _image_sizes(plan: Plan) -> Flags:
     return sizes
 
 
-def _notes(given: ExportInput) -> Iterator[str]:
+def _swift_notes(given: ExportInput) -> Iterator[str]:
     yield "MODEL is the folder or the name of the model's checkpoint."
     if given.order is None:
-        yield "The plan is of shapes only: it has flags, and no rows to train; --dataset is yours."
+        yield "The plan is of shapes only, without rows to train: give your own --dataset."
         return
     if given.annotations is None:
         yield (
             f"No --data was given, so {_ROWS} is left out: write your rows in the order of "
-            "order.parquet, one a row, or export again with the data that was scanned."
+            "order.parquet, or export again with the scanned data."
         )
     count_command = (
         f'swift export --model "$MODEL" --dataset "$EXPORT/{_ROWS}" --to_cached_dataset true '
@@ -247,18 +245,18 @@ def _notes(given: ExportInput) -> Iterator[str]:
         f"{given.longest_pack} --output_dir counted"
     )
     yield (
-        "ms-swift packs the rows itself, by the lengths that its own template counts: a sample "
-        "that it counts otherwise shifts all packs behind it. Before training, let it count, and "
-        f'compare: `{count_command}`, then `python "$EXPORT/{_CHECK}" counted/train`. What says '
-        '"as planned" can be trained at once, with `--cached_dataset counted/train` in place of '
-        "--dataset. If it does not, plan with the lengths that it counted."
+        "ms-swift packs the rows itself, by the lengths that its template counts: a sample of "
+        "another length shifts all packs behind it. Before training, count and compare: "
+        f'`{count_command}`, then `python "$EXPORT/{_CHECK}" counted/train`. If that says "as '
+        'planned", train with `--cached_dataset counted/train` in place of --dataset. If not, plan '
+        "with the counted lengths."
     )
     yield (
-        "--strict true ends a run at a row that cannot be read. Without it the row is left out, "
-        "and the packs shift."
+        "--strict true ends a run at an unreadable row. Without it the row is dropped, and the "
+        "packs shift."
     )
     if _takes_tiles(given.plan):
         yield (
             "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "
-            "trainer, and lengths of `omnibal lengths`, let the images of a sample share them."
+            "trainer and `omnibal lengths` limit the sum over a sample's images."
         )

@@ -1,9 +1,7 @@
 """Samples as ms-swift's rows: `messages` and media files.
 
-Read in ms-swift 4.6.0, swift/dataset/preprocessor/core.py (`RowPreprocessor`): a message has a
-role, a text, and for an assistant's `loss`; other keys are silently dropped. Hugging Face's JSON
-reader infers column types from the first 10 MiB (datasets 4.8.4, packaged_modules/json/json.py):
-columns absent there crash the run later.
+A message has a role, a text, and for an assistant's `loss`; other keys are silently dropped
+(ms-swift 4.6.0, swift/dataset/preprocessor/core.py, `RowPreprocessor`).
 """
 
 import json
@@ -18,24 +16,23 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.stored_files import StoredFile
 
+# Hugging Face's JSON reader infers column types from these first bytes (datasets 4.8.4,
+# packaged_modules/json/json.py): columns absent there crash the run later.
 _TYPED_BYTES = 10 << 20
-"""Bytes of a file read for column type inference."""
 _LOSS = "loss"
-Row = dict[str, Any]
+SwiftRow = dict[str, Any]
 
 
 def write_rows(
     annotations: Annotations, samples: np.ndarray, path: Path, *, of_tiles: bool = False
 ) -> None:
-    """Write a row per sample, in order; `of_tiles` if the model tiles images, as InternVL does.
-
-    A record that is such a row already is copied as it is.
-    """
+    """Write a row per sample, in order; `of_tiles` if the model tiles images, as InternVL does."""
     begins: dict[str, int] = {}  # first byte of the rows with an optional key
     with path.open("wb") as file:
         for sample in samples.tolist():
             row = row_of(annotations[sample], of_tiles=of_tiles)
             line = annotations.read_stored(sample).content.strip()
+            # A record in this form is copied, with its own order of keys and escapes.
             if b"\n" in line or json.loads(line) != row:
                 line = json.dumps(row, ensure_ascii=False).encode()
             has_loss = any(_LOSS in message for message in row["messages"])
@@ -46,36 +43,34 @@ def write_rows(
     if late:
         raise UserError(
             f'the first row with "{late[0]}" begins {begins[late[0]] / 2**20:.1f} MiB into '
-            f"{path.name}, and the reader knows a column by the first {_TYPED_BYTES >> 20} MiB: "
-            "plan with another --seed, so that one of these samples comes earlier"
+            f"{path.name}, and the reader infers columns from the first {_TYPED_BYTES >> 20} MiB: "
+            "plan with another --seed, to have such a sample earlier"
         )
 
 
-def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
-    """Convert a sample to ms-swift's row, with absolute paths.
-
-    Its InternVL template adds a line break after every image (swift/template/templates/internvl.py,
-    `replace_tag`) as does InternVL's question: drop one, to keep token counts.
-    """
+def row_of(sample: Sample, *, of_tiles: bool = False) -> SwiftRow:
+    """Return a sample as ms-swift's row, with absolute paths."""
     if sample.greeting is not None:
         raise UserError(
-            f"{sample.where} begins with what the assistant says, which ms-swift pairs with no "
-            "question; leave the sample out, or put a question before it"
+            f"{sample.where} begins with the assistant, and ms-swift needs a question before every "
+            "answer; leave the sample out, or add a question"
         )
     if of_tiles and any(video.file is None for video in sample.videos):
         raise UserError(
-            f"{sample.where} is about a video given as frames, and ms-swift's template of InternVL "
+            f"{sample.where} has a video given as frames, and ms-swift's template of InternVL "
             "reads video files; leave the sample out"
         )
-    messages: list[Row] = []
+    messages: list[SwiftRow] = []
     if sample.system is not None:
         messages.append({"role": "system", "content": sample.system})
     for turn in sample.turns:
         messages += _messages_of(turn)
     if of_tiles:
+        # ms-swift's InternVL template adds a line break after every image
+        # (swift/template/templates/internvl.py, `replace_tag`), and the question has one already.
         for message in messages:
             message["content"] = message["content"].replace(f"{IMAGE}\n", IMAGE)
-    row: Row = {"messages": messages}
+    row: SwiftRow = {"messages": messages}
     if sample.videos:
         row["videos"] = [
             _paths(sample, video.frames) if video.file is None else _paths(sample, [video.file])[0]
@@ -88,23 +83,23 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
     return row if sample.tools is None else row | {"tools": sample.tools}
 
 
-def _messages_of(turn: Turn) -> list[Row]:
+def _messages_of(turn: Turn) -> list[SwiftRow]:
     """Return a question or tool results, and the assistant's reply and calls."""
-    asked = [{"role": "tool", "content": result} for result in turn.results]
-    asked = asked or [{"role": "user", "content": turn.question}]
-    said = []
+    inputs = [{"role": "tool", "content": result} for result in turn.results]
+    inputs = inputs or [{"role": "user", "content": turn.question}]
+    outputs = []
     if turn.answer or not turn.calls:
         thought = "" if turn.reasoning is None else f"<think>\n{turn.reasoning}\n</think>\n\n"
-        said = [{"role": "assistant", "content": thought + turn.answer}]
-    said += [{"role": "tool_call", "content": call} for call in turn.calls]
-    return asked + [message if turn.learned else {**message, _LOSS: False} for message in said]
+        outputs = [{"role": "assistant", "content": thought + turn.answer}]
+    outputs += [{"role": "tool_call", "content": call} for call in turn.calls]
+    return inputs + [message if turn.learned else {**message, _LOSS: False} for message in outputs]
 
 
 def _paths(sample: Sample, files: Sequence[StoredFile]) -> list[str]:
     for file in files:
         if file.name is not None:
             raise UserError(
-                f"{sample.where}: {file.name} is in a tar shard, and ms-swift reads files; unpack "
-                "the shards with `tar -xf`, name the files in JSONL, and scan and plan with that"
+                f"{sample.where}: {file.name} is in a tar shard, and ms-swift reads single files; "
+                "unpack the shards with `tar -xf`, name the files in JSONL, scan and plan again"
             )
     return [str(file.path.absolute()) for file in files]

@@ -24,12 +24,11 @@ COLUMNS = {
     "slot": "place among that rank's micro-batches of the step",
     "source": "name of the sample's source",
     "sample": "number of the sample in all of the data, from 0",
-    "record": "number of the sample's record in its file, from 0, or without --data its row among "
-    "those of its source; left out where nothing tells it",
+    "record": "number of the sample's record in its file, from 0, or without --data its row in its "
+    "source; absent if unknown",
     "file": "file of the record, with --data",
-    "tokens": "language tokens; behind it, columns of the items that encoders take",
-}
-"""Columns of `order.parquet`, a row per sample in reading order."""
+    "tokens": "language tokens; then a column per kind of encoder items",
+}  # of `order.parquet`, a row per sample in reading order
 
 
 def reading_order(packs: ScheduledPacks) -> ScheduledPacks:
@@ -38,18 +37,19 @@ def reading_order(packs: ScheduledPacks) -> ScheduledPacks:
 
 
 def packs_per_step(plan: Plan) -> int:
-    """Return the global batch in packs. Short epochs are one step with equally loaded ranks."""
+    """Return the global batch in packs."""
     data, ranks = plan.data, plan.parallel.data
     if data is None:
         return 0 if plan.shapes is None else plan.shapes.micro_batches_per_step * ranks
+    # An epoch shorter than a step is one step with equally many packs on all ranks.
     return (
         size_of_step(data.packs // data.epochs, data.packs_per_step, ranks) or data.packs_per_step
     )
 
 
 def sample_numbers(order: ScheduledPacks, lengths: Lengths) -> np.ndarray:
-    """Return every row's sample number in `Annotations`. int64 [rows]"""
-    rows = order.packs.samples
+    """Return every row's sample number in `Annotations`, int64 [rows]."""
+    rows = order.packs.samples  # rows of the lengths, which leave skipped samples out
     return rows if lengths.sample is None else lengths.sample[rows]
 
 
@@ -58,17 +58,17 @@ def record_numbers(
 ) -> np.ndarray | None:
     """Return every row's record number in its file, int64 [rows].
 
-    Without data, the index within its source, or None if several sources had skipped records.
+    Without data, the index within the source, or None if samples of several sources were skipped.
     """
     numbers = sample_numbers(order, lengths)
     if annotations is not None:
         return annotations.number[numbers]
     if lengths.sample is None:
         source = lengths.source
-        by_source = np.argsort(source, kind="stable")
+        by_source = np.argsort(source, kind="stable")  # stable keeps the order within a source
         first = np.searchsorted(source[by_source], source)
         place = np.empty(len(source), np.int64)
-        place[by_source] = np.arange(len(source))
+        place[by_source] = np.arange(len(source))  # the inverse permutation
         return (place - first)[order.packs.samples]
     return numbers if len(lengths.source_names) == 1 else None
 
@@ -76,7 +76,6 @@ def record_numbers(
 def write_order(
     order: ScheduledPacks, lengths: Lengths, annotations: Annotations | None, path: Path
 ) -> None:
-    """Write `order.parquet`."""
     rows, pack = order.packs.samples, order.packs.pack_of_sample
     sample = sample_numbers(order, lengths)
     columns = {

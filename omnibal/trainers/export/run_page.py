@@ -19,34 +19,28 @@ RUN_PAGE = "RUN.md"
 class Expected(Frozen):
     """Simulated figures of a plan's run by another trainer, or None without samples."""
 
-    steps: int | None = None
-    """Full steps."""
+    steps: int | None = None  # full steps
     packs_per_step: int
     micro_batches: int
     packs: int | None = None
-    samples: int | None = None
-    """Samples in these steps, counted once per epoch."""
+    samples: int | None = None  # samples in these steps, counted once per epoch
     samples_per_step: float | None = None
-    dropped_packs: int = 0
-    """Packs of a dropped incomplete last step."""
-    dropped_samples: int = 0
-    """Samples dropped, including samples in no step of the plan."""
+    dropped_packs: int = 0  # packs of a dropped incomplete last step
+    dropped_samples: int = 0  # samples dropped, including samples in no step of the plan
     step_ms: float
     samples_per_second: float | None
     samples_per_second_per_gpu: float | None
-    bubble: float
-    """Idle share of device time."""
+    bubble: float  # idle share of device time
     peak_gib: tuple[float, ...]
-    usable_gib: float
-    """Usable memory of a device."""
+    usable_gib: float  # usable memory of a device
     device_gib: float
     cost_source: str
 
     @classmethod
-    def of(cls, given: ExportInput) -> Self:
+    def count(cls, given: ExportInput) -> Self:
         """Count trained samples, and copy the plan's predicted time and memory."""
         plan, job, prediction = given.plan, given.files.job, given.plan.prediction
-        if prediction is None:  # as it was removed
+        if prediction is None:  # removed from plan.json
             packs, lengths = given.files.steps
             workload = job.workload(packs, lengths, plan.pack_levels)
             prediction = predict_plan(plan, job, packs, workload)
@@ -67,11 +61,11 @@ class Expected(Frozen):
 
 
 def _count_trained(given: ExportInput) -> dict[str, Any]:
-    """Return the fields of `Expected` on packs and samples of full steps."""
+    """Return fields of `Expected`: packs and samples of full steps."""
     order, data, steps = given.order, given.plan.data, given.full_steps
     if order is None or data is None or steps is None:
         return {}
-    packs, sizes = steps * given.packs_per_step, np.diff(order.packs.offsets)
+    packs, sizes = steps * given.packs_per_step, np.diff(order.packs.offsets)  # samples by pack
     trained = int(sizes[:packs].sum())
     return {
         "steps": steps,
@@ -90,16 +84,15 @@ def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
         "Command": f"```bash\n{exported.script}\n```",
         "Settings": exported.settings and f"```\n{exported.settings.rstrip()}\n```",
         "What to expect": _expectation(plan, expected),
-        "Stages": _stages(plan, expected),
-        "What is not as planned": _list(exported.given_up),
+        "Stages": _stage_table(plan, expected),
+        "What is not as planned": _list(exported.deviations),
         "Notes": _list(exported.notes),
-        "Files": _list(_files(given, exported)),
+        "Files": _list(_list_files(given, exported)),
     }
     opening = (
         f"# {plan.model.name} on {plan.parallel.world_size:,} GPUs with {target.title}\n\n"
-        f"A plan of `omnibal plan` as the files and flags of {target.title}, written by `omnibal "
-        f"export`. Files and flags are those of its version {target.version}. Parallel sizes: "
-        f"{plan.parallel.text}."
+        f"A plan of `omnibal plan` as the files and flags of {target.title} {target.version}, "
+        f"written by `omnibal export`. Parallel sizes: {plan.parallel.text}."
     )
     parts = (f"## {title}\n\n{text}" for title, text in sections.items() if text)
     return "\n\n".join([opening, *parts]) + "\n"
@@ -126,32 +119,32 @@ def _expectation(plan: Plan, expected: Expected) -> str:
     peak = f"{max(expected.peak_gib):.1f} GiB of {expected.device_gib:g} GiB"
     planned = f"{expected.usable_gib:.1f} GiB were planned with"
     rows.append(("memory of the fullest device, peak", f"{peak} ({planned})"))
-    how = "measured" if expected.cost_source.startswith("profile:") else "counted"
+    source = "measured" if expected.cost_source.startswith("profile:") else "counted"
     return (
-        f"{_table(('', 'expected'), rows)}\n\nAll of this is simulated, with costs that were {how} "
+        f"{_markdown_table(('', 'expected'), rows)}\n\nSimulated; costs are {source} "
         f"({expected.cost_source}). Error of such predictions: {errors_of_plan(plan)}."
     )
 
 
-def _stages(plan: Plan, expected: Expected) -> str:
+def _stage_table(plan: Plan, expected: Expected) -> str:
     parts, rows = plan.stages_at(0), []
     for number, peak in enumerate(expected.peak_gib):
         chunks = [parts[part] for part in plan.parts_of(number)]
         units = " / ".join(", ".join(map(str, chunk.units)) for chunk in chunks)
-        again = " / ".join(", ".join(map(str, chunk.recompute)) or "nothing" for chunk in chunks)
-        rows.append((str(number), units, again, f"{peak:.1f}"))
-    return _table(("stage", "holds", "recomputes", "peak, GiB"), rows)
+        recomputed = (", ".join(map(str, chunk.recompute)) or "nothing" for chunk in chunks)
+        rows.append((str(number), units, " / ".join(recomputed), f"{peak:.1f}"))
+    return _markdown_table(("stage", "holds", "recomputes", "peak, GiB"), rows)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _files(given: ExportInput, exported: Exported) -> list[str]:
+def _list_files(given: ExportInput, exported: Exported) -> list[str]:
     names = [f"`{name}`" for name in sorted(exported.files)]
     if given.order is None:
-        return names or ["none: the plan is of shapes only, so that it has no samples to order"]
-    about = f"`{ORDER_FILE}`: every sample, a row each, in the order of reading, with the columns"
+        return names or ["none: the plan is of shapes only, without samples"]
+    about = f"`{ORDER_FILE}`: a row per sample in reading order, with the columns"
     columns = (f"  - `{name}`: {meaning}" for name, meaning in COLUMNS.items())
     return [*names, "\n".join([about, *columns])]

@@ -1,8 +1,7 @@
 """A plan as XTuner's preset packs, their order, and its loader's settings.
 
-Read in InternLM/xtuner: xtuner/v1/datasets/preset_pack.py at 5cda4fb, preset_sampler.py at 147cb2e,
-config.py at 0404287 and its loader's test. XTuner uses FSDP without pipelines, and recomputes all
-layers or none.
+From InternLM/xtuner: xtuner/v1/datasets/preset_pack.py at 5cda4fb, preset_sampler.py at 147cb2e,
+config.py at 0404287 and its loader's test.
 """
 
 from collections.abc import Iterator
@@ -29,8 +28,7 @@ from omnibal.trainers.export.megatron_flags import launch_variables, torchrun
 from omnibal.trainers.export.reading_order import record_numbers, sample_numbers
 
 _ORDER, _SCRIPT = "sampler_order.npy", "xtuner_packs.py"
-_PLAIN = -1
-"""Characters of rows outside long texts."""
+_NO_CHARACTERS = -1  # character range of samples that are not cut from long texts
 
 
 def export(given: ExportInput) -> Exported:
@@ -39,25 +37,26 @@ def export(given: ExportInput) -> Exported:
         if path.suffix == ".tar" or is_array(path):
             kind = "a tar shard" if path.suffix == ".tar" else "a JSON array"
             raise UserError(
-                f"{path}: is {kind}, and XTuner reads samples from JSONL, by their lines; write "
-                "them as JSONL, one a line, and scan and plan with that"
+                f"{path}: is {kind}, and XTuner reads samples from lines of JSONL; write them as "
+                "JSONL, scan and plan again"
             )
     return Exported(
-        files=_files(given),
+        files=_pack_files(given),
         variables=launch_variables(given, CONFIG="$EXPORT/config.py"),
         command=torchrun(plan, 'xtuner/v1/train/cli/sft.py --config "$CONFIG"'),
-        settings=_settings(given),
-        given_up=tuple(_given_up(given)),
-        notes=tuple(_notes(given)),
+        settings=_xtuner_settings(given),
+        deviations=tuple(_xtuner_deviations(given)),
+        notes=tuple(_xtuner_notes(given)),
     )
 
 
-def _files(given: ExportInput) -> dict[str, Writer]:
+def _pack_files(given: ExportInput) -> dict[str, Writer]:
     order, annotations, steps = given.order, given.annotations, given.full_steps
     if order is None or steps is None:
         return {}
-    whole = np.arange(steps * given.packs_per_step, dtype=np.int64)  # packs of all full steps
-    files, lengths = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(whole)}, given.lengths
+    # Packs are numbered in reading order, so the order of full steps is 0, 1, ...
+    packs = np.arange(steps * given.packs_per_step, dtype=np.int64)
+    files, lengths = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(packs)}, given.lengths
     record = record_numbers(order, lengths, annotations)
     if record is None:
         return files
@@ -66,9 +65,9 @@ def _files(given: ExportInput) -> dict[str, Writer]:
     else:
         file = annotations.file[sample_numbers(order, lengths)]
         paths = [str(path.absolute()) for path in annotations.files]
-    # File, line, characters and tokens per sample in reading order: tokens 0 to all, no characters.
-    plain, start = np.full(len(record), _PLAIN), np.zeros(len(record))
-    columns = [file, record, plain, plain, start, lengths.tokens[order.packs.samples]]
+    # Per sample: file, line, first and last character, first and last token.
+    none, start = np.full(len(record), _NO_CHARACTERS), np.zeros(len(record))
+    columns = [file, record, none, none, start, lengths.tokens[order.packs.samples]]
     return files | {
         "boundaries.npy": array_file(order.packs.offsets.astype(np.int64)),
         "samples.npy": array_file(np.stack(columns, axis=1).astype(np.int64)),
@@ -76,8 +75,8 @@ def _files(given: ExportInput) -> dict[str, Writer]:
     }
 
 
-def _settings(given: ExportInput) -> str:
-    """Return the statements of a config on data, FSDP and recomputation."""
+def _xtuner_settings(given: ExportInput) -> str:
+    """Return Python statements of a config: data, FSDP and recomputation."""
     if given.order is None:
         return ""
     plan, datasets = given.plan, "\n".join(_datasets(given))
@@ -95,7 +94,7 @@ LR = {launch_variables(given)["LR"]}
 sys.path.insert(0, EXPORT)
 import xtuner_packs  # packs shorter than pack_max_length, and their images
 
-# tokenize_fn: the one of your model; it must count tokens as the plan's lengths do.
+# tokenize_fn: of your model; it must count tokens as the plan's lengths do.
 dataset_config = [
 {datasets}
 ]
@@ -116,7 +115,7 @@ fsdp_config = FSDPConfig(recompute_ratio={ratio})
 
 def _datasets(given: ExportInput) -> Iterator[str]:
     if given.annotations is None:
-        yield "    # every file of the data, by the path that paths.json names"
+        yield "    # every file of the data, by its path in paths.json"
         return
     has_images = bool(given.plan.model.encoders)
     for path, root in _roots(given.annotations).items():
@@ -126,42 +125,43 @@ def _datasets(given: ExportInput) -> Iterator[str]:
 
 
 def _roots(annotations: Annotations) -> dict[Path, Path]:
-    """Return the image root of each annotation file (a dataset in XTuner)."""
+    """Return the image root of each annotation file."""
+    # A file is a dataset in XTuner, with one root; here a source has one, and may share files.
     pairs = np.unique(np.stack([annotations.file, annotations.source], axis=1), axis=0)
     roots: dict[Path, Path] = {}
     for file, source in pairs.tolist():
         path, root = annotations.files[file].absolute(), annotations.roots[source].absolute()
         if roots.setdefault(path, root) != root:
             raise UserError(
-                f"{path}: is of several sources, whose images are in {roots[path]} and in {root}; "
-                "XTuner takes a file once, with one folder: copy the file for one of them"
+                f"{path}: has sources with images in {roots[path]} and in {root}, and XTuner takes "
+                "one image folder per file: copy the file for one source"
             )
     return roots
 
 
-def _given_up(given: ExportInput) -> Iterator[str]:
+def _xtuner_deviations(given: ExportInput) -> Iterator[str]:
     plan, order = given.plan, given.order
     if order is not None:
         length = given.longest_pack
         share = order.packs.sums(given.lengths.tokens).mean() / length
         yield (
-            f"XTuner pads every pack to the longest one's {length:,} tokens, and computes the "
-            f"padding: packs fill {100 * share:.1f} % of that on the mean."
+            f"XTuner pads every pack to {length:,} tokens, and computes the padding: packs fill "
+            f"{100 * share:.1f} % of that on average."
         )
     yield (
-        "XTuner recomputes a share of the language layers (recompute_ratio), here all or none; "
-        "what of an encoder is recomputed is for the model's own config to say."
+        "XTuner recomputes a share of the language layers (recompute_ratio), here all or none; set "
+        "recomputation of encoders in the model's config."
     )
     if plan.model.encoders:
         yield (
             "PresetPackDataset of XTuner (5cda4fb and 5081ed2, xtuner/v1/datasets/preset_pack.py, "
-            "__getitem__) hands on of a whole sample only input_ids, labels and num_tokens: ITS "
-            "IMAGES ARE LOST, and training goes on without them. xtuner_packs.py, which the "
-            "settings import, mends that; check that your version still needs it."
+            "__getitem__) returns only input_ids, labels and num_tokens: IMAGES ARE LOST, and "
+            "training continues without them. xtuner_packs.py, imported by the settings, repairs "
+            "that; check that your version still needs it."
         )
 
 
-def _notes(given: ExportInput) -> Iterator[str]:
+def _xtuner_notes(given: ExportInput) -> Iterator[str]:
     if given.order is None:
         yield "The plan is of shapes only, without packs to write: plan with --lengths."
         return
@@ -169,25 +169,25 @@ def _notes(given: ExportInput) -> Iterator[str]:
         yield from _without_data(given.order, given.lengths)
     yield "config.py is yours: the settings above, with the config of your model."
     yield (
-        "xtuner_packs.py has not run with XTuner itself, but with a stand-in that has its fields. "
-        "It ends a run at the first sample whose tokens are not as many as the plan counted."
+        "xtuner_packs.py was tested with a stand-in for XTuner that has its fields. It ends a run "
+        "at the first sample whose token count differs from the plan's."
     )
     yield (
-        "Lines are counted as XTuner counts them where nothing is filtered, which pack_level "
-        '"preset" sees to; sample_ratio stays 1.'
+        "Line numbers are XTuner's without filters, as with pack_level "
+        '"preset"; keep sample_ratio at 1.'
     )
 
 
 def _without_data(order: ScheduledPacks, lengths: Lengths) -> Iterator[str]:
     if record_numbers(order, lengths, None) is None:
         yield (
-            "No --data was given, and samples of several sources were skipped by their scan, so "
-            "that lines of files are unknown: boundaries.npy, samples.npy and paths.json are left "
-            "out. Give the data that the lengths were scanned from."
+            "No --data was given, and the scan skipped samples of several sources, so line numbers "
+            "are unknown: boundaries.npy, samples.npy and paths.json are left out. Give the "
+            "scanned data."
         )
         return
     yield (
-        "No --data was given: paths.json names the sources of the lengths, "
-        f"{', '.join(map(repr, lengths.source_names))}. Put the path of each one's JSONL in its "
-        "place, as DatasetConfig has it; row k of a source is taken to be its line k."
+        "No --data was given: paths.json has the names of the sources, "
+        f"{', '.join(map(repr, lengths.source_names))}. Replace each by the path of its JSONL, as "
+        "in DatasetConfig; row k of a source is assumed to be its line k."
     )

@@ -4,24 +4,20 @@ from collections.abc import Sequence
 
 from omnibal.trainers.lint import rules_model, rules_recompute, rules_sizes, rules_split
 from omnibal.trainers.lint.launch_settings import MEGATRON, Finding
-from omnibal.trainers.lint.line import Line
+from omnibal.trainers.lint.line import LaunchLine
 
 RULES = (*rules_sizes.RULES, *rules_split.RULES, *rules_recompute.RULES, *rules_model.RULES)
-"""All rules, in checking order."""
 _ORDER = ("refused", "refused-at-first-step", "ignored", "warning")
 
 
-def findings_of(line: Line) -> list[Finding]:
+def findings_of(line: LaunchLine) -> list[Finding]:
     """Return a line's findings, refusals first."""
     findings = filter(None, (rule.finding(line) for rule in RULES))
     return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
 
 
-def can_start(line: Line, findings: Sequence[Finding]) -> bool | None:
-    """Return whether the line's findings let it start.
-
-    None if a flag may be misspelled, or no rules of the trainer are known.
-    """
+def can_start(line: LaunchLine, findings: Sequence[Finding]) -> bool | None:
+    """Return whether the line starts, or None if a flag may be misspelled or no rules are known."""
     if any(finding.is_refusal for finding in findings):
         return False
     return None if line.near_names or line.launch.launcher not in MEGATRON else True

@@ -1,6 +1,6 @@
-"""The launch that a command starts, as its trainer reads the flags.
+"""Settings of the launch that a command starts, as its trainer parses the flags.
 
-Only full names match, as in Megatron-LM (`allow_abbrev=False`). Unknown flags are unchecked.
+Only full names match, as in Megatron-LM (`allow_abbrev=False`). Unknown flags are ignored.
 """
 
 import re
@@ -27,15 +27,15 @@ from omnibal.trainers.lint.flags import (
 )
 from omnibal.trainers.lint.launch_settings import Launch, Launcher
 from omnibal.trainers.lint.other_trainers import PROGRAMS
-from omnibal.trainers.lint.script import UNKNOWN, Command, read_script, show_unknown
+from omnibal.trainers.lint.script import UNKNOWN, ScriptCommand, read_script, show_unknown
 
 _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
 _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
+# ms-swift's programs, with defaults for all sizes: their lines may have no known flag.
 _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
-"""ms-swift's programs, with defaults for all sizes."""
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
-_OF_LOONGFORGE = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
-_MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
+_LOONGFORGE_FLAGS = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
+_NEEDED_FLAGS = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)  # their values must be known
 
 
 def read_launch(
@@ -45,43 +45,43 @@ def read_launch(
     gpus: int | None = None,
     line_number: int | None = None,
 ) -> Launch:
-    """Read a command, flags alone, overrides of a Bridge recipe, or a script with a launch line.
+    """Parse a command, only flags, overrides of a Bridge recipe, or a script with a launch line.
 
-    The variables of `given`, `launcher` and `gpus` override the text's own. A script with several
-    launch lines needs the `line_number` of one.
+    Variables in `given`, `launcher` and `gpus` override the text's. `line_number` selects one of
+    several launch lines of a script.
     """
     command = _launch_command(read_script(text, given), line_number)
     flags, environment = read_flags(command.words), command.environment
     by_name = {canonical(name): value for name, value in flags.items()}
-    _check_known(by_name)
+    _check_values_known(by_name)
     launcher = launcher or _launcher_of(command.words, flags, by_name)
     settings = {**DEFAULTS.get(launcher, {}), **by_name}
     # Processes per node, if given, times nodes (default 1).
-    a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
-    nodes = _count(by_name.get("nnodes") or environment.get("NNODES") or "1")
-    told_gpus = None if a_node is None or nodes is None else a_node * nodes
-    if "num-gpus" in by_name:
-        told_gpus = _count(by_name["num-gpus"])
+    a_node = _read_device_count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
+    nodes = _read_device_count(by_name.get("nnodes") or environment.get("NNODES") or "1")
+    launched_gpus = None if a_node is None or nodes is None else a_node * nodes
+    if "num-gpus" in by_name:  # of Bridge's recipe runner
+        launched_gpus = _read_device_count(by_name["num-gpus"])
     return Launch.model_validate(
         {
             **_fields(settings),
             "launcher": launcher,
             "flags": {name: value and show_unknown(value) for name, value in flags.items()},
-            "gpus": gpus or told_gpus,
+            "gpus": gpus or launched_gpus,
             "environment": {name: show_unknown(value) for name, value in environment.items()},
             "unknown": tuple(dict.fromkeys(UNKNOWN.findall(" ".join(command.words)))),
         }
     )
 
 
-def _launch_command(commands: Sequence[Command], line_number: int | None) -> Command:
+def _launch_command(commands: Sequence[ScriptCommand], line_number: int | None) -> ScriptCommand:
     """Return the script's only command with Megatron flags."""
     for command in commands[1:]:
         if re.match(r"--?[A-Za-z]", command.words[0]):
             raise UserError(
-                f"line {command.line} begins with a flag, {show_unknown(command.words[0])}, and is "
-                "no part of the command above it, whose lines must all end in a backslash, without "
-                "a blank behind it and without a comment: correct it"
+                f"line {command.line} begins with flag {show_unknown(command.words[0])} and does "
+                "not continue the line above; end that line with a backslash, without blanks or a "
+                "comment behind it"
             )
     launches = [command for command in commands if _is_launch(command)]
     chosen = [command for command in launches if line_number in (None, command.line)]
@@ -91,23 +91,23 @@ def _launch_command(commands: Sequence[Command], line_number: int | None) -> Com
         flags = [word for command in commands for word in command.words if word.startswith("--")]
         given = f" among {show_unknown(joined_words(flags[:3]))}" if flags else ""
         raise UserError(
-            f"the launch line has no flag of a Megatron trainer that is known{given}, such as "
+            f"the launch line has no known flag of a Megatron trainer{given}, such as "
             "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
-            "the path of a script with one, or flags alone"
+            "the path of a script, or flags"
         )
     lines = joined_words([str(command.line) for command in launches])
     if len(launches) == 1:
         raise UserError(
-            f"--line-number {line_number}: the one launch line is on line {lines}; leave it out"
+            f"--line-number {line_number}: the only launch line is line {lines}; leave it out"
         )
     choice = "none was" if line_number is None else f"line {line_number} was"
     raise UserError(
         f"the script has {len(launches)} launch lines, on lines {lines}, and {choice} chosen; "
-        "one at a time is judged: choose it with --line-number"
+        "choose one with --line-number"
     )
 
 
-def _is_launch(command: Command) -> bool:
+def _is_launch(command: ScriptCommand) -> bool:
     if command.words[0] in ("echo", "printf"):
         return False
     names = set(map(canonical, read_flags(command.words)))
@@ -115,38 +115,39 @@ def _is_launch(command: Command) -> bool:
     return has_flag or _SWIFT.search(" ".join(command.words)) is not None
 
 
-def _check_known(by_name: Mapping[str, str | None]) -> None:
-    """Raise for unknown variables in sizes or switches."""
-    asked: dict[str, str] = {}
+def _check_values_known(by_name: Mapping[str, str | None]) -> None:
+    """Raise if a size or a switch has a variable that the script does not set."""
+    uses: dict[str, str] = {}  # first flag that needs a variable
     for name, text in by_name.items():
+        # A variable behind a switch is not its value, but further flags: `--sequence-parallel $X`.
         is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
-        if name in _MARKED and not is_followed:
+        if name in _NEEDED_FLAGS and not is_followed:
             for variable in UNKNOWN.findall(text or ""):
-                asked.setdefault(variable, f"--{name} {show_unknown(text or '')}")
-    if asked:
+                uses.setdefault(variable, f"--{name} {show_unknown(text or '')}")
+    if uses:
         raise UserError(
-            f"values are not known ({'; '.join(list(asked.values())[:3])}: the script does not set "
-            "them); sizes and switches must be: give "
-            f"{' '.join(f'--set {name}=VALUE' for name in asked)}"
+            f"values are not known ({'; '.join(list(uses.values())[:3])}: the script does not set "
+            "them), and sizes and switches must be: give "
+            f"{' '.join(f'--set {name}=VALUE' for name in uses)}"
         )
 
 
 def _launcher_of(
     words: Sequence[str], flags: Mapping[str, str | None], by_name: Mapping[str, str | None]
 ) -> Launcher:
-    """Infer the trainer from the program, then the style of flags."""
+    """Return the trainer by the program, else by the style of flags."""
     program = " ".join(word for word in words if not word.startswith("-"))
     if _DEEPSPEED.search(program):
         raise UserError(
-            "`swift sft` starts ms-swift's DeepSpeed back end, which has no Megatron flags; "
-            "`megatron sft` starts the other: give a launch line of that"
+            "`swift sft` starts ms-swift's DeepSpeed back end, which has no Megatron flags; give a "
+            "launch line of `megatron sft`"
         )
     for launcher, pattern in PROGRAMS.items():
         if pattern.search(program):
             return launcher
     if _SWIFT.search(program):
         return Launcher.MS_SWIFT
-    if _OF_LOONGFORGE & by_name.keys() or "loongforge" in program.lower():
+    if _LOONGFORGE_FLAGS & by_name.keys() or "loongforge" in program.lower():
         return Launcher.LOONGFORGE
     is_bridge = _BRIDGE_PROGRAM.search(program) or any(map(is_override, flags))
     if is_bridge or any(name in SHORT and f"-{name}" in words for name in flags):
@@ -156,15 +157,16 @@ def _launcher_of(
     return Launcher.MS_SWIFT if underscored and not has_program else Launcher.MEGATRON_LM
 
 
-def _count(text: str | None) -> int | None:
-    """Return the first number of a value, or None, as for `auto`."""
+def _read_device_count(text: str | None) -> int | None:
+    """Return the number of devices or nodes in a value, or None, as for `auto`."""
+    # The program follows the last flag of torchrun: only the first word is its value.
     first = (text or "").split()[:1]
     count = whole_number(first[0]) if first else None
     return count if count is not None and 1 <= count <= MAX_DEVICES else None
 
 
 def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
-    """Return fields of `Launch` that flags set, by normalised name."""
+    """Return the fields of `Launch` that flags set."""
     given = {name: text for name, text in settings.items() if not is_nothing(text)}
     fields: dict[str, object] = {}
     for name, text in given.items():

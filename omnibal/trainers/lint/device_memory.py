@@ -1,20 +1,4 @@
-"""Memory of a device as a monitor sees it: torch's allocations plus overheads.
-
-Blocks reserved by torch's allocator but idle at the peak (`torch.cuda.memory_reserved`):
-
-* the word embedding's gradient comes after all other memory of a micro-batch is freed, in pieces
-  too small for it: its block has no other use;
-* numbers of routed rows differ by layer and micro-batch, so blocks are poorly reused, such as
-  the copies in Megatron-core's `token_dispatcher.py` (sorted to ranks, received, sorted to
-  experts; output, sorted back, returned), with one kept per layer;
-* fragmentation: half a GiB and a share of the passes' memory by trainer, a tenth and both set by
-  eight-GPU jobs of Megatron-LM (SimuMax v1.2), which these rules meet within 1 % of reserved
-  memory (docs/costs.md).
-
-Outside torch: the CUDA context with its kernels, and NCCL's buffers per communication group
-(544 MiB for two ranks, 688 for more, NVIDIA/nccl#964) and per peer of an all-to-all
-(`ClusterConfig.peer_bytes`).
-"""
+"""Memory of a device as in nvidia-smi: tensors, idle blocks of torch's allocator, CUDA, NCCL."""
 
 from collections.abc import Sequence
 
@@ -30,23 +14,22 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
 
-_LEFT_GIB = 0.5
-_CONTEXT_GIB = 0.5
-_PAIR_MIB, _GROUP_MIB = 544, 688
-"""NCCL buffers per group of two and of more ranks, NVIDIA/nccl#964."""
-_COPIES = 5
-"""Transient copies of routed rows per MoE layer."""
+# Set by eight-GPU jobs of Megatron-LM (SimuMax v1.2), as is the share of the passes' memory
+# (`RuntimeOptions.fragmentation`): they meet reserved memory within 1 % (docs/costs.md).
+_FRAGMENTED_GIB = 0.5
+_CONTEXT_GIB = 0.5  # CUDA context with its kernels
+_PAIR_MIB, _GROUP_MIB = 544, 688  # NCCL buffers per group of two and of more ranks, NVIDIA/nccl#964
+# Copies in Megatron-core's `token_dispatcher.py`, besides the one kept per layer: sorted to ranks,
+# received, sorted to experts; output, sorted back, returned.
+_ROUTED_COPIES = 5
 
 
 class DeviceMemory(Frozen):
     """Peak memory of one device of a stage."""
 
-    allocated_gib: float
-    """As `torch.cuda.max_memory_allocated`."""
-    reserved_gib: float
-    """As `torch.cuda.max_memory_reserved`."""
-    device_gib: float
-    """Total memory in use, as in nvidia-smi."""
+    allocated_gib: float  # as `torch.cuda.max_memory_allocated`
+    reserved_gib: float  # as `torch.cuda.max_memory_reserved`
+    device_gib: float  # total memory in use, as in nvidia-smi
 
 
 def device_memories(
@@ -56,9 +39,9 @@ def device_memories(
     workload: Workload,
     tensors: Sequence[StageMemory],
 ) -> tuple[DeviceMemory, ...]:
-    """Return the memory of a device of every stage, without libraries' buffers on a CPU.
+    """Return the memory of a device of every stage, on a CPU without libraries' buffers.
 
-    `tensors` are predicted peaks by stage, with expert-parallel peers' buffers.
+    `tensors` are predicted peaks by stage. They include buffers of expert-parallel peers.
     """
     cost, on_cpu = job.cost_of_all(levels), "CPU" in job.cluster.device
     embed = cost.units[LANGUAGE_EMBED].trained_parameters * cost.rates.weight_bytes
@@ -74,8 +57,13 @@ def device_memories(
         reserved_gib = allocated_gib + job.trainer.runtime.fragmentation * passes_gib
         outside_gib = 0.0
         if not on_cpu:
-            rows = _COPIES * max((size for name, size in routed.items() if name in held), default=0)
-            reserved_gib += _LEFT_GIB + (embed * (LANGUAGE_EMBED in held) + rows) / GIB
+            # Numbers of routed rows differ by layer and micro-batch, so their blocks are poorly
+            # reused. The word embedding's gradient comes when all other memory is free, but in
+            # pieces too small for it: its block has no other use.
+            rows = _ROUTED_COPIES * max(
+                (size for name, size in routed.items() if name in held), default=0
+            )
+            reserved_gib += _FRAGMENTED_GIB + (embed * (LANGUAGE_EMBED in held) + rows) / GIB
             outside_gib = _CONTEXT_GIB + _groups_gib(job, levels, with_experts) + peers_gib
         memories.append(
             DeviceMemory(
@@ -88,10 +76,10 @@ def device_memories(
 
 
 def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
-    """Return bytes of the largest micro-batch's routed rows by layer kind, or empty without EP."""
+    """Return bytes of the largest micro-batch's routed rows by layer kind, empty without EP."""
     if job.parallel.expert == 1:
         return {}
-    largest = workload.features.max(axis=0)
+    largest = workload.features.max(axis=0)  # [features]
     kept = kept_lines(job.pipeline_model, job.parallel, job.precision)
     return {
         name: float(tensor.bytes @ largest[: len(tensor.bytes)])
@@ -102,7 +90,6 @@ def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
 
 
 def _groups_gib(job: JobSpec, levels: Sequence[Level], with_experts: bool) -> float:
-    """Return NCCL buffers of a rank's groups, without expert peers' buffers."""
     sizes, peers_mib = job.parallel, 0.0
     ranks = [sizes.tensor, sizes.pipeline, sizes.data]
     if sizes.tensor > 1 or sizes.pipeline > 1:
@@ -110,7 +97,7 @@ def _groups_gib(job: JobSpec, levels: Sequence[Level], with_experts: bool) -> fl
     if with_experts and sizes.expert > 1:
         ranks.append(sizes.expert_data)
     for level in levels:
-        if level.exchange is ContextExchange.HEADS:
+        if level.exchange is ContextExchange.HEADS:  # all-to-all: buffers per peer
             peers_mib += (level.context - 1) * job.cluster.peer_bytes / 2**20
         else:
             ranks.append(level.context)

@@ -10,10 +10,10 @@ from typing import Any
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.trainers.lint.launch_settings import Launch, Launcher
-from omnibal.trainers.lint.other_trainers import DEFAULTS as OTHER_DEFAULTS
-from omnibal.trainers.lint.other_trainers import NAMES, PLAIN
+from omnibal.trainers.lint.other_trainers import NAMES, OTHER_DEFAULTS, PLAIN
 from omnibal.trainers.lint.script import UNKNOWN
 
+# Short flags of Megatron-Bridge's recipe runner, and long names.
 SHORT = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -26,12 +26,9 @@ SHORT = {
     "sl": "seq_length",
     "ng": "num_gpus",
 }
-"""Short flags of Megatron-Bridge's recipe runner, and long names."""
-_SECTIONS = (
-    *("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "scheduler"),
-    *("mixed_precision", "comm_overlap"),
+_BRIDGE_SECTIONS = frozenset(  # of a recipe's configuration
+    "model train dataset ddp optimizer checkpoint scheduler mixed_precision comm_overlap".split()
 )
-"""Sections of a Bridge recipe's configuration with overridable fields."""
 _OVERRIDE = re.compile(
     r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft|"
     rf"{PLAIN.pattern})=(.*)",
@@ -41,16 +38,16 @@ _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 
 
 def canonical(name: str) -> str:
-    """Normalise a flag's name."""
+    """Return a flag's name with dashes, without section, as Megatron-LM spells it."""
     name = NAMES.get(name, name)
-    section, _, rest = name.partition(".")
-    if section in _SECTIONS and rest and "." not in rest:
-        name = rest
+    section, _, field = name.partition(".")
+    if section in _BRIDGE_SECTIONS and field and "." not in field:
+        name = field
     return SHORT.get(name, name).replace("_", "-")
 
 
 def read_flags(words: Sequence[str]) -> dict[str, str | None]:
-    """Return a command's flags and overrides by name; unknown words are values of a prior flag."""
+    """Return a command's flags and overrides by name; other words are values of the last flag."""
     flags: dict[str, str | None] = {}
     last: str | None = None
     for word in words:
@@ -60,6 +57,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str | None]:
         elif flag is not None:
             flags[flag[1]] = flag[2]
             last = None if flag[2] is not None else flag[1]
+        # A variable behind a value may be further flags.
         elif last is not None and not (UNKNOWN.fullmatch(word) and flags[last] is not None):
             before = flags[last]
             if before is not None and word.endswith(".py"):  # torchrun's flags end at the program
@@ -70,7 +68,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str | None]:
 
 
 def flag_of(launch: Launch, name: str) -> str:
-    """Return a flag of Megatron-LM, such as `seq-length`, as the line's trainer spells it."""
+    """Return a flag of Megatron-LM, such as `seq-length`, in the spelling of the line's trainer."""
     if launch.launcher is Launcher.MS_SWIFT:
         name = name.replace("seq-length", "max-length").replace("-", "_")
         return f"--{name}{' true' if name == 'sequence_parallel' else ''}"
@@ -78,39 +76,40 @@ def flag_of(launch: Launch, name: str) -> str:
         return f"--{name}"
     field = name.replace("-", "_")
     is_short = SHORT.keys() & launch.flags.keys() or not any(map(is_override, launch.flags))
-    for short in (short for short, long in SHORT.items() if is_short and long == field):
+    short = next((short for short, long in SHORT.items() if is_short and long == field), None)
+    if short is not None:
         return f"-{short}"
     section = "train" if "batch" in name else "model"
     return f"{section}.{field}={'True' if field == 'sequence_parallel' else 'N'}"
 
 
 def is_override(name: str) -> bool:
-    """Return whether the name is a Bridge recipe override, such as `model.x`."""
-    return name.partition(".")[0] in _SECTIONS and "." in name
+    """Return whether the name is an override of a Bridge recipe, such as `model.x`."""
+    return name.partition(".")[0] in _BRIDGE_SECTIONS and "." in name
 
 
 def whole_number(text: str) -> int | None:
-    """Parse a whole number of at most 12 digits, or return None."""
+    """Return a whole number of at most 12 digits, or None for other text."""
     return int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", text) else None
 
 
 def _read_whole(name: str, text: str | None) -> int:
     number = None if text is None else whole_number(text)
     if number is None:
-        raise UserError(f"{name} {text or 'without a value'}: must be a whole number; correct it")
+        raise UserError(f"{name} must be a whole number, got {text or 'no value'}; correct it")
     return number
 
 
 def read_positive(name: str, text: str | None) -> int:
-    """Parse a size."""
+    """Return a size of at least 1."""
     value = _read_whole(name, text)
     if not 1 <= value <= MAX_COUNT:
-        raise UserError(f"{name} {value}: must be from 1 to {MAX_COUNT:,}; correct it")
+        raise UserError(f"{name} must be from 1 to {MAX_COUNT:,}, got {value}; correct it")
     return value
 
 
 def is_on(text: str | None) -> bool:
-    """Return whether a switch is on: without a value, or with a true value."""
+    """Return whether a switch is on: without a value, or with any but a false one."""
     return text is None or text.strip().lower() not in ("false", "0", "no", "off", "none", "null")
 
 
@@ -119,17 +118,17 @@ def _read_switch(name: str, text: str | None) -> bool:
 
 
 def read_numbers(name: str, text: str | None) -> tuple[int, ...]:
-    """Parse whole numbers between commas."""
+    """Return whole numbers separated by commas."""
     return tuple(_read_whole(name, part) for part in (text or "").split(",") if part.strip())
 
 
 def _read_one_of(*words: str) -> Callable[[str, str | None], str | None]:
-    """Return a reader of an enumerated value: None for unknown words, reported by a rule."""
+    # None for other words: a rule reports them.
     return lambda name, text: text if text in words else None
 
 
 def split_words(text: str | None) -> tuple[str, ...]:
-    """Split a list value: `a b`, `a,b` or `[a,b]`."""
+    """Return the words of a list value: `a b`, `a,b` or `[a,b]`."""
     return tuple(re.findall(r"[^\s,\[\]'\"]+", text or ""))
 
 
@@ -140,6 +139,7 @@ def _read_layout(name: str, text: str | None) -> str | tuple[tuple[str, ...], ..
 
 
 Read = Callable[[str, str | None], Any]
+# Field of `Launch` and reader of each flag.
 FIELDS: Mapping[str, tuple[str, Read]] = {
     "tensor-model-parallel-size": ("tensor", read_positive),
     "pipeline-model-parallel-size": ("pipeline", read_positive),
@@ -169,12 +169,10 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
     "global-batch-size": ("global_batch", read_positive),
     "mtp-num-layers": ("prediction_layers", _read_whole),
 }
-"""Field of `Launch` and reader of each flag."""
 SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _read_switch)
-"""Flags that need no value."""
+# Flags for the tokens of a sample or a pack, by precedence.
 LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
-"""Flags for the tokens of a sample or a pack, by precedence."""
-FROZEN = {
+FROZEN = {  # part frozen by a switch
     "freeze-llm": "language",
     "freeze-vit": "vision",
     "freeze-aligner": "projector",
@@ -187,8 +185,8 @@ FROZEN = {
     "model.image-encoder.freeze": "vision",
     "model.image-projector.freeze": "projector",
 }
-"""Part frozen by a switch."""
 DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
+    # ms-swift 4.6.0, megatron_args.py:470-504.
     Launcher.MS_SWIFT: {
         "micro-batch-size": "1",
         "global-batch-size": "16",
@@ -198,7 +196,6 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
     },
     **OTHER_DEFAULTS,
 }
-"""Trainers' own defaults of flags (ms-swift 4.6.0, megatron_args.py:470-504)."""
 
 
 def is_nothing(text: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""A launch line with its model: the quantities that rules check."""
+"""A launch line with its model, and quantities derived from both."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +11,7 @@ from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layer_kinds import LinearAttention
 from omnibal.model.levels import ContextExchange
-from omnibal.trainers.export.layout import Layout, LayoutError, parse_layout
+from omnibal.trainers.export.layout import LayoutError, PPLayout, parse_layout
 from omnibal.trainers.lint.flags import (
     FIELDS,
     FROZEN,
@@ -24,9 +24,8 @@ from omnibal.trainers.lint.flags import (
 )
 from omnibal.trainers.lint.launch_settings import MEGATRON, Launch, Launcher
 
-_NEAR = 0.9
-"""Min similarity of flag names, from 0 to 1, for a suggestion: none in the published lines."""
-SIZE_FLAGS: Mapping[str, str] = {
+_MIN_SIMILARITY = 0.9  # of flag names, for a suggestion; none of the published lines gets one
+SIZE_FLAGS: Mapping[str, str] = {  # flag of each model size
     "num-layers": "layers",
     "hidden-size": "hidden",
     "num-attention-heads": "heads",
@@ -34,28 +33,24 @@ SIZE_FLAGS: Mapping[str, str] = {
     "num-experts": "experts",
     "num-moe-experts": "experts",
 }
-"""Model size set by a flag, overriding the model's."""
-RECIPES = ("recipe", "model-recipe-name", "mr")
-"""Flags that name a Megatron-Bridge recipe."""
+RECIPES = ("recipe", "model-recipe-name", "mr")  # flags that name a Megatron-Bridge recipe
 _MODEL_FLAGS = {Launcher.MS_SWIFT: ("model",), Launcher.MEGATRON_BRIDGE: RECIPES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Language model sizes that flags may set."""
+    """Sizes of the language model that flags may set."""
 
     layers: int
     hidden: int
     heads: int
-    query_groups: int
-    """Heads of k and v; equal to heads with latent attention."""
-    experts: int
-    """Routed experts of a layer, or 0."""
+    query_groups: int  # heads of k and v; equal to heads with latent attention
+    experts: int  # routed experts of a layer, or 0
 
 
 @dataclass(frozen=True)
-class Line:
-    """A launch and the language model that it names, with derived quantities."""
+class LaunchLine:
+    """A launch with its language model."""
 
     launch: Launch
     language: LanguageConfig
@@ -67,14 +62,14 @@ class Line:
 
     @property
     def near_names(self) -> Mapping[str, str]:
-        """Return unread flags with a similar known name."""
+        """Probably misspelled flags, with the known name."""
         known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
         others = [name for name in self.flags if name not in known]
-        near = {name: get_close_matches(name, known, 1, _NEAR) for name in others}
+        near = {name: get_close_matches(name, known, 1, _MIN_SIMILARITY) for name in others}
         return {name: names[0] for name, names in near.items() if names}
 
     def on(self, name: str, default: bool = False) -> bool:
-        """Return whether a switch is on, or the default if not given."""
+        """Return whether a switch is on."""
         return is_on(self.flags[name]) if name in self.flags else default
 
     def text(self, *names: str) -> str | None:
@@ -108,7 +103,7 @@ class Line:
 
     @property
     def other_sizes(self) -> dict[str, tuple[int, int]]:
-        """Sizes with different values in flags and model, in this order."""
+        """Sizes that flags change: (built, model's) by name."""
         built, model = asdict(self.sizes), asdict(self.model_sizes)
         return {size: (built[size], model[size]) for size in built if built[size] != model[size]}
 
@@ -124,17 +119,17 @@ class Line:
 
     @property
     def grid(self) -> int:
-        """Ranks per model replica: tensor x pipeline x context."""
+        """Ranks per replica of the model: tensor x pipeline x context size."""
         return self.launch.tensor * self.launch.pipeline * self.launch.context
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Words of `--cp-comm-type` or its default: a word for all layers, or per layer."""
+        """Words of `--cp-comm-type`: one for all layers, or one per layer."""
         return split_words(self.text("cp-comm-type")) or ("p2p",)
 
     @property
     def exchange(self) -> ContextExchange:
-        """CP exchange: heads if every layer does, else keys and values."""
+        """Exchange to predict: heads if all layers exchange heads, else keys and values."""
         is_heads = set(self.exchanges) == {"a2a"}
         return ContextExchange.HEADS if is_heads else ContextExchange.GATHER
 
@@ -145,14 +140,14 @@ class Line:
 
     @property
     def expert_tensor(self) -> int:
-        """Expert tensor size, by default the trainer's."""
+        """Expert tensor size, with the trainer's default."""
         inherits = MEGATRON - {Launcher.MS_SWIFT}
         default = self.launch.tensor if self.launch.launcher in inherits else 1
         return self.launch.expert_tensor or default
 
     @property
     def expert_grid(self) -> int:
-        """Ranks per copy of the experts: expert tensor x expert x pipeline."""
+        """Ranks per replica of the experts: expert tensor x expert x pipeline size."""
         return self.expert_tensor * self.launch.expert * self.launch.pipeline
 
     @property
@@ -167,43 +162,45 @@ class Line:
         launch = self.launch
         if self.data is None or launch.micro_batch is None:
             return None
-        at_once = launch.micro_batch * self.data
+        at_once = launch.micro_batch * self.data  # samples of a micro-batch, over all ranks
+        # nanotron's flag, in place of a global batch.
         if (of_rank := self.number("tokens.batch-accumulation-per-replica")) is not None:
             return of_rank
         steps = launch.global_batch or at_once
         return None if steps % at_once else steps // at_once
 
     @cached_property
-    def layout(self) -> Layout | LayoutError | None:
-        """Return the given layout, an error, or None without a layout."""
+    def layout(self) -> PPLayout | LayoutError | None:
+        """The parsed layout, its error, or None without a layout."""
         if self.launch.layout is None:
             return None
         try:
-            whole = parse_layout(self.launch.layout, 1)
+            layout = parse_layout(self.launch.layout, 1)
         except LayoutError as error:
             return error
-        chunks, stages = whole.chunks, self.launch.pipeline
-        return whole if len(chunks) % stages else Layout(pipeline=stages, chunks=chunks)
+        # One stage if chunks do not divide: a rule reports that.
+        chunks, stages = layout.chunks, self.launch.pipeline
+        return layout if len(chunks) % stages else PPLayout(pipeline=stages, chunks=chunks)
 
     @property
     def layers_to_split(self) -> int:
-        """Layers split evenly over stages, with embedding and loss if counted."""
+        """Layers to split evenly over stages; embedding and loss may count as layers."""
         launch = self.launch
         return self.sizes.layers + launch.account_for_embedding + launch.account_for_loss
 
     @property
     def is_plain(self) -> bool:
-        """Whether no flag asks for an uneven split."""
+        """Whether no flag sets an uneven split."""
         launch = self.launch
         uneven = (launch.first_layers, launch.last_layers, launch.layout, launch.layers_by_stage)
         return all(given is None for given in uneven)
 
     @property
     def virtual(self) -> int | None:
-        """Chunks per stage, or None if 1 or unknown."""
+        """Chunks per stage, or None for one or an unknown number."""
         launch, stages = self.launch, self.launch.pipeline
         chunks = launch.virtual
-        if isinstance(self.layout, Layout):
+        if isinstance(self.layout, PPLayout):
             chunks = self.layout.virtual if self.layout.pipeline == stages else None
         elif launch.layers_per_virtual_stage is not None:
             chunks = self.layers_to_split // stages // launch.layers_per_virtual_stage
@@ -211,23 +208,23 @@ class Line:
 
     @property
     def chunk_group(self) -> int:
-        """Micro-batch group size per virtual stage."""
+        """Micro-batches that a chunk runs before the next chunk's turn; by default the stages."""
         name = "microbatch-group-size-per-{}-stage".format
         given = map(self.number, (name("virtual-pipeline"), name("vp")))
         return next(filter(None, given), self.launch.pipeline)
 
 
 def named_models(launch: Launch) -> list[str]:
-    """Return names of the model in a line: ms-swift's model, or a Bridge recipe."""
+    """Return names of a line's model: ms-swift's model, or a Bridge recipe."""
     given = {canonical(name): text for name, text in launch.flags.items()}
     return [text for flag in _MODEL_FLAGS.get(launch.launcher, ()) if (text := given.get(flag))]
 
 
-def line_of(launch: Launch, model: ModelConfig) -> Line:
-    """Combine a launch with its model; raise for sizes of flags that no model has."""
-    line = Line(launch, model.language)
+def line_of(launch: Launch, model: ModelConfig) -> LaunchLine:
+    """Return a launch with its model; raise for sizes of flags that no model has."""
+    line = LaunchLine(launch, model.language)
     for name in SIZE_FLAGS:
-        most, size = MAX_LAYERS if name == "num-layers" else MAX_COUNT, line.number(name)
-        if size is not None and not 0 <= size <= most:
-            raise UserError(f"--{name} {size}: must be at most {most:,}; correct it")
+        limit, size = MAX_LAYERS if name == "num-layers" else MAX_COUNT, line.number(name)
+        if size is not None and not 0 <= size <= limit:
+            raise UserError(f"--{name} must be at most {limit:,}, got {size}; correct it")
     return line

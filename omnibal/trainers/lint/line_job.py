@@ -1,4 +1,4 @@
-"""The job of a launch line; parts without costs here are replaced and noted."""
+"""The job that predicts a launch line; parts without costs are replaced and noted."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -38,41 +38,34 @@ from omnibal.steps.steps import Steps, deal_steps, size_load
 from omnibal.trainers.lint.adapter_flags import adapters_of_line, is_adapter
 from omnibal.trainers.lint.flags import flag_of
 from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
-from omnibal.trainers.lint.line import Line
-from omnibal.trainers.lint.loongforge import LOONGFORGE
+from omnibal.trainers.lint.line import LaunchLine
+from omnibal.trainers.lint.loongforge import LOONGFORGE_TRAINER
 from omnibal.trainers.lint.low_precision import precision_of
 from omnibal.trainers.lint.other_trainers import TRAINERS
 from omnibal.trainers.lint.sharding import ZeroStage, weight_shards, zero_stage
 from omnibal.trainers.lint.split import layers_by_chunk
 from omnibal.trainers.lint.unmodelled_flags import cuts_samples, notes_on
 
-_IN_GRAPHS = 0.1
-"""Time of the host with CUDA graphs, relative to launching every kernel (assumed)."""
-EVERY = 10**6
-"""All layers: more than any stage has."""
+_GRAPH_HOST_SLOWDOWN = 0.1  # of host time per kernel with CUDA graphs (assumed)
+ALL_LAYERS = 10**6  # more than any stage has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LineJob:
     """A line's job, micro-batches and stages."""
 
-    line: Line
+    line: LaunchLine
     job: JobSpec
-    levels: tuple[Level, ...]
-    """The single context-parallel level, or empty without context parallelism."""
+    levels: tuple[Level, ...]  # one, with the line's context-parallel size
     packs: ScheduledPacks
     lengths: Lengths
     has_samples: bool
     workload: Workload
-    layers: tuple[tuple[int, ...], ...]
-    """Language model layers by stage and chunk."""
-    parts: tuple[Stage, ...]
-    """All chunks in model order with recomputation, or stages if chunks cannot be simulated."""
-    schedule: PipelineSchedule
-    """Interleaved 1F1B if stages have several chunks that can be simulated."""
+    layers: tuple[tuple[int, ...], ...]  # of the language model, [stages][chunks]
+    parts: tuple[Stage, ...]  # chunks in model order, or stages if chunks cannot be simulated
+    schedule: PipelineSchedule  # interleaved if several chunks are simulated, else 1F1B
     kind: JobKind
-    notes: tuple[str, ...]
-    """Parts of the line that are not counted, or approximated."""
+    notes: tuple[str, ...]  # parts of the line that are approximated or not counted
 
     @property
     def has_all_chunks(self) -> bool:
@@ -80,35 +73,36 @@ class LineJob:
         return self.schedule.chunks == len(self.layers[0])
 
     def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
-        """Return the line's job with other parts and schedule."""
+        """Return a plan of the line's job with other parts and schedule."""
         return self.job.plan(schedule=schedule, stages=tuple(parts), data=None)
 
 
 def make_line_job(
-    line: Line,
+    line: LaunchLine,
     model: ModelConfig,
     cluster: ClusterConfig,
     samples: Lengths | None,
     image_share: float,
     sample_tokens: int | None = None,
 ) -> LineJob:
-    """Make the job of a valid line.
+    """Return the job of a valid line.
 
-    `samples` is a dataset, or None for mock samples of `sample_tokens` tokens (None: one fills a
-    pack of the line's sequence length), `image_share` of them from images.
+    Samples are those of a dataset, or mock samples of `sample_tokens` tokens (by default the line's
+    sequence length), `image_share` of them from images.
     """
     _check_predictable(line)
     launch, is_bridge = line.launch, line.launch.launcher is Launcher.MEGATRON_BRIDGE
     length, micro_batch = launch.sequence_length or 1, launch.micro_batch or 1
-    packed = max(length // min(sample_tokens or length, length), 1)
+    packed = max(length // min(sample_tokens or length, length), 1)  # mock samples per pack
     precision, fp8 = precision_of(line)
-    trainers = {**TRAINERS, Launcher.LOONGFORGE: LOONGFORGE}
+    trainers = {**TRAINERS, Launcher.LOONGFORGE: LOONGFORGE_TRAINER}
     trainer = trainers.get(launch.launcher) or TARGETS[TargetName(launch.launcher.value)]
     # Multi-token prediction: Bridge recipes default to the released model's, others to no layers.
     predicted = launch.prediction_layers
     if predicted is None:
         predicted = model.language.prediction_layers if is_bridge else 0
     trained = model.with_tower(LANGUAGE, prediction_layers=predicted)
+    # Mock samples, or padding to capacity, load experts evenly.
     if samples is None or line.on("moe-pad-expert-input-to-capacity"):
         trained = with_imbalance(trained, 1.0)
     job = JobSpec(
@@ -127,14 +121,14 @@ def make_line_job(
         ),
     )
     caps = _caps(line, job.model, samples, image_share, packed)
-    levels, packs, lengths = _micro_batches(line, job, samples, caps, packed * micro_batch)
+    levels, packs, lengths = _make_micro_batches(line, job, samples, caps, packed * micro_batch)
     layers = layers_by_chunk(line)
     if (held := sum(map(sum, layers))) != model.language.layers:
         raise UserError(
             f"the line's stages hold {held} of {model.language.layers} layers: give sizes that "
             "divide them, or a layout"
         )
-    parts, schedule = _parts(line, job.model, layers)
+    parts, schedule = _chunk_parts(line, job.model, layers)
     simulated = schedule.chunks > 1
     return LineJob(
         line=line,
@@ -162,26 +156,25 @@ def make_line_job(
 
 
 def _runtime_on(
-    line: Line, samples: Lengths | None, runtime: RuntimeOptions, sample_tokens: int
+    line: LaunchLine, samples: Lengths | None, runtime: RuntimeOptions, sample_tokens: int
 ) -> RuntimeOptions:
-    """Set the sample length, a token-weighted mean for datasets, which hides the ring exchange."""
+    """Return options with the length of samples, for attention kernels and the ring exchange."""
     if samples is None:
-        # A kernel of attention has a whole sample, but in a ring a rank's part of one.
+        # A kernel of attention has all of a sample, but in a ring only a rank's part.
         parts = line.launch.context if line.exchange is ContextExchange.GATHER else 1
         return runtime.model_copy(update={"sample_tokens": max(sample_tokens // parts, 1)})
     if runtime.ring_tokens is None:
         return runtime
     lengths = samples.tokens.astype(np.float64)
-    of_token = max(int((lengths**2).sum() / max(lengths.sum(), 1)), 1)
-    return runtime.model_copy(update={"ring_tokens": min(of_token, runtime.ring_tokens)})
+    # Weighted by tokens: a ring is hidden by attention, which grows with a sample's square.
+    mean = max(int((lengths**2).sum() / max(lengths.sum(), 1)), 1)
+    return runtime.model_copy(update={"ring_tokens": min(mean, runtime.ring_tokens)})
 
 
-def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
-    """Return the trainer's runtime options by the line's switches.
-
-    Megatron-Bridge recipes overlap communication and fuse the loss by default. Megatron-LM's flags
-    are opt-in. ms-swift's loss is per token, without averaging.
-    """
+def runtime_of(line: LaunchLine, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
+    """Return the trainer's runtime options by the line's switches."""
+    # Megatron-Bridge recipes overlap communication and fuse the loss by default; Megatron-LM's
+    # flags are opt-in; ms-swift's loss is per token, so gradients are summed.
     launch, stage = line.launch, zero_stage(line)
     sharding = {
         "keeps_weights": stage is ZeroStage.GRADIENTS,
@@ -194,7 +187,7 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     plain = line.on("no-bias-swiglu-fusion")
     fused_loss = line.on("cross-entropy-loss-fusion", default=is_bridge)
     in_fp32 = line.on("grad-reduce-in-fp32", default=True)
-    # User buffers have one shape.
+    # User buffers of the overlap have one shape.
     overlap_tensor = line.on("tp-comm-overlap") and not line.on("variable-seq-lengths")
     graphs = line.on("enable-cuda-graph") or line.on("external-cuda-graph")
     has_graphs = graphs or line.text("cuda-graph-impl") is not None
@@ -214,8 +207,8 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         fused_loss=fused_loss,
         kept_logits=1 if fused_loss else 2,
         plain=plain,
-        fragmentation=0.15 if plain else 0.1,
-        host_slowdown=_IN_GRAPHS if has_graphs else 1.0,
+        fragmentation=0.15 if plain else 0.1,  # share of the passes' memory, see device_memory.py
+        host_slowdown=_GRAPH_HOST_SLOWDOWN if has_graphs else 1.0,
         dispatcher=dispatcher or ("flex" if is_bridge else "alltoall"),
         padded_experts=line.on("moe-pad-expert-input-to-capacity"),
         overlap_experts=line.on("overlap-moe-expert-parallel-comm"),
@@ -227,23 +220,23 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     )
 
 
-def _notes_on_job(line: Line, samples: Lengths | None, job: JobSpec) -> Iterator[str]:
+def _notes_on_job(line: LaunchLine, samples: Lengths | None, job: JobSpec) -> Iterator[str]:
     if samples is None and line.sizes.experts:
         yield (
-            "made-up samples are routed evenly: ranks that share out experts have equally many "
-            "tokens; give --lengths for what real ones are planned for"
+            "mock samples are routed evenly over expert-parallel ranks; give --lengths for the "
+            "imbalance planned for real samples"
         )
     is_swift = line.launch.launcher is Launcher.MS_SWIFT
     if is_swift and samples is not None and not line.on("packing"):
         yield (
-            "the line does not pack samples (--packing true), and is predicted as if it did: a "
-            "micro-batch has samples of the sequence length together"
+            "the line does not pack samples (--packing true), and is predicted as if it did: "
+            "samples of a micro-batch together have the sequence length"
         )
     if job.precision == "fp8" and job.model.encoders:
-        yield "layers of encoders are predicted in bf16, whether or not the line has them in FP8"
+        yield "layers of encoders are predicted in bf16, even if the line has them in FP8"
 
 
-def _check_predictable(line: Line) -> None:
+def _check_predictable(line: LaunchLine) -> None:
     """Raise if the line lacks settings for a prediction, or builds another model."""
     launch, other = line.launch, line.other_sizes
     if other:
@@ -255,7 +248,7 @@ def _check_predictable(line: Line) -> None:
     if launch.gpus and line.data is None:
         raise UserError(
             f"{launch.gpus} GPUs are no multiple of tensor x pipeline x context size, {line.grid}: "
-            "correct one of these"
+            "correct the number of GPUs or a size"
         )
     if line.data and launch.global_batch and line.micro_batches is None and launch.micro_batch:
         raise UserError(
@@ -263,6 +256,7 @@ def _check_predictable(line: Line) -> None:
             f"{launch.micro_batch * line.data} samples that {line.data} data-parallel ranks "
             "compute at once: correct it"
         )
+    # Experts with tensor parallelism have costs only with sequence parallelism.
     routes_alone = launch.tensor > 1 and not launch.sequence_parallel and line.sizes.experts
     needed = {
         "seq-length": launch.sequence_length,
@@ -272,34 +266,32 @@ def _check_predictable(line: Line) -> None:
     missing = [] if launch.gpus else ["the number of GPUs (--gpus)"]
     missing += [flag_of(launch, name) for name, value in needed.items() if not value]
     if missing:
-        raise UserError(f"the line does not say {words(missing)}: give these")
+        raise UserError(f"the line does not set {words(missing)}: give them")
 
 
-def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
-    """Return frozen parts; with adapters all but the language model."""
-    parts = model_parts(model)
+def _frozen(line: LaunchLine, model: ModelConfig) -> tuple[str, ...]:
+    parts = model_parts(model)  # adapters freeze all parts but the language model
     if is_adapter(line):
         return tuple(part for part in parts if part != LANGUAGE)
 
-    def frozen_as(part: str) -> str:  # flags that freeze know all encoders as `vision`
+    def flag_part(part: str) -> str:  # freezing flags name all encoders `vision`
         if part == LANGUAGE:
             return part
         return "projector" if part.endswith("projector") else "vision"
 
-    return tuple(part for part in parts if frozen_as(part) in line.launch.frozen)
+    return tuple(part for part in parts if flag_part(part) in line.launch.frozen)
 
 
-def _parallel(line: Line, model: ModelConfig) -> Parallel:
-    """Return parallel sizes, with CP counted in DP."""
+def _parallel(line: LaunchLine, model: ModelConfig) -> Parallel:
     launch = line.launch
     assert line.data is not None
-    data, tensor = line.data * launch.context, launch.tensor
+    data, tensor = line.data * launch.context, launch.tensor  # CP ranks count as DP in a plan
     expert = launch.expert * line.expert_tensor if expert_counts(model) else 1
     if tensor * data % expert or (expert % tensor and tensor % expert):
         raise UserError(
-            f"{expert} ranks that share out experts (expert size {launch.expert} x expert tensor "
-            f"size {line.expert_tensor}) are not predicted for tensor size {tensor} and "
-            f"{data} data-parallel ranks; give --expert-tensor-parallel-size 1 and a size that "
+            f"{expert} expert-parallel ranks (expert size {launch.expert} x expert tensor size "
+            f"{line.expert_tensor}) cannot be predicted for tensor size {tensor} and {data} "
+            "data-parallel ranks; give --expert-tensor-parallel-size 1 and an expert size that "
             "divides, or is a multiple of, the tensor size"
         )
     return Parallel(
@@ -313,7 +305,7 @@ def _parallel(line: Line, model: ModelConfig) -> Parallel:
 
 
 def _caps(
-    line: Line, model: ModelConfig, samples: Lengths | None, image_share: float, packed: int
+    line: LaunchLine, model: ModelConfig, samples: Lengths | None, image_share: float, packed: int
 ) -> Caps:
     """Return caps of a mock sample, or of a dataset's micro-batch."""
     launch = line.launch
@@ -322,30 +314,30 @@ def _caps(
     if samples is not None:
         if cuts_samples(line):
             raise UserError(
-                f"context size {launch.context} cannot be predicted of samples of a dataset "
-                "for this model; leave --lengths out"
+                f"context size {launch.context} cannot be predicted with a dataset for this model; "
+                "leave --lengths out"
             )
         return caps_of_tokens(samples, limited_features(model), tokens * launch.micro_batch)
     others = [tower.feature for tower in model.encoders.values() if not tower.of_images]
     if others:
         raise UserError(
-            f"{model.name} takes {words(others)}, of which made-up samples have none; give "
-            "--lengths"
+            f"{model.name} takes {words(others)}, and mock samples have none; give --lengths"
         )
     return Caps.of(**shape_caps(model, {"tokens": tokens // packed}, image_share))
 
 
-def _micro_batches(
-    line: Line, job: JobSpec, samples: Lengths | None, caps: Caps, size: int
+def _make_micro_batches(
+    line: LaunchLine, job: JobSpec, samples: Lengths | None, caps: Caps, size: int
 ) -> tuple[tuple[Level, ...], ScheduledPacks, Lengths]:
-    """Return micro-batches of a dataset's steps, or of a mock step with `size` samples in one.
+    """Return level, packs and lengths of a dataset's steps, or of a mock step.
 
-    Context-parallel ranks share every pack, as Megatron cuts samples: then the only level says so.
+    A micro-batch of a mock step has `size` samples.
     """
     launch, micro_batches, ranks = line.launch, line.micro_batches, job.parallel.data
     assert micro_batches is not None
     levels: tuple[Level, ...] = (Level(caps=caps),)
     if launch.context > 1 and not cuts_samples(line):
+        # Megatron cuts every pack into 2 x CP parts; a rank gets one from each end.
         of_pack = Caps.of(**{name: caps[name] * size for name in caps.names})
         cut, exchange = CutRule.ZIGZAG, line.exchange
         levels = (Level(caps=of_pack, context=launch.context, cut=cut, exchange=exchange),)
@@ -364,6 +356,7 @@ def _micro_batches(
     )
     packs, lengths = data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
     if size > 1 or not are_plain(levels):
+        # `data_at_caps` makes packs of one sample: join `size` of them.
         count = len(lengths) // size
         steps = Steps(
             packs=Packs.from_lists([range(size * n, size * (n + 1)) for n in range(count)]),
@@ -374,15 +367,18 @@ def _micro_batches(
     return levels, packs, lengths
 
 
-def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
-    """Return stages of these layers with the line's recomputation, all encoders first."""
+def _build_stages(
+    line: LaunchLine, model: ModelConfig, layers: Sequence[Sequence[int]]
+) -> tuple[Stage, ...]:
+    """Return stages of these layers with the line's recomputation, encoders on the first."""
     held = [sum(chunks) for chunks in layers]
     empty = [stage for stage, count in enumerate(held[1:-1], 1) if not count]
     if empty:
         raise UserError(
-            f"stage {empty[0]} holds no layer of the language model; stages that hold nothing "
-            "cannot be predicted: give it one"
+            f"stage {empty[0]} holds no layer of the language model, and an empty stage cannot be "
+            "predicted: give it a layer"
         )
+    # Units before the language layers: encoders, projectors, the word embedding. Behind: the head.
     first = len(unit_spans(model)) - model.language.layers - 1
     cuts = list(accumulate(held[:-1], initial=first))[1:]
     stages = []
@@ -394,45 +390,47 @@ def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> 
     return tuple(stages)
 
 
-def _parts(
-    line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]
+def _chunk_parts(
+    line: LaunchLine, model: ModelConfig, layers: Sequence[Sequence[int]]
 ) -> tuple[tuple[Stage, ...], PipelineSchedule]:
     """Return all chunks in model order and their schedule, or stages if a chunk is empty."""
     chunks = len(layers[0])
     if chunks > 1:
         in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
-        with suppress(UserError):
-            parts = _stages(line, model, in_order)
+        with suppress(UserError):  # of an empty chunk
+            parts = _build_stages(line, model, in_order)
             return parts, PipelineSchedule(name="interleaved", chunks=chunks)
-    return _stages(line, model, layers), ONE_FORWARD_ONE_BACKWARD
+    return _build_stages(line, model, layers), ONE_FORWARD_ONE_BACKWARD
 
 
-def _recompute_number(line: Line, stage: int) -> int:
-    """Return recomputed layers per chunk of a stage."""
+def _recompute_number(line: LaunchLine, stage: int) -> int:
+    """Return the number of recomputed layers per chunk of a stage."""
     launch = line.launch
     if launch.recompute != "full":
         return 0
     if launch.recompute_by_stage is not None:
         return max(0, launch.recompute_by_stage[stage])
-    return EVERY if launch.recompute_method == "uniform" else max(0, launch.recompute_layers or 0)
+    return (
+        ALL_LAYERS if launch.recompute_method == "uniform" else max(0, launch.recompute_layers or 0)
+    )
 
 
-def _encoder_number(line: Line, number: int) -> int:
-    """Return an encoder's recomputed layers, given the stage's number."""
+def _encoder_number(line: LaunchLine, number: int) -> int:
+    """Return the number of an encoder's recomputed layers; `number` is the language model's."""
     launch = line.launch
     if launch.launcher is Launcher.LOONGFORGE:
-        return number  # its configuration of an encoder has the same fields
+        return number  # encoders' configurations have the same fields
     recomputes = launch.recompute_encoders
     if launch.launcher is Launcher.MS_SWIFT and "vit-gradient-checkpointing" not in line.flags:
         recomputes = "vision" not in launch.frozen  # its default, megatron_args.py:856 of 4.6.0
-    return EVERY if recomputes else 0
+    return ALL_LAYERS if recomputes else 0
 
 
 def recompute_first(stage: Stage, of_language: int, of_encoders: int) -> Stage:
-    """Recompute the first layers of each tower: all if it holds fewer."""
+    """Return a stage that recomputes the first min(n, held) layers of each tower."""
     recompute = [
-        Span(tower, again)
+        Span(tower, layers)
         for tower in dict.fromkeys(span.name for span in stage.units if span.layers)
-        if (again := stage.layers(tower)[: of_language if tower == LANGUAGE else of_encoders])
+        if (layers := stage.layers(tower)[: of_language if tower == LANGUAGE else of_encoders])
     ]
     return stage.model_copy(update={"recompute": tuple(recompute)})

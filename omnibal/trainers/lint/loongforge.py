@@ -1,4 +1,4 @@
-"""Limits of LoongForge's trainer, for predictions of its launch lines, and its lists of layers."""
+"""LoongForge's constraints, for predictions of its launch lines, and its flags of layers."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from omnibal.trainers.export.layout import first_layers
 from omnibal.trainers.export.megatron_flags import Flags, flag_lines, plan_layout
 
 _MEGATRON_LM = TARGETS[TargetName.MEGATRON_LM]
-LOONGFORGE = _MEGATRON_LM.model_copy(
+LOONGFORGE_TRAINER = _MEGATRON_LM.model_copy(
     update={
         "name": None,
         "title": "LoongForge",
@@ -26,7 +26,7 @@ def layer_flags(plan: Plan) -> list[str]:
 
 
 def _split_flags(plan: Plan) -> Flags:
-    """Return language model layers by stage, or by chunk in model order, or empty for one stage."""
+    """Return the list of layers by stage, or by chunk in model order; empty for one stage."""
     layout = plan_layout(plan)
     if layout.virtual > 1:
         by_virtual = zip(*layout.layers_by_chunk, strict=True)
@@ -38,9 +38,9 @@ def _split_flags(plan: Plan) -> Flags:
 
 
 def _recompute_flags(plan: Plan) -> Flags:
-    """Return recomputed layers per chunk for each stage. A single stage needs Megatron's number."""
+    """Return the list of recomputed layers per chunk, by stage; for one stage Megatron's number."""
     parts = plan.stages_at(0)
-    # Chunks of a stage share a number for all their towers.
+    # A stage has one number for all its chunks and towers.
     counts = [
         max(first_layers(parts[n], t) or 0 for n in plan.parts_of(stage) for t in plan.model.towers)
         for stage in range(plan.parallel.pipeline)

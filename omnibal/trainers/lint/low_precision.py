@@ -1,9 +1,4 @@
-"""FP8 products of a launch line, and the parts that are not counted.
-
-Megatron-LM, LoongForge and ms-swift take core's flags, with delayed scaling by default;
-Megatron-Bridge takes `MixedPrecisionConfig` fields, tensorwise by default, or a recipe name
-(src/megatron/bridge/training/mixed_precision.py).
-"""
+"""FP8 settings of a launch line, with notes on those not predicted."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, get_args
@@ -11,66 +6,66 @@ from typing import NamedTuple, get_args
 from omnibal.model.config import Precision
 from omnibal.model.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
 from omnibal.trainers.lint.launch_settings import Launcher
-from omnibal.trainers.lint.line import Line
+from omnibal.trainers.lint.line import LaunchLine
 
-_RECIPES: dict[str, Fp8Recipe] = {recipe: recipe for recipe in get_args(Fp8Recipe)}
+_FP8_RECIPES: dict[str, Fp8Recipe] = {recipe: recipe for recipe in get_args(Fp8Recipe)}
 
 
-class _Named(NamedTuple):
+class _NamedPrecision(NamedTuple):
     """A named mixed precision of Megatron-Bridge."""
 
     recipe: Fp8Recipe
     keeps_bf16_weights: bool = False
-    bf16_ends: int = 0
-    """bf16 layers at each end of the model."""
+    bf16_ends: int = 0  # bf16 layers at each end of the model
 
 
-_BRIDGE_NAMES: dict[str, _Named] = {
-    "bf16_with_fp8_delayed_scaling_mixed": _Named("delayed"),
-    "bf16_with_mxfp8_mixed": _Named("mxfp8"),
-    "bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", bf16_ends=1),
-    "nemotron_h_bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", bf16_ends=2),
-    "nanov2_bf16_with_fp8_current_scaling_mixed": _Named("blockwise", bf16_ends=2),
-    "bf16_with_fp8_subchannel_scaling_mixed": _Named("blockwise", keeps_bf16_weights=True),
+# src/megatron/bridge/training/mixed_precision.py
+_BRIDGE_NAMES: dict[str, _NamedPrecision] = {
+    "bf16_with_fp8_delayed_scaling_mixed": _NamedPrecision("delayed"),
+    "bf16_with_mxfp8_mixed": _NamedPrecision("mxfp8"),
+    "bf16_with_fp8_current_scaling_mixed": _NamedPrecision("tensorwise", bf16_ends=1),
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": _NamedPrecision("tensorwise", bf16_ends=2),
+    "nanov2_bf16_with_fp8_current_scaling_mixed": _NamedPrecision("blockwise", bf16_ends=2),
+    "bf16_with_fp8_subchannel_scaling_mixed": _NamedPrecision("blockwise", keeps_bf16_weights=True),
 }
-_BRIDGE_TYPES = {
+_BRIDGE_TYPES = {  # of `--compute_dtype` of Bridge's performance scripts
     "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
     "fp8_mx": "bf16_with_mxfp8_mixed",
     "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
     "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
 }
-"""Recipes for `--compute_dtype` of Bridge's performance scripts."""
 _PLAIN_TYPES = ("", "bf16", "fp16", "fp32", "bf16_mixed", "fp16_mixed")
 
 
-def _find_name(line: Line) -> str:
-    """Return the line's mixed precision name, or an empty string."""
+def _find_name(line: LaunchLine) -> str:
+    """Return the name of the line's mixed precision, or an empty string."""
     kind, recipe = ((line.text(name) or "").lower() for name in ("compute-dtype", "fp8-recipe"))
-    if kind == "fp8":  # with a suffix of a type
+    if kind == "fp8":  # then the recipe is the type's suffix, such as `cs`
         kind = f"fp8_{recipe}" if f"fp8_{recipe}" in _BRIDGE_TYPES else "fp8_ds"
     name = line.text("mixed-precision") or _BRIDGE_TYPES.get(kind, kind)
     return name.lower().replace("-", "_")
 
 
-def precision_of(line: Line) -> tuple[Precision, Fp8]:
-    """Return the precision to predict a line in, with its FP8 recipe."""
+def precision_of(line: LaunchLine) -> tuple[Precision, Fp8]:
+    """Return the precision and FP8 recipe to predict."""
     named = _BRIDGE_NAMES.get(_find_name(line))
     if named is None and line.text("fp8-format", "fp8") is None:
         return "bf16", TRAINED_FP8
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
+    # Core's flags default to delayed scaling, Bridge's `MixedPrecisionConfig` to tensorwise.
     usual = named.recipe if named else "tensorwise" if is_bridge else "delayed"
     unknown = named.recipe if named else "tensorwise"
-    recipe = _RECIPES.get(line.text("fp8-recipe") or usual, unknown)
+    recipe = _FP8_RECIPES.get(line.text("fp8-recipe") or usual, unknown)
     gathers = named is not None and not named.keeps_bf16_weights
     for flag in ("fp8-param-gather", "fp8-param"):
         gathers = line.on(flag, default=gathers)
     return "fp8", Fp8(recipe=recipe, keeps_bf16_weights=not gathers)
 
 
-def notes_on_precision(line: Line) -> Iterator[str]:
-    """Yield notes on FP8 settings approximated or not counted."""
+def notes_on_precision(line: LaunchLine) -> Iterator[str]:
+    """Yield notes on precisions that are approximated or not counted."""
     if line.text("fp4", "fp4-format"):
-        yield "fp4 is not counted: products are predicted in bf16, as are activations"
+        yield "FP4 is not counted: products and activations are predicted in bf16"
     name = _find_name(line)
     if name not in _BRIDGE_NAMES and name not in _PLAIN_TYPES:
         yield f"precision {name} is not known here: products are predicted in bf16"
@@ -78,27 +73,27 @@ def notes_on_precision(line: Line) -> Iterator[str]:
     if precision != "fp8":
         return
     recipe = line.text("fp8-recipe")
-    known = (*_RECIPES, *(kind.removeprefix("fp8_") for kind in _BRIDGE_TYPES))
+    known = (*_FP8_RECIPES, *(kind.removeprefix("fp8_") for kind in _BRIDGE_TYPES))
     if recipe is not None and recipe.lower() not in known:
         yield f"FP8 recipe {recipe} is predicted as {fp8.recipe}"
     ends = _count_bf16_layers(line)
     if ends:
         yield (
-            f"{ends} layers of the language model stay in bf16, and are predicted in FP8: time is "
-            "below what the line takes"
+            f"{ends} layers of the language model stay in bf16, and are predicted in FP8: the "
+            "line takes longer"
         )
     if line.on("fp8-dot-product-attention") or line.on("fp8-multi-head-attention"):
-        yield "attention is predicted in bf16, and the line has it in FP8"
+        yield "attention is predicted in bf16, and the line computes it in FP8"
     if line.on("no-fp8-wgrad"):
-        yield "gradients of weights are predicted in FP8, and the line has them in bf16"
+        yield "gradients of weights are predicted in FP8, and the line computes them in bf16"
 
 
-def _count_bf16_layers(line: Line) -> int:
-    """Return bf16 layers at both ends; core's default is 1 at each end."""
+def _count_bf16_layers(line: LaunchLine) -> int:
+    """Return the number of bf16 layers at both ends."""
     named = _BRIDGE_NAMES.get(_find_name(line))
     usual = named.bf16_ends if named is not None else 0
     if "first-last-layers-bf16" in line.flags:
-        usual = (usual or 1) if line.on("first-last-layers-bf16") else 0
+        usual = (usual or 1) if line.on("first-last-layers-bf16") else 0  # core's default is 1
     if not usual:
         return 0
     given = [line.number(f"num-layers-at-{end}-in-bf16") for end in ("start", "end")]

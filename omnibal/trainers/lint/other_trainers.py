@@ -1,6 +1,6 @@
 """Trainers without Megatron's flags: their settings by Megatron's names, defaults and options.
 
-Read from torchtitan (`config/job_config.py`), NeMo Automodel (recipes' YAML), llm-foundry
+From torchtitan (`config/job_config.py`), NeMo Automodel (recipes' YAML), llm-foundry
 (`train.py` with Composer's `fsdp_config`) and nanotron (`config/config.py`).
 """
 
@@ -12,13 +12,12 @@ from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.targets import StageRules, TrainerConstraints
 from omnibal.trainers.lint.launch_settings import Launcher
 
-PROGRAMS: Mapping[Launcher, re.Pattern[str]] = {
+PROGRAMS: Mapping[Launcher, re.Pattern[str]] = {  # of each trainer's commands
     Launcher.TORCHTITAN: re.compile(r"torchtitan"),
     Launcher.AUTOMODEL: re.compile(r"automodel", re.IGNORECASE),
     Launcher.LLM_FOUNDRY: re.compile(r"(?:^|/)composer\b|llm-?foundry"),
     Launcher.NANOTRON: re.compile(r"nanotron|run_train\.py"),
 }
-"""What a command of each trainer has."""
 _SETTINGS = {
     "tensor-model-parallel-size": "parallelism.tensor_parallel_degree distributed.tp_size "
     "parallelism.tp",
@@ -38,14 +37,14 @@ _SETTINGS = {
     "recompute-all": "distributed.activation_checkpointing fsdp_config.activation_checkpointing "
     "parallelism.recompute_layer",
 }
+# Megatron's name of a setting.
 NAMES = {name: flag for flag, names in _SETTINGS.items() for name in names.split()}
-"""Megatron's name of a setting of these trainers."""
+# llm-foundry's settings without a section, which look like no flag and no override.
 PLAIN = re.compile(r"max_seq_len|(?:device|global)_train_(?:microbatch|batch)_size")
-"""Settings that are no flags and in no section."""
-DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
+OTHER_DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
     launcher: {"sequence-parallel": "true", "recompute-method": "uniform"} for launcher in PROGRAMS
 }
-_STAGES = StageRules(encoders_on_first=True, head_on_all_tokens=True)
+_STAGE_RULES = StageRules(encoders_on_first=True, head_on_all_tokens=True)
 _SHARDED = (WeightSharding.FULL, WeightSharding.HYBRID, WeightSharding.REPLICATED)
 _TORCH = RuntimeOptions(
     fused_loss=False,
@@ -55,6 +54,7 @@ _TORCH = RuntimeOptions(
     kept_logits=5,
     fragmentation=0.15,
 )
+# Fitted on published steps; see docs/results.md.
 _RUNTIMES = {
     Launcher.TORCHTITAN: _TORCH.model_copy(update={"product_slowdown": 1.2}),
     Launcher.AUTOMODEL: _TORCH.model_copy(
@@ -78,12 +78,11 @@ _RUNTIMES = {
         }
     ),
 }
-"""Fitted on published steps; see docs/results.md."""
 TRAINERS: Mapping[Launcher, TrainerConstraints] = {
     launcher: TrainerConstraints(
         title=title,
         version=version,
-        stages=_STAGES,
+        stages=_STAGE_RULES,
         shardings=_SHARDED,
         has_adapters=True,
         runtime=_RUNTIMES[launcher],
@@ -95,4 +94,3 @@ TRAINERS: Mapping[Launcher, TrainerConstraints] = {
         (Launcher.NANOTRON, "nanotron", "0.4"),
     )
 }
-"""Limits of these trainers and their options."""

@@ -1,4 +1,4 @@
-"""Cost of a launch line, and of a better split with equal sizes, found by the joint search."""
+"""Predicted cost of a launch line, and of a better split with equal sizes."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +20,12 @@ from omnibal.trainers.export import megatron_bridge, megatron_lm, ms_swift
 from omnibal.trainers.lint import loongforge
 from omnibal.trainers.lint.device_memory import DeviceMemory, device_memories
 from omnibal.trainers.lint.launch_settings import Finding, Launcher
-from omnibal.trainers.lint.line_job import EVERY, LineJob, recompute_first
+from omnibal.trainers.lint.line_job import ALL_LAYERS, LineJob, recompute_first
 
-_WORTH_TELLING = 0.005
-"""Min share of a step saved to suggest other flags."""
-_EFFORT = Effort(share=0.2, max_cuts=2_000)
-"""Search effort per number of chunks, about a second."""
-_BELOW = 1 - 1e-6
-"""Factor just below 1, to exclude a peak."""
-_MOST_SEARCHES = 3
-"""Max searches for a split that fits. Each lowers the cap by the last excess."""
+_MIN_SAVING = 0.005  # share of a step, to suggest other flags
+_EFFORT = Effort(share=0.2, max_cuts=2_000)  # about a second per number of chunks
+_BELOW_PEAK = 1 - 1e-6  # excludes the split of that peak from the next search
+_MAX_SEARCHES = 3  # for a split that fits; each lowers the cap by the last excess
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
     Launcher.MEGATRON_LM: megatron_lm.layer_flags,
     Launcher.MEGATRON_BRIDGE: megatron_bridge.layer_flags,
@@ -42,16 +38,12 @@ _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
 class Costed:
     """Stages of a job, with predicted time and memory."""
 
-    parts: tuple[Stage, ...]
-    """All chunks in model order."""
+    parts: tuple[Stage, ...]  # all chunks in model order
     schedule: PipelineSchedule
-    stages: tuple[Stage, ...]
-    """Stages with chunks merged."""
+    stages: tuple[Stage, ...]  # stages with chunks merged
     prediction: Prediction
-    flags: tuple[str, ...] = ()
-    """Flags for the split and recomputation, or empty for the line's own."""
-    memory: tuple[DeviceMemory, ...]
-    """Peak memory per stage's device."""
+    flags: tuple[str, ...] = ()  # for the split and recomputation; empty for the line's own
+    memory: tuple[DeviceMemory, ...]  # peak memory per stage's device
 
     @property
     def step_ms(self) -> float:
@@ -63,8 +55,8 @@ class Costed:
         return [memory.allocated_gib for memory in self.memory]
 
     @property
-    def most_gib(self) -> float:
-        """Peak memory over all devices."""
+    def max_device_gib(self) -> float:
+        """Peak memory of the fullest device."""
         return max(memory.device_gib for memory in self.memory)
 
 
@@ -86,7 +78,7 @@ def predict_stages(
         schedule=schedule,
     )
     if not line_job.has_samples:
-        # One step of made-up samples says nothing about a dataset.
+        # One step of mock samples has no rate of a dataset.
         nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
         prediction = prediction.model_copy(update=nothing)
     stages = line_job.plan_of(parts, schedule).merge_chunks(parts)
@@ -102,45 +94,50 @@ def predict_stages(
 
 
 def predict_line(line_job: LineJob) -> Costed:
-    """Predict the line's own stages, with chunks if they can be simulated."""
+    """Predict the line's own stages."""
     return predict_stages(line_job, line_job.parts, line_job.schedule)
 
 
 def better_split(line_job: LineJob, line: Costed) -> Costed | None:
-    """Return the fastest stages of equal sizes that fit and the trainer accepts, in any schedule.
+    """Return the fastest stages of equal sizes that fit, in any schedule that the trainer runs.
 
     None if nothing fits, or if the line fits and is as fast or its chunks cannot be simulated.
     """
     better, limit_ms = None, np.inf
-    if line.most_gib <= line_job.job.cluster.memory_gib:
+    if line.max_device_gib <= line_job.job.cluster.memory_gib:
         if not line_job.has_all_chunks:
             return None
-        limit_ms = line.step_ms * (1 - _WORTH_TELLING)
+        limit_ms = line.step_ms * (1 - _MIN_SAVING)
     for schedule in _schedules(line_job):
         faster = _search_fitting(line_job, schedule, limit_ms)
         if faster is not None:
             better, limit_ms = faster, faster.step_ms
     if better is None:
         return None
-    return replace(better, flags=tuple(_layer_flags(line_job, better.parts, better.schedule)))
+    return replace(
+        better, flags=tuple(_trainer_layer_flags(line_job, better.parts, better.schedule))
+    )
 
 
 def _search_fitting(
     line_job: LineJob, schedule: PipelineSchedule, limit_ms: float
 ) -> Costed | None:
-    """Search the fastest fitting stages below `limit_ms`, with lower caps if devices overflow."""
+    """Return the fastest stages that fit and take at most `limit_ms`, or None."""
     memory_gib, cap_gib = line_job.job.cluster.memory_gib, line_job.job.memory_cap_gib
-    for _ in range(_MOST_SEARCHES):
+    # The search limits tensors; memory of the allocator and libraries is only known afterwards.
+    for _ in range(_MAX_SEARCHES):
         try:
-            costed = predict_stages(line_job, _search(line_job, schedule, cap_gib), schedule)
+            costed = predict_stages(
+                line_job, _search_line_stages(line_job, schedule, cap_gib), schedule
+            )
         except DoesNotFit:
             return None
         if costed.step_ms > limit_ms:
             return None
-        if costed.most_gib <= memory_gib:
+        if costed.max_device_gib <= memory_gib:
             return costed
-        fullest = max(stage.memory.peak_gib for stage in costed.prediction.stages)
-        cap_gib = min(cap_gib - (costed.most_gib - memory_gib), fullest * _BELOW)
+        peak = max(stage.memory.peak_gib for stage in costed.prediction.stages)
+        cap_gib = min(cap_gib - (costed.max_device_gib - memory_gib), peak * _BELOW_PEAK)
     return None
 
 
@@ -149,18 +146,21 @@ def _schedules(line_job: LineJob) -> Iterator[PipelineSchedule]:
     yield ONE_FORWARD_ONE_BACKWARD
     line, job = line_job.line, line_job.job
     stages = job.parallel.pipeline
-    why = job.trainer.schedule_obstacle("interleaved", stages, line.micro_batches or 0)
-    if stages == 1 or why is not None or line.chunk_group != stages:
+    obstacle = job.trainer.schedule_obstacle("interleaved", stages, line.micro_batches or 0)
+    # The simulated schedule has groups of as many micro-batches as stages.
+    if stages == 1 or obstacle is not None or line.chunk_group != stages:
         return
-    tried = PipelineSchedule.candidates({"interleaved"})
-    tried += [line_job.schedule] if line_job.schedule.chunks > 1 else []
-    for schedule in dict.fromkeys(tried):
+    candidates = PipelineSchedule.candidates({"interleaved"})
+    candidates += [line_job.schedule] if line_job.schedule.chunks > 1 else []
+    for schedule in dict.fromkeys(candidates):
         if stages * schedule.chunks <= job.model.language.layers:
             yield schedule
 
 
-def _search(line_job: LineJob, schedule: PipelineSchedule, cap_gib: float) -> tuple[Stage, ...]:
-    """Search a schedule's parts within the trainer's limits; raise DoesNotFit above the cap."""
+def _search_line_stages(
+    line_job: LineJob, schedule: PipelineSchedule, cap_gib: float
+) -> tuple[Stage, ...]:
+    """Return a schedule's fastest parts; raise DoesNotFit if all exceed the cap."""
     job, rules = line_job.job, line_job.job.trainer.stages
     cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
     task = (cost, job.model, line_job.workload, stages, cap_gib * GIB)
@@ -169,55 +169,51 @@ def _search(line_job: LineJob, schedule: PipelineSchedule, cap_gib: float) -> tu
     return search_parts(*task, schedule, rules=rules, effort=_EFFORT).stages
 
 
-def _layer_flags(
+def _trainer_layer_flags(
     line_job: LineJob, parts: Sequence[Stage], schedule: PipelineSchedule
 ) -> list[str]:
-    """Return flags that set these stages in the line's trainer."""
     plan = line_job.plan_of(parts, schedule)
     return _LAYER_FLAGS[line_job.line.launch.launcher](plan)
 
 
 def least_recompute(line_job: LineJob) -> Costed | None:
-    """Return the line's split with the cheapest recomputation that fits, or None.
-
-    One number for all stages (LoongForge: per stage and for encoders too). Otherwise recompute all
-    or no encoder layers, by the shorter step.
-    """
+    """Return the line's split with the least recomputation that fits, or None."""
+    # LoongForge has a number per stage, for encoders too. Other trainers have one number for all
+    # stages, and recompute all encoder layers or none: take the shorter step.
     per_stage = line_job.line.launch.launcher is Launcher.LOONGFORGE
     fitting: list[Costed] = []
-    for encoders in (None,) if per_stage else (0, EVERY):
-        numbers = _least_numbers(line_job, encoders)
+    for encoders in (None,) if per_stage else (0, ALL_LAYERS):
+        numbers = _min_recompute_numbers(line_job, encoders)
         if numbers is not None:
             numbers = numbers if per_stage else [max(numbers)] * len(numbers)
             parts = _with_numbers(line_job, numbers, encoders)
-            flags = _layer_flags(line_job, parts, line_job.schedule)
+            flags = _trainer_layer_flags(line_job, parts, line_job.schedule)
             fitting.append(predict_stages(line_job, parts, line_job.schedule, flags))
     return min(fitting, key=lambda costed: costed.step_ms, default=None)
 
 
-def _least_numbers(line_job: LineJob, encoders: int | None) -> list[int] | None:
-    """Return the min number of recomputed layers with which each stage fits, or None if none does.
-
-    Stages are independent, and memory falls with the number.
-    """
-    stages, most = line_job.job.parallel.pipeline, max(p.layer_count for p in line_job.parts)
+def _min_recompute_numbers(line_job: LineJob, encoders: int | None) -> list[int] | None:
+    """Return the min number of recomputed layers with which each stage fits, or None. [stages]"""
+    stages, layers = line_job.job.parallel.pipeline, max(p.layer_count for p in line_job.parts)
 
     @cache
     def fit(number: int) -> list[bool]:
-        return _fit(line_job, _with_numbers(line_job, [number] * stages, encoders))
+        return _stages_fit(line_job, _with_numbers(line_job, [number] * stages, encoders))
 
     def find_number(stage: int) -> int:
-        return bisect_left(range(most), True, key=lambda number: fit(number)[stage])
+        return bisect_left(range(layers), True, key=lambda number: fit(number)[stage])
 
-    return [find_number(stage) for stage in range(stages)] if all(fit(most)) else None
+    # Bisection is valid as a stage's memory does not depend on other stages' numbers, and falls
+    # with its own.
+    return [find_number(stage) for stage in range(stages)] if all(fit(layers)) else None
 
 
 def _with_numbers(
     line_job: LineJob, numbers: Sequence[int], encoders: int | None
 ) -> tuple[Stage, ...]:
-    """Recompute `numbers` layers of the language model per chunk, [stages], and of each encoder.
+    """Return parts that recompute `numbers` [stages] language layers, and `encoders` of encoders.
 
-    Encoders have the language model's number if `encoders` is None.
+    `encoders` None: as many as of the language model.
     """
     # Part k is on stage k % stages.
     of_parts = zip(line_job.parts, [*numbers] * line_job.schedule.chunks, strict=True)
@@ -227,7 +223,7 @@ def _with_numbers(
     )
 
 
-def _fit(line_job: LineJob, parts: Sequence[Stage]) -> list[bool]:
+def _stages_fit(line_job: LineJob, parts: Sequence[Stage]) -> list[bool]:
     """Return whether each stage fits its devices. [stages]"""
     job, schedule = line_job.job, line_job.schedule
     cost = job.cost_of_all(line_job.levels)
@@ -249,12 +245,12 @@ def memory_finding(line_job: LineJob, line: Costed) -> Finding | None:
         rule="memory",
         severity="warning",
         message=(
-            f"stage {heaviest} is predicted to take {of_device[heaviest]:,.1f} GiB of a device, "
-            f"and one of {cluster.name} has {cluster.memory_gib:g}: "
+            f"stage {heaviest} is predicted to take {of_device[heaviest]:,.1f} GiB, and a device "
+            f"of {cluster.name} has {cluster.memory_gib:g} GiB: "
             f"{memory[heaviest].allocated_gib:,.1f} of tensors, "
-            f"{memory[heaviest].reserved_gib:,.1f} with blocks that torch keeps for them, the rest "
-            f"of CUDA and NCCL; {over} of {len(memory)} stages take more: recompute more layers, "
-            "divide the model further, or name your devices by --cluster and --memory-gib"
+            f"{memory[heaviest].reserved_gib:,.1f} with blocks that torch reserves, the remainder "
+            f"of CUDA and NCCL; {over} of {len(memory)} stages exceed it: recompute more layers, "
+            "raise parallel sizes, or set your devices by --cluster and --memory-gib"
         ),
         source=f"the prediction below, with costs {line.prediction.cost_source}",
     )
@@ -262,20 +258,17 @@ def memory_finding(line_job: LineJob, line: Costed) -> Finding | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Verdict:
-    """Cost of a launch line, and improvements."""
+    """Predicted cost of a launch line, with improvements."""
 
     line_job: LineJob
     line: Costed
-    finding: Finding | None
-    """A memory warning, or None if the line fits."""
-    better: Costed | None
-    """Faster stages, or stages that fit if the line's do not, or None."""
-    least: Costed | None
-    """The line's split with minimal recomputation that fits, or None if it fits unchanged."""
+    finding: Finding | None  # a memory warning, or None if the line fits
+    better: Costed | None  # faster stages, or stages that fit if the line's do not
+    least: Costed | None  # the line's split with least recomputation, if the line does not fit
 
     @classmethod
-    def of(cls, line_job: LineJob) -> "Verdict":
-        """Predict a line, and search for better stages of equal sizes that its trainer takes."""
+    def predict(cls, line_job: LineJob) -> "Verdict":
+        """Predict a line, and search for better stages of equal sizes."""
         line = predict_line(line_job)
         finding = memory_finding(line_job, line)
         if line_job.line.launch.launcher not in _LAYER_FLAGS:
@@ -289,14 +282,14 @@ class Verdict:
         )
 
     @property
-    def saved(self) -> float:
-        """Share of the line's step saved by the better split, negative if slower."""
+    def saving(self) -> float:
+        """Share of the line's step that the better split saves, negative if slower."""
         assert self.better is not None
         return 1 - self.better.step_ms / self.line.step_ms
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Mean over steps."""
+        """Language tokens, as a mean over steps."""
         line_job = self.line_job
         samples = line_job.packs.packs.samples
         tokens = int(line_job.lengths.tokens[samples].sum()) / line_job.packs.steps

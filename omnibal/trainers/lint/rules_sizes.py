@@ -1,39 +1,37 @@
-"""Rules of parallel sizes, the number of GPUs, micro-batches and the length of samples."""
+"""Rules: parallel sizes, the number of GPUs, micro-batches and the sequence length."""
 
 from math import lcm
 
 from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
-from omnibal.trainers.lint.line import RECIPES, Line
+from omnibal.trainers.lint.line import RECIPES, LaunchLine
 from omnibal.trainers.lint.rule import BRIDGE, CORE, SWIFT, Problems, Rules
 
 RULES = Rules()
 rule, validate_args = RULES.rule, RULES.validate_args
-_STATE = "core/parallel_state.py"
+_PARALLEL_STATE = "core/parallel_state.py"
 _SCHEDULES = "core/pipeline_parallel/schedules.py"
 
 
 @rule("this command, --gpus", severity="warning")
-def gpus_known(line: Line) -> Problems:
-    """Rules of GPUs, batch and data-parallel size cannot be judged without."""
+def gpus_known(line: LaunchLine) -> Problems:
+    """Rules of GPUs, batch and data-parallel size are unchecked without."""
     if line.launch.gpus is None:
-        least = lcm(line.grid, line.expert_grid)
-        change = (
-            f"give --gpus; {least:,} is the least that its sizes allow, and every multiple of it"
-        )
-        yield "the line does not say how many GPUs it runs on", change
+        multiple = lcm(line.grid, line.expert_grid)
+        change = f"give --gpus; its sizes allow multiples of {multiple:,}"
+        yield "the number of GPUs is unknown", change
 
 
 @rule("this command", severity="warning", launchers={Launcher.MEGATRON_BRIDGE})
-def recipe_settings(line: Line) -> Problems:
-    """What a recipe sets is not read, and is judged as if it were not set."""
+def recipe_settings(line: LaunchLine) -> Problems:
+    """Settings of a recipe are not read, and are checked as if absent."""
     recipe = line.text(*RECIPES)
     if recipe is not None:
-        change = "add to the line what the recipe sets of parallel sizes, split and recomputation"
+        change = "add the recipe's parallel sizes, split and recomputation to the line"
         yield f"the recipe {recipe} has settings of its own", change
 
 
-@rule(f"{_STATE}:740, {CORE}")
-def gpus_divide_grid(line: Line) -> Problems:
+@rule(f"{_PARALLEL_STATE}:740, {CORE}")
+def gpus_divide_grid(line: LaunchLine) -> Problems:
     """GPUs must be a multiple of tensor x pipeline x context size."""
     launch = line.launch
     if launch.gpus is not None and launch.gpus % line.grid:
@@ -44,14 +42,14 @@ def gpus_divide_grid(line: Line) -> Problems:
         )
 
 
-@rule(f"{_STATE}:793, {CORE}")
-def gpus_divide_expert_grid(line: Line) -> Problems:
+@rule(f"{_PARALLEL_STATE}:793, {CORE}")
+def gpus_divide_expert_grid(line: LaunchLine) -> Problems:
     """GPUs must be a multiple of expert tensor x expert x pipeline size."""
     launch, grid = line.launch, line.expert_grid
     if launch.gpus is None or launch.gpus % grid == 0:
         return
     if launch.expert == 1 and launch.expert_tensor is None:
-        return  # the grid is that of gpus-divide-grid, without context ranks
+        return  # gpus-divide-grid checks a multiple of this grid
     size, change = f"ETP {line.expert_tensor}", f"use a multiple of {grid}, or a smaller EP"
     if line.expert_tensor > 1 and launch.expert_tensor is None:
         size += " (not given, so TP)"
@@ -61,27 +59,27 @@ def gpus_divide_expert_grid(line: Line) -> Problems:
     yield f"{launch.gpus:,} GPUs and {sizes}", change
 
 
-@rule(f"{_STATE}:746, {CORE}")
-def virtual_needs_stages(line: Line) -> Problems:
-    """A stage has several chunks only where there are several stages."""
+@rule(f"{_PARALLEL_STATE}:746, {CORE}")
+def virtual_needs_stages(line: LaunchLine) -> Problems:
+    """Several chunks need several stages."""
     if line.virtual is not None and line.launch.pipeline == 1:
         yield f"{line.virtual} chunks of a stage with PP 1", "leave the chunks out, or raise PP"
 
 
-@rule(f"{_STATE}:808, {CORE}", launchers=ARGPARSE)
-def rank_order(line: Line) -> Problems:
-    """Experts must have as many copies as the rest where stages are not the last ranks."""
+@rule(f"{_PARALLEL_STATE}:808, {CORE}", launchers=ARGPARSE)
+def rank_order(line: LaunchLine) -> Problems:
+    """With this order of ranks, experts need the data-parallel size as number of replicas."""
     gpus, flag = line.launch.gpus, "use-tp-pp-dp-mapping"
     if gpus is None or line.data is None or gpus % line.expert_grid or line.launch.pipeline == 1:
         return
     copies = gpus // line.expert_grid
     if line.on(flag) and copies != line.data:
         change = "leave it out, or choose ETP and EP with ETP x EP = TP x CP"
-        yield f"--{flag} with data-parallel size {line.data} and {copies} copies of experts", change
+        yield f"--{flag} with data-parallel size {line.data} and {copies} expert replicas", change
 
 
 @rule(f"core/num_microbatches_calculator.py:340, {CORE}; megatron_args.py:1003, {SWIFT}")
-def batch_divides(line: Line) -> Problems:
+def batch_divides(line: LaunchLine) -> Problems:
     """The global batch must be a multiple of micro-batch x data-parallel size."""
     launch, data = line.launch, line.data
     if data is None or launch.micro_batch is None or launch.global_batch is None:
@@ -95,17 +93,16 @@ def batch_divides(line: Line) -> Problems:
 
 
 @validate_args()
-def rampup_by_samples(line: Line) -> Problems:
-    """The batch ramps up only in training by samples."""
+def rampup_by_samples(line: LaunchLine) -> Problems:
+    """A ramp-up of the batch needs training by samples."""
     if line.number("train-iters") and "rampup-batch-size" in line.flags:
         change = "train by --train-samples, or leave the ramp-up out"
-        yield "--rampup-batch-size beside --train-iters", change
+        yield "--rampup-batch-size with --train-iters", change
 
 
 @rule(f"{_SCHEDULES}:995-1003, {CORE}", severity="refused-at-first-step")
-def interleaved_groups(line: Line) -> Problems:
-    """Chunks of stages need groups of at least as many micro-batches as stages, and no fewer
-    micro-batches than a group."""
+def interleaved_groups(line: LaunchLine) -> Problems:
+    """With several chunks a stage, stages <= micro-batches of a group <= micro-batches."""
     count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
     if line.virtual is not None and count is not None and not stages <= group <= count:
         change = "leave the group size out, or raise it"
@@ -116,8 +113,8 @@ def interleaved_groups(line: Line) -> Problems:
 
 
 @rule(f"{_SCHEDULES}:1007-1015, {CORE}", severity="refused-at-first-step")
-def interleaved_remainder(line: Line) -> Problems:
-    """The last group of micro-batches must be empty or at least as large as the stages."""
+def interleaved_remainder(line: LaunchLine) -> Problems:
+    """The last group must have 0 micro-batches, or at least the number of stages."""
     count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
     if line.virtual is not None and count is not None and group >= stages > count % group > 0:
         groups = f"{count} micro-batches in groups of {group} leave {count % group}"
@@ -125,7 +122,7 @@ def interleaved_remainder(line: Line) -> Problems:
 
 
 @validate_args(launchers=ARGPARSE | {Launcher.MEGATRON_BRIDGE})
-def context_divides_sequence(line: Line) -> Problems:
+def context_divides_sequence(line: LaunchLine) -> Problems:
     """The sequence must be a multiple of twice the context size."""
     length = line.number("seq-length") or line.launch.sequence_length
     context = line.launch.context
@@ -134,8 +131,8 @@ def context_divides_sequence(line: Line) -> Problems:
 
 
 @rule(f"training/config.py, validate, {BRIDGE}", launchers={Launcher.MEGATRON_BRIDGE})
-def packing_and_micro_batch(line: Line) -> Problems:
-    """A packed data set needs micro-batch 1, and packing in the batch more than 1."""
+def packing_and_micro_batch(line: LaunchLine) -> Problems:
+    """A packed data set needs micro-batch 1; packing in the batch needs more."""
     size = line.launch.micro_batch
     if size is not None and size > 1 and line.on("enable-offline-packing"):
         yield f"a packed data set and micro-batch {size}", "use micro-batch 1"

@@ -1,5 +1,4 @@
-"""Rules of layers per stage and chunk: flags, layouts (as megatron-core's parser and check have
-them), and LoongForge's lists."""
+"""Rules: layers per stage and chunk by flags, by megatron-core's layouts, by LoongForge's lists."""
 
 from omnibal.trainers.export.layout import (
     DECODER,
@@ -7,17 +6,16 @@ from omnibal.trainers.export.layout import (
     ENCODER,
     LOSS,
     PREDICTION,
-    Layout,
     LayoutError,
+    PPLayout,
 )
 from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
-from omnibal.trainers.lint.line import Line
-from omnibal.trainers.lint.rule import CORE, LOONGFORGE, SWIFT, Problems, Rules
+from omnibal.trainers.lint.line import LaunchLine
+from omnibal.trainers.lint.rule import BLOCK, CORE, LOONGFORGE, SWIFT, Problems, Rules
 from omnibal.trainers.lint.split import even_ends
 
 RULES = Rules()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
-_BLOCK = "core/transformer/transformer_block.py"
 _LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
 _LISTS = "loongforge/train/arguments.py, _validate_legacy_pipeline_args, " + LOONGFORGE
 _MODEL_LISTS = "loongforge/train/arguments.py, _validate_custom_model_args, " + LOONGFORGE
@@ -25,23 +23,23 @@ _SIZED_CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 _COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
-def _other_ends(line: Line) -> str:
-    """Return advice of sizes of the first and last stages that divide the layers."""
+def _advise_ends(line: LaunchLine) -> str:
+    """Return advice: layers of the first and last stage that leave an even middle."""
     ends = even_ends(line.sizes.layers, line.launch.pipeline, line.virtual or 1)
     if ends is None or line.launch.account_for_embedding or line.launch.account_for_loss:
         return "choose another PP, or give a layout"
     first, middle, last = ends
-    between = f", which leaves {middle} on each between" if line.launch.pipeline > 2 else ""
+    between = f", {middle} on every middle stage" if line.launch.pipeline > 2 else ""
     return f"give {first} layers to the first stage and {last} to the last{between}, or a layout"
 
 
-def _describe_layers(line: Line) -> str:
+def _describe_layers(line: LaunchLine) -> str:
     extra = line.layers_to_split - line.sizes.layers
     return f"{line.sizes.layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
 
 
-def _even_share(line: Line) -> int | None:
-    """Return layers of every stage, or None if not evenly divided."""
+def _even_share(line: LaunchLine) -> int | None:
+    """Return layers of every stage, or None if the split is uneven."""
     share, left = divmod(line.layers_to_split, line.launch.pipeline)
     return share if line.is_plain and not left else None
 
@@ -50,15 +48,15 @@ def _list_divisors(layers: int) -> list[str]:
     return [str(count) for count in range(1, layers + 1) if layers % count == 0]
 
 
-@rule(f"{_BLOCK}:155, transformer_config.py:1447-1460, {CORE}")
-def layers_divide_stages(line: Line) -> Problems:
-    """Without other flags the layers must be a multiple of the stages."""
+@rule(f"{BLOCK}:155, transformer_config.py:1447-1460, {CORE}")
+def layers_divide_stages(line: LaunchLine) -> Problems:
+    """Without flags for the split, the layers must be a multiple of the stages."""
     if line.is_plain and _even_share(line) is None:
-        yield f"{_describe_layers(line)} on {line.launch.pipeline} stages", _other_ends(line)
+        yield f"{_describe_layers(line)} on {line.launch.pipeline} stages", _advise_ends(line)
 
 
-@rule(f"{_BLOCK}:174, transformer_config.py:1470, {CORE}")
-def layers_divide_chunks(line: Line) -> Problems:
+@rule(f"{BLOCK}:174, transformer_config.py:1470, {CORE}")
+def layers_divide_chunks(line: LaunchLine) -> Problems:
     """The layers of a stage must be a multiple of its chunks."""
     layers, stages, chunks = _even_share(line), line.launch.pipeline, line.virtual
     if layers is None or chunks is None or stages == 1:
@@ -69,14 +67,14 @@ def layers_divide_chunks(line: Line) -> Problems:
         yield f"{given} in {chunks} chunks", change
 
 
-def _given_ends(line: Line) -> dict[str, int]:
-    """Return layers of the first and last stage, if given."""
+def _given_ends(line: LaunchLine) -> dict[str, int]:
+    """Return the given layers of the first and last stage, by `first` and `last`."""
     ends = {"first": line.launch.first_layers, "last": line.launch.last_layers}
     return {end: count for end, count in ends.items() if count is not None}
 
 
-def _ends_alone(line: Line) -> dict[str, int]:
-    """Return layers of the first and the last stage, if not overridden by a layout."""
+def _ends_without_layout(line: LaunchLine) -> dict[str, int]:
+    # With a layout, the rule `layout-alone` reports them.
     return _given_ends(line) if line.launch.layout is None else {}
 
 
@@ -85,34 +83,34 @@ def _describe_ends(layers: dict[str, int]) -> str:
 
 
 @core_config("1368, :1387")
-def end_stages_hold_layers(line: Line) -> Problems:
+def end_stages_hold_layers(line: LaunchLine) -> Problems:
     """The first and the last stage must hold a layer."""
-    wrong = {end: count for end, count in _ends_alone(line).items() if count <= 0}
+    wrong = {end: count for end, count in _ends_without_layout(line).items() if count <= 0}
     if wrong:
-        change = "give it at least one, or write a layout, where a stage may have none"
+        change = "give it at least 1, or write a layout, in which a stage may have 0"
         yield _describe_ends(wrong), change
 
 
 @core_config("1371, :1390")
-def end_stages_divide_chunks(line: Line) -> Problems:
+def end_stages_divide_chunks(line: LaunchLine) -> Problems:
     """Layers of the first and the last stage must be multiples of the chunks."""
     chunks = line.virtual or 1
-    wrong = {end: count for end, count in _ends_alone(line).items() if count % chunks}
+    wrong = {end: count for end, count in _ends_without_layout(line).items() if count % chunks}
     if wrong:
         given = f"{_describe_ends(wrong)} in {chunks} chunks"
         yield given, f"use multiples of {chunks}, or a layout"
 
 
-def _middle(line: Line) -> tuple[int, int]:
-    """Return layers and stages between given ends, or 0 without ends."""
-    ends = _ends_alone(line)
+def _count_middle(line: LaunchLine) -> tuple[int, int]:
+    """Return the layers and stages besides the given ends, or 0 and 0 without."""
+    ends = _ends_without_layout(line)
     if not ends:
         return 0, 0
     return line.sizes.layers - sum(ends.values()), line.launch.pipeline - len(ends)
 
 
-def _describe_middle(line: Line) -> str:
-    layers, stages = _middle(line)
+def _describe_middle(line: LaunchLine) -> str:
+    layers, stages = _count_middle(line)
     ends = ", ".join(f"{end} {count}" for end, count in _given_ends(line).items())
     return (
         f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "
@@ -121,63 +119,63 @@ def _describe_middle(line: Line) -> str:
 
 
 @core_config("1406")
-def middle_stages_and_layers(line: Line) -> Problems:
-    """Middle stages and layers for them must both be there, or both not."""
-    layers, stages = _middle(line)
+def middle_stages_and_layers(line: LaunchLine) -> Problems:
+    """Middle stages need layers, and remaining layers need middle stages."""
+    layers, stages = _count_middle(line)
     if bool(layers) != bool(stages):
-        change = _other_ends(line) if line.launch.pipeline > 1 else "leave those numbers out"
+        change = _advise_ends(line) if line.launch.pipeline > 1 else "leave both numbers out"
         yield _describe_middle(line), change
 
 
 @rule(
-    f"this command alone: {CORE} builds middle stages of a negative number of layers as "
-    "empty ones, so that the model has more layers than it should"
+    f"only this command: {CORE} builds middle stages with a negative number of layers as "
+    "empty, so the model gets too many layers"
 )
-def middle_stages_hold_layers(line: Line) -> Problems:
-    """First and last stages hold no more layers than the model has."""
-    layers, stages = _middle(line)
+def middle_stages_hold_layers(line: LaunchLine) -> Problems:
+    """First and last stages must hold at most the model's layers."""
+    layers, stages = _count_middle(line)
     if layers < 0 < stages:
-        yield _describe_middle(line), _other_ends(line)
+        yield _describe_middle(line), _advise_ends(line)
 
 
 @core_config("1414")
-def middle_layers_divide_stages(line: Line) -> Problems:
+def middle_layers_divide_stages(line: LaunchLine) -> Problems:
     """Middle layers must be a multiple of the middle stages."""
-    layers, stages = _middle(line)
+    layers, stages = _count_middle(line)
     if stages and layers % stages:
-        yield f"{layers} layers are left for {stages} stages", _other_ends(line)
+        yield f"{layers} layers are left for {stages} stages", _advise_ends(line)
 
 
 @core_config("1422")
-def middle_layers_divide_chunks(line: Line) -> Problems:
+def middle_layers_divide_chunks(line: LaunchLine) -> Problems:
     """The layers of a middle stage must be a multiple of its chunks."""
-    layers, stages = _middle(line)
+    layers, stages = _count_middle(line)
     if line.virtual is None or not stages or layers % stages:
         return
     share = layers // stages
     if share % line.virtual:
-        given = f"{share} layers of every other stage in {line.virtual} chunks"
-        yield given, _other_ends(line)
+        given = f"{share} layers of every middle stage in {line.virtual} chunks"
+        yield given, _advise_ends(line)
 
 
 @core_config("1294")
-def end_stages_or_counted(line: Line) -> Problems:
+def end_stages_or_counted(line: LaunchLine) -> Problems:
     """Layers of the first or last stage exclude counting embedding or loss as layers."""
     is_counted = line.launch.account_for_embedding or line.launch.account_for_loss
     if is_counted and _given_ends(line):
-        yield "both are given", "leave one of them out"
+        yield "both are given", "drop one"
 
 
 @rule(f"megatron_args.py:885, {SWIFT}", launchers={Launcher.MS_SWIFT})
-def end_stages_need_pipeline(line: Line) -> Problems:
+def end_stages_need_pipeline(line: LaunchLine) -> Problems:
     """Layers of the first or last stage need a pipeline."""
     if _given_ends(line) and line.launch.pipeline == 1:
         yield "layers of the first or last stage with PP 1", "leave them out, or raise PP"
 
 
 @validate_args()
-def one_way_of_chunks(line: Line) -> Problems:
-    """Chunks are given in one way."""
+def one_way_of_chunks(line: LaunchLine) -> Problems:
+    """Chunks must be set by one flag."""
     ways = {
         _SIZED_CHUNKS: line.launch.layers_per_virtual_stage,
         _COUNTED_CHUNKS: line.launch.virtual,
@@ -185,20 +183,20 @@ def one_way_of_chunks(line: Line) -> Problems:
     }
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
-        yield " and ".join(given), "leave all but one out"
+        yield " and ".join(given), "keep one"
 
 
 @validate_args()
-def sized_chunks_exclude_ends(line: Line) -> Problems:
-    """Chunks by their layers exclude layers of the first or last stage."""
+def sized_chunks_exclude_ends(line: LaunchLine) -> Problems:
+    """Layers per chunk exclude layers of the first or last stage."""
     if line.launch.layers_per_virtual_stage is not None and _given_ends(line):
-        given = f"{_SIZED_CHUNKS} beside layers of the first or last stage"
-        yield given, f"give {_COUNTED_CHUNKS} in its place"
+        given = f"{_SIZED_CHUNKS} with layers of the first or last stage"
+        yield given, f"give {_COUNTED_CHUNKS} instead"
 
 
 @validate_args()
-def sized_chunks_divide_stage(line: Line) -> Problems:
-    """The layers of a stage must be a multiple of those of a chunk."""
+def sized_chunks_divide_stage(line: LaunchLine) -> Problems:
+    """The layers of a stage must be a multiple of a chunk's layers."""
     layers, size = _even_share(line), line.launch.layers_per_virtual_stage
     if layers is not None and size is not None and layers % size:
         change = f"use chunks of {' or '.join(_list_divisors(layers)[:-1])}"
@@ -206,65 +204,65 @@ def sized_chunks_divide_stage(line: Line) -> Problems:
 
 
 @validate_args(severity="ignored", launchers=ARGPARSE | {Launcher.MS_SWIFT})
-def one_chunk(line: Line) -> Problems:
-    """One chunk is the same as none."""
+def one_chunk(line: LaunchLine) -> Problems:
+    """One chunk is the default."""
     if line.launch.virtual == 1 and line.launch.layout is None:
         yield "one chunk of every stage", "leave it out"
 
 
-def _whole_layout(line: Line) -> Layout | None:
-    """Return the layout if valid with equal numbers of chunks per stage."""
+def _valid_layout(line: LaunchLine) -> PPLayout | None:
+    """Return the layout if it parses and all stages have equally many chunks."""
     layout = line.layout
-    is_whole = isinstance(layout, Layout) and layout.pipeline == line.launch.pipeline
-    return layout if isinstance(layout, Layout) and is_whole else None
+    is_valid = isinstance(layout, PPLayout) and layout.pipeline == line.launch.pipeline
+    return layout if isinstance(layout, PPLayout) and is_valid else None
 
 
 @rule(f"{_LAYOUT}:282-321, {CORE}")
-def layout_form(line: Line) -> Problems:
-    """A layout must be of Megatron's form."""
+def layout_form(line: LaunchLine) -> Problems:
+    """A layout must be in Megatron's form."""
     if isinstance(line.layout, LayoutError):
         yield line.layout.problem, line.layout.change
 
 
 @rule(f"{_LAYOUT}:40, {CORE}")
-def layout_divides_stages(line: Line) -> Problems:
+def layout_divides_stages(line: LaunchLine) -> Problems:
     """The chunks of a layout must be a multiple of the stages."""
     layout, stages = line.layout, line.launch.pipeline
-    if not isinstance(layout, Layout) or len(layout.chunks) % stages == 0:
+    if not isinstance(layout, PPLayout) or len(layout.chunks) % stages == 0:
         return
     chunks = len(layout.chunks)
-    made_for = [
+    possible = [
         f"PP {chunks // size}" + (f" with {size} chunks a stage" if size > 1 else "")
         for size in range(1, 9)
         if chunks % size == 0 and chunks // size > 1
     ]
-    others = " or ".join(made_for) or "one stage"
+    fitting = " or ".join(possible) or "one stage"
     given = f"the layout has {chunks} chunks for PP {stages}"
-    yield given, f"it is one for {others}: set PP to that, or give another"
+    yield given, f"set {fitting}, or give another layout"
 
 
 @core_config("1344", launchers=MEGATRON - {Launcher.MS_SWIFT})
-def layout_chunks(line: Line) -> Problems:
-    """A layout's chunks a stage must be the virtual pipeline size, if that is given."""
-    layout, given = _whole_layout(line), line.launch.virtual
+def layout_chunks(line: LaunchLine) -> Problems:
+    """A layout's chunks per stage must be the virtual pipeline size."""
+    layout, given = _valid_layout(line), line.launch.virtual
     if layout is not None and given is not None and given != layout.virtual:
         chunks = f"the layout has {layout.virtual} chunks for each of {layout.pipeline} stages"
-        change = f"leave that size out, or give a layout of {given * layout.pipeline} chunks"
+        change = f"leave the size out, or give a layout of {given * layout.pipeline} chunks"
         yield f"{chunks}, and the virtual pipeline size is {given}", change
 
 
 @rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers={Launcher.MS_SWIFT})
-def layout_over_virtual_size(line: Line) -> Problems:
-    """A layout stands above the virtual pipeline size."""
+def layout_over_virtual_size(line: LaunchLine) -> Problems:
+    """A layout overrides the virtual pipeline size."""
     layout, given = line.layout, line.launch.virtual
-    if isinstance(layout, Layout) and given is not None and given != layout.virtual:
+    if isinstance(layout, PPLayout) and given is not None and given != layout.virtual:
         chunks = f"the layout has {layout.virtual} chunks a stage"
-        yield f"{chunks} and the virtual pipeline size is {given}", "leave that size out"
+        yield f"{chunks} and the virtual pipeline size is {given}", "leave the size out"
 
 
 @core_config("1307-1324")
-def layout_alone(line: Line) -> Problems:
-    """A layout says all of the split by itself."""
+def layout_alone(line: LaunchLine) -> Problems:
+    """A layout excludes other flags of the split."""
     launch = line.launch
     others = {
         "layers of the first stage": launch.first_layers is not None,
@@ -274,13 +272,13 @@ def layout_alone(line: Line) -> Problems:
     }
     given = ", ".join(name for name, is_given in others.items() if is_given)
     if launch.layout is not None and given:
-        yield f"a layout beside {given}", "leave one of them out"
+        yield f"a layout with {given}", "drop one"
 
 
 @rule(f"{_LAYOUT}:94-105, {CORE}")
-def layout_ends(line: Line) -> Problems:
-    """A layout begins with the one embedding and ends with the one loss."""
-    layout = _whole_layout(line)
+def layout_ends(line: LaunchLine) -> Problems:
+    """A layout must begin with its only embedding and end with its only loss."""
+    layout = _valid_layout(line)
     if layout is None:
         return
     units = layout.units
@@ -292,18 +290,18 @@ def layout_ends(line: Line) -> Problems:
 
 
 @rule(f"{_LAYOUT}:106, {CORE}")
-def layout_layers(line: Line) -> Problems:
+def layout_layers(line: LaunchLine) -> Problems:
     """A layout must have all layers of the model."""
-    layout, layers = _whole_layout(line), line.sizes.layers
+    layout, layers = _valid_layout(line), line.sizes.layers
     if layout is not None and (count := layout.units.count(DECODER)) != layers:
-        change = f"add {layers - count}" if layers > count else f"take {count - layers} away"
+        change = f"add {layers - count}" if layers > count else f"remove {count - layers}"
         yield f"the layout has {count} layers (t), the model {layers}", change
 
 
 @rule(f"{_LAYOUT}:111, {CORE}")
-def layout_prediction_layers(line: Line) -> Problems:
-    """A layout must have as many layers of multi-token prediction as the flags."""
-    layout, given = _whole_layout(line), line.launch.prediction_layers
+def layout_prediction_layers(line: LaunchLine) -> Problems:
+    """Layers of multi-token prediction must be equal in layout and flags."""
+    layout, given = _valid_layout(line), line.launch.prediction_layers
     if layout is None:
         return
     count, allowed = layout.units.count(PREDICTION), {given or 0}
@@ -316,13 +314,13 @@ def layout_prediction_layers(line: Line) -> Problems:
 
 
 @rule(f"{_LAYOUT}:116-135, {CORE}")
-def layout_prediction_place(line: Line) -> Problems:
-    """Multi-token prediction stands behind all layers, in one last chunk of a stage."""
-    layout = _whole_layout(line)
+def layout_prediction_place(line: LaunchLine) -> Problems:
+    """Multi-token prediction must follow all layers, in the last chunk of one stage."""
+    layout = _valid_layout(line)
     if layout is None or PREDICTION not in layout.units:
         return
     if DECODER in layout.units[layout.units.index(PREDICTION) :]:
-        yield "a layer (t) stands behind multi-token prediction (m)", "put m before L"
+        yield "a layer (t) follows multi-token prediction (m)", "put m before L"
     held = [number for number, chunk in enumerate(layout.chunks) if PREDICTION in chunk]
     if len(held) > 1 or held[0] < (layout.virtual - 1) * layout.pipeline:
         places = ", ".join(map(layout.place, held))
@@ -330,42 +328,41 @@ def layout_prediction_place(line: Line) -> Problems:
 
 
 @rule(f"{_LAYOUT}:147, {CORE}")
-def layout_encoders(line: Line) -> Problems:
+def layout_encoders(line: LaunchLine) -> Problems:
     """A layout cannot place encoders."""
-    layout = _whole_layout(line)
+    layout = _valid_layout(line)
     if layout is not None and ENCODER in layout.units:
-        yield "the layout places encoder layers", "leave them out: they are on the first stage"
+        yield "the layout has encoder layers", "leave them out: they are on the first stage"
 
 
-def _list_flag(line: Line) -> str:
-    """Return the flag of LoongForge's list of layers."""
+def _list_flag(line: LaunchLine) -> str:
     return f"--custom-{'virtual-' if line.launch.is_by_chunk else ''}pipeline-layers"
 
 
 @rule(_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_layers_for_stages(line: Line) -> Problems:
-    """A list of layers has a number for every stage, or for every chunk, and a comma."""
+def listed_layers_for_stages(line: LaunchLine) -> Problems:
+    """A list of layers needs a number per stage or per chunk, and a comma."""
     launch, layers, parts = line.launch, line.launch.layers_by_stage, line.launch.pipeline
     if launch.is_by_chunk:
         parts *= launch.virtual or 1
     if layers is not None and (len(layers) != parts or parts == 1):
         name = "chunks" if launch.is_by_chunk else "stages"
-        change = f"give {parts} numbers with commas" if parts > 1 else "leave it out with one stage"
+        change = f"give {parts} numbers with commas" if parts > 1 else "leave it out for one stage"
         yield f"{_list_flag(line)} has {len(layers)} numbers for {parts} {name}", change
 
 
 @rule(_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_layers_add_up(line: Line) -> Problems:
+def listed_layers_add_up(line: LaunchLine) -> Problems:
     """The numbers of a list must add up to the model's layers."""
     layers, given = line.sizes.layers, line.launch.layers_by_stage
     if given is not None and sum(given) != layers:
         numbers = f"{_list_flag(line)} {','.join(map(str, given))} adds up to {sum(given)}"
-        change = "correct the numbers, or check that the configuration is the right model's"
+        change = "correct the numbers, or check that the configuration is the model's"
         yield f"{numbers}, the model has {layers} layers", change
 
 
 @rule(_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_layers_fill_chunks(line: Line) -> Problems:
+def listed_layers_fill_chunks(line: LaunchLine) -> Problems:
     """A stage must have a layer for each of its chunks."""
     layers, chunks = line.launch.layers_by_stage, line.launch.virtual
     if layers is None or line.launch.is_by_chunk or chunks is None:
@@ -376,11 +373,11 @@ def listed_layers_fill_chunks(line: Line) -> Problems:
 
 
 @rule(_MODEL_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_recompute_for_stages(line: Line) -> Problems:
-    """A list of recomputed layers has a number for every stage, and a comma."""
+def listed_recompute_for_stages(line: LaunchLine) -> Problems:
+    """A list of recomputed layers needs a number per stage, and a comma."""
     numbers, stages = line.launch.recompute_by_stage, line.launch.pipeline
     if numbers is not None and (len(numbers) != stages or stages == 1):
         flag, change = "--custom-pipeline-recompute-layers", f"give {stages} numbers with commas"
         if stages == 1:
-            change = "give --recompute-num-layers in its place"
+            change = "give --recompute-num-layers instead"
         yield f"{flag} has {len(numbers)} numbers for {stages} stages", change

@@ -1,8 +1,7 @@
 """Commands of a launch script with its variables substituted, without execution.
 
-Reads lines of `NAME=value`, `export`, arrays (`NAME=( ... )`, `NAME+=( ... )`) and commands, whose
-words may have `$NAME`, `${NAME}`, `${NAME:-value}` and `"${NAME[@]}"`. Other shell syntax is an
-error. Unset variables become `UNKNOWN`.
+Supported are `NAME=value`, `export`, arrays (`NAME=( ... )`, `NAME+=( ... )`) and commands with
+`$NAME`, `${NAME}`, `${NAME:-value}` and `"${NAME[@]}"`. Other shell syntax is an error.
 """
 
 import re
@@ -13,13 +12,14 @@ from typing import NoReturn
 
 from omnibal.base.errors import UserError
 
+# Marks the name of an unset variable in a word; private-use characters occur in no script.
 UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
-"""Mark around the name of an unknown variable."""
+# Possessive quantifiers (`*+`, `++`): no backtracking, so that no script takes exponential time.
 _QUOTED = r"'[^']*'|\"(?:\\.|[^\"\\])*+\"|\\."
 _COMMENT = r"(?<!\S)\#[^\n]*"
 _LIST = rf"(?<==)\((?:{_QUOTED}|{_COMMENT}|[^()])*+\)"
-_LINE = re.compile(rf"(?:{_LIST}|{_QUOTED}|{_COMMENT}|[^\n])++", re.DOTALL)
-_KEPT = re.compile(rf"({_QUOTED})|{_COMMENT}|\\\n", re.DOTALL)
+_SCRIPT_LINE = re.compile(rf"(?:{_LIST}|{_QUOTED}|{_COMMENT}|[^\n])++", re.DOTALL)
+_QUOTED_OR_DROPPED = re.compile(rf"({_QUOTED})|{_COMMENT}|\\\n", re.DOTALL)
 _WORD = re.compile(rf"(?:{_LIST}|{_QUOTED}|\S)++", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = (
@@ -31,18 +31,17 @@ _UNQUOTED = re.compile(
     rf"'[^']*'|\\.|\"(?P<double>(?:\\.|[^\"\\])*+)\"|{_VARIABLE}|{_SHELL}|[|;&<>()])", re.DOTALL
 )
 _IN_DOUBLE = re.compile(rf"\\(?P<escaped>[$`])|\\.|{_VARIABLE}|{_SHELL})", re.DOTALL)
-_CONTROL = frozenset(
+_SHELL_KEYWORDS = frozenset(
     "if then elif else fi for while until do done case esac select function { } [[ ! eval let read "
     "mapfile readarray unset declare local readonly typeset".split()
 )
 _ELEMENT = re.compile(r"\w+\[[^]]*\]\+?=")
-_MOST_LETTERS = 2**16
-"""Max letters of a value, against exponential growth by repeated doubling."""
+_MAX_LETTERS = 2**16  # of a value, as `X=$X$X` doubles it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
-    """Words of a command and its environment: exported variables and assignments before it."""
+class ScriptCommand:
+    """Words of a command, with exported variables and assignments before it as environment."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
@@ -50,15 +49,15 @@ class Command:
 
 
 def show_unknown(text: str) -> str:
-    """Show unknown variables as in a shell, such as `$TP`."""
+    """Return text with unset variables as in a shell, such as `$TP`."""
     return UNKNOWN.sub(r"$\1", text)
 
 
-def read_script(text: str, given: Mapping[str, str]) -> list[Command]:
-    """Read a script's commands; `given` variables override its own."""
+def read_script(text: str, given: Mapping[str, str]) -> list[ScriptCommand]:
+    """Return a script's commands; `given` variables override its own."""
     text = text.replace("\\\r\n", "\\\n")
-    reader, commands = _Reader(given), list[Command]()
-    for match in _LINE.finditer(text):
+    reader, commands = _ScriptReader(given), list[ScriptCommand]()
+    for match in _SCRIPT_LINE.finditer(text):
         blanks = len(match[0]) - len(match[0].lstrip())
         line = text.count("\n", 0, match.start() + blanks) + 1
         commands += reader.read_line(_drop_comments(match[0]), line)
@@ -66,12 +65,12 @@ def read_script(text: str, given: Mapping[str, str]) -> list[Command]:
 
 
 def _drop_comments(text: str) -> str:
-    """Drop comments and line continuations."""
-    return _KEPT.sub(lambda match: (match[1] or "").replace("\\\n", ""), text)
+    # Quoted text is matched too, so that a # in it is no comment.
+    return _QUOTED_OR_DROPPED.sub(lambda match: (match[1] or "").replace("\\\n", ""), text)
 
 
-class _Reader:
-    """Variables of a script so far."""
+class _ScriptReader:
+    """Values of a script's variables, line by line."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
@@ -79,48 +78,48 @@ class _Reader:
         self.exported: set[str] = set()
         self.line = 1
 
-    def read_line(self, text: str, line: int) -> Iterator[Command]:
-        """Apply a line's assignments, or yield its command."""
+    def read_line(self, text: str, line: int) -> Iterator[ScriptCommand]:
+        """Store a line's assignments, or yield its command."""
         self.line, raw = line, _WORD.findall(text)
         is_export = raw[:1] == ["export"]
         if is_export:
             raw = raw[1:]
             self.exported.update(word.partition("=")[0] for word in raw)
         matches = [_ASSIGNMENT.fullmatch(word) for word in raw]
+        # A command is what follows the leading assignments, which are then its environment.
         count = len(raw) if is_export or None not in matches else matches.index(None)
-        assigned, rest = [match for match in matches[:count] if match], raw[count:]
-        if not rest:
+        assigned, command = [match for match in matches[:count] if match], raw[count:]
+        if not command:
             for match in assigned:
                 self.values[match[1]] = self._evaluate(match)
             return
-        if rest[0] in _CONTROL or _ELEMENT.match(rest[0]):
-            self._refuse(rest[0])
-        words = tuple(word for each in rest for word in self._expand(each))
+        if command[0] in _SHELL_KEYWORDS or _ELEMENT.match(command[0]):
+            self._refuse(command[0])
+        words = tuple(word for raw_word in command for word in self._expand(raw_word))
         known = {**self.values, **{name: (value,) for name, value in self.given.items()}}
         exported = {name: " ".join(known[name]) for name in sorted(self.exported & known.keys())}
         before = {match[1]: " ".join(self._evaluate(match)) for match in assigned}
         if words:
-            yield Command(words=words, environment=exported | before, line=line)
+            yield ScriptCommand(words=words, environment=exported | before, line=line)
 
     def _evaluate(self, match: re.Match[str]) -> tuple[str, ...]:
-        """Return the words that an assignment gives its variable."""
+        """Return the value of an assignment: the words of an array, or one word."""
         name, is_added, text = match.groups()
         if text.startswith("(") and text.endswith(")"):
             raw = _WORD.findall(_drop_comments(text[1:-1]))
-            value = tuple(word for each in raw for word in self._expand(each))
+            value = tuple(word for raw_word in raw for word in self._expand(raw_word))
             value = self.values.get(name, ()) + value if is_added else value
         else:
             before = " ".join(self.values.get(name, ())) if is_added else ""
             value = (before + "".join(self._expand(text, splits=False)),)
-        if sum(map(len, value)) > _MOST_LETTERS:
+        if sum(map(len, value)) > _MAX_LETTERS:
             raise UserError(
-                f"the script gives {name} more than {_MOST_LETTERS:,} letters, which no launch "
-                "line has; give the command alone"
+                f"the script gives {name} more than {_MAX_LETTERS:,} letters; give only the command"
             )
         return value
 
     def _expand(self, raw: str, splits: bool = True) -> list[str]:
-        """Expand a word."""
+        """Return the words of an expanded word: an unquoted value splits at blanks."""
 
         def substitute(match: re.Match[str]) -> str:
             if match["shell"]:
@@ -139,12 +138,12 @@ class _Reader:
             return shlex.split(text)
         except ValueError as error:
             raise UserError(
-                f"line {self.line} of the launch line or script has a quote that it does not "
-                "close, or ends in a backslash; correct it"
+                f"line {self.line} of the launch line or script has an open quote, or ends in a "
+                "backslash; correct it"
             ) from error
 
     def _expand_double(self, text: str) -> str:
-        """Expand and quote a double-quoted text; arrays give several words."""
+        """Return double-quoted text expanded, for `shlex.split`; an array makes several words."""
 
         def substitute(match: re.Match[str]) -> str:
             if match["shell"]:
@@ -154,13 +153,14 @@ class _Reader:
             words = self._look_up(match)
             return '" "'.join(re.sub(r'(["\\])', r"\\\1", word) for word in words)
 
+        # "${NAME[@]}" of an empty array is no word, not an empty one.
         only = _IN_DOUBLE.fullmatch(text)
         if only and (only["name"] or only["all"]) and not self._look_up(only):
             return ""
         return f'"{_IN_DOUBLE.sub(substitute, text)}"'
 
     def _look_up(self, match: re.Match[str]) -> tuple[str, ...]:
-        """Return a variable's words, or its mark if unknown."""
+        """Return a variable's words, or its mark if unset."""
         name, is_all = match["name"] or match["braced"], bool(match["all"])
         if name in ("@", "*"):
             return ()
@@ -176,6 +176,6 @@ class _Reader:
     def _refuse(self, text: str) -> NoReturn:
         raise UserError(
             f"line {self.line} of the launch line or script has {text}, and only NAME=value, "
-            "$NAME, ${NAME}, ${NAME:-value}, arrays and plain commands are read: quote it if it is "
-            "text, or give the expanded command, which `bash -x SCRIPT` prints"
+            "$NAME, ${NAME}, ${NAME:-value}, arrays and plain commands are supported: quote it if "
+            "it is text, or give the command that `bash -x SCRIPT` prints"
         )

@@ -1,27 +1,25 @@
-"""How a line's data-parallel ranks share weights, gradients and optimizer state."""
+"""ZeRO stage of a launch line: what its data-parallel ranks shard."""
 
 from enum import IntEnum
 
 from omnibal.base.errors import UserError
 from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
-from omnibal.trainers.lint.line import Line
+from omnibal.trainers.lint.line import LaunchLine
 
 
 class ZeroStage(IntEnum):
-    """What data-parallel ranks shard (Rajbhandari et al. 2020, arXiv 1910.02054, section 5)."""
+    """State sharded by data-parallel ranks (ZeRO, arXiv 1910.02054, section 5)."""
 
     NOTHING = 0
     OPTIMIZER = 1
-    GRADIENTS = 2
-    """Gradients and optimizer state."""
-    WEIGHTS = 3
-    """Weights, gradients and optimizer state."""
+    GRADIENTS = 2  # gradients and optimizer state
+    WEIGHTS = 3  # weights, gradients and optimizer state
 
 
 _MEGATRON_FSDP = "data-parallel-sharding-strategy"
 _COMPOSER = "fsdp-config.sharding-strategy"
 _NANOTRON = "zero-stage"
-_STAGES = {
+_ZERO_STAGES = {  # by value of each flag, its default first
     _MEGATRON_FSDP: {
         "no_shard": ZeroStage.NOTHING,
         "optim": ZeroStage.OPTIMIZER,
@@ -36,12 +34,11 @@ _STAGES = {
         "NO_SHARD": ZeroStage.NOTHING,
     },
 }
-"""Values of each flag, its default first."""
-_COPIES = ("parallelism.data-parallel-replicate-degree", "distributed.dp-replicate-size")
+_REPLICA_FLAGS = ("parallelism.data-parallel-replicate-degree", "distributed.dp-replicate-size")
 
 
-def zero_stage(line: Line) -> ZeroStage:
-    """Return what the line's data-parallel ranks shard."""
+def zero_stage(line: LaunchLine) -> ZeroStage:
+    """Return the line's ZeRO stage."""
     launcher = line.launch.launcher
     if launcher is Launcher.NANOTRON:
         return _stage_by_flag(line, _NANOTRON)
@@ -54,24 +51,24 @@ def zero_stage(line: Line) -> ZeroStage:
     return ZeroStage(line.on("use-distributed-optimizer", default=launcher not in ARGPARSE))
 
 
-def weight_shards(line: Line, data: int) -> int:
-    """Return how many of the `data` ranks of a stage (DP x CP) shard every weight; 1: none."""
+def weight_shards(line: LaunchLine, data: int) -> int:
+    """Return over how many of a stage's `data` ranks (DP x CP) weights are sharded."""
     if zero_stage(line) < ZeroStage.GRADIENTS:
         return 1
-    copies = next(filter(None, map(line.number, _COPIES)), 1)
-    if line.text(_COMPOSER) == "HYBRID_SHARD":
-        copies = max(data // 8, 1)
-    if data % copies:
+    replicas = next(filter(None, map(line.number, _REPLICA_FLAGS)), 1)
+    if line.text(_COMPOSER) == "HYBRID_SHARD":  # shards within nodes, of 8 GPUs
+        replicas = max(data // 8, 1)
+    if data % replicas:
         raise UserError(
-            f"{copies} replicas of weights were given, which must divide the {data} data-parallel "
-            "ranks: correct it"
+            f"{replicas} replicas of weights do not divide {data} data-parallel ranks; correct the "
+            "number of replicas"
         )
-    return data // copies
+    return data // replicas
 
 
-def _stage_by_flag(line: Line, flag: str) -> ZeroStage:
-    stages = _STAGES[flag]
+def _stage_by_flag(line: LaunchLine, flag: str) -> ZeroStage:
+    stages = _ZERO_STAGES[flag]
     given = line.text(flag) or next(iter(stages))
     if given not in stages:
-        raise UserError(f"--{flag} {given}: must be one of {', '.join(stages)}; correct it")
+        raise UserError(f"--{flag} must be {' or '.join(stages)}, got {given}; correct it")
     return stages[given]

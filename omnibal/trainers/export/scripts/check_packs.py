@@ -1,10 +1,10 @@
-"""Says whether ms-swift will make the plan's packs of the rows, by the lengths that it counted.
+"""Check that ms-swift, with the lengths that it counted, will make the plan's packs.
 
     swift export ... --to_cached_dataset true --output_dir counted
     python check_packs.py counted/train
 
-Needs pyarrow alone, which ms-swift brings. Exit status 1 where packs would differ, and 2 where
-files cannot be read.
+Needs only pyarrow, which ms-swift installs. Exit status 1 if packs differ, and 2 if files cannot be
+read.
 """
 
 import argparse
@@ -15,12 +15,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SHOWN = 3
-"""Max rows listed."""
+MAX_LISTED = 3  # rows in a message
 
 
 def counted_lengths(folder: Path) -> list[int]:
-    """Read the tokens of every row of a cached dataset."""
+    """Return the tokens of every row of a cached dataset."""
     rows: list[int | list[int]] = []
     for entry in json.loads((folder / "state.json").read_text())["_data_files"]:
         with pa.memory_map(str(folder / entry["filename"])) as source:
@@ -35,6 +34,7 @@ def packs_of(lengths: list[int], packing_length: int) -> list[int]:
     begins: list[int] = []
     held = packing_length
     for row, length in enumerate(lengths):
+        # A full pack ends even before a row of no tokens.
         if held >= packing_length or held + length > packing_length:
             begins.append(row)
             held = 0
@@ -43,38 +43,37 @@ def packs_of(lengths: list[int], packing_length: int) -> list[int]:
 
 
 def difference(counted: list[int], planned: list[int], packs: list[int]) -> str | None:
-    """Describe the first difference from the plan, or return None.
+    """Return the first difference from the plan in words, or None.
 
-    `counted` are tokens of every row by ms-swift, `planned` in the plan; `packs` is every row's
-    pack in the plan.
+    All by row: tokens `counted` by ms-swift and `planned`, and the plan's `packs`.
     """
     if len(counted) != len(planned):
         return (
-            f"{len(counted)} rows were counted, and the plan has {len(planned)}: rows were left out"
+            f"{len(counted)} rows were counted, and the plan has {len(planned)}: rows are missing"
         )
     sums: dict[int, int] = {}
     for pack, tokens in zip(packs, planned, strict=True):
         sums[pack] = sums.get(pack, 0) + tokens
     expected = [row for row, pack in enumerate(packs) if not row or packs[row - 1] != pack]
-    made = packs_of(counted, max(sums.values()))
+    made = packs_of(counted, max(sums.values()))  # the export's packing_length
     if made == expected:
         return None
     pairs = zip([*made, None], [*expected, None], strict=False)
-    first = next(number for number, (one, other) in enumerate(pairs) if one != other)
+    first = next(number for number, (begin, other) in enumerate(pairs) if begin != other)
     lengths = other_lengths(counted, planned)
     reason = f"{lengths}: plan with these lengths"
     if lengths is None:
-        reason = "yet all lengths are the plan's; train.jsonl is not of this order.parquet"
-    return f"pack {first - 1} is another: {reason}"
+        reason = "yet all lengths are as planned; train.jsonl is not of this order.parquet"
+    return f"pack {first - 1} differs: {reason}"
 
 
 def other_lengths(counted: list[int], planned: list[int]) -> str | None:
-    """Count rows with unplanned token counts and name the first, or return None."""
+    """Return the number of rows with unplanned token counts and the first of them, or None."""
     differ = [row for row, tokens in enumerate(planned) if counted[row] != tokens]
     if not differ:
         return None
-    named = [f"row {row} has {counted[row]} for {planned[row]}" for row in differ[:SHOWN]]
-    more = ", ..." if len(differ) > SHOWN else ""
+    named = [f"row {row} has {counted[row]} for {planned[row]}" for row in differ[:MAX_LISTED]]
+    more = ", ..." if len(differ) > MAX_LISTED else ""
     return f"{len(differ)} of {len(counted)} lengths differ ({', '.join(named)}{more})"
 
 
@@ -83,17 +82,14 @@ def verdict(counted: list[int], planned: list[int], packs: list[int]) -> tuple[s
     problem = difference(counted, planned, packs)
     if problem is not None:
         return problem, 1
-    count, lengths = (
-        f"{packs[-1] + 1} packs of {len(planned)} rows",
-        other_lengths(counted, planned),
-    )
+    count = f"{packs[-1] + 1} packs of {len(planned)} rows"
+    lengths = other_lengths(counted, planned)
     if lengths is None:
         return f"as planned: {count}", 0
     return f"packs are as planned: {count}; but times and memory are of other lengths: {lengths}", 0
 
 
 def main() -> int:
-    """Compare, print, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("counted", type=Path, help="folder `train` that `swift export` wrote")
     default = Path(__file__).with_name("order.parquet")

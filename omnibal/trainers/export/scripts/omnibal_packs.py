@@ -1,9 +1,8 @@
-"""Packs of an OmniBal plan, read by Megatron-Energon exactly as planned and in the plan's order.
+"""Packs of an OmniBal plan, read by Megatron-Energon as planned and in the plan's order.
 
-Beside this file are packs.jsonl, a pack a line in the order of loading, and meta.yaml, which names
-the datasets that hold the samples. Put `PlannedPacks` before your own TaskEncoder, which must have
-`encode_sample`, for one sample, and `pack_selected_samples`, which joins several, as it needs them
-for Energon's own packing:
+In this folder, packs.jsonl has a pack per line in loading order, and meta.yaml names the datasets
+of the samples. Put `PlannedPacks` before your own TaskEncoder, which must have `encode_sample` for
+one sample and `pack_selected_samples` to join several, as for Energon's own packing:
 
     from omnibal_packs import PlannedPacks, planned_dataset
 
@@ -14,8 +13,8 @@ for Energon's own packing:
 
     dataset = planned_dataset(Encoder(), worker_config)   # in place of get_train_dataset
 
-A pack arrives as one sample of a batch of 1: `packing_buffer_size` stays unset. Tried with Energon
-7.4.1, in training and validation mode, on 1 and 2 ranks with 0 and 2 workers.
+A pack is one sample of a batch of 1: do not set `packing_buffer_size`. Tested with Energon 7.4.1,
+in training and validation mode, on 1 and 2 ranks with 0 and 2 workers.
 """
 
 import json
@@ -33,7 +32,7 @@ from megatron.energon import (
     stateless,
 )
 
-FOLDER = Path(__file__).parent
+PACKS_FOLDER = Path(__file__).parent
 IN_ORDER: dict[str, Any] = {
     "shuffle_buffer_size": None,
     "max_samples_per_sequence": None,
@@ -47,10 +46,8 @@ IN_ORDER: dict[str, Any] = {
 class Pack(Sample):
     """A pack, with the decoded members of every sample."""
 
-    number: int
-    """Number of the pack in reading order, from 0; -1 for untrained padding of the last round."""
-    samples: list[dict[str, Any]]
-    """By name behind the key, such as "json" or "0.jpg", and "__key__"."""
+    number: int  # in reading order, from 0; -1 for untrained padding of the last round
+    samples: list[dict[str, Any]]  # by member, such as "json" or "0.jpg", and "__key__"
 
 
 @stateless
@@ -71,8 +68,8 @@ class PlannedPacks:
 
     @stateless
     def sample_of(self, members: dict[str, Any]) -> Any:
-        """Convert a sample's members to the input of your `encode_sample`."""
-        raise NotImplementedError("say how a sample is made of its members")
+        """Return a sample's members as the input of your `encode_sample`."""
+        raise NotImplementedError("sample_of must make a sample of its members")
 
     @stateless
     def encode_sample(self, pack: Pack) -> Any:
@@ -86,18 +83,18 @@ def planned_dataset(task_encoder: Any, worker_config: WorkerConfig, **more: Any)
     """Open the packs for training, in the plan's order.
 
     Raises:
-        ValueError: data-parallel ranks or loader processes differ from those of packs.jsonl.
+        ValueError: packs.jsonl is for other numbers of data-parallel ranks or loader processes.
     """
-    written = json.loads((FOLDER / "packs.json").read_text())
+    written = json.loads((PACKS_FOLDER / "packs.json").read_text())
     given = worker_config.world_size, max(worker_config.num_workers, 1)
     if given != (written["ranks"], written["workers"]):
         raise ValueError(
-            f"{FOLDER}: packs.jsonl is for {written['ranks']} data-parallel ranks with "
+            f"{PACKS_FOLDER}: packs.jsonl is for {written['ranks']} data-parallel ranks with "
             f"{written['workers']} loader process(es) each, and there are {given[0]} with "
-            f"{given[1]}; export again with --workers {given[1]}, of a plan for so many ranks"
+            f"{given[1]}; export a plan for {given[0]} ranks with --workers {given[1]}"
         )
     return get_train_dataset(
-        str(FOLDER / "meta.yaml"),
+        str(PACKS_FOLDER / "meta.yaml"),
         worker_config=worker_config,
         batch_size=1,
         task_encoder=task_encoder,

@@ -1,9 +1,9 @@
-"""Lets XTuner train packs that are shorter than `pack_max_length`, and keeps their images.
+"""Make XTuner train packs that are shorter than `pack_max_length`, and keep their images.
 
 Import this in XTuner's config file, before the trainer is built. It replaces `PresetPackDataset`
 (InternLM/xtuner 5cda4fb, xtuner/v1/datasets/preset_pack.py), which refuses packs shorter than
 `pack_max_length`, though the collator pads them, and drops all but token ids and labels. Here
-samples are passed on unchanged, and unplanned token counts end the run.
+samples are unchanged, and an unplanned token count ends the run.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ class WholeSamplePacks(PresetPackDataset):
 
 if not hasattr(config, "PresetPackDataset"):
     raise ImportError(
-        "xtuner.v1.datasets.config has no PresetPackDataset: this file is for versions that have "
-        'pack_level="preset"; install one of them'
+        "xtuner.v1.datasets.config has no PresetPackDataset: install a version of XTuner with "
+        'pack_level="preset"'
     )
 config.PresetPackDataset = WholeSamplePacks
