@@ -241,7 +241,7 @@ def train(context: Context) -> None:
         last_loss=records[-1].loss,
         mfu=median(step.mfu for step in _timed_steps(records)),
     )
-    prediction = open_plan(folder / _PRECISION).plan.predicted
+    prediction = open_plan(folder / _PRECISION).plan.known_prediction
     context.compare("step", "ms", prediction.step_ms, _step_ms(records))
     if not context.pretended:
         peak_gib = records[-1].stages[0].peak_gib

@@ -118,7 +118,7 @@ def placement_row(name: str, mixture: str, model: ModelConfig) -> tuple[object, 
     pipelined, data_parallel = (
         best_plan(replace(job, placement=placement), data, packed) for placement in EncoderPlacement
     )
-    gain = relative_ms(pipelined.predicted) / relative_ms(data_parallel.predicted) - 1
+    gain = relative_ms(pipelined.known_prediction) / relative_ms(data_parallel.known_prediction) - 1
     plans = (cell for plan in (pipelined, data_parallel) for cell in _time_and_sizes(plan))
     sharded = None if data_parallel.beside is None else data_parallel.beside.sharded
     return (name, mixture, encoder_share(job, packed[0], lengths), *plans, sharded, gain)
@@ -132,9 +132,8 @@ def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
 
 
 def _time_and_sizes(plan: Plan) -> tuple[str, str]:
-    return f"{plan.known_prediction.step_ms / 1e3:.2f} s", "/".join(
-        map(str, plan.parallel.sizes.values())
-    )
+    sizes = "/".join(map(str, plan.parallel.sizes.values()))
+    return f"{plan.known_prediction.step_ms / 1e3:.2f} s", sizes
 
 
 def main() -> None:

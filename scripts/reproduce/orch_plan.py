@@ -159,7 +159,7 @@ def plan_cells(
         packs_per_step=parallel.data * micro_batches,
     )
     result = make_plan(PlanRequest(job=job, data=data))
-    prediction = result.plan.predicted
+    prediction = result.plan.known_prediction
     assert result.data is not None
     packs, _ = result.data
     features = pack_features(packs.packs, lengths, feature_names(job.model))

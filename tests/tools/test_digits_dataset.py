@@ -263,7 +263,7 @@ def test_tokenizer_is_the_one_that_transformers_opens(native):
     """Prevents: ids, pieces or a template that differ from those of an exported folder."""
     folder = native / "tokenizer"
     theirs, ours = AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
-    words = make_native_digits.WORDS
+    words = make_native_digits.VOCABULARY
     assert ours.vocab_size == len(theirs) <= words == MODELS["native"].language.vocab_size
     for text in ("Which digit is 40?", "<|im_start|>user\nÄ <|image_pad|>", "漢 字\n\n"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)

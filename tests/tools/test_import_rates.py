@@ -63,7 +63,7 @@ def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
     out, base = tmp_path / "mine.toml", ["--base", "h100-80g"]
     with pytest.raises(SystemExit, match="0"):
         import_rates.main([str(tmp_path / "tables.json"), *base, "-o", str(out)])
-    assert "send is left out: 859 GB/s is more than its link's 450" in capsys.readouterr().out
+    assert "send is left out: 859 GB/s exceeds the link's 450" in capsys.readouterr().out
     assert "# Measured, by a table" in out.read_text()
     cluster = load_cluster(str(out))
     rates = cluster.rates["bf16"]
