@@ -1,4 +1,4 @@
-"""Headline cards: fit into memory, time, waste and loss."""
+"""Headline cards of the page: memory, idle time, throughput, duration, loss and experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ class Card:
 def headline_cards(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None, records: Sequence[StepRecord]
 ) -> list[Card]:
+    """Return the cards whose figures are known."""
     prediction, sources = plan.prediction, figures_by_source(plan, run, replay)
     idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
     rates = {name: figures.samples_per_second_per_gpu for name, figures in sources.items()}
@@ -37,11 +38,17 @@ def headline_cards(
         value = f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}"
         note = f"at step {records[0].step:,} and at step {records[-1].step:,}"
         loss.append(Card(title="Loss", value=value, note=note))
+    duration_cards = []
+    if prediction and plan.data and prediction.gpu_days is not None:
+        epochs = f"{plan.data.epochs} epoch{'s' * (plan.data.epochs > 1)}"
+        note = f"{plan.data.steps:,} steps, {epochs}, {number(prediction.gpu_days)} device-days"
+        value, title = duration(prediction.step_ms * plan.data.steps / 1000), "Whole training"
+        duration_cards.append(Card(title=title, value=value, source="predicted", note=note))
     return [
         *([_memory_card(plan, prediction, run, replay)] if prediction else []),
         *_latest_card("Idle", idle, ["share of device time spent waiting"]),
         *_latest_card("Samples/s per device", known, [f"MFU {percent(run.mfu)}"] if run else []),
-        *(_duration_card(plan, prediction) if prediction else []),
+        *duration_cards,
         *loss,
         *_expert_card(plan, records),
     ]
@@ -54,25 +61,26 @@ def card_facts(cards: Sequence[Card]) -> Facts:
 
 
 def _latest_card(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) -> list[Card]:
-    """Return the last source's value with notes of earlier sources, or nothing without sources."""
+    """Return the last source's value, with earlier sources in the note. Empty without sources."""
     if not values:
         return []
-    *others, (source, value) = values.items()
-    before = [f"{k} {v}" for k, v in others]
+    *earlier, (source, value) = values.items()
+    before = [f"{name} {text}" for name, text in earlier]
     return [Card(title=title, value=value, source=source, note="; ".join([*before, *notes]))]
 
 
 def _memory_card(
     plan: Plan, prediction: Prediction, run: RunSummary | None, replay: ReplaySummary | None
 ) -> Card:
-    """Compare all peaks with the usable memory, and with each other if of devices."""
+    """Compare predicted, replayed and measured peaks with the usable memory."""
     peaks = [stage.memory.peak_gib for stage in prediction.stages]
     cap, worst = memory_cap_gib(plan.cluster), max(peaks)
     note = f"{number(worst)} of {number(cap)} usable GiB predicted, on stage {peaks.index(worst)}"
     if replay:
         replayed = [stage.peak_gib for stage in replay.stages]
-        most, of_it = max(zip(replayed, replayed_peaks_as_predicted(plan, replay), strict=True))
-        note += f"; {number(most)} GiB replayed where {number(of_it)} were predicted"
+        pairs = zip(replayed, replayed_peaks_as_predicted(plan, replay), strict=True)
+        peak, predicted = max(pairs)
+        note += f"; {number(peak)} GiB replayed where {number(predicted)} were predicted"
     if run:
         measured = max(run.peak_gib)
         worst = max(worst, measured)
@@ -83,17 +91,8 @@ def _memory_card(
     return Card(title="Memory", value=Marked(verdict, css), note=note)
 
 
-def _duration_card(plan: Plan, prediction: Prediction) -> list[Card]:
-    if plan.data is None or prediction.gpu_days is None:
-        return []
-    value = duration(prediction.step_ms * plan.data.steps / 1000)
-    epochs = f"{plan.data.epochs} epoch{'s' * (plan.data.epochs > 1)}"
-    note = f"{plan.data.steps:,} steps, {epochs}, {number(prediction.gpu_days)} device-days"
-    return [Card(title="Whole training", value=value, source="predicted", note=note)]
-
-
 def _expert_card(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
-    """Return measured and planned expert load, or nothing without experts."""
+    """Return measured and planned expert load. Empty without experts."""
     balances = [record.experts for record in records if record.experts is not None]
     planned = [kind.experts.imbalance for kind in plan.model.language.kinds if kind.experts]
     if not balances or not planned:

@@ -1,4 +1,4 @@
-"""Results of commands as tables. `report/plan_tables.py` has tables of plans and runs."""
+"""Tables of commands' results; `report/plan_tables.py` has tables of plans and runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from omnibal.model.limits import memory_cap_gib
 from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Marked, Table, TableRow
 
-if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+if TYPE_CHECKING:  # these import scipy, which would slow down `omnibal --help`
     from omnibal.cost.analytic import ModelParameters
     from omnibal.cost.profile import FitResidual
     from omnibal.job.fake_replay import FakeStage, Roofline
@@ -108,7 +108,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
         for strategy in [candidate.strategy]
     ]
     return Table.of_rows(
-        "Caps: samples per pack, packs per step and per rank, and what that takes",
+        "Caps: samples per pack, packs per step and per rank, memory and time",
         (*best.caps.names, *titles, "idle %", "ms per sample", "over best"),
         rows,
     )
@@ -126,9 +126,9 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     plan = (*search.best.caps.names, *levels, "recom-\nputed", "GiB")
 
     def sizes(sizing: "Sizing") -> list[str]:
-        own = [str(sizing.parallel.sizes.get(name, 1)) for name in names]
-        own += [str(sizing.parallel.sharded)] * has_shards
-        return [*own, sizing.placement.option] if has_placements else own
+        cells = [str(sizing.parallel.sizes.get(name, 1)) for name in names]
+        cells += [str(sizing.parallel.sharded)] * has_shards
+        return [*cells, sizing.placement.option] if has_placements else cells
 
     fastest = [
         (
@@ -144,8 +144,8 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     ]
     others = []
     for candidate in search.ruled_out[:_SHOWN_CANDIDATES]:
-        most, estimate = candidate.most_samples_per_second, candidate.estimated_samples_per_second
-        rate = "" if most is None else f"< {most:,.2f}"
+        bound, estimate = candidate.most_samples_per_second, candidate.estimated_samples_per_second
+        rate = "" if bound is None else f"< {bound:,.2f}"
         rate = rate if estimate is None else f"~ {estimate:,.2f}"
         others.append((*sizes(candidate.sizing), *len(plan) * ("",), rate, candidate.why))
     over_best = Column(title="over best", style="left")
@@ -167,7 +167,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
 
 
 def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str | None:
-    """Sentence on other sizes that are behind the best by less than such predictions err."""
+    """Return a warning if other sizes are slower than the best by less than the usual error."""
     best = search.ranking[0]
     others = [strategy for strategy in search.ranking if strategy.parallel != best.parallel]
     if isinstance(errors, str) or not others:
@@ -251,8 +251,8 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
     if most is not None:
         codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
     groups = [(lengths.source_names[code], codes[i : i + 1]) for i, code in enumerate(codes[:most])]
-    rest = codes[len(groups) :]
-    groups += [(f"{len(rest)} smaller sources", rest)] if len(rest) else []
+    others = codes[len(groups) :]
+    groups += [(f"{len(others)} smaller sources", others)] if len(others) else []
 
     def row(name: str, codes: np.ndarray) -> list[str]:
         statistics = length_statistics(lengths, np.isin(lengths.source, codes))
@@ -271,10 +271,10 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
 
 def misprediction_table(fit: "RunFit") -> Table:
     """Predicted and measured time of passes by unit kind and stage."""
-    kinds = [_row(kind.name, kind.predicted_ms, kind.fitted_ms) for kind in fit.kinds]
+    kinds = [_factor_row(kind.name, kind.predicted_ms, kind.fitted_ms) for kind in fit.kinds]
     stages, slow, ranks = [], [], []
     for number, stage in enumerate(fit.stages):
-        stages.append(_row(f"stage {number}", stage.predicted_ms, stage.measured_ms))
+        stages.append(_factor_row(f"stage {number}", stage.predicted_ms, stage.measured_ms))
         if stage.slowness > 1 and not stage.slow_ranks:
             slow.append((f"stage {number}, all ranks", "", "", f"{stage.slowness:.2f}"))
         for rank, factor in stage.slow_ranks.items():
@@ -288,7 +288,7 @@ def misprediction_table(fit: "RunFit") -> Table:
     )
 
 
-def _row(name: str, predicted_ms: float, measured_ms: float) -> TableRow:
+def _factor_row(name: str, predicted_ms: float, measured_ms: float) -> TableRow:
     factor = measured_ms / predicted_ms if predicted_ms else 1.0
     return name, f"{predicted_ms:,.2f}", f"{measured_ms:,.2f}", f"{factor:.2f}"
 
@@ -305,7 +305,7 @@ def replan_facts(planned: "Replanned") -> Facts:
         "+".join(str(stage.number_of_layers(tower)) for tower in plan.pipeline_model.towers)
         for stage in plan.merge_chunks(plan.stages)
     ]
-    return Facts("Planned anew", [*entries, ("layers of each stage", ", ".join(layers))])
+    return Facts("New plan", [*entries, ("layers of each stage", ", ".join(layers))])
 
 
 def replan_summary(planned: "Replanned") -> dict[str, Any]:
@@ -323,12 +323,12 @@ def replan_summary(planned: "Replanned") -> dict[str, Any]:
         "measured_steps": fit.refit.measured_steps,
         "noise": fit.noise,
         "update_factor": fit.refit.update,
-        "kinds": {one.name: one.factor for one in fit.kinds},
-        "stages": [asdict(one) for one in fit.stages],
+        "kinds": {kind.name: kind.factor for kind in fit.kinds},
+        "stages": [asdict(stage) for stage in fit.stages],
     }
 
 
-_SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller ones add up to the rest
+_SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller tensors are summed up
 
 
 def fake_device_table(plan: Plan, stages: Sequence["FakeStage"]) -> Table:
@@ -351,8 +351,8 @@ def fake_device_table(plan: Plan, stages: Sequence["FakeStage"]) -> Table:
             "rest": lambda stage: f"{stage.activations_gib:.2f}",
             "in": lambda stage: stage.peak_phase,
         },
-        "What the code would allocate on one device of each stage, counted without one, beside "
-        "what the plan predicts. A difference below zero: the plan predicts too little.",
+        "Memory that the code would allocate on one device of each stage, and the plan's "
+        "prediction. A difference below zero: the plan predicts too little.",
     )
 
 
@@ -389,9 +389,9 @@ def contents_table(stage: "FakeStage") -> Table:
         [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
         for part in stage.contents[:_SHOWN_CONTENTS]
     ]
-    rest = stage.contents[_SHOWN_CONTENTS:]
-    if rest:
-        gib, tensors = sum(part.gib for part in rest), sum(part.tensors for part in rest)
+    others = stage.contents[_SHOWN_CONTENTS:]
+    if others:
+        gib, tensors = sum(part.gib for part in others), sum(part.tensors for part in others)
         rows.append([f"{gib:.2f}", f"{tensors:,}", "", "rest", ""])
     words = (Column(title=title, style="left") for title in ("made in", "by", "operation"))
     title = f"Stage {stage.stage} at its peak, {stage.allocated_gib:.2f} GiB, in {stage.peak_at}"

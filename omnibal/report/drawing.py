@@ -19,19 +19,19 @@ _PALETTE = (_REPORT_FOLDER / "palette.css").read_text()
 COLOURS: Mapping[str, str] = dict(re.findall(r"--(\w+): (#\w+);", _PALETTE.split("@media")[0]))
 """Light colours by their names in palette.css."""
 _COLOUR_NAMES = {colour: name for name, colour in COLOURS.items()}
+# A colour as an attribute (1, 2), or within a style (3).
 _COLOUR = re.compile('(fill=)"(#[0-9a-f]{6})"|(?<=: )(#[0-9a-f]{6})')
-"""A colour of an attribute of its own, or of a style."""
+# Needed in an SVG file, but not in an element of an HTML page.
 _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-"""Attributes that a file needs and an element of a page does not."""
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
+# Decorator of functions that draw, and a context manager.
 style = partial(rc_context, fname=_REPORT_FOLDER / "omnibal.mplstyle")
-"""Context manager and decorator under which figures are drawn."""
 
 
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure, sizes in pixels."""
-    return Figure(figsize=(width / 72, height / 72))
+    return Figure(figsize=(width / 72, height / 72))  # inches; SVG has 72 points per inch
 
 
 def xml_text(text: str) -> str:
@@ -44,42 +44,44 @@ def to_svg(figure: Figure, label: str) -> str:
     """Return a figure as an `svg` element coloured by palette.css, with `label` as its alt text."""
     file = StringIO()
     with warnings.catch_warnings():
-        # Browsers have other fonts for characters that this one lacks.
+        # Browsers take characters that this font lacks from another.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
-        figure.savefig(file, format="svg", metadata=nothing)
+        # A date would make equal reports differ in bytes.
+        no_metadata = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+        figure.savefig(file, format="svg", metadata=no_metadata)
     svg = file.getvalue()
-    svg = _COLOUR.sub(_as_variable, svg[svg.index("<svg") :])
-    head, rest = svg.split(">", 1)
+    svg = _COLOUR.sub(_use_css_variable, svg[svg.index("<svg") :])
+    head, body = svg.split(">", 1)
     size = " ".join(re.findall(r'(?:width|height|viewBox)="[\d. ]+"', head.replace("pt", "")))
-    return f'<svg {size} role="img" aria-label="{html.escape(label)}">{rest}'
+    return f'<svg {size} role="img" aria-label="{html.escape(label)}">{body}'
 
 
-def _as_variable(match: re.Match[str]) -> str:
+def _use_css_variable(match: re.Match[str]) -> str:
     name = _COLOUR_NAMES.get(match[2] or match[3])
     if name is None:
         return match[0]
-    # An attribute of its own cannot hold a variable.
+    # CSS variables work in styles, not in attributes.
     return f'style="fill: var(--{name})"' if match[1] else f"var(--{name})"
 
 
 def svg_file(figure: Figure, title: str = "") -> str:
-    """Return an SVG file that follows the light or dark scheme. `title`: the figure's if empty."""
+    """Return an SVG file for light and dark pages, titled like the figure by default."""
     title = title or figure.get_suptitle()
-    head, rest = to_svg(figure, title).removeprefix("<svg").split(">", 1)
-    above = f"<svg {_NAMESPACES}{head}><title>{html.escape(title)}</title>\n"
-    return f"{above}<style>{_PALETTE}</style>{rest}"
+    head, body = to_svg(figure, title).removeprefix("<svg").split(">", 1)
+    start = f"<svg {_NAMESPACES}{head}><title>{html.escape(title)}</title>\n"
+    return f"{start}<style>{_PALETTE}</style>{body}"
 
 
 def add_legend(figure: Figure, columns: int) -> None:
     """Add a joint legend above all axes."""
     pairs = [axes.get_legend_handles_labels() for axes in figure.axes]
+    # One entry per label, though every bar of a series has it.
     handles = {label: handle for pair in pairs for handle, label in zip(*pair, strict=True)}
     figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=columns)
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Label rows top down: all, or first and last if more than 24."""
+    """Label rows from the top: all, or the first and last of more than 24."""
     shown = range(len(names)) if len(names) <= 24 else (0, len(names) - 1)
     axes.set_yticks(list(shown), [names[row] for row in shown])
     axes.set_ylim(len(names) - 0.5, -0.5)

@@ -53,13 +53,13 @@ def split_figure(plan: Plan) -> PageFigure:
         units = [unit for span in stage.units for unit in span.units]
         for place, unit in enumerate(units):
             layer = unit.layers[0] if unit.layers else None
-            again = any(layer in stages[index].recomputed_in(unit.name) for stages in at_levels)
-            label = _EDGES if layer is None else f"{unit.name} layer" + ", recomputed" * again
+            recomputed = any(layer in level[index].recomputed_in(unit.name) for level in at_levels)
+            label = _EDGES if layer is None else f"{unit.name} layer" + ", recomputed" * recomputed
             axes.barh(
                 *(index, 1, 0.8, place),
                 facecolor=COLOURS[colours.get(unit.name, "grey")],
                 edgecolor=COLOURS["paper"],
-                hatch="//" if again else None,
+                hatch="//" if recomputed else None,
                 label=label,
             )
     label_rows(axes, [f"stage {stage}" for stage in range(len(at_levels[0]))])
@@ -87,9 +87,10 @@ def curve_figure(
 ) -> PageFigure:
     """Draw a value over the steps: points faint, their moving mean bold, `predicted` dashed.
 
-    Non-finite values and outliers (above 1.5 times the 95th percentile, if the axis is from zero)
-    are omitted and counted in the caption. `held_out` is (last step before, value) of validations.
+    Non-finite values are omitted and counted in the caption. `held_out` has (last step before,
+    value) of validations.
     """
+    # [step and value, records]
     points = np.array([[record.step for record in records], values], np.float64)
     finite = np.isfinite(points[1])
     notes = [] if predicted is None else [f"Dashed: predicted, {number(predicted)} {y_title}."]
@@ -99,7 +100,7 @@ def curve_figure(
     if not len(steps):
         return PageFigure(title=title, drawn=None, caption=" ".join(notes))
     high = None
-    if from_zero:
+    if from_zero:  # a few slow steps, such as the first, would flatten the curve
         limit = 1.5 * max(float(np.percentile(shown, 95)), predicted or 0.0)
         above = shown > limit
         if above.any() and limit > 0:
@@ -114,7 +115,7 @@ def curve_figure(
     axes.plot(steps[at], shown[at], color=COLOURS["blue"])
     if predicted is not None:
         axes.axhline(predicted, color=COLOURS["ink"], linestyle="--")
-    validated = [validation for validation in held_out if np.isfinite(validation[1])]
+    validated = [(step, value) for step, value in held_out if np.isfinite(value)]
     if validated:
         axes.plot(*zip(*validated, strict=True), "o-", color=COLOURS["red"])
         notes.append(f"Second line: held-out data, {number(validated[-1][1])} at the end.")
@@ -125,7 +126,7 @@ def curve_figure(
 
 
 def interval_extremes(values: np.ndarray, intervals: int) -> np.ndarray:
-    """Return indices of min and max of every interval: fewer points, same outline."""
+    """Return indices of the min and max of every interval: fewer points, same outline."""
     if len(values) <= 2 * intervals:
         return np.arange(len(values))
     bounds = np.linspace(0, len(values), intervals + 1).astype(int)

@@ -37,14 +37,14 @@ def percent(fraction: float) -> str:
 
 def change(value: float, base: float) -> str:
     """Format a relative change, with sign."""
-    # Without the sign of a difference that rounds to nothing.
+    # Adding 0.0 turns -0.0, of a difference that rounds to 0, into 0.0.
     return f"{round(100 * (value / base - 1), 1) + 0.0:+.1f} %"
 
 
 def milliseconds(value: float, digits: int = 3) -> str:
     """Format a time in ms, or in s from 1 s."""
-    unit, of = ("s", value / 1000) if value >= 1000 else ("ms", value)
-    return f"{number(of, digits)} {unit}"
+    in_s = value >= 1000
+    return f"{number(value / 1000 if in_s else value, digits)} {'s' if in_s else 'ms'}"
 
 
 def change_ms(ms: float) -> str:
@@ -75,7 +75,7 @@ def duration(seconds: float) -> str:
 
 
 def align_decimals(values: Sequence[float], at_least: int = 0) -> list[str]:
-    """Format a column with equal decimals, `at_least` or more."""
+    """Format a column with equal decimals, about three significant digits of its maximum."""
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
@@ -84,7 +84,7 @@ def align_decimals(values: Sequence[float], at_least: int = 0) -> list[str]:
 
 
 def write_ascii(page: str, path: Path) -> None:
-    """Write a page, picture or trace as ASCII with character references, creating directories."""
+    """Write HTML, SVG or a trace as ASCII with character references, creating directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
@@ -93,7 +93,7 @@ def write_ascii(page: str, path: Path) -> None:
 def describe_sharding(parallel: Parallel, sharded: int) -> str:
     """Describe the sharding of data-parallel encoders over `sharded` ranks."""
     if sharded == 1:
-        return "whole on every rank"
+        return "replicated on every rank"
     copies = parallel.world_size // sharded
     in_copies = f", in {copies:,} copies" if copies > 1 else ""
-    return f"divided over {sharded:,} neighbouring ranks{in_copies}"
+    return f"sharded over {sharded:,} neighbouring ranks{in_copies}"

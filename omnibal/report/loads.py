@@ -1,6 +1,6 @@
 """Figure of the load of every rank and step, before and after balancing.
 
-Both are simulated compute times of the whole model. "Before": a fixed number of samples per
+Loads are predicted compute times of the complete model. "Before": a fixed number of samples per
 micro-batch in random order, padded to the longest. "After": the schedule.
 """
 
@@ -53,15 +53,14 @@ class RankLoads:
 def compare_loads(
     job: JobSpec, data: SampleData, scheduled: ScheduledPacks
 ) -> dict[str, RankLoads]:
-    """Return the schedule's loads (`after`) and common practice (`before`), if it has a full step.
+    """Return loads `before` (common practice, if it fills a step) and `after` (the schedule).
 
-    Common practice: random order, a fixed number of samples per micro-batch, each padded with text
-    tokens to the longest (tiles need none). The incomplete last step is dropped. Caps are ignored,
-    and padding costs attention and head like text.
+    Common practice is random order and a fixed number of samples per micro-batch, each padded with
+    text tokens to the longest; it ignores caps and drops the incomplete last step.
     """
     dp, lengths = job.parallel.data, data.lengths
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
-    # Packed samples share a row without padding.
+    # Packed samples share a row without padding, hence pad_ratio 0.
     after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
     micro_batches, samples_per_micro_batch = data.packs_per_step // dp, _mean_samples(scheduled)
     samples_per_step = samples_per_micro_batch * dp * micro_batches
@@ -69,12 +68,13 @@ def compare_loads(
     if not complete:
         return {"after": after}
     order = np.random.default_rng(data.settings.seed).permutation(len(lengths))
-    micro_batch = order[:complete].reshape(-1, samples_per_micro_batch)
+    micro_batch = order[:complete].reshape(-1, samples_per_micro_batch)  # [micro-batches, samples]
     tokens = lengths.tokens.copy()
     tokens[micro_batch] = lengths.tokens[micro_batch].max(axis=1, keepdims=True)
     packs = Packs(
         samples=micro_batch.ravel(), offsets=np.arange(0, complete + 1, samples_per_micro_batch)
     )
+    # Padding costs attention and head like text.
     load_ms = job.load_ms(packs, replace(lengths, tokens=tokens))
     filled = lengths.tokens[micro_batch].sum(axis=1) / tokens[micro_batch].sum(axis=1)
     before = RankLoads(
@@ -104,7 +104,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
         "before": f"Before: random order, {size}, padded to the longest",
         "after": f"After: packed, matched and dealt out ({data.settings.packing})",
     }
-    # Equally many on both sides, so that their ends can be compared.
+    # As many steps on both sides, so that their ends can be compared.
     count = min(_STEPS_SHOWN, *(len(loads.compute_ms) for loads in sides.values()))
     first = next(iter(sides.values()))
     all_axes = [span.subplots() for span in spans]
@@ -136,19 +136,19 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
 def key_figures(loads: RankLoads, first: RankLoads) -> str:
     """Describe the epoch; time per sample also relative to `first`."""
     step_ms = milliseconds(float(loads.step_ms.mean()))
-    said = (
+    text = (
         f"straggler factor {straggler_factor(loads.compute_ms):.4f}; "
         f"{percent(loads.wait_fraction)} of rank time waited; {percent(loads.pad_ratio)} padding; "
         f"{number(loads.samples / len(loads.step_ms), 4)} samples and {step_ms} per step; "
         f"{milliseconds(loads.ms_per_sample)} per sample"
     )
     if loads is first:
-        return said
-    return f"{said}, {number(loads.ms_per_sample / first.ms_per_sample)} of before"
+        return text
+    return f"{text}, {number(loads.ms_per_sample / first.ms_per_sample)} of before"
 
 
-def _pluralize(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' if count != 1 else ''}"
+def _pluralize(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def spread_evenly(count: int, at_most: int) -> np.ndarray:
@@ -161,7 +161,7 @@ def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) ->
     all_steps, all_ranks = loads.compute_ms.shape
     ranks = spread_evenly(all_ranks, _RANKS_SHOWN)
     ends_ms = np.cumsum(loads.step_ms[steps])
-    starts_ms = ends_ms - loads.step_ms[steps]
+    starts_ms = ends_ms - loads.step_ms[steps]  # drawn end to end
     for row, rank in enumerate(ranks):
         took_ms = loads.compute_ms[steps, rank]
         axes.barh(row, took_ms, 0.85, starts_ms, color=COLOURS[colour], label="computing")

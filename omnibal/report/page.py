@@ -29,11 +29,7 @@ from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.report.cards import headline_cards
 from omnibal.report.command_tables import fake_device_table, sources_table
-from omnibal.report.figures import (
-    PageFigure,
-    curve_figure,
-    split_figure,
-)
+from omnibal.report.figures import curve_figure, split_figure
 from omnibal.report.formatting import change_ms, milliseconds, percent, write_ascii
 from omnibal.report.plan_tables import (
     accuracy_table,
@@ -54,7 +50,7 @@ _SOURCES_SHOWN = 12  # rows before a table is longer than a screen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportInput:
-    """Everything the page shows, checked to belong together."""
+    """Content of the page: a plan, and the replay and run of the same plan if given."""
 
     plan: Plan
     job: JobSpec
@@ -70,7 +66,7 @@ class ReportInput:
 
     @property
     def memory_sources(self) -> tuple[Plan, RunSummary | None, ReplaySummary | None]:
-        """Sources of devices' peaks: the memory of a process on a CPU is none."""
+        """Sources of devices' peaks, without a run on a CPU, whose processes hold torch too."""
         return self.plan, self.run if self.run and not self.run.is_on_cpu else None, self.replay
 
 
@@ -82,7 +78,7 @@ def write_report(
     records: list[StepRecord] = []
     run, causes = None, {}
     if run_directory is not None:
-        info, records = _read_run_of(plan, run_directory)
+        info, records = _read_plan_run(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
         causes = split_measured_step(plan, job, data, run, records)
     replay = None
@@ -100,7 +96,7 @@ def write_report(
             )
         cost, workload = job.cost_of_all(plan.pack_levels), job.workload(*data, plan.pack_levels)
         replay = read_replay(replay_directory, plan, cost, workload)
-    shown = ReportInput(
+    report = ReportInput(
         plan=plan,
         job=job,
         data=data,
@@ -112,29 +108,28 @@ def write_report(
         evaluation=None if run_directory is None else read_evaluation(run_directory),
         time=step_time(plan, run, replay, causes),
     )
-    write_ascii(render(shown), output)
-    return shown
+    write_ascii(render(report), output)
+    return report
 
 
-def _read_run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
-    """Read the run and its steps; raises if it had another plan."""
+def _read_plan_run(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
+    """Return the run and its steps; raise if it had another plan."""
     if plan.data is None:
         raise UserError(
-            "a plan without data cannot have been trained; give the plan that the run "
-            f"{run_directory} was trained from, or no run"
+            f"a plan without data has no runs: give the plan of {run_directory}, or no run"
         )
     info = read_run_info(run_directory)
     if info.packs_sha256 != plan.data.packs_sha256:
         raise UserError(
             f"{run_directory}: the run trained packs of sha256 {info.packs_sha256[:12]}, and the "
-            f"plan has {plan.data.packs_sha256[:12]}; give the run that was trained from this plan"
+            f"plan has {plan.data.packs_sha256[:12]}; give a run of this plan"
         )
     records = read_run(run_directory / RUN_FILE)
     stages = len(plan.merge_chunks(plan.stages))
     if any(len(record.stages) != stages for record in records):
         raise UserError(
             f"{run_directory}: the run has {len(records[0].stages)} pipeline stages and the plan "
-            f"{stages}; give the run that was trained from this plan"
+            f"{stages}; give a run of this plan"
         )
     return info, records
 
@@ -147,7 +142,7 @@ def render(report: ReportInput) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
-        # Markup, such as SVG, is written as it is.
+        # Only plain strings: Markup, such as SVG, is already safe.
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     pages.filters |= {"percent": percent, "time": milliseconds, "change": change_ms}
@@ -155,9 +150,9 @@ def render(report: ReportInput) -> str:
 
 
 def _variables(report: ReportInput) -> dict[str, Any]:
-    """Return the template's variables, empty if not given."""
+    """Return the template's variables. Sections without content are empty."""
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
-    shown = {
+    variables = {
         "cards": headline_cards(plan, run, replay, report.records),
         "split": split_figure(plan),
         "stages": stages_table(plan, run, replay),
@@ -165,31 +160,27 @@ def _variables(report: ReportInput) -> dict[str, Any]:
         "memory": peak_table(*report.memory_sources),
         "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
-        "curves": _curves(report) if run else (),
+        "curves": (),
         "accuracy": accuracy_table(evaluation) if evaluation else None,
         "answers": answers_table(evaluation) if evaluation else None,
         "packing": None,
         "mixture": mixture_table(plan.data.mixture) if plan.data and plan.data.mixture else None,
         "provenance": provenance_facts(plan, replay, run, report.records),
     }
+    if run:
+        records, predicted = report.records, plan.prediction.step_ms if plan.prediction else None
+        held_out = [(record.step - 1, record.loss) for record in report.validations]
+        losses, step_ms = zip(*((record.loss, record.step_ms) for record in records), strict=True)
+        variables["curves"] = (
+            curve_figure("Loss", records, losses, "loss per token", held_out=held_out),
+            curve_figure("Step time", records, step_ms, "ms", predicted=predicted, from_zero=True),
+        )
     if plan.data is not None and report.data is not None:
         packs, lengths = report.data
         bound, dp = naive_lower_bound(lengths, plan.data.caps), plan.parallel.data
         metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, bound)
-        shown |= {
+        variables |= {
             "packing": packing_facts(metrics, "tokens", plan.data),
             "sources": sources_table(lengths, most=_SOURCES_SHOWN),
         }
-    return shown
-
-
-def _curves(report: ReportInput) -> list[PageFigure]:
-    """Curves of loss and step time."""
-    records, prediction = report.records, report.plan.prediction
-    held_out = [(record.step - 1, record.loss) for record in report.validations]
-    losses, step_ms = [record.loss for record in records], [record.step_ms for record in records]
-    expected = prediction.step_ms if prediction else None
-    return [
-        curve_figure("Loss", records, losses, "loss per token", held_out=held_out),
-        curve_figure("Step time", records, step_ms, "ms", predicted=expected, from_zero=True),
-    ]
+    return variables

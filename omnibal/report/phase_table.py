@@ -21,17 +21,18 @@ from omnibal.steps.phase_balance import PhaseBalance, encoder_balances, language
 def phases_of_plan(
     plan: Plan, packs: ScheduledPacks, lengths: Lengths, cost_source: CostSource
 ) -> list[PhaseBalance]:
-    """Return every phase's balance over ranks, on simulated steps, or empty without encoders."""
+    """Return every phase's balance over ranks, on simulated steps. Empty without encoders."""
     if not plan.model.encoders:
         return []
-    # Without what pipelines wait for data-parallel encoders.
+    # The language phase excludes the pipeline's waits for data-parallel encoders.
     job = replace(JobSpec.of_plan(plan, cost_source), beside=None)
     workload = job.workload(packs, lengths, plan.pack_levels).some_steps(MAX_SIMULATED_STEPS)
     cost, ranks = job.cost_of_all(plan.pack_levels), plan.parallel.data
     names = feature_names_at(job.cost.features, plan.pack_levels)
     steps, step = np.unique(workload.step, return_inverse=True)
     cell = step * ranks + workload.dp_rank
-    held = {
+    # Items of every encoder in the ranks' packs, int64 [steps, ranks].
+    items = {
         name: np.bincount(
             cell, workload.features[:, names.index(tower.feature)], len(steps) * ranks
         )
@@ -40,14 +41,14 @@ def phases_of_plan(
         for name, tower in plan.model.encoders.items()
     }
     language_ms = model_ms(cost, plan.model.without_encoders(), features_of(workload, cost))
-    whole = {
+    samples = {
         name: workload.samples[tower.feature]
         for name, tower in plan.model.encoders.items()
         if tower.feature in workload.samples
     }
     ranks_of_pipeline = plan.parallel.pipeline * plan.parallel.tensor
     return [
-        *encoder_balances(held, ranks_of_pipeline, plan.beside, whole, cell),
+        *encoder_balances(items, ranks_of_pipeline, plan.beside, samples, cell),
         language_balance(workload.step, workload.dp_rank, language_ms, ranks),
     ]
 

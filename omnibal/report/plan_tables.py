@@ -1,4 +1,4 @@
-"""Tables of a plan, its replay and its run, as commands print them and the page shows them."""
+"""Tables of a plan, its replay and its run, for terminals and the page."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -39,7 +39,7 @@ _EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
 _TEXT_LIMIT = 160  # characters: about three lines of a cell
 
 
-Filled = tuple[Column, Sequence[Cell]]
+Filled = tuple[Column, Sequence[Cell]]  # a column with its cells
 
 
 def _column(title: str, cells: Sequence[Cell], style: Style = "", group: str = "") -> Filled:
@@ -65,33 +65,36 @@ def stages_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table:
     """Units and times per micro-batch by stage; data-parallel encoders' times are per step."""
-    towers, held = plan.pipeline_model.towers, plan.merge_chunks(plan.stages)
+    towers, merged = plan.pipeline_model.towers, plan.merge_chunks(plan.stages)
     at_levels = [plan.merge_chunks(stages) for stages in plan.stages_at_levels]
     sources, count = figures_by_source(plan, run, replay), micro_batches_per_step(plan) or 1.0
 
     def of_sources(title: str, digits: int, values: Mapping[str, list[float]]) -> list[Filled]:
-        cells = {name: [f"{value:,.{digits}f}" for value in of] for name, of in values.items()}
-        if len(cells) == 1:
-            return [_column(title, next(iter(cells.values())))]
-        return [_column(name, of, group=title) for name, of in cells.items()]
+        texts = {name: [f"{x:,.{digits}f}" for x in column] for name, column in values.items()}
+        if len(texts) == 1:
+            return [_column(title, next(iter(texts.values())))]
+        return [_column(name, column, group=title) for name, column in texts.items()]
 
     def times(field: str, per: float) -> dict[str, list[float]]:
         timed = {name: figures.stages for name, figures in sources.items() if figures.stages}
-        return {name: [getattr(time, field) / per for time in of] for name, of in timed.items()}
+        return {
+            name: [getattr(time, field) / per for time in stages] for name, stages in timed.items()
+        }
 
     recomputed = [
         " / ".join(
             " + ".join(str(len(stages[index].recomputed_in(tower))) for tower in towers)
             for stages in at_levels
         )
-        for index in range(len(held))
+        for index in range(len(merged))
     ]
     other_units = [
-        ", ".join(span.name for span in stage.units if span.layers is None) for stage in held
+        ", ".join(span.name for span in stage.units if span.layers is None) for stage in merged
     ]
+    layers = {name: [str(stage.number_of_layers(name)) for stage in merged] for name in towers}
     columns = [
-        _column("stage", [str(index) for index in range(len(held))]),
-        *(_column(name, [str(stage.number_of_layers(name)) for stage in held]) for name in towers),
+        _column("stage", [str(index) for index in range(len(merged))]),
+        *(_column(name, cells) for name, cells in layers.items()),
         _column("recompute\nby level" if plan.levels else "recompute", recomputed),
         *of_sources("forward\nms", 2, times("forward_ms", count)),
         *of_sources("backward\nms", 2, times("backward_ms", count)),
@@ -99,7 +102,9 @@ def stages_table(
     if len(sources) > 1 and any(any(ms) for ms in times("encoder_ms", 1).values()):
         columns += of_sources("encoders\nms", 1, times("encoder_ms", 1))
         columns += of_sources("exchange\nms", 1, times("exchange_ms", 1))
-    idle = {name: [100 * share for share in of.wait_fractions] for name, of in sources.items()}
+    idle = {
+        name: [100 * share for share in figures.wait_fractions] for name, figures in sources.items()
+    }
     columns += of_sources("idle\n%", 1, idle)
     columns.append(_column("other units", other_units, "wrap"))
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
@@ -112,7 +117,7 @@ def stages_table(
 def peak_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table | None:
-    """Predicted memory by kind, sum, and peaks by source, with data-parallel encoders last."""
+    """Return predicted memory by kind, and peaks by source; data-parallel encoders come last."""
     cap_gib = memory_cap_gib(plan.cluster)
     beside = plan.prediction.beside if plan.prediction else None
     names = [str(stage) for stage in range(plan.parallel.pipeline)]
@@ -144,8 +149,8 @@ def peak_table(
         }
         columns += _aligned_columns("replayed, GiB", peaks)
         if not all(stage.with_working_memory for stage in replay.stages):
-            caption += " A replay on a CPU measures no working memory: predicted beside it is "
-            caption += "the rest."
+            caption += " A replay on a CPU measures no working memory; its predicted peak has "
+            caption += "none either."
     if run:
         columns += _aligned_columns("measured, GiB", {"peak": run.peak_gib})
     if len(columns) == 1:
@@ -154,7 +159,7 @@ def peak_table(
 
 
 def lost_time_table(prediction: Prediction) -> Table:
-    """Breakdown of the predicted step from the ideal up."""
+    """Return the predicted step by cause, from the ideal up."""
     step_ms = prediction.step_ms
     rows = [
         (cause, f"{ms:z,.1f}", percent(ms / step_ms))
@@ -165,20 +170,20 @@ def lost_time_table(prediction: Prediction) -> Table:
 
 
 def step_text(size: StepSamples, source: str) -> str:
-    """Samples and tokens of a step, and the origin of their number."""
+    """Return a sentence on samples and tokens per step, and the origin of their number."""
     spread = f"{size.low:,} to {size.high:,} in nine of ten, " * (size.low != size.high)
     asked = f", {source}" if source else ""
     return f"A step has {size.samples:,.0f} samples{asked} ({spread}{size.tokens:,.0f} tokens)."
 
 
 def rates_text(rates: Sequence[StepRate]) -> str:
-    """Predicted samples per second by samples per step."""
+    """Return a sentence on predicted samples per second by samples per step."""
     texts = [f"{rate.samples_per_step:,}: {rate.samples_per_second:,.2f}" for rate in rates]
     return f"Samples per second by --samples-per-step, simulated: {' | '.join(texts)}"
 
 
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
-    """Facts on both encoder placements, and data-parallel encoders."""
+    """Return facts on the encoder placement, and on data-parallel encoders."""
     encoders = plan.beside
     beside = None if plan.prediction is None else plan.prediction.beside
     if beside is None and len(choice.predicted) < 2:
@@ -200,7 +205,7 @@ def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
 
 
 def share_of_images(plan: Plan) -> float | None:
-    """Image share of the tokens of a pack of shapes, or None without images."""
+    """Return the images' share of a pack of shapes' tokens, or None without images."""
     assert plan.shapes is not None
     caps, towers = plan.shapes.caps, plan.model.encoders.values()
     images = [tower for tower in towers if tower.of_images]
@@ -225,7 +230,7 @@ def _data_text(plan: Plan) -> str:
 def plan_facts(
     plan: Plan, prediction: Prediction, sharding: ShardingChoice, schedule: ScheduleChoice
 ) -> Facts:
-    """Facts on the job's prediction, and the choices of sharding and schedule."""
+    """Return facts on the job, its prediction, and the choices of sharding and schedule."""
     parallel, exchange = plan.parallel, prediction.exchange
     entries = [
         ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
@@ -246,19 +251,18 @@ def plan_facts(
     if plan.adapters is not None:
         entries.append(("adapters", plan.adapters.words))
         known = {*plan.adapters.parts, *plan.frozen}
-        whole = [part for part in model_parts(plan.model) if part not in known]
-        entries.append(("trained whole", ", ".join(whole) or "nothing"))
+        fully = [part for part in model_parts(plan.model) if part not in known]
+        entries.append(("fully trained", ", ".join(fully) or "nothing"))
     if parallel.sharded > 1:
-        held = f"{parallel.sharding}, divided over {parallel.sharded} ranks"
-        entries.append(("weights", held))
+        entries.append(("weights", f"{parallel.sharding}, sharded over {parallel.sharded} ranks"))
     if sharding.others:
-        entries.append(("other ways to hold weights", sharding.reason))
+        entries.append(("other shardings", sharding.reason))
     entries.append(("costs from", prediction.cost_source))
     return Facts("Plan", [*entries, ("error of such predictions", str(errors_of_plan(plan)))])
 
 
 def accuracy_table(evaluation: Evaluation) -> Table | None:
-    """Exact answers by kind with 95 % intervals and the chance rate, or None without kinds."""
+    """Return exact answers by kind with 95 % intervals and chance rate, or None without kinds."""
     if not evaluation.kinds:
         return None
 
@@ -277,13 +281,12 @@ def accuracy_table(evaluation: Evaluation) -> Table | None:
             "95 % interval": interval,
             "chance": lambda kind: percent(kind.chance),
         },
-        f"Exact matches after step {evaluation.step:,}. Chance is the best "
-        "that one constant answer reaches.",
+        f"Exact matches after step {evaluation.step:,}. Chance: the best constant answer.",
     )
 
 
 def answers_table(evaluation: Evaluation) -> Table | None:
-    """A few questions of every kind, right and wrong, or None."""
+    """Return a few questions of every kind, right and wrong, or None without examples."""
     examples = telling_examples(evaluation, _EXAMPLES_SHOWN)
     if not examples:
         return None
@@ -296,12 +299,12 @@ def answers_table(evaluation: Evaluation) -> Table | None:
         rows.append([sign, *(shorten(text, _TEXT_LIMIT) for text in texts)])
     titles = ("kind", "question", "expected", "answered", "sample")
     wide = (Column(title=title, style="wrap") for title in titles)
-    caption = "Examples, right and wrong ones of every kind; not in proportion."
+    caption = "Right and wrong examples of every kind, not in proportion."
     return Table.of_rows("Examples", (Column(title="", style="mark"), *wide), rows, caption=caption)
 
 
 def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None) -> Facts:
-    """Fill, balance over ranks and communication of packs; `load` names the straggler measure."""
+    """Return fill, balance and communication of packs; `load` names the straggler's measure."""
     samples = f"{metrics.packed:,} of {metrics.samples:,}, {metrics.samples_per_pack:.3g} a pack"
     entries = [
         ("samples packed", samples),
@@ -330,7 +333,7 @@ def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None)
 
 
 def mixture_table(mixture: MixtureSeen) -> Table:
-    """Epochs of every source seen up to some steps."""
+    """Return the epochs of every source seen up to some steps."""
     rows: list[list[Cell]] = [
         [
             source.name,
@@ -340,7 +343,7 @@ def mixture_table(mixture: MixtureSeen) -> Table:
         for source in mixture.sources
     ]
     steps = (f"step {step:,}" for step in mixture.by_step)
-    caption = "Times that a source's samples were seen by each step."
+    caption = "Epochs of a source that were trained by each step."
     return Table.of_rows("Mixture", ["source", "samples", *steps], rows, caption=caption)
 
 

@@ -1,4 +1,4 @@
-"""A step's time by cause: predicted, replayed and measured, with the option that lessens each."""
+"""A step's time by cause: predicted, replayed and measured, with options that reduce each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,15 +21,14 @@ from omnibal.report.summary import RunSummary, StageTime, micro_batches_per_step
 
 _SIMULATED_STEPS = 200  # max measured steps to simulate, spread evenly over the run
 _IDEAL, _READING, _OTHER = "ideal", "reading", "other waits"
+# Min share of the step for a loss, or a difference to the prediction, to be named.
 _MIN_NAMED_SHARE = 0.02
-"""Min share of the step for a loss, or a difference to the prediction, to be named."""
-_MIN_REMEDY_SHARE, _MIN_SHOWN_SHARE = 0.01, 0.001
-"""Min share of the step for a cause to be shown, and with a remedy."""
+_MIN_REMEDY_SHARE, _MIN_SHOWN_SHARE = 0.01, 0.001  # of the step, for a cause to be shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """A cause's time in a step, in ms by source, with its reason and how to lessen it."""
+    """A cause's time in a step, in ms by source, with its reason and remedy."""
 
     name: str
     ms: Mapping[str, float]
@@ -62,30 +61,31 @@ class StepTime:
 
     @property
     def longest_ms(self) -> float:
-        """Longest time of a cause by any source."""
+        """Longest time of any cause by any source, the scale of the page's bars."""
         return max(ms for cause in self.causes for ms in cause.ms.values())
 
     @property
     def rows(self) -> list[Cause]:
-        """Return causes that take some time by some source."""
-        least_ms = _MIN_SHOWN_SHARE * min(self.step_ms.values())
-        return [cause for cause in self.causes if max(map(abs, cause.ms.values())) >= least_ms]
+        """Return causes that take at least `_MIN_SHOWN_SHARE` of the step by some source."""
+        min_ms = _MIN_SHOWN_SHARE * min(self.step_ms.values())
+        return [cause for cause in self.causes if max(map(abs, cause.ms.values())) >= min_ms]
 
     @property
     def sentences(self) -> list[str]:
-        """Sentences on the step time, the largest loss and the largest misprediction."""
+        """Return sentences on the step time, the largest loss and the largest misprediction."""
         source, step_ms = [*self.step_ms.items()][-1]
         needed, *losses = self.causes
         base_ms = self.expected_ms
         excess = 0.0 if base_ms is None else step_ms / base_ms - 1
-        said = f"A step takes {milliseconds(step_ms)} ({source})"
+        summary = f"A step takes {milliseconds(step_ms)} ({source})"
         if source == "predicted":
-            said += f": {percent(needed.latest_ms / step_ms)} is needed work."
+            summary += f": {percent(needed.latest_ms / step_ms)} is needed work."
         elif base_ms is None:
-            said += "; the plan has no prediction."
+            summary += "; the plan has no prediction."
         else:
             longer = "longer" if excess > 0 else "shorter"
-            said += f", {percent(abs(excess))} {longer} than predicted ({milliseconds(base_ms)})."
+            base = milliseconds(base_ms)
+            summary += f", {percent(abs(excess))} {longer} than predicted ({base})."
         largest = max(losses, key=lambda cause: cause.latest_ms)
         share = largest.latest_ms / step_ms
         if share < _MIN_NAMED_SHARE:
@@ -94,12 +94,12 @@ class StepTime:
             took = f"{milliseconds(largest.latest_ms)}, {percent(share)} of the step"
             loss = f"Largest loss: {largest.name}, {took}, as {largest.why}. {largest.advice}"
         if len(self.step_ms) < 2 or abs(excess) < _MIN_NAMED_SHARE:
-            return [said, loss]
-        most = max(self.causes, key=lambda cause: cause.excess_ms * np.sign(excess))
-        off = f"Most of the difference: {most.name}, {change_ms(most.excess_ms)}"
-        if most is largest or excess < 0:
-            return [said, loss, f"{off}."]
-        return [said, loss, f"{off}, as {most.why}. {most.advice}"]
+            return [summary, loss]
+        worst = max(self.causes, key=lambda cause: cause.excess_ms * np.sign(excess))
+        difference = f"Most of the difference: {worst.name}, {change_ms(worst.excess_ms)}"
+        if worst is largest or excess < 0:
+            return [summary, loss, f"{difference}."]
+        return [summary, loss, f"{difference}, as {worst.why}. {worst.advice}"]
 
 
 def step_time(
@@ -125,6 +125,7 @@ def step_time(
     for name in names:
         ms = {source: lost.get(name, 0.0) for source, (lost, _) in sources.items()}
         cause = Cause(name=name, ms=ms)
+        # The ideal is needed work: only time above its prediction has a remedy.
         losses_ms = [cause.excess_ms] if name == _IDEAL else ms.values()
         if max(losses_ms) >= _MIN_REMEDY_SHARE * max(step_ms.values()):
             cause = replace(cause, why=texts[name][0], remedy=texts[name][1])
@@ -137,14 +138,16 @@ def step_time(
 
 
 def explain_causes(plan: Plan, run: RunSummary | None) -> dict[str, tuple[str, str]]:
-    """Return why each cause takes time in this plan, and how to lessen it."""
+    """Return the reason and the remedy of every cause in this plan."""
     sizes, count = plan.parallel, round(micro_batches_per_step(plan) or 1)
     batches = f"{count} micro-batch{'es' * (count > 1)}"
     more, smaller = "a larger `--samples-per-step`", "a smaller `--max-tokens`"
     auto = ", or `--schedule auto`" * (plan.schedule == ONE_FORWARD_ONE_BACKWARD)
-    own = plan.made_for is None
-    divided = ", `--sharding full`" * (own and sizes.data > 1 and sizes.sharded == 1)
-    encoders = " or `--encoder data-parallel`" * bool(own and plan.pipeline_model.encoders)
+    for_this_trainer = plan.made_for is None
+    can_shard = for_this_trainer and sizes.data > 1 and sizes.sharded == 1
+    can_move_encoders = bool(for_this_trainer and plan.pipeline_model.encoders)
+    sharding = ", `--sharding full`" * can_shard
+    encoders = " or `--encoder data-parallel`" * can_move_encoders
     replan = "a plan by measured times (`omnibal replan PLAN --run RUN`)"
     messages, padded = ("activations sent between stages", "a smaller `--pp`"), smaller
     if sizes.tensor > 1:
@@ -164,7 +167,7 @@ def explain_causes(plan: Plan, run: RunSummary | None) -> dict[str, tuple[str, s
         ),
         "stage imbalance": ("stages take unequal time", f"another `--pp`{encoders}"),
         "padding": ("heads or tokens are padded", padded),
-        "recompute": ("memory is short", f"a larger `--pp`{divided} or {smaller}"),
+        "recompute": ("memory is short", f"a larger `--pp`{sharding} or {smaller}"),
         "weight update": ("every step ends with one", more),
         "communication": messages,
         "context exchange": ("ranks share long packs", "a smaller `--packing-levels`"),
@@ -194,18 +197,19 @@ def split_measured_step(
     """Split a run's median step by cause, in ms, or return an empty dict if impossible.
 
     Steps of usual time are simulated with every stage's predicted passes scaled to its measured
-    time. Waits for data and weight updates are measured, and other waits the rest of the step.
+    time. Waits for data and weight updates are measured; other waits are the remainder.
     """
     if data is None:
         return {}
     step_ms = np.array([record.step_ms for record in records])
-    low, high = np.percentile(step_ms, [25, 75])
+    low, high = np.percentile(step_ms, [25, 75])  # without checkpoints, warm-up and stragglers
     usual = {record.step: record for record in records if low <= record.step_ms <= high}
     workload = job.workload(*data, plan.pack_levels).of_steps([*usual])
     workload = workload.some_steps(_SIMULATED_STEPS)
     number, step = np.unique(workload.step, return_inverse=True)
     if not len(number):
         return {}
+    # Measured times by field, [steps, stages].
     logged = {
         name: np.array([[vars(stage)[name] for stage in usual[n].stages] for n in number])
         for name in StageTime._fields
@@ -215,18 +219,18 @@ def split_measured_step(
 
     def factor(name: str, predicted_ms: np.ndarray) -> np.ndarray:
         """Measured over predicted time of each row's stages, [rows, parts]."""
-        of_steps = np.zeros_like(logged[name])
-        np.add.at(of_steps, step, predicted_ms[:, parts_of].sum(axis=2) / plan.parallel.data)
-        of_each = np.divide(logged[name], of_steps, out=np.ones_like(of_steps), where=of_steps > 0)
-        return of_each[step][:, list(plan.stage_of_parts)]
+        sums = np.zeros_like(logged[name])  # of steps, mean over ranks
+        np.add.at(sums, step, predicted_ms[:, parts_of].sum(axis=2) / plan.parallel.data)
+        ratio = np.divide(logged[name], sums, out=np.ones_like(sums), where=sums > 0)
+        return ratio[step][:, list(plan.stage_of_parts)]
 
     forward = factor("forward_ms", causes.all.forward_ms)
     backward = factor("backward_ms", causes.all.backward_ms)
     encoding, encoders = workload.encoding, 1.0
     if encoding is not None:
-        of = encoding.predicted
+        phase = encoding.predicted
         taken_ms = (logged["encoder_ms"] + logged["exchange_ms"]).mean()
-        encoders = float(taken_ms) / (of.forward_ms + of.backward_ms + of.exchange_ms)
+        encoders = float(taken_ms) / (phase.forward_ms + phase.backward_ms + phase.exchange_ms)
         waits = {field.name: getattr(encoding.waits, field.name) for field in fields(EncoderWaits)}
         scaled = EncoderWaits(**{name: encoders * ms for name, ms in waits.items()})
         workload = replace(workload, encoding=replace(encoding, waits=scaled))
@@ -245,6 +249,7 @@ def split_measured_step(
         **{field.name: as_measured(getattr(causes, field.name)) for field in fields(causes)}
     )
     once = per_step_costs(cost, plan.stages_at_levels[0], plan.schedule)
+    # The optimizer's logged time includes waiting for gradients, which the simulation adds itself.
     exposed_ms = plan.prediction.exchange.exposed_ms if plan.prediction else 0.0
     update_ms = np.median(logged["optimizer_ms"], axis=0) - exposed_ms
     once = replace(once, update_ms=np.maximum(update_ms, 0))

@@ -1,4 +1,4 @@
-"""Summaries of a run log and a replay, as medians, so that rare slow steps do not count."""
+"""Summaries of a run log and a replay. Medians, so that rare slow steps do not count."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,11 @@ from omnibal.job.plan import Plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 from omnibal.model.config import Provider
-from omnibal.pipeline.prediction import Prediction
 from omnibal.runs.refit import MIN_SLOWNESS
 
 
 class StageTime(NamedTuple):
-    """Breakdown of a stage's time in a step; waits, data and optimizer as measured, else 0."""
+    """A stage's time in a step. Waits, data and optimizer are 0 unless measured."""
 
     forward_ms: float
     backward_ms: float  # includes recomputation
@@ -72,8 +71,8 @@ class RunSummary(StepFigures):
         counts = {
             "skipped steps": self.skipped_steps,
             "spikes of the loss": self.spikes,
-            "unreadable samples passed over": self.replaced_samples,
-            "retries of allocations": self.allocation_retries,
+            "unreadable samples replaced": self.replaced_samples,
+            "allocation retries": self.allocation_retries,
         }
         return {name: count for name, count in counts.items() if count}
 
@@ -81,13 +80,14 @@ class RunSummary(StepFigures):
 def summarise_run(
     records: Sequence[StepRecord], world_size: int, provider: Provider | None
 ) -> RunSummary:
-    """Medians over the steps; `records` must not be empty."""
+    """Return medians over the steps; `records` must not be empty."""
     step_ms = np.array([record.step_ms for record in records])
     stages = range(len(records[0].stages))
     wait_ms = np.array([[stage.wait_ms for stage in record.stages] for record in records])
     waits = wait_ms / np.maximum(step_ms, 1e-9)[:, None]
     seconds = (step_ms.sum() + sum(record.between_ms for record in records)) / 1000
     samples = sum(record.samples for record in records)
+    # [stages, steps, fields]
     times = [
         [[vars(record.stages[stage])[name] for name in StageTime._fields] for record in records]
         for stage in stages
@@ -108,14 +108,14 @@ def summarise_run(
         ),
         is_on_cpu=not any(stage.reserved_gib for record in records for stage in record.stages),
         slow_ranks=tuple(rank for stage in stages for rank in _find_slow_ranks(records, stage)),
-        stages=tuple(StageTime(*map(float, np.median(of, axis=0))) for of in times),
+        stages=tuple(StageTime(*map(float, np.median(stage, axis=0))) for stage in times),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
         peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),
     )
 
 
 def _find_slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[SlowRank]:
-    """Yield slow ranks of a stage, by steps with every rank's time."""
+    """Yield slow ranks of a stage, from steps with times of all ranks."""
     timed = [record.stages[stage].ranks_ms for record in records if record.stages[stage].ranks_ms]
     if not timed:
         return
@@ -126,7 +126,7 @@ def _find_slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[Slow
 
 
 def micro_batches_per_step(plan: Plan) -> float | None:
-    """Mean packs per data-parallel rank and step, or None without packs."""
+    """Return the mean packs per data-parallel rank and step, or None without packs."""
     if plan.data is not None:
         return plan.data.packs / (plan.data.steps * plan.parallel.data)
     return plan.shapes.micro_batches_per_step if plan.shapes else None
@@ -138,7 +138,20 @@ def figures_by_source(
     """Return a step as predicted, replayed and measured, if given."""
     sources: dict[str, StepFigures] = {}
     if plan.prediction is not None:
-        sources["predicted"] = _figures_of_prediction(plan, plan.prediction)
+        encoders, count = plan.prediction.beside, micro_batches_per_step(plan)
+        encoder_ms = encoders.forward_ms + encoders.backward_ms if encoders else 0.0
+        exchange_ms = encoders.exchange_ms if encoders else 0.0
+        stages = plan.prediction.stages  # times are per micro-batch
+        sources["predicted"] = StepFigures(
+            bubble_fraction=plan.prediction.bubble_fraction,
+            samples_per_second_per_gpu=plan.prediction.samples_per_second_per_gpu,
+            stages=tuple(
+                StageTime(s.forward_ms * count, s.backward_ms * count, encoder_ms, exchange_ms)
+                for s in stages
+                if count is not None
+            ),
+            wait_fractions=tuple(stage.wait_fraction for stage in stages),
+        )
     if replay is not None:
         times_ms = zip(replay.forward_ms.tolist(), replay.backward_ms.tolist(), strict=True)
         sources["replayed"] = StepFigures(
@@ -150,24 +163,8 @@ def figures_by_source(
     return sources if run is None else sources | {"measured": run}
 
 
-def _figures_of_prediction(plan: Plan, prediction: Prediction) -> StepFigures:
-    beside, count = prediction.beside, micro_batches_per_step(plan)
-    encoder_ms = beside.forward_ms + beside.backward_ms if beside else 0.0
-    exchange_ms = beside.exchange_ms if beside else 0.0
-    return StepFigures(
-        bubble_fraction=prediction.bubble_fraction,
-        samples_per_second_per_gpu=prediction.samples_per_second_per_gpu,
-        stages=tuple(
-            StageTime(stage.forward_ms * count, stage.backward_ms * count, encoder_ms, exchange_ms)
-            for stage in prediction.stages
-            if count is not None
-        ),
-        wait_fractions=tuple(stage.wait_fraction for stage in prediction.stages),
-    )
-
-
 def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float]:
-    """Return predictions of each stage's replayed peak, in GiB, or empty without a prediction."""
+    """Return predictions of each stage's replayed peak, in GiB. Empty without a prediction."""
     if plan.prediction is None:
         return []
     stages = zip(replay.stages, plan.prediction.stages, strict=True)
@@ -191,7 +188,7 @@ def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
 
 
 def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
-    """95 % Wilson score interval of the accuracy."""
+    """Return the 95 % Wilson score interval of the accuracy."""
     if not kind.questions:
         return 0.0, 1.0
     share, z = kind.correct / kind.questions, NormalDist().inv_cdf(0.975)
@@ -206,7 +203,8 @@ def is_right(answer: EvaluatedAnswer) -> bool:
 
 
 def telling_examples(evaluation: Evaluation, limit: int) -> list[EvaluatedAnswer]:
-    """Choose up to `limit` answers, alternating kinds, and right and wrong."""
+    """Return up to `limit` answers, spread evenly over kinds, and over right and wrong."""
+    # Rank within its (kind, is wrong) group: sorting by it takes from all groups in turn.
     earlier, ranked = Counter[tuple[str, bool]](), []
     for answer in evaluation.examples:
         group = answer.kind, not is_right(answer)

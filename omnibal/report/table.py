@@ -1,4 +1,4 @@
-"""Tables and panels of facts, printed by `rich` and rendered as HTML by the page's template."""
+"""Tables and lists of facts, printed by `rich` and rendered as HTML by the page's template."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from omnibal.base.printable import printable
 from omnibal.report.formatting import percent
 
 R = TypeVar("R")
+# Cells of a column: numbers, main numbers, names, wrapped text or signs.
 Style = Literal["", "bold", "left", "wrap", "mark"]
-"""Kind of a column's cells: numbers, main numbers, names, wrapped text or signs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Table:
         caption: str = "",
         keys: int = 1,
     ) -> "Table":
-        """Make a table of sections. A title alone is a column of numbers."""
+        """Make a table of sections. A plain title stands for a column of numbers."""
         columns = [head if isinstance(head, Column) else Column(title=head) for head in titles]
         return cls(title=title, columns=columns, sections=sections, caption=caption, keys=keys)
 
@@ -96,37 +96,43 @@ class Table:
     @property
     def groups(self) -> list[tuple[str, int]]:
         """Return group headings and the number of columns each spans, if any."""
-        spans = [(name, len(list(of))) for name, of in groupby(c.group for c in self.columns)]
+        names = groupby(column.group for column in self.columns)
+        spans = [(name, len(list(group))) for name, group in names]
         return spans if any(name for name, _ in spans) else []
 
     @property
     def headings(self) -> list[str]:
-        """Return the columns' titles on a terminal, below their group's if there are several."""
+        """Return the columns' titles on a terminal, below their group's if several have one."""
         has_several = len({column.group for column in self.columns if column.group}) > 1
         return [f"{c.group}\n{c.title}" if has_several else c.title for c in self.columns]
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[TerminalTable]:
-        """Yield the table, in parts if its words are too long for one."""
+        """Yield the table, in parts if it is too wide even with wrapped cells."""
         rows = [row for section in self.sections for row in section]
         cells = [
             [heading, *(printable(str(row[index])) for row in rows)]
             for index, heading in enumerate(self.headings)
         ]
-        least = [max(cell_len(word) for cell in of for word in [*cell.split(), ""]) for of in cells]
-        most = [max(cell_len(line) for cell in of for line in cell.split("\n")) for of in cells]
+        # Characters of the longest word (narrowest column) and of the longest line (widest).
+        narrowest, widest = (
+            [max(cell_len(text) for cell in column for text in split(cell)) for column in cells]
+            for split in (lambda cell: [*cell.split(), ""], lambda cell: cell.split("\n"))
+        )
         keys = list(range(self.keys))
         parts = [keys]
         for index in range(self.keys, len(cells)):
-            if _room(options, [*parts[-1], index], least) < 0 and parts[-1] != keys:
+            if _free_width(options, [*parts[-1], index], narrowest) < 0 and parts[-1] != keys:
                 parts.append(keys)
             parts[-1] = [*parts[-1], index]
         for number, part in enumerate(parts):
-            widths, room = {index: least[index] for index in part}, _room(options, part, least)
-            for index in sorted(part, key=lambda index: most[index] - least[index]):
-                more = max(min(most[index] - least[index], room), 0)
-                widths[index], room = least[index] + more, room - more
+            widths = {index: narrowest[index] for index in part}
+            free = _free_width(options, part, narrowest)
+            # Columns that need little more come first, so that most get all they need.
+            for index in sorted(part, key=lambda index: widest[index] - narrowest[index]):
+                more = max(min(widest[index] - narrowest[index], free), 0)
+                widths[index], free = narrowest[index] + more, free - more
             yield self._draw(widths, self.title if number == 0 else "")
 
     def _draw(self, widths: Mapping[int, int], title: str) -> TerminalTable:
@@ -153,8 +159,9 @@ class Table:
         return table
 
 
-def _room(options: ConsoleOptions, columns: Sequence[int], widths: Sequence[int]) -> int:
-    """Characters left of a line with columns of some widths."""
+def _free_width(options: ConsoleOptions, columns: Sequence[int], widths: Sequence[int]) -> int:
+    """Return the characters of a line that `columns` of these widths leave free."""
+    # Two between neighbours.
     return options.max_width - 2 * len(columns) - sum(widths[index] for index in columns)
 
 

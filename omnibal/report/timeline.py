@@ -43,12 +43,12 @@ def timeline_figure(
     workload = job.workload(packs, lengths, plan.pack_levels)
     times = workload_times(cost, plan.stages_at_levels, workload)
     step = representative_step(workload, (times.forward_ms + times.backward_ms).sum(axis=1))
-    of_step = workload.of_steps([step])
-    times = workload_times(cost, plan.stages_at_levels, of_step)
-    of_ranks = simulate_ranks(times, of_step, plan.schedule)
-    blocks = encoder_blocks(of_ranks, times, of_step)
-    micro_batches = int((of_step.dp_rank == 0).sum())
-    timeline, encoding = of_ranks.of_step(0), [block for block in blocks if block.rank == 0]
+    workload = workload.of_steps([step])
+    times = workload_times(cost, plan.stages_at_levels, workload)
+    all_ranks = simulate_ranks(times, workload, plan.schedule)
+    blocks = encoder_blocks(all_ranks, times, workload)
+    micro_batches = int((workload.dp_rank == 0).sum())
+    timeline, encoding = all_ranks.of_step(0), [block for block in blocks if block.rank == 0]
     figure = new_figure(WIDE, 90 + 30 * len(timeline.finish_ms))
     draw_step(figure.subplots(), timeline, micro_batches, encoding)
     add_legend(figure, columns=6)
@@ -75,7 +75,7 @@ def draw_step(
 ) -> None:
     """Draw a row of passes for every stage, with idle time as empty space.
 
-    Recomputation in each backward, [micro-batches, parts], is drawn separately. The axis ends with
+    `recompute_ms`, [micro-batches, parts], is drawn as a part of each backward. The axis ends with
     the step by default.
     """
     schedule = timeline.schedule

@@ -25,7 +25,7 @@ def chrome_trace(
     step: int,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> dict[str, Any]:
-    """Trace all ranks and stages of a step, from its first forward to its last backward.
+    """Return the trace of all ranks and stages of a step, without its weight update.
 
     Costs and stages are of all levels (`omnibal.pipeline.level_costs.side_by_side`).
     """

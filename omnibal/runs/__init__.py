@@ -1,1 +1,1 @@
-"""Runs: the steps of `omnibal run`, costs fitted to a run log, and the plan of what is left."""
+"""Steps of `omnibal run`, costs fitted to a run log, and plans for the remaining steps."""

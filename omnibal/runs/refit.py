@@ -1,9 +1,11 @@
 """Costs refitted on a run's measured passes.
 
-A pass is predicted as a sum over units and features. Factors per kind of unit and pass, per feature
-of each, and per stage's devices are fitted to logarithms of times: MAP with a prior at 1 and Huber
-weights, by Gauss-Newton steps. So unmeasured terms keep their cost, and confounded terms change
-together.
+A pass is predicted as a sum over units and features:
+
+    log(measured) ~ log(sum over terms of ms * kind_factor * feature_factor) + log(stage_factor)
+
+All factors have a prior at 1, so unmeasured terms keep their cost and confounded terms change
+together. The fit is the maximum a posteriori with Huber weights, by Gauss-Newton steps.
 
 Shapes: n passes, c terms (a kind of unit, forward or backward, and a feature), g kinds of units and
 passes, s stages.
@@ -28,29 +30,28 @@ from omnibal.pipeline.workload import Workload
 
 MIN_MEASURED_STEPS = 5  # min measured steps, so that one slow step decides nothing
 _WARM_UP_STEPS = 2  # first steps after a start, with kernel selection and allocator growth
+# Prior standard deviations of log factors: counted rates are off by up to a half, mostly alike for
+# a kind's features (`docs/results.md`); equal devices differ little.
 _SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES = 0.5, 0.2, 0.2
-"""Prior standard deviations of log factors: counted rates are off by up to a half, mostly alike for
-a kind's features (`docs/results.md`); equal devices differ little."""
 _MIN_NOISE = 0.01  # min relative error assumed for a time
 _HUBER_LIMIT = 1.5  # max residual in standard deviations with full weight (Huber)
 _MAX_ROUNDS, _CONVERGED = 30, 1e-4
+# Candidates for the next slow stage. Next to a slow stage, stages with the same kinds seem fast.
 _TRIED_STAGES = 4
-"""Candidates for the next slow stage: next to a slow stage, stages with like units seem fast."""
+# Min log-likelihood gain per slow stage: up to 1 by chance in simulated runs, otherwise 5 and more.
 _MIN_EVIDENCE = 3.0
-"""Min log-likelihood gain per slow stage: up to 1 by chance in simulated runs, else 5 and more."""
 MIN_SLOWNESS = 1.1  # slowness that counts as slow; equal devices differ by a few percent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Terms:
-    """Predicted costs of measured passes, term by term."""
+    """Measured passes, with their predicted time by term."""
 
     ms: np.ndarray  # [n, c]
     measured_ms: np.ndarray  # [n]
     stage: np.ndarray  # [n]
     dp_rank: np.ndarray  # [n]
-    names: tuple[tuple[str, str, str], ...]
-    """Kind of unit, "forward" or "backward", and feature, [c]."""
+    names: tuple[tuple[str, str, str], ...]  # [c]: kind of unit, forward or backward, feature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,7 +59,7 @@ class KindFit:
     """Predicted time of a kind of unit in the measured passes."""
 
     name: str
-    predicted_ms: float  # forwards plus backwards; this and the next are means over steps
+    predicted_ms: float  # forward plus backward, mean over steps
     fitted_ms: float
 
     @property
@@ -89,7 +90,7 @@ class RunFit:
 
 
 def root_plan_sha256(plan: Plan, job: JobSpec) -> str:
-    """Return the hash of the user's plan that this one descends from, or its own."""
+    """Return the hash of the first plan of the run, before replanning."""
     refit = job.cost_source.refit
     return plan_sha256(plan) if refit is None else refit.root_sha256
 
@@ -98,9 +99,9 @@ def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> 
     """Return a run's records with per-pass times of this plan."""
     if info.plan_sha256 != plan_sha256(plan):
         raise UserError(
-            "the run was trained by another plan, or its log is an earlier version's: give the "
-            "plan that it was trained by last, which is the newest in its folder `plans` where it "
-            "was planned anew, and else the one that it was started with"
+            "the run was trained by another plan, or its log is of an earlier version: give its "
+            "latest plan, the newest in its folder `plans` or else the plan that it was started "
+            "with"
         )
     first = info.since_step + _WARM_UP_STEPS
     timed = [record for record in records if record.passes is not None and record.step >= first]
@@ -128,12 +129,13 @@ def fit_run(
     cost = replace(known, slowness=(), slow_ranks=())
     terms = list_terms(plan, cost, workload, records)
     slow = _rank_slowness(plan, cost, workload, records)
-    alike = replace(terms, measured_ms=terms.measured_ms / slow[terms.dp_rank, terms.stage])
+    # Slow ranks are known from all ranks' times, so they need not be fitted.
+    equal_ranks = replace(terms, measured_ms=terms.measured_ms / slow[terms.dp_rank, terms.stage])
     kinds = list(dict.fromkeys(name[:2] for name in terms.names))
     groups = np.array([kinds.index(name[:2]) for name in terms.names])  # kind of every term, [c]
-    fitted_terms = _fit_slow_stages(alike, groups, plan.parallel.pipeline)
+    fitted_terms = _fit_slow_stages(equal_ranks, groups, plan.parallel.pipeline)
     factors, (slowness, common) = fitted_terms.factors, _split_slowness(fitted_terms.slowness)
-    # Measured over predicted time of the work of once a step, mean over the stages.
+    # Weight update and data-parallel exchange: measured over predicted, mean over the stages.
     once = per_step_costs(cost, plan.stages, plan.schedule)
     predicted_ms = float((once.update_ms + once.exchange_ms).mean())
     measured_ms = [np.mean([stage.optimizer_ms for stage in record.stages]) for record in records]
@@ -153,15 +155,24 @@ def fit_run(
         slowness=_spread_over_parts(plan, slowness),
     )
     earlier = job.cost_source.refit
-    whole = refit if earlier is None else refit.after(earlier)
-    fitted = with_refit(job, whole).cost_of_all(plan.pack_levels)
+    total = refit if earlier is None else refit.after(earlier)
+    fitted = with_refit(job, total).cost_of_all(plan.pack_levels)
+    # Again, now with fitted costs, as ranks' packs differ in the features that were mispredicted.
     slow = _rank_slowness(plan, fitted, workload, records)
-    of_ranks = [_spread_over_parts(plan, of_rank) for of_rank in slow]
-    alike_all = (1.0,) * len(plan.stages)
-    slow_ranks = tuple(parts or alike_all for parts in of_ranks) if any(of_ranks) else ()
+    of_ranks = [_spread_over_parts(plan, rank_slowness) for rank_slowness in slow]
+    not_slow = (1.0,) * len(plan.stages)
+    slow_ranks = tuple(parts or not_slow for parts in of_ranks) if any(of_ranks) else ()
+    fitted_ms, kind_names = terms.ms * factors * common, np.array([name[0] for name in terms.names])
     return RunFit(
-        refit=whole.model_copy(update={"slow_ranks": slow_ranks}),
-        kinds=_kind_fits(terms, terms.ms * factors * common, len(records)),
+        refit=total.model_copy(update={"slow_ranks": slow_ranks}),
+        kinds=tuple(
+            KindFit(
+                name=kind,
+                predicted_ms=float(terms.ms[:, kind_names == kind].sum()) / len(records),
+                fitted_ms=float(fitted_ms[:, kind_names == kind].sum()) / len(records),
+            )
+            for kind in dict.fromkeys(kind_names.tolist())
+        ),
         stages=_stage_fits(plan, terms, known, slowness, slow, len(records)),
         step_ms=float(np.median([record.step_ms for record in records])),
         noise=fitted_terms.noise,
@@ -169,20 +180,19 @@ def fit_run(
 
 
 def with_refit(job: JobSpec, refit: Refit) -> JobSpec:
-    """Replace the job's refit."""
     return replace(job, cost_source=replace(job.cost_source, refit=refit))
 
 
 def _split_slowness(slowness: np.ndarray) -> tuple[np.ndarray, float]:
-    """Split slowness into stages relative to the fastest (1 if not slow) and the common factor."""
-    least = float(slowness.min())
-    if slowness.max() < MIN_SLOWNESS * least:
+    """Return slowness relative to the fastest stage (1 if none is slow) and the common factor."""
+    fastest = float(slowness.min())
+    if slowness.max() < MIN_SLOWNESS * fastest:
         return np.ones_like(slowness), float(np.exp(np.log(slowness).mean()))
-    return slowness / least, least
+    return slowness / fastest, fastest
 
 
 def _spread_over_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
-    """Map stage slowness to parts of the model, or empty if none is slow."""
+    """Return the slowness of every part of the model, empty if no stage is slow."""
     if slowness.max() == 1:
         return ()
     return tuple(slowness[list(plan.stage_of_parts)].tolist())
@@ -202,10 +212,10 @@ def list_terms(
         assert passes is not None, "records are of measured steps"
         rows = np.flatnonzero(workload.step == record.step)  # sorted by slot
         times = passes.forward_ms, passes.backward_ms
-        if any(list(map(len, of_kind)) != [len(rows)] * len(plan.stages) for of_kind in times):
+        if any(list(map(len, parts)) != [len(rows)] * len(plan.stages) for parts in times):
             raise UserError(
                 f"step {record.step} of the run had other micro-batches or parts of the model "
-                "than the plan: give the plan that the run was trained by"
+                "than the plan: give the run's plan"
             )
         passes_ms = np.array(times)  # [2 (forward, backward), parts, rows]
         stages = np.broadcast_to(stage_of_parts[:, None], passes_ms.shape)
@@ -213,13 +223,13 @@ def list_terms(
         terms = of_row[:, :, rows].reshape(-1, len(names))
         columns.append((terms, passes_ms.ravel(), stages.ravel(), ranks))
     ms, measured_ms, stage, dp_rank = map(np.concatenate, zip(*columns, strict=True))
-    real = (ms.sum(axis=1) > 0) & (measured_ms > 0)
+    nonzero = (ms.sum(axis=1) > 0) & (measured_ms > 0)  # their logarithms are fitted
     used = ms.any(axis=0)
     return Terms(
-        ms=ms[real][:, used],
-        measured_ms=measured_ms[real],
-        stage=stage[real],
-        dp_rank=dp_rank[real],
+        ms=ms[nonzero][:, used],
+        measured_ms=measured_ms[nonzero],
+        stage=stage[nonzero],
+        dp_rank=dp_rank[nonzero],
         names=tuple(names[index] for index in np.flatnonzero(used)),
     )
 
@@ -231,27 +241,32 @@ def _terms_of_rows(
     levels, slowness = cost.levels, cost.slowness_of(len(plan.stages))
     base = cost.features[: len(cost.features) // levels]
     features = features_of(workload, cost).reshape(len(workload), levels, -1)
+    # Logged passes exclude the wait for encoders.
     features = np.where(np.isin(base, ENCODER_WAITS_MS), 0.0, features)
     held = np.stack([unit_counts(cost.kinds, stage) for stage in plan.stages])
-    again = np.stack(
+    recomputed = np.stack(
         [
             [recomputed_counts(cost.kinds, stage) for stage in stages]
             for stages in plan.stages_at_levels
         ]
     )  # [levels, parts, kinds]
 
-    def of(coefficients: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def term_ms(coefficients: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return times, [parts, rows, kinds, features]."""
         by_level = coefficients.reshape(len(coefficients), levels, -1)
         return np.einsum("rlf,klf,lpk,p->prkf", features, by_level, counts, slowness)
 
-    every = np.broadcast_to(held, (levels, *held.shape))
+    at_all_levels = np.broadcast_to(held, (levels, *held.shape))
     units = list(cost.units.values())
-    forward = of(np.stack([unit.forward_ms for unit in units]), every)
-    backward = of(np.stack([unit.backward_ms for unit in units]), every)
-    second = of(np.stack([unit.recompute_ms for unit in units]), again)
+    forward = term_ms(np.stack([unit.forward_ms for unit in units]), at_all_levels)
+    backward = term_ms(np.stack([unit.backward_ms for unit in units]), at_all_levels)
+    recompute = term_ms(np.stack([unit.recompute_ms for unit in units]), recomputed)
+    # A backward pass consists of recomputed forward terms and backward terms.
     terms = np.stack(
-        [np.stack([forward, np.zeros_like(forward)], axis=3), np.stack([second, backward], axis=3)]
+        [
+            np.stack([forward, np.zeros_like(forward)], axis=3),
+            np.stack([recompute, backward], axis=3),
+        ]
     )  # [2, parts, rows, kinds, forward or backward, features]
     names = [
         (kind, which, feature)
@@ -274,34 +289,35 @@ class _MapFit:
     @property
     def noise(self) -> float:
         """Robust standard deviation of the relative error."""
+        # 1.4826 times the median absolute deviation is a normal distribution's sigma.
         return max(1.4826 * float(np.median(np.abs(self.error))), _MIN_NOISE)
 
     def unlikeliness(self, noise: float) -> float:
-        """Negative log-likelihood plus prior, at a noise level."""
+        """Return the negative log posterior at a noise level, with Huber loss."""
         error = np.abs(self.error) / noise
         inside = np.minimum(error, _HUBER_LIMIT)
         return float((inside * (error - inside / 2)).sum()) + self.prior
 
 
 def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _MapFit:
-    """Fit with a minimal set of differing stages.
-
-    A stage is confounded with a kind of unit that it alone holds. So start with none, and greedily
-    free stages with the worst fit or error while the likelihood gain suffices.
-    """
-    taken = np.log(terms.measured_ms / terms.ms.sum(axis=1))
-    by_costs = np.array([np.median(taken[terms.stage == stage]) for stage in range(stages)])
+    """Fit with a minimal set of differing stages, chosen greedily by likelihood gain."""
+    # A stage is confounded with a kind of unit that no other stage has, so none is free at first.
+    log_ratio = np.log(terms.measured_ms / terms.ms.sum(axis=1))
+    by_costs = np.array([np.median(log_ratio[terms.stage == stage]) for stage in range(stages)])
     free: list[int] = []
     best = _fit_with_stages(terms, groups, stages, free)
     while len(free) + 1 < stages:
-        left = [np.median(best.error[terms.stage == stage]) for stage in range(stages)]
-        unlike = {
+        residual = [np.median(best.error[terms.stage == stage]) for stage in range(stages)]
+        # Worst by the fit so far, and by unfitted costs, since a fit may hide a slow stage.
+        outliers = {
             stage
-            for far in (np.abs(left), np.abs(by_costs - np.median(by_costs)))
-            for stage in np.argsort(-far, kind="stable")[:_TRIED_STAGES].tolist()
-            if far[stage] > _MIN_NOISE and stage not in free
+            for error in (np.abs(residual), np.abs(by_costs - np.median(by_costs)))
+            for stage in np.argsort(-error, kind="stable")[:_TRIED_STAGES].tolist()
+            if error[stage] > _MIN_NOISE and stage not in free
         }
-        tried = {stage: _fit_with_stages(terms, groups, stages, [*free, stage]) for stage in unlike}
+        tried = {
+            stage: _fit_with_stages(terms, groups, stages, [*free, stage]) for stage in outliers
+        }
         if not tried:
             break
         chosen = min(sorted(tried), key=lambda stage: tried[stage].unlikeliness(best.noise))
@@ -332,14 +348,15 @@ def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequen
         return _MapFit(factors=factors, slowness=slowness, error=error, prior=prior), ms
 
     for _ in range(_MAX_ROUNDS):
-        found, ms = fit()
-        noise, error = found.noise, found.error
+        current, ms = fit()
+        noise, error = current.noise, current.error
         weight = np.minimum(1, _HUBER_LIMIT * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
+        # Slope of a pass's log time by a term's log factor: the term's share of the pass.
         shares = ms / ms.sum(axis=1)[:, None]
         slopes = np.concatenate([shares @ of_groups, shares, of_stages], axis=1)
         normal = (slopes * weight[:, None]).T @ slopes + np.diag(spread**-2.0)
         change = np.linalg.solve(normal, slopes.T @ (weight * error) - logs / spread**2)
-        logs = logs + np.clip(change, -1, 1)
+        logs = logs + np.clip(change, -1, 1)  # at most a factor of e per step, for convergence
         if np.abs(change).max() < _CONVERGED:
             break
     return fit()[0]
@@ -358,39 +375,26 @@ def _rank_slowness(
     for index, record in enumerate(records):
         rows = workload.step == record.step
         for stage, parts in enumerate(parts_of):
-            of_stage = row_ms[rows][:, parts].sum(axis=1)
-            fitted_ms = np.bincount(workload.dp_rank[rows], of_stage, ranks)
+            stage_ms = row_ms[rows][:, parts].sum(axis=1)
+            fitted_ms = np.bincount(workload.dp_rank[rows], stage_ms, ranks)
             measured_ms = np.array(record.stages[stage].ranks_ms)
             ratios[index, :, stage] = measured_ms / np.maximum(fitted_ms, 1e-9)
     ratio = np.median(ratios, axis=0)
-    # Of two ranks, the faster is as others are.
+    # The lower median: of two ranks, the faster is the reference.
     ratio = ratio / np.quantile(ratio, 0.5, axis=0, method="lower")
     return np.where(ratio >= MIN_SLOWNESS, ratio, 1.0)
-
-
-def _kind_fits(terms: Terms, fitted_ms: np.ndarray, steps: int) -> tuple[KindFit, ...]:
-    kinds = dict.fromkeys(name[0] for name in terms.names)
-    of_kind = {kind: [name[0] == kind for name in terms.names] for kind in kinds}
-    return tuple(
-        KindFit(
-            name=kind,
-            predicted_ms=float(terms.ms[:, chosen].sum()) / steps,
-            fitted_ms=float(fitted_ms[:, chosen].sum()) / steps,
-        )
-        for kind, chosen in of_kind.items()
-    )
 
 
 def _stage_fits(
     plan: Plan, terms: Terms, known: CostModel, slowness: np.ndarray, slow: np.ndarray, steps: int
 ) -> tuple[StageFit, ...]:
-    """Return measured stage times, by terms without slow devices, and the plan's costs."""
-    held = [parts[0] for parts in plan.schedule.parts_of(len(plan.stages))]
-    of_stages = known.slowness_of(len(plan.stages))[held]
+    """Return predicted (by `known` costs) and measured times of every stage, and slow devices."""
+    first_parts = [parts[0] for parts in plan.schedule.parts_of(len(plan.stages))]
+    of_stages = known.slowness_of(len(plan.stages))[first_parts]
     of_ranks = known.slowness_of_ranks(plan.parallel.data, len(plan.stages))
     factor = of_stages[terms.stage]
     if of_ranks is not None:
-        factor = factor * of_ranks[:, held][terms.dp_rank, terms.stage]
+        factor = factor * of_ranks[:, first_parts][terms.dp_rank, terms.stage]
     # A step waits for the pipeline with the slow device.
     slowest, _ = _split_slowness(slowness * slow.max(axis=0) / (slowness * slow.max(axis=0)).min())
     predicted_ms = terms.ms.sum(axis=1) * factor
@@ -408,5 +412,5 @@ def _stage_fits(
                 for rank in np.flatnonzero(slow[:, stage] > 1).tolist()
             },
         )
-        for stage in range(len(held))
+        for stage in range(len(first_parts))
     )

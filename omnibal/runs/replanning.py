@@ -1,7 +1,7 @@
 """Replanning from a run: fit costs on its measurements and plan the rest.
 
-Steps and samples are kept, so checkpoints stay valid. Stages, recomputed layers, ranks and slots
-are searched again, and parallel sizes too if the number of devices changes.
+Steps keep their samples, so checkpoints stay valid. Stages, recomputed layers, ranks and slots are
+searched again, and parallel sizes too if the number of devices changes.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from omnibal.search.strategy import FreeSizes
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Replanned:
     result: PlanResult
-    fit: RunFit | None  # Costs fitted on the run. None without a run.
+    fit: RunFit | None  # costs fitted on the run, or None without a run
     before_ms: float | None
     """Predicted step time of the earlier plan with fitted costs. None if sizes changed."""
 
@@ -41,7 +41,7 @@ class Replanned:
 
     @property
     def gain(self) -> float:
-        """Share of the step time saved, by the fitted costs."""
+        """Saved share of the step time, by the fitted costs."""
         return 0.0 if not self.before_ms else 1 - self.step_ms / self.before_ms
 
 
@@ -55,20 +55,20 @@ def replan(
     """Replan from a run, for the same or other devices.
 
     Args:
-        run: its log. None to keep costs if the number of devices changes.
-        gpus: devices of the new plan. None to keep them.
-        after: trained steps. None for the log's.
+        run: log to fit costs on, or None to keep the costs.
+        gpus: devices of the new plan, or None to keep their number.
+        after: trained steps, by default the log's.
     """
     plan, job = files.plan, files.job
     if plan.data is None or plan.made_for is not None:
         raise UserError(
-            "the plan is of shapes only or for another trainer, and what is planned anew is a run "
-            "of pretrain_vlm.py: give the plan that it was started with"
+            "the plan is of shapes only or for another trainer, so pretrain_vlm.py has not run it: "
+            "give the plan of a run"
         )
     if after is not None and after > plan.data.steps:
         raise UserError(
-            f"{after} steps were given as trained, and the plan has {plan.data.steps}; give those "
-            "of the checkpoint that the run goes on from"
+            f"{after} trained steps were given, and the plan has {plan.data.steps}: give the steps "
+            "of the checkpoint to resume from"
         )
     fit = None if run is None else _fit_costs(files, run, after)
     if fit is not None:
@@ -80,15 +80,21 @@ def replan(
     job = with_refit(job, refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None
-        result = _at_other_sizes(files, job, gpus, listener)
+        result = _plan_other_sizes(files, job, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
+    # Packs in portions stay as dealt if their plan is kept.
     before, directory = _predict_result(plan, job, files.steps), files.directory
     if plan.data.portions and directory is not None:
         portions = EarlierPortions(data=plan.data, directory=directory, are_kept=True)
         before = extend_to_portions(before, portions, plan.data.runs_of_first)
     results = [plan_goal(_replan_goal(files, job), listener).result, before]
     if job.cost.slow_ranks and plan.parallel.pipeline > 1 and not plan.data.portions:
-        results.append(_with_slow_stages(files, job, listener))
+        # Plan fewer layers for stages with a slow rank, instead of fewer packs for the rank.
+        as_stages = with_refit(job, refit.with_slow_stages())
+        result = plan_goal(_replan_goal(files, as_stages), listener).result
+        assert result.data is not None, "the plan has data"
+        results.append(_predict_result(result.plan, job, result.data))
+    # The earlier plan is a candidate too, so replanning never predicts a slower step.
     return Replanned(result=min(results, key=_step_ms), fit=fit, before_ms=_step_ms(before))
 
 
@@ -107,18 +113,8 @@ def _fit_costs(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
     return fit_run(plan, files.job, workload, records, step)
 
 
-def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None) -> PlanResult:
-    """Plan fewer layers for stages with a slow rank, instead of fewer packs for the rank."""
-    refit = job.cost_source.refit
-    assert refit is not None, "a run has told which ranks are slow"
-    as_stages = with_refit(job, refit.with_slow_stages())
-    result = plan_goal(_replan_goal(files, as_stages), listener).result
-    assert result.data is not None, "what is planned anew has data"
-    return _predict_result(result.plan, job, result.data)
-
-
 def _predict_result(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:
-    """Predict a plan of these packs and lengths with other costs."""
+    """Return a plan of these packs and lengths, predicted with the job's costs."""
     packs, lengths = data
     workload = job.workload(packs, lengths, plan.pack_levels)
     prediction = predict_plan(plan, job, packs, workload)
@@ -136,7 +132,7 @@ def _replan_goal(
     sizes: FreeSizes | None = None,
     schedule: ScheduleName | None = None,
 ) -> Goal:
-    """Goal for the plan's steps and placement, and its schedule unless given."""
+    """Return the goal to plan the same steps with the same placement and, by default, schedule."""
     plan = files.plan
     data = Earlier(plan=plan, data=files.data, directory=files.directory)
     schedule = schedule or plan.schedule.name
@@ -145,33 +141,33 @@ def _replan_goal(
     return Goal(job=replace(job, beside=None), data=data, free=free)
 
 
-def _at_other_sizes(
+def _plan_other_sizes(
     files: PlanFiles, job: JobSpec, gpus: int, listener: Listener | None
 ) -> PlanResult:
     """Plan for other devices: change the data-parallel size if possible, else all sizes."""
-    for parallel in _with_other_data(files.plan.parallel, gpus):
-        if job.allows(parallel):
-            try:
-                return plan_goal(_replan_goal(files, job.with_sizes(parallel)), listener).result
-            except UserError:  # try other sizes, which report their own errors
-                continue
+    parallel = _resize_data(files.plan.parallel, gpus)
+    if parallel is not None and job.allows(parallel):
+        try:
+            return plan_goal(_replan_goal(files, job.with_sizes(parallel)), listener).result
+        except UserError:
+            pass  # the search over all sizes reports its own error
     sizes, usual = FreeSizes(gpus=gpus), ONE_FORWARD_ONE_BACKWARD.name
     try:
         return plan_goal(_replan_goal(files, job, sizes), listener).result
     except UserError:
         if files.plan.schedule.name == usual:
             raise
-    # Few devices may not fit its chunks, and a run can continue in any schedule.
+    # Few devices may have no room for the schedule's chunks. A run can resume with any schedule.
     return plan_goal(_replan_goal(files, job, sizes, usual), listener).result
 
 
-def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:
-    """Sizes that use all devices by changing the data-parallel size. Empty if impossible."""
+def _resize_data(parallel: Parallel, gpus: int) -> Parallel | None:
+    """Return sizes that use all devices by another data-parallel size, or None if impossible."""
     data, remainder = divmod(gpus, parallel.tensor * parallel.pipeline)
     if remainder or not data:
-        return []
+        return None
     is_full = parallel.sharded == parallel.data
     sharded = data if parallel.sharded > 1 and is_full else min(parallel.sharded, data)
     if data % sharded or parallel.tensor * data % parallel.expert:
-        return []
-    return [parallel.model_copy(update={"data": data, "sharded": sharded})]
+        return None
+    return parallel.model_copy(update={"data": data, "sharded": sharded})

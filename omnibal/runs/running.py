@@ -1,7 +1,7 @@
-"""The steps of `omnibal run`: commands, the files that each reads, and which are done.
+"""The steps of `omnibal run`: commands, their input files, and which are done.
 
 A step is skipped if its command, and the sizes and times of its inputs, have not changed. A
-training goes on where other rates or more steps of the same samples are asked for.
+training resumes if only rates change, or steps of the same samples are added.
 """
 
 import ctypes
@@ -31,17 +31,15 @@ from omnibal.job.runlog import RATES, latest_step
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar"}
-_MAX_FILES = 200_000
-"""Max files of a folder that is checked for changes, as it may be a home directory."""
+_MAX_FILES = 200_000  # of a folder that is checked for changes: it may be a home directory
 _RATES = {"--" + name.replace("_", "-") for name in RATES}
 _FIXED_OPTIONS = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
-_FIXED_OPTIONS |= {"--adam-eps", "--finetune"}
-"""Options of pretrain_vlm.py that a run keeps from its start."""
+_FIXED_OPTIONS |= {"--adam-eps", "--finetune"}  # a run keeps these from its start
 _SIGNAL_STATUS = 128  # a shell adds it to a signal's number in an exit status
-_DIES_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _WEIGHTS = "*.safetensors"
+# Configuration, tokenizer and code of a checkpoint on a hub.
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
-"""Configuration, tokenizer and code of a checkpoint on a hub."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +71,13 @@ class RunStep:
         return (latest_step(self.makes) or 0) >= self.last_step
 
     def can_resume(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-        """Whether the result of an earlier state is a beginning of this step's."""
+        """Whether this step can continue from the result of an earlier state."""
         return self.last_step is not None and before == now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training(RunStep):
-    """A training, which goes on with other rates or more steps of the same samples."""
+    """A training, which can resume with other rates or more steps of the same samples."""
 
     plan: Path
     options: tuple[str, ...]  # words of the trainer's command line
@@ -96,7 +94,7 @@ class Training(RunStep):
         }
 
     def can_resume(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-        """Whether nothing but rates, steps after the earlier ones and reports has changed.
+        """Whether only rates, later steps and reporting options have changed.
 
         A complete training is repeated with other rates, unless there are more steps.
         """
@@ -117,15 +115,15 @@ def run_steps(
 ) -> int:
     """Run the commands that are not done, in order; return the first exit status other than 0.
 
-    The folder of an earlier training, import or export is renamed before it is made again.
+    Results of earlier trainings, imports and exports are renamed, not overwritten.
 
     Args:
-        journal: JSON file with the state that each result was made from.
-        trains: whether a training is started here; else it is only prepared.
+        journal: JSON file with the inputs' state of every result.
+        trains: whether to start the training here, or only prepare it.
     """
     made: dict[str, Any] = {}
     if journal.exists():
-        remedy = "it was written by `omnibal run`; remove it, and every step is run again"
+        remedy = "it was written by `omnibal run`; remove it to run every step again"
         made = read_json_model(dict[str, dict[str, Any] | None], journal, remedy)
     for step in steps:
         name, state = "" if step.makes is None else step.makes.name, step.state()
@@ -138,10 +136,10 @@ def run_steps(
             changes = ", ".join(sorted(_changes(before, state)))
             say(f"{'going on' if can_resume else 'again'}, since {changes} changed:")
         if step.makes is not None and step.words[0] != "omnibal" and not can_resume:
-            _set_aside(step.makes, say)
+            _rename_result(step.makes, say)
         is_started = trains or step.last_step is None
         say(f"$ {step.text}" if is_started else f"to train, where the devices are: {step.text}")
-        # A training that is stopped goes on from here, anything else begins again.
+        # If stopped, a training resumes from this state; other steps start again.
         _write(journal, made | {name: state if step.last_step is not None else None})
         if not is_started:
             say("when it has ended, run this command again")
@@ -165,20 +163,20 @@ def run_steps(
 
 
 def _run_command(command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Run a command to its end. It gets SIGTERM if this process gets it, or is killed.
+    """Run a command, and pass SIGTERM on to it, also if this process is killed.
 
     Returns:
-        The exit status, or that of a shell for the signal that this process got.
+        The exit status, or a shell's status for the signal that this process got.
     """
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
         caught.append(number)
         say("stopping; a training ends its step and saves first")
-        if number == signal.SIGTERM:  # Ctrl-C goes to both processes
+        if number == signal.SIGTERM:  # a terminal sends Ctrl-C to both processes itself
             process.send_signal(number)
 
-    # No other file than the folder's lock is inherited.
+    # The command inherits the folder's lock: the only open file that is inheritable.
     process = subprocess.Popen(command, close_fds=False, preexec_fn=_die_with_parent)
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -191,7 +189,7 @@ def _run_command(command: Sequence[str], say: Callable[[str], None]) -> int:
 
 def _die_with_parent() -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _write(journal: Path, made: dict[str, Any]) -> None:
@@ -199,7 +197,7 @@ def _write(journal: Path, made: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(made, indent=1))
 
 
-def _set_aside(result: Path, say: Callable[[str], None]) -> None:
+def _rename_result(result: Path, say: Callable[[str], None]) -> None:
     number = 1
     while (kept := result.with_name(f"{result.name}-{number}")).exists():
         number += 1
@@ -209,7 +207,7 @@ def _set_aside(result: Path, say: Callable[[str], None]) -> None:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """Return names of files, folders and options that differ."""
+    """Return names of files, folders and options that differ, such as "its steps"."""
     files = set(before.get("read", {}).items()) ^ set(now["read"].items())
     options = set(before.get("options", ())) ^ set(now.get("options", ()))
     others = {f"its {name}" for name in now if before.get(name) != now[name]}
@@ -220,8 +218,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
 
 
 def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
-    """Hash names, sizes and times of a file, of a folder's files, or of all files below it with
-    certain suffixes. Empty if there are none or too many."""
+    """Hash names, sizes and times of a file, a folder's files, or all files below with `suffixes`.
+
+    Returns:
+        The hash, or an empty text if there are no files or too many.
+    """
     files = [path]
     if path.is_dir():
         pattern = "*" if suffixes is None else "**/*"
@@ -233,22 +234,15 @@ def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
     return hashlib.sha256(repr(entries).encode()).hexdigest() if entries else ""
 
 
-def _data_read(data: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Return annotation files, and folders of media and shards, of a meta or annotation file."""
-    sources, folder = read_meta(data).values(), data.parent
-    annotations = [folder / source.in_file for source in sources if source.in_file is not None]
-    return (data, *annotations), tuple(sorted({source.media_folder(folder) for source in sources}))
-
-
 def has_released_weights(folder: Path) -> bool:
     """Whether a folder has weights of a released checkpoint."""
     return any(folder.glob(_WEIGHTS))
 
 
 def fetch_checkpoint(name: str, *, weights: bool) -> Path:
-    """Fetch a checkpoint from its hub, or find it in the hub's cache; return its folder.
+    """Return the folder of a hub's checkpoint, downloaded unless cached.
 
-    Without `weights` only configuration, code and tokenizer are fetched.
+    Without `weights`, only configuration, code and tokenizer.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
@@ -271,8 +265,10 @@ def fetch_checkpoint(name: str, *, weights: bool) -> Path:
 def choose_weights(
     model: str, weights: Path | None, *, from_scratch: bool
 ) -> tuple[Path | None, bool]:
-    """Return the folder to start from, None for random weights, and whether it is a hub's, fetched
-    without its weights."""
+    """Return the folder of first weights, or None for random ones.
+
+    Also returns whether the folder is of a hub, without its weights so far.
+    """
     if from_scratch and weights is not None:
         raise UserError("--from-scratch and --weights exclude each other; leave one out")
     if from_scratch:
@@ -311,8 +307,10 @@ def plan_steps(
 ) -> list[RunStep]:
     """Return the commands from data to a checked plan."""
     lengths, plan = output / "lengths.parquet", output / "plan"
-    annotations, media = _data_read(data)
-    # Weights of a hub come later, and change neither lengths nor plan.
+    sources = read_meta(data).values()
+    annotations = [data.parent / s.in_file for s in sources if s.in_file is not None]
+    media = tuple(sorted({source.media_folder(data.parent) for source in sources}))
+    # Weights of a hub are downloaded later, and change neither lengths nor plan.
     folder = Path(model)
     of_model = [folder] if folder.is_file() else []
     of_model += [path for pattern in _DESCRIPTIONS for path in sorted(folder.glob(pattern))]
@@ -320,7 +318,7 @@ def plan_steps(
     scan = ["lengths", str(data), "--model", model, "-o", str(lengths), *read, *scanned_with]
     planned = ["plan", "--model", model, "--lengths", str(lengths), *planned_with, "-o", str(plan)]
     own = [] if tokenizer is None or tokenizer == folder else [tokenizer]
-    inputs = (*annotations, *of_model, *own)
+    inputs = (data, *annotations, *of_model, *own)
     return [
         RunStep(words=("omnibal", *scan), reads=inputs, media=media, makes=lengths),
         RunStep(words=("omnibal", *planned), reads=(lengths, *of_model), makes=plan),
@@ -329,7 +327,7 @@ def plan_steps(
 
 
 def conversion_step(way: str, source: Path, made: Path, *more: str) -> RunStep:
-    """Return an import or export of weights."""
+    """Return the import or export of weights as a step."""
     words = ("python", str(_ROOT / "tools" / "convert.py"), way, str(source), *more)
     return RunStep(words=(*words, "-o", str(made)), reads=(source,), makes=made)
 
@@ -337,15 +335,13 @@ def conversion_step(way: str, source: Path, made: Path, *more: str) -> RunStep:
 def write_launch(
     output: Path, data: Path, tokenizer: Path | None, per_node: int, gpus: int, more: Sequence[str]
 ) -> None:
-    """Write train.sh: torchrun on a node of `per_node` devices, sbatch on several.
-
-    On one node its output goes to run.log too, also while it saves after a signal.
-    """
+    """Write train.sh: torchrun on one node of `per_node` devices, sbatch on several."""
     root, per_node = _ROOT / "scripts", min(gpus, per_node)
     files = (output / "plan", data, tokenizer, output / "run")
     job = ["" if path is None else str(path) for path in files]
     if gpus <= per_node:
         alone = [f"GPUS_PER_NODE={gpus}", str(root / "train_nodes.sh"), "1", "0", "localhost"]
+        # tee ignores signals, so that run.log also has the output of saving after a signal.
         tee = shlex.join(["tee", "-a", str(output / "run.log")])
         command = f"exec > >(trap '' INT TERM USR1 HUP; exec {tee}) 2>&1\n"
         command += shlex.join(["exec", "env", *alone, *job, *more])
@@ -360,7 +356,7 @@ def write_launch(
 
 
 def training_step(output: Path, loads: Path | None, scan: RunStep, more: Sequence[str]) -> Training:
-    """Return the training as a step, which ends with the plan's or with --train-iters."""
+    """Return the training as a step, of the plan's steps or --train-iters."""
     plan = output / "plan"
     data = read_plan(plan).data
     assert data is not None

@@ -184,9 +184,9 @@ def test_plans_say_how_encoders_are_held(tmp_path, command, planned):
     for encoder, of_usual in (("data-parallel", 1), ("pipeline", None)):
         assert json.loads(planned(encoder)[1])["encoder"].get("sharded_ranks") == of_usual
     shown = " ".join(printed_by(f"{full} -o {plan}").split())
-    assert "weights of encoders divided over 4 neighbouring ranks" in shown
+    assert "weights of encoders sharded over 4 neighbouring ranks" in shown
     printed_by(f"report {plan} -o {tmp_path / 'page.html'}")
-    words = "weights are divided over 4 neighbouring ranks"
+    words = "weights are sharded over 4 neighbouring ranks"
     assert words in (tmp_path / "page.html").read_text()
 
 

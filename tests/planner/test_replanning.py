@@ -188,7 +188,7 @@ def test_a_run_of_another_plan_is_refused(tmp_path):
     job, result = deep_job(), planned(deep_job())
     log = logged(result, job)
     files = opened(result, tmp_path / "plan")
-    with pytest.raises(UserError, match="trained by last, which is the newest in its folder"):
+    with pytest.raises(UserError, match="latest plan, the newest in its folder"):
         replan(files, replace(log, info=log.info.model_copy(update={"plan_sha256": "x"})))
     with pytest.raises(UserError, match="passes of 3 steps"):
         replan(files, replace(log, records=log.records[:5]))

@@ -592,8 +592,8 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path):
     text = Page(reported(tmp_path, "run")).text
     for told in (
         "held-out data, 1.25 at the end",
-        "skipped steps: 1, spikes of the loss: 1, unreadable samples passed over: 3",
-        "retries of allocations: 5",
+        "skipped steps: 1, spikes of the loss: 1, unreadable samples replaced: 3",
+        "allocation retries: 5",
         "Provider of the run's layers te",
         "Steps without a finite value: 5.",
         "\N{RIGHTWARDS ARROW} nan",

@@ -61,7 +61,7 @@ def test_a_step_is_done_again_after_any_change_alone(do, tmp_path):
     (tmp_path / "made").rename(tmp_path / "elsewhere")
     assert do(other) == ["ran"]
     (tmp_path / "steps.json").write_text("{")
-    with pytest.raises(UserError, match="remove it, and every step is run again"):
+    with pytest.raises(UserError, match="remove it to run every step again"):
         do(other)
 
 
