@@ -1,20 +1,20 @@
 """Costs by counting operations and bytes at a cluster's rates.
 
-A unit is two lists of kernels (`omnibal.cost.kernels`), forward's and backward's, that run one
-after another; `omnibal.cost.device_rates` has the time of each. A layer's products have
-24 s h^2 + 4 s^2 h operations per sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473,
-appendix), generalised to grouped-query attention, SwiGLU and any feed-forward size; causal
-attention does half of the squared term. Backward has a product for each gradient that is needed;
-attention's has 2.5 times forward's operations, as it recomputes scores (Dao 2023,
-FlashAttention-2, arXiv 2307.08691, section 3.3). Element-wise kernels read and write what this
-project's fused kernels do. Gradients are accumulated in fp32.
+A unit is a list of forward and of backward kernels (`omnibal.cost.kernels`) that run one after
+another; `omnibal.cost.device_rates` has their times. A layer's products have 24 s h^2 + 4 s^2 h
+operations per sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, appendix),
+generalised to grouped-query attention, SwiGLU and any feed-forward size; causal attention halves
+the squared term. Backward has a product for each needed gradient; attention's has 2.5 times
+forward's operations, as it recomputes scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, section
+3.3). Element-wise kernels move the bytes of this project's fused kernels. Gradients accumulate in
+fp32.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4, without dropout masks (32
 s h bytes per layer) and with flash attention; `kept_lines` lists all. Tensors between the parallel
 blocks are replicated on tensor-parallel ranks, or divided under sequence parallelism.
 
-Not counted: the all-reduce of sums for q/k norms over all heads under tensor parallelism. If a job
-spans nodes, every cut is charged the network's rate.
+Not counted: the all-reduce of q/k norms over all heads under tensor parallelism. If a job spans
+nodes, every cut is charged the network's rate.
 """
 
 import math
@@ -53,15 +53,14 @@ from omnibal.model.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_ki
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
 """Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1)."""
 
+# Functions of an encoder's embedding (encoder, device), of a layer (model, encoder, unit kind,
+# device) and of the projector (encoder, model, device).
 ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., CountedUnit], ...]] = {
     TilesEncoder: (tiles_embed, encoder_layer, encoder_projector),
     ClipsEncoder: (clips_embed, encoder_layer, encoder_projector),
     ImagesEncoder: (images_embed, images_layer, images_projector),
 }
-"""Functions of an encoder's embedding (encoder, device), of a layer (model, encoder, unit kind,
-device) and of the projector (encoder, model, device)."""
-_MODEL_FLOP_KINDS = ("product", "attention", "other_attention")
-"""Kernels whose operations count in model FLOPs."""
+_MODEL_FLOP_KINDS = ("product", "attention", "other_attention")  # kernels that count as model FLOPs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +69,7 @@ class _PlacedUnit:
 
     kind: UnitKind
     unit: CountedUnit
-    unpadded: CountedUnit  # unit without padded attention heads and vocabulary
+    unpadded: CountedUnit  # without padding of attention heads and vocabulary
     trained: bool
     adapted: bool  # whether the unit has trained adapters
     before_trained: bool  # whether anything before the unit is trained
@@ -81,7 +80,7 @@ class _PlacedUnit:
 
     @property
     def has_backward(self) -> bool:
-        """Whether gradients reach the unit."""
+        """Whether the unit runs a backward: it or anything before it is trained."""
         return self.trained or self.adapted or self.before_trained
 
     @property
@@ -90,7 +89,7 @@ class _PlacedUnit:
         return self.before_trained or (self.has_backward and not self.kind.is_embed)
 
     def backward(self, unit: CountedUnit) -> list[Kernel]:
-        """Kernels of the unit, padded or not, that backward runs."""
+        """Return the backward kernels of `unit`, which may be padded."""
         runs = {
             "backward": self.has_backward,
             "repeated": self.has_backward,
@@ -100,7 +99,7 @@ class _PlacedUnit:
         return [kernel for kernel in unit.kernels if runs.get(kernel.phase)]
 
     def passes(self, unit: CountedUnit, device: Device) -> tuple[list[Kernel], list[Kernel]]:
-        """Kernels of the unit's forward and of its backward with accumulation of gradients."""
+        """Return the forward kernels, and the backward kernels with gradient accumulation."""
         backward = self.backward(unit)
         if self.has_backward:
             added: float = unit.adapter_parameters
@@ -111,7 +110,7 @@ class _PlacedUnit:
 
     @property
     def is_language(self) -> bool:
-        """Whether it is a language layer or the head."""
+        """Whether the unit is a language layer or the head."""
         return self.kind.tower == LANGUAGE and not self.kind.is_embed
 
 
@@ -125,16 +124,13 @@ def analytic_cost(
     adapters: AdapterConfig | None = None,
     runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> CostModel:
-    """Cost of every unit on one device of `cluster` under the given parallel sizes.
-
-    Optimizer state is sharded over data-parallel ranks.
-    """
+    """Return the counted cost of every unit on one device under the given parallel sizes."""
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
     device = Device.from_cluster(model, cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
     placed = list(_place_units(model, device, frozen, adapters))
-    units = {one.kind.name: _unit_cost(device, one) for one in placed}
-    trained = {one.kind.name: one.unit for one in placed if one.trained and one.is_language}
+    units = {item.kind.name: _unit_cost(device, item) for item in placed}
+    trained = {item.kind.name: item.unit for item in placed if item.trained and item.is_language}
     language = model.language
     has_copy = language.tied_head or language.prediction_layers > 0
     word_parameters = language.words_of_rank(parallel.tensor) * language.hidden_size
@@ -142,11 +138,15 @@ def analytic_cost(
         _parameter_rates(cluster, precision, device, parallel, of_experts=are_experts)
         for are_experts in (False, True)
     )
+    measured = cluster.measured(precision)
+    of_device = f" of {measured.device}" if measured else ""
+    # Tables of rates exist only for measured quantities.
+    basis = "fitted" if cluster.basis == "fitted" else "measured" if measured else "assumed"
     return CostModel(
         features=feature_names(model),
         kinds=unit_kinds(model),
         units=units,
-        # Multi-token prediction also embeds words on the last stage.
+        # Multi-token prediction embeds words on the last stage too.
         tied_parameters=word_parameters if has_copy else 0,
         rates=rates,
         optimizer_ms_fixed=0.0,
@@ -155,7 +155,7 @@ def analytic_cost(
         bucket_parameters=parallel.bucket_parameters if runtime.overlap_gradients else math.inf,
         expert_rates=expert_rates,
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
-        source=f"analytic:{cluster.name}, {_describe_rates(cluster, precision)}",
+        source=f"analytic:{cluster.name}, {basis} rates{of_device}",
         library_buffers=library_buffers(trained, element_bytes) if engine else (),
     )
 
@@ -168,12 +168,9 @@ def _parameter_rates(
     *,
     of_experts: bool,
 ) -> ParameterRates:
-    """Return memory and time per parameter of experts, or of all others.
+    """Return memory and time per parameter of experts, or of all other units.
 
-    Gradients are zeroed and, if Megatron averages, scaled. The norm and the update read and write
-    gradient, weight and state of the rank's shard. Weights not gathered during the next forward are
-    gathered within the update. Gradients of replicated state are all-reduced, and no weights
-    gathered.
+    Optimizer state is sharded over data-parallel ranks (distributed optimizer), unless replicated.
     """
     runtime, size = device.runtime, ELEMENT_BYTES[precision]
     group, divides_gradients = state_group(parallel, of_experts=of_experts), parallel.sharded > 1
@@ -182,6 +179,8 @@ def _parameter_rates(
     replicates = runtime.replicates_optimizer and not divides_gradients
     shards = 1 if replicates else group.ranks
     averages = runtime.averages_gradients and group.ranks > 1
+    # Gradients are zeroed and, if Megatron averages, scaled (read and written). The norm and the
+    # update read and write gradient, weight and state of the rank's shard.
     zeroed_bytes = gradient_bytes / (shards if divides_gradients else 1)
     moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
     update_ms = moved_bytes / device.bytes_per_ms["accumulation"]
@@ -192,12 +191,14 @@ def _parameter_rates(
     )
     # If weights are in FP8 only, embedding and head count like the rest.
     in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
+    # Replicated state all-reduces gradients, two ring passes, and gathers no weights.
     gather_ms = 0.0 if replicates else byte_ms("all_gather") * (1 if in_fp8 else size)
     reduce_ms = byte_ms("reduce_scatter") + (byte_ms("all_gather") if replicates else 0.0)
     return ParameterRates(
         weight_bytes=size,
         gradient_bytes=gradient_bytes + (size if runtime.keeps_gradients else 0),
         optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
+        # Weights that the next forward does not gather are gathered within the update.
         optimizer_ms=update_ms + (0.0 if runtime.overlap_weights else gather_ms),
         gradient_reduction_ms=reduce_ms * gradient_bytes,
         weight_gather_ms=gather_ms if runtime.overlap_weights else 0.0,
@@ -207,7 +208,7 @@ def _parameter_rates(
 def model_flops(
     model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None = None
 ) -> np.ndarray:
-    """Training operations of all units per feature, forward and backward, [features]."""
+    """Return training operations of all units, forward and backward, [features]."""
     flops = unit_flops(model, frozen, adapters)
     return np.sum([flops[name] for name in unit_names(model)], axis=0)
 
@@ -215,31 +216,31 @@ def model_flops(
 def unit_flops(
     model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None = None
 ) -> dict[str, np.ndarray]:
-    """Training operations per unit kind and feature, forward and backward, each [features].
+    """Return training operations of every unit kind, forward and backward, each [features].
 
     The numerator of model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311,
-    appendix B): neither recomputation nor padding counts, and each product has up to two in
-    backward, for input and weight gradients. Adapter products are negligible.
+    appendix B): without recomputation and padding; backward has up to two products per forward
+    product, for input and weight gradients. Adapter products are negligible.
     """
     flops: dict[str, np.ndarray] = {}
-    for one in _place_units(model, _counting_device(model), frozen, adapters):
-        kernels = [*one.unpadded.forward, *one.backward(one.unpadded)]
+    for placed in _place_units(model, _counting_device(model), frozen, adapters):
+        kernels = [*placed.unpadded.forward, *placed.backward(placed.unpadded)]
         computed = [kernel.flops for kernel in kernels if kernel.kind in _MODEL_FLOP_KINDS]
-        flops[one.kind.name] = np.sum([0 * one.unit.boundary_bytes, *computed], axis=0)
+        flops[placed.kind.name] = np.sum([0 * placed.unit.boundary_bytes, *computed], axis=0)
     return flops
 
 
 def layer_products(
     model: ModelConfig, parallel: Parallel, precision: Precision = "bf16"
 ) -> list[Kernel]:
-    """Forward matrix products on one device of every unit kind except the head."""
+    """Return forward matrix products on one device of every unit kind except the head."""
     device = _counting_device(model, parallel, precision)
-    kinds = [kind for kind in unit_kinds(model) if kind.name != HEAD]
-    return [one for kind in kinds for one in _unit_of_kind(model, kind, device).products]
+    units = [_unit_of_kind(model, kind, device) for kind in unit_kinds(model) if kind.name != HEAD]
+    return [product for unit in units for product in unit.products]
 
 
-def unit_on_one(model: ModelConfig, kind: UnitKind) -> CountedUnit:
-    """Return a unit on one device, in bf16."""
+def count_undivided_unit(model: ModelConfig, kind: UnitKind) -> CountedUnit:
+    """Return a unit on a single device, in bf16."""
     return _unit_of_kind(model, kind, _counting_device(model))
 
 
@@ -252,16 +253,16 @@ class ModelParameters:
 
 
 def model_parameters(model: ModelConfig) -> ModelParameters:
-    """Count a model's parameters by its units."""
-    units = {kind.name: unit_on_one(model, kind) for kind in unit_kinds(model)}
+    """Return a model's parameters, as sums over its units."""
+    units = {kind.name: count_undivided_unit(model, kind) for kind in unit_kinds(model)}
     names, language = unit_names(model), model.language
     # Prediction layers follow the last layer and are of its kind.
     experts = [kind.experts for kind in (*language.kinds, language.kinds[-1])]
     with_experts = names[-len(experts) :]
     idle = sum(
-        units[name].expert_parameters // some.experts * (some.experts - some.experts_per_token)
-        for name, some in zip(with_experts, experts, strict=True)
-        if some is not None
+        units[name].expert_parameters // moe.experts * (moe.experts - moe.experts_per_token)
+        for name, moe in zip(with_experts, experts, strict=True)
+        if moe is not None
     )
     # The last stage has a copy of the embedding, as tied head and for predictions.
     matrices = 3 if language.prediction_layers and not language.tied_head else 2
@@ -279,33 +280,26 @@ def kept_lines(
     frozen: Collection[str] = (),
     adapters: AdapterConfig | None = None,
 ) -> dict[str, tuple[Kept, ...]]:
-    """Activations that every unit kind keeps from forward to backward, line by line."""
+    """Return the activations that every unit kind keeps for backward, line by line."""
     placed = _place_units(model, _counting_device(model, parallel, precision), frozen, adapters)
-    return {one.kind.name: one.unit.kept_lines(trained=one.trained) for one in placed}
+    return {item.kind.name: item.unit.kept_lines(trained=item.trained) for item in placed}
 
 
-_any_cluster = cache(load_cluster)
+_load_cluster_once = cache(load_cluster)
 
 
 def _counting_device(
     model: ModelConfig, parallel: Parallel | None = None, precision: Precision = "bf16"
 ) -> Device:
-    """Return a device for counts, which depend on no rates; of one rank by default."""
-    cluster = _any_cluster("h100-80g")
+    """Return a device for counting, by default undivided."""
+    cluster = _load_cluster_once("h100-80g")  # any: counts do not depend on rates
     return Device.from_cluster(model, cluster, parallel or Parallel(pipeline=1), precision)
-
-
-def _describe_rates(cluster: ClusterConfig, precision: Precision) -> str:
-    rates = cluster.measured(precision)
-    # Tables exist only for measured quantities.
-    basis = "fitted" if cluster.basis == "fitted" else "measured" if rates else "assumed"
-    return f"{basis} rates of {rates.device}" if rates else f"{basis} rates"
 
 
 def _place_units(
     model: ModelConfig, device: Device, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> Iterator[_PlacedUnit]:
-    """Iterate over the counts of every unit kind, in model order."""
+    """Yield every unit kind with its position in the model, in model order."""
     nothing = 0 * device.feature("fixed")
     carried, carried_gradient, before_trained = nothing, nothing, False
     any_encoder_trained = deepstack_returns = False
@@ -314,19 +308,20 @@ def _place_units(
         if kind.is_embed:
             # Nothing precedes an encoder. All encoders precede the language model.
             before_trained = is_language and any_encoder_trained
-        if kind.is_embed and is_language:  # which takes the encoders' features
+        if kind.is_embed and is_language:  # consumes the encoders' features
             carried = carried_gradient = nothing
         is_adapted = has_adapters(model, kind, adapters)
-        is_whole = adapters is None or kind.part not in adapters.parts
-        trained = kind.part not in frozen and is_whole
+        is_full = adapters is None or kind.part not in adapters.parts
+        trained = kind.part not in frozen and is_full
         unit = unpadded = _unit_of_kind(model, kind, device)
         if kind.name == HEAD or (kind.is_layer and not is_language):
             unpadded = _unit_of_kind(model, kind, replace(device, pads=False))
         if is_adapted and adapters is not None:
-            named = {one.module: one for one in adapted_linears(model, kind, adapters)}
+            linears = {one.module: one for one in adapted_linears(model, kind, adapters)}
             part = device.whole if is_language else 1.0
             unit, unpadded = (
-                with_adapters(each, device, adapters, named, part=part) for each in (unit, unpadded)
+                with_adapters(counted, device, adapters, linears, part=part)
+                for counted in (unit, unpadded)
             )
         deepstack = deepstack_bytes(model, kind, device)
         deepstack_returns = deepstack_returns or (kind.has_deepstack and (trained or is_adapted))
@@ -348,7 +343,7 @@ def _place_units(
 
 
 def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> CountedUnit:
-    """Return a unit of a kind."""
+    """Return the kernels and memory of a unit of a kind."""
     if kind.layer is not None:
         return language_layer(model.language, kind.layer, device)
     if kind.name == HEAD:
@@ -357,10 +352,10 @@ def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> Counted
         return language_embed(model, device)
     tower = model.encoders[kind.tower]
     if type(tower) not in ENCODER_UNITS:
-        known = words([one.__name__ for one in ENCODER_UNITS], "or")
+        known = words([encoder.__name__ for encoder in ENCODER_UNITS], "or")
         raise UserError(
-            f"encoders of {type(tower).__name__} have no costs, and are not planned; it must "
-            f"be {known}, or have a line in omnibal/cost/analytic.py"
+            f"encoders of {type(tower).__name__} have no costs; give {known}, or add a line to "
+            "omnibal/cost/analytic.py"
         )
     embed, layer, projector = ENCODER_UNITS[type(tower)]
     if kind.is_layer:
@@ -368,55 +363,58 @@ def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> Counted
     return embed(tower, device) if kind.is_embed else projector(tower, model, device)
 
 
-def _unit_cost(device: Device, one: _PlacedUnit) -> UnitCost:
-    """Cost of a unit; it has a backward if it or anything before it is trained."""
-    unit, nothing, has_backward = one.unit, 0 * one.unit.boundary_bytes, one.has_backward
-    passes = one.passes(unit, device)
+def _unit_cost(device: Device, placed: _PlacedUnit) -> UnitCost:
+    """Return the cost of a unit at its position in the model."""
+    unit, nothing, has_backward = placed.unit, 0 * placed.unit.boundary_bytes, placed.has_backward
+    passes = placed.passes(unit, device)
     times_ms = _sum_ms(device, passes)
     unpadded_ms = times_ms
-    if one.unpadded.kernels is not unit.kernels:
-        unpadded_ms = _sum_ms(device, one.passes(one.unpadded, device))
+    if placed.unpadded.kernels is not unit.kernels:
+        unpadded_ms = _sum_ms(device, placed.passes(placed.unpadded, device))
     exchanges = [[kernel for kernel in kernels if kernel.kind in EXCHANGES] for kernels in passes]
-    late = deferred_products(one.kind, unit, trained=one.trained)
+    late = deferred_products(placed.kind, unit, trained=placed.trained)
     # Measured products include the accumulation.
-    added = 0.0 if device.accumulates else min(sum(each.weights for each in late), unit.parameters)
-    weight_bytes = one.trained * device.element_bytes * device.feature("fixed")
+    late_weights = sum(product.weights for product in late)
+    added = 0.0 if device.accumulates else min(late_weights, unit.parameters)
+    weight_bytes = placed.trained * device.element_bytes * device.feature("fixed")
     # Gradients of earlier encoders' features wait while this unit runs backward.
-    waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
+    waiting_bytes = placed.carried_gradient_bytes if has_backward else nothing
     moments = unit.working if has_backward else unit.forward_working
-    if device.runtime.accumulates_in_products and one.is_language:
+    if device.runtime.accumulates_in_products and placed.is_language:
         moments = drop_weight_gradients(moments)
     transient_bytes = [
-        unit.working_bytes(each, trained=one.trained) + weight_bytes * each.weight + waiting_bytes
-        for each in moments
+        unit.working_bytes(moment, trained=placed.trained)
+        + weight_bytes * moment.weight
+        + waiting_bytes
+        for moment in moments
     ]
     in_two_bytes = transient_bytes
     if late:
         in_two_bytes = [
-            two_part_bytes(device, one.kind, unit, late, each) + waiting_bytes
-            for each in (*moments, *unit.late_working)
+            two_part_bytes(device, placed.kind, unit, late, moment) + waiting_bytes
+            for moment in (*moments, *unit.late_working)
         ]
-    launch_ms, waits_for_host = device.launch_ms, one.kind.is_layer and device.host_ms
+    launch_ms, waits_for_host = device.launch_ms, placed.kind.is_layer and device.host_ms
     return UnitCost(
         forward_ms=times_ms[0],
         backward_ms=times_ms[1],
         weight_ms=_sum_ms(device, [[*late, _accumulation(device, added)]])[0],
         recompute_ms=times_ms[0] if has_backward else nothing,
         collective_ms=_sum_ms(device, exchanges),
-        # Measured times can be longer for smaller products.
+        # Measured times can be longer for smaller products, hence the maximum.
         padding_ms=np.maximum(times_ms - unpadded_ms, 0),
         context_ms=np.zeros((3, len(nothing))),
-        activation_bytes=unit.kept_bytes(trained=one.trained) if has_backward else nothing,
+        activation_bytes=unit.kept_bytes(trained=placed.trained) if has_backward else nothing,
         boundary_bytes=unit.boundary_bytes if has_backward else nothing,
-        output_bytes=unit.output_bytes + one.carried_bytes,
-        output_gradient_bytes=has_backward * unit.output_bytes + one.carried_gradient_bytes,
+        output_bytes=unit.output_bytes + placed.carried_bytes,
+        output_gradient_bytes=has_backward * unit.output_bytes + placed.carried_gradient_bytes,
         transient_bytes=np.stack([nothing, *transient_bytes]),
         two_part_bytes=np.stack([nothing, *in_two_bytes]),
-        late_bytes=late_bytes(device, one.kind, unit, late),
+        late_bytes=late_bytes(device, placed.kind, unit, late),
         passing_bytes=nothing if has_backward else nothing + unit.passing_bytes,
-        shared_bytes=one.trained * (nothing + unit.gathered_bytes),
+        shared_bytes=placed.trained * (nothing + unit.gathered_bytes),
         parameters=unit.parameters,
-        trained_parameters=unit.parameters if one.trained else unit.adapter_parameters,
+        trained_parameters=unit.parameters if placed.trained else unit.adapter_parameters,
         expert_parameters=unit.expert_parameters,
         weight_copy_bytes=weight_copy_bytes(device, unit.products),
         host_ms=(launch_ms(passes[0]), launch_ms(passes[1])) if waits_for_host else None,
@@ -424,12 +422,12 @@ def _unit_cost(device: Device, one: _PlacedUnit) -> UnitCost:
 
 
 def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]]) -> np.ndarray:
-    """Time of the kernels of every pass, [passes, features]."""
+    """Return the summed kernel time of every pass, [passes, features]."""
     nothing = 0 * device.feature("fixed")
     return np.stack([np.sum([nothing, *map(device.ms, kernels)], axis=0) for kernels in passes])
 
 
 def _accumulation(device: Device, parameters: float) -> Kernel:
-    """Kernel that adds gradients of parameters to those of the step."""
+    """Return the kernel that adds a micro-batch's gradients to the step's."""
     added_bytes = parameters * 2 * device.runtime.gradient_bytes * device.feature("fixed")
     return Kernel(kind="accumulation", phase="weight_gradient", bytes=added_bytes, launches=0)

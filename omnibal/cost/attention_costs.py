@@ -1,6 +1,6 @@
 """Attention variants of a language layer.
 
-Letters: h hidden, t tensor size; q, k and v over all heads. Element-wise work is that of this
+Letters: h hidden, t tensor size; q, k and v over all heads. Element-wise bytes are those of this
 project's fused kernels if its trainer builds the layer, else of the kernels each function names.
 """
 
@@ -15,7 +15,7 @@ from omnibal.model.config import LanguageConfig
 from omnibal.model.layer_kinds import LatentAttention, LayerKind, LinearAttention
 from omnibal.model.units import attended_feature
 
-CHUNK = 64  # chunk size of the gated delta rule, in flash-linear-attention and Megatron-core
+CHUNK = 64  # tokens per chunk of the gated delta rule (flash-linear-attention, Megatron-core)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +29,19 @@ class AttentionWidths:
 
 
 def attention_widths(language: LanguageConfig, kind: LayerKind, tensor: int) -> AttentionWidths:
-    """Widths of causal or sliding-window attention on all of `tensor` ranks.
-
-    With fewer key-value heads than ranks, every rank has a copy of one.
-    """
+    """Return widths of softmax attention, summed over `tensor` ranks."""
     if kind.latent is not None:
         of_key = kind.latent.head_size + kind.latent.rotary_head_size
         query, value = (language.heads * size for size in (of_key, kind.latent.value_head_size))
         return AttentionWidths(query=query, key=query, value=value, output=value)
+    # With fewer key-value heads than ranks, every rank has a copy of one head.
     numbers = language.heads, max(language.kv_heads, tensor)
     query, key = (number * language.head_width for number in numbers)
     return AttentionWidths(query=query, key=key, value=key, output=query)
 
 
 def attention_block(language: LanguageConfig, kind: LayerKind, device: Device) -> Work:
-    """Return a layer's attention."""
+    """Return the kernels and memory of a layer's attention."""
     if kind.linear is not None:
         return _gated_delta_rule(language, kind.linear, device)
     attended = device.feature(attended_feature(kind))
@@ -56,7 +54,7 @@ def attention_block(language: LanguageConfig, kind: LayerKind, device: Device) -
 def _grouped_query(
     language: LanguageConfig, widths: AttentionWidths, device: Device, attended: np.ndarray
 ) -> Work:
-    """Grouped-query attention; causal attention does half of 4 q operations per pair.
+    """Return grouped-query attention, with optional q/k norms, output gate and sinks.
 
     With q/k norms, v is a view of the qkv product's output, kept for the norms
     (`megatron/vlm/model/fused/rotary.py`). Qwen3.5's output gate comes from the same product and
@@ -73,7 +71,7 @@ def _grouped_query(
     rotated = is_moved * 2 * (query + key_value - has_views * widths.value)
     back_rotated = 2 * (query + key_value) + norms * (query + widths.key)
     made = query + gate + 2 * language.kv_heads * language.head_width
-    given = "gated output" if gate else ""
+    projected = "gated output" if gate else ""
     qkv, by, gated_bytes = "self_attention.linear_qkv", "self_attention", tokens * gate / t * size
     own_bytes, all_bytes = tokens * (query + gate + key_value) / t * size, tokens * made * size
     kept = [
@@ -91,10 +89,10 @@ def _grouped_query(
     if not is_rotary and not language.qk_norm:
         del kept[1]
     if gate:
-        kept.append(Kept(given, "gate", gated_bytes, for_weights=True))
+        kept.append(Kept(projected, "gate", gated_bytes, for_weights=True))
     copies: Kernels = ()
     if language.kv_heads < t:
-        # All ranks' q, k and v are gathered and a rank's own are copied from them (Megatron-core
+        # All ranks' q, k and v are gathered, and each rank copies its heads (Megatron-core
         # `get_query_key_value_tensors`).
         copies = (
             *element_wise(2 * (all_bytes + own_bytes), 3 * all_bytes + own_bytes, launches=2),
@@ -105,7 +103,7 @@ def _grouped_query(
         kernels=(
             *product(tokens, h, made / t, name=qkv, given=FIRST_OUTPUT),
             *_causal(device, attended, language.heads / t, 2 * language.head_width),
-            *product(tokens, query / t, h, name=f"{by}.linear_proj", given=given),
+            *product(tokens, query / t, h, name=f"{by}.linear_proj", given=projected),
             *element_wise(
                 tokens * rotated / t * size,
                 tokens * back_rotated / t * size,
@@ -126,17 +124,17 @@ def _grouped_query(
 
 
 def _causal(device: Device, attended: np.ndarray, heads: float, elements: float) -> Kernels:
-    """Causal attention; `attended` is twice the number of visible pairs."""
+    """Return causal attention; `attended` is twice the number of visible pairs."""
     return attention(attended / 2, device.feature("tokens"), heads, elements, causal=True)
 
 
 def _core_kept(
     language: LanguageConfig, widths: AttentionWidths, device: Device, tokens: np.ndarray
 ) -> Kept:
-    """Return what softmax attention keeps."""
+    """Return the activations that softmax attention keeps."""
     width_bytes = widths.output * device.element_bytes + FP32_BYTES * language.heads
-    what, by = "attention's output and log-sum-exp", "self_attention.core_attention"
-    return Kept(what, by, tokens * width_bytes / device.tensor)
+    name, by = "attention's output and log-sum-exp", "self_attention.core_attention"
+    return Kept(name, by, tokens * width_bytes / device.tensor)
 
 
 def _latent(
@@ -146,11 +144,11 @@ def _latent(
     device: Device,
     attended: np.ndarray,
 ) -> Work:
-    """Latent attention as Megatron-core's `MLASelfAttention` trains it, without absorption.
+    """Return latent attention as Megatron-core's `MLASelfAttention` trains it.
 
     Down projections are replicated on tensor-parallel ranks (own tokens under sequence
-    parallelism), up projections divided (`multi_latent_attention.py` with Transformer Engine's
-    linears). A kernel that concatenates the rotated part reads and writes q, k and v once.
+    parallelism), up projections divided, and weights are not absorbed
+    (`multi_latent_attention.py` with Transformer Engine's linears).
     """
     t, size, by = device.tensor, device.element_bytes, "self_attention"
     h, tokens, rank = language.hidden_size, device.feature("tokens"), latent.key_value_rank
@@ -159,6 +157,7 @@ def _latent(
     if query_rank is not None:
         up_from, down, ranks = query_rank, [query_rank, *down], [query_rank, rank]
     up_to = language.heads * (latent.head_size + latent.value_head_size)
+    # One kernel concatenates the rotated parts: it reads and writes q, k and v.
     copied_bytes = tokens * 2 * (widths.query + widths.key + widths.value) / t * size
     # Scores over the width of q and k, sums over that of v.
     elements = latent.head_size + rotary + latent.value_head_size
@@ -190,7 +189,7 @@ def _latent(
 
 
 def _latent_exchange(device: Device, latents_bytes: np.ndarray, block_bytes: np.ndarray) -> Kernels:
-    """Gathers of latents under sequence parallelism, and the usual reduction of outputs."""
+    """Return gathers of latents under sequence parallelism, and the reduction of outputs."""
     if not device.sequence_parallel:
         # All-reduces: the output; in backward gradients of the query latent, the key-value latent,
         # and the rotated key.
@@ -207,11 +206,11 @@ def _latent_exchange(device: Device, latents_bytes: np.ndarray, block_bytes: np.
 
 
 def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device: Device) -> Work:
-    """Chunked gated delta rule with projections, convolution and gated norm.
+    """Return the chunked gated delta rule with projections, convolution and gated norm.
 
-    Modules of Megatron-core's `gated_delta_net.py`; the rule of Yang et al. 2024 (arXiv 2412.06464,
-    section 3.3) in flash-linear-attention's `ops/gated_delta_rule/chunk.py`, with q and k heads
-    repeated per value head.
+    Modules are those of Megatron-core's `gated_delta_net.py`. The rule is by Yang et al. 2024
+    (arXiv 2412.06464, section 3.3), in flash-linear-attention's `ops/gated_delta_rule/chunk.py`,
+    with q and k heads repeated per value head.
     """
     t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, heads, d, e = (
@@ -225,8 +224,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
     convolution = linear.convolution_width * mixed
     flops = rule_flops(linear) + 2 * convolution
     of_rule, back_of_rule = _rule_moved(linear, size)
-    # Transposed, convolved, split; q and k norms; fp32 beta and decay; gated norm. Backward
-    # rereads.
+    # Elements moved by transpositions, convolution, split, q and k norms, and gated norm.
     around = 2 * mixed + 2 * mixed + 2 * mixed + 4 * keys + 3 * values
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
     # Recomputed w, u, values, states, and all gradients.
@@ -261,9 +259,9 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
         gathered_bytes=device.gather_buffer(tokens * h * size),
         kept=tuple(
             Kept(
-                what, "self_attention", tokens * token_bytes / t, for_weights=what == "gated output"
+                name, "self_attention", tokens * token_bytes / t, for_weights=name == "gated output"
             )
-            for what, token_bytes in kept.items()
+            for name, token_bytes in kept.items()
         ),
         working=(Working(tokens * (h * device.whole + running) * size),),
         other_parameters=(convolution + 2 * heads) / t + e,
@@ -271,19 +269,20 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
 
 
 def rule_flops(linear: LinearAttention) -> float:
-    """Forward operations per token of the chunked rule over all heads.
+    """Return forward operations per token of the chunked rule over all heads.
 
-    Per head, chunk C, key width d, value width e (Yang et al. 2024, section 3.3): k k^T 2 C d,
-    inverse of the triangle C^2 / 3, w 2 C d, u 2 C e; w S, q S and k^T v 2 d e each; q k^T 2 C d
-    and its product with v 2 C e. Backward recomputes w, u and states: 2.5 times forward.
+    Backward recomputes w, u and states: 2.5 times forward.
     """
+    # Per head, chunk C, key width d, value width e (Yang et al. 2024, section 3.3): k k^T 2 C d,
+    # inverse of the triangle C^2 / 3, w 2 C d, u 2 C e; w S, q S and k^T v 2 d e each; q k^T 2 C d
+    # and its product with v 2 C e.
     d, e = linear.key_head_size, linear.value_head_size
     within = CHUNK * (6 * d + 4 * e) + CHUNK**2 / 3
     return linear.value_heads * (within + 6 * d * e)
 
 
 def _rule_moved(linear: LinearAttention, size: int) -> tuple[float, float]:
-    """Bytes that the rule's kernels read and write per token, forward and backward.
+    """Return bytes that the rule's kernels read and write per token, forward and backward.
 
     Operands are read once. Forward: k k^T (fp32 triangle), inverse, w and u, states (one per chunk,
     new values), output. Backward repeats w, u and states, then gradients, as in

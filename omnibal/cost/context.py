@@ -2,7 +2,7 @@
 
 Context-parallel ranks exchange attention's inputs for divided samples in every language layer, and
 the encoders' features once (deepstack features before the layers that take them). Elements a rank
-sends per layer and exchanged token, for context size c, query width h, and joint width k of keys
+sends per layer and exchanged token, for context size c, query width h, and summed width k of keys
 and values (per tensor-parallel rank):
 
 * `gather`: (c - 1) k in forward; twice that in backward, which gathers again and reduce-scatters
@@ -10,7 +10,7 @@ and values (per tensor-parallel rank):
 * `heads`: (c - 1) / c (2 h + k) in forward, backward and second forward (Jacobs et al. 2023,
   DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2).
 
-All run at the block's slowest link, are not overlapped, and are padded to the largest share
+All run at the group's slowest link, are not overlapped, and are padded to the largest share
 (`EXCHANGED`); copies follow `megatron/vlm/model/shared_attention.py`. Within a node, measured
 layers on shares replace these counts if the profile has the same context size and exchange.
 """
@@ -55,23 +55,21 @@ class ExchangeSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Exchange:
-    """Exchange of a unit in forward and in backward."""
+    """Exchange of a unit; index 0 is forward, 1 is backward."""
 
     sent_bytes: np.ndarray  # bytes that a rank sends, [2, features]
     copied_bytes: np.ndarray  # bytes that copies read and write, [2, features]
-    launches: tuple[tuple[int, int], tuple[int, int]]
-    """Collectives and kernels, of forward and of backward."""
+    launches: tuple[tuple[int, int], tuple[int, int]]  # (collectives, kernels) per pass
     working_bytes: np.ndarray  # working memory during the exchange, [features]
 
     def times_ms(self, line: LinearTime, cluster: ClusterConfig) -> np.ndarray:
-        """Time with collectives of a latency and rate, [2, features]."""
+        """Return the time by the collectives' latency and rate, [2, features]."""
         times_ms = line.each_ms * self.sent_bytes + self.copied_bytes / _bytes_per_ms(cluster)
         times_ms[:, 0] += np.array(self.launches) @ (line.fixed_ms, cluster.kernel_us / 1e3)
         return times_ms
 
 
 def _bytes_per_ms(cluster: ClusterConfig) -> float:
-    """Rate of copies."""
     return cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
 
 
@@ -85,7 +83,7 @@ def _ring_ms(
     line: LinearTime,
     cluster: ClusterConfig,
 ) -> np.ndarray:
-    """Exposed ring time of a layer's forward, backward and second forward, [3, features].
+    """Return a ring's exposed time in forward, backward and recomputation, [3, features].
 
     Each rank attends to its own part, then to every other part while the next is sent (Liu et al.
     2023, Ring Attention, arXiv 2310.01889, section 3; Transformer Engine `context_parallel.py`).
@@ -101,8 +99,8 @@ def _ring_ms(
     sent_ms = line.each_ms * exchange.sent_bytes[[0, 1, 0]]
     step_ms = sent_ms.sum(axis=1) * own_tokens / others + line.fixed_ms
     waited = np.maximum(1 - attention_ms / step_ms, 0)
-    # Each further part reads the accumulated and its own output, and writes their sum. Partial
-    # gradients of keys and values are accumulated like query gradients.
+    # For each other part, the accumulated and the new output are read, and their sum written.
+    # Backward accumulates gradients of queries, and of keys and values.
     moved_bytes = 3 * others * np.outer([1, 2, 1], output_bytes)
     times_ms = waited[:, None] * sent_ms + moved_bytes / _bytes_per_ms(cluster)
     times_ms[:, 0] += others * (waited * line.fixed_ms + _RING_KERNELS * cluster.kernel_us / 1e3)
@@ -123,9 +121,9 @@ def costs_at(
 
     All use the same features, with one more than the model's if packs are shared.
     """
-    more = feature_names_at(cost.features, levels)[len(cost.features) :]
-    if more:
-        cost = with_features(cost, more)
+    added = feature_names_at(cost.features, levels)[len(cost.features) :]
+    if added:
+        cost = with_features(cost, added)
     kinds, runtime = unit_kinds(model), source.runtime
     encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
     features, size = unit_vectors(cost.features), ELEMENT_BYTES[precision]
@@ -150,7 +148,7 @@ def costs_at(
                 in_ring = ring_tokens is not None
                 exchange = _attention_exchange(of_token, level, features, in_ring=in_ring)
                 times_ms = exchange.times_ms(line, cluster)
-                # Measurements are within one node.
+                # Shares are measured within one node only.
                 if group.is_within(cluster) and source.costs.profile is not None:
                     measured_ms = fit_exchange_ms(source.costs.profile, model, kind, level)
                     times_ms = times_ms if measured_ms is None else measured_ms
@@ -178,19 +176,18 @@ def costs_at(
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
-    """Error message if attention, its heads or lockstep ranks rule out a level, else None."""
+    """Return why attention, its heads or lockstep ranks rule out a level, or None."""
     lockstep_ranks = parallel.lockstep_ranks
     if level.context % lockstep_ranks and lockstep_ranks % level.context:
         return (
-            f"context size {level.context} was given with {parallel.options}, whose "
-            f"{lockstep_ranks} data-parallel ranks that share out experts, or divide weights, run "
-            "in lockstep; one must divide the other: take another context size, --ep or --sharding"
+            f"context size {level.context} and the {lockstep_ranks} lockstep ranks of "
+            f"{parallel.options}, which share experts or shard weights, must divide one another: "
+            "take another context size, --ep or --sharding"
         )
     if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
         return (
-            f"{model.name} has layers of linear attention, whose state goes from token to token, "
-            f"and context size {level.context} divides samples over ranks; no exchange is counted "
-            "for that: keep packs whole, with levels of context size 1"
+            f"{model.name} has linear attention, which context size {level.context} does not "
+            "support: use levels of context size 1"
         )
     # Every head of latent attention has its own key and value.
     language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
@@ -212,7 +209,7 @@ def _is_gather(level: Level) -> bool:
 def _attention_exchange(
     of_token: np.ndarray, level: Level, features: Mapping[str, np.ndarray], *, in_ring: bool
 ) -> _Exchange:
-    """Exchange of a language layer.
+    """Return the exchange of a language layer.
 
     Args:
         of_token: bytes of a token on a rank: hidden, query, key with value, attention's output.
@@ -226,23 +223,23 @@ def _attention_exchange(
         own_bytes = tokens * key_value_bytes
         gathered_bytes = exchanged * context * key_value_bytes
         all_bytes = own_bytes + gathered_bytes
-        # Concatenate keys and values, gather, reorder to this rank's pieces; in backward, gradients
-        # likewise, summed over ranks.
+        # Concatenate keys and values, gather, reorder to this rank's pieces. Backward does the same
+        # with gradients, and sums them over ranks.
         copied_bytes, summed_bytes = 4 * own_bytes + 2 * all_bytes, 6 * all_bytes + 4 * own_bytes
         return _Exchange(
             sent_bytes=np.outer([1, 2], gathered_bytes * (context - 1) / context),
             copied_bytes=np.stack([copied_bytes, copied_bytes + summed_bytes]),
             launches=((1, 6), (2, 12)),
             # Keys and values of all ranks (ring: the current part and the next), their gradients,
-            # and those concatenated.
+            # and the concatenation.
             working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
         )
-    turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
+    sent_bytes = exchanged * (2 * query_bytes + key_value_bytes)
     # Queries, keys and values are packed by rank, then by sample. The output is packed by rank
     # and merged with undivided samples.
     copied_bytes = exchanged * (10 * query_bytes + 6 * key_value_bytes) + 4 * tokens * query_bytes
     return _Exchange(
-        sent_bytes=np.outer([1, 1], turned_bytes * (context - 1) / context),
+        sent_bytes=np.outer([1, 1], sent_bytes * (context - 1) / context),
         copied_bytes=np.outer([1, 1], copied_bytes),
         launches=((2, 12),) * 2,
         # Buffers on both sides of both exchanges, and received gradients.
@@ -253,10 +250,9 @@ def _attention_exchange(
 def _features_exchange(
     model: ModelConfig, level: Level, features: Mapping[str, np.ndarray], size: int
 ) -> _Exchange:
-    """Exchange of all encoders' features, replicated on tensor-parallel ranks.
+    """Return the exchange of all encoders' features, replicated on tensor-parallel ranks.
 
-    Deepstack features are exchanged separately at the start of the stage that takes them, but
-    counted here.
+    Deepstack features are counted here too, though the stage that takes them exchanges them.
     """
     number, own_bytes, all_bytes = 1, *np.zeros((2, len(features)))
     for tower in model.encoders.values():
@@ -277,7 +273,7 @@ def _features_exchange(
 def _with_exchange(
     unit: UnitCost, exchange: _Exchange, times_ms: np.ndarray, goes_back: bool
 ) -> UnitCost:
-    """Return the unit's costs with its exchange; `goes_back`: gradients are exchanged too."""
+    """Return the unit's costs with its exchange, in backward only if `goes_back`."""
     # Without a backward nothing is recomputed, and working memory is forward's.
     runs_back = unit.has_backward
     times_ms = times_ms * np.array([[1], [goes_back], [runs_back]])

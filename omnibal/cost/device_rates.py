@@ -29,12 +29,12 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import feature_names
 
 _BACKWARD_OF_ATTENTION = 2.5  # backward has five products to forward's two: scores are recomputed
+# Exposed share of an expert-parallel exchange that overlaps with another micro-batch (assumed).
 _EXPOSED_EXPERTS = 0.1
-"""Exposed share of an expert-parallel exchange overlapped with another micro-batch (assumed)."""
+# Launches the host is late by, after it waited for a result (fitted together with `host_us`).
 _LAUNCHES_BEHIND = 10
-"""Launches that a device is short of after its host waited for a result (fitted, as `host_us`)."""
+# Tile rows of a grouped product (CUTLASS's largest, 16 bit); on average half a tile is padding.
 _TILE_ROWS = 128
-"""Tile rows of a grouped product (CUTLASS's largest, 16 bit); on average half a tile is padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class Device:
     runtime: RuntimeOptions = OWN_RUNTIME
     expert: int = 1  # expert-parallel size
     host_ms: float = 0.0  # time of the host to launch a kernel, or 0 if not counted
-    ring_host_ms: float = 0.0  # more time of the host per ring pass
+    ring_host_ms: float = 0.0  # additional time of the host per ring pass
 
     @classmethod
     def from_cluster(
@@ -81,7 +81,7 @@ class Device:
             share = cluster.fp8_efficiency or cluster.matmul_efficiency
             flops_per_ms["fp8"], fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
         streamed = streamed_bytes_per_ms(cluster, precision)
-        precision = "bf16" if precision == "fp8" else precision  # of operations not in the table
+        precision = "bf16" if precision == "fp8" else precision  # of operations left in bf16
         plain = _fastest_copy(rates, "plain")
         # Kernel latency and the rate of element-wise kernels are measured together.
         latency_ms = plain.latency_ms if plain else None
@@ -99,7 +99,7 @@ class Device:
         for dtype, name in ((None, precision), ("fp32", fp32)):
             flops_per_ms[dtype] = cluster.tflops(name) * 1e9 * cluster.matmul_efficiency
         mixtures = (kind.experts for kind in model.language.kinds)
-        copies = max((one.experts_per_token for one in mixtures if one is not None), default=1)
+        copies = max((moe.experts_per_token for moe in mixtures if moe is not None), default=1)
         experts = all_to_all_line(
             cluster, Group(parallel.expert), precision, copies=copies, dispatcher=runtime.dispatcher
         )
@@ -143,7 +143,7 @@ class Device:
 
     @property
     def whole(self) -> float:
-        """Share of language tensors between parallel blocks that a rank holds."""
+        """Share of a rank in language tensors between parallel blocks."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
     @property
@@ -152,12 +152,7 @@ class Device:
         return self.product_times is not None and self.product_times.accumulates
 
     def ms(self, kernel: Kernel) -> np.ndarray:
-        """Time of a kernel, [features].
-
-        A ring overlapped with its product is split into one part per tensor-parallel rank; only the
-        first or the last part is exposed (Transformer Engine's user buffers), if products take
-        longer.
-        """
+        """Return the time of a kernel, [features]."""
         match kernel.kind:
             case "product":
                 time_ms = self._product_ms(kernel)
@@ -167,6 +162,8 @@ class Device:
                 bytes_ms = kernel.bytes / self.bytes_per_ms["element_wise"]
                 time_ms = np.maximum(bytes_ms, kernel.flops / self.flops_per_ms[None])
             case "ring":
+                # Transformer Engine's user buffers split a ring into one part per rank; the first
+                # or last part is exposed, if products take longer.
                 parts = self.tensor if self.runtime.overlap_tensor else 1
                 return _line_ms(self.ring, kernel.bytes, kernel.passes) / parts
             case "all_to_all":
@@ -179,14 +176,15 @@ class Device:
         return time_ms
 
     def launch_ms(self, kernels: Iterable[Kernel]) -> float:
-        """Time of the host to launch kernels; casts and accumulation are within their products'."""
+        """Return the host's time to launch kernels."""
+        # Casts and accumulation are launched as part of their products.
         counted = [kernel for kernel in kernels if kernel.kind not in ("cast", "accumulation")]
         passes = sum(kernel.passes for kernel in counted if kernel.kind == "ring")
         others = sum(kernel.launches for kernel in counted if kernel.kind != "ring")
         return (others + passes) * self.host_ms + passes * self.ring_host_ms
 
     def _product_ms(self, kernel: Kernel) -> np.ndarray:
-        """Time of one pass of a product, [features]. A grouped product is one kernel."""
+        """Return the time of a product, [features]. A grouped product is one kernel."""
         groups, sizes = kernel.groups, (kernel.inner, kernel.outer)
         phase: Pass = "forward"
         if kernel.phase in ("input_gradient", "weight_gradient"):
@@ -196,7 +194,7 @@ class Device:
             time_ms = _line_ms(line, kernel.rows)
         else:
             rows = kernel.rows + 0.0
-            if groups > 1:  # padded to full tiles
+            if groups > 1:  # every group is padded to full tiles
                 rows[0] += groups * _TILE_ROWS / 2
             each_ms = 2 * kernel.inner * kernel.outer
             if kernel.dtype == "fp32":
@@ -210,7 +208,6 @@ class Device:
         return time_ms * self.runtime.product_slowdown / faster
 
     def _attention_ms(self, kernel: Kernel) -> np.ndarray:
-        """Time of softmax or other attention, [features]."""
         phase: AttentionPass = "backward" if kernel.phase == "backward" else "forward"
         scale = _BACKWARD_OF_ATTENTION if phase == "backward" else 1.0
         scale *= self.runtime.attention_slowdown
@@ -220,7 +217,7 @@ class Device:
             return kernel.pairs * operations / self.flops_per_ms[None]
         tokens = self.runtime.sample_tokens if kernel.causal else None
         line = times.line(phase, kernel.elements, causal=kernel.causal, tokens=tokens)
-        # In full tiles of keys: half a tile per query is padding.
+        # Kernels compute full tiles of keys: half a tile per query is padding.
         return _line_ms(line, (kernel.pairs + TILE / 2 * kernel.rows) * operations)
 
     def rings(
@@ -232,14 +229,13 @@ class Device:
         launches: int = 1,
         name: str = "",
     ) -> Kernels:
-        """Return tensor-parallel exchange, an all-gather or reduce-scatter by default.
+        """Return a tensor-parallel collective; `all_bytes` are of its tensors, summed over passes.
 
-        An all-reduce has two passes. `all_bytes`: of the tensors, summed over passes. A rank sends
-        all shares except one.
+        An all-gather or reduce-scatter is one pass, an all-reduce two.
         """
         if self.tensor == 1:
             return ()
-        sent = (self.tensor - 1) / self.tensor
+        sent = (self.tensor - 1) / self.tensor  # a rank sends all shares but one
         ring = Kernel(
             kind="ring",
             phase=phase,
@@ -253,7 +249,7 @@ class Device:
     def all_reduces(
         self, forward_bytes: np.ndarray, backward_bytes: np.ndarray, times: int = 1
     ) -> Kernels:
-        """Return `times` all-reduces per direction, each a reduce-scatter and an all-gather."""
+        """Return `times` all-reduces in forward and in backward."""
         return (
             *self.rings("forward", 2 * times * forward_bytes, 2 * times, launches=times),
             *self.rings("backward", 2 * times * backward_bytes, 2 * times, launches=times),
@@ -264,10 +260,10 @@ class Device:
         return self.sequence_parallel * tensor_bytes
 
     def block_exchange(self, block_bytes: np.ndarray) -> Kernels:
-        """Exchange of a block, given the bytes of its unsharded input and output.
+        """Return the exchange of a block, given the bytes of its unsharded input and output.
 
-        Gathered and scattered in both directions, or all-reduced (Korthikanti et al. 2022, arXiv
-        2205.05198, section 4.2.2).
+        Gathers and reduce-scatters, or all-reduces without sequence parallelism (Korthikanti et al.
+        2022, arXiv 2205.05198, section 4.2.2).
         """
         if not self.sequence_parallel:
             return self.all_reduces(block_bytes, block_bytes)
@@ -280,7 +276,7 @@ class Device:
 
 
 def _line_ms(line: LinearTime, size: np.ndarray, times: float = 1) -> np.ndarray:
-    """Time of a size [features] with `times` constants, [features]."""
+    """Return the time of `size` [features] in `times` calls, [features]."""
     time_ms = size * line.each_ms
     time_ms[0] += times * line.fixed_ms
     return time_ms
@@ -290,7 +286,7 @@ def _line_ms(line: LinearTime, size: np.ndarray, times: float = 1) -> np.ndarray
 def _fit_times(
     rates: Rates,
 ) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
-    """Times of products, grouped products and attention, fitted once, or None if not measured."""
+    """Return times of products, grouped products and attention, or None if not measured."""
     products, grouped = (
         ProductTimes.fit(measured, rates.tflops) if measured else None
         for measured in (rates.products, rates.grouped)
@@ -300,12 +296,12 @@ def _fit_times(
 
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
-    """Rate of long contiguous device memory reads and writes, measured if available."""
+    """Return the rate of long contiguous reads and writes of device memory."""
     plain = _fastest_copy(cluster.measured(precision), "plain")
     return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
 
 
 def _fastest_copy(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
-    """Return the fastest measured copy of a kind within the memory, or None if not measured."""
+    """Return the fastest measured copy of a kind, or None if not measured."""
     copies = [copy for copy in (rates.copies if rates else ()) if copy.kind == kind]
     return max(copies, key=lambda copy: copy.bytes_per_ms, default=None)

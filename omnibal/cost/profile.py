@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
-from omnibal.cost.analytic import analytic_cost, unit_on_one
+from omnibal.cost.analytic import analytic_cost, count_undivided_unit
 from omnibal.cost.link_rates import state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import LinearTime, collective_line, fit_line, weighted_nnls
@@ -344,7 +344,7 @@ def _fit_quantities(
 ) -> dict[Quantity, _QuantityFit]:
     """Fits of a unit's measured quantities over the features that its kernels depend on."""
     unit, names = kind.measured_name, feature_names(model)
-    sizes = [one.rows + one.pairs + one.bytes for one in unit_on_one(model, kind).kernels]
+    sizes = [one.rows + one.pairs + one.bytes for one in count_undivided_unit(model, kind).kernels]
     allowed = np.array([name == "fixed" for name in names]) | np.any(sizes, axis=0)
     rows = [one for one in profile.measurements if one.unit == unit]
     if not rows:
