@@ -1,12 +1,12 @@
 """Costs of data-parallel encoders, and of the pipeline without them.
 
-Encoders run at tensor size 1. A rank runs its share of a step's items in passes. The time of a pass
-is linear in [pass, items] and, if items attend to each other, the sum of squared items per image.
-Activations of kept items stay until backward; for other items the forward runs again.
+Encoders run at tensor size 1. A rank runs its share of a step's items in passes. A pass's time is
+linear in [1, items] and, if items attend to each other, in the sum of squared items per image.
+Activations of kept items stay until backward; the forward of other items runs again.
 
-Features leave in one all-to-all of the encoding group, and gradients return in another. It takes
-max(sent, received) at the group's slowest link, plus a latency per peer. The library's buffers per
-peer (`ClusterConfig.peer_bytes`) make large groups expensive.
+Features leave in one all-to-all of the encoding group, and gradients return in another. Each takes
+max(sent, received) at the group's slowest link, plus a latency per peer. NCCL's buffers per peer
+(`ClusterConfig.peer_bytes`) make large groups expensive.
 
 Replicated encoders all-reduce gradients after the last backward and gather weights before the first
 forward, both exposed. Sharded encoders gather and reduce per unit in every pass
@@ -43,7 +43,7 @@ class EncoderCost:
     feature: str  # name of its item feature
     forward_ms: np.ndarray
     backward_ms: np.ndarray  # 0 if fully frozen
-    again_ms: np.ndarray  # second-forward time of items that are not kept, or 0 if fully frozen
+    again_ms: np.ndarray  # second forward of items that are not kept, or 0 if fully frozen
     kept_bytes: np.ndarray  # activations of kept items
     working_bytes: np.ndarray
     """Working memory of a pass at its moments, [moments, 2 or 3]; unkept activations are extra."""
@@ -55,7 +55,7 @@ class EncoderCost:
 
     @property
     def is_of_samples(self) -> bool:
-        """Whether items of a sample attend to each other and stay on one rank."""
+        """Whether a sample's items attend to each other, so that they stay on one rank."""
         return len(self.forward_ms) > SQUARE
 
     @property
@@ -64,7 +64,7 @@ class EncoderCost:
         return self.forward_ms + self.backward_ms
 
     def pass_bytes(self, work: np.ndarray, *, is_kept: bool) -> np.ndarray:
-        """Bytes of passes of this `work` [passes, 2 or 3], without kept activations, [passes]."""
+        """Return bytes of passes with `work` [passes, 2 or 3], except kept items', [passes]."""
         working = (work @ self.working_bytes.T).max(axis=1, initial=0)
         return working if is_kept else working + work @ self.kept_bytes
 
@@ -105,21 +105,20 @@ class EncodersCost:
         return self.parallel.pipeline * self.parallel.tensor
 
     def buffers_bytes(self, pipelines: int) -> float:
-        """Library buffers for the peers of a group of `pipelines`."""
+        """Return NCCL's buffers for the peers in a group of `pipelines`."""
         return (pipelines * self.ranks_of_pipeline - 1) * self.peer_bytes
 
     def nodes(self, pipelines: int) -> np.ndarray:
-        """Node of every rank of every group of `pipelines`, int64 [groups, ranks]."""
+        """Return the node of every rank in groups of `pipelines`, int64 [groups, ranks]."""
         return nodes_of_groups(self.parallel, pipelines, self.gpus_per_node)
 
     def exchange_ms(
         self, pipelines: int, within_bytes: np.ndarray, across_bytes: np.ndarray
     ) -> np.ndarray:
-        """Time of a feature exchange in groups of `pipelines`, [...].
+        """Return the time of a feature exchange in groups of `pipelines`, [...].
 
-        The maximum of network time for bytes that leave the node and link time for bytes that do
-        not. A measured all-to-all replaces the count of messages; over the network it covers all
-        bytes.
+        The maximum of the network's time for bytes between nodes and the links' time for others. A
+        measured all-to-all is used for all bytes instead.
 
         Args:
             within_bytes: exchanged by a rank within its node, [...].
@@ -128,16 +127,16 @@ class EncodersCost:
         is_within = not np.ptp(self.nodes(pipelines), axis=1).any()
         ranks = pipelines * self.ranks_of_pipeline
         place: Place = "node" if is_within else "network"
-        whole = collective_line(self.measured, ranks, place, "all_to_all")
-        if whole is not None:
-            return whole.fixed_ms + whole.each_ms * (within_bytes + across_bytes)
+        measured = collective_line(self.measured, ranks, place, "all_to_all")
+        if measured is not None:
+            return measured.fixed_ms + measured.each_ms * (within_bytes + across_bytes)
         line = self.within_node if is_within else self.between_nodes
         within_ms = self.within_node.each_ms * within_bytes
         slower_ms = np.maximum(within_ms, line.each_ms * across_bytes)
         return line.fixed_ms * (ranks - 1) + slower_ms
 
     def item_ms(self, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-        """Forward and backward time per item by encoder, including its part of a full pass."""
+        """Return forward plus backward time per item by encoder, in full passes."""
         return {
             name: float(
                 cost.item_ms[ITEM]
@@ -149,7 +148,7 @@ class EncodersCost:
 
     @property
     def square_ms(self) -> dict[str, float]:
-        """Forward and backward time per square, of encoders of complete samples."""
+        """Forward plus backward time per squared item, of encoders of complete samples."""
         return {
             name: float(cost.item_ms[SQUARE])
             for name, cost in self.encoders.items()
@@ -168,14 +167,14 @@ def encoders_cost(
     adapters: AdapterConfig | None = None,
     sharded: int = 1,
 ) -> EncodersCost:
-    """Cost of data-parallel encoders with weights sharded over `sharded` ranks."""
-    # Replicas on all ranks equal tensor size 1 with all ranks data-parallel.
+    """Return costs of data-parallel encoders with weights sharded over `sharded` ranks."""
+    # Encoders are replicated or sharded over all ranks, whatever the pipeline's sizes.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
     shards = source.fill_rates(cluster), copies, precision, OWN_RUNTIME
     rates = source.fill_rates(cluster).measured(precision)
     link = None if source.profile is None else source.profile.link
-    encoders, held, cost = dict[str, EncoderCost](), list[UnitCost](), whole
+    encoders, units, cost = dict[str, EncoderCost](), list[UnitCost](), whole
     towers = {kind.name: kind.tower for kind in unit_kinds(model)}
     for name in model.encoders:
         names, exchange = [unit for unit in unit_names(model) if towers[unit] == name], None
@@ -183,9 +182,9 @@ def encoders_cost(
             cost, exchange = sharded_cost(whole, names, *shards)
         own = [cost.units[unit] for unit in names]
         encoders[name] = _encoder_cost(model, cost, name, own, precision, exchange)
-        held += own
-    parameters = sum(unit.parameters for unit in held)
-    trained = sum(unit.trained_parameters for unit in held)
+        units += own
+    parameters = sum(unit.parameters for unit in units)
+    trained = sum(unit.trained_parameters for unit in units)
     whole_bytes = parameters * whole.rates.weight_bytes
     return EncodersCost(
         encoders=encoders,
@@ -215,9 +214,9 @@ def _encoder_cost(
     precision: Precision,
     exchange: ShardedExchange | None,
 ) -> EncoderCost:
-    """Total cost of the `units` of one encoder: embedding, layers and projector."""
+    """Return the summed cost of the `units` of one encoder: embedding, layers and projector."""
     tower = model.encoders[name]
-    # Fixed feature, items and, if counted, squares.
+    # Columns of the fixed feature, items and, if counted, squares.
     squares = [] if tower.squares is None else [tower.squares]
     columns = [0, *(cost.features.index(feature) for feature in (tower.feature, *squares))]
     is_trained = any(unit.has_backward for unit in units)
@@ -226,6 +225,7 @@ def _encoder_cost(
         return np.sum([getattr(unit, name)[columns] for unit in units], axis=0)
 
     def again_ms(unit: UnitCost) -> np.ndarray:
+        # A frozen unit before trained ones has no recomputation, but its forward repeats.
         return (unit.recompute_ms if unit.has_backward else unit.forward_ms)[columns]
 
     rows = tower.tokens_per_item * (1 + tower.deepstack_features)
@@ -245,7 +245,7 @@ def _encoder_cost(
         working_bytes=np.concatenate(
             [
                 unit.transient_bytes[:, columns] + unit.shared_bytes[columns]
-                for unit in dict.fromkeys(units)
+                for unit in dict.fromkeys(units)  # layers are one object, with the same moments
             ]
         ),
         input_bytes=FP32_BYTES * tower.values_per_item,
@@ -256,11 +256,11 @@ def _encoder_cost(
 
 
 def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:
-    """Return costs of the language model's units with data-parallel encoders.
+    """Return costs of the pipeline's units with data-parallel encoders.
 
     Adds two features that are times, charged to the embedding stage: the wait for encoders before
-    the first forward, and their work after the last backward. Features of samples stay, since
-    replacing item features takes time.
+    the first forward, and their work after the last backward. Item features remain, since inserting
+    features into the sequence takes time.
 
     Args:
         cost: of the full model.

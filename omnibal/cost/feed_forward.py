@@ -19,16 +19,16 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 ROUTED = "routed tokens"  # kept input rows of experts
 DENSE_PRODUCTS = ("mlp.linear_fc1", "mlp.linear_fc2")
 _INDEX_BYTES, _BOOL_BYTES = 8, 1  # torch int64, and bool
+# Reads and writes per token and expert, forward and backward: scores, auxiliary loss, maps.
 _MAPS, _BACK_MAPS = 12, 10
-"""Reads and writes per token and expert, forward and backward: scores, auxiliary loss, maps."""
+# Kernels of router, dispatch and experts: a third of core's 50 forward and 45 backward.
 _KERNELS_OF_EXPERTS = 32
-"""Kernels of router, dispatch and experts: a third of core's 50 forward and 45 backward."""
+# Kernels with Transformer Engine's fused routing and permutation, and grouped products.
 _FUSED_KERNELS_OF_EXPERTS = 14
-"""Kernels with Transformer Engine's fused routing and permutation, and grouped products."""
 
 
 def feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> Work:
-    """Return a layer's feed-forward."""
+    """Return the kernels and memory of a layer's feed-forward."""
     if kind.experts is None:
         return _dense(language, device).within("mlp")
     experts = kind.experts
@@ -41,13 +41,13 @@ def feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> W
 
 
 def _dense(language: LanguageConfig, device: Device) -> Work:
-    """Gate, if any, and value in one product, fused activation, and the output product."""
+    """Return a feed-forward: gate (if any) and value in one product, activation, output product."""
     t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, f, gates = language.hidden_size, language.ffn_hidden_size, language.gates
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.whole
     gathered_bytes = device.gather_buffer(block_bytes)
-    # The second product's output reuses the residual's gradient unless size or dtype differ.
+    # The gradient of the second product's output is the residual's, unless size or dtype differ.
     own = int(device.sequence_parallel or language.post_norms)
     return Work(
         kernels=_mlp(device, tokens, h, f, gates, DENSE_PRODUCTS, (SECOND_OUTPUT, "their product")),
@@ -82,7 +82,7 @@ def _mlp(
     names: tuple[str, str] = ("", ""),
     given: tuple[str, str] = ("", ""),
 ) -> Kernels:
-    """Kernels of a feed-forward that ranks divide, with a value and a gate, or one of them."""
+    """Return kernels of a tensor-parallel feed-forward, with `gates` 2 if gated, else 1."""
     t, size = device.tensor, device.element_bytes
     inner_bytes = tokens * f / t * size
     return (
@@ -94,7 +94,8 @@ def _mlp(
 
 
 def _all_to_alls(device: Device, rows: np.ndarray, h: int) -> Kernels:
-    """All-to-alls of dispatch and combine: rows, their weights, and forward's counts per rank."""
+    """Return all-to-alls of dispatch and combine: rows and their weights."""
+    # Forward also exchanges the counts per rank, hence its fourth launch.
     if device.expert == 1:
         return ()
     exchanged_bytes = rows * (2 * h * device.element_bytes + FP32_BYTES)
@@ -105,25 +106,25 @@ def _all_to_alls(device: Device, rows: np.ndarray, h: int) -> Kernels:
 
 
 def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
-    """Router, dispatch and combine, routed experts, and shared experts."""
+    """Return router, dispatch and combine, routed experts, and shared experts."""
     size, tokens, f = device.element_bytes, device.feature("tokens"), experts.ffn_hidden_size
     own, number, k = tokens * device.whole, experts.experts, experts.experts_per_token
     held = -(-number // device.expert)  # experts on this device
     rows = own * k * (experts.imbalance if device.expert > 1 else 1.0)
     shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0
-    # Shared experts' products run before in backward.
+    # In backward, shared experts' products run before the routed experts'.
     others, into, out_of = 2 * (shared > 0) + experts.shared_gate, *EXPERT_PRODUCTS
     part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
     shared_bytes = tokens * shared / device.tensor * size
     fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
-    # Dispatch and combine, which flex dispatchers do as they send; sort by expert and back.
+    # Dispatch and combine, which flex dispatchers fuse with the exchange; sort by expert and back.
     dispatched_bytes = (device.runtime.dispatcher != "flex") * (5 * k + 1) * part_bytes
     permuted_bytes = dispatched_bytes + sorts * 2 * rows_bytes
     permuted = element_wise(permuted_bytes, permuted_bytes, 2 + sorts, kind="permutation")
-    # SwiGLU, weighted in fp32. Backward recomputes the product, which is not kept.
+    # SwiGLU, weighted in fp32. Backward recomputes gate x value, which is not kept.
     activated_bytes = 5 * inner_bytes + 2 * fp32_bytes
     back_activated_bytes = activated_bytes + 8 * inner_bytes + 8 * fp32_bytes
-    # Router: fp32 input, maps.
+    # The router reads its input in fp32.
     mapped_bytes, routed_bytes = own * number * FP32_BYTES, own * h * (size + FP32_BYTES)
     launches = _FUSED_KERNELS_OF_EXPERTS if device.runtime.fused_routing else _KERNELS_OF_EXPERTS
     kernels = [
@@ -147,7 +148,6 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
         Kept("chosen weights and places", "mlp", own * k * (FP32_BYTES + 2 * _INDEX_BYTES)),
         Kept(ROUTED, "mlp", rows_bytes, for_weights=True),
         Kept("gate and value", "mlp.experts", 2 * inner_bytes),
-        # Their product is recomputed in backward.
         Kept("weights of rows", "mlp", weights_bytes),
         Kept("weighted product", "mlp.experts", inner_bytes, True, ("moe_act",)),
     ]

@@ -1,8 +1,11 @@
 """Waits of a device for its host, which launches a pass's kernels one after another.
 
-A pass of a layer takes at least the host's time to launch it. What a micro-batch waits for is that
-time minus the device's, if positive: a feature of the micro-batch, as it is not linear in sizes.
-Embeddings, projectors and the head launch little and run behind layers, so theirs is not counted.
+A pass of a layer takes at least the host's time to launch it:
+
+    wait = max(launch - compute, 0)
+
+It is a feature of the micro-batch, as it is not linear in sizes. Embeddings, projectors and head
+launch few kernels while layers still run, so they do not wait.
 """
 
 import numpy as np
@@ -12,7 +15,7 @@ from omnibal.model.units import host_features, is_time
 
 
 def with_host_waits(cost: CostModel) -> CostModel:
-    """Return costs with two features for every kind of layer: waits in forward and backward."""
+    """Return costs with two features per layer kind: waits in forward and in backward."""
     layers = _layers(cost)
     cost = with_features(cost, [name for layer in layers for name in host_features(layer)])
     for kind in cost.kinds:
@@ -25,7 +28,8 @@ def with_host_waits(cost: CostModel) -> CostModel:
 
 
 def host_waits(cost: CostModel, features: np.ndarray) -> np.ndarray:
-    """Features [..., F] with the waits of every micro-batch for the host."""
+    """Return features [..., F] with every micro-batch's waits for the host filled in."""
+    # Times come after the features that compute time depends on.
     features, first = features.copy(), [*map(is_time, cost.features), True].index(True)
     for name, unit in _layers(cost).items():
         passes = zip((unit.forward_ms, unit.backward_ms), unit.host_ms or (0, 0), strict=True)
@@ -36,6 +40,6 @@ def host_waits(cost: CostModel, features: np.ndarray) -> np.ndarray:
 
 
 def _layers(cost: CostModel) -> dict[str, UnitCost]:
-    """Units of layers that wait, by the name of their kind without deepstack."""
+    """Return layers that wait, by their kind's name; those with deepstack count as the others."""
     units = ((kind, cost.units[kind.name]) for kind in cost.kinds if kind.is_layer)
     return {kind.measured_name: unit for kind, unit in units if unit.host_ms}

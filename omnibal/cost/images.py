@@ -27,8 +27,8 @@ from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import UnitKind
 
 _INDEX_BYTES = 8  # bytes of a row index
+# Kept per patch by torch's interpolation of learned positions (four neighbours).
 _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
-"""Bytes that torch's interpolation of learned positions keeps per patch (four neighbours)."""
 
 
 def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
@@ -54,8 +54,8 @@ def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
     return CountedUnit(
         kernels=(
             *product(rows, values, h),
-            # Pixels in, patches out; neighbours in, positions out in the weights' dtype, added; a
-            # norm reads and writes.
+            # Pixels to patches; neighbours to positions, cast to the weights' dtype and added; a
+            # norm.
             *element_wise(
                 pixel_bytes
                 + 6 * wide_bytes
@@ -117,7 +117,7 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
     """Return the tower's optional last norm, and its projector."""
     unit = _PROJECTORS[tower.projector](tower, model, device)
     if tower.projector == "mlp" and tower.window_pixels is not None:
-        # Cells are in window order and are permuted back.
+        # Cells are in window order: permute them back.
         moved_bytes = 2 * unit.output_bytes
         order = Kept(
             "order of cells", "aten._to_copy", device.feature(tower.feature) * _INDEX_BYTES
@@ -145,7 +145,7 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
 
 
 def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
-    """Average-pooled cells, an RMSNorm, and one replicated product without bias (Gemma 3)."""
+    """Return average pooling, an RMSNorm, and one replicated product without bias (Gemma 3)."""
     size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
     cells = device.feature(tower.feature)
     input_bytes = cells * tower.projector_input_size * size
@@ -171,7 +171,7 @@ def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) 
 
 
 def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
-    """Two replicated products (one folds cells), LayerNorm, GELU; gated MLP (GLM-4.5V)."""
+    """Return two replicated products (one folds cells), LayerNorm, GELU, gated MLP (GLM-4.5V)."""
     t, size, cells = device.tensor, device.element_bytes, device.feature(tower.feature)
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide
@@ -225,11 +225,11 @@ _PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device], CountedUni
 
 
 def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.ndarray:
-    """Bytes of deepstack features sent over a cut after a unit of this kind, [features].
+    """Return bytes of deepstack features sent over a cut after a unit of this kind, [features].
 
-    Replicated on tensor-parallel ranks. Their gradients within a stage are not counted: they are
-    below a hundredth of the encoder's activations.
+    They are replicated on tensor-parallel ranks.
     """
+    # Gradients within a stage are not counted: below a hundredth of the encoder's activations.
     # Features of the first encoder come first, and all have one size.
     towers = [tower for tower in model.encoders.values() if tower.deepstack_features]
     cells = np.sum(

@@ -1,6 +1,6 @@
-"""Kernels that a unit launches in its passes; vectors have one entry per feature.
+"""Kernels of a unit's passes; vectors have one entry per feature.
 
-A unit's cost is a list of kernels: `omnibal.cost.device_rates.Device.ms` is the time of each.
+`omnibal.cost.device_rates.Device.ms` gives a kernel's time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,15 +15,16 @@ from omnibal.model.rate_tables import Pass
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # bytes of a number
 
+# Kernels bound by memory; `accumulation` adds a micro-batch's gradients to the step's.
 MovingKind = Literal["element_wise", "cast", "permutation", "loss", "accumulation"]
 KernelKind = Literal[
     "product", "low_rank", "attention", "other_attention", MovingKind, "ring", "all_to_all"
 ]
-"""Kinds: `low_rank` is a product of an adapter, `other_attention` not softmax, `accumulation` adds
-gradients to those of the step, `ring` is tensor-parallel and `all_to_all` expert-parallel."""
+"""`low_rank` is an adapter's product, `other_attention` is not softmax, `ring` is tensor-parallel,
+`all_to_all` expert-parallel."""
+# An input gradient runs if anything before is trained, a weight gradient if the unit is, other
+# backward kernels always; `repeated` is a recomputed forward.
 KernelPass = Literal[Pass, "backward", "repeated"]
-"""Pass of a kernel. An input gradient runs if something before needs it, a weight gradient if the
-unit is trained, and the rest of a backward always; `repeated` is a forward that it recomputes."""
 EXCHANGES: tuple[KernelKind, ...] = ("ring", "all_to_all")
 
 
@@ -32,7 +33,7 @@ def _nothing() -> np.ndarray:
 
 
 def unit_vectors(features: Sequence[str]) -> dict[str, np.ndarray]:
-    """Unit vector of every feature that counts are linear in, [features] each."""
+    """Return the unit vector of every feature, [features] each."""
     return dict(zip(features, np.eye(len(features)), strict=True))
 
 
@@ -43,7 +44,7 @@ class Kernel:
     kind: KernelKind
     phase: KernelPass = "forward"
     rows: np.ndarray = field(default_factory=_nothing)
-    """Input rows of a product, over all groups; queries of attention; [features]."""
+    """Input rows of a product, summed over groups; queries of attention; [features]."""
     inner: float = 0.0
     outer: float = 0.0
     groups: int = 1  # products of this size in one kernel that share the rows evenly (experts)
@@ -53,9 +54,9 @@ class Kernel:
     elements: float = 0.0  # elements per head of q and k, and of v
     causal: bool = False
     bytes: np.ndarray = field(default_factory=_nothing)
-    """Bytes that another kernel reads and writes, or sends, [features]."""
+    """Bytes that other kinds read and write, or send, [features]."""
     dtype: Literal["fp32", "fp8"] | None = None
-    """Dtype of a product that is not in the job's, with casts of both operands apart."""
+    """Dtype of a product if not the job's; casts of its operands are separate kernels."""
     launches: int = 1
     passes: int = 1  # ring passes of all launches; two in an all-reduce
     waits: int = 0  # times that the host waits for its result
@@ -71,19 +72,19 @@ class Kernel:
 
     @property
     def flops(self) -> np.ndarray:
-        """Operations of a product or attention without recomputed scores, [features]."""
-        of_pairs = 4 if self.phase == "backward" else 2
+        """Operations of a product or attention, without recomputed scores, [features]."""
+        of_pairs = 4 if self.phase == "backward" else 2  # gradients of both operands
         flops = self.rows * 2 * (self.inner * self.outer)
         return flops + self.pairs * of_pairs * (self.heads * self.elements)
 
 
 Kernels = tuple[Kernel, ...]
+# Name of a ring that gathers an operand of products, in their dtype.
 GATHERED = "gathered input or gradient"
-"""Name of a ring that gathers an operand of products, in their dtype."""
 
 
 def in_module(module: str, kernels: Iterable[Kernel]) -> Kernels:
-    """Return kernels that are part of a module."""
+    """Return kernels as part of a module that may be recomputed."""
     return tuple(replace(kernel, modules=(*kernel.modules, module)) for kernel in kernels)
 
 
@@ -112,7 +113,7 @@ def attention(
     causal: bool = False,
     kind: Literal["attention", "other_attention"] = "attention",
 ) -> Kernels:
-    """Return the kernels of attention over all query-key pairs, or over tokens if not softmax."""
+    """Return forward and backward of attention over query-key pairs (tokens if not softmax)."""
     forward = Kernel(
         kind=kind, pairs=pairs, rows=rows, heads=heads, elements=elements, causal=causal
     )
@@ -125,7 +126,7 @@ def element_wise(
     launches: int = 1,
     kind: Literal["element_wise", "cast", "permutation", "loss"] = "element_wise",
 ) -> Kernels:
-    """Return kernels that read and write bytes, twice as many in backward."""
+    """Return memory-bound kernels; backward launches twice as many."""
     return (
         Kernel(kind=kind, bytes=forward_bytes, launches=launches),
         Kernel(kind=kind, phase="backward", bytes=backward_bytes, launches=2 * launches),

@@ -23,9 +23,9 @@ from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layer_kinds import LayerKind
 
 _TOKEN_ID_BYTES = 8  # torch int64
+# Reads and writes of bf16 logits in forward and backward by Megatron-core's unfused loss
+# (`tensor_parallel/cross_entropy.py`); fp32 passes count twice.
 _UNFUSED_LOSS_MOVED = (19, 7)
-"""Forward and backward reads and writes of the logits by Megatron-core's unfused loss, in bf16;
-fp32 passes count twice (`tensor_parallel/cross_entropy.py`)."""
 
 
 def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
@@ -42,9 +42,9 @@ def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
     if device.sequence_parallel:  # scattered, with a gather in backward
         exchange = device.rings("forward", text_bytes) + device.rings("backward", text_bytes)
     words = model.language.words_of_rank(device.tensor)
-    # Learned positions, replicated on tensor-parallel ranks: looked up, added.
-    placed = (model.language.max_positions or 0) * (model.language.positions == "learned")
-    added_bytes = text_bytes * bool(placed)
+    # Learned positions are replicated on tensor-parallel ranks, looked up and added.
+    positions = (model.language.max_positions or 0) * (model.language.positions == "learned")
+    added_bytes = text_bytes * bool(positions)
     return CountedUnit(
         kernels=(
             *element_wise(
@@ -57,12 +57,12 @@ def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
         boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.whole,
         working=(Working(both_bytes, weight=words * h, of_words=True),),
-        other_parameters=(words + placed) * h,
+        other_parameters=(words + positions) * h,
     )
 
 
 def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) -> CountedUnit:
-    """Return a layer of one attention and feed-forward kind."""
+    """Return a language layer: norms, attention and feed-forward of a kind."""
     size, whole, tokens = device.element_bytes, device.whole, device.feature("tokens")
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
     first = attention_block(language, kind, device)
@@ -72,7 +72,7 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
     of_norms, later = ("layernorm",), (SECOND_OUTPUT, *(line.what for line in second.kept))
 
     def after(block: str) -> tuple[Kept, ...]:
-        """Activations of a norm after a block."""
+        """Return activations kept by a norm after a block."""
         output = Kept(f"{block}'s output", block, part_bytes)
         both = output, Kept(f"moments of {block}'s norm", norm, moments_bytes)
         return both if language.post_norms else ()
@@ -127,12 +127,9 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
 def _with_fp8_linears(
     kind: LayerKind, device: Device, attention: Work, layer: CountedUnit
 ) -> CountedUnit:
-    """Return a layer with linears in FP8 if the device has it.
-
-    Two linears of latent attention each keep the first norm's output. The router keeps the second
-    norm's output in bf16 and attention keeps its output, so linears with the same input keep
-    copies.
-    """
+    """Return a layer with linears in FP8 if enabled."""
+    # Both down projections of latent attention keep the first norm's output. The router keeps the
+    # second norm's output in bf16, and attention its own output, so FP8 linears keep copies.
     whole = {FIRST_OUTPUT} if kind.latent is not None else set()
     whole |= {SECOND_OUTPUT} if kind.experts is not None else set()
     last = attention.products[-1]
@@ -149,8 +146,8 @@ def head(language: LanguageConfig, device: Device) -> CountedUnit:
 
     A prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core
     `multi_token_prediction.py`) is a layer of the last kind with a joining projection, norm, logits
-    and loss. The last stage holds a copy of the embedding and exchanges its gradient with the
-    first.
+    and loss. The last stage holds a copy of the embedding, whose gradient is all-reduced with the
+    first stage's.
     """
     last = _logits(language, device)
     if not language.prediction_layers:
@@ -166,7 +163,7 @@ def head(language: LanguageConfig, device: Device) -> CountedUnit:
 
 
 def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
-    """Embeddings of next tokens and hidden states, each normed, concatenated and projected."""
+    """Return the projection of concatenated embeddings of next tokens and hidden states."""
     t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, own, sequence = language.hidden_size, tokens * device.whole, device.sequence_parallel
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
@@ -209,7 +206,7 @@ def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
 
 
 def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
-    """Final norm over all tokens; logits and loss only for tokens with loss."""
+    """Return the final norm over all tokens, and logits and loss of tokens with loss."""
     h, size = language.hidden_size, device.element_bytes
     tokens, loss_tokens = device.feature("tokens"), device.feature("loss_tokens")
     vocabulary = -(-language.vocab_size // device.tensor)
@@ -218,8 +215,8 @@ def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
     hidden_bytes = tokens * h * size * device.whole
     gathered_bytes = tokens * h * size
     logits_bytes, loss_bytes = loss_tokens * vocabulary * size, loss_tokens * h * size
-    # Backward all-reduces the gradient of loss tokens, or the input is gathered, its gradient
-    # scattered, and the input gathered again.
+    # Without sequence parallelism backward all-reduces the gradient of loss tokens. With it, the
+    # input is gathered, its gradient scattered, and the input gathered again.
     exchange = device.rings("backward", 2 * loss_bytes, 2)
     if device.sequence_parallel:
         passes: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
@@ -227,7 +224,7 @@ def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
     loss_moved, back_loss_moved = (1, 2) if device.runtime.fused_loss else _UNFUSED_LOSS_MOVED
     return CountedUnit(
         kernels=(
-            *product(loss_tokens, h, vocabulary, given="what carries loss"),
+            *product(loss_tokens, h, vocabulary, given="hidden states with loss"),
             *element_wise(2 * hidden_bytes, 3 * hidden_bytes, launches=8),
             # One read of the logits; in backward a read, and a write of their gradient.
             *element_wise(loss_moved * logits_bytes, back_loss_moved * logits_bytes, kind="loss"),
@@ -236,17 +233,19 @@ def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
         kept=(
             Kept("input", "", hidden_bytes),
             Kept("norm's moments", "norm", hidden_bytes / h / size * FP32_BYTES),
-            Kept("what carries loss", "index_select", loss_bytes, for_weights=True),
+            Kept("hidden states with loss", "index_select", loss_bytes, for_weights=True),
             Kept("logits", "head", device.runtime.kept_logits * logits_bytes),
         ),
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,
         working=(
-            # Gradient of the logits in their dtype; of the weight after the logits are freed; of
-            # all positions.
+            # Gradient of the logits, in their dtype; of the weight, after the logits are freed; of
+            # the hidden states of all positions.
             Working(logits_bytes, beside_logits=True),
             Working(logits_bytes + loss_bytes, weight=vocabulary * h, freed=("logits",)),
-            Working(gathered_bytes + loss_bytes, freed=("logits", "what carries loss"), finished=1),
+            Working(
+                gathered_bytes + loss_bytes, freed=("logits", "hidden states with loss"), finished=1
+            ),
         ),
         other_parameters=h * (1 + language.norm_bias),
     )

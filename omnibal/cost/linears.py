@@ -1,16 +1,16 @@
-"""What a job changes of units' linears: FP8, adapters, deferred weight gradients, library buffers.
+"""Options of linears: FP8, adapters, deferred weight gradients, and buffers of libraries.
 
-FP8 is as in Transformer Engine's `module/linear.py` and `grouped_linear.py` (1.x and 2.x): a linear
-quantises its input in forward and output gradient in backward, row- and column-wise, keeps the
+FP8 follows Transformer Engine's `module/linear.py` and `grouped_linear.py` (1.x and 2.x): a linear
+quantises its input in forward and its output gradient in backward, row- and column-wise, keeps the
 input in FP8, and quantises weights once a step. Under sequence parallelism the gather is in FP8.
 
-Low-rank adapters make y = x W gain (x A) B (Hu et al. 2021, LoRA, arXiv 2106.09685, section 4.1),
-as run by `megatron/vlm/model/adapters.py`: all A's of a linear in one product, all B's and the sum
-in another. Both are usually memory-bound. A's gradient needs x, which is then kept.
+Low-rank adapters add (x A) B to x W (Hu et al. 2021, LoRA, arXiv 2106.09685, section 4.1), as in
+`megatron/vlm/model/adapters.py`: all A's of a linear in one product, all B's and the sum in
+another. Both are usually memory-bound. A's gradient needs x, which is then kept.
 
-Deferred weight gradients (`omnibal.pipeline.schedules`) are those of trained linears of layers,
-projectors and head (`megatron/vlm/model/deferred_weights.py`), but not of embeddings, routers,
-adapters or collectives.
+Weight gradients of trained linears in layers, projectors and head can be deferred
+(`omnibal.pipeline.schedules`, `megatron/vlm/model/deferred_weights.py`), but not of embeddings,
+routers and adapters.
 
 Transformer Engine's products accumulate weight gradients in the fp32 buffer and return an empty
 gradient, cached forever per shape and dtype (`get_dummy_wgrad` of its
@@ -45,21 +45,26 @@ def with_fp8(
 ) -> CountedUnit:
     """Return a unit with products in FP8 if enabled, except routers and shared-expert gates.
 
-    Moments of backward have both copies of the widest output gradient.
-
     Args:
-        whole: kept lines with several consumers, which keep their bytes. Other lines that only
-            weight gradients need are inputs of linears, and kept in FP8.
-        copied: inputs also kept in bf16, and their elements [features].
+        whole: kept lines that other operations read too, so they stay in bf16. Other lines that
+            only weight gradients need are kept in FP8.
+        copied: inputs kept in FP8 in addition to bf16, and their elements [features].
     """
     if device.fp8 is None:
         return unit
     kernels = tuple(_quantize_kernel(device, kernel) for kernel in unit.kernels)
-    products = [one for one in kernels if one.dtype == "fp8" and one.phase == "forward"]
-    copies_bytes = _COPIES * np.max([one.rows * one.outer for one in products], axis=0)
+    products = [kernel for kernel in kernels if kernel.dtype == "fp8" and kernel.phase == "forward"]
+    # Moments of backward hold both copies of the widest output gradient.
+    casts: list[Kernel] = []  # of inputs in forward and of output gradients in backward
+    for product in products:
+        rows_bytes = product.rows * device.fp8.cast_bytes
+        sides_bytes = rows_bytes * product.inner, rows_bytes * product.outer
+        kinds = element_wise(*sides_bytes, device.fp8.cast_kernels, "cast")
+        casts += [replace(cast, modules=product.modules) for cast in kinds]
+    copies_bytes = _COPIES * np.max([product.rows * product.outer for product in products], axis=0)
     return replace(
         unit,
-        kernels=(*kernels, *(cast for one in products for cast in _casts(device, one))),
+        kernels=(*kernels, *casts),
         kept=(
             *(
                 replace(line, bytes=line.bytes / _BF16_BYTES)
@@ -67,9 +72,11 @@ def with_fp8(
                 else line
                 for line in unit.kept
             ),
-            *(Kept(f"{what} in FP8", "", elements, for_weights=True) for what, elements in copied),
+            *(Kept(f"{name} in FP8", "", elements, for_weights=True) for name, elements in copied),
         ),
-        working=tuple(replace(one, bytes=one.bytes + copies_bytes) for one in unit.working),
+        working=tuple(
+            replace(moment, bytes=moment.bytes + copies_bytes) for moment in unit.working
+        ),
     )
 
 
@@ -81,28 +88,18 @@ def _quantize_kernel(device: Device, kernel: Kernel) -> Kernel:
         return kernel
     if kernel.inner % FP8_MULTIPLE or kernel.outer % FP8_MULTIPLE:
         raise UserError(
-            f"precision fp8 was given, and a layer has a product of {kernel.inner:g} to "
-            f"{kernel.outer:g} on each of {device.tensor} tensor-parallel ranks; both sizes must "
-            f"be multiples of {FP8_MULTIPLE}: take another --tp, or bf16"
+            f"precision fp8 needs products with multiples of {FP8_MULTIPLE}, and a layer has one "
+            f"of {kernel.inner:g} to {kernel.outer:g} on each of {device.tensor} tensor-parallel "
+            "ranks: take another --tp, or bf16"
         )
     return replace(kernel, dtype="fp8")
 
 
-def _casts(device: Device, product: Kernel) -> Kernels:
-    """Kernels that quantise a product's input in forward and output gradient in backward."""
-    assert device.fp8 is not None
-    rows_bytes = product.rows * device.fp8.cast_bytes
-    casts = element_wise(
-        rows_bytes * product.inner, rows_bytes * product.outer, device.fp8.cast_kernels, "cast"
-    )
-    return tuple(replace(cast, modules=product.modules) for cast in casts)
-
-
 def weight_copy_bytes(device: Device, products: Kernels) -> float:
-    """Bytes of row- and column-wise FP8 weights, minus bf16 weights if these are not kept."""
+    """Return bytes of row- and column-wise FP8 weights, minus bf16 weights if not kept."""
     if device.fp8 is None:
         return 0.0
-    weights = sum(one.weights for one in products if one.dtype == "fp8")
+    weights = sum(product.weights for product in products if product.dtype == "fp8")
     return (_COPIES - (0 if device.fp8.keeps_bf16_weights else _BF16_BYTES)) * weights
 
 
@@ -117,24 +114,26 @@ def with_adapters(
     *,
     part: float,
 ) -> CountedUnit:
-    """Return a frozen unit with adapters. Products without a name need `all-linear`.
+    """Return a frozen unit with adapters.
 
-    `part`: share of the sequence that a device holds between blocks.
+    Args:
+        linears: adapted linears by name; other products are adapted under `all-linear`.
+        part: share of the sequence that a device holds between blocks.
     """
-    kernels, added, given, parameters = list(unit.kernels), list[Kept](), set[str](), 0
+    kernels, added, inputs, parameters = list(unit.kernels), list[Kept](), set[str](), 0
     for product in unit.products:
         linear, number, share = linears.get(product.name), 1, 1.0
         rows_in = rows_out = product.rows
         if linear is not None:
             number, divides = len(linear.adapted), linear.divides_inputs
-            adapted, whole = (
-                sum(piece.outputs for piece in some) for some in (linear.adapted, linear.pieces)
+            adapted, total = (
+                sum(piece.outputs for piece in pieces) for pieces in (linear.adapted, linear.pieces)
             )
-            share = adapted / whole
+            share = adapted / total
             rows_in = rows_in * (1.0 if divides else part)
             rows_out = rows_out * (part if divides else 1.0)
             rank_bytes = product.rows * adapters.rank * number * device.element_bytes
-            if part < 1:  # gather or scatter
+            if part < 1:  # between A and B, rows are gathered or scattered
                 kernels += device.rings("forward", rank_bytes)
                 kernels += device.rings("backward", rank_bytes)
             else:
@@ -151,11 +150,13 @@ def with_adapters(
         # Each output has the rank of its piece.
         weights = rank * product.inner + adapters.rank * product.outer * share
         parameters += round(product.groups * weights)
-        given.add(product.given)
+        inputs.add(product.given)
         between_bytes = rows_out * rank * device.element_bytes
         added.append(Kept(f"between A and B of {product.name}", product.name, between_bytes))
     kept = (
-        replace(line, for_weights=line.for_weights and line.what not in given) for line in unit.kept
+        # A's gradient needs the linear's input, though the unit is frozen.
+        replace(line, for_weights=line.for_weights and line.what not in inputs)
+        for line in unit.kept
     )
     return replace(
         unit,
@@ -169,10 +170,8 @@ def with_adapters(
 def _adapter_products(
     product: Kernel, rank: int, device: Device, rows_in: np.ndarray, rows_out: np.ndarray
 ) -> Iterator[Kernel]:
-    """Products with A and with B, twice as many in backward.
-
-    Forward reads x and updates y; backward reads x and y's gradient and updates x's gradient.
-    """
+    """Yield products with A and with B, twice as many in backward."""
+    # Forward reads x and updates y; backward reads x and y's gradient and updates x's gradient.
     passes: tuple[KernelPass, ...] = ("forward", "backward")
     for rows, width, tensors in (rows_in, product.inner, (1, 3)), (rows_out, product.outer, (2, 2)):
         for times, phase in enumerate(passes, start=1):
@@ -188,85 +187,88 @@ def _adapter_products(
 
 
 def deferred_products(kind: UnitKind, unit: CountedUnit, *, trained: bool) -> Kernels:
-    """Weight gradients of a unit that are deferred."""
+    """Return the weight gradients of a unit that can be deferred."""
     if kind.is_embed or not trained:
         return ()
-    gradients = (one for one in unit.kernels if one.phase == "weight_gradient")
-    return tuple(one for one in gradients if one.kind == "product" and one.dtype != "fp32")
+    gradients = (kernel for kernel in unit.kernels if kernel.phase == "weight_gradient")
+    return tuple(each for each in gradients if each.kind == "product" and each.dtype != "fp32")
 
 
 def late_bytes(device: Device, kind: UnitKind, unit: CountedUnit, late: Kernels) -> np.ndarray:
-    """Bytes held for deferred gradients: inputs, output gradients, working memory, [3, features].
+    """Return bytes of deferred gradients' inputs, output gradients and working memory.
 
-    Under sequence parallelism tensors between blocks wait sharded and are gathered for their
-    product.
+    Returns:
+        [3, features]. Under sequence parallelism tensors between blocks wait sharded and are
+        gathered for their product.
     """
     nothing = 0 * unit.boundary_bytes
     inputs, gradients, working = nothing, nothing, nothing
-    given: set[str] = set()
+    seen: set[str] = set()
     for product in late:
-        of_input, of_output, gathered = _sides(device, kind, unit, product)
-        if not product.given or product.given not in given:  # linears may share an input
-            inputs = inputs + of_input
-        given.add(product.given)
-        gradients = gradients + of_output
-        room = gathered + nothing
+        input_bytes, output_bytes, gathered_bytes = _operand_bytes(device, kind, unit, product)
+        if not product.given or product.given not in seen:  # linears may share an input
+            inputs = inputs + input_bytes
+        seen.add(product.given)
+        gradients = gradients + output_bytes
+        buffer_bytes = gathered_bytes + nothing
         if product.name in EXPERT_PRODUCTS:  # other products add directly to the gradient buffer
-            room[0] += product.weights * device.element_bytes
-        working = np.maximum(working, room)
+            buffer_bytes[0] += product.weights * device.element_bytes
+        working = np.maximum(working, buffer_bytes)
     return np.stack([inputs, gradients, working])
 
 
 def two_part_bytes(
-    device: Device, kind: UnitKind, unit: CountedUnit, late: Kernels, each: Working
+    device: Device, kind: UnitKind, unit: CountedUnit, late: Kernels, moment: Working
 ) -> np.ndarray:
-    """Working memory at a moment of a backward with deferred weight gradients, [features]."""
+    """Return working memory at a moment of backward with deferred weight gradients, [features]."""
+    # Inputs and output gradients stay until the weight gradients.
     trained = bool(late)
-    inputs = {product.given for product in late} & set(each.freed)
+    inputs = {product.given for product in late} & set(moment.freed)
     stay = [line.bytes for line in unit.kept_lines(trained=trained) if line.what in inputs]
-    done = unit.products[len(unit.products) - each.finished :]
-    stay += [_sides(device, kind, unit, one)[1] for one in done if one.dtype != "fp32"]
-    return unit.working_bytes(each, trained=trained) + np.sum([0 * each.bytes, *stay], axis=0)
+    done = unit.products[len(unit.products) - moment.finished :]
+    stay += [_operand_bytes(device, kind, unit, one)[1] for one in done if one.dtype != "fp32"]
+    return unit.working_bytes(moment, trained=trained) + np.sum([0 * moment.bytes, *stay], axis=0)
 
 
-def _sides(
+def _operand_bytes(
     device: Device, kind: UnitKind, unit: CountedUnit, product: Kernel
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Held bytes of a product's input and output gradient, and gathered bytes, [features] each."""
+    """Return waiting bytes of a product's input and output gradient, and gathered bytes.
+
+    Returns:
+        [features] each.
+    """
     rows = product.rows * device.element_bytes
-    of_input, of_output = rows * product.inner, rows * product.outer
+    input_bytes, output_bytes = rows * product.inner, rows * product.outer
     width = float(unit.boundary_bytes.max()) / device.element_bytes / device.whole  # hidden
     is_divided = device.whole < 1 and kind.tower == LANGUAGE and kind.name != HEAD
     is_whole = product.groups == 1 and product.rows.max() >= 1
     if not (is_divided and is_whole and width in (product.inner, product.outer)):
-        return of_input, of_output, 0 * rows
-    gathered = (1 - device.whole) * rows * width
+        return input_bytes, output_bytes, 0 * rows
+    gathered_bytes = (1 - device.whole) * rows * width
     if product.inner == width:
-        return of_input - gathered, of_output, gathered
-    return of_input, of_output - gathered, gathered
+        return input_bytes - gathered_bytes, output_bytes, gathered_bytes
+    return input_bytes, output_bytes - gathered_bytes, gathered_bytes
 
 
+# cuBLAS workspace per stream from Hopper on (`get_cublas_workspace_size_bytes`), as in torch.
 _WORKSPACE_BYTES = 32 * 2**20
-"""cuBLAS workspace per stream from Hopper on (`get_cublas_workspace_size_bytes`), as in torch."""
 _GROUPED_STREAMS = 4  # streams of grouped products, each with a workspace
 
 
 def drop_weight_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
     """Return moments of a language unit's backward without temporary weight gradients."""
     return tuple(
-        each if each.of_words else replace(each, weight=0)
-        for each in moments
-        if not each.beside_logits
+        moment if moment.of_words else replace(moment, weight=0)
+        for moment in moments
+        if not moment.beside_logits
     )
 
 
 def library_buffers(
     trained: Mapping[str, CountedUnit], element_bytes: int
 ) -> tuple[LibraryBuffer, ...]:
-    """Buffers that libraries keep for language units.
-
-    `trained`: trained language unit kinds, by name.
-    """
+    """Return buffers that libraries keep for trained language units, given by kind name."""
     with_shape: dict[tuple[float, float], set[str]] = {}
     for name, unit in trained.items():
         for product in unit.products:
@@ -281,10 +283,10 @@ def library_buffers(
         )
         for (inner, outer), kinds in with_shape.items()
     ]
-    some = frozenset(trained)
+    names = frozenset(trained)
     grouped = frozenset(name for name, unit in trained.items() if unit.expert_parameters)
     workspaces = (
-        LibraryBuffer(what="workspaces of products", bytes=2 * _WORKSPACE_BYTES, kinds=some),
+        LibraryBuffer(what="workspaces of products", bytes=2 * _WORKSPACE_BYTES, kinds=names),
         LibraryBuffer(
             what="workspaces of grouped products",
             bytes=_GROUPED_STREAMS * _WORKSPACE_BYTES,

@@ -1,4 +1,4 @@
-"""Times of exchange between ranks by group size, placement, and measurements.
+"""Times of exchange between ranks, by group size, placement and measurements.
 
 Within a node a rank sends at the node's rate. A ring across nodes uses the network adapters of all
 its ranks in a node in parallel (NCCL builds a ring per adapter), limited by the links within the
@@ -23,7 +23,7 @@ class Group:
 
     @property
     def consecutive(self) -> int:
-        """Span of the group in consecutive ranks."""
+        """Span of the group, in consecutive ranks."""
         return self.ranks * self.stride
 
     def is_within(self, cluster: ClusterConfig) -> bool:
@@ -31,7 +31,7 @@ class Group:
         return self.consecutive <= cluster.gpus_per_node
 
     def place(self, cluster: ClusterConfig) -> Place:
-        """Placement of the group as named in measured rates."""
+        """Return the group's placement, as named in measured rates."""
         return "node" if self.is_within(cluster) else "network"
 
 
@@ -43,16 +43,13 @@ def pass_line(
     *,
     blocking: bool = False,
 ) -> LinearTime:
-    """Latency of a ring pass, and time per byte that a rank sends.
+    """Return the latency of a ring pass, and the time per byte that a rank sends.
 
-    An all-gather or a reduce-scatter is one pass, an all-reduce two. If not measured, a pass has
-    one send latency, or that of all hops across nodes if longer. Network measurements apply to all
-    groups across nodes.
+    An all-gather or a reduce-scatter is one pass, an all-reduce two.
 
     Args:
-        kind: of the collective, None for any.
-        blocking: whether the next kernel waits for it, so that chunks are not pipelined and every
-            hop between nodes has a message's latency.
+        kind: of the collective, or None for any.
+        blocking: whether the next kernel waits for it, so that its chunks are not pipelined.
     """
     if group.ranks == 1:
         return LinearTime(fixed_ms=0, each_ms=0)
@@ -61,11 +58,12 @@ def pass_line(
     measured = collective_line(rates.collectives, group.ranks, place, kind) if rates else None
     gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     if not group.is_within(cluster):
+        # NCCL builds a ring per adapter of the group's ranks in a node.
         adapters = max(cluster.gpus_per_node // group.stride, 1)
         gb_per_s = min(gb_per_s, adapters * _adapter_gb_per_s(cluster))
     latency_ms = cluster.link_latency_us / 1e3
     fixed_ms = max(latency_ms, hops_ms(cluster, group))
-    if blocking and place == "network":
+    if blocking and place == "network":  # every hop waits for a message
         fixed_ms = latency_ms * (group.ranks - 1)
     return measured or LinearTime(fixed_ms=fixed_ms, each_ms=1 / (gb_per_s * 1e6))
 
@@ -73,7 +71,7 @@ def pass_line(
 def message_line(
     cluster: ClusterConfig, consecutive_ranks: int, precision: Precision
 ) -> LinearTime:
-    """Latency and time per byte of a message within `consecutive_ranks`."""
+    """Return latency and time per byte of a message between ranks this far apart."""
     rates = cluster.measured(precision)
     place = Group(consecutive_ranks).place(cluster)
     measured = collective_line(rates.collectives, 2, place, "send") if rates else None
@@ -92,15 +90,12 @@ def all_to_all_line(
     copies: int = 1,
     dispatcher: Dispatcher = "alltoall",
 ) -> LinearTime:
-    """Latency of a group's all-to-all, and time per byte a rank sends to others.
-
-    The maximum of parts within and between nodes; if not measured, one message latency, since sends
-    are concurrent.
+    """Return the latency of a group's all-to-all, and the time per byte a rank sends to others.
 
     Args:
-        copies: of a token, to ranks at random (experts per token).
-        dispatcher: "flex" sends a token once to a rank, and over the network once to a node
-            (DeepEP, HybridEP); "allgather" sends all tokens to all ranks.
+        copies: experts per token, assumed on random ranks.
+        dispatcher: "flex" sends a token once per rank, and over the network once per node (DeepEP,
+            HybridEP); "allgather" sends all tokens to all ranks.
     """
     if group.ranks == 1:
         return LinearTime(fixed_ms=0, each_ms=0)
@@ -113,19 +108,21 @@ def all_to_all_line(
     if measured is not None:
         return measured
 
-    def sent(places: int) -> float:
-        """Share of copies that are sent, if to each place only one of a token."""
+    def sent_share(places: int) -> float:
+        """Return the share of copies sent, if a token is sent once per place."""
+        # Expected number of distinct places of `copies` random choices, over `copies`.
         return (1 - (1 - 1 / places) ** copies) * places / copies if dispatcher == "flex" else 1.0
 
     others, neighbours = group.ranks - 1, max(cluster.gpus_per_node // group.stride, 1)
     within = message_line(cluster, 1, precision)
-    within = LinearTime(fixed_ms=within.fixed_ms, each_ms=within.each_ms * sent(group.ranks))
+    within = LinearTime(fixed_ms=within.fixed_ms, each_ms=within.each_ms * sent_share(group.ranks))
     if group.is_within(cluster):
         return within
     between = message_line(cluster, group.consecutive, precision)
     within_ms = within.each_ms * (neighbours - 1) / others
     between_ms = between.each_ms * (group.ranks - neighbours) / others
-    between_ms *= sent(-(-group.ranks // neighbours))
+    between_ms *= sent_share(-(-group.ranks // neighbours))
+    # Links and network work at the same time.
     return LinearTime(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 
@@ -136,24 +133,24 @@ def ring_ms_per_byte(
     kind: RingKind | None = None,
     bucket_bytes: int | None = None,
 ) -> float:
-    """Time of a ring reduce-scatter or all-gather per byte of the full buffer.
+    """Return the time of a ring reduce-scatter or all-gather per byte of the full buffer.
 
-    A ring sends (d - 1) / d of the buffer in d - 1 hops; their latency is negligible for large
-    buckets. `bucket_bytes`: of small buckets.
+    A ring of d ranks sends (d - 1) / d of the buffer in d - 1 hops. Their latency counts for small
+    buckets only, of `bucket_bytes`.
     """
     sent_ms = pass_line(cluster, group, precision, kind).each_ms * (group.ranks - 1) / group.ranks
     return sent_ms + (0 if bucket_bytes is None else hops_ms(cluster, group) / bucket_bytes)
 
 
 def hops_ms(cluster: ClusterConfig, group: Group) -> float:
-    """Latency of all hops of a ring across nodes, or 0 within one."""
+    """Return the latency of all hops of a ring across nodes, or 0 within one."""
     return 0.0 if group.is_within(cluster) else (group.ranks - 1) * cluster.hop_us / 1e3
 
 
 def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
-    """Ranks of a stage that shard the optimizer state, and if sharded the weights, of parameters.
+    """Return the ranks of a stage that shard optimizer state, and weights if sharded.
 
-    `of_experts`: whether of experts, which fewer ranks hold, or of all other parameters.
+    Fewer ranks hold experts than hold other parameters.
     """
     ranks = {
         (False, False): parallel.data,
@@ -166,7 +163,7 @@ def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
 
 
 def copies_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
-    """Ranks of a stage that hold the same weight shard."""
+    """Return the ranks of a stage that hold the same weight shard."""
     stride = parallel.tensor * parallel.sharded
     if of_experts:
         ranks = parallel.expert_data // parallel.expert_shards

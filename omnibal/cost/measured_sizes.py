@@ -17,7 +17,7 @@ from omnibal.model.units import feature_names
 _TENSOR_SIZES = (1, 2, 4, 8)  # within a node of eight devices
 _SMALL_BATCH = 1 / 8  # smallest micro-batch, as a share of the caps
 _SMALL_TENSOR = 1 / 16  # small collective tensor, as a share of a full pack's hidden states
-_STEP = 4  # largest ratio of neighbouring sizes
+_MAX_RATIO = 4  # of neighbouring sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +33,22 @@ class MeasuredSizes:
 def measured_sizes(
     model: ModelConfig, cluster: ClusterConfig, caps: Caps, precision: Precision
 ) -> MeasuredSizes:
-    """Sizes spanning the model's linears at tensor sizes 1 to 8, at the caps and an eighth of them.
+    """Return sizes spanning the model's linears at tensor sizes 1 to 8, and up to the caps.
 
-    Without the head's vocabulary (largest, few), fp32 routers, and memory-bound gates.
+    The head, fp32 routers and memory-bound gates are left out.
     """
-    every = _rank_products(model, cluster)
-    products = [product for product in every if product.dtype != "fp32" and product.outer > 1]
+    products = list[Kernel]()
+    for tensor in _TENSOR_SIZES:
+        # Tensor parallelism of experts requires sequence parallelism.
+        in_sequence = tensor > 1 and bool(expert_counts(model))
+        parallel = Parallel(tensor=tensor, pipeline=1, sequence_parallel=in_sequence)
+        wide = cluster.model_copy(update={"gpus_per_node": max(_TENSOR_SIZES)})
+        try:
+            check_parallel(model, parallel, wide)
+        except UserError:  # the model does not allow this size
+            continue
+        products += layer_products(model, parallel)
+    products = [product for product in products if product.dtype != "fp32" and product.outer > 1]
     names = feature_names(model)
     at_caps = np.array([float(caps.get(name) or caps["tokens"]) for name in names])
     rows = [float(product.rows @ at_caps) for product in products]
@@ -47,7 +57,6 @@ def measured_sizes(
         rows=_span_sizes(rows, _SMALL_BATCH),
         inner=_span_sizes(product.inner for product in products),
         outer=_span_sizes(product.outer for product in products),
-        # Every rank's share has complete elements.
         collective_bytes=(
             _divisible_bytes(tensor_bytes * _SMALL_TENSOR),
             _divisible_bytes(tensor_bytes),
@@ -55,35 +64,19 @@ def measured_sizes(
     )
 
 
-def _rank_products(model: ModelConfig, cluster: ClusterConfig) -> Iterable[Kernel]:
-    """Products of one rank, for every tensor-parallel size the model allows."""
-    for tensor in _TENSOR_SIZES:
-        # Tensor parallelism of experts requires sequence parallelism.
-        in_sequence = tensor > 1 and bool(expert_counts(model))
-        parallel = Parallel(tensor=tensor, pipeline=1, sequence_parallel=in_sequence)
-        wide = cluster.model_copy(update={"gpus_per_node": max(_TENSOR_SIZES)})
-        try:
-            check_parallel(model, parallel, wide)
-        except UserError:
-            continue
-        yield from layer_products(model, parallel)
-
-
 def _span_sizes(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:
-    """Sizes from min to max, each at most `_STEP` times its predecessor."""
+    """Return sizes from min to max, each at most `_MAX_RATIO` times its predecessor."""
     sizes = sorted(value for value in values if value >= 1)
-    least, most = max(sizes[0] * smallest_share, 1), sizes[-1]
-    count = math.ceil(math.log(most / least, _STEP) - 1e-9) + 1 if most > least else 1
-    return tuple(sorted({_round_size(size) for size in np.geomspace(least, most, count)}))
-
-
-def _round_size(size: float) -> int:
-    """Nearby size that kernels are tuned for."""
-    multiple = 64 if size >= 512 else 8 if size >= 32 else 1
-    return max(round(size / multiple) * multiple, 1)
+    low, high = max(sizes[0] * smallest_share, 1), sizes[-1]
+    count = math.ceil(math.log(high / low, _MAX_RATIO) - 1e-9) + 1 if high > low else 1
+    spaced = np.geomspace(low, high, count).tolist()
+    # Kernels are tuned for multiples of powers of two.
+    multiples = [64 if size >= 512 else 8 if size >= 32 else 1 for size in spaced]
+    pairs = zip(spaced, multiples, strict=True)
+    return tuple(sorted({max(round(size / n) * n, 1) for size, n in pairs}))
 
 
 def _divisible_bytes(size: float) -> int:
-    """Nearby number of bytes that up to 8 ranks and any dtype divide evenly."""
+    """Return a nearby number of bytes that up to 8 ranks and any dtype divide evenly."""
     multiple = 4 * math.lcm(*range(1, 9))
     return max(round(size / multiple), 1) * multiple

@@ -21,8 +21,6 @@ from omnibal.model.units import HEAD, UnitKind, is_time, window_of_feature
 from omnibal.packing.packs import Packs
 
 ParameterCount = TypeVar("ParameterCount", float, np.ndarray)
-"""Number of parameters, or an array of them."""
-
 # A field of `ParameterRates`.
 RateName = Literal[
     "weight_bytes",
@@ -36,7 +34,7 @@ RateName = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UnitCost:
-    """Time and memory of one unit on one device. Vectors have one coefficient per feature."""
+    """Time and memory of one unit on one device, as coefficients per feature."""
 
     forward_ms: np.ndarray  # forward time, [features]
     backward_ms: np.ndarray
@@ -69,7 +67,7 @@ class UnitCost:
     """Buffer shared by such units of a stage for the run, for the largest pack, [features]."""
     parameters: int  # parameters on this device, after tensor parallelism
     trained_parameters: int  # trained parameters on this device: all, adapters only, or 0 if frozen
-    expert_parameters: int = 0  # expert parameters, replicated on other ranks than the rest
+    expert_parameters: int = 0  # replicated on other ranks than the unit's other parameters
     host_ms: tuple[float, float] | None = None
     """Time of the host to launch forward and backward, or None if not counted."""
     whole_bytes: float = 0.0
@@ -78,7 +76,6 @@ class UnitCost:
 
     @property
     def trained_expert_parameters(self) -> int:
-        """Trained expert parameters."""
         return self.expert_parameters if self.trained_parameters == self.parameters else 0
 
     @property
@@ -89,12 +86,7 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterRates:
-    """Memory per parameter, and time per trained parameter and step.
-
-    Reduction, gather and optimizer sharding run over the ranks that hold the parameter: for experts
-    `omnibal.model.parallel.Parallel.expert_data` ranks, or
-    `omnibal.model.parallel.Parallel.expert_shards` if weights are sharded.
-    """
+    """Memory per parameter, and time per trained parameter and step."""
 
     weight_bytes: float = 0.0
     gradient_bytes: float = 0.0
@@ -115,7 +107,7 @@ class ParameterRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryBuffer:
-    """Buffer that a stage allocates once if it holds a unit of certain kinds."""
+    """Buffer that a stage allocates once if it holds a unit of any of `kinds`."""
 
     what: str
     bytes: float
@@ -152,12 +144,12 @@ class CostModel:
     """Slowdown per data-parallel rank and part, [ranks][parts], >= 1, or empty if uniform."""
 
     def slowness_of_ranks(self, ranks: int, parts: int) -> np.ndarray | None:
-        """`slow_ranks` as [ranks, parts], or None if unknown for these sizes or none is slow."""
+        """Return `slow_ranks` as [ranks, parts], or None if uniform or of other sizes."""
         known = np.array(self.slow_ranks)
         return known if known.shape == (ranks, parts) else None
 
     def slowness_of(self, parts: int) -> np.ndarray:
-        """Slowdown per part, [parts], or 1 if known only for another number."""
+        """Return the slowdown per part, [parts], or 1 if measured for another number of parts."""
         return np.array(self.slowness if len(self.slowness) == parts else (1.0,) * parts)
 
     @property
@@ -167,18 +159,18 @@ class CostModel:
 
     @property
     def of_experts(self) -> np.ndarray:
-        """Whether units of each kind hold experts. bool [kinds]"""
+        """Whether units of each kind hold experts, bool [kinds]."""
         return np.array([unit.expert_parameters > 0 for unit in self.units.values()])
 
     @property
     def in_lockstep(self) -> np.ndarray:
-        """Whether lockstep ranks synchronise in units of each kind. bool [kinds]"""
+        """Whether lockstep ranks synchronise in units of each kind, bool [kinds]."""
         return self.of_experts | self.runs_in_lockstep
 
     def of_parameters(
         self, rate: RateName, parameters: ParameterCount, of_experts: ParameterCount
     ) -> ParameterCount:
-        """Bytes or time of parameters at a rate, `of_experts` of them experts'."""
+        """Return bytes or time of `parameters`, `of_experts` of them experts', at a rate."""
         per_parameter: float = getattr(self.rates, rate)
         per_expert_parameter: float = getattr(self.expert_rates, rate)
         return (parameters - of_experts) * per_parameter + of_experts * per_expert_parameter
@@ -190,10 +182,8 @@ class CostModel:
 
     @property
     def tied_exchange_ms(self) -> float:
-        """All-reduce time of the tied gradient per step, on a stage with embedding or head.
-
-        Both stages wait for each other, so it prolongs the later one's gradient reduction.
-        """
+        """All-reduce time of the tied gradient per step, on a stage with embedding or head."""
+        # Both stages wait for each other, so it adds to the later stage's gradient reduction.
         if not self.tied_trained_parameters:
             return 0.0
         gradient_bytes = self.rates.gradient_bytes * self.tied_trained_parameters
@@ -201,7 +191,7 @@ class CostModel:
 
 
 def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
-    """Return costs with more features, which cost nothing, in arrays of their own."""
+    """Return costs with more features at zero cost, in new arrays that may be modified."""
 
     def pad_unit(unit: UnitCost) -> UnitCost:
         arrays: dict[str, Any] = {
@@ -216,7 +206,7 @@ def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
 
 
 def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:
-    """Features of every pack, float64 [packs, features], in the order of `feature_names`."""
+    """Return features of every pack, float64 [packs, features], in the order of `features`."""
     columns = [packs.sums(_sample_values(lengths, name)) for name in features if name != "fixed"]
     return np.stack([np.ones(len(packs)), *columns], axis=1).astype(np.float64)
 
@@ -224,11 +214,11 @@ def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np
 def trained_features(
     features: np.ndarray, names: Sequence[str], *, padded: bool, whole_loss: bool
 ) -> np.ndarray:
-    """Features of packs [packs, features] as a trainer computes them.
+    """Return features [packs, features] of the tokens that a trainer computes.
 
     Args:
         features: of the packs' samples.
-        padded: whether every pack is padded to the longest by one more segment.
+        padded: whether every pack is padded to the longest, by a sample of padding.
         whole_loss: whether the head also runs on tokens without loss.
     """
     if not (padded or whole_loss):
@@ -246,7 +236,7 @@ def trained_features(
 
 
 def _sample_values(lengths: Lengths, feature: str) -> np.ndarray:
-    """Contribution of every sample to a feature of its pack, [samples]."""
+    """Return the contribution of every sample to a feature of its pack, [samples]."""
     if is_attended(feature):
         return attended_pairs(lengths.tokens.astype(np.int64), feature)
     if is_time(feature):  # a feature of a step or a pack, not of its samples
@@ -260,13 +250,13 @@ def is_attended(feature: str) -> bool:
 
 
 def attended_pairs(tokens: np.ndarray, feature: str) -> np.ndarray:
-    """Twice the attended pairs of the first `tokens` of a sample, [...]."""
+    """Return twice the attended pairs of the first `tokens` of a sample, [...]."""
     window = window_of_feature(feature)
     return tokens**2 - (np.maximum(tokens - window, 0) ** 2 if window is not None else 0)
 
 
 def loss_tokens(lengths: Lengths) -> np.ndarray:
-    """Tokens that reach the head (all tokens if the source has no loss counts)."""
+    """Return every sample's tokens with loss, or all tokens if its source counts no loss."""
     counted = np.bincount(
         lengths.source, weights=lengths.loss_tokens, minlength=len(lengths.source_names)
     )

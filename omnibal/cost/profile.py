@@ -1,7 +1,7 @@
-"""Types of `profile.json`, and costs that are fitted to it.
+"""Types of `profile.json`, and costs fitted to it.
 
-Unit times are fitted by non-negative least squares over the features that the unit depends on. Rows
-are divided by their measured value to minimise the relative error.
+Unit times are fitted by non-negative least squares over the features that the unit depends on, with
+rows divided by their measured value, to minimise the relative error.
 """
 
 import hashlib
@@ -52,8 +52,8 @@ _ByteCount = Annotated[int, Field(ge=0, le=2**60)]
 class UnitMeasurement(Frozen):
     """One unit on one micro-batch, on one device.
 
-    Extra fields are the micro-batch's features by name, such as `tiles` and `tokens`
-    (`omnibal.model.units.feature_names` without the fixed one).
+    Extra fields are the micro-batch's features, such as `tiles` and `tokens`
+    (`omnibal.model.units.feature_names` except "fixed").
     """
 
     model_config = ConfigDict(extra="allow")
@@ -165,7 +165,7 @@ class FitResidual:
 
 
 def model_sha256(model: ModelConfig) -> str:
-    """Hash of the model fields that unit costs depend on, without layer counts and constants."""
+    """Hash the model fields that unit costs depend on: not layer counts, for example."""
     sizes = model_sizes(model, without=_NOT_COST)
     for name, tower in model.encoders.items():
         described = sizes[name] if name in sizes else sizes["encoders"][name]
@@ -194,26 +194,27 @@ def fit_cost(
     adapters: AdapterConfig | None,
     runtime: RuntimeOptions,
 ) -> CostModel:
-    """Fit the profile's times to all units; quantities not measured are counted.
+    """Return costs with the profile's times fitted to all units; other quantities are counted.
 
-    Links are measured on one machine, so jobs on several nodes use the cluster's rates. Profiles
-    hold trained units without expert parallelism: frozen units and adapters are corrected by the
-    counted share of a trained unit, and expert parallelism by the difference of counted costs.
+    Profiles hold trained units without expert parallelism: frozen units and adapters are corrected
+    by the counted share of a trained unit, and expert parallelism by the difference of counted
+    costs.
     """
     _check_match(profile, model, parallel, precision)
     cost = analytic_cost(
         model, cluster, parallel, precision, frozen, adapters=adapters, runtime=runtime
     )
     trained = analytic_cost(model, cluster, parallel, precision).units
-    shared_out = alone = cost.units
+    expert_parallel = single = cost.units
     if parallel.expert > 1:
-        shared_out, alone = (
+        expert_parallel, single = (
             analytic_cost(model, cluster, sizes, precision, frozen, adapters=adapters).units
             for sizes in (parallel, parallel.model_copy(update={"expert": 1}))
         )
     units = dict[str, UnitCost]()
     for kind in cost.kinds:
-        counted = (each[kind.name] for each in (cost.units, trained, shared_out, alone))
+        sources = cost.units, trained, expert_parallel, single
+        counted = (costs[kind.name] for costs in sources)
         units[kind.name] = _fitted_unit(_fit_quantities(profile, model, kind), *counted)
     plural = "es" if profile.processes > 1 else ""
     source = f"profile:{profile.device}, {profile.processes} process{plural}"
@@ -222,14 +223,17 @@ def fit_cost(
         points = [(m.parameters, m.optimizer_ms) for m in profile.optimizer]
         line = fit_line(*np.array(points, float).T, least_ms=0.0)
         rates, expert_rates = (
-            replace(of, optimizer_ms=line.each_ms / state_group(parallel, of_experts=are).ranks)
-            for of, are in ((cost.rates, False), (cost.expert_rates, True))
+            replace(
+                base, optimizer_ms=line.each_ms / state_group(parallel, of_experts=is_moe).ranks
+            )
+            for base, is_moe in ((cost.rates, False), (cost.expert_rates, True))
         )
         fixed_ms = line.fixed_ms
         cost = replace(cost, optimizer_ms_fixed=fixed_ms, rates=rates, expert_rates=expert_rates)
+    # Links are measured within one machine, so jobs on several nodes keep the cluster's rates.
     if (link := profile.link) and parallel.world_size <= cluster.gpus_per_node:
         rings = () if profile.rates is None else profile.rates.collectives
-        # Data-parallel exchange has the measured rate of sends if it is not measured.
+        # If collectives are not measured, they have the measured rate of sends.
         slower = 1.0 if collective_line(rings, 2) else link.each_ms / cost.link_ms_per_byte
         cost = replace(
             cost,
@@ -244,25 +248,26 @@ def fit_cost(
 def fit_exchange_ms(
     profile: Profile, model: ModelConfig, unit: UnitKind, level: Level
 ) -> np.ndarray | None:
-    """Fit the extra time of layers on shares, [2, features at levels].
-
-    Coefficients of a constant, tokens and exchanged tokens have minimum relative error.
+    """Fit the extra time of layers on shares by a constant, tokens and exchanged tokens.
 
     Returns:
-        None if the profile has no such shares.
+        [forward and backward, features at levels], or None if the profile has no such shares.
     """
     wanted = unit.measured_name, level.context, level.exchange
-    shares = [one for one in profile.shares if (one.unit, one.context, one.exchange) == wanted]
+    shares = [
+        share for share in profile.shares if (share.unit, share.context, share.exchange) == wanted
+    ]
     if not shares:
         return None
     at_levels, fits = (*feature_names(model), EXCHANGED), _fit_quantities(profile, model, unit)
-    given = np.array([[one.features.get(name, 0) for name in at_levels] for one in shares], float)
+    values = [[share.features.get(name, 0) for name in at_levels] for share in shares]
+    features = np.array(values, float)  # [shares, features at levels]
     can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
     added_ms = []
     for quantity in _TIMES:
-        measured_ms = np.array([getattr(one, quantity) for one in shares])
-        more_ms = measured_ms - given[:, :-1] @ fits[quantity].coefficients
-        added_ms.append(weighted_nnls(given * can_cost, more_ms, 1 / measured_ms))
+        measured_ms = np.array([getattr(share, quantity) for share in shares])
+        more_ms = measured_ms - features[:, :-1] @ fits[quantity].coefficients
+        added_ms.append(weighted_nnls(features * can_cost, more_ms, 1 / measured_ms))
     return np.stack(added_ms)
 
 
@@ -270,15 +275,15 @@ def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConf
     """Return the cluster with the profile's rates, in its precision."""
     if profile.rates is None:
         raise UserError(
-            f"the profile of {profile.model} on {profile.device} has no rates by shape, of which "
-            f"{cluster.name} was to have a table: measure it anew with `omnibal profile`"
+            f"the profile of {profile.model} on {profile.device} has no rates by shape for "
+            f"{cluster.name}: measure it again with `omnibal profile`"
         )
     rates = cluster.rates | {profile.precision: profile.rates}
     return cluster.model_copy(update={"rates": rates, "basis": "measured"})
 
 
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:
-    """Relative errors of every fit that `fit_cost` makes for this model."""
+    """Return the relative errors of every fit of `fit_cost` for this model."""
     residuals = []
     for kind in {kind.measured_name: kind for kind in unit_kinds(model)}.values():
         for quantity, fit in _fit_quantities(profile, model, kind).items():
@@ -302,27 +307,23 @@ def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ..
 def _check_match(
     profile: Profile, model: ModelConfig, parallel: Parallel, precision: Precision
 ) -> None:
+    """Raise unless the profile is of the job's model, precision and tensor size."""
     if profile.model_sha256 != model_sha256(model):
         raise UserError(
-            f"the profile measured the model {profile.model}, whose sizes are not those of "
-            f"{model.name}; both must be equal: run `omnibal profile` for that model, "
-            "or plan without --profile"
+            f"the profile is of {profile.model}, with other sizes than {model.name}: run `omnibal "
+            "profile` for this model, or plan without --profile"
         )
     if precision == "fp8":
-        raise UserError(
-            "a profile was given for precision fp8, which is not measured; plan without --profile, "
-            "or in bf16"
-        )
+        raise UserError("profiles do not measure fp8: plan without --profile, or in bf16")
     if profile.precision != precision:
         raise UserError(
-            f"the profile was measured in {profile.precision} but the plan is for {precision}; "
-            f"both must be equal: profile again in {precision}, or plan in {profile.precision}"
+            f"the profile was measured in {profile.precision} but the plan is for {precision}: "
+            f"profile again in {precision}, or plan in {profile.precision}"
         )
     if profile.tensor != parallel.tensor:
         raise UserError(
-            f"the profile was measured with tensor parallel size {profile.tensor} but the plan "
-            f"has {parallel.tensor}; profiles are of tensor parallel 1: plan with --tp 1 or "
-            "without --profile"
+            f"the profile was measured with tensor size {profile.tensor} but the plan has "
+            f"{parallel.tensor}: plan with --tp {profile.tensor} or without --profile"
         )
 
 
@@ -334,7 +335,7 @@ class _QuantityFit(NamedTuple):
     coefficients: np.ndarray  # non-negative, with minimum relative error, [features]
 
     def share(self, part: np.ndarray, whole: np.ndarray) -> float:
-        """Share of `part` in `whole`, [features] each, over the micro-batches; 1 if that is 0."""
+        """Return the share of `part` in `whole`, [features] each, over the micro-batches."""
         total = float((self.features @ whole).sum())
         return float((self.features @ part).sum()) / total if total else 1.0
 
@@ -342,30 +343,32 @@ class _QuantityFit(NamedTuple):
 def _fit_quantities(
     profile: Profile, model: ModelConfig, kind: UnitKind
 ) -> dict[Quantity, _QuantityFit]:
-    """Fits of a unit's measured quantities over the features that its kernels depend on."""
+    """Fit a unit's measured quantities over the features that its kernels depend on."""
     unit, names = kind.measured_name, feature_names(model)
-    sizes = [one.rows + one.pairs + one.bytes for one in count_undivided_unit(model, kind).kernels]
+    kernels = count_undivided_unit(model, kind).kernels
+    sizes = [kernel.rows + kernel.pairs + kernel.bytes for kernel in kernels]
     allowed = np.array([name == "fixed" for name in names]) | np.any(sizes, axis=0)
-    rows = [one for one in profile.measurements if one.unit == unit]
+    rows = [row for row in profile.measurements if row.unit == unit]
     if not rows:
         raise UserError(
-            f"the profile of {profile.model} on {profile.device} has no measurement of {unit}; it "
-            "must have every kind of unit: run `omnibal profile` again"
+            f"the profile of {profile.model} on {profile.device} has no measurement of {unit}: run "
+            "`omnibal profile` again"
         )
-    if other := [one for one in rows if one.features.keys() != set(names)]:
+    if other := [row for row in rows if row.features.keys() != set(names)]:
         raise UserError(
-            f"the profile of {profile.model} measured {unit} at {', '.join(other[0].features)}; it "
-            f"must be at {', '.join(names)}: run `omnibal profile` again"
+            f"the profile of {profile.model} measured {unit} at {', '.join(other[0].features)}, "
+            f"not at {', '.join(names)}: run `omnibal profile` again"
         )
     fits: dict[Quantity, _QuantityFit] = {}
     for quantity in QUANTITIES:
         points = [
-            ([one.features[name] for name in names], value)
-            for one in rows
-            if (value := getattr(one, quantity)) is not None
+            ([row.features[name] for name in names], value)
+            for row in rows
+            if (value := getattr(row, quantity)) is not None
         ]
         if points:
-            features, measured = (np.array(each, np.float64) for each in zip(*points, strict=True))
+            features, measured = (np.array(side, np.float64) for side in zip(*points, strict=True))
+            # Relative error, except for measurements of 0.
             weights = 1 / np.where(measured > _MIN_MS, measured, max(measured.mean(), 1.0))
             coefficients = weighted_nnls(features * allowed, measured, weights)
             fits[quantity] = _QuantityFit(features, measured, coefficients)
@@ -376,16 +379,16 @@ def _fitted_unit(
     fits: dict[Quantity, _QuantityFit],
     counted: UnitCost,
     trained: UnitCost,
-    shared_out: UnitCost,
-    alone: UnitCost,
+    expert_parallel: UnitCost,
+    single: UnitCost,
 ) -> UnitCost:
-    """Return the measured cost of a unit, counted if not measured.
+    """Return the measured cost of a unit; quantities not measured are counted.
 
     Args:
         fits: of the trained unit, with all experts on one device.
         trained: counted, without frozen parts and adapters.
-        shared_out: counted with expert parallelism.
-        alone: counted with all experts on one device.
+        expert_parallel: counted with expert parallelism.
+        single: counted with all experts on one device.
     """
     forward, backward = (fits[quantity] for quantity in _TIMES)
     forward_share = forward.share(counted.forward_ms, trained.forward_ms)
@@ -394,7 +397,7 @@ def _fitted_unit(
     changed: dict[str, Any] = {
         "forward_ms": forward_share * forward.coefficients,
         "backward_ms": backward_ms,
-        # Not measured separately: use the counted share.
+        # Not measured separately, so the counted share of backward.
         "weight_ms": forward.share(counted.weight_ms, counted.backward_ms) * backward_ms,
         "recompute_ms": counted.has_backward * recompute_ms,
         "activation_bytes": counted.activation_bytes,
@@ -405,11 +408,11 @@ def _fitted_unit(
         kept_bytes = kept_share * kept.coefficients
         changed["activation_bytes"] = np.maximum(kept_bytes, counted.boundary_bytes)
     for name, value in changed.items():
-        more = getattr(shared_out, name) - getattr(alone, name)
+        more = getattr(expert_parallel, name) - getattr(single, name)
         changed[name] = np.maximum(value + more, 0)
     return replace(
         counted,
         **changed,
-        collective_ms=shared_out.collective_ms - alone.collective_ms,
+        collective_ms=expert_parallel.collective_ms - single.collective_ms,
         padding_ms=0 * counted.padding_ms,
     )

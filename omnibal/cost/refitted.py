@@ -1,4 +1,4 @@
-"""Costs corrected by a run: another source's times factors per unit, pass and feature.
+"""Costs corrected by a run: times of another source, multiplied by factors per unit and feature.
 
 `omnibal.runs.refit` fits the factors to a run's log; `refit.json` stores them with the plan.
 """
@@ -34,10 +34,10 @@ class UnitFactors(Frozen):
         )
 
     def scale_unit(self, unit: UnitCost, features: Collection[str]) -> UnitCost:
-        """Return a unit's costs with factors applied."""
+        """Return a unit's costs with its times multiplied by the factors."""
         forward, backward = (
-            np.array([of.get(name, 1.0) for name in features])
-            for of in (self.forward, self.backward)
+            np.array([factors.get(name, 1.0) for name in features])
+            for factors in (self.forward, self.backward)
         )
         both = np.stack([forward, backward])
         return replace(
@@ -51,9 +51,9 @@ class UnitFactors(Frozen):
         )
 
 
-def _product(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    names = dict.fromkeys([*one, *other])
-    return {name: one.get(name, 1.0) * other.get(name, 1.0) for name in names}
+def _product(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    names = dict.fromkeys([*first, *second])
+    return {name: first.get(name, 1.0) * second.get(name, 1.0) for name in names}
 
 
 class Refit(Frozen):
@@ -71,7 +71,7 @@ class Refit(Frozen):
     """Slowdown per data-parallel rank, as in `CostModel.slow_ranks`."""
 
     def after(self, earlier: Self) -> Self:
-        """Return this refit composed with the earlier refit that it was measured under."""
+        """Return this refit times the earlier refit that it was measured under."""
         names = dict.fromkeys([*earlier.units, *self.units])
         none = UnitFactors()
         return self.model_copy(
@@ -115,4 +115,4 @@ class Refit(Frozen):
 
 def read_refit(path: Path) -> Refit:
     """Read `refit.json`."""
-    return read_json_model(Refit, path, "make the plan anew with `omnibal replan`")
+    return read_json_model(Refit, path, "make the plan again with `omnibal replan`")

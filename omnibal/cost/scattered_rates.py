@@ -1,4 +1,4 @@
-"""Matrix product times of any shape, interpolated from measurements of any shapes and passes.
+"""Matrix product times of any shape, interpolated from scattered measurements.
 
 The logarithm of the time per operation is a Gaussian process (Rasmussen and Williams 2006, Gaussian
 Processes for Machine Learning, section 2.2) over:
@@ -69,7 +69,7 @@ class ProductShapes:
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """Log cost of tile padding, bytes and thin sides, [shapes, 3]."""
+        """Log relative cost of tile padding, of bytes, and of thin sides, [shapes, 3]."""
         m, n, k, _ = np.exp(self.kernel_sizes).T
         padded = np.prod([np.ceil(side / 256 - 1e-9) * 256 / side for side in (m, n)], axis=0)
         moved = _ELEMENT_BYTES * k * (m + n) + self.output_bytes * m * n
@@ -84,7 +84,7 @@ class ProductShapes:
 
 
 def product_shapes(measured: Sequence[ProductTime]) -> ProductShapes:
-    """Shapes of measurements."""
+    """Return the shapes of measurements."""
     sizes = [
         (time.rows, time.inner, time.outer, time.groups if isinstance(time, GroupedTime) else 1)
         for time in measured
@@ -98,7 +98,7 @@ def product_shapes(measured: Sequence[ProductTime]) -> ProductShapes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScatteredTimes:
-    """Product times of any shape, from measurements."""
+    """Gaussian process over the log time per operation, fitted to measurements."""
 
     shapes: ProductShapes
     log_rates: np.ndarray  # log measured ms per operation, [measured]
@@ -115,20 +115,22 @@ class ScatteredTimes:
         return cls(shapes=shapes, log_rates=log_rates, typical=typical, weights=weights)
 
     def ms(self, shapes: ProductShapes) -> np.ndarray:
-        """Times of products, [shapes]."""
+        """Return times of products, [shapes]."""
         layers, others = shapes.layer[:, None], self.shapes.layer[None]
         same = (np.abs(layers - others) < 1e-9).all(axis=2)
         for name in ("passes", "output_bytes"):
             same &= getattr(shapes, name)[:, None] == getattr(self.shapes, name)[None]
+        # A measured shape shares its noise too, so it keeps its measured time.
         shared = covariance(shapes, self.shapes) + _CHANCE * same
         log_rates = self.typical + shared @ self.weights
         apart = _distances(shapes.kernel_sizes, self.shapes.kernel_sizes)
         near = np.argsort(apart, axis=1, kind="stable")[:, :_NEIGHBOURS]
+        # Never faster than the nearest measurements: extrapolation must not promise speed.
         return np.exp(np.maximum(log_rates, self.log_rates[near].min(axis=1))) * shapes.flops
 
 
 def covariance(some: ProductShapes, others: ProductShapes) -> np.ndarray:
-    """Covariances of log times per operation, without noise, [some, others]."""
+    """Return covariances of log times per operation, without noise, [some, others]."""
     layers = np.abs(some.layer[:, None] - others.layer[None])
     sums = np.abs(some.kernel_sizes[:, None, 2] - others.kernel_sizes[None, :, 2])
     flops = np.abs(np.log(some.flops)[:, None] - np.log(others.flops)[None])
@@ -144,11 +146,11 @@ def covariance(some: ProductShapes, others: ProductShapes) -> np.ndarray:
 
 
 def _distances(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Distances of log sizes, [some, others]."""
+    """Return distances of log sizes, [some, others]."""
     return np.linalg.norm(some[:, None] - others[None], axis=2)
 
 
 def _matern(apart: np.ndarray) -> np.ndarray:
-    """Correlation by distance, once differentiable (Rasmussen and Williams, equation 4.17)."""
+    """Return Matern-3/2 correlations by distance (Rasmussen and Williams, equation 4.17)."""
     scaled = np.sqrt(3) * apart
     return (1 + scaled) * np.exp(-scaled)

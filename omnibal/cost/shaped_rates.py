@@ -1,18 +1,17 @@
 """Times of matrix products, attention and collectives of any size, from measurements.
 
-If forward products were measured on a full grid of rows, inner and outer sizes (`omnibal profile`),
-time per operation is interpolated linearly in logarithms, constant beyond the grid; gradients use
-the forward of their sizes. Other tables use `omnibal.cost.scattered_rates`.
+Forward products on a full grid of rows, inner and outer sizes (`omnibal profile`) are interpolated:
+time per operation is linear in logarithms, and constant beyond the grid; gradients use the forward
+product of their sizes. Other tables use `omnibal.cost.scattered_rates`.
 
-Costs are linear in features, so a product's time is fitted as a constant and a time per row, with
-minimum relative error over the grid's rows or `_ROWS`; `tests/planner/test_shaped_rates.py` bounds
-the error.
+Costs are linear in features, so a product's time is fitted as a constant plus a time per row, with
+minimum relative error; `tests/planner/test_shaped_rates.py` bounds the error.
 
 Attention's time, per pass and head size, is a constant plus a rate of operations in full tiles of
-`TILE` keys (half a tile per query is padding), i.e. s^2 + 128 s for a causal sample of s tokens. (A
-free linear term fitted to the B200's backward with heads of 192 gives 127.) The fit is over all
-lengths and head counts. If all samples have one length, it is scaled to the measurement at that
-length, interpolated by logarithm. Unmeasured head sizes use the nearest measured size.
+`TILE` keys (half a tile per query is padding): s^2 + 128 s for a causal sample of s tokens. (A free
+linear term fitted to the B200's backward with heads of 192 gives 127.) The fit is over all lengths
+and head counts. If all samples have one length, it is scaled to the measurement at that length,
+interpolated by logarithm. Unmeasured head sizes use the nearest measured size.
 """
 
 import math
@@ -37,17 +36,15 @@ from omnibal.model.rate_tables import (
     ProductTime,
 )
 
+# Ring passes per collective. A pass sends all shares of the tensor except one.
 _RING_PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""Ring passes per collective. A pass sends all shares of the tensor except one."""
+# Sizes at which a collective given as latency and rate is sampled.
 _LINE_BYTES = (2.0**20, 2.0**23, 2.0**26, 2.0**29)
-"""Sizes to sample a collective that is given as a line."""
 _ROWS = np.geomspace(512, 131_072, 9)  # micro-batch rows that a line is fitted over
-TILE = 128
-"""Keys of a tile (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)."""
+TILE = 128  # keys (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)
 AttentionPass = Literal["forward", "backward"]
+# Pass, whether causal, elements per head of q and k, and of v.
 _AttentionKernel = tuple[AttentionPass, bool, int]
-"""Kernel of attention: pass, whether causal, elements of q and k per head, and of v."""
-
 _SizeLike = float | np.ndarray
 
 
@@ -73,10 +70,14 @@ class ProductTimes:
 
     @classmethod
     def fit(cls, measured: Sequence[ProductTime], tflops: float | None = None) -> Self:
-        """Fit measurements with shares of `tflops`."""
-        times_ms = np.array([one.time_ms(tflops) for one in measured])
-        if _are_grid(measured):
-            points = np.array([(one.rows, one.inner, one.outer) for one in measured], np.float64)
+        """Fit measurements; `tflops` is the peak if they are shares of it."""
+        times_ms = np.array([time.time_ms(tflops) for time in measured])
+        sizes = [(time.rows, time.inner, time.outer) for time in measured]
+        grid = list(product(*(sorted(set(axis)) for axis in zip(*sizes, strict=True))))
+        if sorted(sizes) == grid and all(
+            time.of == "forward" and not isinstance(time, GroupedTime) for time in measured
+        ):
+            points = np.array(sizes, np.float64)
             axes = [np.unique(axis) for axis in points.T]
             log_rates = np.log(times_ms / _flops(*points.T))[np.lexsort(points.T[::-1])]
             log_rates = log_rates.reshape([len(axis) for axis in axes])
@@ -92,7 +93,7 @@ class ProductTimes:
         *,
         groups: _SizeLike = 1,
     ) -> np.ndarray:
-        """Product times with broadcast sizes; `rows` are per group."""
+        """Return product times of broadcast sizes; `rows` are per group."""
         if not isinstance(self.table, ScatteredTimes):
             forward = _AS_FORWARD[phase](rows, inner, outer)
             ends = np.array([axis[[0, -1]] for axis in self.table.grid]).T
@@ -108,7 +109,7 @@ class ProductTimes:
         return self.table.ms(shapes).reshape(sizes.shape[:-1])
 
     def line(self, phase: Pass, inner: float, outer: float, groups: int = 1) -> LinearTime:
-        """Time of a layer's pass by input rows, shared evenly by `groups`."""
+        """Return the time of a layer's pass by input rows, which `groups` share evenly."""
         return _fit_product_line(self, phase, inner, outer, groups)
 
 
@@ -121,20 +122,11 @@ def _fit_product_line(
     if not isinstance(table, ScatteredTimes):
         rows = np.exp(table.grid[0])
     times_ms = times.ms(phase, rows / groups, inner, outer, groups=groups)
-    # The slope is bounded by the fastest rate.
+    # No row is cheaper than by the fastest rate.
     flops = 2 * inner * outer
     rates = times_ms / (rows * flops)
     fastest = rates if isinstance(table, ScatteredTimes) else np.exp(table.values)
     return fit_line(rows, times_ms, least_ms=float(fastest.min()) * flops)
-
-
-def _are_grid(measured: Sequence[ProductTime]) -> bool:
-    """Whether these are forward products on a full grid."""
-    sizes = [(one.rows, one.inner, one.outer) for one in measured]
-    wanted = list(product(*(sorted(set(axis)) for axis in zip(*sizes, strict=True))))
-    return sorted(sizes) == wanted and all(
-        one.of == "forward" and not isinstance(one, GroupedTime) for one in measured
-    )
 
 
 # Sizes of the forward product equivalent to a pass.
@@ -154,28 +146,32 @@ class AttentionTimes:
 
     @classmethod
     def fit(cls, measured: Sequence[AttentionTime], tflops: float | None = None) -> Self:
-        """Take measurements with shares of `tflops`."""
+        """Group measurements by kernel; `tflops` is the peak if they are shares of it."""
         kernels: dict[_AttentionKernel, list[tuple[float, float, int]]] = {}
-        for one in measured:
-            kernel = one.of, one.causal, one.head_size + one.value_size
+        for time in measured:
+            kernel = time.of, time.causal, time.head_size + time.value_size
             # A causal kernel does half of the counted square.
-            pairs = (one.tokens / 2 if one.causal else one.tokens) + TILE / 2
-            point = (one.flops * pairs / one.tokens, one.time_ms(tflops), one.tokens)
+            keys = (time.tokens / 2 if time.causal else time.tokens) + TILE / 2
+            point = (time.flops * keys / time.tokens, time.time_ms(tflops), time.tokens)
             kernels.setdefault(kernel, []).append(point)
         return cls(points={kernel: np.array(points) for kernel, points in kernels.items()})
 
     def line(
         self, phase: AttentionPass, elements: float, *, causal: bool, tokens: int | None = None
     ) -> LinearTime:
-        """Kernel time by operations in full tiles; backward has 2.5 times forward's.
+        """Return the kernel time by operations in full tiles; backward has 2.5 times forward's.
 
         Args:
-            elements: of q and k per head, and of v.
+            elements: per head, of q and k and of v.
             tokens: of every sample if all are equal, else None.
         """
         nearest = min(
             self.points,
-            key=lambda one: (one[0] != phase, one[1] != causal, abs(math.log(one[2] / elements))),
+            key=lambda kernel: (
+                kernel[0] != phase,
+                kernel[1] != causal,
+                abs(math.log(kernel[2] / elements)),
+            ),
         )
         return _attention_line(self, nearest, tokens)
 
@@ -201,35 +197,37 @@ def collective_line(
     place: Place = "node",
     kind: CollectiveKind | None = None,
 ) -> LinearTime | None:
-    """Latency of a ring pass, an all-to-all or a send, and time per byte sent, None if unmeasured.
+    """Return latency and time per byte sent of a ring pass, an all-to-all or a send.
 
-    Uses the nearest measured group size. The slope is at least half the fastest time per byte.
-    `kind`: of the collective, None for any ring. A ring of this kind is preferred to others if
-    measured (a CPU's reduction is slower than a gather).
+    The nearest measured group size is used.
+
+    Args:
+        kind: of the collective, or None for any ring.
+
+    Returns:
+        None if not measured.
     """
     wanted = (*_RING_PASSES, None) if kind in (*_RING_PASSES, None) else (kind,)
-    found = [one for one in measured if one.kind in wanted and one.place == place]
-    found = [one for one in found if one.kind == kind] or found
-    if not found or ranks < 2:
+    times = [time for time in measured if time.kind in wanted and time.place == place]
+    # Any ring stands in for an unmeasured one. On a CPU a reduction is slower than a gather.
+    times = [time for time in times if time.kind == kind] or times
+    if not times or ranks < 2:
         return None
-    nearest = min({one.ranks for one in found}, key=lambda size: abs(math.log(size / ranks)))
-    points = [point for one in found if one.ranks == nearest for point in _collective_points(one)]
-    passes, sent_bytes, times_ms = np.array(points).T
-    return fit_line(sent_bytes, times_ms, passes=passes)
-
-
-def _collective_points(one: CollectiveTime) -> list[tuple[float, float, float]]:
-    """Passes, bytes sent per rank, and ms: as measured, or sampled from a line."""
-    passes = _RING_PASSES.get(one.kind, 1)
-    share = 1.0 if one.kind == "send" else passes * (one.ranks - 1) / one.ranks
-    if one.ms is not None:
-        assert one.bytes is not None
-        return [(passes, one.bytes * share, one.ms)]
-    assert one.latency_us is not None and one.gb_per_s is not None
-    return [
-        (passes, size * share, one.latency_us * 1e-3 + size * share / (one.gb_per_s * 1e6))
-        for size in _LINE_BYTES
-    ]
+    nearest = min({time.ranks for time in times}, key=lambda size: abs(math.log(size / ranks)))
+    points: list[tuple[float, float, float]] = []  # passes, bytes sent per rank, ms
+    for time in (time for time in times if time.ranks == nearest):
+        passes = _RING_PASSES.get(time.kind, 1)
+        share = 1.0 if time.kind == "send" else passes * (time.ranks - 1) / time.ranks
+        if time.ms is not None:
+            assert time.bytes is not None
+            points.append((passes, time.bytes * share, time.ms))
+            continue
+        assert time.latency_us is not None and time.gb_per_s is not None
+        latency_ms, bytes_per_ms = time.latency_us * 1e-3, time.gb_per_s * 1e6
+        for sent in (size * share for size in _LINE_BYTES):
+            points.append((passes, sent, latency_ms + sent / bytes_per_ms))
+    all_passes, sent_bytes, times_ms = np.array(points).T
+    return fit_line(sent_bytes, times_ms, passes=all_passes)
 
 
 def fit_line(
@@ -239,21 +237,21 @@ def fit_line(
     least_ms: float | None = None,
     passes: np.ndarray | float = 1.0,
 ) -> LinearTime:
-    """Non-negative line of least relative error through times at `x`, with slope >= `least_ms`.
+    """Fit a line of min relative error to times at `x`, with constant >= 0 and slope >= `least_ms`.
 
     Args:
-        least_ms: None for half of the fastest rate, as with equal sizes a fit may find them free.
-        passes: how often each time has the constant.
+        least_ms: by default half of the fastest time per `x`.
+        passes: factor of the constant in each time.
     """
-    if least_ms is None:
+    if least_ms is None:  # among equal sizes, a constant alone would fit as well
         least_ms = float((times_ms / x).min()) / 2
     columns = np.stack(np.broadcast_arrays(passes, x), axis=1)
-    found = weighted_nnls(columns, times_ms - least_ms * x, 1 / times_ms)
-    return LinearTime(fixed_ms=float(found[0]), each_ms=float(found[1]) + least_ms)
+    fixed_ms, each_ms = weighted_nnls(columns, times_ms - least_ms * x, 1 / times_ms).tolist()
+    return LinearTime(fixed_ms=fixed_ms, each_ms=each_ms + least_ms)
 
 
 def weighted_nnls(features: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Coefficients >= 0, [features], of least weighted squared error over [n] values."""
+    """Return coefficients >= 0, [features], of min weighted squared error over `values` [n]."""
     rows = features * weights[:, None]
     # Column scales differ by many orders of magnitude (1, squared tokens).
     scale = np.linalg.norm(rows, axis=0)

@@ -1,4 +1,4 @@
-"""Costs if data-parallel ranks shard weights and gradients too (FSDP, ZeRO-3).
+"""Costs if data-parallel ranks shard weights and gradients (FSDP, ZeRO-3).
 
 A rank holds 1 / `Parallel.sharded` of weights, gradients and optimizer state; with fewer shards
 than ranks the groups are replicas (hybrid). Weights of a unit are gathered before its forward and
@@ -16,9 +16,9 @@ backward. Experts are exchanged among the ranks that hold the same experts
 (`Parallel.expert_shards`).
 
 Exposed exchange is a feature of the micro-batch, as it is not linear in sizes. Tensor-, expert- and
-context-parallel exchange and recomputation are assumed to hide nothing, since they take the same
-links. Ranks of a group run micro-batches in lockstep. Replicas all-reduce gradient shards once a
-step, hidden by the last backward if a group is within a node.
+context-parallel exchange hide nothing, since they take the same links; neither does recomputation.
+Ranks of a group run micro-batches in lockstep. Replicas all-reduce gradient shards once a step,
+hidden by the last backward if a group is within a node.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _ShardedParameters:
-    """Parameters sharded by the same ranks, of every unit kind on one device before sharding."""
+    """Parameters with the same sharding group, per unit kind, before sharding (K kinds)."""
 
     group: Group  # ranks that shard them
     copies: Group  # ranks that hold the same shard
@@ -57,8 +57,9 @@ class _ShardedParameters:
     def shard_rates(
         self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
     ) -> ParameterRates:
-        """Rates of sharded parameters; replicas all-reduce their gradients once a step."""
+        """Return the rates of sharded parameters."""
         ranks = self.group.ranks
+        # Replicas all-reduce gradient shards once a step: two ring passes.
         pass_ms = ring_ms_per_byte(cluster, self.copies, precision) * rates.gradient_bytes
         return replace(
             rates,
@@ -70,7 +71,7 @@ class _ShardedParameters:
 
 
 def _sharded_parameters(cost: CostModel, parallel: Parallel) -> list[_ShardedParameters]:
-    """Parameters without experts, and expert parameters."""
+    """Return all parameters but experts', and experts' parameters."""
     units = cost.units.values()
     is_trained = np.array([unit.trained_parameters > 0 for unit in units])
     of_experts = np.array([unit.expert_parameters for unit in units], np.float64)
@@ -88,10 +89,7 @@ def _sharded_parameters(cost: CostModel, parallel: Parallel) -> list[_ShardedPar
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardedExchange:
-    """Exchange of weights and gradients, and the computation that overlaps it.
-
-    Unit kinds are in the order of the costs; K kinds, F features.
-    """
+    """Exchange of weights and gradients, and the overlapping computation (K kinds, F features)."""
 
     forward_ms: np.ndarray  # forward time of every unit kind without exchanges, [K, F]
     backward_ms: np.ndarray
@@ -105,11 +103,10 @@ class ShardedExchange:
     stages: int = 1
 
     def exposed_ms(self, features: np.ndarray) -> np.ndarray:
-        """Exposed exchange before forward and after backward, summed over stages, [packs, 2].
+        """Return exchange exposed in forward and in backward for `features` [packs, F], [packs, 2].
 
-        The first gather and the last reduction of a stage are exposed. Stages are assumed to begin
-        and end with the layers that take longest to gather. `features`: of every micro-batch,
-        [packs, F].
+        The sum over all stages, which are assumed to begin and end with the layers that take
+        longest to gather, since their first gather and last reduction are exposed.
         """
         first, last = self.sequence[0], self.sequence[-1]
         forward, backward = features @ self.forward_ms.T, features @ self.backward_ms.T
@@ -123,13 +120,13 @@ class ShardedExchange:
         behind = np.full(
             len(features), self.gather_back_ms[last] + self.reduce_ms[first] + others * of_layer
         )
-        nothing = len(self.gather_ms)
+        nothing = len(self.gather_ms)  # index of no unit, before the first and after the last
         gather_ms, reduce_ms = np.append(self.gather_back_ms, 0), np.append(self.reduce_ms, 0)
         around = (nothing, *self.sequence, nothing)
         neighbours = Counter(zip(around[:-2], self.sequence, around[2:], strict=True))
         for (before, kind, after), times in neighbours.items():
-            beside = gather_ms[before] + reduce_ms[after]
-            behind += times * self._exposed_part_ms(beside, backward[:, kind])
+            exchange_ms = gather_ms[before] + reduce_ms[after]
+            behind += times * self._exposed_part_ms(exchange_ms, backward[:, kind])
         kinds = np.array(self.sequence)
         ahead += self.hops_ms * np.count_nonzero(self.gather_ms[kinds])
         behind += self.hops_ms * np.count_nonzero(self.gather_back_ms[kinds])
@@ -137,9 +134,13 @@ class ShardedExchange:
         return np.stack([ahead, behind], axis=1)
 
     def passes_ms(self, work: np.ndarray) -> np.ndarray:
-        """Exposed time in forward, kept backward, and second forward with backward, [passes, 3].
+        """Return time exposed in forward, in backward, and in second forward with backward.
 
-        `work`: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
+        Args:
+            work: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
+
+        Returns:
+            [passes, 3]
         """
         assert self.again_ms is not None
         ahead, behind = self.exposed_ms(work).T
@@ -149,9 +150,9 @@ class ShardedExchange:
         return np.stack([ahead, behind, again], axis=-1)
 
     def shares(self) -> np.ndarray:
-        """Share of exposed forward and backward time per unit kind, [2, K].
+        """Return the share of exposed forward and backward time per unit kind, [2, K].
 
-        By exchanged bytes in a pipeline, else all to the head, which always has a backward.
+        By exchange time in a pipeline, else all to the head, which always has a backward.
         """
         exchanged = np.stack([self.gather_ms, self.gather_back_ms + self.reduce_ms])
         if self.stages == 1:
@@ -159,9 +160,9 @@ class ShardedExchange:
         sums = exchanged[:, list(self.sequence)].sum(axis=1, keepdims=True)
         return exchanged / np.maximum(sums, 1e-300)
 
-    def _exposed_part_ms(self, exchange_ms: float, beside_ms: np.ndarray) -> np.ndarray:
-        """Exposed time of an exchange overlapped with computation, [packs]."""
-        return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, beside_ms))
+    def _exposed_part_ms(self, exchange_ms: float, computation_ms: np.ndarray) -> np.ndarray:
+        """Return the exposed part of an exchange that overlaps with computation, [packs]."""
+        return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, computation_ms))
 
 
 def _count_exchange(
@@ -174,20 +175,20 @@ def _count_exchange(
     *,
     keeps_weights: bool,
 ) -> ShardedExchange:
-    """Count the exchange of the data-parallel ranks that divide weights, as `_whole_bytes`."""
+    """Return the exchange of sharded units `names`, with `sent` bytes per gradient element."""
     units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
     rates = cluster.measured(precision)
 
-    def ring_ms(kind: RingKind, alike: _ShardedParameters, sent_bytes: np.ndarray) -> np.ndarray:
-        line, ranks = pass_line(cluster, alike.group, precision, kind), alike.group.ranks
+    def ring_ms(kind: RingKind, sharded: _ShardedParameters, sent_bytes: np.ndarray) -> np.ndarray:
+        line, ranks = pass_line(cluster, sharded.group, precision, kind), sharded.group.ranks
         fixed_ms = line.fixed_ms * (sent_bytes > 0) * (ranks > 1)
         return fixed_ms + line.each_ms * sent_bytes * (ranks - 1) / ranks
 
-    # Both kinds of parameters take the same links.
+    # Experts and other parameters take the same links, one after another.
     gather_ms, reduce_ms = np.zeros((2, len(units)))
-    for alike in _sharded_parameters(cost, parallel):
-        gather_ms += ring_ms("all_gather", alike, cost.rates.weight_bytes * alike.parameters)
-        reduce_ms += ring_ms("reduce_scatter", alike, sent * alike.trained)
+    for sharded in _sharded_parameters(cost, parallel):
+        gather_ms += ring_ms("all_gather", sharded, cost.rates.weight_bytes * sharded.parameters)
+        reduce_ms += ring_ms("reduce_scatter", sharded, sent * sharded.trained)
     # The head's weights stay gathered from its forward. An embedding's backward reads none.
     is_back = [
         unit.has_backward and not kind.is_embed and kind.name != HEAD
@@ -218,8 +219,8 @@ def sharded_cost(
 ) -> tuple[CostModel, ShardedExchange]:
     """Return costs with sharded weights and gradients, and their exchange.
 
-    Adds two features that are times: exposed exchange before a forward and after a backward
-    (`ShardedExchange.exposed_ms`). Gradients are zeroed whole, and their shards accumulated.
+    Adds two features that are times: exposed exchange in forward and in backward
+    (`ShardedExchange.exposed_ms`).
 
     Args:
         cost: of ranks with replicated weights and an equally sharded optimizer.
@@ -233,9 +234,10 @@ def sharded_cost(
     sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
     bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
     shared = with_features(cost, ())
-    for alike in (others, experts):
-        moved = sent + (sent + 2 * cost.rates.gradient_bytes) / alike.group.ranks
-        for unit, trained in zip(shared.units.values(), alike.trained, strict=True):
+    for group in (others, experts):
+        # Complete gradients are zeroed, and their shards accumulated.
+        moved = sent + (sent + 2 * cost.rates.gradient_bytes) / group.group.ranks
+        for unit, trained in zip(shared.units.values(), group.trained, strict=True):
             unit.backward_ms[0] += moved * trained / bytes_per_ms
     keeps = runtime.keeps_weights
     exchange = _count_exchange(
@@ -245,7 +247,7 @@ def sharded_cost(
     shared = with_features(shared, EXPOSED_MS)
     units, shares = dict[str, UnitCost](), exchange.shares()
     for place, (name, unit) in enumerate(shared.units.items()):
-        # The moment without working memory is forward's, and so is that of the only loss.
+        # Moment 0, without working memory, is forward's, and so is the moment of the only loss.
         backward = 2 if name == HEAD and has_one_loss else 1
         unit.transient_bytes[:backward, 0] += whole[place, 0]
         unit.transient_bytes[backward:, 0] += whole[place, int(unit.has_backward)]
@@ -277,49 +279,51 @@ def _whole_bytes(
     *,
     keeps_weights: bool,
 ) -> np.ndarray:
-    """Peak bytes of gathered weights and gradients per unit kind, in forward and backward, [K, 2].
+    """Return peak bytes of gathered weights and gradients per unit kind and pass, [K, 2].
 
-    In forward the next unit's weights are there too; in backward the previous unit's weights, and
-    the next unit's gradients with their shard. A tied matrix has gradients from the head's backward
-    to the embedding's. The maximum over all positions in the model counts.
+    The maximum over a kind's positions in the model.
 
     Args:
         sequence: kind index of every sharded unit, in execution order.
         sent: bytes of a gradient element in the reduce-scatter.
         keeps_weights: whether all weights stay from forward to backward.
     """
+    # In forward the next unit's weights are there too; in backward the previous unit's weights, and
+    # the next unit's gradients with their shard. A tied matrix has gradients from the head's
+    # backward to the embedding's.
     units, kinds, in_stages = cost.units.values(), cost.kinds, parallel.pipeline > 1
-    divided = [alike for alike in _sharded_parameters(cost, parallel) if alike.group.ranks > 1]
+    sharded = [each for each in _sharded_parameters(cost, parallel) if each.group.ranks > 1]
     is_layer, no_unit = np.array([kind.is_layer for kind in kinds]), len(kinds)
-    # No embedding's backward reads a weight. Of no unit, the last row: nothing.
+    # No embedding's backward reads a weight. The last row, of no unit, is 0.
     reads = [unit.has_backward and not kinds[place].is_embed for place, unit in enumerate(units)]
     weights, read_back, gradients, summed = np.zeros((4, no_unit + 1))
-    weights[:-1] = cost.rates.weight_bytes * sum(alike.parameters for alike in divided)
+    weights[:-1] = cost.rates.weight_bytes * sum(each.parameters for each in sharded)
     read_back[:-1] = weights[:-1] * reads
     gradients[:-1] = [sent * unit.trained_parameters for unit in units]
     # Gradients of the next unit during the reduction, with their shard.
-    shards = sum(alike.trained / alike.group.ranks for alike in divided)
+    shards = sum(each.trained / each.group.ranks for each in sharded)
     summed[:-1] = gradients[:-1] + sent * shards
     tied_bytes = sent * cost.tied_trained_parameters
     summed[-2] -= tied_bytes * (1 + 1 / parallel.sharded)  # the head's
-    most, around = np.zeros((no_unit, 2)), (no_unit, *sequence, no_unit)
+    peaks, around = np.zeros((no_unit, 2)), (no_unit, *sequence, no_unit)
     for before, here, after in set(zip(around[:-2], sequence, around[2:], strict=True)):
         waiting = tied_bytes * (is_layer[here] and kinds[here].tower == LANGUAGE) + summed[after]
         backward = read_back[here] + read_back[before] + gradients[here] + waiting
-        whole = [weights[here] + weights[after], backward]
+        passes = [weights[here] + weights[after], backward]
         if keeps_weights:
             all_weights = weights[list(sequence)].sum()
-            whole = [all_weights, all_weights + gradients[here] + waiting]
+            passes = [all_weights, all_weights + gradients[here] + waiting]
+        # Any layer may be next to a cut, but a layer next to an embedding or head shares its stage.
         ends = [end for end in (before, after) if end < no_unit and not is_layer[end]]
         counts_for = ends if in_stages and is_layer[here] and ends else [here]
-        most[counts_for] = np.maximum(most[counts_for], whole)
-    if in_stages:
+        peaks[counts_for] = np.maximum(peaks[counts_for], passes)
+    if in_stages:  # a layer between two of its kind
         alone = np.stack([2 * weights, 2 * read_back + gradients + summed], axis=1)[:-1]
-        most = np.where(is_layer[:, None], np.maximum(most, alone), most)
-    return most
+        peaks = np.where(is_layer[:, None], np.maximum(peaks, alone), peaks)
+    return peaks
 
 
 def exposed_columns(features: Collection[str]) -> list[int]:
-    """Column indices of the two exposed features."""
+    """Return the column indices of the two exposed features."""
     names = list(features)
     return [names.index(name) for name in EXPOSED_MS]

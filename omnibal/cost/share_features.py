@@ -1,4 +1,4 @@
-"""Features of context-parallel shares: pack features, plus exchanged tokens."""
+"""Features of context-parallel shares: features of packs, and exchanged tokens."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def share_features(
     features: Sequence[str],
     shares: Shares | None = None,
 ) -> np.ndarray:
-    """Features of every share, float64 [shares, features], in the order of `shares_of`."""
+    """Return features of every share, float64 [shares, features], in the order of `shares_of`."""
     if are_plain(levels):
         return pack_features(packs.packs, lengths, features)
     shares = shares_of(packs, levels) if shares is None else shares
@@ -39,10 +39,9 @@ def share_features(
 def part_features(
     packs: Packs, lengths: Lengths, level: Level, features: Sequence[str]
 ) -> np.ndarray:
-    """Features of every rank's part of packs of one level, float64 [packs, context, features].
+    """Return features of every rank's part of a level's packs, float64 [packs, context, features].
 
-    Loss is assumed on the last tokens of a sample. If heads are exchanged, all ranks compute equal
-    parts of the attention of divided samples.
+    Loss is assumed on the last tokens of a sample.
     """
     if level.context == 1:
         whole = pack_features(packs, lengths, [name for name in features if name != EXCHANGED])
@@ -57,12 +56,13 @@ def part_features(
         return np.bincount(share, of_pieces, minlength=len(packs) * level.context).reshape(shape)
 
     def part_sums(feature: str) -> np.ndarray:
-        """Sums of a feature over every rank's pieces, [packs, context]."""
+        """Return sums of a feature over every rank's pieces, [packs, context]."""
         if is_attended(feature):
-            each = attended_pairs(pieces.stop, feature) - attended_pairs(pieces.first, feature)
-            together = sums(each * divided).mean(axis=1, keepdims=True)
+            pairs = attended_pairs(pieces.stop, feature) - attended_pairs(pieces.first, feature)
+            # With heads exchanged, ranks compute equal parts of divided samples' attention.
+            equal = sums(pairs * divided).mean(axis=1, keepdims=True)
             is_gather = level.exchange is ContextExchange.GATHER
-            return sums(each) if is_gather else sums(each * ~divided) + together
+            return sums(pairs) if is_gather else sums(pairs * ~divided) + equal
         if feature in SQUARED_FEATURES:
             return squares_of_shares(packs, lengths, level)
         match feature:
@@ -74,8 +74,9 @@ def part_features(
                 first = (lengths.tokens - loss_tokens(lengths))[sample]
                 return sums(np.maximum(pieces.stop - np.maximum(pieces.first, first), 0))
             case "exchanged_tokens":
-                most = sums(pieces.tokens * divided).max(axis=1, keepdims=True)
-                return np.broadcast_to(most, shape)
+                # Exchanges are padded to the largest share.
+                largest = sums(pieces.tokens * divided).max(axis=1, keepdims=True)
+                return np.broadcast_to(largest, shape)
             case _:
                 return np.diff(bounds_of_items(packs, lengths, level, feature))
 

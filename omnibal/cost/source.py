@@ -17,10 +17,7 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 
 @dataclass(frozen=True, slots=True)
 class CostSource:
-    """Counted operations and bytes at the cluster's rates; a profile's measurements override parts.
-
-    A profile is of devices of one kind.
-    """
+    """Counted costs at the cluster's rates, overridden by a profile's measurements if given."""
 
     profile: Profile | None = None
     refit: Refit | None = field(default=None, kw_only=True)  # correction by a run, or None
@@ -46,11 +43,11 @@ class CostSource:
 
     @property
     def tensor(self) -> int | None:
-        """The only tensor-parallel size with costs, None for any."""
+        """The only tensor-parallel size with costs, or None for any."""
         return None if self.profile is None else self.profile.tensor
 
     def fill_rates(self, cluster: ClusterConfig) -> ClusterConfig:
-        """Return the cluster with the rates for exchange."""
+        """Return the cluster with the profile's rates of products and exchange, if any."""
         if self.profile is None or self.profile.rates is None:
             return cluster
         return with_measured_rates(cluster, self.profile)

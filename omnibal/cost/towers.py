@@ -19,8 +19,7 @@ from omnibal.model.encoders import (
 from omnibal.model.units import UnitKind
 
 _SECOND_GELU = "into the second GELU"
-LAST_OUTPUT = "last layer's output"
-"""Input of a projector that begins with a norm; output of the tower's last layer."""
+LAST_OUTPUT = "last layer's output"  # input of a projector that begins with a norm
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
 _INTO, _OUT_OF = "into the activation", "out of the activation"
 
@@ -67,8 +66,7 @@ def clips_embed(tower: ClipsEncoder, device: Device) -> CountedUnit:
         kernels=(
             *product(items * tower.frames, taps * tower.mel_bins, h),
             *product(items * tower.positions_per_item, taps * h, h),
-            # Frames in the weights' dtype, activations, transposition, positions; backward rereads
-            # inputs.
+            # Cast of frames, activations, transposition, positions; backward reads inputs again.
             *element_wise(
                 read_bytes + input_bytes + 2 * middle_bytes + 6 * output_bytes,
                 3 * middle_bytes + 3 * output_bytes,
@@ -196,12 +194,12 @@ def encoder_layer(
 
 
 def norm_parameters(tower: EncoderLayers) -> int:
-    """Number of parameters of a norm in the tower."""
+    """Return the number of parameters of a norm in the tower."""
     return tower.hidden_size * (1 if tower.normalization == "RMSNorm" else 2)
 
 
 def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
-    """Bytes of a norm's saved moments, [features]."""
+    """Return the bytes of a norm's saved moments, [features]."""
     return rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
 
 

@@ -12,7 +12,7 @@ from omnibal.cost.kernels import Kernels, in_module
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One line of the activations kept from forward to backward."""
+    """Activation kept from forward to backward."""
 
     what: str
     made_by: str
@@ -20,24 +20,24 @@ class Kept:
     bytes: np.ndarray  # bytes on one device, [features]
     for_weights: bool = False
     """Whether only weight gradients need it, so that a frozen unit frees it."""
-    modules: tuple[str, ...] = ()  # Modules. Recomputing one makes the activation again.
+    modules: tuple[str, ...] = ()  # recomputing any of these frees it
 
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """Working memory at a moment of backward, without kept activations."""
+    """Working memory at a moment of backward, apart from kept activations."""
 
     bytes: np.ndarray  # bytes of the micro-batch's tensors, [features]
     weight: float = 0
     """Elements of the weight gradient computed then; core allocates it in the weight's dtype."""
     freed: tuple[str, ...] = ()  # names of kept lines freed by then
     finished: int = 0
-    """Last products with output gradients freed by then, unless weights are deferred."""
+    """Number of last products whose output gradients are freed, unless weights are deferred."""
     of_words: bool = False  # whether the weight is an embedding's, not a product's
     beside_logits: bool = False  # whether an unfused loss writes a gradient next to the logits
 
     def before_later_units(self, kept: Sequence[str], products: int) -> "Working":
-        """Return the moment if later kept lines are freed and later products done by then."""
+        """Return the moment with more lines freed and products finished, of later units."""
         return replace(self, freed=(*kept, *self.freed), finished=self.finished + products)
 
 
@@ -61,13 +61,13 @@ class Work:
     expert_biases: int = 0
 
     def within(self, module: str) -> Self:
-        """Return it as part of a module."""
+        """Return this work as part of a module that may be recomputed."""
         kept = (replace(line, modules=(*line.modules, module)) for line in self.kept)
         return replace(self, kernels=in_module(module, self.kernels), kept=tuple(kept))
 
     @property
     def product_weights(self) -> float:
-        """Weights of all products."""
+        """Number of weights of all products."""
         return sum(product.weights for product in self.products)
 
     @property
@@ -86,12 +86,12 @@ class Work:
 
     @property
     def forward(self) -> Kernels:
-        """Kernels of forward."""
+        """Forward kernels, including collectives."""
         return tuple(kernel for kernel in self.kernels if kernel.phase == "forward")
 
     @property
     def products(self) -> Kernels:
-        """Matrix products of forward."""
+        """Forward matrix products."""
         return tuple(kernel for kernel in self.forward if kernel.kind == "product")
 
 
@@ -110,11 +110,11 @@ class CountedUnit(Work):
     """Adapter parameters, part of `other_parameters`: all trained parameters of the unit."""
 
     def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
-        """Kept activations; frozen units drop inputs of weight gradients."""
+        """Return kept activations; frozen units drop inputs of weight gradients."""
         return tuple(line for line in self.kept if trained or not line.for_weights)
 
     def working_bytes(self, moment: Working, *, trained: bool) -> np.ndarray:
-        """Working memory at a moment, without the weight's gradient, [features]."""
+        """Return working memory minus freed activations, without weight gradients, [features]."""
         freed = [
             line.bytes for line in self.kept_lines(trained=trained) if line.what in moment.freed
         ]
@@ -127,12 +127,14 @@ class CountedUnit(Work):
 
 
 def chain_units(units: Sequence[tuple[str, CountedUnit]]) -> CountedUnit:
-    """Combine units that run in sequence, with backward from the last.
+    """Return units that run in sequence as one unit.
 
-    `units`: a prefix of the names of kept activations, and the unit.
+    Args:
+        units: pairs of a prefix for names of kept activations, and a unit.
     """
     working: list[Working] = []
     for place, (prefix, unit) in enumerate(units):
+        # Backward starts from the last unit: later units have freed their activations.
         later = units[place + 1 :]
         later_kept = [f"{name}{line.what}" for name, other in later for line in other.kept]
         later_products = sum(len(other.products) for _, other in later)
@@ -162,10 +164,9 @@ def chain_units(units: Sequence[tuple[str, CountedUnit]]) -> CountedUnit:
 
 
 def recompute_modules(layer: CountedUnit, modules: Collection[str]) -> CountedUnit:
-    """Return a layer that repeats modules' forward instead of keeping their activations.
+    """Return a layer that recomputes modules instead of keeping their activations.
 
-    As `--recompute-modules` of Megatron-core. A block's activations are made again before its
-    backward, and freed as those that are kept.
+    Like Megatron-core's `--recompute-modules`.
     """
     wanted = {*modules}
     lost = {line.what: line.bytes for line in layer.kept if wanted & {*line.modules}}
@@ -174,6 +175,7 @@ def recompute_modules(layer: CountedUnit, modules: Collection[str]) -> CountedUn
     of_second = set(names[names.index(SECOND_OUTPUT) :])
 
     def add_recomputed(moment: Working) -> Working:
+        # A block's activations are recomputed before its backward, and freed like kept ones.
         in_second = SECOND_OUTPUT not in moment.freed
         here = [what for what in lost if (what in of_second) == in_second]
         made = [lost[what] for what in here if what not in moment.freed]

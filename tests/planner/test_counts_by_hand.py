@@ -909,10 +909,10 @@ def test_head(sequence_parallel: bool, fused: bool) -> None:
         "kept": {
             "input": 2 * hidden,
             "norm's moments": 4 * TOKENS * part,
-            "what carries loss": 2 * loss,
+            "hidden states with loss": 2 * loss,
             "logits": 2 * logits,
         },
-        "for weights": {"what carries loss"},
+        "for weights": {"hidden states with loss"},
         "input": 2 * hidden,
         "working": [
             (2 * logits, 0),
