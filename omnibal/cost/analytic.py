@@ -73,10 +73,8 @@ class _PlacedUnit:
     trained: bool
     adapted: bool  # whether the unit has trained adapters
     before_trained: bool  # whether anything before the unit is trained
-    carried_bytes: np.ndarray
-    """Earlier encoders' and deepstack features that a cut after this unit also sends."""
-    carried_gradient_bytes: np.ndarray
-    """Gradient of the carried features, or 0 if their encoders are frozen."""
+    carried_bytes: np.ndarray  # of encoders' and deepstack features that a cut here also sends
+    carried_gradient_bytes: np.ndarray  # gradient of these, or 0 if their encoders are frozen
 
     @property
     def has_backward(self) -> bool:

@@ -48,8 +48,7 @@ _RING_KERNELS = 4  # kernels per further part of a ring, including attention
 class ExchangeSource:
     """Source of exchange times."""
 
-    costs: CostSource = ANALYTIC
-    """Source of the job's costs, possibly with measured layers on shares."""
+    costs: CostSource = ANALYTIC  # of the job, possibly with measured layers on shares
     runtime: RuntimeOptions = OWN_RUNTIME
 
 

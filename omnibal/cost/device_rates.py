@@ -42,23 +42,18 @@ class Device:
     """Rates of one device, its share of the model, and features that its work is linear in."""
 
     features: Mapping[str, np.ndarray]  # unit vector of every feature, [features] each
-    flops_per_ms: Mapping[str | None, float]
-    """Rate of products by dtype. None: of attention, and of products without measured times."""
+    flops_per_ms: Mapping[str | None, float]  # by dtype; None: attention, unmeasured products
     fp8: Fp8 | None = None  # FP8 options, or None if no product is in FP8
     product_times: ProductTimes | None  # measured matrix product times by shape, if available
-    grouped_times: ProductTimes | None = None
-    """Measured grouped product times by shape, if available."""
+    grouped_times: ProductTimes | None = None  # grouped products, if available
     attention_times: AttentionTimes | None = None  # measured attention times, if available
-    bytes_per_ms: Mapping[MovingKind, float]
-    """Rate of kernels that read and write. Accumulation is contiguous."""
+    bytes_per_ms: Mapping[MovingKind, float]  # of memory-bound kernels; accumulation streams
     ring: LinearTime  # measured latency of a ring pass, or 0, and time per byte that a rank sends
-    all_to_all: LinearTime
-    """Latency of an expert-parallel all-to-all, and time per byte, over all routed bytes."""
+    all_to_all: LinearTime  # expert-parallel latency and time per byte, over all routed bytes
     kernel_ms: float
     tensor: int
     sequence_parallel: bool  # whether the language model uses Megatron's sequence parallelism
-    pads: bool = True
-    """Whether encoders' heads and the vocabulary are padded to multiples of the tensor size."""
+    pads: bool = True  # whether heads and vocabulary are padded to multiples of the tensor size
     element_bytes: int
     runtime: RuntimeOptions = OWN_RUNTIME
     expert: int = 1  # expert-parallel size

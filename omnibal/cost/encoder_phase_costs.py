@@ -50,8 +50,7 @@ class EncoderCost:
     input_bytes: float  # input bytes per item, held until its last forward
     feature_bytes: float  # feature bytes per item, including deepstack
     is_trained: bool  # whether any part is trained, so that gradients return
-    exchange: ShardedExchange | None = None
-    """Exchange of sharded weights and gradients in every pass, None if replicated."""
+    exchange: ShardedExchange | None = None  # of sharded units in a pass, None if replicated
 
     @property
     def is_of_samples(self) -> bool:
@@ -78,21 +77,17 @@ class EncodersCost:
     gradients_bytes: float
     optimizer_bytes: float  # optimizer state, sharded with the weights or over all ranks of the job
     gather_ms: float  # weight gather from all ranks, once a step, or 0 if every pass gathers
-    reduction_ms: float
-    """Gradient reduction over all ranks, or over replicas of a shard, once a step."""
+    reduction_ms: float  # of gradients over all ranks, or replicas of a shard, once a step
     update_ms: float  # update time of this rank's shard
-    within_node: LinearTime
-    """Latency and time per byte of the exchange if the group is within a node."""
+    within_node: LinearTime  # latency and time per byte of the exchange if within a node
     between_nodes: LinearTime  # latency and time per byte of the exchange if the group spans nodes
-    measured: tuple[CollectiveTime, ...] = ()
-    """Measured collectives. An all-to-all replaces the count of messages."""
+    measured: tuple[CollectiveTime, ...] = ()  # an all-to-all replaces the counted messages
     tensor: LinearTime  # latency and time per byte of tensor-parallel collectives
     peer_bytes: float  # buffers for each peer of the exchange
     parallel: Parallel
     gpus_per_node: int
     sharded: int = 1  # neighbouring ranks that shard the weights, or 1 if replicated
-    evaluation_bytes: float = 0.0
-    """Weights gathered on an embedding rank for evaluation, or 0 if it holds them."""
+    evaluation_bytes: float = 0.0  # of gathered weights on an embedding rank, to evaluate
 
     @property
     def state_bytes(self) -> float:

@@ -53,17 +53,14 @@ class Kernel:
     heads: float = 0.0
     elements: float = 0.0  # elements per head of q and k, and of v
     causal: bool = False
-    bytes: np.ndarray = field(default_factory=_nothing)
-    """Bytes that other kinds read and write, or send, [features]."""
-    dtype: Literal["fp32", "fp8"] | None = None
-    """Dtype of a product if not the job's; casts of its operands are separate kernels."""
+    bytes: np.ndarray = field(default_factory=_nothing)  # moved or sent by other kinds, [features]
+    dtype: Literal["fp32", "fp8"] | None = None  # of a product if not the job's; casts are kernels
     launches: int = 1
     passes: int = 1  # ring passes of all launches; two in an all-reduce
     waits: int = 0  # times that the host waits for its result
     name: str = ""  # linear's name as in `omnibal.model.adapter_settings.linears`, or `GATHERED`
     given: str = ""  # name of the `Kept` line that is its input
-    modules: tuple[str, ...] = ()
-    """Modules that it is part of (`omnibal.model.runtime.RecomputedModule`)."""
+    modules: tuple[str, ...] = ()  # that it is part of (`RecomputedModule`)
 
     @property
     def weights(self) -> float:

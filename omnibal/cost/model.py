@@ -37,41 +37,26 @@ class UnitCost:
     """Time and memory of one unit on one device, as coefficients per feature."""
 
     forward_ms: np.ndarray  # forward time, [features]
-    backward_ms: np.ndarray
-    """Backward time without recomputation, [features], or 0 if nothing up to here is trained."""
-    weight_ms: np.ndarray
-    """Weight-gradient part of backward, deferrable (`deferred`), [features], or 0 if frozen."""
-    recompute_ms: np.ndarray
-    """Time that recomputation adds to backward, [features], 0 without backward."""
-    collective_ms: np.ndarray
-    """Tensor- and expert-parallel exchange within forward and backward time, [2, features]."""
+    backward_ms: np.ndarray  # without recomputation; 0 if nothing up to here is trained
+    weight_ms: np.ndarray  # part of backward that can be deferred, or 0 if frozen
+    recompute_ms: np.ndarray  # that recomputation adds to backward, or 0 without backward
+    collective_ms: np.ndarray  # tensor- and expert-parallel, within both passes, [2, features]
     padding_ms: np.ndarray  # padding within forward and backward time, [2, features]
-    context_ms: np.ndarray
-    """Context-parallel exchange in forward, backward and recompute time, [3, features]."""
+    context_ms: np.ndarray  # context-parallel, in forward, backward, recomputation, [3, features]
     activation_bytes: np.ndarray  # activations kept without recomputation, [features]
-    boundary_bytes: np.ndarray
-    """Unit input, the only activation kept under recomputation, [features]."""
-    output_bytes: np.ndarray
-    """Activation sent to the next stage by a cut after this unit, [features]."""
-    output_gradient_bytes: np.ndarray
-    """Gradient sent back over that cut, [features], or 0 if nothing up to here is trained."""
-    transient_bytes: np.ndarray
-    """Peak working memory in backward (forward if there is none), [moments, features]."""
-    two_part_bytes: np.ndarray
-    """`transient_bytes` with deferred weight gradients, [moments, features]."""
-    late_bytes: np.ndarray
-    """Inputs, output gradients, working memory of deferred weight gradients, [3, features]."""
-    passing_bytes: np.ndarray
-    """Memory held during forward through units without backward, [features], else 0."""
-    shared_bytes: np.ndarray
-    """Buffer shared by such units of a stage for the run, for the largest pack, [features]."""
+    boundary_bytes: np.ndarray  # the unit's input, the only activation kept if recomputed
+    output_bytes: np.ndarray  # activation sent to the next stage by a cut here
+    output_gradient_bytes: np.ndarray  # sent back over that cut, 0 if all before is frozen
+    transient_bytes: np.ndarray  # working memory in backward, else forward, [moments, features]
+    two_part_bytes: np.ndarray  # the same with deferred weight gradients, [moments, features]
+    late_bytes: np.ndarray  # inputs, output gradients, working memory if deferred, [3, features]
+    passing_bytes: np.ndarray  # held during forward through units without backward, else 0
+    shared_bytes: np.ndarray  # buffer shared by such units of a stage, for the largest pack
     parameters: int  # parameters on this device, after tensor parallelism
     trained_parameters: int  # trained parameters on this device: all, adapters only, or 0 if frozen
     expert_parameters: int = 0  # replicated on other ranks than the unit's other parameters
-    host_ms: tuple[float, float] | None = None
-    """Time of the host to launch forward and backward, or None if not counted."""
-    whole_bytes: float = 0.0
-    """Gathered weights and gradients in backward if sharded; part of `transient_bytes`."""
+    host_ms: tuple[float, float] | None = None  # to launch forward and backward, if counted
+    whole_bytes: float = 0.0  # gathered weights and gradients in backward, in `transient_bytes`
     weight_copy_bytes: float = 0.0  # bytes of FP8 weights in addition to `CostModel.rates`
 
     @property
@@ -126,22 +111,15 @@ class CostModel:
     link_latency_ms: float
     link_ms_per_byte: float  # time per byte of a send between neighbouring stages
     source: str
-    bucket_parameters: float = math.inf
-    """Parameters per bucket of the first stage (inf: one bucket, as on later stages)."""
-    tied_parameters: int = 0
-    """Parameters of a tied embedding here; both units count it, a stage with both holds it once."""
+    bucket_parameters: float = math.inf  # on the first stage; inf: one bucket, as elsewhere
+    tied_parameters: int = 0  # of a tied embedding: both units count it, a stage holds it once
     expert_rates: ParameterRates = ParameterRates()  # rates of expert parameters
-    expert_peer_bytes: float = 0.0
-    """Library buffers for expert-parallel peers, on devices with experts."""
+    expert_peer_bytes: float = 0.0  # NCCL's, on devices with experts
     runs_in_lockstep: bool = False  # whether ranks run in lockstep, as with sharded weights
-    weight_parts: int = 1
-    """Ranks that shard every non-expert weight; bytes per parameter are per shard."""
-    library_buffers: tuple[LibraryBuffer, ...] = ()
-    """Buffers of the trainer's libraries (`omnibal.cost.linears`)."""
-    slowness: tuple[float, ...] = ()
-    """Slowdown per model part on its stage's devices, 1 for the fastest, or empty if uniform."""
-    slow_ranks: tuple[tuple[float, ...], ...] = ()
-    """Slowdown per data-parallel rank and part, [ranks][parts], >= 1, or empty if uniform."""
+    weight_parts: int = 1  # ranks that shard non-expert weights; bytes are per shard
+    library_buffers: tuple[LibraryBuffer, ...] = ()  # `omnibal.cost.linears`
+    slowness: tuple[float, ...] = ()  # [parts], relative to the fastest; empty if uniform
+    slow_ranks: tuple[tuple[float, ...], ...] = ()  # [ranks][parts], >= 1; empty if uniform
 
     def slowness_of_ranks(self, ranks: int, parts: int) -> np.ndarray | None:
         """Return `slow_ranks` as [ranks, parts], or None if uniform or of other sizes."""

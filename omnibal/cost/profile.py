@@ -62,10 +62,8 @@ class UnitMeasurement(Frozen):
     unit: str
     forward_ms: _MeasuredMs
     backward_ms: _MeasuredMs  # backward time without recomputation
-    recompute_ms: _MeasuredMsOrZero | None = None
-    """Time that recomputation adds to forward and backward, or None if not measured."""
-    activation_bytes: _ByteCount | None
-    """Activations kept for backward, with the unit's input if needed, or None if not measured."""
+    recompute_ms: _MeasuredMsOrZero | None = None  # added to backward; None if not measured
+    activation_bytes: _ByteCount | None  # kept, with the input; None if not measured
 
     @property
     def features(self) -> dict[str, int]:
@@ -137,8 +135,7 @@ class Profile(Frozen):
     shares: tuple[ShareMeasurement, ...] = ()
     optimizer: tuple[OptimizerMeasurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = ()
-    rates: Rates | None = None
-    """Matrix products, collectives and a copy by shape, or None if absent."""
+    rates: Rates | None = None  # matrix products, collectives and a copy by shape
     reading: ReadingMeasurement | None = None  # time to read the data, or None if no data was given
 
     @property

@@ -22,8 +22,7 @@ _Slowness = Annotated[float, Field(ge=1, le=1e3)]  # time of a device over that 
 class UnitFactors(Frozen):
     """Factors of a unit kind by feature."""
 
-    forward: dict[str, _Factor] = Field(default_factory=dict)
-    """Factors of forward and recomputation."""
+    forward: dict[str, _Factor] = Field(default_factory=dict)  # and recomputation
     backward: dict[str, _Factor] = Field(default_factory=dict)
 
     def times(self, more: "UnitFactors") -> "UnitFactors":
@@ -61,14 +60,12 @@ class Refit(Frozen):
 
     root_sha256: str  # hash of the user's original plan (`omnibal.job.plan.plan_sha256`)
     step: NonNegativeInt  # steps trained before the plan was made
-    measured_steps: NonNegativeInt = 0
-    """Steps with the passes that the factors were last fitted to, or 0 if none."""
+    measured_steps: NonNegativeInt = 0  # that the factors were last fitted to, 0 if none
     units: dict[str, UnitFactors] = Field(default_factory=dict)  # factors by unit kind name
     update: _Factor = 1.0  # factor of data-parallel reduction and gather, norm and update
     pipeline: Count = 1  # pipeline stages of the measured run
     slowness: tuple[_Slowness, ...] = ()  # slowdown per model part, as in `CostModel.slowness`
-    slow_ranks: tuple[tuple[_Slowness, ...], ...] = ()
-    """Slowdown per data-parallel rank, as in `CostModel.slow_ranks`."""
+    slow_ranks: tuple[tuple[_Slowness, ...], ...] = ()  # as in `CostModel.slow_ranks`
 
     def after(self, earlier: Self) -> Self:
         """Return this refit times the earlier refit that it was measured under."""

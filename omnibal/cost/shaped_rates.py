@@ -141,8 +141,7 @@ _AS_FORWARD = {
 class AttentionTimes:
     """Times of attention kernels."""
 
-    points: dict[_AttentionKernel, np.ndarray]
-    """Operations in full tiles, time and length of every measurement, [measured, 3]."""
+    points: dict[_AttentionKernel, np.ndarray]  # [measured, 3]: operations, ms and tokens
 
     @classmethod
     def fit(cls, measured: Sequence[AttentionTime], tflops: float | None = None) -> Self:

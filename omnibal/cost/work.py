@@ -18,8 +18,7 @@ class Kept:
     made_by: str
     """Megatron-core name of the producing module, or the fused operation, empty for unit inputs."""
     bytes: np.ndarray  # bytes on one device, [features]
-    for_weights: bool = False
-    """Whether only weight gradients need it, so that a frozen unit frees it."""
+    for_weights: bool = False  # whether only weight gradients need it; a frozen unit frees it
     modules: tuple[str, ...] = ()  # recomputing any of these frees it
 
 
@@ -28,11 +27,9 @@ class Working:
     """Working memory at a moment of backward, apart from kept activations."""
 
     bytes: np.ndarray  # bytes of the micro-batch's tensors, [features]
-    weight: float = 0
-    """Elements of the weight gradient computed then; core allocates it in the weight's dtype."""
+    weight: float = 0  # elements of the weight gradient computed then, in the weight's dtype
     freed: tuple[str, ...] = ()  # names of kept lines freed by then
-    finished: int = 0
-    """Number of last products whose output gradients are freed, unless weights are deferred."""
+    finished: int = 0  # last products with freed output gradients, unless weights are deferred
     of_words: bool = False  # whether the weight is an embedding's, not a product's
     beside_logits: bool = False  # whether an unfused loss writes a gradient next to the logits
 
@@ -41,8 +38,7 @@ class Working:
         return replace(self, freed=(*kept, *self.freed), finished=self.finished + products)
 
 
-EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
-"""Names of the grouped expert products."""
+EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")  # grouped products
 FIRST_OUTPUT, SECOND_OUTPUT = "first norm's output", "second norm's output"
 """Kept lines of a layer: inputs of its two blocks."""
 
@@ -53,10 +49,8 @@ class Work:
 
     kernels: Kernels  # Kernels of all passes. Products are in forward's order.
     kept: tuple[Kept, ...]  # activations kept if the unit has a backward, including its input
-    working: tuple[Working, ...] = ()
-    """Moments of backward. A block's exclude activations freed by later blocks."""
-    gathered_bytes: np.ndarray | float = 0.0
-    """Widest gathered input; core has one such buffer per stage."""
+    working: tuple[Working, ...] = ()  # moments of backward, without what later blocks freed
+    gathered_bytes: np.ndarray | float = 0.0  # widest; core has one such buffer per stage
     other_parameters: float = 0  # parameters on this device without experts and weights of products
     expert_biases: int = 0
 
@@ -101,13 +95,10 @@ class CountedUnit(Work):
 
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
-    late_working: tuple[Working, ...] = ()
-    """Extra moments with deferred weight gradients, with their inputs still held."""
+    late_working: tuple[Working, ...] = ()  # extra moments with deferred weight gradients
     forward_working: tuple[Working, ...] = ()  # moments of forward if the unit has no backward
-    passing_bytes: np.ndarray | float = 0.0
-    """Memory held during the forward of the micro-batch and not kept."""
-    adapter_parameters: int = 0
-    """Adapter parameters, part of `other_parameters`: all trained parameters of the unit."""
+    passing_bytes: np.ndarray | float = 0.0  # held during forward and not kept
+    adapter_parameters: int = 0  # part of `other_parameters`: all trained ones of the unit
 
     def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
         """Return kept activations; frozen units drop inputs of weight gradients."""

@@ -116,8 +116,7 @@ class FakeStage(StageResult):
     kernels: NonNegativeInt  # kernels of forward and backward, without communication
     tflop: NonNegativeFloat
     gigabytes: NonNegativeFloat
-    contents: tuple[PeakContent, ...]
-    """Storages at the peak, largest first, with sum `allocated_gib`."""
+    contents: tuple[PeakContent, ...]  # largest first; sum `allocated_gib`
     operations: tuple[OperationCount, ...]
     host_reads: tuple[HostRead, ...]  # reads in forward, backward and update
     unaligned: tuple[UnalignedProduct, ...]

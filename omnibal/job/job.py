@@ -52,14 +52,11 @@ class JobSpec:
     parallel: Parallel
     precision: Precision
     frozen: tuple[str, ...] = ()
-    adapters: AdapterConfig | None = None
-    """Adapters trained with frozen base matrices, or None if absent."""
+    adapters: AdapterConfig | None = None  # trained with frozen base matrices
     cost_source: CostSource = ANALYTIC
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
-    beside: DataParallelEncoders | None = None
-    """Settings of data-parallel encoders, or None if absent or still to be searched."""
-    encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
-    """Encoder shardings to search if unset."""
+    beside: DataParallelEncoders | None = None  # None if absent or to be searched
+    encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)  # to search
     trainer: TrainerConstraints = OWN
     cost: CostModel = field(init=False, repr=False)  # costs of the stages' units
     encoders_costs: Mapping[int, EncodersCost] = field(init=False, repr=False)

@@ -45,8 +45,7 @@ class Shapes(Frozen):
     """Size and number of the micro-batches of a step."""
 
     caps: Caps
-    micro_batches_per_step: Count
-    """Max packs per data-parallel rank in a full step; one step of an epoch may differ."""
+    micro_batches_per_step: Count  # max per data-parallel rank in a full step; one step may differ
     image_tokens: Count | None = written_unless(None)
     """Tokens per image at native resolution, for packs of shapes, or None if each pack is one
     image."""
@@ -98,8 +97,7 @@ class DataPlan(Shapes):
     method: PackedBy
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
-    packs_per_step: Count
-    """Packs per step over all ranks, shared packs counted per rank; one step may differ."""
+    packs_per_step: Count  # over all ranks, shared packs counted per rank; one step may differ
     samples_per_step: Count | None = written_unless(None)
     """Mean samples per step; then packs and micro-batches per step are maxima. None if steps have
     equally many packs."""
@@ -108,17 +106,14 @@ class DataPlan(Shapes):
     """Samples of all epochs in no pack, as the target trainer runs only full steps."""
     packs: Count
     steps: Count
-    curriculum_steps: NonNegativeInt = written_unless(0)
-    """First steps with packs of the shortest level only."""
+    curriculum_steps: NonNegativeInt = written_unless(0)  # first steps with the shortest level only
     window: Count | None = written_unless(None)
     """Consecutive stream samples per step; then packs and micro-batches per step are maxima. None
     if packs are matched into steps."""
     portions: tuple[DataPortion, ...] = written_unless(())
     """Portions packed and trained in turn, each with files, or empty if all are packed together."""
-    fewest_packs: Count | None = written_unless(None)
-    """Lower bound of packs per epoch over all portions, or None if not proven."""
-    mixture: MixtureSeen | None = written_unless(None)
-    """Samples per source, or None if not a mixture."""
+    fewest_packs: Count | None = written_unless(None)  # lower bound per epoch, None if not proven
+    mixture: MixtureSeen | None = written_unless(None)  # samples per source of a mixture
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
@@ -187,8 +182,7 @@ class DataPlan(Shapes):
 class PlannedLevel(Level):
     """A level with the recomputed layers of every stage."""
 
-    recompute: tuple[tuple[SpanText, ...], ...]
-    """Layers of each stage recomputed in the backward for this level's packs."""
+    recompute: tuple[tuple[SpanText, ...], ...]  # layers of every stage to recompute
 
     @property
     def plain_level(self) -> Level:
@@ -234,24 +228,18 @@ class Plan(Frozen):
     precision: Precision
     parallel: Parallel
     frozen: tuple[str, ...] = ()
-    adapters: AdapterConfig | None = written_unless(None)
-    """Adapters trained with frozen base matrices, or None if absent."""
-    made_for: TargetName | None = written_unless(None)
-    """Trainer that the plan was limited to and predicted for, or None for this project's."""
+    adapters: AdapterConfig | None = written_unless(None)  # trained with frozen base matrices
+    made_for: TargetName | None = written_unless(None)  # trainer, None for this project's
     stages: tuple[Stage, ...]
     """Runs of units in model order: pipeline stages, or chunks that `schedule` places on them."""
     schedule: PipelineSchedule = written_unless(ONE_FORWARD_ONE_BACKWARD)
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
     """Context-parallel levels by rising caps, or empty for a single level of context size 1."""
-    beside: DataParallelEncoders | None = written_unless(None)
-    """Data-parallel encoders' settings, or None if encoders are units of the stages."""
+    beside: DataParallelEncoders | None = written_unless(None)  # data-parallel encoders
     cluster: ClusterConfig
-    data: DataPlan | None
-    """Data of the packs, or None for a plan of shapes only, which cannot be trained."""
-    shapes: Shapes | None = None
-    """Micro-batches of a plan of shapes only: each is at the caps, each step is full."""
-    settings_sha256: SettingsHashes | None = written_unless(None)
-    """Hashes of the model and data settings of `omnibal plan`, or None if made otherwise."""
+    data: DataPlan | None  # None for a plan of shapes only, which cannot be trained
+    shapes: Shapes | None = None  # micro-batches of a plan of shapes only: all full, at the caps
+    settings_sha256: SettingsHashes | None = written_unless(None)  # None if not by `omnibal plan`
     prediction: Prediction | None = None
 
     @model_validator(mode="after")

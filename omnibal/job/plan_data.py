@@ -43,8 +43,7 @@ class SampleData:
     settings: PackSettings = field(default_factory=PackSettings)
     levels: tuple[Level, ...]  # levels of the packs, at least one, by rising caps
     packs_per_step: int  # packs per step over all data-parallel ranks
-    steps: Steps | None = None
-    """Steps of an earlier plan with equal levels and settings, or None to draw them."""
+    steps: Steps | None = None  # of an earlier plan with equal levels and settings, or None to draw
     rules: PackRules = ANY_PACKS  # pack rules, if each pack is on one rank with equal limits
     packed_by: PackedBy | None = None  # rule that packed the given steps, or None without steps
 
@@ -239,8 +238,7 @@ class MockData(_SingleLevelData):
     """A step of mock samples, each filling a pack, for plans of shapes only."""
 
     micro_batches_per_step: int
-    image_tokens: int | None = None
-    """Tokens of an image at native resolution, or None if each pack has a single image."""
+    image_tokens: int | None = None  # per image at native resolution; None: a pack is an image
 
     def check(self, job: JobSpec) -> None:
         """Raise for too many packs per step, or limits unsuitable for the model."""

@@ -38,8 +38,7 @@ class PlanRequest:
     job: JobSpec
     data: PlanData
     split: SplitRule = JOINT
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
-    """Pipeline schedule, 1F1B unless the split is joint."""
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD  # 1F1B unless the split is joint
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
@@ -95,10 +94,8 @@ class PlanResult:
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
-    dealt: DealtPacks | None = None
-    """Packs as dealt, before ordering within ranks, or None if unknown."""
-    search: SearchResult | None
-    """Result of the joint search with its proven bound, or None for another method."""
+    dealt: DealtPacks | None = None  # before ordering within ranks, or None if unknown
+    search: SearchResult | None  # of the joint search with its bound, or None for another method
     cost_source: CostSource = ANALYTIC
     portions: AllPortions | None = None  # all portions, if plan and packs cover only the first
     available: tuple[int, ...] = ()  # samples per source, if the lengths are a mixture

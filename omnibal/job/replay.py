@@ -121,19 +121,15 @@ class ReplayInfo(ReplayIdentity):
 class StageReplay(StageResult):
     """Measurements of one stage on one device; times are medians of the repetitions."""
 
-    rows: tuple[NonNegativeInt, ...]
-    """Rows of the packs, ascending. Times are [rows, chunks], flattened."""
+    rows: tuple[NonNegativeInt, ...]  # of the packs, ascending; times are [rows, chunks], flat
     forward_ms: tuple[NonNegativeFloat, ...]
-    backward_ms: tuple[NonNegativeFloat, ...]
-    """Backward time, including recomputation and weight gradients."""
-    weight_ms: tuple[NonNegativeFloat, ...] = ()
-    """Time of weight gradients, or empty if backwards are not split."""
+    backward_ms: tuple[NonNegativeFloat, ...]  # including recomputation and weight gradients
+    weight_ms: tuple[NonNegativeFloat, ...] = ()  # of weight gradients; empty if not split
     recompute_ms: tuple[NonNegativeFloat, ...]
     update_ms: NonNegativeFloat  # zeroing, norm, clipping and weight update, once a step
     state_gib: NonNegativeFloat  # weights, gradients and optimizer state
     activations_gib: NonNegativeFloat  # peak activation memory of the predicted heaviest steps
-    with_working_memory: bool
-    """Whether `activations_gib` includes working memory (CUDA), not only kept activations (CPU)."""
+    with_working_memory: bool  # whether `activations_gib` includes it (CUDA) or not (CPU)
 
     @model_validator(mode="after")
     def _check_counts_of_times(self) -> "StageReplay":
@@ -172,8 +168,7 @@ class ReplaySummary:
     stages: tuple[StageReplay, ...]
     each_step_ms: np.ndarray  # [steps]
     predicted_each_step_ms: np.ndarray
-    forward_ms: np.ndarray
-    """Forward time per step over all chunks, [stages]; likewise the next two fields."""
+    forward_ms: np.ndarray  # per step over all chunks, [stages]; the next two likewise
     backward_ms: np.ndarray
     recompute_ms: np.ndarray
     wait_fractions: np.ndarray  # idle share of the step, [stages]

@@ -32,8 +32,7 @@ RATES = (
     *("weight_decay", "clip_grad"),
 )
 
-_MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
-"""May be NaN or infinite, as in a diverged step."""
+_MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]  # infinite or NaN if diverged
 
 
 class RunInfo(Frozen):
@@ -41,12 +40,9 @@ class RunInfo(Frozen):
 
     model: str
     packs_sha256: str  # SHA-256 of the packs: data, order and step boundaries
-    provider: Provider | None = None
-    """Provider of the layers since the last start or resume, or None if not recorded."""
-    plan_sha256: str | None = None
-    """Hash of the plan without its prediction, or None if not recorded."""
-    since_step: NonNegativeInt = 0
-    """First step under this plan; earlier steps of the log had another."""
+    provider: Provider | None = None  # of the layers since the last (re)start, None if unknown
+    plan_sha256: str | None = None  # without the prediction, or None if not recorded
+    since_step: NonNegativeInt = 0  # first step under this plan; earlier steps had another
 
 
 class StageRecord(Frozen):
@@ -57,34 +53,29 @@ class StageRecord(Frozen):
     wait_ms: NonNegativeFloat  # idle time: P2P waits, and waiting at the step's end
     data_ms: NonNegativeFloat  # wait for the data loader
     optimizer_ms: NonNegativeFloat  # gradient reduction, norm, clipping and weight update
-    encoder_ms: NonNegativeFloat = written_unless(0.0)
-    """Forward and backward of data-parallel encoders, with recomputation."""
-    exchange_ms: NonNegativeFloat = written_unless(0.0)
-    """Exchange of their features and gradients, and waits for slower ranks."""
+    encoder_ms: NonNegativeFloat = written_unless(0.0)  # data-parallel encoders' passes
+    exchange_ms: NonNegativeFloat = written_unless(0.0)  # of encoders, with waits for ranks
     ranks_ms: tuple[NonNegativeFloat, ...] = written_unless(())
     """Forward plus backward of each data-parallel rank, in steps with `PassTimes`, if several."""
     peak_gib: NonNegativeFloat
     """Peak memory, max over ranks. CUDA: allocated since the last record; CPU: resident set."""
     reserved_gib: NonNegativeFloat = 0.0
     """CUDA memory reserved since then, max over ranks; far above `peak_gib` means fragmentation."""
-    allocation_retries: NonNegativeInt = 0
-    """CUDA allocation retries since then, max over ranks. Each stalls the device. CPU: 0."""
+    allocation_retries: NonNegativeInt = 0  # on CUDA since then, max over ranks; each stalls
 
 
 class ExpertBalance(Frozen):
     """Expert load of a whole step relative to the mean, 1 if even; means over layers."""
 
     fullest_expert: NonNegativeFloat  # tokens of the fullest expert over the mean
-    fullest_rank: NonNegativeFloat
-    """Tokens of the fullest expert-parallel rank over the mean; planned as `imbalance`."""
+    fullest_rank: NonNegativeFloat  # same for expert-parallel ranks; planned as `imbalance`
 
 
 class PassTimes(Frozen):
     """Times of a data-parallel rank's passes in a step, for refitting. Ranks take turns."""
 
     dp_rank: NonNegativeInt
-    forward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
-    """Time per part and slot, mean over tensor-parallel ranks. [parts][micro-batches]"""
+    forward_ms: tuple[tuple[NonNegativeFloat, ...], ...]  # [parts][slots], tensor-parallel mean
     backward_ms: tuple[tuple[NonNegativeFloat, ...], ...]  # includes recomputation
 
 
@@ -105,8 +96,7 @@ class StepRecord(Frozen):
     """First 16 digits of the SHA-256 of the ascending sample numbers, independent of packs and
     ranks. Empty in earlier logs."""
     step_ms: NonNegativeFloat
-    between_ms: NonNegativeFloat = 0.0
-    """Logging, checkpoints and validation since the last step, on the writing rank."""
+    between_ms: NonNegativeFloat = 0.0  # logging, checkpoints and validation since the last step
     mfu: NonNegativeFloat = 0.0  # model FLOPs utilization
     skipped: bool = False  # whether the update was skipped: non-finite loss or gradient
     spike: bool = False  # whether the loss is far above earlier steps'
@@ -115,8 +105,7 @@ class StepRecord(Frozen):
     grad_norm: _MaybeDiverged
     experts: ExpertBalance | None = written_unless(None)  # expert load, or None without experts
     stages: tuple[StageRecord, ...]
-    passes: PassTimes | None = written_unless(None)
-    """Times of single passes, or None in most steps (`is_timed`)."""
+    passes: PassTimes | None = written_unless(None)  # or None in most steps (`is_timed`)
 
 
 class ValidationRecord(Frozen):

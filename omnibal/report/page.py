@@ -54,8 +54,7 @@ class ReportInput:
 
     plan: Plan
     job: JobSpec
-    data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths: mock at the caps for shapes only, or None."""
+    data: tuple[ScheduledPacks, Lengths] | None  # mock at the caps for shapes only, or None
     replay: ReplaySummary | None
     fake_stages: tuple[FakeStage, ...]  # stages replayed on fake devices so far
     records: list[StepRecord]

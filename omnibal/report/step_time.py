@@ -55,8 +55,7 @@ class StepTime:
     """A step's time by source, and its causes: needed work first, then by falling time."""
 
     step_ms: Mapping[str, float]
-    expected_ms: float | None
-    """Predicted time of the replayed or measured steps, or None without prediction."""
+    expected_ms: float | None  # predicted for the replayed or measured steps, or None
     causes: tuple[Cause, ...]
 
     @property

@@ -43,8 +43,7 @@ class StepFigures:
     """A step from one source: predicted, replayed or measured."""
 
     bubble_fraction: float  # idle share of the step, mean over stages
-    samples_per_second_per_gpu: float | None
-    """Throughput including slow steps and gaps between steps, or None if unknown."""
+    samples_per_second_per_gpu: float | None  # including slow steps and gaps, or None
     stages: tuple[StageTime, ...]  # times of every stage, or empty for a prediction without steps
     wait_fractions: tuple[float, ...]
 
@@ -61,10 +60,8 @@ class RunSummary(StepFigures):
     spikes: int
     replaced_samples: int
     allocation_retries: int  # allocation retries, max over ranks, summed over steps
-    is_on_cpu: bool
-    """Whether `peak_gib` is the memory of processes, with Python and torch, not of devices."""
-    slow_ranks: tuple[SlowRank, ...] = ()
-    """Ranks at least `MIN_SLOWNESS` times as slow as their stage's median rank."""
+    is_on_cpu: bool  # whether `peak_gib` is of processes, with Python and torch, not of devices
+    slow_ranks: tuple[SlowRank, ...] = ()  # at least `MIN_SLOWNESS` times their stage's median
 
     def incidents(self) -> dict[str, int]:
         """Return counts of incidents that happened, by name."""

@@ -54,11 +54,9 @@ class Table:
 
     title: str
     columns: Sequence[Column]
-    sections: Sequence[Sequence[TableRow]]
-    """Rows per section. A terminal draws a rule between sections."""
+    sections: Sequence[Sequence[TableRow]]  # a terminal draws a rule between sections
     caption: str = ""
-    keys: int = 1
-    """Leading columns to repeat if a terminal is too narrow for all columns side by side."""
+    keys: int = 1  # leading columns to repeat if a terminal is too narrow for all columns
 
     @classmethod
     def of_rows(

@@ -28,8 +28,7 @@ from omnibal.search.strategy import FreeSizes
 class Replanned:
     result: PlanResult
     fit: RunFit | None  # costs fitted on the run, or None without a run
-    before_ms: float | None
-    """Predicted step time of the earlier plan with fitted costs. None if sizes changed."""
+    before_ms: float | None  # of the earlier plan with fitted costs, None if sizes changed
 
     @property
     def plan(self) -> Plan:

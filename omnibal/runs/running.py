@@ -50,8 +50,7 @@ class RunStep:
     reads: tuple[Path, ...] = ()
     media: tuple[Path, ...] = ()  # folders whose images, recordings, videos and shards are inputs
     makes: Path | None = None  # none for a check, which is run every time
-    last_step: int | None = None
-    """Last step of a training; other commands are complete when their result exists."""
+    last_step: int | None = None  # of a training; other steps are complete if `makes` exists
 
     @property
     def text(self) -> str:
