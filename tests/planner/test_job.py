@@ -34,11 +34,11 @@ MEASURED = CostSource(PROFILE)
     [
         ({"parallel": Parallel(pipeline=100)}, "every stage must hold a layer"),
         ({"parallel": Parallel(tensor=64, pipeline=1)}, "devices of a node"),
-        ({"cost_source": CostSource(example_profile())}, "are not those of internvl-digits"),
+        ({"cost_source": CostSource(example_profile())}, "with other sizes than internvl-digits"),
         ({"cost_source": MEASURED, "precision": "bf16"}, "profile was measured in fp32"),
         (
             {"cost_source": MEASURED, "parallel": Parallel(tensor=2, pipeline=1)},
-            "tensor parallel size 1 but the plan has 2",
+            "tensor size 1 but the plan has 2",
         ),
         ({"frozen": ("vision", "projector", "language")}, "leave one to train"),
         ({"frozen": ("vision", "vision")}, "at most once"),

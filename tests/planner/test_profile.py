@@ -75,7 +75,7 @@ def test_experts_that_ranks_share_out_cost_what_is_counted_besides(changes):
                 assert features @ getattr(found, name).T == pytest.approx(expected, rel=1e-3)
             assert bool(found.collective_ms.any()) == (sizes.expert > 1)
     more = model_with(EXPERTS.model_copy(update={"experts": 16}))
-    with pytest.raises(UserError, match="sizes are not those"):
+    with pytest.raises(UserError, match="with other sizes than"):
         costs(profile, shared_out, more)
 
 
@@ -149,9 +149,9 @@ def test_experts_are_dispatched_at_the_measured_rate_of_an_all_to_all():
 @pytest.mark.parametrize(
     ("changed", "parallel", "message"),
     [
-        ({"model_sha256": "0"}, PARALLEL, "sizes are not those of internvl-digits"),
+        ({"model_sha256": "0"}, PARALLEL, "with other sizes than internvl-digits"),
         ({"precision": "bf16"}, PARALLEL, "measured in bf16 but the plan is for fp32"),
-        ({}, Parallel(tensor=2, pipeline=2), "tensor parallel size 1 but the plan has 2"),
+        ({}, Parallel(tensor=2, pipeline=2), "tensor size 1 but the plan has 2"),
         ({}, Parallel(tensor=2, pipeline=2), "plan with --tp 1 or without --profile"),
         ({"measurements": measured().measurements[:-5]}, PARALLEL, "no measurement of head"),
     ],
