@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# What a change must pass before it is sent, and what CI runs: lint, format, types, all tests, and
-# exports read by the trainers they are for.
+# All checks of a change, as in CI: lint, format, types, all tests, and exports in their trainers.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 python -m ruff check .

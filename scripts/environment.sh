@@ -1,9 +1,9 @@
-# Sourced by the other scripts: makes .venv with the project in it, once, and activates it.
-# Installs again when setup.py or constraints.txt is newer than the last installation.
+# Sourced by other scripts: makes .venv with the project, and activates it. Installs again if
+# setup.py or constraints.txt is newer than the last installation.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-# End the script that sources this with one line; whoever sources it by hand keeps the shell.
+# End the sourcing script with one line; a shell that sources this by hand stays open.
 refuse() {
     echo "error: $*" >&2
     return 2
@@ -11,7 +11,7 @@ refuse() {
 
 # Make .venv with this Python.
 install() {
-    # torch first: with it in place no other requirement brings another build.
+    # torch first, so that no other requirement installs another build.
     "$1" -m venv .venv &&
         .venv/bin/python -m pip install --quiet --constraint constraints.txt torch &&
         .venv/bin/python -m pip install --quiet --constraint constraints.txt \
@@ -33,7 +33,7 @@ if [[ ! -e $installed || setup.py -nt $installed || constraints.txt -nt $install
     fi
     echo "installing into .venv (about a minute, once)"
     if ! install "$python"; then
-        refuse "the installation into .venv failed, for the reason above; mend that (pip needs a" \
+        refuse "the installation into .venv failed, for the reason above; fix that (pip needs a" \
             "package index, and the module venv), and start again"
         return 2
     fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make the folder that a GPU without a network needs: scripts/gpu_bundle.sh FOLDER [PYTHON]
-# It has the packages of scripts/gpu_proof.sh for that version of Python (3.12) on x86-64, without
-# torch and without files that the proof does not import, and digits to train on.
+# Make a folder for a GPU machine without a network: scripts/gpu_bundle.sh FOLDER [PYTHON]
+# It has the packages of scripts/gpu_proof.sh for this version of Python (3.12) on x86-64, without
+# torch and files that the proof does not import, and digits to train on.
 set -euo pipefail
 if [[ $# -lt 1 || $# -gt 2 ]]; then
     echo "usage: $0 FOLDER [PYTHON]" >&2
@@ -22,11 +22,11 @@ fetch=(python -m pip download --quiet --dest "$bundle/wheels" --constraint const
 for tag in 2014 _2_17 _2_24 _2_27 _2_28; do
     fetch+=(--platform "manylinux${tag}_x86_64")
 done
-# With its needs megatron-core would bring torch.
+# --no-deps: megatron-core requires torch.
 "${fetch[@]}" "${packages[@]}" && "${fetch[@]}" --no-deps megatron-core ||
-    refuse "pip found no wheels for Python ${2:-3.12}, for the reason above; mend that, and start again"
+    refuse "pip found no wheels for Python ${2:-3.12}, for the reason above; fix that, and start again"
 
-# By these tokenizers loads from a hub.
+# tokenizers needs these only to load from a hub.
 rm -f "$bundle"/wheels/{huggingface_hub,hf_xet,httpx2,httpcore2,anyio,h11,idna,truststore}-*
 for wheel in "$bundle"/wheels/*.whl; do
     python -m zipfile -e "$wheel" "$bundle/packages"

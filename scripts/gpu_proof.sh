@@ -3,8 +3,8 @@
 #   scripts/gpu_proof.sh OUT                  writes OUT/card.md and OUT/card.json
 #   scripts/gpu_proof.sh OUT --fake-device    the same parts without a GPU, in five minutes
 #   WHEELS=FOLDER scripts/gpu_proof.sh OUT    with the folder of `make gpu-bundle`
-# Takes .venv if it is there, else the active Python (PYTHON, or python3) if it has torch, with the
-# packages in WHEELS before its own. Only without both is .venv made.
+# Uses .venv if it exists, else the active Python (PYTHON, or python3) if it has torch, with the
+# packages in WHEELS before its own, else makes .venv.
 set -euo pipefail
 if [[ -n ${WHEELS:-} ]] && ! WHEELS=$(cd "$WHEELS" 2>/dev/null && pwd); then
     echo "error: WHEELS is no folder that can be read; give that of \`make gpu-bundle\`" >&2
@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3} packages=
 if [[ ! -e .venv/installed ]] && "$python" -c 'import torch' 2>/dev/null; then
     if [[ -n ${WHEELS:-} ]]; then
-        # Unpacked without pip, which such a Python may lack, and without torch, which must stay.
+        # Unpacked, as such a Python may lack pip, and its torch must stay.
         packages=$PWD/work/gpu_proof_packages
         rm -rf "$packages"
         for file in "$WHEELS"/packages.tar.xz "$WHEELS"/*.whl; do
@@ -26,7 +26,7 @@ if [[ ! -e .venv/installed ]] && "$python" -c 'import torch' 2>/dev/null; then
             *) "$python" -m tarfile --filter data -e "$file" "$packages" ;;
             esac
         done
-        # Its torch goes with the numpy that is there.
+        # Its torch was built for its own numpy.
         if "$python" -c 'import sys, numpy; sys.exit(numpy.__version__ < "2")' 2>/dev/null; then
             rm -rf "$packages"/numpy "$packages"/numpy[.-]*
         fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a trained and examined model on two CPU cores: makes .venv and the sample data,
-# then plans, trains, evaluates and reports with the commands that a real job uses, printing each
-# before it runs. What an earlier run finished is kept; a training that was stopped goes on.
-#   scripts/quickstart.sh [SEED]: trains a run of another seed, on the same plan
+# Train and evaluate a small InternVL on two CPU cores: makes .venv and the sample data, then plans,
+# trains, evaluates and reports with the commands of a real job, printing each. Finished steps are
+# kept; a stopped training resumes.
+#   scripts/quickstart.sh [SEED]: train with another seed, on the same plan
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 [[ ${1:-0} =~ ^[0-9]+$ ]] || refuse "$1: a seed must be a whole number; give one, or none"

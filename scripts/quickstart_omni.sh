@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to a model that reads digits and hears them, trained and examined on two CPU cores:
-# makes .venv and digits that are shown, said by eSpeak NG, or both, then plans, trains and asks about
-# held-out scans and voices, printing each command before it runs it. What an earlier run finished is
-# kept; a training that was stopped goes on.
+# Train and evaluate a model of images and recordings on two CPU cores: makes .venv and digits shown,
+# spoken by eSpeak NG, or both, then plans, trains and evaluates on held-out scans and voices, printing
+# each command. Finished steps are kept; a stopped training resumes.
 #   scripts/quickstart_omni.sh [pipeline|data-parallel]: where encoders run (default: pipeline)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a small Qwen3-VL, trained and examined on two CPU cores: makes .venv, scanned digits
-# in images of many sizes and a tokenizer with Qwen's chat template, then plans, trains, asks about
-# held-out scans, exports for Transformers and trains adapters on what was exported, printing each
-# command before it runs it. What an earlier run finished is kept; a training that was stopped goes on.
+# Train and evaluate a small Qwen3-VL on two CPU cores: makes .venv, scanned digits in images of many
+# sizes and a tokenizer with Qwen's chat template, then plans, trains, evaluates on held-out scans,
+# exports for Transformers and trains adapters on the export, printing each command. Finished steps
+# are kept; a stopped training resumes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

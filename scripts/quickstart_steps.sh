@@ -1,12 +1,11 @@
-# Sourced by the quickstarts: how they run on two CPU cores, how they run a step once, and the steps
-# that all of them have. Those take $work, $tokenizer, $caps, $plan and $run.
+# Sourced by the quickstarts: settings for two CPU cores, and their common steps, which use $work,
+# $tokenizer, $caps, $plan and $run.
 data=$work/digits
 mkdir -p "$work"
 
-# A GPU, if there is one, could not hold two processes' devices: this is a job for the CPU.
+# On the CPU: two processes need two devices.
 export CUDA_VISIBLE_DEVICES=
-# Two processes share two cores: one thread each. The loader process of each takes what cores they
-# leave while they wait.
+# Two processes share two cores: one thread each. Their loader processes run while they wait.
 export OMP_NUM_THREADS=1
 
 # Print a command and run it.
@@ -15,7 +14,7 @@ show() {
     "$@"
 }
 
-# The same, unless what it makes is there.
+# make PRODUCT COMMAND...: print and run a command unless its product exists.
 make() {
     local product=$1
     shift
@@ -26,8 +25,7 @@ make() {
     show "$@"
 }
 
-# scan_and_plan MODEL REPETITIONS [OPTION]...: scan the data, profile the model, and plan it with more
-# options.
+# scan_and_plan MODEL REPETITIONS [OPTION]...: scan the data, profile the model, and plan with OPTIONs.
 scan_and_plan() {
     make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model "$1" \
         --tokenizer-model "$tokenizer" -o $work/lengths.parquet
@@ -39,8 +37,7 @@ scan_and_plan() {
         --micro-batches 3 --epochs 3 "${@:3}" -o "$plan"
 }
 
-# train_and_evaluate MAX_NEW_TOKENS [OPTION]...: check the plan, train it with more options, and ask
-# the held-out questions.
+# train_and_evaluate MAX_NEW_TOKENS [OPTION]...: check the plan, train with OPTIONs, and evaluate.
 train_and_evaluate() {
     local resume=() launch
     show omnibal check "$plan"

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Exported plans read by the trainers they are for, in an environment of its own. Arguments go to
-# pytest.
+# Tests of exported plans in their trainers, in a separate environment. Arguments are pytest's.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/trainers_environment.sh"
-# ms-swift and datasets keep what they have read, by the name of its file.
+# ms-swift and datasets cache files by name.
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT
 export HF_HOME=$cache MODELSCOPE_CACHE=$cache HF_HUB_OFFLINE=1

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One node of 8 GPUs. Plan first, for as many ranks (here 8 stages):
+# Train on one node of 8 GPUs. Plan first, for 8 ranks (here 8 stages):
 #   omnibal plan --model internvl-chat-1.5-6b-20b --cluster h100-80g --pp 8 \
 #       --lengths lengths.parquet --max-tiles 15 --max-tokens 4608 --micro-batches 32 -o plan
-# Run again with the same RUN, it goes on from the newest checkpoint. To stop it: train_nodes.sh.
+# The same RUN resumes from its newest checkpoint. To stop it: train_nodes.sh.
 set -euo pipefail
 if [[ $# -lt 4 ]]; then
     echo "usage: $0 PLAN META.json TOKENIZER.model RUN [pretrain_vlm.py options]" >&2

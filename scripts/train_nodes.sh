@@ -1,24 +1,21 @@
 #!/usr/bin/env bash
-# One or more nodes without a scheduler, by torchrun. The plan's tensor x pipeline x data must be
-# GPUs per node x NODES. Run it on every node, with the same arguments but for NODE_RANK (0 to
-# NODES - 1), within ten minutes; RUN is a directory that all nodes share. MASTER is the name or
-# address of node 0, by which the others reach it:
+# Train on nodes without a scheduler, by torchrun. The plan's tensor x pipeline x data must be GPUs per
+# node x NODES. Run it on every node within ten minutes, with the same arguments except NODE_RANK (0
+# to NODES - 1). RUN is a shared directory, and MASTER the name or address of node 0:
 #   scripts/train_nodes.sh 4 0 node-a PLAN META.json TOKENIZER.model RUN [options]   # on node-a
 #   scripts/train_nodes.sh 4 1 node-a PLAN META.json TOKENIZER.model RUN [options]   # on node-b
-# Run again with the same RUN, it goes on from the newest checkpoint.
+# The same RUN resumes from its newest checkpoint.
 #
-# NODES may be MIN:MAX: training begins with the nodes that have come, at least MIN, is planned for
-# them (pretrain_vlm.py --elastic), and goes on from the newest checkpoint with those that are left
-# when one fails, or with one more when it comes. NODE_RANK then is 0 on MASTER, which must stay, and
-# anything else elsewhere.
+# With NODES as MIN:MAX, training starts with at least MIN nodes and plans for them (pretrain_vlm.py
+# --elastic); when a node fails or joins, it resumes from the newest checkpoint with the present
+# nodes. NODE_RANK is then 0 on MASTER, which must stay, and any other number elsewhere.
 #
-# From the environment: GPUS_PER_NODE (8), MASTER_PORT (29500), and torchrun's own PET_* (for
-# example PET_NUMA_BINDING=node binds each rank to the cores near its GPU; it needs numactl).
+# Environment: GPUS_PER_NODE (8), MASTER_PORT (29500), and torchrun's PET_* (PET_NUMA_BINDING=node
+# binds each rank to the cores near its GPU, with numactl).
 #
-# SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to any node's torchrun saves a checkpoint on all nodes and
-# ends: torchrun passes it on, waits ten minutes for its ranks, and exits with 1 though they have
-# exited with 0.
-# SIGTERM to a rank itself does the same, and torchrun exits with 0. A failed run exits with 1.
+# SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to any node's torchrun saves a checkpoint on all nodes and ends:
+# torchrun forwards it, waits ten minutes for its ranks, and exits with 1 although they exit with 0.
+# After SIGTERM to a rank torchrun exits with 0. A failed run exits with 1.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/job.sh
@@ -38,7 +35,7 @@ fi
 
 where=(--standalone)
 if [[ $nodes == *:* ]]; then
-    # As many restarts as a long run may have faults; each goes on from the newest checkpoint.
+    # More restarts than a long run has faults; each resumes from the newest checkpoint.
     where=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-id omnibal
         --rdzv-endpoint "$master:${MASTER_PORT:-29500}" --max-restarts 100)
     [[ $node_rank -ne 0 ]] || where+=(--rdzv-conf is_host=true)
@@ -47,8 +44,8 @@ elif [[ $nodes -gt 1 ]]; then
     where=(--nnodes "$nodes" --node-rank "$node_rank" --master-addr "$master"
         --master-port "${MASTER_PORT:-29500}")
 fi
-# A checkpoint may take longer than torchrun's 30 s. torchrun before 2.12 has no option for it, and
-# would end at one that it does not know.
+# A checkpoint may take longer than torchrun's 30 s. A variable, since torchrun before 2.12 refuses
+# the option.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
 exec torchrun "${where[@]}" --nproc-per-node "$gpus" \

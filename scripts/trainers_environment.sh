@@ -1,10 +1,9 @@
-# Sourced by the other scripts: makes .venv-trainers, once, with other trainers in it.
-# They find torch, numpy, transformers and megatron-core in .venv, which it takes along: pip would
-# bring builds of its own. Installs again when trainers.txt or .venv is newer.
+# Sourced by other scripts: makes .venv-trainers with other trainers, on top of .venv for torch, numpy,
+# transformers and megatron-core, as pip would install other builds. Installs again if trainers.txt
+# or .venv is newer.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" || return
 
-# Make .venv-trainers beside .venv.
 install_trainers() {
     rm -rf .venv-trainers &&
         .venv/bin/python -m venv .venv-trainers &&
@@ -20,7 +19,7 @@ if [[ ! -e $trainers_installed || trainers.txt -nt $trainers_installed ||
     .venv/installed -nt $trainers_installed ]]; then
     echo "installing other trainers into .venv-trainers (about a minute, once)"
     if ! install_trainers; then
-        refuse "the installation into .venv-trainers failed, for the reason above; mend that, and" \
+        refuse "the installation into .venv-trainers failed, for the reason above; fix that, and" \
             "start again"
         return 2
     fi

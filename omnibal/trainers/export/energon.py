@@ -79,7 +79,7 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
     ranks = given.plan.parallel.data
     lines = loader_order(len(order), ranks, given.workers)
     datasets = _find_datasets(annotations, numbers)
-    described = {"ranks": ranks, "workers": max(given.workers, 1), "lines": len(lines)}
+    counts = {"ranks": ranks, "workers": max(given.workers, 1), "lines": len(lines)}
     meta = {
         "__module__": "megatron.energon",
         "__class__": "MetadatasetV2",
@@ -102,7 +102,7 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
     files: dict[str, Writer] = {
         "packs.jsonl": write_packs,
         "packs.jsonl.idx": _write_offsets,
-        "packs.json": json_file(described),
+        "packs.json": json_file(counts),
         "meta.yaml": json_file(meta),  # JSON is YAML
         _MODULE: script_file(_MODULE),
     }
@@ -118,9 +118,8 @@ def _find_datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, s
     sources, first = np.unique(annotations.source[numbers], return_index=True)
     for source, index in zip(sources.tolist(), numbers[first].tolist(), strict=True):
         if annotations.read_stored(index).in_shard:
-            datasets[f"{_SHARDED_DATASET}{source}"] = str(
-                _find_prepared_folder(annotations, source)
-            )
+            folder = _find_prepared_folder(annotations, source)
+            datasets[f"{_SHARDED_DATASET}{source}"] = str(folder)
         else:
             datasets[_MADE_DATASET] = _MADE_DATASET
     return datasets
@@ -170,8 +169,8 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
         return
     if given.annotations is None:
         yield (
-            "Without --data no packs are written for Energon; order.parquet says which samples "
-            "make them, and in which order."
+            "Without --data no packs are written for Energon; order.parquet has their samples, in "
+            "order."
         )
         return
     yield (
@@ -186,7 +185,7 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
     if f"{ENERGON_FOLDER}/samples.jsonl" not in files:
         yield (
             "Samples are read by key from your shards, in the plan's order: keep them on a disk "
-            "that is fast at random reads."
+            "with fast random reads."
         )
         return
     yield (

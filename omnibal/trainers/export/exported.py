@@ -56,7 +56,7 @@ class ExportInput:
     def longest_pack(self) -> int:
         """Tokens of the longest pack."""
         if self.order is None:
-            assert self.plan.shapes is not None  # as an export is of a plan with either
+            assert self.plan.shapes is not None  # a plan has samples or shapes
             return self.plan.shapes.caps["tokens"]
         return int(self.order.packs.sums(self.lengths.tokens).max())
 
@@ -102,6 +102,6 @@ def array_file(array: np.ndarray) -> Writer:
 
 
 def script_file(name: str) -> Writer:
-    """Copy a script of this package; it runs with the trainer and does not import omnibal."""
+    """Return a writer of a script that runs with the trainer, without importing omnibal."""
     script = files("omnibal.trainers.export").joinpath("scripts", name)
     return text_file(script.read_text(encoding="utf-8"))

@@ -50,11 +50,11 @@ def read_launch(
     Variables in `given`, `launcher` and `gpus` override the text's. `line_number` selects one of
     several launch lines of a script.
     """
-    command = _launch_command(read_script(text, given), line_number)
+    command = _find_launch(read_script(text, given), line_number)
     flags, environment = read_flags(command.words), command.environment
     by_name = {canonical(name): value for name, value in flags.items()}
     _check_values_known(by_name)
-    launcher = launcher or _launcher_of(command.words, flags, by_name)
+    launcher = launcher or _infer_launcher(command.words, flags, by_name)
     settings = {**DEFAULTS.get(launcher, {}), **by_name}
     # Processes per node, if given, times nodes (default 1).
     a_node = _read_device_count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
@@ -64,7 +64,7 @@ def read_launch(
         launched_gpus = _read_device_count(by_name["num-gpus"])
     return Launch.model_validate(
         {
-            **_fields(settings),
+            **_read_fields(settings),
             "launcher": launcher,
             "flags": {name: value and show_unknown(value) for name, value in flags.items()},
             "gpus": gpus or launched_gpus,
@@ -74,8 +74,8 @@ def read_launch(
     )
 
 
-def _launch_command(commands: Sequence[ScriptCommand], line_number: int | None) -> ScriptCommand:
-    """Return the script's only command with Megatron flags."""
+def _find_launch(commands: Sequence[ScriptCommand], line_number: int | None) -> ScriptCommand:
+    """Return the script's only launch line, or that of `line_number`."""
     for command in commands[1:]:
         if re.match(r"--?[A-Za-z]", command.words[0]):
             raise UserError(
@@ -132,7 +132,7 @@ def _check_values_known(by_name: Mapping[str, str | None]) -> None:
         )
 
 
-def _launcher_of(
+def _infer_launcher(
     words: Sequence[str], flags: Mapping[str, str | None], by_name: Mapping[str, str | None]
 ) -> Launcher:
     """Return the trainer by the program, else by the style of flags."""
@@ -165,7 +165,7 @@ def _read_device_count(text: str | None) -> int | None:
     return count if count is not None and 1 <= count <= MAX_DEVICES else None
 
 
-def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
+def _read_fields(settings: Mapping[str, str | None]) -> dict[str, object]:
     """Return the fields of `Launch` that flags set."""
     given = {name: text for name, text in settings.items() if not is_nothing(text)}
     fields: dict[str, object] = {}

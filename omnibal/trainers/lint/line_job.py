@@ -93,7 +93,8 @@ def make_line_job(
     _check_predictable(line)
     launch, is_bridge = line.launch, line.launch.launcher is Launcher.MEGATRON_BRIDGE
     length, micro_batch = launch.sequence_length or 1, launch.micro_batch or 1
-    packed = max(length // min(sample_tokens or length, length), 1)  # mock samples per pack
+    pack_samples = max(length // min(sample_tokens or length, length), 1)  # if mock
+    sample_tokens = length // pack_samples
     precision, fp8 = precision_of(line)
     trainers = {**TRAINERS, Launcher.LOONGFORGE: LOONGFORGE_TRAINER}
     trainer = trainers.get(launch.launcher) or TARGETS[TargetName(launch.launcher.value)]
@@ -108,20 +109,21 @@ def make_line_job(
     job = JobSpec(
         model=trained,
         cluster=cluster,
-        parallel=_parallel(line, model),
+        parallel=_parallel_sizes(line, model),
         precision=precision,
-        frozen=_frozen(line, model),
+        frozen=_frozen_parts(line, model),
         adapters=adapters_of_line(line, model),
         trainer=trainer.model_copy(
             update={
-                "runtime": _runtime_on(line, samples, runtime_of(line, fp8), length // packed),
+                "runtime": _set_sample_tokens(line, samples, runtime_of(line, fp8), sample_tokens),
                 "shardings": tuple(WeightSharding),
                 "tensor_across_nodes": True,
             }
         ),
     )
-    caps = _caps(line, job.model, samples, image_share, packed)
-    levels, packs, lengths = _make_micro_batches(line, job, samples, caps, packed * micro_batch)
+    caps = _sample_caps(line, job.model, samples, image_share, pack_samples)
+    size = pack_samples * micro_batch
+    levels, packs, lengths = _make_micro_batches(line, job, samples, caps, size)
     layers = layers_by_chunk(line)
     if (held := sum(map(sum, layers))) != model.language.layers:
         raise UserError(
@@ -129,7 +131,6 @@ def make_line_job(
             "divide them, or a layout"
         )
     parts, schedule = _chunk_parts(line, job.model, layers)
-    simulated = schedule.chunks > 1
     return LineJob(
         line=line,
         job=job,
@@ -149,13 +150,13 @@ def make_line_job(
             has_images=any(column.any() for column in lengths.items.values()),
         ),
         notes=(
-            *notes_on(line, model, chunks_are_simulated=simulated),
+            *notes_on(line, model, chunks_are_simulated=schedule.chunks > 1),
             *_notes_on_job(line, samples, job),
         ),
     )
 
 
-def _runtime_on(
+def _set_sample_tokens(
     line: LaunchLine, samples: Lengths | None, runtime: RuntimeOptions, sample_tokens: int
 ) -> RuntimeOptions:
     """Return options with the length of samples, for attention kernels and the ring exchange."""
@@ -269,7 +270,7 @@ def _check_predictable(line: LaunchLine) -> None:
         raise UserError(f"the line does not set {words(missing)}: give them")
 
 
-def _frozen(line: LaunchLine, model: ModelConfig) -> tuple[str, ...]:
+def _frozen_parts(line: LaunchLine, model: ModelConfig) -> tuple[str, ...]:
     parts = model_parts(model)  # adapters freeze all parts but the language model
     if is_adapter(line):
         return tuple(part for part in parts if part != LANGUAGE)
@@ -282,7 +283,7 @@ def _frozen(line: LaunchLine, model: ModelConfig) -> tuple[str, ...]:
     return tuple(part for part in parts if flag_part(part) in line.launch.frozen)
 
 
-def _parallel(line: LaunchLine, model: ModelConfig) -> Parallel:
+def _parallel_sizes(line: LaunchLine, model: ModelConfig) -> Parallel:
     launch = line.launch
     assert line.data is not None
     data, tensor = line.data * launch.context, launch.tensor  # CP ranks count as DP in a plan
@@ -304,8 +305,12 @@ def _parallel(line: LaunchLine, model: ModelConfig) -> Parallel:
     )
 
 
-def _caps(
-    line: LaunchLine, model: ModelConfig, samples: Lengths | None, image_share: float, packed: int
+def _sample_caps(
+    line: LaunchLine,
+    model: ModelConfig,
+    samples: Lengths | None,
+    image_share: float,
+    pack_samples: int,
 ) -> Caps:
     """Return caps of a mock sample, or of a dataset's micro-batch."""
     launch = line.launch
@@ -323,7 +328,7 @@ def _caps(
         raise UserError(
             f"{model.name} takes {words(others)}, and mock samples have none; give --lengths"
         )
-    return Caps.of(**shape_caps(model, {"tokens": tokens // packed}, image_share))
+    return Caps.of(**shape_caps(model, {"tokens": tokens // pack_samples}, image_share))
 
 
 def _make_micro_batches(

@@ -18,8 +18,9 @@ def cuts_samples(line: LaunchLine) -> bool:
 
 def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool) -> Iterator[str]:
     """Yield notes on flags approximated or not counted."""
+    launch = line.launch
     if line.expert_tensor > 1 and expert_counts(model):
-        ranks = line.launch.expert * line.expert_tensor
+        ranks = launch.expert * line.expert_tensor
         yield (
             f"expert tensor size {line.expert_tensor} is predicted as 1 with {ranks} "
             "expert-parallel ranks, which hold as many bytes"
@@ -29,35 +30,27 @@ def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool
             f"{line.virtual} chunks a stage are predicted as one, by 1F1B: interleaving has less "
             "idle time and more activations"
         )
-    elif line.virtual is not None and line.chunk_group != line.launch.pipeline:
+    elif line.virtual is not None and line.chunk_group != launch.pipeline:
         yield (
             f"groups of {line.chunk_group} micro-batches are predicted as groups of "
-            f"{line.launch.pipeline}, the number of stages: larger groups keep more activations"
+            f"{launch.pipeline}, the number of stages: larger groups keep more activations"
         )
-    yield from _notes_on_recompute(line)
-    yield from _notes_on_sizes(line)
-    yield from notes_on_precision(line)
-    yield from _notes_on_state(line)
-
-
-def _notes_on_recompute(line: LaunchLine) -> Iterator[str]:
-    launch = line.launch
-    if launch.recompute != "full":
-        return
-    unit = launch.recompute_layers or 1
-    if launch.recompute_method == "uniform" and unit > 1:
+    is_full, unit = launch.recompute == "full", launch.recompute_layers or 1
+    if is_full and launch.recompute_method == "uniform" and unit > 1:
         yield (
             f"uniform recomputation in units of {unit} layers keeps an input per unit; the "
             "prediction keeps one per layer, somewhat more memory"
         )
-    if launch.launcher is Launcher.LOONGFORGE:
+    if is_full and launch.launcher is Launcher.LOONGFORGE:
         yield (
             "LoongForge's numbers of recomputed layers are assumed to hold for encoders too, as "
             "its scripts suggest"
         )
+    yield from _notes_on_ranks(line)
 
 
-def _notes_on_sizes(line: LaunchLine) -> Iterator[str]:
+def _notes_on_ranks(line: LaunchLine) -> Iterator[str]:
+    """Yield notes on context parallelism, precision, adapters, overlap and offloading."""
     launch = line.launch
     if cuts_samples(line):
         yield (
@@ -75,9 +68,7 @@ def _notes_on_sizes(line: LaunchLine) -> Iterator[str]:
             "the line has neither --bf16 nor --fp16: it is predicted in bf16, and Megatron trains "
             "it in fp32"
         )
-
-
-def _notes_on_state(line: LaunchLine) -> Iterator[str]:
+    yield from notes_on_precision(line)
     if is_adapter(line):
         yield (
             "the line trains adapters, predicted on linears of the language model, as this "
