@@ -271,7 +271,7 @@ def prepare_digits(work: Path) -> TrainingData:
 
 
 def first_profile(layout: Layout, work: Path) -> Profile:
-    """Return the profile from which plans are made; measure it if missing."""
+    """Return the profile for plans; measure it if missing."""
     path = profile_file(layout, work)
     if not path.exists():
         tiles, tokens, tokens_per_sample = layout.profiled

@@ -300,7 +300,7 @@ class ReplayWorker:
 
 
 class Worker:
-    """A process with an object, whose methods the parent calls."""
+    """Process that serves an object's methods to its parent."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("spawn")

@@ -120,7 +120,7 @@ def make_variant(job: AblationJob, variant: Variant) -> PlanResult:
             rule = SplitRule(method=PartitionMethod.LAYER, recompute=RecomputeRule.FULL)
             return make_plan(_balanced_request(job, rule))
         case Variant.MODEL:
-            # Not from DATA, whose split may exceed the cap although this one fits.
+            # Not from DATA: its split may exceed the cap although this one fits.
             return _search_split(job, make_variant(job, Variant.MEMORY))
         case Variant.MEMORY:
             return make_plan(_balanced_request(job, SplitRule()))
@@ -163,7 +163,7 @@ def deal_in_turn(
 
 
 def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:
-    """Return lengths with every sample as long as the longest of its pack."""
+    """Return lengths with every sample padded to its pack's longest."""
     tokens = np.empty_like(lengths.tokens)
     longest = np.maximum.reduceat(lengths.tokens[packs.samples], packs.offsets[:-1])
     tokens[packs.samples] = np.repeat(longest, np.diff(packs.offsets))
@@ -171,7 +171,7 @@ def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:
 
 
 def recomputing_cost(cost: CostModel) -> CostModel:
-    """Return a cost model in which every layer is recomputed, whatever a plan says."""
+    """Return a cost model with every layer recomputed."""
 
     def recompute(unit: UnitCost) -> UnitCost:
         return replace(

@@ -121,7 +121,7 @@ _TITLES = (
     "peak in",
 )
 _6B_20B = "internvl-chat-1.5-6b-20b"
-# The job whose kernels are printed.
+# Job of the printed kernels.
 COUNTED = RealSizeJob(model=_6B_20B, cluster="h100-80g", sizes=(2, 4, 4), at_caps=True)
 QUICK = (
     RealSizeJob(model="internvl2.5-8b", cluster="a100-80g", sizes=(1, 2, 4)),

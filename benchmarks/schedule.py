@@ -7,9 +7,9 @@ timed until the last stage ends. Losses and gradients of both are compared first
 the ratio ours / stock: the median over steps, its bootstrapped interval, quartiles, the ratio of
 the fastest steps (least disturbed by other programs), and the ratio of CPU time.
 
-Models are the quickstart's, whose time is computing, a thin one with many calls and messages, and
-relays, which compute next to nothing: their time is that of the schedule and its messages. With
-more processes than cores (`--pipeline 4` on two), ratios show saved work, not saved waiting.
+Models: the quickstart's (mostly computation), a thin one (many calls and messages), and relays
+without layers (only schedule and messages). With more processes than cores (`--pipeline 4` on two),
+ratios show saved work, not saved waiting.
 """
 
 import argparse
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def sizes(layers: int, parts: int) -> tuple[Size, ...]:
-    """Return the models, with at least a layer per part."""
+    """Return the models; every part has a layer."""
     layers, few = max(layers, parts // 2), {"layers": max(2, parts // 2)}
     thin = {"hidden_size": 32, "ffn_hidden_size": 32, "heads": 2, **few}
     full = {"layers": layers}

@@ -53,7 +53,7 @@ _LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A training command, and the phases in which it is killed."""
+    """A training command, and phases to kill it in."""
 
     plan: Path
     options: tuple[str, ...]
@@ -200,7 +200,7 @@ class Trial:
         return None
 
     def kill_torchrun(self) -> bool:
-        """Kill torchrun, whose ranks must then end; return False if training ends before."""
+        """Kill torchrun and wait for its ranks to end; return False if training ends before."""
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         before = self.count_logged()
         with self.output.open("a") as out:

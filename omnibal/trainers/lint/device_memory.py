@@ -19,8 +19,8 @@ from omnibal.pipeline.workload import Workload
 _FRAGMENTED_GIB = 0.5
 _CONTEXT_GIB = 0.5  # CUDA context with its kernels
 _PAIR_MIB, _GROUP_MIB = 544, 688  # NCCL buffers per group of two and of more ranks, NVIDIA/nccl#964
-# Copies in Megatron-core's `token_dispatcher.py`, besides the one kept per layer: sorted to ranks,
-# received, sorted to experts; output, sorted back, returned.
+# Copies in Megatron-core's `token_dispatcher.py`, without the kept one: sorted to ranks, received,
+# sorted to experts; output, sorted back, returned.
 _ROUTED_COPIES = 5
 
 

@@ -389,9 +389,9 @@ def _build_stages(
     stages = []
     split = zip(stages_from_cuts(model, cuts), layers, strict=True)
     for place, (stage, counts) in enumerate(split):
-        number = _recompute_number(line, place % line.launch.pipeline)
-        of_language = max(sum(min(number, count) for count in counts), 0)
-        stages.append(recompute_first(stage, of_language, _encoder_number(line, number)))
+        of_chunk, of_encoders = _recompute_numbers(line, place % line.launch.pipeline)
+        of_language = max(sum(min(of_chunk, count) for count in counts), 0)
+        stages.append(recompute_first(stage, of_language, of_encoders))
     return tuple(stages)
 
 
@@ -408,27 +408,22 @@ def _chunk_parts(
     return _build_stages(line, model, layers), ONE_FORWARD_ONE_BACKWARD
 
 
-def _recompute_number(line: LaunchLine, stage: int) -> int:
-    """Return the number of recomputed layers per chunk of a stage."""
-    launch = line.launch
-    if launch.recompute != "full":
-        return 0
-    if launch.recompute_by_stage is not None:
-        return max(0, launch.recompute_by_stage[stage])
-    return (
-        ALL_LAYERS if launch.recompute_method == "uniform" else max(0, launch.recompute_layers or 0)
-    )
-
-
-def _encoder_number(line: LaunchLine, number: int) -> int:
-    """Return the number of an encoder's recomputed layers; `number` is the language model's."""
-    launch = line.launch
+def _recompute_numbers(line: LaunchLine, stage: int) -> tuple[int, int]:
+    """Return recomputed layers of a stage: of the language model per chunk, and of encoders."""
+    launch, number = line.launch, 0
+    if launch.recompute == "full":
+        number = launch.recompute_layers or 0
+        if launch.recompute_by_stage is not None:
+            number = launch.recompute_by_stage[stage]
+        elif launch.recompute_method == "uniform":
+            number = ALL_LAYERS
+    number = max(number, 0)
     if launch.launcher is Launcher.LOONGFORGE:
-        return number  # encoders' configurations have the same fields
+        return number, number  # encoders' configurations have the same fields
     recomputes = launch.recompute_encoders
     if launch.launcher is Launcher.MS_SWIFT and "vit-gradient-checkpointing" not in line.flags:
         recomputes = "vision" not in launch.frozen  # its default, megatron_args.py:856 of 4.6.0
-    return ALL_LAYERS if recomputes else 0
+    return number, ALL_LAYERS if recomputes else 0
 
 
 def recompute_first(stage: Stage, of_language: int, of_encoders: int) -> Stage:

@@ -123,15 +123,20 @@ def _search_fitting(
     line_job: LineJob, schedule: PipelineSchedule, limit_ms: float
 ) -> Costed | None:
     """Return the fastest stages that fit and take at most `limit_ms`, or None."""
-    memory_gib, cap_gib = line_job.job.cluster.memory_gib, line_job.job.memory_cap_gib
+    job, rules = line_job.job, line_job.job.trainer.stages
+    memory_gib, cap_gib = job.cluster.memory_gib, job.memory_cap_gib
+    cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
     # The search limits tensors; memory of the allocator and libraries is only known afterwards.
     for _ in range(_MAX_SEARCHES):
+        task = (cost, job.model, line_job.workload, stages, cap_gib * GIB)
         try:
-            costed = predict_stages(
-                line_job, _search_line_stages(line_job, schedule, cap_gib), schedule
-            )
+            if schedule == ONE_FORWARD_ONE_BACKWARD:
+                parts = search_stages(*task, rules=rules, prove=False).stages
+            else:
+                parts = search_parts(*task, schedule, rules=rules, effort=_EFFORT).stages
         except DoesNotFit:
             return None
+        costed = predict_stages(line_job, parts, schedule)
         if costed.step_ms > limit_ms:
             return None
         if costed.max_device_gib <= memory_gib:
@@ -147,7 +152,7 @@ def _schedules(line_job: LineJob) -> Iterator[PipelineSchedule]:
     line, job = line_job.line, line_job.job
     stages = job.parallel.pipeline
     obstacle = job.trainer.schedule_obstacle("interleaved", stages, line.micro_batches or 0)
-    # The simulated schedule has groups of as many micro-batches as stages.
+    # Interleaving is simulated with groups of `stages` micro-batches.
     if stages == 1 or obstacle is not None or line.chunk_group != stages:
         return
     candidates = PipelineSchedule.candidates({"interleaved"})
@@ -155,18 +160,6 @@ def _schedules(line_job: LineJob) -> Iterator[PipelineSchedule]:
     for schedule in dict.fromkeys(candidates):
         if stages * schedule.chunks <= job.model.language.layers:
             yield schedule
-
-
-def _search_line_stages(
-    line_job: LineJob, schedule: PipelineSchedule, cap_gib: float
-) -> tuple[Stage, ...]:
-    """Return a schedule's fastest parts; raise DoesNotFit if all exceed the cap."""
-    job, rules = line_job.job, line_job.job.trainer.stages
-    cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
-    task = (cost, job.model, line_job.workload, stages, cap_gib * GIB)
-    if schedule == ONE_FORWARD_ONE_BACKWARD:
-        return search_stages(*task, rules=rules, prove=False).stages
-    return search_parts(*task, schedule, rules=rules, effort=_EFFORT).stages
 
 
 def _trainer_layer_flags(
@@ -194,11 +187,17 @@ def least_recompute(line_job: LineJob) -> Costed | None:
 
 def _min_recompute_numbers(line_job: LineJob, encoders: int | None) -> list[int] | None:
     """Return the min number of recomputed layers with which each stage fits, or None. [stages]"""
-    stages, layers = line_job.job.parallel.pipeline, max(p.layer_count for p in line_job.parts)
+    job, schedule = line_job.job, line_job.schedule
+    cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
+    layers = max(part.layer_count for part in line_job.parts)
 
     @cache
-    def fit(number: int) -> list[bool]:
-        return _stages_fit(line_job, _with_numbers(line_job, [number] * stages, encoders))
+    def fit(number: int) -> list[bool]:  # whether each stage fits its device, [stages]
+        parts = _with_numbers(line_job, [number] * stages, encoders)
+        tensors = stage_memories(cost, (parts,), line_job.workload, schedule)
+        merged = line_job.plan_of(parts, schedule).merge_chunks(parts)
+        memories = device_memories(job, line_job.levels, merged, line_job.workload, tensors)
+        return [memory.device_gib <= job.cluster.memory_gib for memory in memories]
 
     def find_number(stage: int) -> int:
         return bisect_left(range(layers), True, key=lambda number: fit(number)[stage])
@@ -211,41 +210,28 @@ def _min_recompute_numbers(line_job: LineJob, encoders: int | None) -> list[int]
 def _with_numbers(
     line_job: LineJob, numbers: Sequence[int], encoders: int | None
 ) -> tuple[Stage, ...]:
-    """Return parts that recompute `numbers` [stages] language layers, and `encoders` of encoders.
+    """Return parts that recompute n language layers per chunk, `numbers` [stages].
 
-    `encoders` None: as many as of the language model.
+    Encoders recompute `encoders` layers, or n if None.
     """
     # Part k is on stage k % stages.
-    of_parts = zip(line_job.parts, [*numbers] * line_job.schedule.chunks, strict=True)
-    return tuple(
-        recompute_first(part, number, number if encoders is None else encoders)
-        for part, number in of_parts
-    )
-
-
-def _stages_fit(line_job: LineJob, parts: Sequence[Stage]) -> list[bool]:
-    """Return whether each stage fits its devices. [stages]"""
-    job, schedule = line_job.job, line_job.schedule
-    cost = job.cost_of_all(line_job.levels)
-    tensors = stage_memories(cost, (parts,), line_job.workload, schedule)
-    stages = line_job.plan_of(parts, schedule).merge_chunks(parts)
-    memories = device_memories(job, line_job.levels, stages, line_job.workload, tensors)
-    return [memory.device_gib <= job.cluster.memory_gib for memory in memories]
+    pairs = zip(line_job.parts, [*numbers] * line_job.schedule.chunks, strict=True)
+    return tuple(recompute_first(part, n, n if encoders is None else encoders) for part, n in pairs)
 
 
 def memory_finding(line_job: LineJob, line: Costed) -> Finding | None:
     """Return a warning if a stage's predicted memory exceeds the device's."""
     cluster, memory = line_job.job.cluster, line.memory
-    of_device = [stage.device_gib for stage in memory]
-    heaviest = int(np.argmax(of_device))
-    if of_device[heaviest] <= cluster.memory_gib:
+    device_gib = [stage.device_gib for stage in memory]
+    heaviest = int(np.argmax(device_gib))
+    if device_gib[heaviest] <= cluster.memory_gib:
         return None
-    over = sum(gib > cluster.memory_gib for gib in of_device)
+    over = sum(gib > cluster.memory_gib for gib in device_gib)
     return Finding(
         rule="memory",
         severity="warning",
         message=(
-            f"stage {heaviest} is predicted to take {of_device[heaviest]:,.1f} GiB, and a device "
+            f"stage {heaviest} is predicted to take {device_gib[heaviest]:,.1f} GiB, and a device "
             f"of {cluster.name} has {cluster.memory_gib:g} GiB: "
             f"{memory[heaviest].allocated_gib:,.1f} of tensors, "
             f"{memory[heaviest].reserved_gib:,.1f} with blocks that torch reserves, the remainder "

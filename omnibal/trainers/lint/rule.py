@@ -8,7 +8,7 @@ from typing import Any
 from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Finding, Launcher, Severity
 from omnibal.trainers.lint.line import LaunchLine
 
-# Versions whose checks the rules repeat.
+# Versions of the checks that rules repeat.
 CORE = "megatron-core 0.16.1"
 BRIDGE = "Megatron-Bridge@003e863"
 SWIFT = "ms-swift 4.6.0"

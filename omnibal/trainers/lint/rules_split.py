@@ -102,7 +102,7 @@ def end_stages_divide_chunks(line: LaunchLine) -> Problems:
 
 
 def _count_middle(line: LaunchLine) -> tuple[int, int]:
-    """Return the layers and stages besides the given ends, or 0 and 0 without."""
+    """Return the layers and stages between the given ends, or 0 and 0 without ends."""
     ends = _ends_without_layout(line)
     if not ends:
         return 0, 0

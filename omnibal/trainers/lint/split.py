@@ -38,7 +38,7 @@ def _split_by_weights(line: LaunchLine) -> list[int]:
     # Weights as if every layer had attention of all heads and a dense gated feed-forward.
     rows = 4 * model.heads * model.head_width + 3 * model.ffn_hidden_size
     work = [model.hidden_size * rows] * layers + [model.hidden_size * model.vocab_size]
-    # Running weights at which each stage but the last ends, and layers held. [stages]
+    # Cumulative weights at the ends of all stages but the last, and layers held. [stages]
     ends, held, stage = [sum(work) * (n + 1) / stages for n in range(stages - 1)], [0] * stages, 0
     for layer, done in enumerate(accumulate(work)):
         held[stage] += layer < layers
