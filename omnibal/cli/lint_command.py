@@ -69,7 +69,7 @@ def lint(
     checked = line_of(launch, sizes)
     findings = findings_of(checked)
     starts = can_start(checked, findings)
-    unjudged = "not judged, for an unknown flag" if checked.near_names else "not judged"
+    unjudged = "not judged, for an unknown flag" if checked.misspelled_flags else "not judged"
     verdict = {True: "starts", False: "cannot start", None: unjudged}
     layers = None if starts is False else layers_by_chunk(checked)
     prediction = None if starts is False else cost.predict(checked, sizes)
@@ -93,7 +93,7 @@ def lint(
     layer_line = [f"layers by stage: {stages}"] if len(layers or ()) > 1 else []
     print_notes(
         f"--{flag} is not read and not judged; if --{known} is meant, correct it"
-        for flag, known in checked.near_names.items()
+        for flag, known in checked.misspelled_flags.items()
     )
     print_result(
         as_json,

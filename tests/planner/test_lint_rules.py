@@ -51,9 +51,9 @@ def test_a_broken_line_is_refused_by_its_rule(published: PublishedLine):
 def test_a_name_that_is_nearly_a_flags_is_told():
     """Prevents: a misspelled size that is taken as not given, and questions about right flags."""
     for one in LINES:
-        assert not line_of(read_launch(one.line, {}), model_of(one.model)).near_names
+        assert not line_of(read_launch(one.line, {}), model_of(one.model)).misspelled_flags
     line = "run --num-layer 4 --pipeline-model-parallel 2 --micro-batch-size 1"
-    near = line_of(read_launch(line, {}), model_of(LINES[0].model)).near_names
+    near = line_of(read_launch(line, {}), model_of(LINES[0].model)).misspelled_flags
     assert list(near.values()) == ["num-layers", "pipeline-model-parallel-size"]
 
 

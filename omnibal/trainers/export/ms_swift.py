@@ -30,17 +30,17 @@ from omnibal.trainers.export.ms_swift_records import write_rows
 from omnibal.trainers.export.reading_order import sample_numbers
 
 _ROWS, _CHECK = "train.jsonl", "check_packs.py"
-_DEEPSTACK_PARAMETERS = "deepstack_merger"  # part of the names of deepstack projectors' parameters
+_DEEPSTACK_NAME = "deepstack_merger"  # in names of deepstack projectors' parameters
 SwiftFlags = dict[str, str]  # values of flags by name without dashes
 
 
 def export(given: ExportInput) -> Exported:
     """Return rows and flags for `megatron sft`."""
     plan = given.plan
-    overlaps = _truth(plan.parallel.data > 1)
+    overlaps = _true_or_false(plan.parallel.data > 1)
     flags = {
         **_data_flags(given),
-        **_spell(as_flags(parallel_fields(plan))),
+        **_spell_flags(as_flags(parallel_fields(plan))),
         **_swift_layer_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": "1",
@@ -54,7 +54,7 @@ def export(given: ExportInput) -> Exported:
         "overlap_param_gather": overlaps,
         **_frozen_flags(plan),
         "torch_dtype": _torch_dtype(plan),
-        **_spell(fp8_flags(plan)),
+        **_spell_flags(fp8_flags(plan)),
     }
     return _make_exported(given, "megatron sft", {"lr": "$LR", **flags})
 
@@ -71,8 +71,8 @@ def export_deepspeed(given: ExportInput) -> Exported:
         **({} if given.full_steps is None else {"max_steps": str(given.full_steps)}),
         "train_dataloader_shuffle": "false",
         "dataloader_drop_last": "true",
-        "gradient_checkpointing": _truth(bool(all_or_none(plan.stages_at(0), LANGUAGE))),
-        "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
+        "gradient_checkpointing": _true_or_false(bool(all_or_none(plan.stages_at(0), LANGUAGE))),
+        "vit_gradient_checkpointing": _true_or_false(_recomputes_encoders(plan)),
         **_frozen_flags(plan),
         "torch_dtype": _torch_dtype(plan),
     }
@@ -94,7 +94,7 @@ def _make_exported(given: ExportInput, program: str, flags: SwiftFlags) -> Expor
     return Exported(
         files=files,
         variables=launch_variables(given),
-        command=_command(given.plan, program, flags),
+        command=_shell_command(given.plan, program, flags),
         deviations=tuple(deviations),
         notes=tuple(_swift_notes(given)),
     )
@@ -130,14 +130,14 @@ def layer_flags(plan: Plan) -> list[str]:
 
 def _swift_layer_flags(plan: Plan) -> SwiftFlags:
     return {
-        **(_spell(split_flags(plan_layout(plan))) if plan.parallel.pipeline > 1 else {}),
+        **(_spell_flags(split_flags(plan_layout(plan))) if plan.parallel.pipeline > 1 else {}),
         # ms-swift's default is `selective`.
-        **(_spell(as_flags(recompute_fields(plan))) or {"recompute_granularity": "none"}),
-        "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
+        **(_spell_flags(as_flags(recompute_fields(plan))) or {"recompute_granularity": "none"}),
+        "vit_gradient_checkpointing": _true_or_false(_recomputes_encoders(plan)),
     }
 
 
-def _spell(flags: Mapping[str, str | None]) -> SwiftFlags:
+def _spell_flags(flags: Mapping[str, str | None]) -> SwiftFlags:
     """Return Megatron-LM's flags as ms-swift spells them."""
     return {
         name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
@@ -152,7 +152,7 @@ def _recomputes_encoders(plan: Plan) -> bool:
 def _frozen_flags(plan: Plan) -> SwiftFlags:
     """Return flags of trained and frozen parts."""
     encoders, parts = plan.model.encoders, {span.part for s in plan.stages for span in s.units}
-    flags = {"tuner_type": "full", "freeze_llm": _truth(LANGUAGE in plan.frozen)}
+    flags = {"tuner_type": "full", "freeze_llm": _true_or_false(LANGUAGE in plan.frozen)}
     if plan.adapters is not None:
         flags |= _adapter_flags(plan.adapters, has_encoders=bool(encoders))
     if not encoders:
@@ -164,9 +164,9 @@ def _frozen_flags(plan: Plan) -> SwiftFlags:
     has_deepstack = any(encoder.deepstack_features for encoder in encoders.values())
     if tower != aligner and has_deepstack and plan.adapters is None:
         flags["freeze_parameters_regex" if tower else "trainable_parameters_regex"] = (
-            _DEEPSTACK_PARAMETERS
+            _DEEPSTACK_NAME
         )
-    return flags | {"freeze_vit": _truth(tower), "freeze_aligner": _truth(aligner)}
+    return flags | {"freeze_vit": _true_or_false(tower), "freeze_aligner": _true_or_false(aligner)}
 
 
 def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> SwiftFlags:
@@ -174,7 +174,7 @@ def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> SwiftFlags
         "tuner_type": "lora",
         "lora_rank": str(adapters.rank),
         "lora_alpha": f"{adapters.alpha:g}",
-        "use_rslora": _truth(adapters.rank_stabilized),
+        "use_rslora": _true_or_false(adapters.rank_stabilized),
     }
     if adapters.is_of_all:
         return flags | {"target_modules": ALL_LINEAR}
@@ -202,19 +202,19 @@ def _torch_dtype(plan: Plan) -> str:
     return "float32" if plan.precision == "fp32" else "bfloat16"
 
 
-def _truth(value: bool) -> str:
+def _true_or_false(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _command(plan: Plan, program: str, flags: SwiftFlags) -> str:
+def _shell_command(plan: Plan, program: str, flags: SwiftFlags) -> str:
     per_node, nodes = devices_and_nodes(plan)
     environment = {**_image_size_variables(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
     if nodes > 1:
         names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
         lines.append(" ".join([f"NNODES={nodes}", *(f'{name}="${name}"' for name in names)]))
-    names_flags = {"model": "$MODEL", "output_dir": "$OUTPUT"}
-    return join_command([*lines, program, *flag_lines({**names_flags, **flags})])
+    paths = {"model": "$MODEL", "output_dir": "$OUTPUT"}
+    return join_command([*lines, program, *flag_lines({**paths, **flags})])
 
 
 def _image_size_variables(plan: Plan) -> SwiftFlags:

@@ -85,9 +85,9 @@ def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
         "Settings": exported.settings and f"```\n{exported.settings.rstrip()}\n```",
         "What to expect": _expectation(plan, expected),
         "Stages": _stage_table(plan, expected),
-        "What is not as planned": _list(exported.deviations),
-        "Notes": _list(exported.notes),
-        "Files": _list(_list_files(given, exported)),
+        "What is not as planned": _bullet_list(exported.deviations),
+        "Notes": _bullet_list(exported.notes),
+        "Files": _bullet_list(_list_files(given, exported)),
     }
     opening = (
         f"# {plan.model.name} on {plan.parallel.world_size:,} GPUs with {target.title}\n\n"
@@ -98,7 +98,7 @@ def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
     return "\n\n".join([opening, *parts]) + "\n"
 
 
-def _list(sentences: Iterable[str]) -> str:
+def _bullet_list(sentences: Iterable[str]) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 

@@ -20,4 +20,4 @@ def can_start(line: LaunchLine, findings: Sequence[Finding]) -> bool | None:
     """Return whether the line starts, or None if a flag may be misspelled or no rules are known."""
     if any(finding.is_refusal for finding in findings):
         return False
-    return None if line.near_names or line.launch.launcher not in MEGATRON else True
+    return None if line.misspelled_flags or line.launch.launcher not in MEGATRON else True

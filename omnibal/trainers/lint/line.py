@@ -61,7 +61,7 @@ class LaunchLine:
         return {canonical(name): text for name, text in self.launch.flags.items()}
 
     @property
-    def near_names(self) -> Mapping[str, str]:
+    def misspelled_flags(self) -> Mapping[str, str]:
         """Probably misspelled flags, with the known name."""
         known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
         others = [name for name in self.flags if name not in known]
@@ -102,7 +102,7 @@ class LaunchLine:
         return replace(self.model_sizes, **{size: n for size, n in given.items() if n})
 
     @property
-    def other_sizes(self) -> dict[str, tuple[int, int]]:
+    def changed_sizes(self) -> dict[str, tuple[int, int]]:
         """Sizes that flags change: (built, model's) by name."""
         built, model = asdict(self.sizes), asdict(self.model_sizes)
         return {size: (built[size], model[size]) for size in built if built[size] != model[size]}
@@ -189,7 +189,7 @@ class LaunchLine:
         return self.sizes.layers + launch.account_for_embedding + launch.account_for_loss
 
     @property
-    def is_plain(self) -> bool:
+    def has_even_split(self) -> bool:
         """Whether no flag sets an uneven split."""
         launch = self.launch
         uneven = (launch.first_layers, launch.last_layers, launch.layout, launch.layers_by_stage)

@@ -239,9 +239,9 @@ def _notes_on_job(line: LaunchLine, samples: Lengths | None, job: JobSpec) -> It
 
 def _check_predictable(line: LaunchLine) -> None:
     """Raise if the line lacks settings for a prediction, or builds another model."""
-    launch, other = line.launch, line.other_sizes
-    if other:
-        name, (built, known) = next(iter(other.items()))
+    launch, changed = line.launch, line.changed_sizes
+    if changed:
+        name, (built, known) = next(iter(changed.items()))
         raise UserError(
             f"the line builds a model with {name} {built:,}, and the model has {known:,}; leave "
             "the flag out, or name the model that it builds"

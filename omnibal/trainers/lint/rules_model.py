@@ -15,7 +15,7 @@ def sizes_are_the_models(line: LaunchLine) -> Problems:
     """Flags should give the sizes of the model that is named."""
     given = [
         f"{name.replace('_', ' ')} {ours} (model: {theirs})"
-        for name, (ours, theirs) in line.other_sizes.items()
+        for name, (ours, theirs) in line.changed_sizes.items()
     ]
     if given:
         yield f"flags give {', '.join(given)}", "check --model; the flags' sizes are checked"

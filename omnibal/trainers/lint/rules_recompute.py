@@ -116,6 +116,6 @@ def recompute_within_stage(line: LaunchLine) -> Problems:
     launch, number = line.launch, line.launch.recompute_layers
     limit = -(-line.sizes.layers // launch.pipeline // (line.virtual or 1))
     is_block = launch.recompute_method == "block" and not launch.recompute_by_stage
-    if is_block and line.is_plain and number is not None and number > limit:
+    if is_block and line.has_even_split and number is not None and number > limit:
         given = f"{number} recomputed layers for chunks of at most {limit}"
         yield given, f"give {limit}, which is the same"

@@ -41,7 +41,7 @@ def _describe_layers(line: LaunchLine) -> str:
 def _even_share(line: LaunchLine) -> int | None:
     """Return layers of every stage, or None if the split is uneven."""
     share, left = divmod(line.layers_to_split, line.launch.pipeline)
-    return share if line.is_plain and not left else None
+    return share if line.has_even_split and not left else None
 
 
 def _list_divisors(layers: int) -> list[str]:
@@ -51,7 +51,7 @@ def _list_divisors(layers: int) -> list[str]:
 @rule(f"{BLOCK}:155, transformer_config.py:1447-1460, {CORE}")
 def layers_divide_stages(line: LaunchLine) -> Problems:
     """Without flags for the split, the layers must be a multiple of the stages."""
-    if line.is_plain and _even_share(line) is None:
+    if line.has_even_split and _even_share(line) is None:
         yield f"{_describe_layers(line)} on {line.launch.pipeline} stages", _advise_ends(line)
 
 
