@@ -1,9 +1,9 @@
-"""Train a language model, with or without a vision encoder, as an OmniBal plan says.
+"""Train a vision-language or language model by an OmniBal plan.
 
     torchrun --nproc-per-node 2 pretrain_vlm.py --plan PLAN --data META.json \
         --tokenizer-model tokenizer.model --save RUN
 
-Parse, load the plan, check that plan, launch and data agree, build, train.
+Parses the command line, loads the plan, checks that plan, launch and data agree, and trains.
 """
 
 import sys
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.dry_run import print_dry_run
-from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.launch import RankLaunch, open_store
 from megatron.vlm.run.log import show_log
 from megatron.vlm.run.pretrain import (
     execute,
@@ -28,12 +28,12 @@ from omnibal.job.runlog import latest_step
 
 
 def main() -> None:
-    """Train the plan that the command line names, as one of its ranks."""
-    launch = Launch.from_environment()
+    """Train as one rank of the plan given on the command line."""
+    launch = RankLaunch.from_environment()
     show_log(launch.rank)
     try:
         plan, given = parse_arguments()
-        if given is None:
+        if given is None:  # --dry-run
             planned = open_trainable(plan)
             if launch.rank == 0:
                 print_dry_run(planned.plan, Console())
@@ -46,7 +46,7 @@ def main() -> None:
         run = load_run(arguments, open_trainable(directory), launch)
         store = store or open_store(launch)
     except UserError as error:
-        # All processes of a node see the same files and fail alike: one of them speaks.
+        # All processes of a node read the same files and fail alike: one prints.
         if launch.local_rank == 0:
             print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

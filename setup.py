@@ -1,4 +1,4 @@
-"""Packaging: the planner alone by default, the trainer with the extra `train`."""
+"""Packaging: the planner by default, the trainer with the extra `train`."""
 
 import re
 from pathlib import Path
@@ -12,17 +12,16 @@ PLANNER = [
     *("rich", "scipy", "sentencepiece", "soundfile", "tokenizers", "typer"),
 ]
 # megatron-core is pinned: the trainer extends its block and repairs three of its functions. Its
-# checkpoints need psutil, which it does not say. safetensors is what released checkpoints are in.
-# Before torch 2.11, varlen_attn has no window_size, by which packs attend causally.
+# checkpoints need psutil, which it does not declare. Released checkpoints are in safetensors files.
+# Before torch 2.11 varlen_attn has no window_size, which makes attention within packs causal.
 TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2.11"]
 VIDEO = ["av"]
 # Tar shards as input. Energon brings webdataset; both are pinned since their parts are called.
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
 RAY = ["ray"]  # scans on a cluster
 S3 = ["fsspec", "s3fs"]  # data by URLs; other storages need fsspec and their own library
-# transformers is what tests compare with: other implementations of models and tokenizers.
-# tools/make_spoken_digits.py speaks through espeakng-loader. `make mutants` runs mutmut. moto, with
-# flask, is a server of S3.
+# transformers: tests compare models and tokenizers with it. espeakng-loader: speech of
+# tools/make_spoken_digits.py. mutmut: `make mutants`. moto with flask: an S3 server for tests.
 DEVELOPMENT = [
     *("espeakng-loader", "hypothesis", "mutmut", "mypy", "pre-commit", "pytest", "pytest-xdist"),
     *("ruff", "scikit-learn", "tensorboard", "transformers", *VIDEO, *WEBDATASET),

@@ -36,7 +36,7 @@ from megatron.vlm.measure.stage_replay import (
     standing_in,
 )
 from megatron.vlm.run.gather import gather_stage_records
-from megatron.vlm.run.launch import Launch, initialize_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed
 from megatron.vlm.step.clock import Phase, each_ms
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
@@ -151,7 +151,7 @@ class TrainWorker:
         data: TrainingData | None,
     ) -> None:
         torch.set_num_threads(1)
-        launch = Launch(rank=rank, world_size=PAIR, local_rank=rank)
+        launch = RankLaunch(rank=rank, world_size=PAIR, local_rank=rank)
         links = initialize_distributed(
             launch, Parallel(pipeline=PAIR), seed=0, init_method=f"file://{meeting}"
         )

@@ -29,7 +29,7 @@ from megatron.vlm.measure.fake_device.fake_stage import (
     run_fake_stages,
 )
 from megatron.vlm.measure.replay_job import load_replay
-from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.launch import RankLaunch, open_store
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.job.fake_replay import FakeStage, Roofline, read_fake_stages
 from omnibal.job.job import JobSpec
@@ -169,7 +169,7 @@ def counted_stages(job: RealSizeJob, work: Path) -> tuple[Plan, tuple[FakeStage,
     key = f"{identity.plan_sha256[:8]}-{identity.trainer_sha256[:8]}"
     folder = work / job.name.replace(", ", "_").replace(" ", "-").replace("/", "-") / key
     save_plan(result, folder / "plan")
-    launch = Launch(rank=0, world_size=1, local_rank=0)
+    launch = RankLaunch(rank=0, world_size=1, local_rank=0)
     replayed = load_replay(folder / "plan", None, None)
     stages = range(result.plan.parallel.pipeline)
     run_fake_stages(replayed, stages, folder / "counted", launch, open_store(launch))

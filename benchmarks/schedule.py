@@ -43,7 +43,7 @@ from megatron.vlm.measure.profiler import OPTIMIZATION
 from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.model.configs import language_transformer_config, parameter_dtype
 from megatron.vlm.model.stage import ByTower, boundary_shapes
-from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.data_parallel import Replicated
 from megatron.vlm.step.links import PipelineLinks
@@ -414,7 +414,7 @@ def varying_steps(lengths: Lengths) -> list[list[Pack]]:
 def run_rank(job: Path, output: Path) -> None:
     """Measure all cases as a launched process; the first writes the outcomes."""
     layers, repetitions, chunk_counts, varying = pickle.loads(job.read_bytes())
-    launch = Launch.from_environment()
+    launch = RankLaunch.from_environment()
     links = initialize_distributed(launch, Parallel(pipeline=launch.world_size), seed=0)
     outcomes = [
         measure(size, model, links, chunks, name, steps, repetitions * size.steps_factor)

@@ -20,7 +20,7 @@ from end_to_end_cases import (
 )
 
 from megatron.vlm.run.arguments import parse_arguments
-from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.launch import RankLaunch
 from megatron.vlm.run.pretrain import load_run, open_trainable
 from omnibal.base.errors import UserError
 from omnibal.job.plan import PlannedLevel, read_plan
@@ -212,6 +212,6 @@ def test_other_layers_are_refused(plans, digits, tmp_path, monkeypatch, plan, ra
     """Prevents: Transformer Engine's layers, or attention over a part of a pack, untested."""
     command = training(plans[plan], digits, tmp_path / "run")
     monkeypatch.setattr("sys.argv", [str(word) for word in command])
-    (_, arguments), launch = parse_arguments(), Launch(rank=0, world_size=ranks, local_rank=0)
+    (_, arguments), launch = parse_arguments(), RankLaunch(rank=0, world_size=ranks, local_rank=0)
     with pytest.raises(UserError, match=f"--provider te was given, but {told}"):
         load_run(replace(arguments, provider="te"), open_trainable(plans[plan]), launch)

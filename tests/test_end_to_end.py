@@ -118,11 +118,11 @@ def test_plans_that_cannot_be_started_are_refused(plan, digits, tmp_path):
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
-        (("--train-iters", "0"), "argument --train-iters: '0' was given, and must be a whole"),
+        (("--train-iters", "0"), "argument --train-iters: must be an integer >= 1, got '0'"),
         (("--lr-warmup-fraction", "1.5"), "argument --lr-warmup-fraction"),
         (("--no-such-option",), "unrecognized arguments: --no-such-option"),
-        (("--seed", "9" * 20), "'99999999999999999999' was given, and must be a whole number"),
-        (("--profile-steps", "3-"), "'3-' was given, and must be a step or the first and last"),
+        (("--seed", "9" * 20), "an integer >= 0 and < 2^63, got '99999999999999999999'"),
+        (("--profile-steps", "3-"), "must be a step or a range such as 5-7, got '3-'"),
         (("--profile-steps", "900"), "step 900 was given, and the run ends with step"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs that are planned anew while they train, or after they have lost devices."""
+"""Runs that are planned again while they train, or after they have lost devices."""
 
 import json
 from pathlib import Path
@@ -56,8 +56,8 @@ def test_a_run_is_planned_anew_while_it_trains(uneven, digits, tmp_path):
         return pair_succeeds(script, *training(uneven, digits, save, *reports, *more)[1:])
 
     output = train("--train-iters", "9", "--replan-at", "4,8")
-    assert "not planned anew after step 4: the run has logged the passes of 2 steps" in output
-    assert "planned anew after step 8" in output
+    assert "not planned again after step 4: the run has logged the passes of 2 steps" in output
+    assert "planned again after step 8" in output
     assert [path.name for path in (save / "plans").iterdir()] == ["step_0000008_gpus_2"]
     info = json.loads((save / "run.json").read_text())
     assert info["since_step"] == 8

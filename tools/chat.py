@@ -17,7 +17,7 @@ from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.tokenizer_files import TOKENIZER_FOLDER
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
-from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.program import run_app
@@ -73,7 +73,9 @@ def chat(
     reader = SampleReader(cast(Annotations, [sample]), tokenizer, checkpoint.model)
     # Raises for missing files and too long a text before the model is loaded.
     reader.prompt(sample, 0, max_new_tokens, chatting=True)
-    initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
+    initialize_distributed(
+        RankLaunch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0
+    )
     try:
         model = load_whole_model(checkpoint, precision)
         _print_answer(generate(model, reader, sample, max_new_tokens), tokenizer)

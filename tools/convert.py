@@ -28,7 +28,7 @@ from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter, l
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from megatron.vlm.conversion.released_files import SINGLE_FILE, dtype_name
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.conversion.tokenizer_files import TOKENIZER_FOLDER
 from megatron.vlm.conversion.whisper import (
     add_audio,
@@ -126,8 +126,10 @@ def export(
         typer.Option(help="released checkpoint, for the files, names and types"),
     ] = None,
     layout: Annotated[
-        Layout | None,
-        typer.Option(metavar="LAYOUT", help=f"without --like: tensor names, {', '.join(Layout)}"),
+        TensorLayout | None,
+        typer.Option(
+            metavar="LAYOUT", help=f"without --like: tensor names, {', '.join(TensorLayout)}"
+        ),
     ] = None,
     tokenizer_model: Annotated[
         Path | None,
@@ -189,7 +191,7 @@ def export(
 
 
 def _export_adapter(
-    stored: CheckpointIdentity, like: Path | None, layout: Layout | None, output: Path
+    stored: CheckpointIdentity, like: Path | None, layout: TensorLayout | None, output: Path
 ) -> None:
     if like is not None:
         layout = open_released(like).layout

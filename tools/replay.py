@@ -29,7 +29,7 @@ from megatron.vlm.measure.replay_job import (
     replay_stages,
 )
 from megatron.vlm.model.providers import check_provider, check_provider_of
-from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.launch import RankLaunch, open_store
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_folder
@@ -99,7 +99,7 @@ def replay(
     options: ReplayOptions,
     stages: Annotated[str, typer.Option(help="all, or stage numbers such as 0,3")] = "all",
 ) -> None:
-    launch = Launch.from_environment()
+    launch = RankLaunch.from_environment()
     _check_options(options)
     if not options.fake_device:
         check_provider(options.provider)

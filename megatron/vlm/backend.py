@@ -1,8 +1,8 @@
 """The process's device, and Megatron-core on machines without CUDA.
 
-Megatron-core 0.16.1 names CUDA even if it needs no device (`torch.cuda.current_device()`,
-`device="cuda"`, type strings, random state). `prepare_megatron_core` redirects these to the CPU
-only without CUDA. Three repairs apply on every device.
+Megatron-core 0.16.1 calls CUDA even if it needs no device (`torch.cuda.current_device()`,
+`device="cuda"`, type strings, random state). `prepare_megatron_core` redirects these calls to the
+CPU if there is no CUDA device. It also repairs core on every device.
 
 Shapes: R rows (tokens), I inputs and O outputs of a linear.
 """
@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+# Long enough for a first step, or a checkpoint on a slow disk; NCCL's default is 10 minutes. Dead
+# ranks are found sooner, by `run/watch.py`.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Timeout of every group's collectives among live ranks. The watch finds dead ranks.
-
-Long enough for a first step and a checkpoint on a slow disk; NCCL's default is ten minutes.
-"""
 
 _CPU = torch.device("cpu")
-_KERNEL_SETTINGS = ("fused", "foreach")
-"""Settings of torch's optimizers that depend on the device, not on the saved state."""
+_KERNEL_SETTINGS = ("fused", "foreach")  # settings of torch's optimizers by device, not by state
 _TENSOR_FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like"),
@@ -33,12 +30,12 @@ _TENSOR_FACTORIES = (
 
 
 def has_cuda() -> bool:
-    """Return whether training runs on CUDA with NCCL; otherwise on the CPU with gloo."""
+    """Return whether training runs on CUDA with NCCL, otherwise on the CPU with gloo."""
     return torch.cuda.is_available()
 
 
 def fuses_weight_gradients() -> bool:
-    """Return whether weight-gradient products accumulate into core's fp32 buffers."""
+    """Return whether GEMMs of weight gradients accumulate into core's fp32 buffers."""
     return has_cuda()
 
 
@@ -46,27 +43,27 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
 
 
-def communication_backend() -> str:
-    """Return the torch.distributed backend for `current_device`."""
-    return "nccl" if has_cuda() else "gloo"
-
-
 @functools.cache
 def prepare_megatron_core() -> None:
-    """Prepare Megatron-core for this process; call before building any of its objects."""
+    """Redirect and repair Megatron-core in this process; call before making any of its objects."""
     if not has_cuda():
         _route_cuda_calls_to_cpu()
         _route_cuda_tensors_to_cpu()
         route_random_state_to_cpu()
         _route_split_sizes_to_cpu()
-        # Core compiles small fusions through Inductor, which costs minutes of g++ on a CPU.
+        # Core compiles small fusions with Inductor: minutes of g++ on a CPU.
         torch._dynamo.config.disable = True
-    provide_weight_gradients()
     _repair_distributed_optimizer_load()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import moe_utils
 
-    # A thread queue in saves: core's process takes 5 s a rank, and cannot start if forked.
+    if not layers._grad_accum_fusion_available:  # Apex is not installed
+        layers.fused_weight_gradient_mlp_cuda = WeightGradients
+        layers._grad_accum_fusion_available = True
+
+    # A thread's queue for saves: core's manager process takes 5 s per rank, and does not start in a
+    # forked rank.
     filesystem_async._results_queue = queue.Queue()
     # Without Transformer Engine, core 0.16.1's router uses an undefined name.
     vars(moe_utils).setdefault("te_general_gemm", None)
@@ -92,16 +89,16 @@ class ImmediateStream:
     def elapsed_time(self, other: object) -> float:
         return 0.0
 
-    def _nothing(self, *args: object) -> None:
+    def _do_nothing(self, *args: object) -> None:
         pass
 
-    wait_stream = wait_event = record = wait = synchronize = _nothing
+    wait_stream = wait_event = record = wait = synchronize = _do_nothing
 
 
 def _route_cuda_calls_to_cpu() -> None:
     cuda = torch.cuda
-    cuda.current_device = lambda: _CPU  # core uses the result as a device wherever it asks
-    # One function each: torch's compiler keys its rules by the function object.
+    cuda.current_device = lambda: _CPU  # core passes the result on as a device
+    # A new function per name: torch's compiler keys its rules by function object.
     for name in ("set_device", "synchronize", "empty_cache"):
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
@@ -135,7 +132,7 @@ def _on_cpu(factory: Callable) -> Callable:
 
 
 def _route_cuda_tensors_to_cpu() -> None:
-    # Device contexts, such as `with torch.device("meta")`, know factories by these functions.
+    # `with torch.device("meta")` compares factories with this cached set: fill it before patching.
     _device_constructors()
     for name in _TENSOR_FACTORIES:
         setattr(torch, name, _on_cpu(vars(torch)[name]))
@@ -149,7 +146,7 @@ def _route_cuda_tensors_to_cpu() -> None:
 
     @functools.wraps(type_name)
     def type_(self, *args, **kwargs):
-        # The optimizers sort parameters by comparing with "torch.cuda.FloatTensor" and the like.
+        # Core's optimizers compare type strings with "torch.cuda.FloatTensor" and the like.
         result = type_name(self, *args, **kwargs)
         return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
 
@@ -157,16 +154,16 @@ def _route_cuda_tensors_to_cpu() -> None:
 
 
 def route_random_state_to_cpu() -> None:
-    """Answer core's CUDA random state calls from the CPU's generator."""
+    """Redirect core's CUDA random state to the CPU's generator."""
     from megatron.core.tensor_parallel import random as core_random
 
-    def seed(value: int) -> None:
+    def set_seed(value: int) -> None:
         torch.default_generator.manual_seed(int(value))
 
     @contextlib.contextmanager
     def fork(self: Any, name: str = core_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        # Core restores the "CUDA" state and checks that the CPU state did not move. Both are one
-        # generator here, so only the tracked state may advance.
+        # Core restores the "CUDA" state, and checks that the CPU state did not advance. Here both
+        # are one generator, so only the tracked state may advance.
         outside = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -176,7 +173,7 @@ def route_random_state_to_cpu() -> None:
             torch.set_rng_state(outside)
 
     for owner in (torch.cuda, torch.cuda.random):
-        owner.manual_seed = owner.manual_seed_all = seed
+        owner.manual_seed = owner.manual_seed_all = set_seed
         owner.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
         owner.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.cuda.default_generators = (torch.default_generator,)
@@ -186,7 +183,7 @@ def route_random_state_to_cpu() -> None:
 
 
 def _route_split_sizes_to_cpu() -> None:
-    """Convert split sizes on the host to numbers, as torch's all-to-all rejects host tensors."""
+    """Convert all-to-all split sizes to numpy: torch rejects tensors, and core copies from CUDA."""
     from megatron.core.transformer.moe import token_dispatcher
 
     move = token_dispatcher.maybe_move_tensor_to_cpu
@@ -200,9 +197,9 @@ def _route_split_sizes_to_cpu() -> None:
 
 
 class WeightGradients:
-    """Products that accumulate weight gradients in a buffer, with Apex's names.
+    """GEMMs that accumulate weight gradients in a buffer, under Apex's names.
 
-    Without them core needs 12 more bytes of traffic per weight and micro-batch.
+    Without them, core needs 12 more bytes of traffic per weight and micro-batch.
     """
 
     @staticmethod
@@ -218,23 +215,8 @@ class WeightGradients:
             buffer_OI.addmm_(gradient_RO.t().float(), input_RI.float())
 
 
-def provide_weight_gradients() -> None:
-    """Give core `WeightGradients` if Apex is not installed."""
-    from megatron.core.tensor_parallel import layers
-
-    if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = WeightGradients
-        layers._grad_accum_fusion_available = True
-
-
 def _repair_distributed_optimizer_load() -> None:
-    """Repair loading of DistributedOptimizer state into torch's AdamW or another optimizer.
-
-    Core 0.16.1 shares one step tensor among all parameters, so that AdamW counts once per
-    parameter: a silently wrong resume. It also replaces the optimizer's groups by the saved
-    optimizer's settings: Transformer Engine's misses `bias_correction` in AdamW's, and rejects a
-    float `step`.
-    """
+    """Repair core 0.16.1's loading of DistributedOptimizer state."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -244,12 +226,14 @@ def _repair_distributed_optimizer_load() -> None:
         group_index, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group_index]["params"][order]
         state = self.optimizer.state[main_param]
-        if "step" in state and "step" not in tensors:
+        if "step" in state and "step" not in tensors:  # core drops it
             tensors = {**tensors, "step": state["step"]}
         return set_states(self, model_param, tensors)
 
     def load_with_own_steps(self, state_dict):
         load_state_dict(self, state_dict)
+        # Core replaces the groups by the saved optimizer's settings: Transformer Engine's optimizer
+        # misses `bias_correction` in AdamW's, and rejects a float `step`.
         for group in self.optimizer.param_groups:
             for name, value in self.optimizer.defaults.items():
                 group.setdefault(name, value)
@@ -257,6 +241,8 @@ def _repair_distributed_optimizer_load() -> None:
                     group[name] = value
             if "step" in group:
                 group["step"] = int(group["step"])
+        # Core shares one step tensor among all parameters, so that AdamW would count once per
+        # parameter: a silently wrong resume. A fused AdamW needs it on the parameter's device.
         in_one_kernel = self.optimizer.defaults.get("fused", False)
         for parameter, state in self.optimizer.state.items():
             if torch.is_tensor(state.get("step")):

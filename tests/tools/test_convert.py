@@ -22,7 +22,7 @@ from commands import REPOSITORY, launcher
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.config_files import configurations
 from megatron.vlm.conversion.importing import ReleasedCheckpoint
-from megatron.vlm.conversion.tensor_map import Layout, parameters, released
+from megatron.vlm.conversion.tensor_map import TensorLayout, find_released, parameters
 from omnibal.model.config import load_model
 from tools import convert
 
@@ -129,7 +129,7 @@ def limit_files(size: int) -> None:
 def test_terminated_command_leaves_nothing(tmp_path, commands, monkeypatch, way):
     """Prevents: half a conversion after a scheduler's SIGTERM, or an exit code of success."""
     for kind, method in (
-        (ReleasedCheckpoint, "read"),
+        (ReleasedCheckpoint, "read_parameter"),
         (StoredTensors, "_read_item"),
     ):
         monkeypatch.setattr(kind, method, terminated_in(getattr(kind, method)))
@@ -195,9 +195,9 @@ def write_large(folder: Path) -> int:
     model = small.model_copy(update={"language": language})
     shapes = {}
     for parameter in parameters(model):
-        made_of = released(parameter, model, Layout.INTERNVL_INTERNLM2)
+        made_of = find_released(parameter, model, TensorLayout.INTERNVL_INTERNLM2)
         shapes |= dict(zip(made_of.names, made_of.shapes, strict=True))
-    made = configurations(model, Layout.INTERNVL_INTERNLM2, "bfloat16", None)
+    made = configurations(model, TensorLayout.INTERNVL_INTERNLM2, "bfloat16", None)
     write_holes(folder, json.loads(made["config.json"]), shapes, SHARDS)
     return sum(2 * math.prod(shape) for shape in shapes.values()) // SHARDS
 

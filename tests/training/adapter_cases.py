@@ -13,7 +13,7 @@ from toy import OPTIONS, cut_plan, pack
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
 from megatron.vlm.conversion.adapter_files import export_adapter
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan
@@ -68,7 +68,7 @@ def trained(name: str, adapters: AdapterConfig, folder: Path) -> Trained:
     begun, run = imported(source, folder / "imported"), folder / "run"
     plan = plan_of(name, adapters)
     run_ranks(plan.parallel, _stepped, plan, begun, run)
-    export_adapter(open_newest(run), Layout.TRANSFORMERS, folder / "adapter", str(source))
+    export_adapter(open_newest(run), TensorLayout.TRANSFORMERS, folder / "adapter", str(source))
     return Trained(released=source, imported=begun, run=run, adapter=folder / "adapter")
 
 

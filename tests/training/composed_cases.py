@@ -27,7 +27,7 @@ from tensor_parallel_cases import (
 )
 from toy import cut_plan, pack, stages_of, toy_audio_encoder, toy_sample
 
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.inputs.data import LossWeighting
 from omnibal.base.errors import UserError
 from omnibal.job.check import check_plan, training_obstacles
@@ -57,7 +57,7 @@ class Kind:
     """A model, and the layout that it is exported in."""
 
     model: ModelConfig
-    layout: Layout | None
+    layout: TensorLayout | None
     """None if it is exported like a folder of the model without its audio encoder."""
 
     @property
@@ -75,15 +75,15 @@ def kinds() -> dict[str, Kind]:
     )
     audio = {"audio": toy_audio_encoder(layers=2)}
     return {
-        "tiles": Kind(tiles.with_tower("language", **DEEP), Layout.INTERNVL_QWEN2),
-        "tiles-tied": Kind(tied.with_tower("language", **DEEP), Layout.TRANSFORMERS),
-        "experts": Kind(mixture, Layout.INTERNVL_QWEN3_MOE),
-        "text": Kind(text, Layout.QWEN3),
+        "tiles": Kind(tiles.with_tower("language", **DEEP), TensorLayout.INTERNVL_QWEN2),
+        "tiles-tied": Kind(tied.with_tower("language", **DEEP), TensorLayout.TRANSFORMERS),
+        "experts": Kind(mixture, TensorLayout.INTERNVL_QWEN3_MOE),
+        "text": Kind(text, TensorLayout.QWEN3),
         "audio": Kind(tiles.model_copy(update={"encoders": tiles.encoders | audio}), None),
-        "qwen3-vl": Kind(native.qwen3_vl(**LONG), Layout.QWEN3_VL),
-        "qwen3-vl-tied": Kind(native.qwen3_vl(**LONG, tied_head=True), Layout.QWEN3_VL),
-        "qwen3-vl-moe": Kind(native.qwen3_vl_moe(**LONG), Layout.QWEN3_VL_MOE_STACKED),
-        "qwen2.5-vl": Kind(native.qwen2_5_vl(**LONG, kv_heads=2), Layout.QWEN2_5_VL),
+        "qwen3-vl": Kind(native.qwen3_vl(**LONG), TensorLayout.QWEN3_VL),
+        "qwen3-vl-tied": Kind(native.qwen3_vl(**LONG, tied_head=True), TensorLayout.QWEN3_VL),
+        "qwen3-vl-moe": Kind(native.qwen3_vl_moe(**LONG), TensorLayout.QWEN3_VL_MOE_STACKED),
+        "qwen2.5-vl": Kind(native.qwen2_5_vl(**LONG, kv_heads=2), TensorLayout.QWEN2_5_VL),
     }
 
 

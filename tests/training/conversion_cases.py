@@ -19,7 +19,7 @@ from toy import OPTIONS, ToySample
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from megatron.vlm.checkpoint.save_load import load_weights
-from megatron.vlm.conversion.tensor_map import Layout, parameters, released
+from megatron.vlm.conversion.tensor_map import TensorLayout, find_released, parameters
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan
@@ -28,14 +28,14 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 TOLERANCE = 1e-4
 OURS = {
-    "transformers": Layout.TRANSFORMERS,
-    "prefixed": Layout.TRANSFORMERS_PREFIXED,
-    "stacked": Layout.TRANSFORMERS_STACKED,
-    "qwen2": Layout.INTERNVL_QWEN2,
-    "llama": Layout.INTERNVL_LLAMA,
-    "internlm2": Layout.INTERNVL_INTERNLM2,
-    "qwen3": Layout.INTERNVL_QWEN3,
-    "qwen3_moe": Layout.INTERNVL_QWEN3_MOE,
+    "transformers": TensorLayout.TRANSFORMERS,
+    "prefixed": TensorLayout.TRANSFORMERS_PREFIXED,
+    "stacked": TensorLayout.TRANSFORMERS_STACKED,
+    "qwen2": TensorLayout.INTERNVL_QWEN2,
+    "llama": TensorLayout.INTERNVL_LLAMA,
+    "internlm2": TensorLayout.INTERNVL_INTERNLM2,
+    "qwen3": TensorLayout.INTERNVL_QWEN3,
+    "qwen3_moe": TensorLayout.INTERNVL_QWEN3_MOE,
 }
 
 
@@ -206,14 +206,14 @@ def keep(outputs: list[torch.Tensor], module, given, output) -> None:
 
 
 def as_released(
-    found: Mapping[str, torch.Tensor], model: ModelConfig, layout: Layout
+    found: Mapping[str, torch.Tensor], model: ModelConfig, layout: TensorLayout
 ) -> dict[str, torch.Tensor]:
     """Parameters, or their gradients, by name here, taken apart as an export does it."""
     split = {}
     for parameter in parameters(model):
-        made_of = released(parameter, model, layout)
+        made_of = find_released(parameter, model, layout)
         real = found[parameter.name][tuple(slice(size) for size in parameter.shape)]
-        pieces = made_of.arrangement.split(real)
+        pieces = made_of.arrangement.divide(real)
         split |= dict(zip(made_of.names, pieces, strict=True))
     return split
 
@@ -222,7 +222,7 @@ def assert_computes(
     plan: Plan,
     ranks: Sequence[tuple],
     expected: Computed,
-    layout: Layout,
+    layout: TensorLayout,
     gated: tuple[str, ...] = ("language.",),
 ) -> None:
     """Ranks have `observed` the logits, loss and gradients that Transformers' model has."""

@@ -13,7 +13,7 @@ from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.own_weights import StoredWeights
-from megatron.vlm.conversion.tensor_map import Layout, parameters
+from megatron.vlm.conversion.tensor_map import TensorLayout, parameters
 from omnibal.data.tokenizer import open_tokenizer
 
 SHARD_BYTES = 20_000
@@ -43,7 +43,7 @@ def comes_back(source: Path, folder: Path) -> Path:
     return run
 
 
-def exported(run: Path, layout: Layout, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
+def exported(run: Path, layout: TensorLayout, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
     tokenizer = open_tokenizer(run / "tokenizer") if (run / "tokenizer").is_dir() else None
     planned = plan_export_as(open_newest(run), layout, dtype, tokenizer, size)
     write_export(planned, target, lambda size: None)
@@ -72,11 +72,11 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
 
 def assert_same_parameters(run: Path, other: Path, dtype: str | None = None) -> None:
     """Also of another type, where `run` was made in one."""
-    identity = open_newest(run)
-    assert identity.model.language == open_newest(other).model.language
-    own, theirs = StoredWeights(identity.path), StoredWeights(open_newest(other).path)
+    identity, there = open_newest(run), open_newest(other)
+    assert identity.model.language == there.model.language
     every = list(parameters(identity.model))
-    for parameter, tensor, expected in zip(every, own.read(every), theirs.read(every), strict=True):
+    values = [StoredWeights(one.path).read_parameters(every) for one in (identity, there)]
+    for parameter, tensor, expected in zip(every, *values, strict=True):
         expected = expected if dtype is None else expected.to(TYPES[dtype])
         assert tensor.dtype == expected.dtype, parameter.name
         assert torch.equal(tensor, expected), parameter.name

@@ -25,7 +25,7 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream, borders_of
 from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.model.attention import attend_by_segment, attend_flash
-from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.job.plan import Plan
@@ -40,7 +40,7 @@ PACKS = [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)]]
 
 def join() -> PipelineLinks:
     """This process alone, on the first device."""
-    launch = Launch(rank=0, world_size=1, local_rank=0)
+    launch = RankLaunch(rank=0, world_size=1, local_rank=0)
     return initialize_distributed(launch, Parallel(pipeline=1), seed=0)
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from toy import stages_of
 
-from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
+from megatron.vlm.inputs.data import MicroBatchOptions, OnBadSample, PackDataset
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.data.annotations import Annotations
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 FIRST, MIDDLE, TEXT, LAST = stages_of(
     MODEL, 2, MODEL.vision.layers + 1, MODEL.vision.layers + MODEL.language.layers + 2
 )
-SKIP = DataOptions(on_bad_sample=OnBadSample.SKIP)
+SKIP = MicroBatchOptions(on_bad_sample=OnBadSample.SKIP)
 
 
 class Data:
@@ -35,11 +35,11 @@ class Data:
         self.lengths = scan.lengths
         [self.whole] = stages_of(model)
 
-    def load(self, pack, stage=None, options=DataOptions()):  # noqa: B008
+    def load(self, pack, stage=None, options=MicroBatchOptions()):  # noqa: B008
         """One pack as a stage has it, or a whole model."""
         return self.dataset([pack], stage, options)[0]
 
-    def dataset(self, packs, stage=None, options=DataOptions(), epoch=0) -> PackDataset:  # noqa: B008
+    def dataset(self, packs, stage=None, options=MicroBatchOptions(), epoch=0) -> PackDataset:  # noqa: B008
         """These lists of samples as micro-batches of one rank."""
         rows = np.arange(len(packs))
         scheduled = ScheduledPacks.of(Packs.from_lists(packs), self.lengths, rows, epoch=epoch)

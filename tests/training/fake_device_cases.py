@@ -574,7 +574,7 @@ def device_checks() -> None:
             weights = list(trainer.stage.parameters())
             bucket = ("file", "file", ([], [(None, weight) for weight in weights]))
             with patch.object(save_load, "_lock_pages"):
-                [(_, _, (_, copied))] = save_load._on_host([bucket], set(), {})
+                [(_, _, (_, copied))] = save_load._copy_to_host([bucket], set(), {})
             assert {one.device.type for one in weights} == {"cuda"}
             assert {one.device.type for _, one in copied} == {"cpu"}
     real = cuda_checks.real_size_plan()

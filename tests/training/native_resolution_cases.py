@@ -14,7 +14,7 @@ from toy import ToySample, pack
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron.vlm.conversion.config_files import qwen_files
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.data.native_resolution import Grid
 from omnibal.families.folder import CONFIG_FILE
@@ -207,9 +207,9 @@ def packs_of(model: ModelConfig, number: int, packs: Sequence[Pack]) -> Iterator
 
 
 _LAYOUTS = {
-    "toy-qwen3-vl": Layout.QWEN3_VL,
-    "toy-qwen2.5-vl": Layout.QWEN2_5_VL,
-    "toy-qwen2-vl": Layout.QWEN2_VL,
+    "toy-qwen3-vl": TensorLayout.QWEN3_VL,
+    "toy-qwen2.5-vl": TensorLayout.QWEN2_5_VL,
+    "toy-qwen2-vl": TensorLayout.QWEN2_VL,
 }
 _IDS = {
     "image_token_id": IMAGE, "video_token_id": VIDEO,
@@ -220,7 +220,7 @@ _IDS = {
 def transformers_model(model: ModelConfig) -> Any:
     """Transformers' model of these sizes, with weights of its own."""
     has_experts = model.language.kinds[0].experts is not None
-    layout = Layout.QWEN3_VL_MOE_STACKED if has_experts else _LAYOUTS[model.name]
+    layout = TensorLayout.QWEN3_VL_MOE_STACKED if has_experts else _LAYOUTS[model.name]
     files = qwen_files(model, model.images, layout, "float32", _IDS)
     config = AutoConfig.for_model(**files[CONFIG_FILE])
     return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")

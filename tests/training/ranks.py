@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from omnibal.model.parallel import Parallel
 
 TIMEOUT_S = 600
@@ -75,7 +75,7 @@ def _save_result(work: Work, path: Path) -> None:
 
 
 def _rank(rank: int, parallel: Parallel, seed: int, work: Work, arguments: tuple, folder: Path):
-    launch = Launch(rank=rank, world_size=parallel.world_size, local_rank=rank)
+    launch = RankLaunch(rank=rank, world_size=parallel.world_size, local_rank=rank)
     links = initialize_distributed(launch, parallel, seed, f"file://{folder / 'store'}")
     result = work(links, *arguments)
     shut_down_distributed()

@@ -10,7 +10,7 @@ from adapter_cases import EVERYWHERE
 from pipeline_cases import pipeline_plan
 from toy import OPTIONS
 
-from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
+from megatron.vlm.inputs.data import LossWeighting, MicroBatchOptions, OnBadSample
 from megatron.vlm.run import arguments as arguments_module
 from megatron.vlm.run.arguments import (
     CheckpointArguments,
@@ -38,7 +38,7 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
     assert parsed(monkeypatch, TRAIN)[1] == RunArguments(
         tokenizer_model=Path("t"), save=Path("s"), load=None, data=Path("d.json"),
         skip_train=False, finetune=False, train_iters=None, seed=42, max_skipped_steps=5,
-        num_workers=2, provider="local", samples=DataOptions(seed=42, augment=True),
+        num_workers=2, provider="local", samples=MicroBatchOptions(seed=42, augment=True),
         optimization=OptimizationOptions(
             lr=None, min_lr=0.0, lr_decay_style="cosine", lr_warmup_fraction=0.03,
             weight_decay=0.05, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,

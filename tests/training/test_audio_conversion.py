@@ -109,7 +109,7 @@ def test_outputs_and_all_gradients_are_those_of_transformers(folders, tensor):
     for parameter, made_of in whispers(model):
         value = whole(parameter.name, [own[parameter.name] for _, own in ranks])
         value = value[tuple(slice(size) for size in parameter.shape)]
-        for name, piece in zip(made_of.names, made_of.arrangement.split(value), strict=True):
+        for name, piece in zip(made_of.names, made_of.arrangement.divide(value), strict=True):
             assert_near(piece.reshape(gradients[name].shape), gradients[name], name)
             compared.add(name)
     assert compared == gradients.keys() - {"embed_positions.weight"}

@@ -217,14 +217,14 @@ def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
     item = WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR, tensor_data=data)
     path = tmp_path / "__0_0.distcp"
     bucket = (str(path), path.name, ([], [(item, weight)]))
-    [copied] = checkpoint._on_host([bucket], set(), copies)
+    [copied] = checkpoint._copy_to_host([bucket], set(), copies)
     weight.add_(1000.0)  # training goes on
     writer = SimpleNamespace(transforms=_StorageWriterTransforms())
     checkpoint._write_bucket(writer, copied)
     assert torch.equal(torch.load(path), values)
     stream.synchronize()
     assert torch.equal(weight.memory, values + 1000)
-    [(_, _, (_, [(_, again)]))] = checkpoint._on_host([bucket], set(), copies)
+    [(_, _, (_, [(_, again)]))] = checkpoint._copy_to_host([bucket], set(), copies)
     assert again is copied[2][1][0][1] and torch.equal(again, values + 1000)
     assert [one.nbytes for one in locked] == [values.nbytes]  # no more than the state
 

@@ -30,7 +30,7 @@ from megatron.vlm.checkpoint.run_folders import (
 )
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.run.launch import Launch, initialize_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
@@ -78,7 +78,7 @@ def save_through_failure(links, plan, directory, asynchronous, fail):
                 writer.save(step, {})
             writer.finish()
         # Only some ranks have written what stays.
-        lines.append([line.partition("; what was written stays")[0] for line in told])
+        lines.append([line.partition("; its files are not removed")[0] for line in told])
         if step == 2:
             limit_file_size(resource.RLIM_INFINITY)
             kept = names(directory) if dist.get_rank() == 0 else None
@@ -320,7 +320,7 @@ def kill_at_operation(directory, number):
 
 def train_until_killed(rank, plan, directory, asynchronous, store, kill):
     """Resume, then train and save after every step, with a record of both."""
-    launch = Launch(rank=rank, world_size=2, local_rank=rank)
+    launch = RankLaunch(rank=rank, world_size=2, local_rank=rank)
     links = initialize_distributed(launch, plan.parallel, 0, f"file://{store}")
     trainer, parts, writer = start(links, plan, directory, asynchronous, keep_last=2)
     step = 0

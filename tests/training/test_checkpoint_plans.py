@@ -12,7 +12,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.save_load import load_checkpoint
-from megatron.vlm.checkpoint.state import state_of
+from megatron.vlm.checkpoint.state import State
 from megatron.vlm.step.train import build_trainer
 from omnibal.job.runlog import checkpoint_path
 from omnibal.model.parallel import Parallel
@@ -41,10 +41,10 @@ def drawn_plans(draw, tied):
 
 def tensors_of(trainer):
     """All weights and moments, made if there are none yet."""
-    state = state_of(trainer.stages, trainer.optimizers)
-    state.described()
+    state = State(trainer.stages, trainer.optimizers)
+    state.sharded_state_dict()
     # Steps are counted apart.
-    return [one.detach() for one in state.changing() if one.dim() and one.is_floating_point()]
+    return [t.detach() for t in state.changing_tensors() if t.dim() and t.is_floating_point()]
 
 
 def passed_on(links, plan, load, folder):

@@ -57,7 +57,7 @@ from toy import OPTIONS, pack, stages_of, toy_plan
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
-from megatron.vlm.conversion.exporting import Export, plan_export_as, write_export
+from megatron.vlm.conversion.exporting import CheckpointExport, plan_export_as, write_export
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, import_checkpoint, open_released
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.step.train import build_trainer
@@ -573,7 +573,7 @@ def test_broken_run_is_not_exported(tmp_path, good, good_run, refused, damage, w
     before = content(tmp_path)
     arguments = {"like": ("--like", good["internlm2"]), "layout": ("--layout", "transformers")}
     line = refused("export", run, *arguments[way], "-o", tmp_path / "out")
-    assert str(checkpoint) in line and "put a whole copy back" in line
+    assert str(checkpoint) in line and "restore a copy" in line
     assert content(tmp_path) == before and list(tmp_path.iterdir()) == [run]
 
 
@@ -594,7 +594,7 @@ def stop(size: int) -> None:
 
 
 @pytest.fixture
-def planned(good_run) -> Export:
+def planned(good_run) -> CheckpointExport:
     """An export that is still to be written."""
     return plan_export_as(open_newest(good_run), OURS["llama"], None, None, SHARD_BYTES)
 
@@ -628,7 +628,7 @@ def test_what_stops_a_read_is_told_as_it_is(tmp_path, good, planned, monkeypatch
 
     opened = open_released(good["internlm2"])
     monkeypatch.setattr(StoredTensors, "_read_item", stopped)
-    monkeypatch.setattr(ReleasedCheckpoint, "read", stopped)
+    monkeypatch.setattr(ReleasedCheckpoint, "read_parameter", stopped)
     with pytest.raises(error, match=r"^as it is$"):
         write_export(planned, tmp_path / "out", lambda size: None)
     with pytest.raises(error, match=r"^as it is$"):

@@ -50,8 +50,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.config_files import configurations, internvl_processor_files
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
-from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.conversion.tokenizer_files import fast_tokenizer
+from megatron.vlm.conversion.tensor_map import TensorLayout
+from megatron.vlm.conversion.tokenizer_files import make_fast_tokenizer
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.base.errors import UserError
 from omnibal.data.chat import encode_sample
@@ -245,7 +245,7 @@ def test_message_of_training_is_that_of_exported_chats(source, run):
     model = open_newest(run).model.model_copy(update={"system_message": "Read."})
     for chats, expected in ((None, "Read."), ("", ""), ("See.", "See.")):
         told = model.model_copy(update={"chat_system_message": chats})
-        made = configurations(told, Layout.INTERNVL_QWEN2, "float32", None)["config.json"]
+        made = configurations(told, TensorLayout.INTERNVL_QWEN2, "float32", None)["config.json"]
         assert json.loads(made)["system_message"] == expected
 
 
@@ -363,7 +363,7 @@ def test_slow_tokenizer_is_what_transformers_makes_of_it(tmp_path, configured):
     """Prevents: token ids other than those that the model was trained with."""
     write_slow_tokenizer(tmp_path, configured)
     theirs = Qwen2Tokenizer.from_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(fast_tokenizer(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(make_fast_tokenizer(tmp_path))
     ours = open_tokenizer(tmp_path)
     for text in SLOW_TEXTS:
         ids = ours.encode(text)
@@ -404,7 +404,7 @@ def test_slow_tokenizer_that_is_not_understood_is_told(tmp_path, source):
 def test_internvl_in_transformers_format_has_its_processors_files(tmp_path, template):
     """Prevents: an exported InternVL whose processor does not load, or writes other tokens."""
     write_slow_tokenizer(tmp_path, True)
-    (tmp_path / "tokenizer.json").write_text(fast_tokenizer(tmp_path))
+    (tmp_path / "tokenizer.json").write_text(make_fast_tokenizer(tmp_path))
     tokenizer = open_tokenizer(tmp_path)
     model = load_model("internvl-digits").model_copy(update={"chat_template": template})
     for name, text in internvl_processor_files(model, tokenizer).items():

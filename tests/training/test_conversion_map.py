@@ -33,7 +33,7 @@ from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.conversion.config_files import configurations
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.released_config import read_config
-from megatron.vlm.conversion.tensor_map import Layout, parameters, released
+from megatron.vlm.conversion.tensor_map import TensorLayout, find_released, parameters
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.tensor_parallel import unpadded_size
@@ -184,28 +184,28 @@ def shapes_of(stage: VLMStage) -> dict[str, tuple[int, ...]]:
     return found
 
 
-TILES = [layout for layout in Layout if not (layout.is_text_only or layout.is_qwen_vl)]
+TILES = [layout for layout in TensorLayout if not (layout.is_text_only or layout.is_qwen_vl)]
 QWEN_VL = {
-    "qwen2-vl-7b": [Layout.QWEN2_VL, Layout.QWEN2_VL_PREFIXED],
-    "qwen2.5-vl-7b": [Layout.QWEN2_5_VL, Layout.QWEN2_5_VL_PREFIXED],
-    "qwen2.5-vl-3b": [Layout.QWEN2_5_VL_PREFIXED],
-    "qwen3-vl-8b": [Layout.QWEN3_VL],
-    "qwen3-vl-2b": [Layout.QWEN3_VL],
+    "qwen2-vl-7b": [TensorLayout.QWEN2_VL, TensorLayout.QWEN2_VL_PREFIXED],
+    "qwen2.5-vl-7b": [TensorLayout.QWEN2_5_VL, TensorLayout.QWEN2_5_VL_PREFIXED],
+    "qwen2.5-vl-3b": [TensorLayout.QWEN2_5_VL_PREFIXED],
+    "qwen3-vl-8b": [TensorLayout.QWEN3_VL],
+    "qwen3-vl-2b": [TensorLayout.QWEN3_VL],
     "qwen3-vl-30b-a3b": [
-        Layout.QWEN3_VL_MOE_STACKED,
-        Layout.QWEN3_VL_MOE,
-        Layout.QWEN3_VL_MOE_APART,
+        TensorLayout.QWEN3_VL_MOE_STACKED,
+        TensorLayout.QWEN3_VL_MOE,
+        TensorLayout.QWEN3_VL_MOE_APART,
     ],
 }
 """Layouts of each release; the last of dense ones has the names of Transformers' modules."""
 HUB_CONFIGS = Path(__file__).parents[1] / "planner" / "hub_configs"
 
 
-def released_shapes(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
+def released_shapes(model: ModelConfig, layout: TensorLayout) -> dict[str, tuple[int, ...]]:
     """Shapes of the layout's tensors, none of which is made of two parameters."""
     found: dict[str, tuple[int, ...]] = {}
     for parameter in parameters(model):
-        made_of = released(parameter, model, layout)
+        made_of = find_released(parameter, model, layout)
         own = dict(zip(made_of.names, made_of.shapes, strict=True))
         assert len(own) == len(made_of.names) and not own.keys() & found.keys(), parameter.name
         assert sum(map(math.prod, made_of.shapes)) == math.prod(parameter.shape), parameter.name
@@ -233,7 +233,7 @@ def transformers_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def test_released_shapes_are_those_of_transformers(tmp_path, name):
     """Prevents: names or shapes that hold for small models alone, such as head sizes, and a
     config.json of another model."""
-    model, layout = PLANS[name].model, Layout.TRANSFORMERS_PREFIXED
+    model, layout = PLANS[name].model, TensorLayout.TRANSFORMERS_PREFIXED
     made = configurations(model, layout, "float32", None)
     (tmp_path / "config.json").write_text(made["config.json"])
     assert released_shapes(model, layout) == transformers_shapes(tmp_path)
@@ -282,10 +282,10 @@ def test_released_checkpoint_of_26b_is_understood(tmp_path):
     values = sum(map(math.prod, shapes.values()))
     assert values == pytest.approx(25.5e9, rel=0.01)
     found = open_released(tmp_path / "InternVL-Chat-V1-5")
-    assert found.layout is Layout.INTERNVL_INTERNLM2 and found.bytes == 2 * values
+    assert found.layout is TensorLayout.INTERNVL_INTERNLM2 and found.bytes == 2 * values
     assert architecture_differences(found.model, load_model("internvl-chat-1.5-6b-20b")) == []
     assert {found.dtype(parameter) for parameter in parameters(found.model)} == {torch.bfloat16}
-    first_names = (released(one, found.model, found.layout).names[0] for one in found.file_order())
+    first_names = (find_released(p, found.model, found.layout).names[0] for p in found.file_order())
     order = [found.files.tensors[name].file for name in first_names]
     assert order == sorted(order)
 
@@ -318,5 +318,5 @@ def test_what_a_configuration_leaves_out_is_the_default_of_its_class(tmp_path, t
         (folder / "config.json").write_text(json.dumps(config))
         models.append(read_config(folder, ["language_model.lm_head.weight"]))
     assert models[0] == models[1]
-    assert models[0][1] is Layout.TRANSFORMERS
+    assert models[0][1] is TensorLayout.TRANSFORMERS
     assert models[0][0].language.qkv_bias == (text is Qwen2Config)

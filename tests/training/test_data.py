@@ -25,7 +25,7 @@ from shard_cases import make_samples, write_shards
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron.vlm.inputs.augment import Purpose, jpeg_qualities, tile_keys
-from megatron.vlm.inputs.data import DataOptions, LossWeighting, PackDataset, load_batches
+from megatron.vlm.inputs.data import LossWeighting, MicroBatchOptions, PackDataset, load_batches
 from megatron.vlm.inputs.read_ahead import _begin_worker
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
@@ -55,7 +55,7 @@ def random_packs(samples: int, seed: int) -> list[list[int]]:
 def test_loss_fields_token_by_token(data, weighting, weigh):
     """Prevents: a weight of another sample, or of one turn instead of the whole sample."""
     packs = random_packs(len(data.lengths), seed=1)
-    dataset = data.dataset(packs, LAST, DataOptions(loss_weighting=weighting))
+    dataset = data.dataset(packs, LAST, MicroBatchOptions(loss_weighting=weighting))
     turns = set()
     for pack, batch in zip(packs, dataset, strict=True):
         expected, place = [], 0
@@ -79,7 +79,7 @@ def test_loss_fields_token_by_token(data, weighting, weigh):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_load_the_same(pictures):
     """Prevents: tensors or an order that depend on the number of processes."""
-    options = DataOptions(seed=5, augment=True, drop_path=True)
+    options = MicroBatchOptions(seed=5, augment=True, drop_path=True)
     packs = random_packs(len(pictures.lengths), seed=3)
     dataset = pictures.dataset(packs, WHOLE, options)
     expected = [dataset[k] for k in range(len(dataset))]
@@ -105,7 +105,7 @@ def pixels_of(tile: Image.Image) -> torch.Tensor:
 
 def test_augmented_tiles_are_jpegs(pictures):
     """Prevents: another augmentation than InternVL's, one draw for all tiles, or any elsewhere."""
-    dataset = pictures.dataset([[3], [10]], FIRST, DataOptions(augment=True))
+    dataset = pictures.dataset([[3], [10]], FIRST, MicroBatchOptions(augment=True))
     augmented, plain = (batch.pixels_TCPP for batch in dataset)
     assert pictures.reader.annotations[10].images == pictures.reader.annotations[3].images
     assert plain.equal(pictures.reader.pixels([pictures.reader.annotations[3]]))
@@ -145,7 +145,7 @@ def test_keys_of_every_tile_differ():
 
 def test_drop_path_keys_follow_the_tiles(data):
     """Prevents: stages that disagree on the tiles that skip a layer, or annotations read for it."""
-    options = DataOptions(seed=9, drop_path=True)
+    options = MicroBatchOptions(seed=9, drop_path=True)
     of_sample = {}
     for seed in (1, 2):
         packs = random_packs(len(data.lengths), seed)
@@ -166,7 +166,7 @@ def test_drop_path_keys_follow_the_tiles(data):
 
 def test_host_fields_stay_on_the_host(data):
     """Prevents: random numbers that the layers read one by one from a device."""
-    batch = data.load([0], WHOLE, DataOptions(drop_path=True)).to(torch.device("meta"))
+    batch = data.load([0], WHOLE, MicroBatchOptions(drop_path=True)).to(torch.device("meta"))
     assert batch.drop_path_keys_T.device == CPU
     assert {batch.pixels_TCPP.device.type, batch.loss_weights_L.device.type} == {"meta"}
 
@@ -354,7 +354,7 @@ def test_validation_packs_hold_every_sample_once(data):
     """Prevents: held-out samples that are lost, counted twice, or beyond the memory planned."""
     samples = 70
     packs = pack_validation(data.reader, samples, Level(caps=CAPS), RANKS)
-    options = DataOptions(seed=1, augment=True, drop_path=True)
+    options = MicroBatchOptions(seed=1, augment=True, drop_path=True)
     seen, labels = Counter(), Counter()
     for rank in range(RANKS):
         dataset = packs.dataset(data.reader, WHOLE, rank, options)
@@ -372,7 +372,7 @@ def test_validation_packs_hold_every_sample_once(data):
     expected = np.flatnonzero(fits[:samples])
     assert not fits[: expected[-1]].all(), "a sample behind one left out must be told from it"
     assert 0 < packs.left_out == samples - len(expected)
-    assert packs.samples == len(expected)
+    assert len(packs.lengths) == len(expected)
     assert seen == Counter(range(len(expected)))
     expected_labels = Counter()
     for index in expected:

@@ -77,7 +77,7 @@ def test_stages_name_their_units_and_every_rank_is_listed():
 def test_data_parallel_encoders_are_listed():
     """Prevents: a dry run that leaves out the encoders where no stage holds them."""
     lines = printed(data_parallel_plan(MODEL, (2,), data=4, pipelines=2, per_pass=3, kept=7))
-    assert "Beside them, whole on every rank: vision embed, vision 0..3, projector" in lines
+    assert "Data-parallel encoders, replicated: vision embed, vision 0..3, projector" in lines
     assert "vision 3 7 4" in lines
     assert any(line.startswith("0 language embed, language 0 ") for line in lines)
 

@@ -13,7 +13,7 @@ from native_data_cases import NativeData, data_of
 from toy import stages_of
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.inputs.data import DataOptions, OnBadSample, load_batches
+from megatron.vlm.inputs.data import MicroBatchOptions, OnBadSample, load_batches
 from omnibal.base.errors import UserError
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 
@@ -37,7 +37,7 @@ def shown(request, tmp_path, tokenizer) -> Data:
     return data_of(request.param, tmp_path, tokenizer)
 
 
-def job_of(shown: Data, options: DataOptions, texts=None) -> EncodingJob:
+def job_of(shown: Data, options: MicroBatchOptions, texts=None) -> EncodingJob:
     """Two pipelines of two stages, which read `texts`, or what stages without encoders do."""
     is_native = isinstance(shown, NativeData)
     whole = shown.dataset(OF_NATIVE if is_native else PACKS, options=options)
@@ -62,7 +62,7 @@ def test_ranks_read_what_they_encode_and_their_own_text(shown):
     """Prevents: another rank's tile, or another drop-path draw or degradation of it, an image or
     video that is read twice, in parts or by none, and texts of another pack."""
     is_native = isinstance(shown, NativeData)
-    job = job_of(shown, DataOptions(augment=not is_native, drop_path=not is_native, seed=3))
+    job = job_of(shown, MicroBatchOptions(augment=not is_native, drop_path=not is_native, seed=3))
     whole, seen = list(job.whole), []
     for rank in job.ranks:
         rows = iter(job.rows(rank))
@@ -93,7 +93,7 @@ def test_ranks_read_what_they_encode_and_their_own_text(shown):
 
 def test_reading_begins_anywhere(pictures):
     """Prevents: a resumed run that reads the items of another step."""
-    job = job_of(pictures, DataOptions(), [TEXT] * 2)
+    job = job_of(pictures, MicroBatchOptions(), [TEXT] * 2)
     for rank in job.ranks:
         *_, (passes, texts) = job.read(rank)
         [(resumed, resumed_texts)] = job.read(rank, first_step=1)
@@ -105,7 +105,7 @@ def test_reading_begins_anywhere(pictures):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_read_the_same(pictures):
     """Prevents: passes in another order where several processes read."""
-    dataset = job_of(pictures, DataOptions(), [TEXT] * 2).dataset(0)
+    dataset = job_of(pictures, MicroBatchOptions(), [TEXT] * 2).dataset(0)
     expected = [one.shape for one in dataset]
     for workers in (0, 2):
         assert [one.shape for one in load_batches(dataset, workers, CPU)] == expected

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.vlm.inputs.read_ahead import Parcel, parcel, unpacked
+from megatron.vlm.inputs.read_ahead import Parcel, pack_parcel, unpack_parcel
 from omnibal.base.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -22,8 +22,8 @@ class Item:
 
 def sent(item: object) -> tuple[object, Parcel]:
     """The item behind a pipe."""
-    packed = pickle.loads(pickle.dumps(parcel(item)))
-    return unpacked(packed), packed
+    packed = pickle.loads(pickle.dumps(pack_parcel(item)))
+    return unpack_parcel(packed), packed
 
 
 @pytest.mark.parametrize("rows", [0, 3, 5_000])

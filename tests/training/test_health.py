@@ -44,7 +44,7 @@ def test_run_stops_after_too_many_skipped_steps_in_a_row():
     assert health.skipped_steps == 25
     for step in (30, 31):
         health.judge(step, math.nan, skipped=True)
-    with pytest.raises(UserError, match="3 skipped steps in a row, of which there may be 2"):
+    with pytest.raises(UserError, match="3 skipped steps in a row, more than 2"):
         health.judge(32, math.nan, skipped=True)
 
 

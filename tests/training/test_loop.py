@@ -27,7 +27,7 @@ from megatron.vlm.run import gather
 from megatron.vlm.run.gather import gather_stage_records
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.log import show_log
-from megatron.vlm.run.loop import RunData, RunOptions, TrainingLoop
+from megatron.vlm.run.loop import LoopOptions, RunData, TrainingLoop
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
@@ -82,7 +82,7 @@ def run_loop(
         sharing=Sharing(dp_rank=0, levels=[Level(caps=Caps.of(tokens=64))]),
         batches=iter(batches), pack_flops=np.full(len(batches), 1e6), peak_flops_per_s=1e9,
     )  # fmt: skip
-    options = RunOptions(save=folder, save_interval=2, last_step=STEPS, **options)
+    options = LoopOptions(save=folder, save_interval=2, last_step=STEPS, **options)
     training = TrainingLoop(
         trainer, iter([data]), options, writer, RunHealth(max_skipped),
         list(sinks) if links.rank == 0 else [], stop_requested,
@@ -154,7 +154,7 @@ def test_skipped_steps_are_told_and_no_checkpoint_is_made_of_them(tmp_path):
     ranks = run_all(tmp_path, poisoned=(3, 5, 6))
     _, lines, error = ranks[0]
     assert error is None
-    told = [line for line in lines if "skipped, the weights stay" in line]
+    told = [line for line in lines if "skipped, the weights are unchanged" in line]
     assert [line.split(":")[0] for line in told] == ["step 3", "step 5", "step 6"]
     assert "(2 in a row, 3 in all)" in told[-1]
     saved = [line[-1] for line in lines if line.startswith("saved")]

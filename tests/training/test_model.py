@@ -11,7 +11,7 @@ from toy import IMAGE_TOKEN, cut_plan, pack, toy_batch, toy_model, toy_sample
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron.vlm.conversion.config_files import configurations
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from omnibal.families.folder import CONFIG_FILE
@@ -106,7 +106,7 @@ def ours_and_transformers(links, model):
     samples = [toy_sample(model, *counts, seed=i) for i, counts in enumerate(SAMPLES)]
     batch = pack(samples)
     [loss], gradients = loss_and_gradients(stage, [batch])
-    layout, tokens = Layout.TRANSFORMERS_PREFIXED, len(batch.labels_L)
+    layout, tokens = TensorLayout.TRANSFORMERS_PREFIXED, len(batch.labels_L)
     config = json.loads(configurations(model, layout, "float32", None)[CONFIG_FILE])
     # A model without layer scale is one whose scales are all 1.
     config["vision_config"]["layer_scale_init_value"] = 1.0

@@ -44,7 +44,7 @@ def samples_of(folder: Path) -> list[Sample]:
 
 def theirs(model, reader: SampleReader, sample: Sample) -> list[int]:
     """The answer of Transformers' generation to the same tokens and patches."""
-    shown = reader.shown(sample)
+    shown = reader.list_shown(sample)
     prompt = reader.prompt(sample, 0, NEW_TOKENS, chatting=True)
     ids, patches = torch.from_numpy(prompt.token_ids)[None], reader.patches(sample, shown)
     given, kinds = {}, torch.zeros_like(ids, dtype=torch.int32)

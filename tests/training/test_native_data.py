@@ -152,7 +152,7 @@ def test_answers_go_on_from_the_largest_position(data):
     reader = data.reader
     questions = list(_list_questions(reader, 6, 3))
     samples = [question.sample for question in questions]
-    media = {s: {"patches_YX": reader.patches(s, reader.shown(s))} for s in samples}
+    media = {s: {"patches_YX": reader.patches(s, reader.list_shown(s))} for s in samples}
     before = micro_batch(questions, media, reader)
     lengths = [question.tokens for question in questions]
     for question in questions:

@@ -31,7 +31,7 @@ from transformers import Qwen3VLMoeForConditionalGeneration
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like
 from megatron.vlm.conversion.importing import open_released
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from omnibal.base.errors import UserError
 from omnibal.families.named import named_model
 from omnibal.model.config import config_toml, load_model
@@ -98,9 +98,9 @@ def test_experts_are_read_turned_stacked_and_apart(tmp_path):
     model = transformers_model("qwen3-vl-moe")
     own = {key: value.detach() for key, value in model.named_parameters()}
     forms = {
-        Layout.QWEN3_VL_MOE: as_released(own),
-        Layout.QWEN3_VL_MOE_STACKED: own,
-        Layout.QWEN3_VL_MOE_APART: dict(experts_apart(own)),
+        TensorLayout.QWEN3_VL_MOE: as_released(own),
+        TensorLayout.QWEN3_VL_MOE_STACKED: own,
+        TensorLayout.QWEN3_VL_MOE_APART: dict(experts_apart(own)),
     }
     for layout, tensors in forms.items():
         source = released("qwen3-vl-moe", tmp_path / layout / "there")
@@ -122,16 +122,16 @@ def test_square_experts_are_told_apart_by_the_other_stack(tmp_path, inner):
     own = {key: value.detach() for key, value in model.named_parameters()}
     model.save_pretrained(tmp_path / "there")
     for layout, tensors in (
-        (Layout.QWEN3_VL_MOE_STACKED, own),
-        (Layout.QWEN3_VL_MOE, as_released(own)),
+        (TensorLayout.QWEN3_VL_MOE_STACKED, own),
+        (TensorLayout.QWEN3_VL_MOE, as_released(own)),
     ):
         save_tensors(tmp_path / "there", tensors)
         assert open_released(tmp_path / "there").layout == layout
         run = imported(tmp_path / "there", tmp_path / f"run-{layout}")
-        out = exported(run, Layout.QWEN3_VL_MOE_STACKED, tmp_path / f"out-{layout}")
+        out = exported(run, TensorLayout.QWEN3_VL_MOE_STACKED, tmp_path / f"out-{layout}")
         assert_equal_tensors(tensors_of(out), own)
     with pytest.raises(UserError, match="experts with square matrices, which layout qwen3-vl-moe"):
-        exported(run, Layout.QWEN3_VL_MOE, tmp_path / "turned")
+        exported(run, TensorLayout.QWEN3_VL_MOE, tmp_path / "turned")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -140,7 +140,7 @@ def test_export_of_a_layout_is_what_transformers_loads(tmp_path, name, form):
     """Prevents: a config.json of another model than the weights were trained as."""
     model, kind = transformers_model(name), KINDS[name]
     run = imported(released(name, tmp_path / "released"), tmp_path / "run")
-    layout = Layout(kind.layout.removesuffix("-stacked"))
+    layout = TensorLayout(kind.layout.removesuffix("-stacked"))
     if form == "own names":
         layout = open_released(released(name, tmp_path / "own", own_names=True)).layout
     out = exported(run, layout, tmp_path / "out")
@@ -231,14 +231,14 @@ def stored(source) -> CheckpointIdentity:
 @pytest.mark.parametrize(
     ("changes", "layout", "message"),
     [
-        ({}, Layout.QWEN3_VL_MOE, "dense feed-forwards"),
-        ({}, Layout.QWEN2_5_VL, "qkv_bias false"),
-        ({}, Layout.TRANSFORMERS, "images at their native resolution"),
-        ({}, Layout.QWEN3, "an encoder"),
-        ({"norm_eps": 1e-5}, Layout.QWEN3_VL, r"norm_eps is 1e-05 there and 1e-06 there"),
-        ({"gated": True}, Layout.QWEN3_VL, "gated is True there and False there"),
-        ({"learned_positions": 0}, Layout.QWEN3_VL, "is no model of layout qwen3-vl: "),
-        ({"positions_per_second": 3.0}, Layout.QWEN3_VL, "positions_per_second is 3.0 and None"),
+        ({}, TensorLayout.QWEN3_VL_MOE, "dense feed-forwards"),
+        ({}, TensorLayout.QWEN2_5_VL, "qkv_bias false"),
+        ({}, TensorLayout.TRANSFORMERS, "images at their native resolution"),
+        ({}, TensorLayout.QWEN3, "an encoder"),
+        ({"norm_eps": 1e-5}, TensorLayout.QWEN3_VL, r"norm_eps is 1e-05 there and 1e-06 there"),
+        ({"gated": True}, TensorLayout.QWEN3_VL, "gated is True there and False there"),
+        ({"learned_positions": 0}, TensorLayout.QWEN3_VL, "is no model of layout qwen3-vl: "),
+        ({"positions_per_second": 3.0}, TensorLayout.QWEN3_VL, "per_second is 3.0 and None"),
     ],
 )
 def test_a_model_that_a_layout_has_not_is_not_exported(stored, changes, layout, message):
@@ -256,7 +256,7 @@ def test_other_pixels_export_like_the_release(source, stored):
     smaller = replace(stored, model=stored.model.with_tower("vision", max_pixels=128 * 128 * 9))
     planned = plan_export_like(smaller, open_released(source), None)
     assert planned.bytes == sum(value.nbytes for value in tensors_of(source).values())
-    made = plan_export_as(smaller, Layout.QWEN3_VL, None, None, 10**9).made
+    made = plan_export_as(smaller, TensorLayout.QWEN3_VL, None, None, 10**9).made
     processor = json.loads(made["preprocessor_config.json"])
     assert processor["size"] == {"longest_edge": 128 * 128 * 9, "shortest_edge": 256 * 256}
     assert processor["image_mean"] == processor["image_std"] == [0.5] * 3

@@ -37,7 +37,7 @@ from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.adapter_files import export_adapter
 from megatron.vlm.conversion.exporting import plan_export_like, write_export
 from megatron.vlm.conversion.importing import open_released
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.data.native_resolution import Grid
 from omnibal.model.adapter_settings import AdapterConfig
@@ -45,11 +45,11 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 
 KINDS = {
-    "qwen3-vl": (qwen3_vl(), Layout.QWEN3_VL),
-    "qwen3-vl-tied": (qwen3_vl(tied_head=True), Layout.QWEN3_VL),
-    "qwen3-vl-moe": (qwen3_vl_moe(), Layout.QWEN3_VL_MOE_STACKED),
-    "qwen2.5-vl": (qwen2_5_vl(kv_heads=2), Layout.QWEN2_5_VL_PREFIXED),
-    "qwen2-vl": (qwen2_vl(kv_heads=2), Layout.QWEN2_VL_PREFIXED),
+    "qwen3-vl": (qwen3_vl(), TensorLayout.QWEN3_VL),
+    "qwen3-vl-tied": (qwen3_vl(tied_head=True), TensorLayout.QWEN3_VL),
+    "qwen3-vl-moe": (qwen3_vl_moe(), TensorLayout.QWEN3_VL_MOE_STACKED),
+    "qwen2.5-vl": (qwen2_5_vl(kv_heads=2), TensorLayout.QWEN2_5_VL_PREFIXED),
+    "qwen2-vl": (qwen2_vl(kv_heads=2), TensorLayout.QWEN2_VL_PREFIXED),
 }
 """Models, and layouts with the names of Transformers' modules."""
 MODELS = {name: model for name, (model, _) in KINDS.items()}
@@ -136,9 +136,9 @@ def logits_of_packs(theirs: torch.nn.Module, model: ModelConfig) -> list[torch.T
 @pytest.mark.parametrize(
     ("name", "layout", "cuts", "tensor"),
     [
-        ("qwen3-vl-tied", Layout.QWEN3_VL, (3,), 2),
-        ("qwen3-vl-moe", Layout.QWEN3_VL_MOE_STACKED, (), 1),
-        ("qwen2.5-vl", Layout.QWEN2_5_VL, (9,), 2),
+        ("qwen3-vl-tied", TensorLayout.QWEN3_VL, (3,), 2),
+        ("qwen3-vl-moe", TensorLayout.QWEN3_VL_MOE_STACKED, (), 1),
+        ("qwen2.5-vl", TensorLayout.QWEN2_5_VL, (9,), 2),
     ],
 )
 def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts, tensor):
@@ -173,10 +173,10 @@ def with_adapter(links, folder: Path, name: str):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen3-vl", Layout.QWEN3_VL),
-        ("qwen3-vl-moe", Layout.QWEN3_VL_MOE_STACKED),
-        ("qwen2.5-vl", Layout.QWEN2_5_VL),
-        ("qwen2-vl", Layout.QWEN2_VL),
+        ("qwen3-vl", TensorLayout.QWEN3_VL),
+        ("qwen3-vl-moe", TensorLayout.QWEN3_VL_MOE_STACKED),
+        ("qwen2.5-vl", TensorLayout.QWEN2_5_VL),
+        ("qwen2-vl", TensorLayout.QWEN2_VL),
     ],
 )
 def test_an_exported_adapter_computes_what_training_does(tmp_path, name, layout):

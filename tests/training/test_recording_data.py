@@ -17,7 +17,7 @@ from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperFeatureExtractor
 
 from megatron.vlm.inputs.batch import MicroBatchShape, join_items
-from megatron.vlm.inputs.data import DataOptions
+from megatron.vlm.inputs.data import MicroBatchOptions
 from megatron.vlm.run.generate import generate
 from megatron.vlm.step.evaluate import evaluate
 from megatron.vlm.step.train import build_trainer
@@ -36,7 +36,7 @@ PACK = [3, 1, 11, 0, 6, 4]
 class SpeechData(Data):
     """The samples that show and say something, their lengths, and packs of them."""
 
-    def load(self, stage: Stage, options=DataOptions(), pack: list[int] = PACK):  # noqa: B008
+    def load(self, stage: Stage, options=MicroBatchOptions(), pack: list[int] = PACK):  # noqa: B008
         """One pack as a stage has it."""
         batch = super().load(pack, stage, options)
         if isinstance(batch, UserError):
@@ -174,7 +174,7 @@ def test_a_sample_that_only_speaks_is_told_of_by_the_first_stage(data):
     speaks = next(k for k, sample in samples if sample.recordings and not sample.images)
     data.path(speaks).unlink()
     assert len(data.load(SEES, SKIP, [speaks]).unreadable) == 1
-    assert data.load(SEES, DataOptions(), [speaks]).unreadable == ()
+    assert data.load(SEES, MicroBatchOptions(), [speaks]).unreadable == ()
 
 
 def test_recordings_that_changed_after_the_plan(data):

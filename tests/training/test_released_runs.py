@@ -84,7 +84,7 @@ def loss_of(model: torch.nn.Module, folder: Path, data: Path) -> float:
     ours, samples = open_released(folder).model, Annotations.open(data)
     reader, sums = SampleReader(samples, open_tokenizer(folder), ours), torch.zeros(2)
     for sample in map(samples.__getitem__, range(len(samples))):
-        shown, given = reader.shown(sample), {}
+        shown, given = reader.list_shown(sample), {}
         tiles = sum(reader.tiles_per_image(sample)) if ours.takes_images else 0
         encoded = reader.encode(sample, tiles, 0, shown)
         ids = torch.from_numpy(encoded.token_ids)[None]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron.vlm.inputs.batch import borders_of
-from megatron.vlm.inputs.pack_share import Share
+from megatron.vlm.inputs.pack_share import PackShare
 from megatron.vlm.model import attention
 from megatron.vlm.model import shared_attention as shared_attention_module
 from megatron.vlm.model.attention import attend_packed
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def share_of(samples, cut, exchange):
     caps = Caps.of(tiles=1, tokens=1)
     level = Level(caps=caps, context=RANKS, cut=cut, exchange=exchange, attention_weight=0.02)
-    return Share.of(np.array(samples), level, dist.get_rank())
+    return PackShare.cut(np.array(samples), level, dist.get_rank())
 
 
 def whole_pack(samples):

@@ -12,7 +12,7 @@ from data_cases import FIRST, LAST, SKIP, TEXT, Data, assert_same, shares
 from native_data_cases import CUTS, NativeData, data_of
 from toy import share_of, stages_of
 
-from megatron.vlm.inputs.data import DataOptions, LossWeighting
+from megatron.vlm.inputs.data import LossWeighting, MicroBatchOptions
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.base.errors import UserError
@@ -24,7 +24,7 @@ MIXED = [6, 5, 4, 3, 1]
 """Samples of the pictures: text alone, two images in one, three of one image each."""
 OF_NATIVE = [3, 1, 2, 4, 5, 0]
 IN_ANY_WAY = [
-    DataOptions(loss_weighting=weighting, augment=True, drop_path=True, seed=3)
+    MicroBatchOptions(loss_weighting=weighting, augment=True, drop_path=True, seed=3)
     for weighting in LossWeighting
 ]
 FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
@@ -50,7 +50,7 @@ def test_shares_are_the_whole_pack_cut(shown, cut, context):
     """Prevents: tokens, tiles, patches, positions, labels or weights that are lost, doubled or
     shifted at a cut, and features sent to a rank that does not wait for them."""
     level = level_of(cut, context)
-    for options in [DataOptions()] if isinstance(shown, NativeData) else IN_ANY_WAY:
+    for options in [MicroBatchOptions()] if isinstance(shown, NativeData) else IN_ANY_WAY:
         whole = shown.dataset([shown.pack], options=options)
         for part, got in enumerate(shares(whole, level)):
             assert_same(got, share_of(whole[0], level, part))
@@ -177,12 +177,12 @@ def test_validation_packs_are_shared_too(shown, data: Data):
     for one, ranks in ((Level(caps=level.caps), 1), (level, 4)):
         packs, batches = pack_validation(held_out.reader, count, one, ranks), []
         for rank in range(ranks):
-            options = DataOptions(drop_path=not is_native)
+            options = MicroBatchOptions(drop_path=not is_native)
             own = list(packs.dataset(held_out.reader, held_out.whole, rank, options))
             assert [batch.shape for batch in own] == packs.shapes(rank)
             assert all(batch.shape.context == one.context for batch in own)
             batches += own
-        assert packs.samples + packs.left_out == count
+        assert len(packs.lengths) + packs.left_out == count
         assert all(packs.scheduled.column(name).max() <= caps[name] for name in caps)
         for name in ("tiles", "image_tokens"):
             counts = packs.scheduled.column(name)

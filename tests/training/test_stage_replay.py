@@ -24,7 +24,7 @@ from megatron.vlm.measure.stage_replay import (
     standing_in,
     state_bytes_of,
 )
-from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.launch import RankLaunch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
@@ -200,7 +200,7 @@ def save_planned(directory, *levels):
 
 
 def replay(planned, output, stages, steps=2):
-    launch = Launch(rank=0, world_size=1, local_rank=0)
+    launch = RankLaunch(rank=0, world_size=1, local_rank=0)
     job = load_replay(planned, None, None)
     info = replay_info(job, steps=steps, repetitions=2)
     replay_stages(job, info, stages, output, launch, open_store(launch))

@@ -29,7 +29,7 @@ from transformers import (
 
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from megatron.vlm.conversion.released_config import check_exportable, read_config
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import LanguageConfig, ModelConfig, RopeScaling, config_toml, load_model
@@ -59,7 +59,7 @@ CHATML_PIECES = "<unk> <|endoftext|> <|im_start|> <|im_end|> a b c".split()
 
 class Kind(NamedTuple):
     config: LlamaConfig | Qwen2Config | Qwen3Config
-    layout: Layout
+    layout: TensorLayout
     pieces: list[str]
     model: ModelConfig
     """This project's description of it, written by hand."""
@@ -75,19 +75,19 @@ PLAIN = {"rope_parameters": {"rope_theta": 5000.0}}
 KINDS = {
     "llama": Kind(
         LlamaConfig(**SIZES, rope_parameters=SCALING, tie_word_embeddings=False),
-        Layout.LLAMA,
+        TensorLayout.LLAMA,
         LLAMA_PIECES,
         described("llama3", rope_base=30, rope_scaling=OUR_SCALING),
     ),
     "qwen2-tied": Kind(
         Qwen2Config(**SIZES, rope_theta=5000.0, tie_word_embeddings=True),
-        Layout.QWEN2,
+        TensorLayout.QWEN2,
         CHATML_PIECES,
         described("qwen2.5", rope_base=5000, qkv_bias=True, tied_head=True),
     ),
     "qwen3": Kind(
         Qwen3Config(**SIZES, **PLAIN, head_dim=10, tie_word_embeddings=False),
-        Layout.QWEN3,
+        TensorLayout.QWEN3,
         CHATML_PIECES,
         described("tokenizer", rope_base=5000, qk_norm=True, head_size=10),
     ),
@@ -139,7 +139,7 @@ def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked):
         **SIZES, **PLAIN, head_dim=10, num_experts=4, num_experts_per_tok=3, norm_topk_prob=True,
         moe_intermediate_size=20, output_router_logits=is_stacked, router_aux_loss_coef=0.003,
     )  # fmt: skip
-    layouts = (Layout.QWEN3_MOE, Layout.QWEN3_MOE_STACKED)
+    layouts = (TensorLayout.QWEN3_MOE, TensorLayout.QWEN3_MOE_STACKED)
     layout, other = layouts[is_stacked], layouts[not is_stacked]
     model = Qwen3MoeForCausalLM(config).eval()
     source = tmp_path / "released"
@@ -230,10 +230,10 @@ def test_other_models_are_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("is_seeing", "layout", "message"),
     [
-        (False, Layout.TRANSFORMERS, "has no encoder, which layout"),
-        (False, Layout.INTERNVL_LLAMA, "has no encoder, which layout"),
-        (False, Layout.QWEN2, "has qkv_bias false, which layout qwen2"),
-        (True, Layout.LLAMA, "has an encoder, which layout llama"),
+        (False, TensorLayout.TRANSFORMERS, "has no encoder, which layout"),
+        (False, TensorLayout.INTERNVL_LLAMA, "has no encoder, which layout"),
+        (False, TensorLayout.QWEN2, "has qkv_bias false, which layout qwen2"),
+        (True, TensorLayout.LLAMA, "has an encoder, which layout llama"),
     ],
 )
 def test_layouts_are_of_models_with_or_without_an_encoder(is_seeing, layout, message):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.vlm.inputs.read_ahead import STOP_SIGNALS
-from megatron.vlm.run.launch import Launch, open_store
+from megatron.vlm.run.launch import RankLaunch, open_store
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import Pace, ending_together
 from omnibal.base.errors import UserError
@@ -88,7 +88,7 @@ def end_ranks(
         if process == 0:
             os.close(opener)
             os.read(gate, 1)  # its end, once all are forked
-            launch = Launch(rank=rank, world_size=WORLD, local_rank=rank if same_node else 0)
+            launch = RankLaunch(rank=rank, world_size=WORLD, local_rank=rank if same_node else 0)
             _rank(folder / f"{rank}.log", work, launch, connect, pace)
         processes[process] = rank
     os.close(opener)
@@ -113,7 +113,7 @@ def end_ranks(
 
 
 def _rank(
-    path: Path, work: Callable[[int], None], launch: Launch, connect: Connect, pace: Pace
+    path: Path, work: Callable[[int], None], launch: RankLaunch, connect: Connect, pace: Pace
 ) -> None:
     log = os.open(path, os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -375,4 +375,4 @@ def test_ranks_that_cannot_meet_are_told_so(monkeypatch):
     """Prevents: a traceback, or endless waiting, for variables that a launcher would have set."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UserError, match=r"rank 1 did not meet all 2 ranks .*MASTER_ADDR expected"):
-        open_store(Launch(rank=1, world_size=2, local_rank=1))
+        open_store(RankLaunch(rank=1, world_size=2, local_rank=1))

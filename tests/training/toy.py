@@ -8,7 +8,7 @@ import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
-from megatron.vlm.inputs.pack_share import Share
+from megatron.vlm.inputs.pack_share import PackShare
 from megatron.vlm.measure.random_batches import ProfileOptions
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.job.plan import Plan
@@ -177,7 +177,7 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
     feature, bounds = "tiles", item_bounds(whole.tiles, level.context)
     if whole.patches_YX is not None:
         feature, bounds = "image_tokens", _image_bounds(whole, level)
-    share = Share.of(np.array(whole.segment_tokens), level, part, {feature: bounds})
+    share = PackShare.cut(np.array(whole.segment_tokens), level, part, {feature: bounds})
     starts, pieces = np.cumsum(whole.segment_tokens) - whole.segment_tokens, share.pieces
     rows: list[list[int]] = [[] for _ in range(level.context)]  # of every rank, in the pack
     for rank, start, first, stop in zip(

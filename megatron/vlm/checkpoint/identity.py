@@ -1,4 +1,4 @@
-"""Identity of a checkpoint, read without loading weights."""
+"""Identity of a checkpoint (model, adapters, steps, settings), read without its weights."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoin
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint.run_folders import CHECKSUMS_FILE, check_checksums, whole_steps
+from megatron.vlm.checkpoint.run_folders import CHECKSUMS_FILE, check_checksums, list_complete_steps
 from omnibal.base.errors import UserError
 from omnibal.job.plan import DataPlan
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path
@@ -23,15 +23,14 @@ from omnibal.model.config import ModelConfig, model_sizes
 from omnibal.model.units import unit_kinds
 
 _log = logging.getLogger(__name__)
-CHECKPOINT_BACKEND = ("torch_dist", 1)
-"""Name and version of core's file format."""
+CHECKPOINT_BACKEND = ("torch_dist", 1)  # name and version of core's format
+# Fields of towers and experts that do not change the weights' shapes.
 _NOT_ARCHITECTURE = (
     *("layer_scale_init", "max_positions", "rope_factor"),
     *("imbalance", "auxiliary_loss"),
     *("min_pixels", "max_pixels", "max_side_pixels", "resize", "image_text", "video"),
     *("pixel_mean", "pixel_std", "pixel_scale"),
 )
-"""Fields of towers and their experts that do not change the weights' shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +40,11 @@ class CheckpointIdentity:
     path: Path
     step: int
     model: ModelConfig
-    steps_sha256: str | None
-    """SHA-256 of the plan's steps. None without data."""
-    steps: int | None
-    """Number of the plan's steps, if known."""
-    options: dict[str, Any] | None
-    """The optimizer's settings. None for weights only, such as imported weights."""
-    common: dict[str, Any]
-    """State that is no tensor: steps, schedule and settings of the optimizer."""
+    steps_sha256: str | None  # SHA-256 of the plan's steps, or None without data
+    steps: int | None  # number of the plan's steps, if known
+    options: dict[str, Any] | None  # the optimizer's settings, or None if it has only weights
+    common: dict[str, Any]  # state except tensors: steps, schedule, settings of the optimizer
     adapters: AdapterConfig | None = None
-    """Adapters of the model, if any."""
 
 
 def identity_state(
@@ -59,9 +53,9 @@ def identity_state(
     options: Mapping[str, Any] | None,
     adapters: AdapterConfig | None = None,
 ) -> dict[str, Any]:
-    """Entry "omnibal" of a checkpoint's common state."""
-    of_adapters = {} if adapters is None else {"adapters": adapters.model_dump(mode="json")}
-    return of_adapters | {
+    """Return the entry "omnibal" of a checkpoint's common state."""
+    adapter_entry = {} if adapters is None else {"adapters": adapters.model_dump(mode="json")}
+    return adapter_entry | {
         "checksums": CHECKSUMS_FILE,
         "model": model.model_dump(mode="json"),
         "steps_sha256": None if data is None else data.steps_sha256,
@@ -76,47 +70,47 @@ def open_newest(
     rank: int = 0,
     ranks: int = 1,
 ) -> CheckpointIdentity:
-    """Open a run's newest checkpoint with the bytes that were saved; collective with `agree`.
+    """Open a run's newest checkpoint with matching checksums. Broken ones are skipped and logged.
 
-    Broken checkpoints are skipped, with a log line. `agree` calls a function on every rank, and
-    raises UserError on all if it fails on one.
+    Args:
+        agree: calls a function on every rank, and raises UserError on all if one fails.
     """
-    steps = agree(lambda: whole_steps(directory))
+    steps = agree(lambda: list_complete_steps(directory))
     if not steps:
         raise UserError(
-            f"{directory}: holds no checkpoint ({TRACKER_FILE} is missing); give the directory of "
-            "a run: what an earlier one was given as --save, or an import has made"
+            f"{directory}: holds no checkpoint ({TRACKER_FILE} is missing); give the --save of an "
+            "earlier run, or the directory of an import"
         )
     failures: list[UserError] = []
     for step in steps:
         try:
-            identity = agree(partial(_open, directory, step, rank, ranks))
+            identity = agree(partial(_open_step, directory, step, rank, ranks))
         except UserError as error:
             failures.append(error)
             continue
         if failures:
-            # A run shows one rank's INFO. Tools show warnings alone.
+            # A run prints INFO of one rank. Tools print only warnings.
             level = logging.INFO if dist.is_initialized() else logging.WARNING
             _log.log(level, f"{failures[0]}; until then, {identity.path} is loaded")
         return identity
     raise failures[0]
 
 
-def _open(directory: Path, step: int, rank: int, ranks: int) -> CheckpointIdentity:
+def _open_step(directory: Path, step: int, rank: int, ranks: int) -> CheckpointIdentity:
     path = checkpoint_path(directory, step)
-    with one_error(path):
-        odd = [file for file in path.glob("*") if not file.is_file()]
-        if odd:
-            raise UserError(f"{odd[0]}: is no regular file; {_remedy(path)}")
+    with checkpoint_errors(path):
+        irregular = [file for file in path.glob("*") if not file.is_file()]
+        if irregular:
+            raise UserError(f"{irregular[0]}: is no regular file; {_remedy(path)}")
         if not check_is_distributed_checkpoint(str(path)):
             raise UserError(f"{path}: is not a whole checkpoint; {_remedy(path)}")
         common = torch.load(path / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
         if not {"omnibal", "training_state"} <= common.keys():
             raise UserError(
-                f"{path}: is a checkpoint of another program; load one that this one saved"
+                f"{path}: is a checkpoint of another program; load one saved by pretrain_vlm.py"
             )
         identity = common["omnibal"]
-        # Checkpoints of earlier versions have none.
+        # Earlier versions saved no checksums.
         if "checksums" in identity or (path / CHECKSUMS_FILE).exists():
             check_checksums(path, rank, ranks)
         adapters = identity.get("adapters")
@@ -136,17 +130,15 @@ def _open(directory: Path, step: int, rank: int, ranks: int) -> CheckpointIdenti
 def adapter_differences(
     model: ModelConfig, there: AdapterConfig, here: AdapterConfig | None
 ) -> list[str]:
-    """Differences between a checkpoint's adapters and a plan's. Empty if equal."""
+    """Return the differences between a checkpoint's adapters and a plan's. Empty if equal."""
     if here is None:
         return ["it has some, and the plan none"]
-    return differences(
-        _describe_adapters(model, there), _describe_adapters(model, here), "in the plan"
-    )
+    return differences(_adapter_shapes(model, there), _adapter_shapes(model, here), "in the plan")
 
 
-def _describe_adapters(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
-    """Entries of adapters that decide their shapes and scale, independent of target names."""
-    beside = {
+def _adapter_shapes(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
+    # The adapted linears, not the names of targets: several names have the same linears.
+    linears = {
         kind.part: ", ".join(
             piece.name
             for linear in adapted_linears(model, kind, adapters)
@@ -155,13 +147,13 @@ def _describe_adapters(model: ModelConfig, adapters: AdapterConfig) -> dict[str,
         for kind in unit_kinds(model)
         if has_adapters(model, kind, adapters)
     }
-    return {"adapters": {"rank": adapters.rank, "scale": adapters.scale, "beside": beside}}
+    return {"adapters": {"rank": adapters.rank, "scale": adapters.scale, "beside": linears}}
 
 
 def architecture_differences(
     there: ModelConfig, here: ModelConfig, place: str = "in the plan"
 ) -> list[str]:
-    """Mismatches that prevent loading weights of one model into the other. Empty if none."""
+    """Return the differences that prevent loading one model's weights into the other."""
     sizes, own_sizes = (model_sizes(model, without=_NOT_ARCHITECTURE) for model in (there, here))
     lines = differences(sizes, own_sizes, place)
     for name in there.encoders.keys() & here.encoders.keys():
@@ -173,7 +165,7 @@ def architecture_differences(
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -> list[str]:
-    """Differences between two nested settings."""
+    """Return the differences between nested settings, one line each; `place` names `here`."""
     there, here = _flatten(there), _flatten(here)
     return [
         f"{name} is {there.get(name)} there and {here.get(name)} {place}"
@@ -191,8 +183,8 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def one_error(path: Path) -> Iterator[None]:
-    """Convert errors of a broken checkpoint to one UserError."""
+def checkpoint_errors(path: Path) -> Iterator[None]:
+    """Convert errors of a broken checkpoint to UserError."""
     try:
         yield
     except UserError:
@@ -201,22 +193,22 @@ def one_error(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read: {reason(error)}; {_remedy(path)}") from error
 
 
-def raise_no_failure(error: BaseException) -> None:
-    """Raise causes that are not I/O failures: KeyboardInterrupt and the like, or a UserError."""
+def raise_interrupts(error: BaseException) -> None:
+    """Raise a cause of the error that is an interrupt, such as Ctrl-C, or a UserError."""
     for cause in _causes(error):
         if isinstance(cause, UserError) or not isinstance(cause, Exception):
             raise cause from error
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Causes of an error: each rank's failure if it is a CheckpointException, else itself."""
+    # A CheckpointException has each rank's failure.
     if not isinstance(error, CheckpointException):
         return [error]
     return [failure[0] for failure in error.failures.values()]
 
 
 def reason(error: BaseException) -> str:
-    """The cause that a user can fix, in one line."""
+    """Return the cause that a user can fix, in one line."""
     error = _causes(error)[0]
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError | UserError):
@@ -231,4 +223,4 @@ def reason(error: BaseException) -> str:
 
 
 def _remedy(path: Path) -> str:
-    return f"put a whole copy back, or name an earlier checkpoint in {path.parent / TRACKER_FILE}"
+    return f"restore a copy, or name an earlier checkpoint in {path.parent / TRACKER_FILE}"

@@ -1,12 +1,12 @@
-"""Folders of a run's checkpoints: which are complete, newest, or removable.
+"""Folders of a run's checkpoints: begin, publish, list and remove.
 
     latest_checkpointed_iteration.txt   steps of the newest complete checkpoint; replaced last
     iter_0000100/                       a complete checkpoint, after 100 steps
     iter_0000100/checksums.json         CRC-32 of every other file in it
-    iter_0000150.part/                  one being written or removed, possibly interrupted
+    iter_0000150.part/                  being written or removed, or left by a kill
 
-A checkpoint is renamed when complete on disk, and back before removal. So a folder without `.part`
-is complete whenever the job is killed.
+A checkpoint is renamed when it is complete on disk, and renamed back before its removal. So a
+folder without `.part` is complete whenever the job is killed.
 """
 
 import errno
@@ -25,12 +25,12 @@ from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 
 CHECKSUMS_FILE = "checksums.json"
 _PART_SUFFIX = ".part"
-_READ_BYTES = 2**22
+_CHECKSUM_READ_BYTES = 2**22
 _FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.part)?")
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:
-    """Make an empty folder for a checkpoint; removes an earlier save of this step."""
+    """Make and return an empty folder for a checkpoint. Removes an earlier save of the step."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_checkpoint(directory, step)
     part = part_path(directory, step)
@@ -39,7 +39,7 @@ def begin_checkpoint(directory: Path, step: int) -> Path:
 
 
 def part_path(directory: Path, step: int) -> Path:
-    """Folder of a checkpoint that is being written or removed."""
+    """Return the folder of a checkpoint that is being written or removed."""
     path = checkpoint_path(directory, step)
     return path.with_name(path.name + _PART_SUFFIX)
 
@@ -47,9 +47,10 @@ def part_path(directory: Path, step: int) -> Path:
 def publish_checkpoint(
     directory: Path, step: int, checksums: Mapping[str, int] | None = None
 ) -> Path:
-    """Publish a checkpoint that is on disk as the newest, atomically; return its folder.
+    """Make a checkpoint that is on disk the newest, atomically; return its folder.
 
-    `checksums` by file name were computed during the writes. Other files are read again.
+    Args:
+        checksums: by file name, from the writes. Other files are read again.
     """
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     write_checksums(part, checksums or {})
@@ -61,15 +62,15 @@ def publish_checkpoint(
 
 
 def name_newest(directory: Path, step: int) -> None:
-    """Have the tracker file name a checkpoint, atomically."""
+    """Write a checkpoint's step to the tracker file, atomically."""
     with atomic(directory / TRACKER_FILE) as temporary:
         temporary.write_text(str(step))
         force_to_disk(temporary)
     force_to_disk(directory)
 
 
-def whole_steps(directory: Path) -> list[int]:
-    """Steps of the newest checkpoint and of complete older ones, newest first. Empty if none."""
+def list_complete_steps(directory: Path) -> list[int]:
+    """Return the steps of complete checkpoints up to the tracker file's, newest first."""
     newest = latest_step(directory)
     if newest is None:
         return []
@@ -79,7 +80,7 @@ def whole_steps(directory: Path) -> list[int]:
 
 
 def write_checksums(path: Path, known: Mapping[str, int]) -> None:
-    """Write the checksums of a checkpoint's files. Files absent from `known` are read."""
+    """Write the checksums of a checkpoint's files. Files that are not in `known` are read."""
     others = [file for file in path.iterdir() if file.name not in {*known, CHECKSUMS_FILE}]
     checksums = {**known, **{file.name: file_checksum(file) for file in others}}
     (path / CHECKSUMS_FILE).write_text(json.dumps(checksums, sort_keys=True, separators=(",", ":")))
@@ -87,18 +88,17 @@ def write_checksums(path: Path, known: Mapping[str, int]) -> None:
 
 
 def file_checksum(path: Path) -> int:
-    """CRC-32 of a file."""
     checksum = 0
     with path.open("rb", buffering=0) as stream:
-        while content := stream.read(_READ_BYTES):
+        while content := stream.read(_CHECKSUM_READ_BYTES):
             checksum = zlib.crc32(content, checksum)
     return checksum
 
 
 def check_checksums(path: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Raise ValueError if a file changed since the save. Ranks divide the files."""
+    """Raise ValueError if a file changed since the save. Rank `rank` of `ranks` reads its part."""
     saved = json.loads((path / CHECKSUMS_FILE).read_text())
-    # Names are taken from the folder: a stranger's file could name any path.
+    # List the folder: a hostile checksums file could name any path.
     files = [file for file in sorted(path.iterdir()) if file.name in saved]
     if len(files) < len(saved):
         missing = sorted(saved.keys() - {file.name for file in files})
@@ -109,7 +109,7 @@ def check_checksums(path: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def remove_checkpoint(directory: Path, step: int) -> None:
-    """Remove a checkpoint, or its remains, unless the tracker file names it."""
+    """Remove a checkpoint and its remains, unless the tracker file names it."""
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     if part.exists():
         shutil.rmtree(part)
@@ -120,13 +120,13 @@ def remove_checkpoint(directory: Path, step: int) -> None:
 
 
 def prune_checkpoints(directory: Path, keep_last: int) -> None:
-    """Remove checkpoints older than the newest `keep_last`, and remains of saves.
+    """Remove remains of saves, and checkpoints except the newest `keep_last`.
 
-    Checkpoints newer than the tracker file's stay: the user went back on purpose.
+    Checkpoints newer than the tracker file's remain: the user chose an earlier one.
     """
     newest = latest_step(directory)
-    whole = []
-    # In reverse order, a `.part` folder comes before the checkpoint of its step.
+    complete = []
+    # In reverse order, a `.part` folder precedes the checkpoint of its step.
     for folder in sorted(directory.iterdir(), reverse=True):
         match = _FOLDER_NAME.fullmatch(folder.name)
         if match is None or newest is None or int(match[1]) > newest:
@@ -134,20 +134,20 @@ def prune_checkpoints(directory: Path, keep_last: int) -> None:
         if match[2] is not None:
             shutil.rmtree(folder)
         elif (folder / CONFIG_FNAME).is_file():
-            whole.append(int(match[1]))
+            complete.append(int(match[1]))
         else:
             remove_checkpoint(directory, int(match[1]))
-    for step in sorted(whole)[:-keep_last]:
+    for step in sorted(complete)[:-keep_last]:
         remove_checkpoint(directory, step)
 
 
 def force_to_disk(path: Path) -> None:
-    """Sync a file's bytes, or a folder's names, to disk."""
+    """Sync a file's content, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems sync names themselves, and refuse this for folders.
+        # Some network file systems sync names themselves, and refuse fsync of a folder.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:

@@ -2,7 +2,7 @@
 
 Saves run in the background. Core's own async save forks a writer per rank, which survives a killed
 rank, hangs if a child is killed, and blocks other ranks if common.pt or the metadata cannot be
-written. So core only plans a save, and threads of the rank write the files.
+written. Here core only plans a save, and threads of the rank write its files.
 """
 
 import io
@@ -44,9 +44,9 @@ from megatron.vlm.checkpoint.identity import (
     CheckpointIdentity,
     adapter_differences,
     architecture_differences,
+    checkpoint_errors,
     differences,
     identity_state,
-    one_error,
     open_newest,
     reason,
 )
@@ -58,7 +58,7 @@ from megatron.vlm.checkpoint.run_folders import (
     publish_checkpoint,
     remove_checkpoint,
 )
-from megatron.vlm.checkpoint.state import Optimizer, join_settings, state_of
+from megatron.vlm.checkpoint.state import Optimizer, State, join_settings
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
@@ -67,19 +67,20 @@ from omnibal.job.runlog import RATES, checkpoint_path, latest_step
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_GIB = 2**30
 _FILES_PER_RANK = 2  # one thread per file
-_TENSOR_OVERHEAD_BYTES = 4096
-"""Overhead of a tensor in its file and in the metadata."""
-_TURN_S = 0.02  # between two polls for the end of writing
+_TENSOR_OVERHEAD_BYTES = 4096  # of a tensor in its file and in the metadata
+_WRITE_POLL_S = 0.02  # between polls for the end of writing
 
 
 class CheckpointWriter:
-    """Saves one run's state in its directory, one save at a time.
+    """Saves one run's state in its directory, one save at a time; all methods are collective.
 
-    All methods are collective. A failed save is logged and counted, not raised: existing
-    checkpoints stay, and the next save tries again. `stages` are this rank's chunks of the model,
-    and data-parallel encoders. If `asynchronous`, `save` returns as soon as the state is copied.
+    A failed save is logged and counted, not raised: earlier checkpoints remain, and the next save
+    tries again.
+
+    Args:
+        stages: this rank's chunks of the model, and data-parallel encoders.
+        asynchronous: whether `save` returns as soon as the state is copied.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class CheckpointWriter:
         asynchronous: bool,
     ) -> None:
         self._directory = directory
-        self._state = state_of(stages, optimizers)
+        self._state = State(stages, optimizers)
         self._scheduler = scheduler
         self._identity = identity_state(plan.model, plan.data, _copy_plain(options), plan.adapters)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        # A host group: polling for completion must not wait for the devices.
+        # A gloo group: polling for completion must not wait for the devices.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
         self._copies: dict[Any, torch.Tensor] = {}
@@ -109,13 +110,15 @@ class CheckpointWriter:
         step = _agree_or_refuse(lambda: latest_step(directory), self._group)
         self.newest_step: int | None = _gather(step, self._group)[0]
         self.failures: list[str] = []
-        """Reasons of the latest consecutive failed saves. Empty after a success."""
+        """Reasons of the consecutive failed saves up to now. Empty after a success."""
 
     def save(self, step: int, training_state: Mapping[str, Any]) -> None:
-        """Save the state after `step` steps, after any pending save; weights may change on return.
+        """Save the state after `step` steps, if it is not saved yet; first finishes a pending save.
 
-        Weights must be gathered (`Trainer.wait_for_weights`). Does nothing if `step` is saved
-        already. A load returns `training_state`, which is JSON-serializable and equal on all ranks.
+        Weights must be gathered (`Trainer.wait_for_weights`), and may change on return.
+
+        Args:
+            training_state: returned by a load; JSON-serializable and equal on all ranks.
         """
         self.finish()
         if step == self.newest_step:
@@ -123,12 +126,12 @@ class CheckpointWriter:
         try:
             self._pending = self._start(step, _copy_plain(training_state))
         except _RankError as error:
-            self._give_up(step, error)
+            self._drop_save(step, error)
         if not self._asynchronous:
             self.finish()
 
     def poll(self) -> None:
-        """Complete the pending save if all ranks have written their files; called every step."""
+        """Complete the pending save if all ranks have written their files; call every step."""
         if self._pending is not None and self._is_written(self._pending):
             self._complete(self._pending)
 
@@ -136,9 +139,9 @@ class CheckpointWriter:
         """Wait for the pending save and for the removal of old checkpoints."""
         if self._pending is not None:
             wait(self._pending.files)
-            # Polled: one long wait for a slow rank could exceed the timeout of collectives.
+            # Poll: one long wait for a slow rank could exceed the collectives' timeout.
             while not self._is_written(self._pending):
-                time.sleep(_TURN_S)
+                time.sleep(_WRITE_POLL_S)
             self._complete(self._pending)
         if self._removal is not None:
             error, self._removal = self._removal.exception(), None
@@ -151,7 +154,7 @@ class CheckpointWriter:
         _agree(partial(_on_first_rank, begin_checkpoint, self._directory, step), self._group)
         _agree(partial(_check_shared, path), self._group)
         sharded, common = save_preprocess(
-            self._state.described()
+            self._state.sharded_state_dict()
             | {
                 "scheduler": self._scheduler.state_dict(),
                 "step": step,
@@ -161,22 +164,16 @@ class CheckpointWriter:
             validate_access_integrity=not self._is_validated,
             preprocess_common_before_consistancy_check=_select_common,
         )
-        self._is_validated = True  # the checked layout is constant over saves
+        self._is_validated = True  # the layout does not change between saves
         common = _select_common(common) | {"optimizer": common.get("optimizer")}
-        # Core stores rank 0's settings for all, but frozen stages have none, and stages without
-        # language layers have none for experts.
+        # Core stores only rank 0's optimizer settings, but frozen stages have none, and stages
+        # without language layers have none for experts.
         gathered = filter(None, _gather(common["optimizer"], self._group))
         common["optimizer"] = join_settings(list(gathered))
         planner = _Planner(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK)
         writer, metadata = planner.async_save(sharded, str(path))
-        self._check_space(writer.write_buckets or [])
-        writes = _agree(lambda: self._copied_writes(writer, path, common), self._group)
-        files = [self._threads.submit(write) for write in writes]
-        return _PendingSave(step, writer, metadata, files)
-
-    def _check_space(self, buckets: Sequence[WriteBucket]) -> None:
-        """Raise _RankError if the ranks' files exceed the free disk space."""
-        tensors = [tensor for _, _, (_, written) in buckets for _, tensor in written]
+        buckets = writer.write_buckets or []
+        tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
         size = sum(_TENSOR_OVERHEAD_BYTES + tensor.nbytes for tensor in tensors)
         free = _agree(lambda: shutil.disk_usage(self._directory).free, self._group)
         ranks = _gather((size, free), self._group)
@@ -184,20 +181,24 @@ class CheckpointWriter:
         if needed > free:
             raise _RankError(
                 0,
-                f"{self._directory}: a checkpoint takes {needed / _GIB:.3g} GiB, and only "
-                f"{free / _GIB:.3g} GiB are free",
+                f"{self._directory}: a checkpoint takes {needed / 2**30:.3g} GiB, and only "
+                f"{free / 2**30:.3g} GiB are free",
             )
+        writes = _agree(lambda: self._prepare_writes(writer, path, common), self._group)
+        files = [self._threads.submit(write) for write in writes]
+        return _PendingSave(step, writer, metadata, files)
 
-    def _copied_writes(
+    def _prepare_writes(
         self, writer: FileSystemWriterAsync, path: Path, common: dict[str, Any]
     ) -> "list[Callable[[], _WrittenFile]]":
-        """Return functions that write this rank's files from data that training cannot change."""
+        """Return functions that write this rank's files from copies that training cannot change."""
         changing = set()
         if self._asynchronous:
-            changing = {tensor.untyped_storage().data_ptr() for tensor in self._state.changing()}
+            tensors = self._state.changing_tensors()
+            changing = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         writes: list[Callable[[], _WrittenFile]] = [
             partial(_write_bucket, writer, bucket)
-            for bucket in _on_host(writer.write_buckets or [], changing, self._copies)
+            for bucket in _copy_to_host(writer.write_buckets or [], changing, self._copies)
         ]
         if dist.get_rank() == 0:
             copied = io.BytesIO()
@@ -211,14 +212,14 @@ class CheckpointWriter:
         return running.item() == 0
 
     def _complete(self, save: "_PendingSave") -> None:
-        """Publish the files of all ranks as the newest checkpoint."""
+        """Publish all ranks' files as the newest checkpoint."""
         self._pending = None
         try:
             written = _agree(lambda: [file.result() for file in save.files], self._group)
             all_written = _gather(written, self._group)
             _agree(partial(_on_first_rank, self._publish, save, all_written), self._group)
         except _RankError as error:
-            self._give_up(save.step, error)
+            self._drop_save(save.step, error)
             return
         self.newest_step = save.step
         self.failures = []
@@ -237,8 +238,8 @@ class CheckpointWriter:
         checksums = {file.name: file.checksum for file in files}
         publish_checkpoint(self._directory, save.step, checksums)
 
-    def _give_up(self, step: int, error: "_RankError") -> None:
-        """Remove the files of a failed save. No rank is writing."""
+    def _drop_save(self, step: int, error: "_RankError") -> None:
+        """Log and count a failed save, and remove its files; no rank is writing them."""
         line = f"step {step} is not saved: {error}; "
         if self.newest_step is None:
             line += "there is no checkpoint yet"
@@ -246,16 +247,16 @@ class CheckpointWriter:
             line += f"{checkpoint_path(self._directory, self.newest_step)} stays the newest one"
         try:
             _on_first_rank(remove_checkpoint, self._directory, step)
-        except (OSError, UserError) as rest:
-            line += f"; what was written stays: {reason(rest)}"
+        except (OSError, UserError) as removal_error:
+            line += f"; its files are not removed: {reason(removal_error)}"
         self.failures.append(line)
         _log.info(line)
 
 
 class _Planner(TorchDistSaveShardedStrategy):
-    """Save strategy that stops after planning: core's next steps may fail on one rank alone.
+    """Save strategy that stops after planning, as core's next steps may fail on one rank alone.
 
-    Returns the writer, with this rank's files, and on rank 0 the whole checkpoint's metadata.
+    Returns the writer with this rank's files and, on rank 0, the checkpoint's metadata.
     """
 
     def _get_save_and_finalize_callbacks(
@@ -268,13 +269,12 @@ class _Planner(TorchDistSaveShardedStrategy):
 class _PendingSave:
     step: int
     writer: FileSystemWriterAsync
-    metadata: Metadata | None
-    """Metadata of the whole checkpoint, on rank 0. None on others."""
+    metadata: Metadata | None  # the checkpoint's metadata on rank 0, None on others
     files: "list[Future[_WrittenFile]]"
 
 
 class _RankError(Exception):
-    """A failure of one rank, raised on all."""
+    """A failure of one rank, raised on all ranks."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank}: {reason}")
@@ -282,7 +282,7 @@ class _RankError(Exception):
 
 
 def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return this rank's `work()`; collective."""
+    """Return this rank's `work()`; collective. Any rank's failure is a _RankError on all."""
     result: Any = None
     failure = None
     try:
@@ -322,19 +322,29 @@ def _check_shared(path: Path) -> None:
         )
 
 
-def _on_host(
+def _copy_to_host(
     buckets: Sequence[WriteBucket], changing: set[int], copies: dict[Any, torch.Tensor]
 ) -> list[WriteBucket]:
-    """Copy buckets to the host, without sharing storages in `changing`.
+    """Return the buckets on the host. Host tensors are copied if their storage is in `changing`.
 
     `copies` are page-locked, by place in the save, and overwritten by the next save.
     """
-    copied, number = [], count()
-    for path, name, (objects, tensors) in buckets:
-        own = [
-            (item, _host_copy(tensor, changing, copies, next(number))) for item, tensor in tensors
-        ]
-        copied.append((path, name, (objects, own)))
+    numbers = count()
+
+    def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        key = next(numbers), tensor.shape, tensor.dtype
+        if tensor.device.type == "cpu":
+            return tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor
+        if key not in copies:
+            copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if has_cuda() and tensor.nbytes:
+                _lock_pages(copies[key])
+        return copies[key].copy_(tensor, non_blocking=True)
+
+    copied = [
+        (path, name, (objects, [(item, copy_tensor(tensor)) for item, tensor in tensors]))
+        for path, name, (objects, tensors) in buckets
+    ]
     # On the current stream the copies run after this update and before the next, but the writer
     # threads do not synchronize with a stream.
     if has_cuda():
@@ -342,23 +352,10 @@ def _on_host(
     return copied
 
 
-def _host_copy(
-    tensor: torch.Tensor, changing: set[int], copies: dict[Any, torch.Tensor], number: int
-) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor
-    key = number, tensor.shape, tensor.dtype
-    if key not in copies:
-        copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        if has_cuda() and tensor.nbytes:
-            _lock_pages(copies[key])
-    return copies[key].copy_(tensor, non_blocking=True)
-
-
 def _lock_pages(copied: torch.Tensor) -> None:
-    """Lock the pages of host memory; torch would round its size up to a power of two."""
+    # Not `pin_memory`: torch rounds page-locked sizes up to a power of two.
     cuda, address = torch.cuda.cudart(), copied.data_ptr()
-    torch.cuda.check_error(cuda.cudaHostRegister(address, copied.nbytes, 1))  # for all contexts
+    torch.cuda.check_error(cuda.cudaHostRegister(address, copied.nbytes, 1))  # 1: for all contexts
     weakref.finalize(copied, cuda.cudaHostUnregister, address)
 
 
@@ -368,19 +365,19 @@ class _ChecksummedFile(io.FileIO):
     checksum = 0
 
     def write(self, content: Any) -> int:
-        """Write bytes (Python's name)."""
+        # `io.FileIO`'s method: may write fewer bytes than given.
         count = super().write(content)
         self.checksum = zlib.crc32(memoryview(content)[:count], self.checksum)
         return count
 
 
 @contextmanager
-def _writing(path: Path) -> "Iterator[io.BufferedWriter[_ChecksummedFile]]":
-    """Open a new file and sync it to disk at the end."""
+def _open_new_file(path: Path) -> "Iterator[io.BufferedWriter[_ChecksummedFile]]":
+    """Open a new file, and sync it to disk at the end. OSErrors name the path."""
     try:
         with io.BufferedWriter(_ChecksummedFile(path, "w")) as stream:
             yield stream
-            # Core's writer syncs before it flushes, and may lose the end of a file.
+            # Flush first: core's writer syncs before, and may lose the end of a file.
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
@@ -402,7 +399,7 @@ class _WrittenFile:
 
 def _write_bucket(writer: FileSystemWriterAsync, bucket: WriteBucket) -> _WrittenFile:
     path, name, (objects, tensors) = bucket
-    with _writing(Path(path)) as stream:
+    with _open_new_file(Path(path)) as stream:
         results = [
             _write_item(writer.transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
             for item, data in (*objects, *tensors)
@@ -411,7 +408,7 @@ def _write_bucket(writer: FileSystemWriterAsync, bucket: WriteBucket) -> _Writte
 
 
 def _write_common(path: Path, content: io.BytesIO) -> _WrittenFile:
-    with _writing(path) as stream:
+    with _open_new_file(path) as stream:
         stream.write(content.getbuffer())
     return _WrittenFile(path.name, stream.raw.checksum, [])
 
@@ -421,8 +418,7 @@ class LoadedCheckpoint:
     """State to resume from."""
 
     step: int
-    training_state: dict[str, Any]
-    """Training state as given to `CheckpointWriter.save`."""
+    training_state: dict[str, Any]  # training state as given to `CheckpointWriter.save`
 
 
 def load_checkpoint(
@@ -434,16 +430,18 @@ def load_checkpoint(
     options: Mapping[str, float | str],
     hash_steps: Callable[[int], str | None] = lambda steps: None,
 ) -> LoadedCheckpoint:
-    """Restore weights, optimizer and position from the newest checkpoint; collective.
+    """Restore weights, optimizer and schedule from the newest checkpoint; collective.
 
-    `hash_steps` returns `steps_sha256` of the plan's first `n` steps: a longer plan of the same
-    data goes on with the run of a shorter one.
+    Args:
+        options: settings that must equal the checkpoint's, except learning rates.
+        hash_steps: function from n to `steps_sha256` of the plan's first n steps, as a plan may
+            continue the run of a plan with fewer steps.
     """
     identity = _open_checked(directory, plan)
     path = identity.path
     if identity.options is None:
         raise UserError(
-            f"{path}: holds weights alone, as an import does; start from them with --finetune"
+            f"{path}: holds only weights, as of an import; start from them with --finetune"
         )
     stored, given = dict(identity.options), dict(options)
     before, now = (
@@ -462,14 +460,14 @@ def load_checkpoint(
         raise UserError(
             f"{path}: was trained on other steps than the plan's, so its step count does not say "
             "which samples were seen; resume with the plan it was trained with or with one made "
-            "by `omnibal plan --steps-of` it, or start anew without --load"
+            "by `omnibal plan --steps-of` it, or start again without --load"
         )
     for line in differences(before, now, "given"):
         _log.info(f"{path}: {line}, which the run goes on with")
-    state, loaded = state_of(stages, optimizers), identity.common
+    state, loaded = State(stages, optimizers), identity.common
 
     def load() -> None:
-        with one_error(path):
+        with checkpoint_errors(path):
             stored = StoredTensors(path)
             state.load_weights(stored)
             state.load_optimizer(stored, loaded["optimizer"])
@@ -480,7 +478,7 @@ def load_checkpoint(
 
 
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
-    """Restore the newest weights, and adapters if stored; collective. Returns the step."""
+    """Restore the newest weights, and adapters if stored; return the step. Collective."""
     identity = _open_checked(directory, plan)
     load_opened_weights(identity, plan, stages)
     return identity.step
@@ -490,41 +488,42 @@ def load_opened_weights(
     identity: CheckpointIdentity, plan: Plan, stages: Sequence[VLMStage]
 ) -> None:
     """Restore a checkpoint's weights, and adapters if stored; collective."""
-    state = state_of(stages, [None] * len(stages))
+    state = State(stages, [None] * len(stages))
     has_adapters = plan.adapters is None or identity.adapters is not None
 
     def load() -> None:
-        with one_error(identity.path):
+        with checkpoint_errors(identity.path):
             state.load_weights(StoredTensors(identity.path), adapters=has_adapters)
 
     _agree_or_refuse(load)
 
 
 def _select_common(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Common state without optimizer settings and empty entries, which stages have or lack."""
+    # Without optimizer settings and empty entries, which only some stages have: core compares the
+    # common state of all ranks.
     return {name: common[name] for name in ("scheduler", "step", "training_state", "omnibal")}
 
 
 def _copy_plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy settings without enums and the like, which a load would refuse to unpickle."""
+    # Enums become strings: a load refuses to unpickle other types.
     return json.loads(json.dumps(dict(settings)))
 
 
 def _open_checked(directory: Path, plan: Plan) -> CheckpointIdentity:
-    """Open the newest whole checkpoint and check that its model is the plan's; collective."""
+    """Open the newest complete checkpoint. UserError if it is of another model; collective."""
     model = plan.model
     identity = open_newest(directory, _agree_or_refuse, dist.get_rank(), dist.get_world_size())
     different = architecture_differences(identity.model, model)
     if different:
         raise UserError(
-            f"{identity.path}: is a checkpoint of another model: {'; '.join(different)}; load one "
-            f"of {model.name}, or plan for the model of the checkpoint"
+            f"{identity.path}: is a checkpoint of another model: {'; '.join(different)}; load a "
+            f"checkpoint of {model.name}, or plan for the checkpoint's model"
         )
     if identity.adapters is not None:
-        others = adapter_differences(model, identity.adapters, plan.adapters)
-        if others:
+        different = adapter_differences(model, identity.adapters, plan.adapters)
+        if different:
             raise UserError(
-                f"{identity.path}: is of other adapters: {'; '.join(others)}; plan with those of "
-                "the checkpoint, or load an export that has them in its weights"
+                f"{identity.path}: is of other adapters: {'; '.join(different)}; plan with the "
+                "checkpoint's adapters, or load an export that has them merged"
             )
     return identity

@@ -1,12 +1,11 @@
-"""Blocks of a checkpoint's tensors, saved and loaded only by their rank.
+"""Blocks of a checkpoint's tensors, each saved and loaded by its rank alone.
 
 Data-parallel shards are flat ranges that cut parameters anywhere: of optimizer state in core's
-distributed optimizer, of everything with sharded weights. A range is a few blocks of stored
-tensors. Core's load would allocate whole tensors, torch's reader would read them, and both unpickle
+distributed optimizer, and of weights too if these are sharded. A range is a few blocks of stored
+tensors. Core's load would allocate full tensors, torch's reader would read them, and both unpickle
 arbitrary classes.
 """
 
-import io
 import math
 import pickle
 from collections import defaultdict
@@ -27,25 +26,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 _METADATA_FILE = ".metadata"
+# All classes in a `.metadata` of torch_dist; others are refused.
 _METADATA_CLASSES = (
-    described.Metadata,
-    described.TensorStorageMetadata,
-    described.BytesStorageMetadata,
-    described.TensorProperties,
-    described.ChunkStorageMetadata,
-    described.MetadataIndex,
-    described.StorageMeta,
-    described._MEM_FORMAT_ENCODING,
-    planned.SavePlan,
-    planned.WriteItem,
-    planned.WriteItemType,
-    planned.TensorWriteData,
-    _StorageInfo,
+    *(described.Metadata, described.MetadataIndex, described.StorageMeta),
+    *(described.TensorStorageMetadata, described.BytesStorageMetadata, _StorageInfo),
+    *(described.TensorProperties, described.ChunkStorageMetadata, described._MEM_FORMAT_ENCODING),
+    *(planned.SavePlan, planned.WriteItem, planned.WriteItemType, planned.TensorWriteData),
 )
 
 
 class StoredTensors:
-    """Tensors of a checkpoint's folder, read a block at a time. Runs no code of its files."""
+    """Tensors in a checkpoint's folder, read a block at a time. Runs no code from its files."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._without_data = path, FakeTensorMode()
@@ -59,7 +50,6 @@ class StoredTensors:
         }
 
     def dtype(self, key: str) -> torch.dtype:
-        """Type of a tensor."""
         return self._tensor(key).properties.dtype
 
     def _tensor(self, key: str) -> described.TensorStorageMetadata:
@@ -69,7 +59,7 @@ class StoredTensors:
 
     @torch.no_grad()
     def read_blocks(self, blocks: Iterable[ShardedTensor]) -> None:
-        """Read blocks into their data; ValueError if a tensor is missing or differs in shape."""
+        """Read blocks into their data. ValueError if a tensor is missing or differs in shape."""
         by_key: dict[str, list[ShardedTensor]] = defaultdict(list)
         for block in blocks:
             by_key[block.key].append(block)
@@ -85,17 +75,18 @@ class StoredTensors:
                     f"{key} is {list(stored.size)} there, not {list(block.global_shape)}"
                 )
             assert block.data is not None
-            # The axis of a tower's layers is an axis of stored tensors alone.
+            # A tower's layers are an axis of stored tensors, but not of the blocks' data.
             shape = (1,) * block.prepend_axis_num + tuple(block.local_shape)
             targets.append(block.data.detach().view(shape))
             if block.allow_shape_mismatch:
-                targets[-1].zero_()  # padding is not stored
+                targets[-1].zero_()  # padding of vocabularies and heads is not stored
             chunks.append(
                 described.ChunkStorageMetadata(torch.Size(block.global_offset), torch.Size(shape))
             )
-            places = zip(block.global_offset, shape, stored.size, strict=True)
+            # Elements of the block inside the stored shape.
+            axes = zip(block.global_offset, shape, stored.size, strict=True)
             missing += math.prod(
-                max(0, min(begin + length, size) - begin) for begin, length, size in places
+                max(0, min(begin + length, size) - begin) for begin, length, size in axes
             )
         for item in create_read_items_for_chunk_list(key, stored, chunks):
             target = targets[item.dest_index.index]  # type: ignore[index]
@@ -115,25 +106,31 @@ class StoredTensors:
         place, is_whole = self._storage[item.storage_index], item.lengths == chunk.sizes
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{place.relative_path} is outside the folder")
-        # Unbuffered: a buffer would read ahead at each seek in the archive.
+        # Unbuffered: a buffer reads ahead at each seek in the archive.
         with (self._path / place.relative_path).open("rb", buffering=0) as stream:
             archive = _create_file_view(stream, place.offset, place.length)
             with nullcontext() if is_whole else self._without_data:
                 stored = torch.load(archive, map_location="cpu", weights_only=True)
             if is_whole:
                 return stored.reshape(tuple(item.lengths))
+            # A fake tensor, which gives the position of its bytes: read only the block's range.
             strides = stored.stride()
-            first = _place(item.storage_offsets, strides)
-            last = first + _place([size - 1 for size in item.lengths], strides)
+            first = _flat_index(item.storage_offsets, strides)
+            last = first + _flat_index([size - 1 for size in item.lengths], strides)
             values = torch.empty(last + 1 - first, dtype=stored.dtype, device="cpu")
             begin = place.offset + stored.untyped_storage()._checkpoint_offset
             stream.seek(begin + first * stored.itemsize)
-            _fill(values, stream, stream.name)
+            unread = memoryview(values.view(torch.uint8).numpy())
+            while unread:  # Linux reads at most 2 GiB at once
+                count = stream.readinto(unread)
+                if not count:
+                    raise EOFError(f"{stream.name}: is truncated")
+                unread = unread[count:]
         return values.as_strided(tuple(item.lengths), strides)
 
 
 class _Sealed(type):
-    """Metaclass of classes that a pickle can make instances of, and not change."""
+    """Metaclass of classes that a pickle can instantiate, but not change."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise ValueError(f"sets {cls.__name__}.{name}")
@@ -156,15 +153,15 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of `.metadata` that makes torch's descriptions of tensors, and nothing else."""
+    """Unpickler of `.metadata` that makes only torch's descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class to make instead of the pickled one; `pickle` calls this method."""
+        """Return the sealed class of a pickled name. ValueError for other names."""
         value = vars(torch).get(name) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
         if (module, name) not in _METADATA_NAMES:
-            raise ValueError(f"asks for {module}.{name}, which is no checkpoint's")
+            raise ValueError(f"contains {module}.{name}, which no checkpoint does")
         return _METADATA_NAMES[module, name]
 
 
@@ -176,11 +173,13 @@ def blocks_of(
     values: torch.Tensor,
     copy: int = 0,
 ) -> Iterator[ShardedTensor]:
-    """Split the range `first:end` of a flat parameter into blocks of its stored tensors.
+    """Yield the blocks of stored tensors in the range `first:end` of a flat parameter.
 
-    `entry` is the parameter's in its stage's sharded state, `key` the stored name of the parameter
-    or of a moment. Blocks are views of `values`, the range on one axis. `copy` is the replica's
-    number among ranks with this range.
+    Args:
+        entry: the parameter's entry in its stage's sharded state dict.
+        key: stored name of the parameter, or of its optimizer state.
+        values: the range's values, one axis; blocks are views of it.
+        copy: number of this rank among the ranks with this range.
     """
     offset = 0
     if isinstance(entry, ShardedTensor):
@@ -193,8 +192,8 @@ def blocks_of(
         size = math.prod(part.local_shape)
         replica = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id,)
         low, high = max(first - offset, 0), min(end - offset, size)
-        # The axis of a tower's layers becomes an ordinary axis: core takes it only from regular
-        # grids.
+        # The axis of a tower's layers becomes an ordinary axis: core prepends it to regular grids
+        # only.
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         begin = offset + low - first
         for place, lengths in boxes(shape, low, high):
@@ -215,9 +214,7 @@ def blocks_of(
 def boxes(
     shape: tuple[int, ...], first: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split a flat range of a tensor into boxes, in order: offset and lengths per axis.
-
-    A matrix gives at most three boxes: tail of a row, full rows, head of a row.
+    """Split a flat range into head row, full rows, tail row: (offsets, lengths) by axis, in order.
 
     Example:
         >>> list(boxes((3, 4), 2, 9))
@@ -241,14 +238,5 @@ def boxes(
         first = (row + rows) * width
 
 
-def _place(index: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(at * stride for at, stride in zip(index, strides, strict=True))
-
-
-def _fill(values: torch.Tensor, stream: io.RawIOBase, path: str) -> None:
-    left = memoryview(values.view(torch.uint8).numpy())
-    while left:  # Linux reads at most 2 GiB at once
-        count = stream.readinto(left)
-        if not count:
-            raise EOFError(f"{path}: is cut short")
-        left = left[count:]
+def _flat_index(index: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(position * stride for position, stride in zip(index, strides, strict=True))

@@ -1,11 +1,11 @@
-"""Adapters in PEFT's format: import, export, and merging into weights.
+"""LoRA adapters in PEFT's format: import, export, and merging into weights.
 
     adapter_model.safetensors   A and B of every adapted module of the released model, by name
     adapter_config.json         rank, scale and target modules
 
 If a parameter here is several released modules, as q, k and v of image tiles in Transformers, each
-module has a copy of A and its rows of B. Names are in-memory names: Transformers' InternVL and
-Qwen-VL begin with `model.`.
+module has a copy of A and its rows of B. Modules have their names in memory: Transformers' InternVL
+and Qwen-VL begin with `model.`.
 
 Shapes: r rank, R ranks of a linear's adapters together, I inputs, O outputs, P outputs of a piece.
 """
@@ -28,12 +28,12 @@ from megatron.vlm.conversion.released_config import check_exportable
 from megatron.vlm.conversion.released_files import ReleasedFiles, check_tensors, write_file, writing
 from megatron.vlm.conversion.tensor_map import (
     Arrangement,
-    Layout,
     Parameter,
     Parts,
     QueryKeyValue,
     Shape,
-    released,
+    TensorLayout,
+    find_released,
 )
 from megatron.vlm.model.adapters import OutputRows
 from omnibal.base.errors import UserError
@@ -43,26 +43,25 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
-_FIRST_WEIGHTS = (True, False, "gaussian", "eva", "orthogonal")
-"""PEFT's ways of drawing first adapters that leave the base's weights as they are."""
+_PEFT_PREFIX = "base_model.model."
+# PEFT's initializations that leave the base's weights unchanged. Others, as pissa, change them.
+_KNOWN_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
+# Entries that name the adapted modules, which the tensors' names show, or only concern training.
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "task_type"),
     *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size"),
 }
-"""Entries that say which modules have adapters, which their names say, or how they were trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedPiece:
-    """A and B, and their linear."""
+    """A pair of A and B, and the linear that they adapt."""
 
-    base: Parameter
+    base: Parameter  # weight of the linear
     linear: Linear
     piece: Piece
-    groups: int
-    """Number of query groups in the rows of q, k and v."""
+    groups: int  # number of query groups in the rows of q, k and v
     lora_a: Parameter
     lora_b: Parameter
 
@@ -72,22 +71,22 @@ def list_adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator
     for kind in unit_kinds(model):
         for linear in adapted_linears(model, kind, adapters):
             outputs = sum(part.outputs for part in linear.pieces)
-            for made, piece in product(_list_constructors(model, kind), linear.adapted):
+            for make, piece in product(_list_constructors(model, kind), linear.adapted):
                 name, tower = f"adapters.{piece.name}", model.encoders.get(kind.tower)
                 yield AdaptedPiece(
-                    base=made(f"{linear.module}.weight", (outputs, piece.inputs)),
+                    base=make(f"{linear.module}.weight", (outputs, piece.inputs)),
                     linear=linear,
                     piece=piece,
                     groups=model.language.kv_heads if tower is None else tower.heads,
-                    lora_a=made(f"{name}.lora_a", (adapters.rank, piece.inputs)),
-                    lora_b=made(f"{name}.lora_b", (piece.outputs, adapters.rank)),
+                    lora_a=make(f"{name}.lora_a", (adapters.rank, piece.inputs)),
+                    lora_b=make(f"{name}.lora_b", (piece.outputs, adapters.rank)),
                 )
 
 
 def _list_constructors(
     model: ModelConfig, kind: UnitKind
 ) -> list[Callable[[str, Shape], Parameter]]:
-    """Constructors of parameters for each unit of a kind, by name and shape."""
+    """Return a function from name and shape to Parameter for each unit of a kind."""
     if not kind.is_layer:
         owner = "projector" if kind.tower == "vision" else f"{kind.tower}_projector"
         return [lambda name, shape: Parameter(key=f"{owner}.{name}", shape=shape)]
@@ -101,28 +100,28 @@ def _list_constructors(
 
 
 class MergedWeights:
-    """Parameters of a checkpoint's folder, with adapters merged in."""
+    """Parameters of a checkpoint's folder, with adapters merged."""
 
     def __init__(self, stored: CheckpointIdentity) -> None:
         self._weights, self._adapters = StoredWeights(stored.path), stored.adapters
-        self._beside: dict[tuple[str, int | None], list[AdaptedPiece]] = {}
+        self._pieces: dict[tuple[str, int | None], list[AdaptedPiece]] = {}
         for piece in list_adapted_pieces(stored.model, stored.adapters) if stored.adapters else ():
-            self._beside.setdefault((piece.base.key, piece.base.layer), []).append(piece)
+            self._pieces.setdefault((piece.base.key, piece.base.layer), []).append(piece)
 
-    def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        return list(map(self._merge, parameters, self._weights.read(parameters)))
+    def read_parameters(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+        values = self._weights.read_parameters(parameters)
+        return list(map(self._merge, parameters, values))
 
     def _merge(self, parameter: Parameter, values: torch.Tensor) -> torch.Tensor:
-        beside = self._beside.get((parameter.key, parameter.layer))
-        if beside is None or self._adapters is None:
+        pieces = self._pieces.get((parameter.key, parameter.layer))
+        if pieces is None or self._adapters is None:
             return values
-        matrices = self._weights.read(
-            [matrix for piece in beside for matrix in (piece.lora_a, piece.lora_b)]
-        )
-        rows = OutputRows.of(beside[0].linear, len(values), beside[0].groups)
-        joined_OR = rows.join([matrix.float() for matrix in matrices[1::2]])
-        below_RI = torch.cat([matrix.float() for matrix in matrices[::2]])
-        return (values.float() + self._adapters.scale * joined_OR @ below_RI).to(values.dtype)
+        pairs = [matrix for piece in pieces for matrix in (piece.lora_a, piece.lora_b)]
+        matrices = [matrix.float() for matrix in self._weights.read_parameters(pairs)]
+        b_OR = OutputRows.of(pieces[0].linear, len(values), pieces[0].groups).join(matrices[1::2])
+        a_RI = torch.cat(matrices[::2])
+        # W + scale * B A in float32, rounded once.
+        return (values.float() + self._adapters.scale * b_OR @ a_RI).to(values.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,19 +130,19 @@ class _Modules:
 
     piece: AdaptedPiece
     names: tuple[str, ...]
-    arrangement: Arrangement
-    """Arrangement of B's rows in the modules."""
+    arrangement: Arrangement  # arrangement of B's rows in the modules
 
-    def tensors(self) -> Iterator[tuple[str, str]]:
-        """Names of A and of B per module."""
+    def tensor_names(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of A and B of each module."""
         for name in self.names:
-            yield f"{_PREFIX}{name}.lora_A.weight", f"{_PREFIX}{name}.lora_B.weight"
+            yield f"{_PEFT_PREFIX}{name}.lora_A.weight", f"{_PEFT_PREFIX}{name}.lora_B.weight"
 
 
-def _find_modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Modules:
-    """Find the released modules of a pair."""
-    prefixed = [other for other in Layout if other == f"{layout.removesuffix('-stacked')}-prefixed"]
-    made_of = released(piece.base, model, prefixed[0] if prefixed else layout)
+def _find_modules(piece: AdaptedPiece, model: ModelConfig, layout: TensorLayout) -> _Modules:
+    prefixed = [
+        other for other in TensorLayout if other == f"{layout.removesuffix('-stacked')}-prefixed"
+    ]
+    made_of = find_released(piece.base, model, prefixed[0] if prefixed else layout)
     names = tuple(name.removesuffix(".weight") for name in made_of.names)
     pieces = piece.linear.pieces
     # q, k and v of tiles are arranged differently, or in several modules.
@@ -151,22 +150,21 @@ def _find_modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _M
         return _Modules(piece=piece, names=names, arrangement=made_of.arrangement)
     if len(names) != len(pieces):
         raise UserError(
-            f"layout {layout} has {names[0]} in one module, and adapters of "
-            f"{', '.join(each.name for each in pieces)} are apart: choose another layout"
+            f"layout {layout} has {names[0]} in one module, but the adapters of "
+            f"{', '.join(part.name for part in pieces)} are separate: choose another layout"
         )
     own = names[[part.name for part in pieces].index(piece.piece.name)]
     return _Modules(piece=piece, names=(own,), arrangement=Parts(piece.lora_b.shape))
 
 
 def export_adapter(
-    stored: CheckpointIdentity, layout: Layout, target: Path, base: str | None
+    stored: CheckpointIdentity, layout: TensorLayout, target: Path, base: str | None
 ) -> int:
     """Write a checkpoint's adapters in PEFT's format; return the number of modules."""
     adapters = stored.adapters
     if adapters is None:
         raise UserError(
-            f"{stored.path}: has no adapters, which --adapter was given for; leave it out to "
-            "export the whole model"
+            f"{stored.path}: has no adapters; leave --adapter out to export the full model"
         )
     check_exportable(stored.model, layout)
     weights = StoredWeights(stored.path)
@@ -174,28 +172,13 @@ def export_adapter(
     names: list[str] = []
     for piece in list_adapted_pieces(stored.model, adapters):
         own = _find_modules(piece, stored.model, layout)
-        lora_a, lora_b = weights.read([piece.lora_a, piece.lora_b])
-        parts = own.arrangement.split(lora_b)
-        for (name_a, name_b), rows in zip(own.tensors(), parts, strict=True):
+        lora_a, lora_b = weights.read_parameters([piece.lora_a, piece.lora_b])
+        parts = own.arrangement.divide(lora_b)
+        for (name_a, name_b), rows in zip(own.tensor_names(), parts, strict=True):
             tensors |= {name_a: lora_a, name_b: rows}
         names += own.names
     check_room(target, sum(tensor.nbytes for tensor in tensors.values()))
-    with atomic_directory(target) as folder, writing(target):
-        write_file(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
-        (folder / CONFIG_FILE).write_text(_peft_config(adapters, names, base), encoding="utf-8")
-    return len(names)
-
-
-def list_fully_trained(stored: CheckpointIdentity) -> list[str]:
-    """Fully trained parts of a model that also has adapters."""
-    if stored.adapters is None or stored.options is None:
-        return []
-    known = {*stored.adapters.parts, *stored.options.get("frozen", ())}
-    return [part for part in model_parts(stored.model) if part not in known]
-
-
-def _peft_config(adapters: AdapterConfig, names: Sequence[str], base: str | None) -> str:
-    # Layers are numbers. All layers of a tower have equal adapters.
+    # All layers of a tower have equal adapters: any layer's number matches.
     patterns = sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) for name in names})
     config = {
         "base_model_name_or_path": base,
@@ -211,11 +194,22 @@ def _peft_config(adapters: AdapterConfig, names: Sequence[str], base: str | None
         "use_dora": False,
         "use_rslora": adapters.rank_stabilized,
     }
-    return json_text(config)
+    with atomic_directory(target) as folder, writing(target):
+        write_file(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json_text(config), encoding="utf-8")
+    return len(names)
+
+
+def list_fully_trained(stored: CheckpointIdentity) -> list[str]:
+    """Return the fully trained parts of a model that also has adapters."""
+    if stored.adapters is None or stored.options is None:
+        return []
+    others = {*stored.adapters.parts, *stored.options.get("frozen", ())}
+    return [part for part in model_parts(stored.model) if part not in others]
 
 
 class _PeftConfig(BaseModel, extra="allow"):
-    """Entries of adapter_config.json that are read, and all others."""
+    """Entries of adapter_config.json. Unknown entries are kept too, to refuse them."""
 
     peft_type: str
     r: int
@@ -225,13 +219,12 @@ class _PeftConfig(BaseModel, extra="allow"):
     init_lora_weights: bool | str = True
 
     def obstacles(self) -> list[str]:
-        """Return settings of other methods than LoRA, and unknown settings that are not empty."""
+        """Return settings of methods other than LoRA, and unknown settings that are not empty."""
         has = {
             f"peft_type {self.peft_type}": self.peft_type != "LORA",
             f"bias {self.bias}": self.bias != "none",
-            # All others, such as pissa, change the weights of the base.
             f"init_lora_weights {self.init_lora_weights}": (
-                self.init_lora_weights not in _FIRST_WEIGHTS
+                self.init_lora_weights not in _KNOWN_INITIALIZATIONS
             ),
         }
         others = (self.model_extra or {}).items()
@@ -240,15 +233,16 @@ class _PeftConfig(BaseModel, extra="allow"):
 
 
 def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
-    """Add adapters in PEFT's format to a released checkpoint."""
+    """Return the released checkpoint with adapters in PEFT's format added."""
     given = read_json_model(_PeftConfig, folder / CONFIG_FILE, "give a folder that PEFT has saved")
     obstacles = given.obstacles()
     if obstacles:
         raise UserError(
-            f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, and only plain "
-            "LoRA of the released weights is read; merge it with PEFT, and import the model"
+            f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, and only plain LoRA of the "
+            "released weights is supported; merge it with PEFT, and import the model"
         )
     files = ReleasedFiles(folder, WEIGHTS_FILE)
+    # Look for adapters of every linear, as the file does not list the adapted ones in plain names.
     everywhere = AdapterConfig(
         rank=given.r,
         alpha=given.lora_alpha,
@@ -259,56 +253,58 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
         own
         for piece in list_adapted_pieces(source.model, everywhere)
         for own in [_find_modules(piece, source.model, source.layout)]
-        if any(name in files.tensors for pair in own.tensors() for name in pair)
+        if any(name in files.tensors for pair in own.tensor_names() for name in pair)
     ]
-    adapters = _describe_adapters(source.model, everywhere, present, folder)
+    adapters = _infer_adapters(source.model, everywhere, present, folder)
     pieces = list_adapted_pieces(source.model, adapters)
-    kept = [_find_modules(piece, source.model, source.layout) for piece in pieces]
+    modules = [_find_modules(piece, source.model, source.layout) for piece in pieces]
     shapes: dict[str, tuple[str, Shape]] = {}
-    for own in kept:
+    for own in modules:
         piece = own.piece
         parts = own.arrangement.shapes(piece.lora_b.shape)
-        for (name_a, name_b), shape in zip(own.tensors(), parts, strict=True):
+        for (name_a, name_b), shape in zip(own.tensor_names(), parts, strict=True):
             shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
             shapes[name_b] = (piece.lora_b.key, shape)
-    check_tensors(folder, shapes, files.tensors, "adapters of all layers alike")
+    check_tensors(folder, shapes, files.tensors, "equal adapters in all layers")
     additions = {
-        added.parameter.name: added for own in kept for added in _additions(source, files, own)
+        added.parameter.name: added
+        for own in modules
+        for added in _read_pair_later(source, files, own)
     }
     return replace(source, additions=additions, adapters=adapters)
 
 
-def _additions(
+def _read_pair_later(
     source: ReleasedCheckpoint, files: ReleasedFiles, own: _Modules
 ) -> Iterator[Addition]:
-    """Yield A and B of a pair, of the type of its weight."""
+    """Yield A and B of a pair, in the type of the linear's weight."""
     dtype = source.dtype(own.piece.base)
 
     def read_a() -> torch.Tensor:
-        values = [files.read(name) for name, _ in own.tensors()]
+        values = [files.read_tensor(name) for name, _ in own.tensor_names()]
         if any(not torch.equal(values[0], other) for other in values[1:]):
             raise UserError(
-                f"{', '.join(own.names)} have an A each in {WEIGHTS_FILE}, and are one linear with "
-                "one A here: such adapters cannot be imported; merge them with PEFT first"
+                f"{', '.join(own.names)} have different A in {WEIGHTS_FILE}, but are one linear "
+                "with one A here: such adapters cannot be imported; merge them with PEFT first"
             )
         return values[0].to(dtype)
 
     def read_b() -> torch.Tensor:
-        values = [files.read(name) for _, name in own.tensors()]
+        values = [files.read_tensor(name) for _, name in own.tensor_names()]
         return own.arrangement.join(values, own.piece.lora_b.shape).to(dtype)
 
     yield Addition(parameter=own.piece.lora_a, dtype=dtype, read=read_a)
     yield Addition(parameter=own.piece.lora_b, dtype=dtype, read=read_b)
 
 
-def _describe_adapters(
+def _infer_adapters(
     model: ModelConfig, everywhere: AdapterConfig, modules: Sequence[_Modules], folder: Path
 ) -> AdapterConfig:
-    """Derive an adapter config from the adapted modules."""
+    """Return `everywhere` limited to the parts and linears of the adapted modules."""
     if not modules:
         raise UserError(
-            f"{folder / WEIGHTS_FILE}: no tensor is of a linear of {model.name}; give adapters of "
-            "that model"
+            f"{folder / WEIGHTS_FILE}: has no tensor of a linear of {model.name}; give adapters "
+            "of that model"
         )
     names = {own.piece.piece.name for own in modules}
     owners = {own.piece.base.key.partition(".")[0] for own in modules}

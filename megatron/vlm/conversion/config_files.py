@@ -1,7 +1,7 @@
-"""Configuration files of an exported model, tested with Transformers 4.57.3 and 5.23.
+"""Configuration files of an exported model; tests read them with Transformers 4.57.3 and 5.23.
 
 config.json of text-only models, of InternVL in its own and in Transformers' format, and of
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with the settings of their processors.
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with their processors' settings.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.base.files import read_json_model
 from omnibal.data.chat import chatml_texts
@@ -32,85 +32,91 @@ from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
-PROCESSOR_FILE = "processor_config.json"
-"""Replaces the two files above in Transformers 5."""
+PROCESSOR_FILE = "processor_config.json"  # instead of the last two in Transformers 5
+# Settings of every image processor.
 _PROCESSOR: dict[str, Any] = dict.fromkeys(
     ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True
 )
-"""Settings of every image processor."""
-_BICUBIC = 3
-"""Pillow's number of bicubic resampling."""
-_MAX_POSITIONS = 32_768
-"""Maximum length of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit.
-Serving tools use it as context length; unscaled RoPE does not depend on it."""
+_PILLOW_BICUBIC = 3
+# Of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit. Serving tools use
+# it as context length; unscaled RoPE does not depend on it.
+_DEFAULT_POSITIONS = 32_768
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
+# Class names of model, processor and video processor by family, without common suffixes.
 _QWEN_NAMES = {
     "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
     "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2_5_VL", "Qwen2VL"),
     "qwen3_vl": ("Qwen3VL", "Qwen3VL", "Qwen3VL"),
     "qwen3_vl_moe": ("Qwen3VLMoe", "Qwen3VL", "Qwen3VL"),
 }
-"""Class names of model, processor and video processor by family, without their common suffix."""
 _INTERNVL_PIECES = {
     "start_image_token": "<img>",
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
+# As messages in training. The processor replaces <IMG_CONTEXT> by an image's tokens.
 _INTERNVL_TEMPLATE = "internvl_processor.jinja"
-"""Training's format of messages. The processor replaces <IMG_CONTEXT> by an image's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenIds:
-    """Token ids in configurations of a model."""
+    """Token ids in a model's configurations."""
 
-    of_items: Mapping[str, int]
-    """Ids of image and video tokens, by their keys in config.json."""
-    begin: int | None
-    """Id at the beginning of a text, if any."""
-    end: int
-    """Id at the end of an answer."""
+    items: Mapping[str, int]  # ids of image and video tokens, by key of config.json
+    begin: int | None  # id at the beginning of a text, if any
+    end: int  # id at the end of an answer
 
 
 def json_text(content: Mapping[str, Any], *, ascii_only: bool = True) -> str:
-    """JSON as Transformers writes it."""
+    """Return JSON as Transformers writes it."""
     return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"
 
 
 def replace_dtype(config: str, dtype: str) -> str:
-    """Replace every tensor type in a config.json by `dtype`."""
+    """Return a config.json with every tensor type replaced by `dtype`."""
     return _STATED_DTYPE.sub(rf'\g<1>{dtype}"', config)
 
 
 def configurations(
-    model: ModelConfig, layout: Layout, dtype: str, ids: TokenIds | None
+    model: ModelConfig, layout: TensorLayout, dtype: str, ids: TokenIds | None
 ) -> dict[str, str]:
-    """Contents of the configuration files of an exported model, by file name.
+    """Return the contents of an exported model's configuration files, by file name.
 
-    Transformers' preprocessor always adds a thumbnail to several tiles, and may choose a different
-    grid if two with equal tile counts are equally near to the aspect ratio. Otherwise tiles are
-    equal.
+    Tiles equal training's, with two exceptions. Transformers' preprocessor always adds a thumbnail
+    to several tiles, and may choose another grid of two that are equally near to the aspect ratio.
     """
     files: dict[str, dict[str, Any]] = {}
-    of_items = {} if ids is None else ids.of_items
+    item_ids = {} if ids is None else ids.items
     if layout.is_text_only:
         assert layout.language is not None
         language = files[CONFIG_FILE] = {
             "architectures": [LANGUAGES[layout.language].architecture],
-            **_dtype(dtype),
-            **_language(model.language, layout.language),
-            **_rope(model.language),
+            **_dtype_entries(dtype),
+            **_language_entries(model.language, layout.language),
+            **_rope_entries(model.language),
         }
     elif layout.is_original:
-        files[CONFIG_FILE] = _original(model, layout, dtype)
+        files[CONFIG_FILE] = _make_internvl_config(model, layout, dtype)
         language = files[CONFIG_FILE]["llm_config"]
     elif model.images is not None:
-        files |= qwen_files(model, model.images, layout, dtype, of_items)
+        files |= qwen_files(model, model.images, layout, dtype, item_ids)
         language = files[CONFIG_FILE]["text_config"]
     else:
-        files[CONFIG_FILE] = _transformers(model, dtype, of_items)
-        files[PREPROCESSOR_FILE] = _tile_processor(model.vision)
+        files[CONFIG_FILE] = _make_transformers_config(model, dtype, item_ids)
+        size, tiling = model.vision.image_size, model.vision.tiling
+        files[PREPROCESSOR_FILE] = _PROCESSOR | {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "crop_to_patches": tiling.max_dynamic_patch > 1,
+            "image_mean": list(PIXEL_MEAN),
+            "image_std": list(PIXEL_STD),
+            "max_patches": tiling.max_dynamic_patch,
+            "min_patches": tiling.min_dynamic_patch,
+            "processor_class": "InternVLProcessor",
+            "resample": _PILLOW_BICUBIC,
+            "rescale_factor": 1 / 255,
+            "size": {"height": size, "width": size},
+        }
         language = files[CONFIG_FILE]["text_config"]
     if ids is not None:
         if layout.is_text_only or layout.is_qwen_vl:
@@ -121,20 +127,20 @@ def configurations(
 
 
 def kind_of(language: LanguageConfig) -> LanguageType:
-    """Kind of language model that Transformers has for these layers."""
+    """Return the kind of Transformers' language model with these layers."""
     if language.qk_norm:
         return "qwen3" if language.kinds[0].experts is None else "qwen3_moe"
     return "qwen2" if language.qkv_bias else "llama"
 
 
-def _language(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
-    """Sizes and options of a language model, without RoPE."""
+def _language_entries(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
+    """Return the entries of a language model, except RoPE's."""
     entries: dict[str, Any] = {
         "model_type": kind,
         "hidden_act": "silu",
         "hidden_size": language.hidden_size,
         "intermediate_size": language.ffn_hidden_size,
-        "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
+        "max_position_embeddings": language.max_positions or _DEFAULT_POSITIONS,
         "num_attention_heads": language.heads,
         "num_hidden_layers": language.layers,
         "num_key_value_heads": language.kv_heads,
@@ -162,8 +168,8 @@ def _language(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
     return entries
 
 
-def _rope(language: LanguageConfig) -> dict[str, Any]:
-    """RoPE's base, scaling and sections under the names of Transformers 4 and of 5."""
+def _rope_entries(language: LanguageConfig) -> dict[str, Any]:
+    # rope_theta and rope_scaling are names of Transformers 4, rope_parameters of 5.
     base, scaling = {"rope_theta": float(language.rope_base)}, _rope_scaling(language)
     if not scaling:
         return base | {"rope_parameters": base | {"rope_type": "default"}}
@@ -171,7 +177,7 @@ def _rope(language: LanguageConfig) -> dict[str, Any]:
 
 
 def _rope_scaling(language: LanguageConfig) -> dict[str, Any]:
-    """RoPE scaling or sections. Empty if neither is used."""
+    """Return RoPE's scaling or sections, empty without either."""
     scaling, sections = language.rope_scaling, language.rope_sections
     if sections is not None:
         interleaved = {"mrope_interleaved": True} if sections.interleaved else {}
@@ -192,16 +198,15 @@ def _rope_scaling(language: LanguageConfig) -> dict[str, Any]:
     return {}
 
 
-def _dtype(dtype: str) -> dict[str, Any]:
-    """Tensor type under the names of Transformers 4 and of 5."""
-    return {"dtype": dtype, "torch_dtype": dtype}
+def _dtype_entries(dtype: str) -> dict[str, Any]:
+    return {"dtype": dtype, "torch_dtype": dtype}  # names of Transformers 5 and 4
 
 
-def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
+def _make_internvl_config(model: ModelConfig, layout: TensorLayout, dtype: str) -> dict[str, Any]:
     vision, tiling, kind = model.vision, model.vision.tiling, layout.language
     assert kind is not None
     scaling = _rope_scaling(model.language)
-    # InternVL's code reads only this name of the kind.
+    # InternVL's code reads the kind of scaling only as `type`.
     scaling = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
     message = model.chat_system_message
     message = model.system_message if message is None else message
@@ -213,13 +218,13 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "dynamic_image_size": tiling.max_dynamic_patch > 1,
         "force_image_size": vision.image_size,
         "llm_config": {"architectures": [LANGUAGES[kind].architecture], "bias": False}
-        | _language(model.language, kind)
+        | _language_entries(model.language, kind)
         | {"rope_theta": float(model.language.rope_base)}
         | ({"rope_scaling": scaling} if scaling else {}),
         "max_dynamic_patch": tiling.max_dynamic_patch,
         "min_dynamic_patch": tiling.min_dynamic_patch,
-        "ps_version": "v2",
-        "select_layer": -1,
+        "ps_version": "v2",  # of the pixel shuffle
+        "select_layer": -1,  # features of the last layer
         "template": model.chat_template,
         "tie_word_embeddings": model.language.tied_head,
         "torch_dtype": dtype,
@@ -238,16 +243,18 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
     }
 
 
-def _transformers(model: ModelConfig, dtype: str, of_items: Mapping[str, int]) -> dict[str, Any]:
+def _make_transformers_config(
+    model: ModelConfig, dtype: str, item_ids: Mapping[str, int]
+) -> dict[str, Any]:
     vision, language = model.vision, model.language
     return {
-        **of_items,
+        **item_ids,
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
         "downsample_ratio": vision.downsample_ratio,
-        **_dtype(dtype),
+        **_dtype_entries(dtype),
         "image_seq_length": vision.tokens_per_item,
-        "text_config": _language(language, kind_of(language)) | _rope(language),
+        "text_config": _language_entries(language, kind_of(language)) | _rope_entries(language),
         "tie_word_embeddings": language.tied_head,
         "vision_config": {
             "model_type": "internvl_vision",
@@ -262,7 +269,7 @@ def _transformers(model: ModelConfig, dtype: str, of_items: Mapping[str, int]) -
 
 
 def _tile_tower(vision: TilesEncoder) -> dict[str, Any]:
-    """Entries of InternViT in both formats."""
+    """Return the entries of InternViT that both formats have."""
     return {
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.ffn_hidden_size,
@@ -273,34 +280,19 @@ def _tile_tower(vision: TilesEncoder) -> dict[str, Any]:
     }
 
 
-def _tile_processor(vision: TilesEncoder) -> dict[str, Any]:
-    """Settings of Transformers' image processor: tiles and pixel values as in training."""
-    size, tiling = vision.image_size, vision.tiling
-    return _PROCESSOR | {
-        "image_processor_type": "GotOcr2ImageProcessor",
-        "crop_to_patches": tiling.max_dynamic_patch > 1,
-        "image_mean": list(PIXEL_MEAN),
-        "image_std": list(PIXEL_STD),
-        "max_patches": tiling.max_dynamic_patch,
-        "min_patches": tiling.min_dynamic_patch,
-        "processor_class": "InternVLProcessor",
-        "resample": _BICUBIC,
-        "rescale_factor": 1 / 255,
-        "size": {"height": size, "width": size},
-    }
-
-
 def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Settings of Transformers' InternVLProcessor and of the tokenizer, and a missing ChatML
-    template of a tokenizer.json, for a model that came in InternVL's own format."""
+    """Return the settings of Transformers' InternVLProcessor and of its tokenizer, by file name.
+
+    A tokenizer.json without template, as InternVL's own, gets a ChatML template.
+    """
     path = tokenizer.path.with_name(TOKENIZER_CONFIG_FILE)
     settings: dict[str, Any] = {}
     if path.is_file():
         settings = read_json_model(dict[str, Any], path, "restore the tokenizer's own")
-    known = {name: settings.get(name, piece) for name, piece in _INTERNVL_PIECES.items()}
-    more = settings.get("extra_special_tokens")
-    extra = {**known, **(more if isinstance(more, dict) else {})}
-    settings |= {**known, "extra_special_tokens": extra, "processor_class": "InternVLProcessor"}
+    pieces = {name: settings.get(name, piece) for name, piece in _INTERNVL_PIECES.items()}
+    special = settings.get("extra_special_tokens")
+    extra = {**pieces, **(special if isinstance(special, dict) else {})}
+    settings |= {**pieces, "extra_special_tokens": extra, "processor_class": "InternVLProcessor"}
     processor = {
         "image_seq_length": model.vision.tokens_per_item,
         "processor_class": "InternVLProcessor",
@@ -319,20 +311,24 @@ def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[s
 
 
 def qwen_files(
-    model: ModelConfig, tower: ImagesEncoder, layout: Layout, dtype: str, ids: Mapping[str, int]
+    model: ModelConfig,
+    tower: ImagesEncoder,
+    layout: TensorLayout,
+    dtype: str,
+    ids: Mapping[str, int],
 ) -> dict[str, dict[str, Any]]:
-    """Contents of config.json and of the processors' files of a Qwen-VL, by file name."""
+    """Return the contents of a Qwen-VL's config.json and processor files, by file name."""
     kind, language, video = layout.family, model.language, tower.video
     assert layout.language is not None
     architecture, processor, video_processor = _QWEN_NAMES[kind]
-    text = _language(language, layout.language) | {"model_type": f"{kind}_text"}
+    text = _language_entries(language, layout.language) | {"model_type": f"{kind}_text"}
     files: dict[str, dict[str, Any]] = {
         CONFIG_FILE: {
             "architectures": [f"{architecture}ForConditionalGeneration"],
             "model_type": kind,
-            **_dtype(dtype),
+            **_dtype_entries(dtype),
             **ids,
-            "text_config": text | _rope(language) | _dtype(dtype),
+            "text_config": text | _rope_entries(language) | _dtype_entries(dtype),
             "tie_word_embeddings": language.tied_head,
             "vision_config": _qwen_tower(tower, kind, language.hidden_size),
         },
@@ -354,7 +350,7 @@ def qwen_files(
 
 
 def _qwen_tower(tower: ImagesEncoder, kind: str, width: int) -> dict[str, Any]:
-    """Entries of an image encoder of a family, whose features are `width` wide."""
+    """Return the entries of a family's image encoder with features of size `width`."""
     entries: dict[str, Any] = {
         "model_type": kind,
         "depth": tower.layers,
@@ -369,7 +365,7 @@ def _qwen_tower(tower: ImagesEncoder, kind: str, width: int) -> dict[str, Any]:
             "embed_dim": tower.hidden_size,
             "hidden_act": "quick_gelu",
             "hidden_size": width,
-            "mlp_ratio": _whole(tower.ffn_hidden_size / tower.hidden_size),
+            "mlp_ratio": _as_integer(tower.ffn_hidden_size / tower.hidden_size),
         }
     entries |= {
         "hidden_size": tower.hidden_size,
@@ -384,7 +380,7 @@ def _qwen_tower(tower: ImagesEncoder, kind: str, width: int) -> dict[str, Any]:
         }
     rate = None if tower.video is None else tower.video.positions_per_second
     return entries | {
-        **({} if rate is None else {"tokens_per_second": _whole(rate)}),
+        **({} if rate is None else {"tokens_per_second": _as_integer(rate)}),
         "fullatt_block_indexes": list(tower.full_layers),
         "hidden_act": "silu",
         "window_size": tower.window_pixels,
@@ -403,6 +399,6 @@ def _qwen_processor(tower: ImagesEncoder, min_pixels: int, max_pixels: int) -> d
     }
 
 
-def _whole(number: float) -> float:
-    """Convert integral floats to int, as Transformers 5 checks types."""
+def _as_integer(number: float) -> float:
+    # Transformers 5 checks types: 4.0 is not an int.
     return int(number) if number.is_integer() else number

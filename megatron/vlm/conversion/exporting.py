@@ -1,4 +1,4 @@
-"""Export of a run's weights in a released checkpoint's files or in a layout."""
+"""Export of a run's weights as a copy of a released checkpoint, or in a layout."""
 
 import math
 import shutil
@@ -30,15 +30,15 @@ from megatron.vlm.conversion.released_files import (
     writing,
 )
 from megatron.vlm.conversion.tensor_map import (
-    Layout,
     Parameter,
     Shape,
+    TensorLayout,
     embedding_parameter,
+    find_released,
     head_name,
     parameters,
-    released,
 )
-from megatron.vlm.conversion.tokenizer_files import tokenizer_files
+from megatron.vlm.conversion.tokenizer_files import list_tokenizer_files
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room, read_text
 from omnibal.data.chat import answer_end, check_tokenizer
@@ -53,8 +53,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 class _Piece:
     name: str
     parameter: Parameter
-    position: int
-    """Index among the parameter's released tensors."""
+    position: int  # index among the parameter's released tensors
     shape: Shape
     dtype: torch.dtype
 
@@ -75,31 +74,34 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class CheckpointExport:
     """A checked export: the files to write."""
 
     stored: CheckpointIdentity
     model: ModelConfig
-    layout: Layout
+    layout: TensorLayout
     files: Sequence[_File]
     copied: Sequence[Path]
-    made: Mapping[str, str]
-    """Contents of generated files, by name: configurations and the index."""
+    made: Mapping[str, str]  # contents of generated files, by name: configurations and the index
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(file.bytes for file in self.files)
 
 
 def plan_export_like(
     stored: CheckpointIdentity, like: ReleasedCheckpoint, dtype: torch.dtype | None
-) -> Export:
-    """Plan a copy of `like` with the stored weights; files, names and default types are kept."""
-    place = f"in {like.directory / CONFIG_FILE}"
-    different = architecture_differences(
-        _drop_missing_audio(stored.model, like.model), like.model, place
-    )
+) -> CheckpointExport:
+    """Plan a copy of `like` with the stored weights, in its types unless `dtype` is given."""
+    place, model = f"in {like.directory / CONFIG_FILE}", stored.model
+    if model.takes_audio and not like.model.takes_audio:
+        # The audio encoder and its tokens are not exported.
+        seeing = {name: tower for name, tower in model.encoders.items() if name != "audio"}
+        words = min(model.language.vocab_size, like.model.language.vocab_size)
+        model = model.model_copy(update={"encoders": seeing}).with_tower(
+            "language", vocab_size=words
+        )
+    different = architecture_differences(model, like.model, place)
     if different:
         raise UserError(
             f"{stored.path}: is of another model than {like.directory}: {'; '.join(different)}; "
@@ -111,11 +113,11 @@ def plan_export_like(
         return dtype or (tensors[name].dtype if name in tensors else like.dtype(parameter))
 
     has_head = head_name(like.layout) in tensors
-    pieces = _list_pieces(like.model, like.layout, dtype_of, has_head=has_head)
+    pieces = _list_tensors(like.model, like.layout, dtype_of, has_head=has_head)
     by_file: dict[str, list[_Piece]] = {}
     for piece in pieces:
-        # A missing copy of the tied head goes to the embedding's file.
-        first = released(piece.parameter, like.model, like.layout).names[0]
+        # A copy of the tied head that `like` lacks goes to the embedding's file.
+        first = find_released(piece.parameter, like.model, like.layout).names[0]
         place = piece.name if piece.name in tensors else first
         by_file.setdefault(tensors[place].file, []).append(piece)
     files = [
@@ -126,7 +128,7 @@ def plan_export_like(
     if dtype is not None:
         config = read_text(like.directory / CONFIG_FILE, "fetch it again")
         made[CONFIG_FILE] = replace_dtype(config, dtype_name(dtype))
-    # Reuse the folder's index unless types change or a tensor is added.
+    # The folder's index is copied unless types change or a tensor is added.
     names = {piece.name for piece in pieces}
     if like.files.index is not None and (dtype is not None or names != tensors.keys()):
         made[INDEX_FILE] = _index_text(like.files.index, files)
@@ -138,34 +140,24 @@ def plan_export_like(
         and path.name != like.files.unread
         and (path.name == INDEX_FILE or not path.name.endswith(_WEIGHT_SUFFIXES))
     ]
-    return Export(stored, like.model, like.layout, files, copied, made)
-
-
-def _drop_missing_audio(model: ModelConfig, like: ModelConfig) -> ModelConfig:
-    """Drop the audio encoder and its tokens from the model if the released model lacks them."""
-    if not model.takes_audio or like.takes_audio:
-        return model
-    seeing = {name: tower for name, tower in model.encoders.items() if name != "audio"}
-    words = min(model.language.vocab_size, like.language.vocab_size)
-    return model.model_copy(update={"encoders": seeing}).with_tower("language", vocab_size=words)
+    return CheckpointExport(stored, like.model, like.layout, files, copied, made)
 
 
 def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
-    """Index file as Transformers writes it, with other entries of `index`."""
+    """Return an index file as Transformers writes it, with other entries of `index`."""
     metadata = (index.get("metadata") or {}) | {"total_size": sum(file.bytes for file in files)}
     weight_map = {piece.name: file.name for file in files for piece in file.pieces}
-    whole = {**index, "metadata": metadata, "weight_map": weight_map}
-    return json_text(whole)
+    return json_text({**index, "metadata": metadata, "weight_map": weight_map})
 
 
 def plan_export_as(
     stored: CheckpointIdentity,
-    layout: Layout,
+    layout: TensorLayout,
     dtype: torch.dtype | None,
     tokenizer: Tokenizer | None,
     bytes_per_file: int,
-) -> Export:
-    """Plan an export in a layout, with a config.json made from the model."""
+) -> CheckpointExport:
+    """Plan an export in a layout, in files of at most `bytes_per_file`, with a new config.json."""
     model = stored.model
     check_exportable(model, layout)
     weights = StoredWeights(stored.path)
@@ -173,29 +165,40 @@ def plan_export_as(
     def dtype_of(_: str, parameter: Parameter) -> torch.dtype:
         return dtype or weights.dtype(parameter)
 
-    pieces = _list_pieces(model, layout, dtype_of)
-    files = _split_into_files(pieces, bytes_per_file)
-    ids, beside = None, list[Path]()
+    pieces = _list_tensors(model, layout, dtype_of)
+    groups, size = [list[_Piece]()], 0
+    for piece in pieces:
+        if groups[-1] and size + piece.bytes > bytes_per_file:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece.bytes
+    files = [
+        _File(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group, {"format": "pt"})
+        for number, group in enumerate(groups, 1)
+    ]
+    if len(files) == 1:
+        files = [replace(files[0], name=SINGLE_FILE)]
+    ids, companions = None, list[Path]()
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
         begin, end = tokenizer.id_of(tokenizer.bos_piece), answer_end(model, tokenizer)
-        ids = TokenIds(of_items=_item_ids(model, tokenizer), begin=begin, end=end)
-        beside = tokenizer_files(tokenizer.path.parent)
+        ids = TokenIds(items=_item_ids(model, tokenizer), begin=begin, end=end)
+        companions = list_tokenizer_files(tokenizer.path.parent)
     made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
     if tokenizer is not None and model.takes_images and not layout.is_original:
         made |= internvl_processor_files(model, tokenizer)
     if layout.is_qwen_vl:
         check_read_back(model, layout, made, [piece.name for piece in pieces])
-    # Generated files have equal entries.
+    # A Qwen-VL's processor_config.json has the entries of generated files: not copied.
     replaced = [PROCESSOR_FILE] if layout.is_qwen_vl else []
     if len(files) > 1:
         made[INDEX_FILE] = _index_text({}, files)
-    copied = [path for path in beside if path.name not in {*made, *replaced}]
-    return Export(stored, model, layout, files, copied, made)
+    copied = [path for path in companions if path.name not in {*made, *replaced}]
+    return CheckpointExport(stored, model, layout, files, copied, made)
 
 
 def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of image and video tokens, by their keys in config.json."""
     if model.takes_images:
         return {"image_token_id": tokenizer.image_context}
     if model.images is None:
@@ -210,10 +213,10 @@ def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
     return {key: tokenizer.require_id(piece) for key, piece in pieces.items()}
 
 
-def write_export(export: Export, target: Path, on_written: Callable[[int], None]) -> None:
-    """Write the folder `target`, a file in memory at a time, with adapters merged.
+def write_export(export: CheckpointExport, target: Path, on_written: Callable[[int], None]) -> None:
+    """Write the folder `target`, with adapters merged; it gets its name when it is complete.
 
-    It is renamed to `target` when complete. `on_written` gets the tensor bytes of each file.
+    One file is in memory at a time. `on_written` receives the tensor bytes of each file.
     """
     companions = sum(path.stat().st_size for path in export.copied)
     check_room(target, export.bytes + companions + sum(map(len, export.made.values())))
@@ -224,26 +227,25 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
             (folder / name).write_text(text, encoding="utf-8")
         weights = MergedWeights(export.stored)
         for file in export.files:
-            write_file(folder / file.name, _split_tensors(export, file, weights), file.metadata)
+            # No local variable has the tensors, which are freed before the next file is read.
+            write_file(folder / file.name, _read_file(export, file, weights), file.metadata)
             on_written(file.bytes)
 
 
-def _list_pieces(
+def _list_tensors(
     model: ModelConfig,
-    layout: Layout,
+    layout: TensorLayout,
     dtype_of: Callable[[str, Parameter], torch.dtype],
     *,
     has_head: bool = False,
 ) -> list[_Piece]:
-    """List all tensors of the layout with their types, with a tied head's copy if `has_head`.
-
-    InternVL's code unties every head regardless of config.json, and would initialize it randomly.
-    """
+    """Return all tensors of a layout, with a copy of a tied head if `has_head`."""
     pieces = []
     for parameter in parameters(model):
-        made_of = released(parameter, model, layout)
-        for position, (name, shape) in enumerate(zip(made_of.names, made_of.shapes, strict=True)):
+        sources = find_released(parameter, model, layout)
+        for position, (name, shape) in enumerate(zip(sources.names, sources.shapes, strict=True)):
             pieces.append(_Piece(name, parameter, position, shape, dtype_of(name, parameter)))
+    # InternVL's code unties every head regardless of config.json, and would initialize it randomly.
     if model.language.tied_head and (has_head or layout.is_original):
         embedding, head = embedding_parameter(model), head_name(layout)
         tied = next(piece for piece in pieces if piece.parameter == embedding)
@@ -251,30 +253,15 @@ def _list_pieces(
     return pieces
 
 
-def _split_into_files(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:
-    """Split pieces in order into files of at most `bytes_per_file` bytes."""
-    groups: list[list[_Piece]] = [[]]
-    size = 0
-    for piece in pieces:
-        if groups[-1] and size + piece.bytes > bytes_per_file:
-            groups.append([])
-            size = 0
-        groups[-1].append(piece)
-        size += piece.bytes
-    names = [
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        for number in range(1, len(groups) + 1)
-    ]
-    names = names if len(groups) > 1 else [SINGLE_FILE]
-    return [_File(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
-
-
-def _split_tensors(export: Export, file: _File, weights: MergedWeights) -> dict[str, torch.Tensor]:
+def _read_file(
+    export: CheckpointExport, file: _File, weights: MergedWeights
+) -> dict[str, torch.Tensor]:
     wanted = list(dict.fromkeys(piece.parameter for piece in file.pieces))
-    split = {
-        parameter: released(parameter, export.model, export.layout).arrangement.split(values)
-        for parameter, values in zip(wanted, weights.read(wanted), strict=True)
+    tensors_of = {
+        parameter: find_released(parameter, export.model, export.layout).arrangement.divide(values)
+        for parameter, values in zip(wanted, weights.read_parameters(wanted), strict=True)
     }
     return {
-        piece.name: split[piece.parameter][piece.position].to(piece.dtype) for piece in file.pieces
+        piece.name: tensors_of[piece.parameter][piece.position].to(piece.dtype)
+        for piece in file.pieces
     }

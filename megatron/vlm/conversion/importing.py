@@ -22,12 +22,12 @@ from megatron.vlm.conversion.released_files import (
     writing,
 )
 from megatron.vlm.conversion.tensor_map import (
-    Layout,
     Parameter,
+    TensorLayout,
     embedding_parameter,
+    find_released,
     head_name,
     parameters,
-    released,
 )
 from megatron.vlm.conversion.tokenizer_files import (
     TOKENIZER_FOLDER,
@@ -47,7 +47,7 @@ MODEL_FILE = "model.toml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addition:
-    """A parameter that a released checkpoint lacks, or has in another shape."""
+    """A parameter that a released checkpoint lacks or has in another shape."""
 
     parameter: Parameter
     dtype: torch.dtype
@@ -56,113 +56,107 @@ class Addition:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedCheckpoint:
-    """A released checkpoint that is complete and supported, possibly with additions."""
+    """A complete and supported released checkpoint, with additions if any."""
 
     directory: Path
     files: ReleasedFiles
     model: ModelConfig
-    layout: Layout
+    layout: TensorLayout
+    # Parameters of adapters or of an audio encoder, by name.
     additions: Mapping[str, Addition] = field(default_factory=dict)
-    """Adapters, or what an audio encoder adds, by parameter name."""
     adapters: AdapterConfig | None = None
-    tokenizer: FoundTokenizer | None = None
-    """Tokenizer with additions. None for the directory's."""
+    tokenizer: FoundTokenizer | None = None  # with added tokens; None for the directory's
 
     @property
     def bytes(self) -> int:
-        """Bytes of all parameters, without adapters."""
+        """Return the bytes of all parameters, without adapters."""
         return sum(
             math.prod(parameter.shape) * self.dtype(parameter).itemsize
             for parameter in parameters(self.model)
         )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type to write the parameter in."""
         added = self.additions.get(parameter.name)
         return self._first_tensor(parameter).dtype if added is None else added.dtype
 
-    def read(self, parameter: Parameter) -> torch.Tensor:
-        """Read the values of the parameter."""
+    def read_parameter(self, parameter: Parameter) -> torch.Tensor:
         added = self.additions.get(parameter.name)
         if added is not None:
             return added.read()
-        return self.files.joined(released(parameter, self.model, self.layout), parameter)
+        return self.files.read_parameter(
+            find_released(parameter, self.model, self.layout), parameter
+        )
 
     def file_order(self) -> list[Parameter]:
-        """All parameters in file order, so that each file is read once; additions first."""
+        """Return additions, then all others in file order, so that each file is read once."""
         added = {name: addition.parameter for name, addition in self.additions.items()}
         stored = (parameter for parameter in parameters(self.model) if parameter.name not in added)
         ordered = sorted(stored, key=lambda parameter: self._first_tensor(parameter).file)
         return [*added.values(), *ordered]
 
-    def found_tokenizer(self) -> FoundTokenizer | None:
-        """The tokenizer to copy, if any."""
+    def find_tokenizer(self) -> FoundTokenizer | None:
+        """Return the tokenizer to copy, if any."""
         return self.tokenizer or find_tokenizer(self.directory, self.model)
 
     def _first_tensor(self, parameter: Parameter) -> TensorInfo:
-        return self.files.tensors[released(parameter, self.model, self.layout).names[0]]
+        return self.files.tensors[find_released(parameter, self.model, self.layout).names[0]]
 
 
 def open_released(directory: Path) -> ReleasedCheckpoint:
-    """Open a released checkpoint and check that all its tensors are known.
-
-    Transformers 5 leaves a head untied if its tensor differs from the embedding, regardless of
-    config.json, and saves such models; so in its layout the tensors decide.
-    """
+    """Open a released checkpoint. UserError unless its tensors are exactly the model's."""
     files = ReleasedFiles(directory)
     model, layout = read_config(directory, files.tensors.keys())
     if layout.experts == "transposed" and not _are_transposed(model, layout, files.tensors):
-        layout = Layout.QWEN3_VL_MOE_STACKED
-    _check_tensors(directory, model, layout, files.tensors)
-    checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
+        layout = TensorLayout.QWEN3_VL_MOE_STACKED
+    sources = [
+        (parameter, find_released(parameter, model, layout)) for parameter in parameters(model)
+    ]
+    shapes = {
+        name: (parameter.key, shape)
+        for parameter, made_of in sources
+        for name, shape in zip(made_of.names, made_of.shapes, strict=True)
+    }
     head = head_name(layout)
-    if model.language.tied_head and head in files.tensors:
-        embedding = checkpoint.read(embedding_parameter(model))
-        if not torch.equal(files.read(head), embedding):
+    has_copy = model.language.tied_head and head in files.tensors
+    if has_copy:
+        shapes[head] = (head, embedding_parameter(model).shape)
+    check_tensors(directory, shapes, files.tensors, f"config.json's model in layout {layout}")
+    checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
+    if has_copy:
+        embedding = checkpoint.read_parameter(embedding_parameter(model))
+        if not torch.equal(files.read_tensor(head), embedding):
             if layout.is_original:
                 raise UserError(
                     f"{directory}: config.json ties the head to the token embedding, but {head} is "
                     "another matrix; set tie_word_embeddings to false there"
                 )
+            # Transformers 5 unties such a head regardless of config.json, and saves such models.
             return replace(checkpoint, model=model.with_tower(LANGUAGE, tied_head=False))
     return checkpoint
 
 
-def _are_transposed(model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether stacked experts are stored transposed, by the shape of a non-square matrix."""
+def _are_transposed(
+    model: ModelConfig, layout: TensorLayout, tensors: Mapping[str, TensorInfo]
+) -> bool:
+    """Return whether stacked experts are transposed. Only a matrix that is not square shows it."""
     for parameter in parameters(model):
         if ".experts." not in parameter.key or len(set(parameter.shape[1:])) == 1:
             continue
-        [name] = released(parameter, model, layout).names
+        [name] = find_released(parameter, model, layout).names
         if name in tensors:
             return tensors[name].shape != parameter.shape
     return True
 
 
-def _check_tensors(
-    directory: Path, model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]
-) -> None:
-    expected = [(parameter, released(parameter, model, layout)) for parameter in parameters(model)]
-    shapes = {
-        name: (parameter.key, shape)
-        for parameter, made_of in expected
-        for name, shape in zip(made_of.names, made_of.shapes, strict=True)
-    }
-    head = head_name(layout)
-    if model.language.tied_head and head in tensors:
-        shapes[head] = (head, embedding_parameter(model).shape)
-    check_tensors(directory, shapes, tensors, f"config.json's model in layout {layout}")
-
-
 def import_checkpoint(
     source: ReleasedCheckpoint, run: Path, on_written: Callable[[int], None]
 ) -> list[str]:
-    """Write the run's directory; return user notes. `on_written` gets each parameter's bytes."""
-    tokenizer = source.found_tokenizer()
+    """Write the run's directory; return notes to print. `on_written` gets a parameter's bytes."""
+    tokenizer = source.find_tokenizer()
     check_room(run, source.bytes)
 
-    def read(parameter: Parameter) -> torch.Tensor:
-        values = source.read(parameter)
+    def read_and_count(parameter: Parameter) -> torch.Tensor:
+        values = source.read_parameter(parameter)
         on_written(values.nbytes)
         return values
 
@@ -172,14 +166,14 @@ def import_checkpoint(
         (folder / MODEL_FILE).write_text(config_toml(source.model), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.write(folder / TOKENIZER_FOLDER)
-        write_weights(folder, source.model, dtypes, order, read, source.adapters)
+        write_weights(folder, source.model, dtypes, order, read_and_count, source.adapters)
     types = ", ".join(sorted(set(map(dtype_name, dtypes.values()))))
     lines = [f"wrote {run / MODEL_FILE} and weights of type {types}"]
     experts = source.model.language.kinds[0].experts
     if experts is not None and not experts.auxiliary_loss:
         lines.append(
-            f"note: the model trains without an auxiliary loss that evens its experts out; for one "
-            f"set auxiliary_loss of its experts in {run / MODEL_FILE}"
+            "note: experts train without an auxiliary loss for load balance; set auxiliary_loss in "
+            f"{run / MODEL_FILE} to add one"
         )
     if tokenizer is not None:
         lines.append(f"wrote {run / TOKENIZER_FOLDER}: {', '.join(tokenizer.names)}")
@@ -187,8 +181,8 @@ def import_checkpoint(
         lines.append(
             f"{source.directory} has a tokenizer without {FAST_FILE}, and it is not Qwen2's; "
             "make one with Transformers' AutoTokenizer.from_pretrained(FOLDER)"
-            ".save_pretrained(FOLDER), and pass it as --tokenizer-model"
+            ".save_pretrained(FOLDER), and give it as --tokenizer-model"
         )
     else:
-        lines.append(f"{source.directory} has no tokenizer; pass your own as --tokenizer-model")
+        lines.append(f"{source.directory} has no tokenizer; give your own as --tokenizer-model")
     return lines

@@ -1,4 +1,4 @@
-"""Read and write weights-only checkpoints a parameter at a time, loadable under any split."""
+"""Reading and writing of weights-only checkpoints a parameter at a time, for any split."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, identity_state, one_error
+from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, checkpoint_errors, identity_state
 from megatron.vlm.checkpoint.run_folders import begin_checkpoint, publish_checkpoint
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.tensor_map import Parameter
@@ -25,8 +25,8 @@ from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig
 
 WEIGHTS_STEP = 0
+# Core stores the extra state of a head even if it is tied to the embedding.
 _HEAD_STATE = "head._extra_state/shard_0_1"
-"""Key of the head's extra state, stored even if the head is tied to the embedding."""
 _LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
@@ -38,9 +38,14 @@ def write_weights(
     read: Callable[[Parameter], torch.Tensor],
     adapters: AdapterConfig | None = None,
 ) -> Path:
-    """Write a weights-only checkpoint at step 0, `dtypes` by checkpoint key; return its folder."""
+    """Write a weights-only checkpoint at step 0; return its folder.
+
+    Args:
+        dtypes: type of each tensor, by checkpoint key.
+        read: function that returns a parameter's values.
+    """
     path = begin_checkpoint(directory, WEIGHTS_STEP)
-    # No copies ahead, on any device, so that only one parameter is in memory.
+    # Copy nothing ahead, so that one parameter is in memory at a time.
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
     dcp.save(
         {}, storage_writer=writer, planner=_WritePlanner(dtypes, parameters, read), no_dist=True
@@ -56,27 +61,27 @@ def write_weights(
 
 
 class StoredWeights:
-    """The parameters of a checkpoint folder."""
+    """Reader of the parameters in a checkpoint's folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with one_error(path):
+        with checkpoint_errors(path):
             self._stored = StoredTensors(path)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        with one_error(self._path):
+        with checkpoint_errors(self._path):
             return self._stored.dtype(parameter.key)
 
-    def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+    def read_parameters(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
         values = [
             torch.empty(parameter.shape, dtype=self.dtype(parameter)) for parameter in parameters
         ]
-        with one_error(self._path):
-            self._stored.read_blocks(map(_block, parameters, values))
+        with checkpoint_errors(self._path):
+            self._stored.read_blocks(map(_make_block, parameters, values))
         return values
 
 
-def _block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
+def _make_block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
     layers = () if parameter.layers is None else (parameter.layers,)
     return ShardedTensor(
         key=parameter.key,
@@ -84,32 +89,25 @@ def _block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
         dtype=values.dtype,
         local_shape=parameter.shape,
         global_shape=(*layers, *parameter.shape),
-        global_offset=tuple(_chunk(parameter).offsets),
+        global_offset=tuple(_make_chunk(parameter).offsets),
         axis_fragmentations=None,
         prepend_axis_num=len(layers),
         allow_shape_mismatch=True,  # training pads words and heads
     )
 
 
-def _chunk(parameter: Parameter) -> ChunkStorageMetadata:
-    if parameter.layer is None:
-        offsets, sizes = (0,) * len(parameter.shape), parameter.shape
-    else:
-        offsets = (parameter.layer, *(0,) * len(parameter.shape))
-        sizes = (1, *parameter.shape)
-    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-
-
-def _extra_state_key(parameter: Parameter) -> str | None:
-    """Key of the empty extra state of core's linear layers. None for other parameters."""
-    if not parameter.key.endswith(_LINEARS) or ".experts." in parameter.key:
-        return None
-    module = parameter.key.removesuffix(".weight")
-    return f"{module}._extra_state/shard_{parameter.layer or 0}_{parameter.layers or 1}"
+def _make_chunk(parameter: Parameter) -> ChunkStorageMetadata:
+    # Layers are stacked along a first axis.
+    offsets = () if parameter.layer is None else (parameter.layer,)
+    sizes = () if parameter.layer is None else (1,)
+    return ChunkStorageMetadata(
+        offsets=torch.Size((*offsets, *(0,) * len(parameter.shape))),
+        sizes=torch.Size((*sizes, *parameter.shape)),
+    )
 
 
 class _WritePlanner(DefaultSavePlanner):
-    """Save planner with one item per parameter, read when it is written."""
+    """Save planner with one item per parameter, which is read when it is written."""
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class _WritePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for parameter in self._parameters:
-            chunk = _chunk(parameter)
+            chunk = _make_chunk(parameter)
             layers = () if parameter.layers is None else (parameter.layers,)
             self._by_place[parameter.key, chunk.offsets] = parameter
             items.append(
@@ -138,9 +136,11 @@ class _WritePlanner(DefaultSavePlanner):
                     ),
                 )
             )
-            extra_state = _extra_state_key(parameter)
-            if extra_state is not None:
-                index = MetadataIndex(extra_state)
+            # Core's linears have an extra state, empty here, which a load expects.
+            if parameter.key.endswith(_LINEARS) and ".experts." not in parameter.key:
+                shard = f"shard_{parameter.layer or 0}_{parameter.layers or 1}"
+                module = parameter.key.removesuffix(".weight")
+                index = MetadataIndex(f"{module}._extra_state/{shard}")
                 items.append(WriteItem(index=index, type=WriteItemType.BYTE_IO))
         items.append(WriteItem(index=MetadataIndex(_HEAD_STATE), type=WriteItemType.BYTE_IO))
         return SavePlan(items)

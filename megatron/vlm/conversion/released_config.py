@@ -1,4 +1,4 @@
-"""Conversion of a released checkpoint's config.json to a ModelConfig, and limits of the inverse.
+"""Conversion of a released config.json to a ModelConfig, and checks of the inverse.
 
 Reads the original InternVLChatConfig, Transformers' InternVLConfig, Qwen2VLConfig,
 Qwen2_5_VLConfig, Qwen3VLConfig and Qwen3VLMoeConfig (`omnibal.families`), and the text-only
@@ -12,7 +12,12 @@ from typing import Any
 
 from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.conversion.config_files import kind_of
-from megatron.vlm.conversion.tensor_map import Family, Layout, has_stacked_experts, head_name
+from megatron.vlm.conversion.tensor_map import (
+    LayoutFamily,
+    TensorLayout,
+    has_stacked_experts,
+    head_name,
+)
 from omnibal.base.errors import UserError
 from omnibal.families.folder import CONFIG_FILE, config_errors, model_name, read_config_file
 from omnibal.families.hub import TRAINED_TYPES, is_quantized, read_config_table
@@ -26,25 +31,25 @@ from omnibal.families.internvl import (
     is_tied,
 )
 from omnibal.families.text import LANGUAGES, LanguageType, language_type
-from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.config import ModelConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 from omnibal.model.limits import words
 
-_PREFIXED = ("model.vision_tower.", "model.visual.")
+_PREFIXED_TOWERS = ("model.vision_tower.", "model.visual.")
 
 
-def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
-    """Read a released model and its layout; `names` show prefix, stacked experts and tied head."""
+def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, TensorLayout]:
+    """Return a released model and its layout, given its config.json and the tensors' names."""
     path = directory / CONFIG_FILE
     given = read_config_file(path)
     if is_quantized(given):
         raise UserError(
-            f"{path}: has a quantization_config; weights must be unquantized: convert a release in "
+            f"{path}: has a quantization_config; weights must be unquantized: give a release in "
             "floating point"
         )
     name, stated = model_name(directory), given.get("model_type")
     with config_errors(path):
-        for family in {layout.family for layout in Layout if layout.is_qwen_vl}:
+        for family in {layout.family for layout in TensorLayout if layout.is_qwen_vl}:
             if stated == family:
                 model = read_config_table(given, name, path)
                 if len(set(model.language.kinds)) > 1:
@@ -56,13 +61,13 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
         if is_internvl(given):
             layout = _find_internvl_layout(given, names)
             return internvl_model(given, name, path, has_head=head_name(layout) in names), layout
-        known = _languages_of("text")
-        if stated not in known:
+        supported = _languages_of("text")
+        if stated not in supported:
             raise ValueError(
                 f"is of a model of type {stated!r}, which is not converted; it must be one of "
                 f"{words(list(TRAINED_TYPES), 'or')}"
             )
-        kind = language_type(given, [language for language in known if language == stated])
+        kind = language_type(given, [language for language in supported if language == stated])
         table = as_table(LANGUAGES[kind], given, str(path), lenient=True)
         table.check_trained()
         layout = _find_layout("text", kind, names)
@@ -71,50 +76,69 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
         return table.as_model(name, tied_head=tied), layout
 
 
-def _languages_of(family: Family) -> list[LanguageType]:
-    kinds = [layout.language for layout in Layout if layout.family == family]
+def _languages_of(family: LayoutFamily) -> list[LanguageType]:
+    kinds = [layout.language for layout in TensorLayout if layout.family == family]
     return [kind for kind in dict.fromkeys(kinds) if kind is not None]
 
 
-def _find_layout(family: Family, kind: LanguageType | None, names: Collection[str]) -> Layout:
-    """Layout of a family, and of a kind of language model, whose form the tensors' names show.
-
-    Stacked experts count as transposed, as Qwen3-VL is released; names do not show it.
-    """
+def _find_layout(
+    family: LayoutFamily, kind: LanguageType | None, names: Collection[str]
+) -> TensorLayout:
+    """Return the layout of a family and kind of language model that has these tensor names."""
     forms = [
-        layout for layout in Layout if layout.family == family and kind in (None, layout.language)
+        layout
+        for layout in TensorLayout
+        if layout.family == family and kind in (None, layout.language)
     ]
     is_stacked = has_stacked_experts(names)
+    # Of stacked layouts the first, transposed: names do not show it (`open_released` does).
     forms = [layout for layout in forms if (layout.experts != "apart") == is_stacked] or forms
-    is_prefixed = any(name.startswith(_PREFIXED) for name in names)
+    is_prefixed = any(name.startswith(_PREFIXED_TOWERS) for name in names)
     alike = [layout for layout in forms if (layout.root == "model.language_model") == is_prefixed]
     return (alike or forms)[0]
 
 
-def _find_internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
+def _find_internvl_layout(given: dict[str, Any], names: Collection[str]) -> TensorLayout:
     if not is_original(given):
         return _find_layout("transformers", None, names)
-    kind, known = internvl_language(given), _languages_of("internvl")
-    if kind not in known:
+    kind, supported = internvl_language(given), _languages_of("internvl")
+    if kind not in supported:
+        names_of_supported = [LANGUAGES[language].architecture for language in supported]
         raise ValueError(
-            f"its language model is {LANGUAGES[kind].architecture}, which is planned and not "
-            f"converted; it must be {words([LANGUAGES[one].architecture for one in known], 'or')}"
+            f"its language model is {LANGUAGES[kind].architecture}, which can be planned but not "
+            f"converted; it must be {words(names_of_supported, 'or')}"
         )
     return _find_layout("internvl", kind, names)
 
 
-def check_exportable(model: ModelConfig, layout: Layout) -> None:
+def check_exportable(model: ModelConfig, layout: TensorLayout) -> None:
     """Raise UserError if the layout cannot describe the model."""
-    language = model.language
+    language, experts = model.language, model.language.kinds[0].experts
+    inner = 0 if experts is None else experts.ffn_hidden_size
+    is_square = experts is not None and language.hidden_size in (inner, 2 * inner)
+    kind = layout.language or kind_of(language)
+    is_qwen3 = kind in ("qwen3", "qwen3_moe")
+    # Layers with the fields that config.json has, and `imbalance`, which only the cost model uses.
+    fields = {"experts", "experts_per_token", "ffn_hidden_size", "normalized", "auxiliary_loss"}
+    known = experts and ExpertsConfig(**experts.model_dump(include={*fields, "imbalance"}))
+    released_kind = LayerKind(experts=known)
     obstacles = [
         (layout.is_text_only and bool(model.encoders), "an encoder"),
         (not (layout.is_text_only or model.encoders), "no encoder"),
         (model.takes_audio, "an audio encoder"),
         (layout.is_qwen_vl and model.takes_images, "an encoder of tiles"),
         (not layout.is_qwen_vl and model.images is not None, "images at their native resolution"),
-        *_language_obstacles(language, layout.language or kind_of(language)),
+        (language.qkv_bias != (kind == "qwen2"), f"qkv_bias {str(language.qkv_bias).lower()}"),
+        (language.qk_norm != is_qwen3, f"qk_norm {str(language.qk_norm).lower()}"),
+        (
+            (experts is not None) != (kind == "qwen3_moe"),
+            "dense feed-forwards" if experts is None else "experts",
+        ),
+        (set(language.kinds) != {released_kind}, "layers of another kind than Qwen3's"),
+        (kind == "internlm2" and language.head_size is not None, "a head_size"),
         (not layout.is_qwen_vl and language.rope_sections is not None, "RoPE of rows and columns"),
-        (layout.experts == "transposed" and _is_square(language), "experts with square matrices"),
+        # Transformers 5 could not infer their transposition.
+        (layout.experts == "transposed" and is_square, "experts with square matrices"),
     ]
     if model.takes_images:
         vision = model.vision
@@ -126,17 +150,17 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
                 f"q and k norms with norm_eps {vision.norm_eps}",
             ),
         ]
-    for holds, what in obstacles:
-        if holds:
+    for is_present, obstacle in obstacles:
+        if is_present:
             raise UserError(
-                f"{model.name} has {what}, which layout {layout} cannot hold; choose another one"
+                f"{model.name} has {obstacle}, which layout {layout} cannot hold; choose another"
             )
 
 
 def check_read_back(
-    model: ModelConfig, layout: Layout, files: Mapping[str, str], names: Collection[str]
+    model: ModelConfig, layout: TensorLayout, files: Mapping[str, str], names: Collection[str]
 ) -> None:
-    """Check that reading the configurations gives the model back."""
+    """Raise UserError unless the model that the configurations describe is this model."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
@@ -144,7 +168,7 @@ def check_read_back(
             again, _ = read_config(Path(folder), names)
         except UserError as error:
             raise UserError(
-                f"{model.name} is no model of layout {layout}: {error}; choose another one"
+                f"{model.name} is no model of layout {layout}: {error}; choose another"
             ) from error
     different = architecture_differences(model, again, "there")
     rate, there = _position_rate(model), _position_rate(again)
@@ -152,38 +176,12 @@ def check_read_back(
         different.append(f"positions_per_second is {rate} and {there} there")
     if different:
         raise UserError(
-            f"{model.name} is another model than Transformers has of layout {layout}: "
-            f"{'; '.join(different)}; choose another one"
+            f"{model.name} is no model that Transformers has of layout {layout}: "
+            f"{'; '.join(different)}; choose another"
         )
 
 
 def _position_rate(model: ModelConfig) -> float | None:
-    """Positions per second of a video. None if each temporal patch is one position."""
+    """Return positions per second of video, None if each frame group is one position."""
     video = None if model.images is None else model.images.video
     return None if video is None else video.positions_per_second
-
-
-def _is_square(language: LanguageConfig) -> bool:
-    """Whether experts have square matrices, so that Transformers 5 cannot infer transposition."""
-    experts, width = language.kinds[0].experts, language.hidden_size
-    return experts is not None and width in (experts.ffn_hidden_size, 2 * experts.ffn_hidden_size)
-
-
-def _language_obstacles(language: LanguageConfig, kind: LanguageType) -> list[tuple[bool, str]]:
-    """Conditions that rule out a kind of language model, and the feature for the message."""
-    experts, is_qwen3 = language.kinds[0].experts, kind in ("qwen3", "qwen3_moe")
-    # Entries of ExpertsConfig from config.json, and entries used only by the cost model.
-    said = {"experts", "experts_per_token", "ffn_hidden_size", "normalized", "auxiliary_loss"}
-    plain = LayerKind(
-        experts=experts and ExpertsConfig(**experts.model_dump(include={*said, "imbalance"}))
-    )
-    return [
-        (language.qkv_bias != (kind == "qwen2"), f"qkv_bias {str(language.qkv_bias).lower()}"),
-        (language.qk_norm != is_qwen3, f"qk_norm {str(language.qk_norm).lower()}"),
-        (
-            (experts is not None) != (kind == "qwen3_moe"),
-            "dense feed-forwards" if experts is None else "experts",
-        ),
-        (set(language.kinds) != {plain}, "layers of another kind than Qwen3's"),
-        (kind == "internlm2" and language.head_size is not None, "a head_size"),
-    ]

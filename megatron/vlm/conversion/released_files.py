@@ -1,4 +1,4 @@
-"""A released checkpoint's safetensors files: read a tensor at a time, written a file at a time.
+"""Safetensors files of a released checkpoint: reading by tensor, writing by file.
 
 model-00001-of-00004.safetensors    ..., or a single model.safetensors
 model.safetensors.index.json        file of each tensor; absent for a single file
@@ -17,20 +17,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint.identity import raise_no_failure, reason
-from megatron.vlm.conversion.tensor_map import Parameter, Released, Shape
+from megatron.vlm.checkpoint.identity import raise_interrupts, reason
+from megatron.vlm.conversion.tensor_map import Parameter, Shape, Sources
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_OPEN_FILES = 2
-"""Maximum open files: a parameter's tensors may be in two neighbouring files."""
+_MAX_OPEN_FILES = 2  # a parameter's tensors may be in two neighbouring files
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LISTED = 5  # max names in a message
+_MAX_NAMES = 5  # in a message
 
 
-class _Index(BaseModel, extra="allow"):
+class _TensorIndex(BaseModel, extra="allow"):
     metadata: dict[str, Any] | None = None
     weight_map: dict[str, str]
 
@@ -45,56 +44,64 @@ class TensorInfo:
 
 
 class ReleasedFiles:
-    """The tensors of one checkpoint folder; keeps at most two files open."""
+    """Reader of the tensors in one checkpoint folder; keeps at most two files open."""
 
     def __init__(self, directory: Path, single_file: str = SINGLE_FILE) -> None:
         if not directory.is_dir():
             raise UserError(
-                f"{directory}: no such folder; pass that of a released checkpoint, which holds "
-                f"config.json and safetensors files"
+                f"{directory}: no such folder; give that of a released checkpoint, with "
+                "config.json and safetensors files"
             )
         self._directory = directory
-        self._opened = lru_cache(_OPEN_FILES)(
+        self._opened = lru_cache(_MAX_OPEN_FILES)(
             lambda file: safe_open(directory / file, framework="pt")
         )
         index = directory / INDEX_FILE
         self.index: dict[str, Any] | None = None
-        """Content of the index. None if a single file needs none."""
-        # As Transformers: a whole file goes before an index.
-        is_whole = (directory / single_file).is_file()
-        self.unread = INDEX_FILE if is_whole and index.is_file() else None
-        """File of the folder that names weights which are not read. None if there is none."""
-        if index.is_file() and not is_whole:
-            listed = read_json_model(_Index, index, "fetch it again")
+        """Content of the index, or None if a single file needs none."""
+        is_single = (directory / single_file).is_file()
+        self.unread = INDEX_FILE if is_single and index.is_file() else None
+        """Index that is ignored, if any: Transformers prefers a single file too."""
+        if index.is_file() and not is_single:
+            listed = read_json_model(_TensorIndex, index, "fetch it again")
             self.index = listed.model_dump(exclude_unset=True)
             for name, file in listed.weight_map.items():
                 if Path(file).name != file:
                     raise UserError(
-                        f"{index}: has {name} in {file!r}; a tensor must be in a file of the "
-                        "index's own folder: fetch the index again"
+                        f"{index}: has {name} in {file!r}; files must be in the index's folder: "
+                        "fetch the index again"
                     )
             tensors = self._headers(sorted(set(listed.weight_map.values())))
-            _check_index(index, listed.weight_map, tensors)
+            unlisted = sorted(tensors.keys() - listed.weight_map.keys())
+            if unlisted:
+                names = shorten_list(unlisted)
+                raise UserError(
+                    f"{index}: does not name {names}, which the files hold; fetch it again"
+                )
+            for name, file in listed.weight_map.items():
+                if name not in tensors or tensors[name].file != file:
+                    raise UserError(f"{index}: {name} is not in {file}; fetch both again")
         else:
-            if not is_whole:
+            if not is_single:
                 raise UserError(
                     f"{directory}: holds neither {INDEX_FILE} nor {single_file}; only safetensors "
-                    "are read: save pickled weights anew with `save_pretrained`"
+                    "are read: save pickled weights again with `save_pretrained`"
                 )
             tensors = self._headers([single_file])
         self.tensors: Mapping[str, TensorInfo] = tensors
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, memory-mapped."""
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor, memory-mapped."""
         file = self.tensors[name].file
         try:
             return self._opened(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise _broken(self._directory / file, error) from error
+            raise _make_error(self._directory / file, error) from error
 
-    def joined(self, made_of: Released, parameter: Parameter) -> torch.Tensor:
-        """Read a parameter's tensors and join them."""
-        return made_of.arrangement.join(list(map(self.read, made_of.names)), parameter.shape)
+    def read_parameter(self, sources: Sources, parameter: Parameter) -> torch.Tensor:
+        """Return a parameter made of its released tensors."""
+        tensors = list(map(self.read_tensor, sources.names))
+        return sources.arrangement.join(tensors, parameter.shape)
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
         return self._opened(file).metadata()
@@ -102,7 +109,7 @@ class ReleasedFiles:
     def _headers(self, files: list[str]) -> dict[str, TensorInfo]:
         headers: dict[str, TensorInfo] = {}
         for file in files:
-            for name, info in _header(self._directory / file):
+            for name, info in _read_header(self._directory / file):
                 if name in headers:
                     raise UserError(
                         f"{self._directory}: {name} is in both {headers[name].file} and {file}; "
@@ -112,7 +119,7 @@ class ReleasedFiles:
         return headers
 
 
-def _header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
+def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file, but the index names it; fetch it again")
     try:
@@ -122,46 +129,37 @@ def _header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
                     raise UserError(
-                        f"{path}: {name} is of type {part.get_dtype()}; it must be one of "
-                        f"{', '.join(_DTYPES)}, so pass an unquantized checkpoint"
+                        f"{path}: {name} is of type {part.get_dtype()}; types must be "
+                        f"{', '.join(_DTYPES)}: give an unquantized checkpoint"
                     )
                 shape = tuple(part.get_shape())
                 yield name, TensorInfo(file=path.name, shape=shape, dtype=dtype)
     except (SafetensorError, OSError) as error:
-        raise _broken(path, error) from error
+        raise _make_error(path, error) from error
 
 
-def _broken(path: Path, error: Exception) -> UserError:
+def _make_error(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: is truncated or broken ({error}); fetch it again")
-
-
-def _check_index(index: Path, listed: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
-    unlisted = sorted(tensors.keys() - listed.keys())
-    if unlisted:
-        raise UserError(
-            f"{index}: does not name {shorten_list(unlisted)}, which the files hold; fetch it again"
-        )
-    for name, file in listed.items():
-        if name not in tensors or tensors[name].file != file:
-            raise UserError(f"{index}: {name} is not in {file}; fetch both again")
 
 
 def check_tensors(
     directory: Path,
     expected: Mapping[str, tuple[str, Shape]],
     tensors: Mapping[str, TensorInfo],
-    whose: str,
+    owner: str,
 ) -> None:
     """Raise UserError unless the tensors are exactly a model's.
 
-    `expected` has the part (of uniform type) and shape by name; `whose` names the model in errors.
+    Args:
+        expected: group and shape by tensor name. All tensors of a group have one type.
+        owner: name of the model in errors.
     """
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())
     if missing or unknown:
         flaws = [f"lacks {shorten_list(missing)}"] if missing else []
         flaws += [f"has {shorten_list(unknown)}, which the model does not"] if unknown else []
-        raise UserError(f"{directory}: {' and '.join(flaws)}; the tensors must be those of {whose}")
+        raise UserError(f"{directory}: {' and '.join(flaws)}; the tensors must be those of {owner}")
     wrong = [
         f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
         for name, (_, shape) in expected.items()
@@ -173,9 +171,9 @@ def check_tensors(
             "again"
         )
     dtypes: dict[str, set[torch.dtype]] = {}
-    for name, (whole, _) in expected.items():
-        dtypes.setdefault(whole, set()).add(tensors[name].dtype)
-    mixed = sorted(whole for whole, found_types in dtypes.items() if len(found_types) > 1)
+    for name, (group, _) in expected.items():
+        dtypes.setdefault(group, set()).add(tensors[name].dtype)
+    mixed = sorted(group for group, types in dtypes.items() if len(types) > 1)
     if mixed:
         raise UserError(
             f"{directory}: {shorten_list(mixed)} are stored in several types; save the checkpoint "
@@ -184,38 +182,37 @@ def check_tensors(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a type in Transformers, such as "bfloat16"."""
+    """Return the name of a type in Transformers, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def shorten_list(names: list[str]) -> str:
-    """Join the first names and the number of further names."""
-    listed = ", ".join(names[:_LISTED])
-    return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"
+    """Return the first names and the number of further names."""
+    listed = ", ".join(names[:_MAX_NAMES])
+    return listed if len(names) <= _MAX_NAMES else f"{listed} and {len(names) - _MAX_NAMES} more"
 
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Convert any failure while writing `target` to one UserError."""
+    """Convert a failure while writing `target` to UserError."""
     try:
         yield
     except UserError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        raise_no_failure(error)
+        raise_interrupts(error)
         raise UserError(
-            f"{target}: cannot be written: {reason(error)}; see that there is room, or write "
-            "elsewhere"
+            f"{target}: cannot be written: {reason(error)}; free some space, or write elsewhere"
         ) from error
 
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | None) -> None:
     """Write one safetensors file; deterministic."""
-    apart: dict[str, torch.Tensor] = {}
+    separate: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        # A tied head shares the embedding's memory, and the library refuses shared memory.
-        whole = tensor.contiguous()
-        apart[name] = whole.clone() if whole.data_ptr() in seen else whole
-        seen.add(whole.data_ptr())
-    save_file(apart, path, metadata)
+        # A tied head shares the embedding's memory, which the library refuses.
+        values = tensor.contiguous()
+        separate[name] = values.clone() if values.data_ptr() in seen else values
+        seen.add(values.data_ptr())
+    save_file(separate, path, metadata)

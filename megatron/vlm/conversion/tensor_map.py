@@ -1,7 +1,7 @@
-"""Map each parameter of this project to its released tensors.
+"""Map from each parameter of this project to its released tensors.
 
-    parameters(model)            every parameter of the whole model, with its shape
-    released(parameter, layout)  its released tensors, and their arrangement
+    parameters(model)                        all parameters of the full model, with shapes
+    find_released(parameter, model, layout)  a parameter's released tensors and their arrangement
 
 Layouts: InternVL's own, with InternLM2, Llama, Qwen2 or Qwen3; Transformers'
 InternVLForConditionalGeneration; Qwen2-VL, Qwen2.5-VL and Qwen3-VL under released and Transformers'
@@ -9,8 +9,7 @@ names; text-only Llama, Qwen2, Qwen3 and Qwen3Moe. Experts are separate tensors,
 transposed in released Qwen3-VL, and stacked in Transformers 5. Whisper's encoder has its own
 checkpoint (`whisper_tensors`). Only rows and axes are rearranged, so round trips are bit-exact.
 
-Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G heads of a group,
-D head size, X experts.
+Shapes: R rows, with any trailing axes; G key/value heads (query groups); X experts.
 """
 
 from abc import ABC, abstractmethod
@@ -32,41 +31,38 @@ from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 
 Shape = tuple[int, ...]
-Family = Literal[
+LayoutFamily = Literal[
     "internvl", "transformers", "text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 ]
-"""InternVL's own, Transformers' InternVL, text-only, or the model_type of a Qwen-VL."""
+"""InternVL's own, Transformers' InternVL, text-only, or a Qwen-VL's model_type."""
 Root = Literal["language_model.model", "model.language_model", "model"]
-_BELOW: Final = "model.language_model"
-Experts = Literal["apart", "stacked", "transposed"]
-"""A tensor per expert; a layer's experts in one tensor; the same with transposed matrices."""
+_NESTED: Final = "model.language_model"
+ExpertStorage = Literal["apart", "stacked", "transposed"]
+"""A tensor per expert, a layer's experts as one tensor, or as one tensor of transposed matrices."""
 
-_DEEPSTACK = "vision_deepstack"
-_STACKED = ".mlp.experts.gate_up_proj"
-_WORDS = "embedding.word_embeddings.weight"
-_TAPS = 3
-"""Width of the audio encoder's convolutions."""
+_DEEPSTACK_KEY, _MERGERS = "vision_deepstack", "visual.deepstack_merger_list"
+_STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
+_WORD_TABLE = "embedding.word_embeddings.weight"
+_CONV_WIDTH = 3  # of the audio encoder
 
 
-class Layout(StrEnum):
+class TensorLayout(StrEnum):
     """Names and arrangement of a released checkpoint's tensors."""
 
-    family: Family
-    language: LanguageType | None
-    """None if Transformers' InternVL, which takes any but InternLM2."""
-    root: Root
-    """First names of the language model's tensors."""
-    experts: Experts
+    family: LayoutFamily
+    language: LanguageType | None  # None for Transformers' InternVL: any except InternLM2
+    root: Root  # prefix of the language model's tensors
+    experts: ExpertStorage
 
     def __new__(
         cls,
         name: str,
-        family: Family,
+        family: LayoutFamily,
         language: LanguageType | None = None,
         root: Root = "language_model.model",
-        experts: Experts = "apart",
-    ) -> "Layout":
-        """Make a member, which is the string `name`."""
+        experts: ExpertStorage = "apart",
+    ) -> "TensorLayout":
+        # A member is the string `name`, with attributes.
         member = str.__new__(cls, name)
         member._value_ = name
         member.family, member.language = family, language
@@ -80,54 +76,51 @@ class Layout(StrEnum):
     INTERNVL_QWEN3_MOE = "internvl-qwen3-moe", "internvl", "qwen3_moe"
     TRANSFORMERS = "transformers", "transformers"
     # Some versions of Transformers put `model.` before all names but the head's.
-    TRANSFORMERS_PREFIXED = "transformers-prefixed", "transformers", None, _BELOW
-    TRANSFORMERS_STACKED = "transformers-stacked", "transformers", None, _BELOW, "stacked"
+    TRANSFORMERS_PREFIXED = "transformers-prefixed", "transformers", None, _NESTED
+    TRANSFORMERS_STACKED = "transformers-stacked", "transformers", None, _NESTED, "stacked"
     LLAMA = "llama", "text", "llama", "model"
     QWEN2 = "qwen2", "text", "qwen2", "model"
     QWEN3 = "qwen3", "text", "qwen3", "model"
     QWEN3_MOE = "qwen3-moe", "text", "qwen3_moe", "model"
     QWEN3_MOE_STACKED = "qwen3-moe-stacked", "text", "qwen3_moe", "model", "stacked"
     QWEN2_VL = "qwen2-vl", "qwen2_vl", "qwen2", "model"
-    QWEN2_VL_PREFIXED = "qwen2-vl-prefixed", "qwen2_vl", "qwen2", _BELOW
+    QWEN2_VL_PREFIXED = "qwen2-vl-prefixed", "qwen2_vl", "qwen2", _NESTED
     QWEN2_5_VL = "qwen2.5-vl", "qwen2_5_vl", "qwen2", "model"
-    QWEN2_5_VL_PREFIXED = "qwen2.5-vl-prefixed", "qwen2_5_vl", "qwen2", _BELOW
-    QWEN3_VL = "qwen3-vl", "qwen3_vl", "qwen3", _BELOW
+    QWEN2_5_VL_PREFIXED = "qwen2.5-vl-prefixed", "qwen2_5_vl", "qwen2", _NESTED
+    QWEN3_VL = "qwen3-vl", "qwen3_vl", "qwen3", _NESTED
     # As released and in Transformers 4, in Transformers 5, and as text-only models have them.
-    QWEN3_VL_MOE = "qwen3-vl-moe", "qwen3_vl_moe", "qwen3_moe", _BELOW, "transposed"
-    QWEN3_VL_MOE_STACKED = "qwen3-vl-moe-stacked", "qwen3_vl_moe", "qwen3_moe", _BELOW, "stacked"
-    QWEN3_VL_MOE_APART = "qwen3-vl-moe-apart", "qwen3_vl_moe", "qwen3_moe", _BELOW
+    QWEN3_VL_MOE = "qwen3-vl-moe", "qwen3_vl_moe", "qwen3_moe", _NESTED, "transposed"
+    QWEN3_VL_MOE_STACKED = "qwen3-vl-moe-stacked", "qwen3_vl_moe", "qwen3_moe", _NESTED, "stacked"
+    QWEN3_VL_MOE_APART = "qwen3-vl-moe-apart", "qwen3_vl_moe", "qwen3_moe", _NESTED
 
     @property
     def is_original(self) -> bool:
-        """Whether it is InternVL's own."""
+        """Return whether the layout is InternVL's own."""
         return self.family == "internvl"
 
     @property
     def is_text_only(self) -> bool:
-        """Whether its models have no encoder."""
+        """Return whether models of the layout have no encoder."""
         return self.family == "text"
 
     @property
     def is_qwen_vl(self) -> bool:
-        """Whether it is a Qwen-VL's: images at native resolution."""
+        """Return whether the layout is a Qwen-VL's, with native-resolution images."""
         return self.family.startswith("qwen")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of the whole model, over all pipeline stages and tensor-parallel ranks."""
+    """A parameter of the full model, independent of pipeline stages and tensor-parallel ranks."""
 
-    key: str
-    """Key in this project's checkpoints, which stack a tower's layers in one tensor."""
-    shape: Shape
-    """Shape of one layer's parameter."""
-    layer: int | None = None
-    """Number of the layer, from 0. None outside layers."""
+    key: str  # key in this project's checkpoints, which stack a tower's layers in one tensor
+    shape: Shape  # shape of one layer's parameter
+    layer: int | None = None  # number of the layer, from 0, or None outside layers
     layers: int | None = None
 
     @property
     def name(self) -> str:
-        """Name as in `initialize.global_parameter_name`."""
+        """Return the name of `initialize.global_parameter_name`."""
         if self.layer is None:
             return self.key
         return self.key.replace(".layers.", f".layers.{self.layer}.", 1)
@@ -138,15 +131,15 @@ class Arrangement(ABC):
 
     @abstractmethod
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Join released tensors into a parameter of shape `own`."""
+        """Return the parameter, of shape `own`, made of released tensors."""
 
     @abstractmethod
-    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split a parameter into released tensors. The inverse of `join`."""
+    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the released tensors of a parameter, as the inverse of `join`."""
 
     @abstractmethod
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Shapes of the released tensors of a parameter of shape `own`."""
+        """Return the shapes of the released tensors of a parameter of shape `own`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +153,7 @@ class Parts(Arrangement):
         # A single tensor is not copied.
         return (torch.cat(list(pieces)) if self.count > 1 else pieces[0]).reshape(own)
 
-    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensor.reshape(self.count * self.shape[0], *self.shape[1:]).chunk(self.count)
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
@@ -169,20 +162,19 @@ class Parts(Arrangement):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryKeyValue(Arrangement):
-    """All queries, all keys, all values; here a group's queries, its key, its value, and so on."""
+    """Released: all queries, all keys, all values. Here: q, k, v of group 0, of group 1 ..."""
 
     heads: int
     kv_heads: int
-    is_fused: bool
-    """Whether the released checkpoint has one tensor too."""
+    is_fused: bool  # whether the released q, k and v are one tensor
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
         if self.is_fused:
             pieces = pieces[0].split(self._rows(own[0]))
-        grouped = [piece.unflatten(0, (self.kv_heads, -1)) for piece in pieces]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
+        grouped = [piece.unflatten(0, (self.kv_heads, -1)) for piece in pieces]  # [G, R / G]
+        return torch.cat(grouped, dim=1).flatten(0, 1)  # interleaved by group, as in Megatron-core
 
-    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         grouped_GR = tensor.unflatten(0, (self.kv_heads, -1))
         rows = [rows // self.kv_heads for rows in self._rows(len(tensor))]
         pieces = [piece.flatten(0, 1) for piece in grouped_GR.split(rows, dim=1)]
@@ -199,12 +191,12 @@ class QueryKeyValue(Arrangement):
 
 
 class Transposed(Arrangement):
-    """A stack of matrices [X, rows, columns], each transposed."""
+    """Matrices of experts [X, rows, columns], each transposed."""
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
         return pieces[0].transpose(1, 2).contiguous()
 
-    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (tensor.transpose(1, 2).contiguous(),)
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
@@ -213,7 +205,7 @@ class Transposed(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class QueryValueBias(Arrangement):
-    """Biases of queries and values, with zeros for keys: Whisper's keys have no bias."""
+    """Biases of queries and values. Whisper's keys have none: zeros here."""
 
     heads: int
 
@@ -221,7 +213,7 @@ class QueryValueBias(Arrangement):
         queries, values = (piece.unflatten(0, (self.heads, -1)) for piece in pieces)
         return torch.cat([queries, torch.zeros_like(queries), values], dim=1).flatten()
 
-    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         queries, _, values = tensor.unflatten(0, (self.heads, -1)).chunk(3, dim=1)
         return queries.flatten(), values.flatten()
 
@@ -230,41 +222,39 @@ class QueryValueBias(Arrangement):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Released:
-    """The released tensors of one parameter."""
+class Sources:
+    """The released tensors that make one parameter."""
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     arrangement: Arrangement
 
     @classmethod
-    def of(cls, names: Iterable[str], arrangement: Arrangement, parameter: Parameter) -> "Released":
+    def of(cls, names: Iterable[str], arrangement: Arrangement, parameter: Parameter) -> "Sources":
         return cls(
             names=tuple(names), shapes=arrangement.shapes(parameter.shape), arrangement=arrangement
         )
 
 
-class _Tower(BaseModel, frozen=True):
-    """Released names of a tower's modules and tensors, from tensor_names.toml."""
+class _TowerNames(BaseModel, frozen=True):
+    """Released names of a tower's modules, from tensor_names.toml."""
 
-    path: str = ""
-    """Path of its layers."""
+    path: str = ""  # prefix of its layers
     layer: dict[str, str | tuple[str, ...]] = {}
     outside: dict[str, str | tuple[str, ...]] = {}
 
 
 @cache
-def _read_towers() -> dict[str, _Tower]:
+def _read_tower_names() -> dict[str, _TowerNames]:
     file = Path(__file__).with_name("tensor_names.toml")
-    return read_toml_model(dict[str, _Tower], file, "install OmniBal again")
+    return read_toml_model(dict[str, _TowerNames], file, "install OmniBal again")
 
 
-_Named = Iterable[tuple[str, Shape]]
-"""Keys and shapes of parameters."""
+_NamedShapes = Iterable[tuple[str, Shape]]  # keys and shapes of parameters
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yield every parameter once, in forward order."""
+    """Yield the full model's parameters, in forward order."""
     language, width = model.language, model.language.hidden_size
     if model.takes_images:
         yield from _tile_parameters(model.vision, width)
@@ -272,8 +262,8 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
         yield from _image_parameters(model.images, width)
     if model.takes_audio:
         yield from audio_parameters(model)
-    yield Parameter(key=_WORDS, shape=(language.vocab_size, width))
-    yield from _stacked("language", language.layers, _language_layer(language))
+    yield Parameter(key=_WORD_TABLE, shape=(language.vocab_size, width))
+    yield from _make_layers("language", language.layers, _language_shapes(language))
     yield Parameter(key="language.final_layernorm.weight", shape=(width,))
     if not language.tied_head:
         yield Parameter(key="head.weight", shape=(language.vocab_size, width))
@@ -282,66 +272,65 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 def _tile_parameters(tower: TilesEncoder, width: int) -> Iterator[Parameter]:
     own, cell = tower.hidden_size, tower.projector_input_size
     patch_values = IMAGE_CHANNELS * tower.patch_size**2
-    yield from _single(_linear("vision_embedding.patch_projection", own, patch_values))
+    yield from _make(_linear("vision_embedding.patch_projection", own, patch_values))
     yield Parameter(key="vision_embedding.class_token", shape=(own,))
     yield Parameter(key="vision_embedding.positions", shape=(tower.positions_per_item, own))
-    yield from _stacked("vision", tower.layers, _encoder_layer(tower))
-    yield from _single(_projector("projector", cell, cell, width, width))
+    yield from _make_layers("vision", tower.layers, _encoder_shapes(tower))
+    yield from _make(_projector_shapes("projector", cell, cell, width, width))
 
 
 def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
-    """Parameters of a native-resolution image encoder and its projectors."""
     own, cell = tower.hidden_size, tower.projector_input_size
     inner, bias = tower.projector_hidden_size or cell, tower.normalization == "LayerNorm"
     patches = "vision_embedding.patch_projection"
-    yield from _single(_linear(patches, own, tower.values_per_patch, bias=tower.patch_bias))
+    yield from _make(_linear(patches, own, tower.values_per_patch, bias=tower.patch_bias))
     if tower.learned_positions:
         yield Parameter(key="vision_embedding.positions", shape=(tower.learned_positions, own))
-    yield from _stacked("vision", tower.layers, _encoder_layer(tower))
-    yield from _single(_projector("projector", own, cell, inner, width, bias=bias))
+    yield from _make_layers("vision", tower.layers, _encoder_shapes(tower))
+    yield from _make(_projector_shapes("projector", own, cell, inner, width, bias=bias))
     for place in range(len(tower.deepstack_layers)):
-        # Its norm is over a cell's values.
-        name = f"{_DEEPSTACK}.{place}"
-        yield from _single(_projector(name, cell, cell, inner, width, bias=bias))
+        # Its norm is over a cell's values, not a patch's.
+        name = f"{_DEEPSTACK_KEY}.{place}"
+        yield from _make(_projector_shapes(name, cell, cell, inner, width, bias=bias))
 
 
 def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield the parameters of the audio encoder and its projector."""
     audio, own, width = model.audio, model.audio.hidden_size, model.language.hidden_size
     bias = audio.normalization == "LayerNorm"
-    yield from _single(_linear("audio_embedding.conv1", own, audio.mel_bins, _TAPS))
-    yield from _single(_linear("audio_embedding.conv2", own, own, _TAPS))
-    yield from _stacked("audio", audio.layers, _encoder_layer(audio))
+    yield from _make(_linear("audio_embedding.conv1", own, audio.mel_bins, _CONV_WIDTH))
+    yield from _make(_linear("audio_embedding.conv2", own, own, _CONV_WIDTH))
+    yield from _make_layers("audio", audio.layers, _encoder_shapes(audio))
     cell = audio.projector_input_size
-    yield from _single(_projector("audio_projector", own, cell, width, width, bias=bias))
+    yield from _make(_projector_shapes("audio_projector", own, cell, width, width, bias=bias))
 
 
-def _projector(
+def _projector_shapes(
     name: str, normed: int, cell: int, inner: int, width: int, *, bias: bool = True
-) -> _Named:
-    """A norm, with `bias` if it is a LayerNorm, and two linears."""
+) -> _NamedShapes:
+    """Yield a norm, with bias if it is a LayerNorm, and two linears."""
     yield from _linear(f"{name}.norm", normed, bias=bias)
     yield from _linear(f"{name}.linear_fc1", inner, cell)
     yield from _linear(f"{name}.linear_fc2", width, inner)
 
 
-def _linear(name: str, rows: int, *inner: int, bias: bool = True) -> _Named:
-    """Weight and bias of a linear, a convolution or, without `inner`, a norm."""
+def _linear(name: str, rows: int, *inner: int, bias: bool = True) -> _NamedShapes:
+    """Yield weight and bias of a linear, a convolution or, without `inner`, a norm."""
     yield f"{name}.weight", (rows, *inner)
     if bias:
         yield f"{name}.bias", (rows,)
 
 
-def _single(named: _Named) -> Iterator[Parameter]:
+def _make(named: _NamedShapes) -> Iterator[Parameter]:
     return (Parameter(key=key, shape=shape) for key, shape in named)
 
 
-def _stacked(tower: str, layers: int, named: _Named) -> Iterator[Parameter]:
+def _make_layers(tower: str, layers: int, named: _NamedShapes) -> Iterator[Parameter]:
     for layer, (name, shape) in product(range(layers), named):
         yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
 
 
-def _encoder_layer(tower: EncoderLayers) -> _Named:
+def _encoder_shapes(tower: EncoderLayers) -> _NamedShapes:
     width, inner = tower.hidden_size, tower.ffn_hidden_size
     gated = isinstance(tower, ImagesEncoder) and tower.gated
     for norm in ("input_layernorm", "pre_mlp_layernorm"):
@@ -358,7 +347,7 @@ def _encoder_layer(tower: EncoderLayers) -> _Named:
         yield "mlp_bda.scale", (width,)
 
 
-def _language_layer(language: LanguageConfig) -> _Named:
+def _language_shapes(language: LanguageConfig) -> _NamedShapes:
     width, inner, size = language.hidden_size, language.ffn_hidden_size, language.head_width
     experts = language.kinds[0].experts
     qkv_rows = (language.heads + 2 * language.kv_heads) * size
@@ -379,43 +368,41 @@ def _language_layer(language: LanguageConfig) -> _Named:
         yield "mlp.experts.linear_fc2.weight", (count, width, inner)
 
 
-def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Released:
-    """The released tensors of `parameter`."""
+def find_released(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> Sources:
+    """Return the released tensors of a parameter."""
     names = _released_names(parameter, layout)
-    return Released.of(names, _arrangement(parameter, model, layout), parameter)
+    return Sources.of(names, _arrange(parameter, model, layout), parameter)
 
 
-def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Released | None:
-    """Whisper tensors of an audio parameter. None for the projector, except its norm."""
+def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Sources | None:
+    """Return Whisper's tensors of an audio parameter, or None for the projector's linears."""
     _, _, own = parameter.key.partition(".layers.")
     module, _, part = (own or parameter.key).rpartition(".")
-    tower = _read_towers()["whisper"]
-    there = (tower.layer if own else tower.outside).get(module)
-    if there is None:
+    tower = _read_tower_names()["whisper"]
+    released = (tower.layer if own else tower.outside).get(module)
+    if released is None:
         return None
-    modules = (there,) if isinstance(there, str) else there
+    modules = (released,) if isinstance(released, str) else released
     arrangement: Arrangement = Parts(parameter.shape)
     if len(modules) > 1 and part == "bias":
-        modules, arrangement = (modules[0], modules[2]), QueryValueBias(audio.heads)
+        modules, arrangement = (modules[0], modules[2]), QueryValueBias(audio.heads)  # no keys'
     elif len(modules) > 1:
         arrangement = QueryKeyValue(heads=audio.heads, kv_heads=audio.heads, is_fused=False)
     layer = f"{tower.path}.{parameter.layer}." if own else ""
-    return Released.of(
-        (f"{prefix}{layer}{name}.{part}" for name in modules), arrangement, parameter
-    )
+    return Sources.of((f"{prefix}{layer}{name}.{part}" for name in modules), arrangement, parameter)
 
 
-def head_name(layout: Layout) -> str:
-    """The head's tensor, which a model with a tied head may store as a copy of its embedding."""
+def head_name(layout: TensorLayout) -> str:
+    """Return the name of the head's tensor, which may be a copy if the head is tied."""
     return _released_names(Parameter(key="head.weight", shape=()), layout)[0]
 
 
 def embedding_parameter(model: ModelConfig) -> Parameter:
-    """The token embedding, tied to the head or not."""
-    return Parameter(key=_WORDS, shape=(model.language.vocab_size, model.language.hidden_size))
+    """Return the token embedding, tied to the head or not."""
+    return Parameter(key=_WORD_TABLE, shape=(model.language.vocab_size, model.language.hidden_size))
 
 
-def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Arrangement:
+def _arrange(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> Arrangement:
     tower, _, own = parameter.key.partition(".layers.")
     if tower == "vision" and own.startswith("self_attention.linear_qkv"):
         heads, is_fused = model.encoders[tower].heads, layout.is_original or layout.is_qwen_vl
@@ -426,58 +413,55 @@ def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Ar
     rows, *inner = parameter.shape
     is_gated = tower == "language" or layout.family == "qwen2_5_vl"
     if is_gated and own.startswith("mlp.linear_fc1"):
-        return Parts((rows // 2, *inner), 2)
+        return Parts((rows // 2, *inner), 2)  # gate, up
     if own.startswith("mlp.experts.") and layout.experts == "transposed":
         return Transposed()
     if own.startswith("mlp.experts.") and layout.experts == "apart":
-        parts = 2 if "linear_fc1" in own else 1
+        parts = 2 if "linear_fc1" in own else 1  # gate, up
         return Parts((inner[0] // parts, *inner[1:]), rows * parts)
     images = model.images
     if parameter.key == "vision_embedding.patch_projection.weight":
         side = model.vision.patch_size if images is None else images.patch_size
         times = () if images is None else (images.frames_per_patch,)
-        return Parts((rows, IMAGE_CHANNELS, *times, side, side))
+        return Parts((rows, IMAGE_CHANNELS, *times, side, side))  # a convolution's kernel
     if parameter.key == "vision_embedding.class_token":
-        return Parts((1, 1, *parameter.shape))
+        return Parts((1, 1, *parameter.shape))  # broadcast over tiles
     if parameter.key == "vision_embedding.positions" and images is None:
-        return Parts((1, *parameter.shape))
+        return Parts((1, *parameter.shape))  # broadcast over tiles
     return Parts(parameter.shape)
 
 
-def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
+def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ...]:
     tower, _, own = parameter.key.partition(".layers.")
-    towers = _read_towers()
-    vision = towers.get(layout.family, _Tower())
+    towers = _read_tower_names()
+    vision = towers.get(layout.family, _TowerNames())
     language = towers["internlm2" if layout.language == "internlm2" else "llama"]
     if parameter.layer is None:
         prefix, own, names = "", parameter.key, vision.outside | language.outside
     else:
-        held = vision if tower == "vision" else language
-        prefix, names = f"{held.path}.{parameter.layer}.", held.layer
+        side = vision if tower == "vision" else language
+        prefix, names = f"{side.path}.{parameter.layer}.", side.layer
     if layout.experts != "apart":
         names = names | towers["stacked"].layer
     module, part = (own, "") if own in names else own.rsplit(".", 1)
-    if module.startswith(_DEEPSTACK):  # numbered and named like the projector
-        there: str | tuple[str, ...] = module.replace(_DEEPSTACK, "visual.deepstack_merger_list", 1)
+    if module.startswith(_DEEPSTACK_KEY):  # numbered, and otherwise named like the projector
+        modules: Sequence[str] = [module.replace(_DEEPSTACK_KEY, _MERGERS, 1)]
     else:
-        there = names[module]
-    modules = (there,) if isinstance(there, str) else there
-    suffix = f".{part}" if part else ""
-    if any("*" in name for name in modules):
+        entry = names[module]
+        modules = [entry] if isinstance(entry, str) else entry
+    if any("*" in name for name in modules):  # a tensor per expert
         numbers = map(str, range(parameter.shape[0]))
-        modules = tuple(name.replace("*", number) for number in numbers for name in modules)
-    return tuple(_at_root(f"{prefix}{name}{suffix}", layout) for name in modules)
-
-
-def _at_root(name: str, layout: Layout) -> str:
-    """Replace `language_model.model`, and `language_model` before the head, by the layout's."""
+        modules = [name.replace("*", number) for number in numbers for name in modules]
+    released = [f"{prefix}{name}{f'.{part}' if part else ''}" for name in modules]
+    # tensor_names.toml has the root of InternVL's own layout.
     if layout.root == "language_model.model":
-        return name
-    if layout.root == "model" or name.startswith("language_model.lm_head"):
-        return name.removeprefix("language_model.")
-    return "model." + name.replace("language_model.model.", "language_model.", 1)
+        return tuple(released)
+    if layout.root == "model" or released[0].startswith("language_model.lm_head"):
+        return tuple(name.removeprefix("language_model.") for name in released)
+    old, new = "language_model.model.", "language_model."
+    return tuple("model." + name.replace(old, new, 1) for name in released)
 
 
 def has_stacked_experts(names: Collection[str]) -> bool:
-    """Whether any name is of stacked experts."""
-    return any(name.endswith(_STACKED) for name in names)
+    """Return whether any tensor has a layer's stacked experts."""
+    return any(name.endswith(_STACKED_EXPERTS) for name in names)

@@ -1,6 +1,6 @@
-"""Tokenizer files of a run and of an export: copied, made or extended.
+"""Tokenizer files of a run and of an export: copied, generated or extended.
 
-tokenizer.json is made for Qwen2 tokenizers without it (InternVL2-1B's), as Transformers does.
+A Qwen2 tokenizer without tokenizer.json (InternVL2-1B's) gets one, as Transformers makes it.
 """
 
 import json
@@ -31,41 +31,30 @@ from omnibal.model.config import ModelConfig
 
 TOKENIZER_FOLDER = "tokenizer"
 _TOKENIZER_FILES = (
-    "tokenizer.model",
-    FAST_FILE,
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "tokenization_*.py",
+    *("tokenizer.model", FAST_FILE, "tokenizer_config.json", "added_tokens.json"),
+    *("special_tokens_map.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "processor_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "tokenization_*.py"),
 )
 _VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
-_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-_REMEDY = "fetch it again"
-_PIECES = (
+_QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+_FETCH_AGAIN = "fetch it again"
+# Qwen2's pre-tokenization pattern.
+_PIECE_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's pre-tokenization pattern."""
-_DECODER = "added_tokens_decoder"
-_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
+_ADDED_TOKENS = "added_tokens_decoder"
+_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundTokenizer:
-    """Files for the run's tokenizer folder."""
+    """Files of the run's tokenizer folder."""
 
     files: tuple[Path, ...]
-    made: str | None
-    """Generated tokenizer.json, if the source lacks it."""
-    added: tuple[str, ...] = ()
-    """Tokens to add to the source's tokenizer."""
+    made: str | None  # generated tokenizer.json, or None if the source has one
+    added: tuple[str, ...] = ()  # tokens to add to the source's tokenizer
 
     @property
     def names(self) -> list[str]:
@@ -81,15 +70,15 @@ class FoundTokenizer:
         if self.added:
             _add_pieces(target, self.added)
 
-    def opened(self) -> Tokenizer:
-        """Open the tokenizer as in the run's folder."""
+    def open(self) -> Tokenizer:
+        """Open the tokenizer of the run's folder."""
         with tempfile.TemporaryDirectory() as temporary:
             self.write(Path(temporary) / TOKENIZER_FOLDER)
             return open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The tokenizer's files in a folder, and their companions."""
+def list_tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's tokenizer, chat template and processors."""
     return [
         path for name in _TOKENIZER_FILES for path in sorted(folder.glob(name)) if path.is_file()
     ]
@@ -97,30 +86,30 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def find_tokenizer(folder: Path, model: ModelConfig) -> FoundTokenizer | None:
     """Return a released checkpoint's tokenizer, checked against the model, or None if unusable."""
-    files = tuple(tokenizer_files(folder))
+    files = tuple(list_tokenizer_files(folder))
     if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
         check_tokenizer(model, open_tokenizer(folder))
         return FoundTokenizer(files=files, made=None)
-    made = fast_tokenizer(folder) if is_slow(folder) else None
+    made = make_fast_tokenizer(folder) if is_slow(folder) else None
     if made is None:
         return None
     found = FoundTokenizer(files=files, made=made)
-    tokenizer = found.opened()
-    tokenizer.path = folder / FAST_FILE  # path for error messages
+    tokenizer = found.open()
+    tokenizer.path = folder / FAST_FILE  # for error messages: it was opened in a temporary folder
     check_tokenizer(model, tokenizer)
     return found
 
 
 def _add_pieces(folder: Path, pieces: Sequence[str]) -> None:
-    """Append absent special tokens to the vocabulary in a folder's tokenizer files."""
+    """Append special tokens to the vocabulary in a folder's tokenizer files."""
     first = open_tokenizer(folder).vocab_size
     ids = {piece: first + place for place, piece in enumerate(pieces)}
     config, fast, added = folder / CONFIG_FILE, folder / FAST_FILE, folder / ADDED_FILE
     settings = _read_entries(config)
-    if _DECODER in settings:
-        flags = dict.fromkeys(_FLAGS, False) | {"special": True}
+    if _ADDED_TOKENS in settings:
+        flags = dict.fromkeys(_TOKEN_FLAGS, False) | {"special": True}
         decoder = {str(number): {"content": piece} | flags for piece, number in ids.items()}
-        _write_entries(config, settings | {_DECODER: settings[_DECODER] | decoder})
+        _write_entries(config, settings | {_ADDED_TOKENS: settings[_ADDED_TOKENS] | decoder})
     elif not fast.is_file():
         _write_entries(added, _read_entries(added) | ids)
     if fast.is_file():
@@ -130,7 +119,7 @@ def _add_pieces(folder: Path, pieces: Sequence[str]) -> None:
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
-    """Entries of a JSON file. Empty if absent."""
+    """Return the entries of a JSON file, empty if it is absent."""
     remedy = f"restore the checkpoint's own {path.name}"
     return read_json_model(dict[str, Any], path, remedy) if path.is_file() else {}
 
@@ -139,8 +128,8 @@ def _write_entries(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class _Config(BaseModel):
-    """Settings from tokenizer_config.json."""
+class _TokenizerConfig(BaseModel):
+    """Entries of tokenizer_config.json that are read."""
 
     tokenizer_class: str | None = None
     add_prefix_space: bool | None = None
@@ -148,16 +137,17 @@ class _Config(BaseModel):
 
 
 def is_slow(folder: Path) -> bool:
-    """Whether there is a byte-level vocabulary without tokenizer.json."""
-    is_there = [(folder / name).is_file() for name in (_VOCABULARY_FILE, _MERGES_FILE)]
-    return all(is_there) and not (folder / FAST_FILE).is_file()
+    """Return whether a folder has a byte-level vocabulary and no tokenizer.json."""
+    has_files = all((folder / name).is_file() for name in (_VOCABULARY_FILE, _MERGES_FILE))
+    return has_files and not (folder / FAST_FILE).is_file()
 
 
-def fast_tokenizer(folder: Path) -> str | None:
-    """Text of the tokenizer.json. None unless the tokenizer is Qwen2's."""
-    path = folder / CONFIG_FILE
-    config = read_json_model(_Config, path, _REMEDY) if path.is_file() else _Config()
-    if config.tokenizer_class not in _CLASSES or config.add_prefix_space:
+def make_fast_tokenizer(folder: Path) -> str | None:
+    """Return the text of a tokenizer.json, or None unless the tokenizer is Qwen2's."""
+    path, config = folder / CONFIG_FILE, _TokenizerConfig()
+    if path.is_file():
+        config = read_json_model(_TokenizerConfig, path, _FETCH_AGAIN)
+    if config.tokenizer_class not in _QWEN2_CLASSES or config.add_prefix_space:
         return None
     files = folder / _VOCABULARY_FILE, folder / _MERGES_FILE
     try:
@@ -171,26 +161,20 @@ def fast_tokenizer(folder: Path) -> str | None:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_PIECE_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    added = config.added_tokens_decoder
-    _add(tokenizer, _read_added_tokens(folder) if added is None else added, folder)
-    return tokenizer.to_str(pretty=True)
-
-
-def _read_added_tokens(folder: Path) -> dict[int, AddedToken]:
-    """Added tokens by id, from the file of older Transformers versions."""
-    path = folder / ADDED_FILE
-    if not path.is_file():
-        return {}
-    ids = read_json_model(dict[str, int], path, _REMEDY)
-    return {number: AddedToken(content=content, special=True) for content, number in ids.items()}
-
-
-def _add(tokenizer: FastModel, tokens: dict[int, AddedToken], folder: Path) -> None:
+    tokens, added_file = config.added_tokens_decoder, folder / ADDED_FILE
+    if tokens is None:  # as of older versions of Transformers
+        ids = (
+            read_json_model(dict[str, int], added_file, _FETCH_AGAIN)
+            if added_file.is_file()
+            else {}
+        )
+        tokens = {number: AddedToken(content=text, special=True) for text, number in ids.items()}
+    # By id: the library numbers added tokens in order, after the vocabulary.
     for number, token in sorted(tokens.items()):
         added = FastAddedToken(**token.model_dump())
         if token.special:
@@ -200,6 +184,7 @@ def _add(tokenizer: FastModel, tokens: dict[int, AddedToken], folder: Path) -> N
         given = tokenizer.token_to_id(token.content)
         if given != number:
             raise UserError(
-                f"{folder}: {token.content} is token {number} there, but comes {given} behind "
+                f"{folder}: {token.content} is token {number} there, but token {given} after "
                 f"{_VOCABULARY_FILE}; fetch the tokenizer's files again"
             )
+    return tokenizer.to_str(pretty=True)

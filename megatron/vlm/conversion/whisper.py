@@ -1,10 +1,10 @@
-"""Import of Whisper's encoder from a checkpoint of Transformers, and export into a copy of it.
+"""Import of Whisper's encoder from a Transformers checkpoint, and export into a copy of it.
 
-An import adds it to a released checkpoint, and initializes the audio projector's linears and the
-embeddings of new audio tokens as the trainer does.
+An import adds the encoder to a released checkpoint. Its last norm becomes the first module of the
+audio projector. The projector's linears and the embeddings of new audio tokens are initialized as
+in training. Positions are sinusoids, which are computed and not stored.
 
-Its last norm is the first module of the audio projector. The rest of the projector is in no
-released checkpoint. Its positions are sinusoids, computed and not stored.
+Shapes: W new words, E embedding size.
 """
 
 import shutil
@@ -29,8 +29,8 @@ from megatron.vlm.conversion.released_files import (
 )
 from megatron.vlm.conversion.tensor_map import (
     Parameter,
-    Released,
     Shape,
+    Sources,
     audio_parameters,
     embedding_parameter,
     parameters,
@@ -47,14 +47,14 @@ from omnibal.model.encoders import ClipsEncoder
 
 _MODEL_TYPE = "whisper"
 _POSITIONS = "embed_positions.weight"
+# Of WhisperForConditionalGeneration, WhisperModel and WhisperEncoder.
 _PREFIXES = ("model.encoder.", "encoder.", "")
-"""Tensor prefixes: WhisperForConditionalGeneration, WhisperModel, WhisperEncoder alone."""
-_NORM_EPS = 1e-5  # torch's default; absent in Whisper's config
+_NORM_EPS = 1e-5  # torch's default, which Whisper's config does not state
 _WEIGHT_SUFFIX = ".safetensors"
 
 
-class _Config(BaseModel):
-    """Entries of Whisper's config.json used by its encoder."""
+class _WhisperConfig(BaseModel):
+    """Entries of Whisper's config.json that its encoder uses."""
 
     model_type: str = ""
     d_model: PositiveInt
@@ -67,7 +67,7 @@ class _Config(BaseModel):
 
 
 def is_whisper(directory: Path) -> bool:
-    """Whether a folder's config.json is Whisper's."""
+    """Return whether a folder's config.json is Whisper's."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         return False
@@ -84,35 +84,26 @@ class ReleasedAudio:
     prefix: str
     encoder: ClipsEncoder
 
-    def tensors_of(self, parameter: Parameter) -> Released | None:
-        """The tensors of a parameter. None if not in the checkpoint."""
+    def find_sources(self, parameter: Parameter) -> Sources | None:
+        """Return the tensors of a parameter, or None if the checkpoint lacks it."""
         return whisper_tensors(parameter, self.encoder, self.prefix)
-
-    def first_tensor(self, parameter: Parameter) -> TensorInfo | None:
-        made_of = self.tensors_of(parameter)
-        return None if made_of is None else self.files.tensors[made_of.names[0]]
-
-    def read(self, parameter: Parameter) -> torch.Tensor:
-        """Read the values of a parameter that is in the checkpoint."""
-        made_of = self.tensors_of(parameter)
-        assert made_of is not None
-        return self.files.joined(made_of, parameter)
 
 
 def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) -> ReleasedAudio:
-    """Open a released Whisper, and check its encoder for `model`."""
+    """Open a released Whisper. UserError unless its encoder fits `model`."""
     files = ReleasedFiles(directory)
-    encoder = _encoder(directory / CONFIG_FILE, positions_per_token)
+    encoder = _read_encoder(directory / CONFIG_FILE, positions_per_token)
     names = files.tensors.keys()
     prefix = next((root for root in _PREFIXES if f"{root}conv1.weight" in names), _PREFIXES[0])
     audio = ReleasedAudio(directory=directory, files=files, prefix=prefix, encoder=encoder)
-    _check_tensors(audio, model)
-    _check_positions(audio)
+    _check_encoder_tensors(audio, model)
     return audio
 
 
-def _encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
-    config = read_json_model(_Config, path, "it must be the config.json of a Whisper checkpoint")
+def _read_encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
+    config = read_json_model(
+        _WhisperConfig, path, "it must be the config.json of a Whisper checkpoint"
+    )
     if config.model_type != _MODEL_TYPE or config.activation_function != "gelu":
         raise UserError(
             f"{path}: has model_type {config.model_type!r} and activation_function "
@@ -139,13 +130,13 @@ def _encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
         ) from error
 
 
-def _check_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
-    made = map(audio.tensors_of, audio_parameters(_with_audio(model, audio.encoder)))
+def _check_encoder_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
+    every_source = map(audio.find_sources, audio_parameters(_add_encoder(model, audio.encoder)))
     expected = {
         name: ("the encoder's tensors", shape)
-        for made_of in made
-        if made_of is not None
-        for name, shape in zip(made_of.names, made_of.shapes, strict=True)
+        for sources in every_source
+        if sources is not None
+        for name, shape in zip(sources.names, sources.shapes, strict=True)
     }
     positions = f"{audio.prefix}{_POSITIONS}"
     tensors = {
@@ -154,45 +145,40 @@ def _check_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
         if name.startswith(audio.prefix) and name != positions
     }
     check_tensors(audio.directory, expected, tensors, f"{CONFIG_FILE}'s encoder")
-
-
-def _check_positions(audio: ReleasedAudio) -> None:
-    """Raise UserError if stored positions differ from sinusoids."""
-    name = f"{audio.prefix}{_POSITIONS}"
-    stored: TensorInfo | None = audio.files.tensors.get(name)
+    stored: TensorInfo | None = audio.files.tensors.get(positions)
     if stored is None:
         return
-    tower = audio.encoder
-    expected = sinusoids(tower.positions_per_item, tower.hidden_size)
-    tolerance = max(1e-3, torch.finfo(stored.dtype).eps)
-    if stored.shape != expected.shape or not torch.allclose(
-        audio.files.read(name).float(), expected, rtol=0, atol=tolerance
+    sines = sinusoids(audio.encoder.positions_per_item, audio.encoder.hidden_size)
+    tolerance = max(1e-3, torch.finfo(stored.dtype).eps)  # Whisper rounds them to its type
+    if stored.shape != sines.shape or not torch.allclose(
+        audio.files.read_tensor(positions).float(), sines, rtol=0, atol=tolerance
     ):
         raise UserError(
-            f"{audio.directory}: {name} are not Whisper's sinusoids, which are computed here; a "
-            "model with trained positions is not supported"
+            f"{audio.directory}: {positions} are not Whisper's sinusoids, which are computed here: "
+            "trained positions are not supported"
         )
 
 
 def add_audio(
     released: ReleasedCheckpoint, directory: Path, positions_per_token: int, seed: int
 ) -> ReleasedCheckpoint:
-    """Add a released Whisper as an encoder of a released checkpoint."""
+    """Return the released checkpoint with a released Whisper added as its audio encoder."""
     audio = open_audio(directory, released.model, positions_per_token)
-    tokenizer = released.found_tokenizer()
+    tokenizer = released.find_tokenizer()
     if tokenizer is None:
         raise UserError(
-            f"{released.directory} has no tokenizer, to which the words for recordings would be "
-            "added; put the model's own there"
+            f"{released.directory} has no tokenizer to add audio tokens to; put the model's own "
+            "there"
         )
-    model = _with_audio(released.model, audio.encoder)
-    known = tokenizer.opened()
+    model = _add_encoder(released.model, audio.encoder)
+    opened = tokenizer.open()
     needed = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END)
-    added = tuple(piece for piece in needed if known.id_of(piece) is None)
-    words = max(model.language.vocab_size, known.vocab_size + len(added))
+    added = tuple(piece for piece in needed if opened.id_of(piece) is None)
+    words = max(model.language.vocab_size, opened.vocab_size + len(added))
     model = model.with_tower("language", vocab_size=words)
     additions = {
-        addition.parameter.name: addition for addition in _additions(released, audio, model, seed)
+        addition.parameter.name: addition
+        for addition in _list_audio_additions(released, audio, model, seed)
     }
     return replace(
         released,
@@ -202,27 +188,26 @@ def add_audio(
     )
 
 
-def _additions(
+def _list_audio_additions(
     released: ReleasedCheckpoint, audio: ReleasedAudio, model: ModelConfig, seed: int
 ) -> Iterator[Addition]:
-    """Yield Whisper's parameters, other audio parameters, and matrices with rows of new tokens."""
+    """Yield all audio parameters, and embedding and head with rows of new tokens."""
 
     def draw(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         return initial_values(model, name, shape, seed).to(dtype)
 
     def read_with_new_rows(old: Parameter, rows: int, dtype: torch.dtype) -> torch.Tensor:
         new_WE = draw(old.name, (rows, old.shape[1]), dtype)
-        return torch.cat([released.read(old), new_WE])
+        return torch.cat([released.read_parameter(old), new_WE])
 
     default = released.dtype(embedding_parameter(model))
     for parameter in audio_parameters(model):
-        first = audio.first_tensor(parameter)
+        sources, dtype = audio.find_sources(parameter), default
         read = partial(draw, parameter.name, parameter.shape, default)
-        if first is not None:
-            read = partial(audio.read, parameter)
-        yield Addition(
-            parameter=parameter, dtype=default if first is None else first.dtype, read=read
-        )
+        if sources is not None:
+            dtype = audio.files.tensors[sources.names[0]].dtype
+            read = partial(audio.files.read_parameter, sources, parameter)
+        yield Addition(parameter=parameter, dtype=dtype, read=read)
     words = model.language.vocab_size
     rows = words - released.model.language.vocab_size
     for old in parameters(released.model):
@@ -235,28 +220,27 @@ def _additions(
             )
 
 
-def _with_audio(model: ModelConfig, encoder: ClipsEncoder) -> ModelConfig:
-    """Return the model with an audio encoder after its others."""
+def _add_encoder(model: ModelConfig, encoder: ClipsEncoder) -> ModelConfig:
     return model.model_copy(update={"encoders": model.encoders | {"audio": encoder}})
 
 
 def export_audio(
     stored: CheckpointIdentity, like: ReleasedAudio, target: Path, on_written: Callable[[int], None]
 ) -> None:
-    """Write a copy of a released Whisper, decoder included, with the stored encoder weights."""
+    """Write a copy of a released Whisper, decoder included, with the stored encoder's weights."""
     weights, tensors = StoredWeights(stored.path), like.files.tensors
-    makers: dict[str, tuple[Parameter, Released, int]] = {}
+    origins: dict[str, tuple[Parameter, Sources, int]] = {}
     for parameter in audio_parameters(stored.model):
-        made_of = like.tensors_of(parameter)
-        if made_of is not None:
-            makers |= {name: (parameter, made_of, k) for k, name in enumerate(made_of.names)}
+        sources = like.find_sources(parameter)
+        if sources is not None:
+            origins |= {name: (parameter, sources, i) for i, name in enumerate(sources.names)}
 
-    def value_of(name: str) -> torch.Tensor:
-        if name not in makers:
-            return like.files.read(name)
-        parameter, made_of, place = makers[name]
-        [values] = weights.read([parameter])
-        return made_of.arrangement.split(values)[place].to(tensors[name].dtype)
+    def read_tensor(name: str) -> torch.Tensor:
+        if name not in origins:
+            return like.files.read_tensor(name)
+        parameter, sources, place = origins[name]
+        [values] = weights.read_parameters([parameter])
+        return sources.arrangement.divide(values)[place].to(tensors[name].dtype)
 
     others = [path for path in sorted(like.directory.iterdir()) if path.is_file()]
     check_room(target, sum(path.stat().st_size for path in others))
@@ -265,16 +249,17 @@ def export_audio(
             if path.suffix != _WEIGHT_SUFFIX:
                 shutil.copyfile(path, folder / path.name)
         for file in sorted({info.file for info in tensors.values()}):
-            held = {name: value_of(name) for name, info in tensors.items() if info.file == file}
-            write_file(folder / file, held, like.files.header_metadata(file))
-            on_written(sum(tensor.nbytes for tensor in held.values()))
+            names = [name for name, info in tensors.items() if info.file == file]
+            values_of_file = {name: read_tensor(name) for name in names}
+            write_file(folder / file, values_of_file, like.files.header_metadata(file))
+            on_written(sum(tensor.nbytes for tensor in values_of_file.values()))
 
 
 def check_same_encoder(stored: CheckpointIdentity, like: ReleasedAudio) -> None:
     """Raise UserError unless the stored audio encoder has the released encoder's sizes."""
-    other = {"positions_per_token", "layer_scale_init"}
+    unreleased = {"positions_per_token", "layer_scale_init"}
     own, there = (
-        encoder.model_dump(exclude=other) for encoder in (stored.model.audio, like.encoder)
+        encoder.model_dump(exclude=unreleased) for encoder in (stored.model.audio, like.encoder)
     )
     different = differences(own, there, f"in {like.directory / CONFIG_FILE}")
     if different:

@@ -1,8 +1,8 @@
-"""One micro-batch as tensors. Each pipeline stage holds only the fields its units need.
+"""One micro-batch as tensors. A pipeline stage has only the fields that its units need.
 
 Shapes: T tiles, C channels, P pixels per side; Y patches of X values; for frames C clips, B mel
 bins, F frames; S packed tokens, M image tokens, N audio tokens, F image features, L loss positions,
-A answers. Sizes of shared packs are of this rank.
+A answers. Sizes of a shared pack are those of this rank's share.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
-from megatron.vlm.inputs.pack_share import Share, Sharing
+from megatron.vlm.inputs.pack_share import PackShare, Sharing
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
@@ -24,11 +24,10 @@ from omnibal.pipeline.stage_units import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """Planned sizes of a micro-batch, or of one rank's share of it."""
+    """Planned sizes of a micro-batch, or of one rank's share of a pack."""
 
     tiles: int
-    tokens: int
-    """Tokens of all samples. 0 only in a share."""
+    tokens: int  # tokens of all samples. A share may have 0.
     context: int = 1
     clips: int = 0
     image_tokens: int = 0
@@ -43,7 +42,7 @@ class MicroBatchShape:
     def of_shares(
         cls, packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, sharing: Sharing
     ) -> list["MicroBatchShape"]:
-        """Return planned shapes of a rank's shares of packs."""
+        """Return planned shapes of the rank's micro-batches, `rows` of the schedule."""
         shapes = cls.of_rows(packs, rows)
         for place, row in enumerate(rows.tolist()):
             share = sharing.share(packs, lengths, row)
@@ -60,71 +59,50 @@ class MicroBatchShape:
         return f"{self.tiles} tiles{clips}{images} and {self.tokens} tokens{shared}"
 
     def padded_tokens(self, multiple: int) -> int:
-        """Return tokens padded to a multiple > 0: a rank without tokens still joins exchanges."""
+        """Return tokens padded to a positive multiple: a rank without tokens joins exchanges."""
         return max(self.tokens + -self.tokens % multiple, multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A pack of samples. Every stage has the counts, and the tensors that its units use."""
+    """A pack of samples: the counts, on every stage, and tensors that the stage's units use."""
 
     tiles: int
     clips: int = 0
     image_tokens: int = 0
     tokens: int
-    segment_tokens: tuple[int, ...]
-    """Tokens of each sample or piece of a share, in order; their sum is `tokens`."""
-    level: int = 0
-    """Level of the pack, which selects recomputed layers."""
-    loss_weight: float = 0.0
-    """Sum of its tokens' loss weights, by planned counts; known on every stage."""
-    share: Share | None = None
-    """This rank's share, or None if it has the whole pack."""
-    pixels_TCPP: torch.Tensor | None = None
-    """Pixels of tiles, for the vision embed."""
-    image_grids: tuple[Grid, ...] = ()
-    """Patches of each image or video in order, for any unit of their encoder."""
+    segment_tokens: tuple[int, ...]  # tokens of each sample, or piece of a share, in order
+    level: int = 0  # level of the pack, which selects recomputed layers
+    loss_weight: float = 0.0  # sum of tokens' loss weights by planned counts, on every stage
+    share: PackShare | None = None  # this rank's share, or None if it has the full pack
+    pixels_TCPP: torch.Tensor | None = None  # for the vision embed
+    image_grids: tuple[Grid, ...] = ()  # of images and videos in order, for units of their encoder
+    # Patch values, float32, in the processor's order (cell, channel, frame, row, column).
     patches_YX: torch.Tensor | None = None
-    """Patch values, float32, in the processor's order (cell, channel, frame, row, column)."""
+    # Time, row and column of every token in its sample, int64, for layers with sectioned RoPE.
     rope_positions_3S: torch.Tensor | None = None
-    """Time, row and column of every token in its sample, int64, for layers with sectioned RoPE."""
-    token_ids_S: torch.Tensor | None = None
-    """Token ids, for the language embed."""
-    image_positions_M: torch.Tensor | None = None
-    """Positions of image features, for the language embed and layers with deepstack features."""
-    frames_CBF: torch.Tensor | None = None
-    """Log-mel frames of clips, float32, for the audio embed."""
-    audio_positions_N: torch.Tensor | None = None
-    """Positions of audio features, for the language embed."""
+    token_ids_S: torch.Tensor | None = None  # for the language embed
+    image_positions_M: torch.Tensor | None = None  # for the language embed and deepstack layers
+    frames_CBF: torch.Tensor | None = None  # log-mel frames of clips, float32, for the audio embed
+    audio_positions_N: torch.Tensor | None = None  # for the language embed
+    # In shared packs: own image features in sending order, int64, and numbers by rank.
     sent_features_F: torch.Tensor | None = None
-    """Own image features in sending order, int64; with `image_positions_M` in shared packs."""
-    feature_counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Features sent to and received from each rank, with `sent_features_F`."""
-    labels_L: torch.Tensor | None = None
-    """Next token at each loss position, for the head."""
-    loss_positions_L: torch.Tensor | None = None
-    """Positions with a loss on the next token, for the head."""
-    loss_weights_L: torch.Tensor | None = None
-    """Weight of each loss position, float32, for the head."""
-    drop_path_keys_T: torch.Tensor | None = None
-    """Random number of each tile for drop path, int64, on the host."""
-    unreadable: tuple[str, ...] = ()
-    """Errors of unreadable samples, which have blank pixels and frames and no loss."""
-    answer_positions_A: torch.Tensor | None = None
-    """Positions to predict the next token of, for the head when answering."""
+    feature_counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # sent, received
+    labels_L: torch.Tensor | None = None  # next token at each loss position, for the head
+    loss_positions_L: torch.Tensor | None = None  # positions with a loss on the next token (head)
+    loss_weights_L: torch.Tensor | None = None  # float32, for the head
+    drop_path_keys_T: torch.Tensor | None = None  # random number of each tile, int64, on the host
+    unreadable: tuple[str, ...] = ()  # errors of unreadable samples: blank inputs, masked loss
+    answer_positions_A: torch.Tensor | None = None  # with a generated next token, for the head
 
     @classmethod
     def empty(cls, model: ModelConfig, device: torch.device, *, answers: bool) -> "MicroBatch":
-        """Return an empty pack with the fields of all stages, with `answers` or with a loss."""
+        """Return an empty pack with the fields of all stages, to answer or to compute a loss."""
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         fields: dict[str, Any] = {"answer_positions_A": nothing}
         if not answers:
-            no_weights = torch.zeros(0, device=device)
-            fields = {
-                "loss_positions_L": nothing,
-                "labels_L": nothing,
-                "loss_weights_L": no_weights,
-            }
+            fields = {"loss_positions_L": nothing, "labels_L": nothing}
+            fields["loss_weights_L"] = torch.zeros(0, device=device)
         if model.takes_images:
             side = model.vision.image_size
             fields["pixels_TCPP"] = torch.zeros((0, 3, side, side), device=device)
@@ -155,78 +133,76 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copy the tensors to `device`, except host fields; asynchronous from pinned memory."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
-        return self._each(torch.Tensor.pin_memory)
+        return self._map_tensors(torch.Tensor.pin_memory)
 
     def for_units(self, units: Stage) -> "MicroBatch":
-        """Drop items of encoders that these units do not embed, by far the largest tensors."""
+        """Drop the items that these units do not embed: the largest tensors by far."""
         absent = [name for name, unit in _EMBEDDING_UNITS.items() if not units.holds(unit)]
         nothing: dict[str, Any] = dict.fromkeys(absent)
         return replace(self, **nothing)
 
-    def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
-        """Split by `feature` into at least one part, of at most `most` items or one larger
-        image."""
+    def split_items(self, feature: str, max_items: int) -> "list[MicroBatch]":
+        """Return at least one part, each with at most `max_items` items or one larger image."""
         if feature == "image_tokens":
-            return self._split_images(most)
+            return self._split_images(max_items)
         count, parts = vars(self)[feature], list[MicroBatch]()
         tensors = {name: vars(self)[name] for name in ITEM_FIELDS[feature]}
-        for start in range(0, max(count, 1), most):
-            own = slice(start, min(start + most, count))
+        for start in range(0, max(count, 1), max_items):
+            own = slice(start, min(start + max_items, count))
             changed: dict[str, Any] = {feature: own.stop - own.start}
             changed |= {name: tensor[own] for name, tensor in tensors.items() if tensor is not None}
             parts.append(replace(self, **changed))
         return parts
 
-    def _split_images(self, most: int) -> "list[MicroBatch]":
-        """Split into whole images and videos with at most `most` cells, or one larger image."""
-        assert self.patches_YX is not None, "where they are embedded"
+    def _split_images(self, max_cells: int) -> "list[MicroBatch]":
+        """Split between images and videos: attention runs over a full image or frame group."""
+        assert self.patches_YX is not None, "the stage embeds images"
         per_cell = len(self.patches_YX) // max(self.image_tokens, 1)
         groups: list[list[Grid]] = [[]]
         for grid in self.image_grids:
-            held = sum(earlier.patches for earlier in groups[-1])
-            if groups[-1] and held + grid.patches > most * per_cell:
+            patches = sum(earlier.patches for earlier in groups[-1])
+            if groups[-1] and patches + grid.patches > max_cells * per_cell:
                 groups.append([])
             groups[-1].append(grid)
-        patches = [sum(grid.patches for grid in grids) for grids in groups]
-        values = self.patches_YX.split(patches)
-        return [
-            replace(
-                self,
-                image_tokens=number // max(per_cell, 1),
-                image_grids=tuple(grids),
-                patches_YX=own,
-            )
-            for grids, number, own in zip(groups, patches, values, strict=True)
-        ]
+        sizes = [sum(grid.patches for grid in grids) for grids in groups]
+        parts = []
+        for grids, size, own_YX in zip(groups, sizes, self.patches_YX.split(sizes), strict=True):
+            cells = size // max(per_cell, 1)
+            changed = replace(self, image_tokens=cells, image_grids=tuple(grids), patches_YX=own_YX)
+            parts.append(changed)
+        return parts
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the tensors' memory until `stream` has used them."""
+        """Have the allocator keep the tensors' memory until `stream` has used them."""
         for tensor in self._device_tensors().values():
             tensor.record_stream(stream)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+    def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
         changed = {name: change(tensor) for name, tensor in self._device_tensors().items()}
         return replace(self, **changed)
 
     def _device_tensors(self) -> dict[str, torch.Tensor]:
-        fields = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        return {name: value for name, value in fields.items() if name != "drop_path_keys_T"}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if torch.is_tensor(value) and name != "drop_path_keys_T"
+        }
 
     def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
-        """Return borders of samples and padding, for block-diagonal attention and RoPE."""
+        """Return borders of samples, and of padding tokens, for attention and RoPE by sample."""
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
         return borders_of(segments, segments, device)
 
 
+# Fields with values by item, by feature. The first is the encoder's input.
 ITEM_FIELDS = {
     "tiles": ("pixels_TCPP", "drop_path_keys_T"),
     "clips": ("frames_CBF",),
     "image_tokens": ("patches_YX",),
 }
-"""Fields with a value per item, by feature. The first is the encoder's input."""
 _EMBEDDING_UNITS = {
     "pixels_TCPP": "vision embed",
     "patches_YX": "vision embed",
@@ -239,31 +215,32 @@ def borders_of(
 ) -> PackedSeqParams:
     """Return borders of query ranges and of the keys that each range attends to.
 
-    On the device for kernels, and as `*_padded` on the host for attention range by range.
+    `cu_seqlens_*` are on the device, for kernels. `cu_seqlens_*_padded` are copies on the host, for
+    attention range by range.
     """
-    queries, queries_here = _borders(query_tokens, device)
-    keys, keys_here = queries, queries_here
+    queries, host_queries = _borders(query_tokens, device)
+    keys, host_keys = queries, host_queries
     if key_tokens is not query_tokens:
-        keys, keys_here = _borders(key_tokens, device)
+        keys, host_keys = _borders(key_tokens, device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=queries,
         cu_seqlens_kv=keys,
-        cu_seqlens_q_padded=queries_here,
-        cu_seqlens_kv_padded=keys_here,
+        cu_seqlens_q_padded=host_queries,
+        cu_seqlens_kv_padded=host_keys,
         max_seqlen_q=max(query_tokens),
         max_seqlen_kv=max(key_tokens),
     )
 
 
 def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return borders of ranges, int32 [ranges + 1], on the device and on the host."""
-    here = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
-    return here.to(device, non_blocking=True), here  # blocking, it would wait for the stream
+    """Return borders of ranges on the device and on the host, int32 [ranges + 1]."""
+    host = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)  # flash attention takes int32
+    return host.to(device, non_blocking=True), host  # a blocking copy would wait for the stream
 
 
 def join_items(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Join the items of micro-batches without tokens."""
+    """Return the items of several micro-batches without tokens as one."""
     fields: dict[str, torch.Tensor] = {}
     for name in (name for names in ITEM_FIELDS.values() for name in names):
         parts = [vars(batch)[name] for batch in batches]
@@ -285,28 +262,23 @@ def join_items(batches: Sequence[MicroBatch]) -> MicroBatch:
 class MicroBatchStream:
     """Micro-batches of one step, with their planned shapes."""
 
-    batches: Iterator[MicroBatch]
-    """Passes of data-parallel encoders if any, then micro-batches, in order."""
-    shapes: Sequence[MicroBatchShape]
-    """Planned shapes of the step's micro-batches; may be empty."""
-    rows_are_full: bool = True
-    """Whether all data-parallel ranks have equally many micro-batches."""
-    encoding: StepShares | None = None
-    """Assignment of items to data-parallel encoders, if any."""
-    empty: MicroBatch | None = None
-    """Appended micro-batch, for ranks that join the experts' exchanges of other ranks."""
+    batches: Iterator[MicroBatch]  # passes of data-parallel encoders, then micro-batches
+    shapes: Sequence[MicroBatchShape]  # planned shapes of the step's micro-batches; may be empty
+    rows_are_full: bool = True  # all data-parallel ranks have the same number of them
+    encoding: StepShares | None = None  # assignment of items to data-parallel encoders, if any
+    empty: MicroBatch | None = None  # appended to join the experts' exchanges of other ranks
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
-        """Return a stream with the micro-batches' own shapes as planned."""
+        """Return a stream of these micro-batches, their shapes taken as the plan's."""
         return cls(batches=iter(batches), shapes=[batch.shape for batch in batches])
 
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def append_empty(self, others: int, empty: MicroBatch) -> "MicroBatchStream":
-        """Append empty micro-batches up to `others` in total."""
-        missing = max(others - len(self), 0)
+    def append_empty(self, slots: int, empty: MicroBatch) -> "MicroBatchStream":
+        """Append `empty` until the step has `slots` micro-batches."""
+        missing = max(slots - len(self), 0)
         return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)
 
     def take_pass(self, planned: EncoderPass) -> MicroBatch:
@@ -316,7 +288,7 @@ class MicroBatchStream:
         if batch is None or batch.shape != shape:
             raise ValueError(
                 f"{'nothing' if batch is None else batch.shape} was read for a pass of {shape} of "
-                f"the encoder {planned.encoder}; read the step's passes in their order, before its "
+                f"the encoder {planned.encoder}; read the step's passes in order, before its "
                 "micro-batches"
             )
         return batch
@@ -330,7 +302,7 @@ class MicroBatchStream:
         if batch is None:
             raise ValueError(
                 f"the data ended before micro-batch {micro_batch} of a step of {len(self)}; read "
-                "as many packs as the plan has for this rank"
+                "all packs that the plan has for this rank"
             )
         if batch.shape != planned:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Dataset of the plan's packs. Each stage loads only the fields its units need.
+"""Dataset of the plan's packs. A stage loads only the fields that its units need.
 
 Shapes: T tiles, C channels, P pixels per side; for frames C clips, B mel bins, F frames; S packed
-tokens, L loss positions.
+tokens, M image tokens, N audio tokens, F image features, L loss positions; Y patches of X values.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -21,13 +21,13 @@ from megatron.vlm.inputs.native_images import (
     blank_text,
     read_native_images,
 )
-from megatron.vlm.inputs.pack_share import Share, Sharing, feature_route, samples_of_items
+from megatron.vlm.inputs.pack_share import PackShare, Sharing, feature_route, samples_of_items
 from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import (
     SampleReader,
     UnreadableFile,
     check_count,
-    check_frames,
+    check_frame_count,
     normalize_tiles,
 )
 from omnibal.base.errors import UserError
@@ -46,68 +46,54 @@ class LossWeighting(StrEnum):
     `sample`, Token-Mean is `micro-batch`, Sum is `sum`.
     """
 
-    TOKEN = "token"
-    """Equal weights: the mean over loss tokens of the global batch."""
-    SAMPLE = "sample"
-    """1 / n for a sample with n loss tokens: the mean of sample means."""
-    SQRT = "sqrt"
-    """1 / sqrt(n), between `token` and `sample`."""
-    MICRO_BATCH = "micro-batch"
-    """1 / n in a micro-batch with n loss tokens: mean of micro-batch means, depends on packing."""
-    SUM = "sum"
-    """As `token`, but undivided: gradients grow with the global batch."""
+    TOKEN = "token"  # equal weights: the mean over loss tokens of the global batch
+    SAMPLE = "sample"  # 1 / n for a sample with n loss tokens: the mean of sample means
+    SQRT = "sqrt"  # 1 / sqrt(n), between `token` and `sample`
+    MICRO_BATCH = "micro-batch"  # 1 / n for a micro-batch with n loss tokens: depends on packing
+    SUM = "sum"  # as `token`, but undivided: gradients grow with the global batch
 
     @classmethod
     def _missing_(cls, value: object) -> "LossWeighting | None":
-        published = {"ave-token": cls.TOKEN, "sample-mean": cls.SAMPLE}
-        published["token-mean"] = cls.MICRO_BATCH
+        names = {"ave-token": "token", "sample-mean": "sample", "token-mean": "micro-batch"}
         name = str(value).lower()
-        return published.get(name) or next((member for member in cls if member.value == name), None)
+        name = names.get(name, name)
+        return next((member for member in cls if member.value == name), None)
 
 
 class OnBadSample(StrEnum):
-    """Treatment of samples with an unreadable image or recording."""
+    """Treatment of a sample with an unreadable image or recording."""
 
     STOP = "stop"
-    SKIP = "skip"
-    """Keep its place in the pack, without loss: all stages know the planned shape."""
+    SKIP = "skip"  # mask its loss, and keep its tokens: all stages expect the planned shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataOptions:
-    """Options for making micro-batches that are not in the plan."""
+class MicroBatchOptions:
+    """Options of micro-batches that are not in the plan."""
 
-    seed: int = 0
-    """Seed of all random draws; at least 0."""
+    seed: int = 0  # seed of all random draws; at least 0
     loss_weighting: LossWeighting = LossWeighting.TOKEN
     on_bad_sample: OnBadSample = OnBadSample.STOP
-    augment: bool = False
-    """Whether to augment samples of sources that ask for it."""
-    drop_path: bool = False
-    """Whether vision layers need random numbers."""
+    augment: bool = False  # whether to augment samples of sources that ask for it
+    drop_path: bool = False  # whether vision layers need random numbers
 
 
-_PLAIN = DataOptions()
-_FEATURES = ("tiles", "clips", "image_tokens")
+_DEFAULT_OPTIONS = MicroBatchOptions()
+_ITEM_FEATURES = ("tiles", "clips", "image_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
-    """A sample of a pack as read by this rank and stage."""
+    """A sample of a pack, as read by this rank and stage."""
 
     sample: Sample
-    tiles: int
-    """Planned number of tiles; `clips` and `tokens` likewise."""
+    tiles: int  # planned number of tiles; `clips` and `tokens` are planned too
     clips: int
     tokens: int
-    images: NativeImages
-    """Images and videos at native resolution."""
-    own: Mapping[str, range]
-    """Items that this rank encodes, by feature."""
-    values: Mapping[str, np.ndarray]
-    """Own tiles and clips that the stage embeds, by field, zeros if unreadable; float32."""
-    unreadable: str | None
-    """Error of an unreadable file, or None if readable or not read here."""
+    images: NativeImages  # images and videos at native resolution
+    own: Mapping[str, range]  # items that this rank encodes, by feature
+    values: Mapping[str, np.ndarray]  # own tiles and clips by field; zeros if unreadable
+    unreadable: str | None  # error of an unreadable file, if one was found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -115,20 +101,18 @@ class _OwnPart:
     """This rank's pieces and items of a pack."""
 
     pieces: Pieces
-    items: Mapping[str, range]
-    """Items by feature; image tokens of whole images or video times."""
-    share: Share | None
-    """Share of the pack, or None if this rank has all of it."""
+    items: Mapping[str, range]  # by feature; image tokens of complete images or frame groups
+    share: PackShare | None  # share of the pack, or None if this rank has the full pack
 
 
 class PackDataset(torch.utils.data.Dataset):
     """Micro-batches of one data-parallel rank for one pipeline stage.
 
-    Item i is the MicroBatch of row `rows[i]`, or the UserError raised while loading it: loader
-    processes would hide an exception's message in a traceback.
+    Item i is the MicroBatch of row `rows[i]`, or the UserError of loading it, which is returned
+    because loader processes hide a raised exception's message in a traceback.
 
     Args:
-        sharing: reading rank of shared packs, or None if no packs are shared.
+        sharing: the rank that reads shared packs, or None if no packs are shared.
     """
 
     def __init__(
@@ -138,7 +122,7 @@ class PackDataset(torch.utils.data.Dataset):
         lengths: Lengths,
         rows: np.ndarray,
         stage: Stage,
-        options: DataOptions = _PLAIN,
+        options: MicroBatchOptions = _DEFAULT_OPTIONS,
         sharing: Sharing | None = None,
     ) -> None:
         self.reader = reader
@@ -149,7 +133,7 @@ class PackDataset(torch.utils.data.Dataset):
         self.options = options
         self.sharing = sharing
         self._takes_tiles, self._native = reader.model.takes_images, reader.model.images
-        self._needs = ImageNeeds.of(reader.model, stage)
+        self._needs = ImageNeeds.of_stage(reader.model, stage)
         self._embedded: dict[str, tuple[str, tuple[int, ...]]] = {}
         """Feature and item shape of tiles and clips that the stage embeds, by field."""
         if self._takes_tiles and stage.holds("vision embed"):
@@ -163,122 +147,111 @@ class PackDataset(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, item: int) -> MicroBatch | UserError:
+        row, sharing = int(self.rows[item]), self.sharing
         try:
-            row = int(self.rows[item])
-            return self._load(row, self._own_part(row))
+            share = None if sharing is None else sharing.share(self.scheduled, self.lengths, row)
+            if share is not None:
+                items = {name: share.own_items(name) for name in _ITEM_FEATURES}
+                return self._load(row, _OwnPart(pieces=share.own_pieces, items=items, share=share))
+            items = {name: range(self.scheduled.column(name)[row]) for name in _ITEM_FEATURES}
+            pieces = whole_samples(self.lengths.tokens[self.scheduled.packs[row]])
+            return self._load(row, _OwnPart(pieces=pieces, items=items, share=None))
         except UserError as error:
             return error
 
     def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
-        """Read items of a pack by feature and number, without tokens; image tokens read whole
-        samples."""
-        nothing = whole_samples(np.zeros(0, np.int64))
-        every = {**dict.fromkeys(_FEATURES, range(0)), **items}
-        return self._load(row, _OwnPart(pieces=nothing, share=None, items=every))
+        """Return items of a pack by feature and number, without tokens."""
+        no_pieces = whole_samples(np.zeros(0, np.int64))
+        all_items = {**dict.fromkeys(_ITEM_FEATURES, range(0)), **items}
+        return self._load(row, _OwnPart(pieces=no_pieces, share=None, items=all_items))
 
     def _load(self, row: int, own: _OwnPart) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
+        lengths = self.lengths
         sample_items = {
-            name: self.lengths.column(name)[indices].astype(np.int64) for name in _FEATURES
+            name: lengths.column(name)[indices].astype(np.int64) for name in _ITEM_FEATURES
         }
         fields: dict[str, Any] = {name: len(items) for name, items in own.items.items()}
         if self._takes_tiles and self.stage.layers("vision") and self.options.drop_path:
-            keys_T = self._drop_path_keys(indices, epoch)
-            tiles = own.items["tiles"]
-            fields["drop_path_keys_T"] = keys_T[tiles.start : tiles.stop]
+            # Keys of all tiles of the pack, then this rank's: any division draws equal numbers.
+            places = lengths.annotation_indices(indices).tolist()
+            keys_T = np.concatenate(
+                [
+                    tile_keys(Purpose.DROP_PATH, self.options.seed, epoch, place, tiles)
+                    for place, tiles in zip(places, sample_items["tiles"].tolist(), strict=True)
+                ]
+            )[own.items["tiles"].start : own.items["tiles"].stop]
+            fields["drop_path_keys_T"] = torch.from_numpy(keys_T.view(np.int64))  # torch has no u64
         drafts = {
-            position: self._draft(int(indices[position]), items, epoch)
-            for position, items in self._read_samples(own, sample_items).items()
+            position: self._read_draft(int(indices[position]), items, epoch)
+            for position, items in self._select_samples(own, sample_items).items()
         }
         for name, (_, shape) in self._embedded.items():
             values = [draft.values[name] for draft in drafts.values() if name in draft.values]
-            none = np.zeros((0, *shape), np.float32)
-            fields[name] = torch.from_numpy(np.concatenate([none, *values]))
+            empty = np.zeros((0, *shape), np.float32)  # np.concatenate takes no empty list
+            fields[name] = torch.from_numpy(np.concatenate([empty, *values]))
         images = [draft.images for draft in drafts.values()]
         if self._needs.grids:
-            fields["image_grids"] = tuple(grid for read in images for grid in read.grids)
+            fields["image_grids"] = tuple(grid for image in images for grid in image.grids)
         if self._native is not None and self._needs.patches:
-            none = torch.zeros((0, self._native.values_per_patch))
-            patches = [read.patches_YX for read in images if read.patches_YX is not None]
-            fields["patches_YX"] = torch.cat([none, *patches])
+            patches = [image.patches_YX for image in images if image.patches_YX is not None]
+            fields["patches_YX"] = torch.cat(
+                [torch.zeros((0, self._native.values_per_patch)), *patches]
+            )
         is_at_end = self.stage.holds("language embed") or self.stage.holds("head")
         if is_at_end or self._needs.places or self._needs.rope:
-            shown = sample_items["tiles" if self._native is None else "image_tokens"]
-            fields |= self._text_fields(drafts, own, shown)
+            image_items = sample_items["tiles" if self._native is None else "image_tokens"]
+            fields |= self._text_fields(drafts, own, image_items)
+        # A share counts by its tokens: stages without the text cannot count its loss tokens.
+        loss_tokens = lengths.loss_tokens[indices]
+        weights = sample_loss_weights(loss_tokens, self.options.loss_weighting)
+        fraction = own.pieces.tokens.sum() / max(lengths.tokens[indices].sum(), 1)
         return MicroBatch(
             tokens=int(own.pieces.tokens.sum()),
             segment_tokens=tuple(own.pieces.tokens.tolist()),
             level=int(self.scheduled.level[row]),
-            loss_weight=self._loss_weight(indices, own),
+            loss_weight=float((weights * loss_tokens).sum() * fraction),
             share=own.share,
             unreadable=tuple(_list_errors(drafts.values())),
             **fields,
         )
 
-    def _loss_weight(self, indices: np.ndarray, own: _OwnPart) -> float:
-        """Return the total loss weight of a pack, scaled by this rank's share of tokens."""
-        loss_tokens = self.lengths.loss_tokens[indices]
-        weights = sample_loss_weights(loss_tokens, self.options.loss_weighting)
-        share = own.pieces.tokens.sum() / max(self.lengths.tokens[indices].sum(), 1)
-        return float((weights * loss_tokens).sum() * share)
-
-    def _own_part(self, row: int) -> _OwnPart:
-        sharing = self.sharing
-        share = None if sharing is None else sharing.share(self.scheduled, self.lengths, row)
-        if share is not None:
-            items = {name: share.own_items(name) for name in _FEATURES}
-            return _OwnPart(pieces=share.own_pieces, items=items, share=share)
-        items = {name: range(self.scheduled.column(name)[row]) for name in _FEATURES}
-        tokens = self.lengths.tokens[self.scheduled.packs[row]]
-        return _OwnPart(pieces=whole_samples(tokens), items=items, share=None)
-
-    def _read_samples(
+    def _select_samples(
         self, own: _OwnPart, sample_items: Mapping[str, np.ndarray]
     ) -> dict[int, dict[str, range]]:
-        """Return each sample to read, by position in the pack, with the items this rank encodes."""
-        stage, wanted = self.stage, set[int]()
-        having = {
+        """Return the samples to read, by position in the pack, with this rank's items of each."""
+        stage, selected = self.stage, set[int]()
+        with_items = {
             name: samples_of_items(items, sample_items[name]) for name, items in own.items.items()
         }
         # When skipping bad samples, the first stage reports all unreadable files.
-        tells = self._skips and (stage.holds("vision embed") or stage.holds("audio embed"))
-        if tells or stage.holds("vision embed"):
-            wanted |= set(having["tiles"])
-        if tells or stage.holds("audio embed"):
-            wanted |= set(having["clips"])
+        reports = self._skips and (stage.holds("vision embed") or stage.holds("audio embed"))
+        if reports or stage.holds("vision embed"):
+            selected |= set(with_items["tiles"])
+        if reports or stage.holds("audio embed"):
+            selected |= set(with_items["clips"])
         # The route of an image's features depends on its sample's image token positions.
         if self._needs.grids or self._needs.places:
-            wanted |= set(having["image_tokens"])
+            selected |= set(with_items["image_tokens"])
         in_pieces = own.pieces.sample.tolist()
         if self._needs.places or self._needs.rope:
-            wanted |= {sample for sample in in_pieces if sample_items["image_tokens"][sample]}
+            selected |= {sample for sample in in_pieces if sample_items["image_tokens"][sample]}
         if stage.holds("language embed"):
-            wanted |= {*in_pieces, *having["tiles"]}
+            selected |= {*in_pieces, *with_items["tiles"]}
         if stage.holds("head"):
+            # 1/n of a micro-batch needs the loss tokens of the full pack.
             by_pack = self.options.loss_weighting is LossWeighting.MICRO_BATCH
-            wanted |= set(range(len(sample_items["tiles"])) if by_pack else in_pieces)
+            selected |= set(range(len(sample_items["tiles"])) if by_pack else in_pieces)
         return {
             position: {
                 name: _items_of_sample(items, sample_items[name], position)
                 for name, items in own.items.items()
             }
-            for position in sorted(wanted)
+            for position in sorted(selected)
         }
 
-    def _drop_path_keys(self, indices: np.ndarray, epoch: int) -> torch.Tensor:
-        seed = self.options.seed
-        keys = [
-            tile_keys(Purpose.DROP_PATH, seed, epoch, place, tiles)
-            for place, tiles in zip(
-                self.lengths.annotation_indices(indices).tolist(),
-                self.lengths.column("tiles")[indices].tolist(),
-                strict=True,
-            )
-        ]
-        return torch.from_numpy(np.concatenate(keys).view(np.int64))
-
-    def _draft(self, index: int, own: Mapping[str, range], epoch: int) -> _Draft:
-        """Read one sample, with its images and recordings if needed for inputs or a verdict."""
+    def _read_draft(self, index: int, own: Mapping[str, range], epoch: int) -> _Draft:
+        """Read one sample, with its images and recordings if the stage embeds or checks them."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
         tiles, clips = (int(self.lengths.column(name)[index]) for name in ("tiles", "clips"))
@@ -293,17 +266,18 @@ class PackDataset(torch.utils.data.Dataset):
         values, unreadable = dict[str, np.ndarray](), images.unreadable
         try:
             if self._takes_tiles:
-                found = self._tiles(sample, tiles, own["tiles"])
+                pixels = self._read_tiles(sample, tiles, own["tiles"])
                 if sample.augment and self.options.augment:
                     keys = tile_keys(Purpose.JPEG_QUALITY, self.options.seed, epoch, place, tiles)
                     keys = keys[own["tiles"].start : own["tiles"].stop]
-                    found = list(map(compress_as_jpeg, found, jpeg_qualities(keys)))
-                values["pixels_TCPP"] = normalize_tiles(found, self.reader.model.vision.image_size)
-            values |= self._clips(sample, clips, own["clips"])
+                    pixels = list(map(compress_as_jpeg, pixels, jpeg_qualities(keys)))
+                values["pixels_TCPP"] = normalize_tiles(pixels, self.reader.model.vision.image_size)
+            values |= self._read_clips(sample, clips, own["clips"])
         except UnreadableFile as error:
             unreadable = str(error)
         if unreadable is not None and not self._skips:
             raise UserError(f"{unreadable}, or go on without it: --on-bad-sample skip")
+        # Blank even if only one file is unreadable: the loss is masked for the full sample.
         if unreadable is not None:
             values = {
                 name: np.zeros((len(own[feature]), *shape), np.float32)
@@ -320,26 +294,26 @@ class PackDataset(torch.utils.data.Dataset):
             unreadable=unreadable,
         )
 
-    def _tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
-        """Read own tiles; raises UnreadableFile for these, or when skipping for any image."""
+    def _read_tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
+        """Return own tiles. UnreadableFile for their images, and for any image when skipping."""
         embeds = self.stage.holds("vision embed")
         if embeds and len(own_tiles) == tiles:
-            found = self.reader.tiles(sample)
-            check_frames(sample.shown(self.reader.model.tiling), tiles)
-            check_count(len(found), tiles, "tiles", sample)
-            return found
+            pixels = self.reader.tiles(sample)
+            check_frame_count(sample.shown(self.reader.model.tiling), tiles)
+            check_count(len(pixels), tiles, "tiles", sample)
+            return pixels
         if self._skips and self._checks:
             # The head masks the loss of samples blanked by encoders. No rank sends it the verdict:
             # all ranks decode the same files.
             self.reader.check_images(sample, tiles)
         if not (embeds and own_tiles):
             return []
-        check_frames(sample.shown(self.reader.model.tiling), tiles)
+        check_frame_count(sample.shown(self.reader.model.tiling), tiles)
         check_count(sum(self.reader.tiles_per_image(sample)), tiles, "tiles", sample)
         return self.reader.some_tiles(sample, own_tiles)
 
-    def _clips(self, sample: Sample, clips: int, own_clips: range) -> dict[str, np.ndarray]:
-        """Read own clips; raises UnreadableFile for them, or when skipping for any recording."""
+    def _read_clips(self, sample: Sample, clips: int, own_clips: range) -> dict[str, np.ndarray]:
+        """Return own clips. UnreadableFile for them, and for any recording when skipping."""
         if not sample.recordings:
             return {}
         embeds = self.stage.holds("audio embed")
@@ -359,20 +333,21 @@ class PackDataset(torch.utils.data.Dataset):
         return self.options.on_bad_sample is OnBadSample.SKIP
 
     def _text_fields(
-        self, drafts: Mapping[int, _Draft], own: _OwnPart, sample_items: np.ndarray
+        self, drafts: Mapping[int, _Draft], own: _OwnPart, image_items: np.ndarray
     ) -> dict[str, Any]:
+        """Return the fields made of token ids. `image_items` is by sample, int64 [samples]."""
         texts = {}
         for position, draft in drafts.items():
-            encoded = self._encode(draft)
+            encoded = self._encode_text(draft)
             check_count(len(encoded.token_ids), draft.tokens, "tokens", draft.sample)
-            is_learned = draft.unreadable is None
-            mask = encoded.loss_mask if is_learned else np.zeros_like(encoded.loss_mask)
-            texts[position] = replace(encoded, loss_mask=mask)
+            if draft.unreadable is not None:
+                encoded = replace(encoded, loss_mask=np.zeros_like(encoded.loss_mask))
+            texts[position] = encoded
         fields: dict[str, Any] = {}
-        # Samples that this stage does not read have no images.
+        # Samples that this stage does not read have no images: -1 is no token's id.
         ids = [
             texts[sample].token_ids[first:stop] if sample in texts else np.full(stop - first, -1)
-            for sample, first, stop in _runs(own.pieces)
+            for sample, first, stop in _list_pieces(own.pieces)
         ]
         token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ids]))
         embeds = self.stage.holds("language embed")
@@ -383,22 +358,26 @@ class PackDataset(torch.utils.data.Dataset):
             fields["audio_positions_N"] = self.reader.audio_positions(token_ids_S)
         if self._needs.rope:
             fields["rope_positions_3S"] = self._rope_positions(drafts, texts, own.pieces)
-        if "image_positions_M" in fields and own.share is not None and sample_items.any():
+        if "image_positions_M" in fields and own.share is not None and image_items.any():
             # Image features are sent to the ranks with their tokens.
-            places = {at: _image_places(text.token_ids, self.reader) for at, text in texts.items()}
+            places = dict[int, np.ndarray]()
+            for position, text in texts.items():
+                image_positions = self.reader.image_positions(torch.from_numpy(text.token_ids))
+                assert image_positions is not None, "the model takes images"
+                places[position] = image_positions.numpy()
             tower = self._native or self.reader.model.vision
             per_item = tower.tokens_per_item
-            route = feature_route(own.share, tower.feature, sample_items, places, per_item)
+            route = feature_route(own.share, tower.feature, image_items, places, per_item)
             fields["sent_features_F"] = torch.from_numpy(route.order_F)
             fields["feature_counts"] = (route.sent, route.received)
         if self.stage.holds("head"):
-            # Weights are by whole sample. A piece's last label is the next piece's token.
+            # A divided sample has one weight, and a piece's last label is the next piece's token.
             counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
-            weights_of = sample_loss_weights(counts, self.options.loss_weighting)
-            weight_of = dict(zip(texts, weights_of, strict=True))
+            sample_weights = sample_loss_weights(counts, self.options.loss_weighting)
+            weight_of = dict(zip(texts, sample_weights, strict=True))
             positions, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
             weights, start = [np.zeros(0, np.float32)], 0
-            for sample, first, stop in _runs(own.pieces):
+            for sample, first, stop in _list_pieces(own.pieces):
                 # Position i predicts token i + 1. The mask is False at a sample's first token, so
                 # no prediction crosses samples.
                 learned = np.flatnonzero(texts[sample].loss_mask[first + 1 : stop + 1])
@@ -414,17 +393,17 @@ class PackDataset(torch.utils.data.Dataset):
     def _rope_positions(
         self, drafts: Mapping[int, _Draft], texts: Mapping[int, EncodedSample], pieces: Pieces
     ) -> torch.Tensor:
-        """Return RoPE positions [3, S]; samples that are not read use sample positions."""
-        positions = [np.zeros((3, 0), np.int64)]
-        for sample, first, stop in _runs(pieces):
-            of_sample = np.broadcast_to(np.arange(stop), (3, stop))
+        """Return RoPE positions, int64 [3, S]; text positions for samples that are not read."""
+        parts_3S = [np.zeros((3, 0), np.int64)]
+        for sample, first, stop in _list_pieces(pieces):
+            sample_3S = np.broadcast_to(np.arange(stop), (3, stop))
             if sample in texts and self._native is not None:
                 shown = drafts[sample].images.shown
-                of_sample = self.reader.rope_positions(texts[sample].token_ids, shown)
-            positions.append(of_sample[:, first:stop])
-        return torch.from_numpy(np.concatenate(positions, axis=1))
+                sample_3S = self.reader.rope_positions(texts[sample].token_ids, shown)
+            parts_3S.append(sample_3S[:, first:stop])
+        return torch.from_numpy(np.concatenate(parts_3S, axis=1))
 
-    def _encode(self, draft: _Draft) -> EncodedSample:
+    def _encode_text(self, draft: _Draft) -> EncodedSample:
         blank_cells, shown = draft.images.blank_cells, draft.images.shown
         if blank_cells is not None:
             return blank_text(blank_cells, draft.tokens, self.reader)
@@ -449,14 +428,14 @@ def _all_of_first(items: int, files: int) -> list[int]:
 
 
 def _items_of_sample(own: range, sample_items: np.ndarray, position: int) -> range:
-    """Convert item numbers of the pack to numbers within one sample."""
+    """Intersect a range of the pack's items with one sample; numbers count within the sample."""
     start, count = int(sample_items[:position].sum()), int(sample_items[position])
     first = min(max(own.start - start, 0), count)
     return range(first, max(min(own.stop - start, count), first))
 
 
 def _list_errors(drafts: Iterable[_Draft]) -> Iterator[str]:
-    """Return errors of samples; shared samples report on the rank with their first item."""
+    """Yield errors of unreadable samples. A divided sample reports on its first item's rank."""
     for draft in drafts:
         items = draft.own["image_tokens" if draft.images.shown else "clips"]
         items = draft.own["tiles"] if draft.tiles else items
@@ -464,15 +443,9 @@ def _list_errors(drafts: Iterable[_Draft]) -> Iterator[str]:
             yield draft.unreadable
 
 
-def _runs(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
-    """Return sample, first token and end token of every piece."""
+def _list_pieces(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
+    """Yield sample, first token and end token of every piece."""
     return zip(pieces.sample.tolist(), pieces.first.tolist(), pieces.stop.tolist(), strict=True)
-
-
-def _image_places(token_ids: np.ndarray, reader: SampleReader) -> np.ndarray:
-    positions = reader.image_positions(torch.from_numpy(token_ids))
-    assert positions is not None, "the model takes images"
-    return positions.numpy()
 
 
 def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:
@@ -490,12 +463,11 @@ def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np
     return weights.astype(np.float32)
 
 
-Batches = Generator[MicroBatch, None, None]
-"""Micro-batches in order; closing ends the loader processes."""
+Batches = Generator[MicroBatch, None, None]  # closing it ends the loader processes
 
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
-    """Load all micro-batches in order on `device`, ahead of use. 0 workers use a thread."""
+    """Yield all micro-batches in order on `device`, read ahead. 0 workers use a thread."""
     copies = _DeviceCopies(device) if device.type == "cuda" else None
     begin = (lambda item: item) if copies is None else copies.begin
     with closing(read_ahead(dataset, num_workers, begin)) as items:
@@ -518,7 +490,7 @@ class _DeviceCopies:
         """Start copying a micro-batch, in the read-ahead thread."""
         if isinstance(item, UserError):
             return item
-        # Make the device current: pinning would open a context on the first one.
+        # Make the device current: pinning would create a CUDA context on device 0.
         with torch.cuda.stream(self._stream):
             batch = item.pin_memory().to(self._device)
             return batch, self._stream.record_event()
@@ -527,5 +499,6 @@ class _DeviceCopies:
         """Make the current stream wait for the copy, in the consuming thread."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(arrived)
+        # The copy stream allocated the tensors: the allocator must not reuse them too early.
         batch.record_stream(computing)
         return batch

@@ -1,8 +1,8 @@
 """Assignment of a step's items to data-parallel encoder ranks, and routing of their features.
 
-The plan determines everything, so every rank knows what other ranks send. A row is the feature of
-one image or audio token. An item's deepstack rows follow its own. A pipeline's rows are ordered by
-encoder, pack and item. For shared packs a pipeline has the items of its share.
+Every rank derives all ranks' assignment from the plan, so no sizes are exchanged. A row is the
+feature of one image or audio token; an item's deepstack rows follow its own. Rows of a pipeline are
+ordered by encoder, pack and item. A pipeline with a share of a pack has the share's items.
 
 Shapes: G runs of items of all encoders, D ranks that embed tokens.
 """
@@ -36,20 +36,15 @@ from omnibal.steps.whole_samples import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingRanks:
-    """Ranks of an encoding group, by aligned pipeline, then stage, then tensor-parallel rank."""
+    """Ranks of an encoding group, numbered by pipeline, then stage, then tensor-parallel rank."""
 
     pipelines: int
     parallel: Parallel
-    rank: int
-    """Global rank of this process."""
+    rank: int  # global rank of this process
 
     @property
     def ranks_of_pipeline(self) -> int:
         return self.parallel.pipeline * self.parallel.tensor
-
-    @property
-    def size(self) -> int:
-        return self.pipelines * self.ranks_of_pipeline
 
     @property
     def block(self) -> int:
@@ -65,18 +60,19 @@ class EncodingRanks:
 
     @property
     def data_ranks(self) -> range:
-        """Return the data-parallel ranks of the group's pipelines."""
         return range(self.block * self.pipelines, (self.block + 1) * self.pipelines)
 
     @property
     def embedding_numbers(self) -> np.ndarray:
         """Return the numbers of first-stage ranks, which embed tokens; int64 [D]."""
         first = np.arange(self.pipelines) * self.ranks_of_pipeline
+        # [pipelines, 1] + [tensor] -> [D]
         return (first[:, None] + np.arange(self.parallel.tensor)).ravel()
 
     def global_ranks(self, block: int) -> list[int]:
-        """Return a group's global ranks, by number."""
+        """Return the global ranks of group `block`, by number in the group."""
         sizes = self.parallel
+        # Megatron numbers ranks by stage, then data-parallel rank, then tensor-parallel rank.
         return [
             (stage * sizes.data + block * self.pipelines + pipeline) * sizes.tensor + shard
             for pipeline in range(self.pipelines)
@@ -90,8 +86,7 @@ class ItemRun:
     """A run of a pack's items of one encoder."""
 
     row: int
-    items: range
-    """Item numbers within the pack."""
+    items: range  # item numbers within the pack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +94,9 @@ class EncoderPass:
     """Items that a rank runs through an encoder in one pass."""
 
     encoder: str
-    feature: str
-    """Encoder input: tiles, clips or image_tokens."""
+    feature: str  # encoder input: tiles, clips or image_tokens
     runs: tuple[ItemRun, ...]
-    is_kept: bool
-    """Whether activations are kept for backward."""
+    is_kept: bool  # whether activations are kept for backward
 
     @property
     def items(self) -> int:
@@ -112,18 +105,13 @@ class EncoderPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FeatureRoute:
-    """Send and receive layout of a rank's features."""
+    """A rank's part in the all-to-all of features."""
 
-    sent_slices: Sequence[slice]
-    """Slices of own rows, in sending order."""
-    sent: list[int]
-    """Rows sent to every rank, in process group order."""
-    received_slices: Sequence[slice]
-    """Slices of received rows, in the order of the pipeline's rows."""
-    received: list[int]
-    """Rows received from every rank, in process group order."""
-    parts: tuple[int, ...]
-    """Rows received by each tensor-parallel rank of the pipeline's first stage."""
+    sent_slices: Sequence[slice]  # slices of own rows, in sending order
+    sent: list[int]  # rows sent to every rank, in process-group order
+    received_slices: Sequence[slice]  # slices of received rows, in the order of the pipeline's rows
+    received: list[int]  # rows received from every rank, in process-group order
+    parts: tuple[int, ...]  # rows received by each tensor-parallel rank of the first stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,30 +120,28 @@ class StepShares:
 
     ranks: EncodingRanks
     beside: DataParallelEncoders
-    rows: np.ndarray
-    """Rows of the packs, or shares of packs, of the group's pipelines, in their order."""
-    pipeline: np.ndarray
-    items: Mapping[str, np.ndarray]
-    """Items of each pack, by encoder."""
-    first_item: Mapping[str, np.ndarray]
-    """Number of each share's first item within the whole pack."""
+    # By pack of the group's pipelines, or share of a pack: [packs].
+    rows: np.ndarray  # row of the pack in the schedule, int64
+    pipeline: np.ndarray  # pipeline within the group, int64
+    items: Mapping[str, np.ndarray]  # number of items, by encoder
+    first_item: Mapping[str, np.ndarray]  # number of the first item in the full pack, by encoder
     encoders: Mapping[str, Encoder]
     runs: Mapping[str, ItemRuns]
+    # (first item, end item, kept) of this rank's passes, by encoder that never splits a sample.
     sample_passes: Mapping[str, Sequence[tuple[int, int, bool]]]
-    """(first item, end item, kept) of this rank's passes, for encoders that take whole samples."""
-    most_passes: Mapping[tuple[str, bool], int]
-    """Maximum passes by (encoder, kept) over ranks that shard weights together, else empty."""
+    # By (encoder, kept): maximum passes over ranks that shard weights together. Empty if none do.
+    max_passes: Mapping[tuple[str, bool], int]
 
     @property
     def embeds_tokens(self) -> bool:
-        """Return whether this rank embeds tokens, and so receives features."""
+        """Return whether this rank embeds tokens, so that it receives features."""
         return self.ranks.number in self.ranks.embedding_numbers
 
     def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
         """Return this rank's kept or recomputed passes of an encoder."""
         return [own for own in self.passes if (own.encoder, own.is_kept) == (name, is_kept)]
 
-    def only(self, names: Collection[str]) -> Self:
+    def select_encoders(self, names: Collection[str]) -> Self:
         return replace(
             self,
             items={name: items for name, items in self.items.items() if name in names},
@@ -170,105 +156,103 @@ class StepShares:
     def _passes_of(self, name: str) -> Iterator[EncoderPass]:
         runs = self.runs[name]
         own = np.flatnonzero(runs.rank == self.ranks.number)
-        stops = np.cumsum(runs.count[own])
+        stops = np.cumsum(runs.count[own])  # ends of own runs among this rank's items
         bounds = self.sample_passes.get(name)
         if bounds is None:
             encoded = int(runs.count[own].sum())
-            most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
-            bounds = pass_bounds(encoded, most, kept)
+            per_pass, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
+            bounds = pass_bounds(encoded, per_pass, kept)
         for begin, end, is_kept in bounds:
-            taken = []
+            pass_runs = []
             for run, stop in zip(own, stops, strict=True):
+                # Intersect the run with the pass, as item numbers of the full pack.
                 start = self.first_item[name][runs.pack[run]] + runs.first[run]
                 first = start + max(begin - (stop - runs.count[run]), 0)
                 last = start + runs.count[run] - max(stop - end, 0)
                 if first < last:
                     row = int(self.rows[runs.pack[run]])
-                    taken.append(ItemRun(row=row, items=range(int(first), int(last))))
-            yield EncoderPass(
-                encoder=name,
-                feature=self.encoders[name].feature,
-                runs=tuple(taken),
-                is_kept=is_kept,
-            )
+                    pass_runs.append(ItemRun(row=row, items=range(int(first), int(last))))
+            feature = self.encoders[name].feature
+            yield EncoderPass(encoder=name, feature=feature, runs=tuple(pass_runs), is_kept=is_kept)
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Return row slices of this pipeline's packs by encoder, then empty ones to
-        `micro_batches`."""
+        """Return row slices by encoder of each pack of this pipeline, padded with empty slices to
+        `micro_batches` entries."""
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
-        starts, sizes = self._starts[:, own], self._sizes[:, own]
+        starts, sizes = self._starts[:, own], self._sizes[:, own]  # [encoders, own packs]
         starts = starts - (starts.min() if starts.size else 0)
-        of_packs = [
+        slices_of_packs = [
             {
                 name: slice(start, start + size)
-                for name, start, size in zip(self.items, of_pack, own_sizes, strict=True)
+                for name, start, size in zip(self.items, pack_starts, pack_sizes, strict=True)
             }
-            for of_pack, own_sizes in zip(starts.T.tolist(), sizes.T.tolist(), strict=True)
+            for pack_starts, pack_sizes in zip(starts.T.tolist(), sizes.T.tolist(), strict=True)
         ]
-        return of_packs + [dict.fromkeys(self.items, slice(0, 0))] * (micro_batches - len(own))
+        empty = dict.fromkeys(self.items, slice(0, 0))
+        return slices_of_packs + [empty] * (micro_batches - len(own))
 
     @cached_property
     def route(self) -> FeatureRoute:
-        """Return this rank's part in the feature exchange."""
-        (row_start, row_stop, row_source, row_made), borders = self._rows, self._borders
-        # Cut every run at the borders of ranks' parts.
+        (row_start, row_stop, row_source, row_made), borders = self._run_rows, self._part_borders
+        # Cut every run at the borders of embedding ranks' parts: [G] runs -> [pieces].
         first = np.searchsorted(borders, row_start, "right") - 1
         pieces = np.searchsorted(borders, row_stop, "left") - first
         run = np.repeat(np.arange(len(pieces)), pieces)
         part = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + first[run]
         start = np.maximum(row_start[run], borders[part])
         size = np.minimum(row_stop[run], borders[part + 1]) - start
-        # Each number's rank in the process group, which is in global order.
+        # Process groups sort ranks by global rank, encoding groups by pipeline: number -> place.
         place = np.argsort(np.argsort(self.ranks.global_ranks(self.ranks.block)))
         source = place[row_source[run]]
         target = place[self.ranks.embedding_numbers[part]]
         made = row_made[run] + start - row_start[run]
         own, everyone = place[self.ranks.number], len(place)
+        # Both sides order an exchange's rows by start, so no indices are sent with them.
         sent = np.flatnonzero((source == own) & (size > 0))
         sent = sent[np.lexsort((start[sent], target[sent]))]
         received = np.flatnonzero((target == own) & (size > 0))
         received = received[np.lexsort((start[received], source[received]))]
         arrived = np.cumsum(size[received]) - size[received]
         by_row = np.argsort(start[received])
-        parts = np.diff(borders).reshape(self.ranks.pipelines, -1)[self.ranks.pipeline]
+        parts = np.diff(borders).reshape(self.ranks.pipelines, -1)[self.ranks.pipeline]  # [tensor]
         return FeatureRoute(
-            sent_slices=_joined(made[sent], size[sent]),
+            sent_slices=_merge_slices(made[sent], size[sent]),
             sent=np.bincount(target[sent], size[sent], everyone).astype(int).tolist(),
-            received_slices=_joined(arrived[by_row], size[received][by_row]),
+            received_slices=_merge_slices(arrived[by_row], size[received][by_row]),
             received=np.bincount(source[received], size[received], everyone).astype(int).tolist(),
             parts=tuple(parts.tolist()),
         )
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        """Return the rows of every encoder's items in every pack, int64 [encoders, packs]."""
+        """Return the number of rows of every encoder in every pack, int64 [encoders, packs]."""
         sizes = [items * rows_of_item(self.encoders[name]) for name, items in self.items.items()]
         return np.array(sizes, np.int64).reshape(len(self.items), len(self.rows))
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """Return the first row of every encoder's items in every pack, over the group."""
+        """Return the first row of every encoder in every pack, int64 [encoders, packs]."""
         encoder, pack = np.indices(self._sizes.shape).reshape(2, -1)
+        # By pipeline, then encoder, then pack: lexsort is stable and takes the major key last.
         order = np.lexsort((encoder, self.pipeline[pack]))
         sizes, starts = self._sizes.ravel()[order], np.zeros(self._sizes.size, np.int64)
         starts[order] = np.cumsum(sizes) - sizes
         return starts.reshape(self._sizes.shape)
 
     @property
-    def _borders(self) -> np.ndarray:
+    def _part_borders(self) -> np.ndarray:
         """Return the first row of every embedding rank's part, and the end; int64 [D + 1]."""
-        of_pack, tensor = self._sizes.sum(0), self.ranks.parallel.tensor
-        sums = np.bincount(self.pipeline, of_pack, self.ranks.pipelines).astype(np.int64)
-        inside = sums[:, None] * np.arange(tensor) // tensor
+        tensor = self.ranks.parallel.tensor
+        sums = np.bincount(self.pipeline, self._sizes.sum(0), self.ranks.pipelines).astype(np.int64)
+        # Tensor-parallel ranks receive equal parts and gather them, so a row is sent once.
+        inside = sums[:, None] * np.arange(tensor) // tensor  # [pipelines, tensor]
         return np.append((np.cumsum(sums) - sums)[:, None] + inside, sums.sum())
 
     @property
-    def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return every run's rows, numbered over all pipelines of the group, int64 [G] each.
+    def _run_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return first row, end row, encoding rank, and first row among that rank's rows.
 
-        Returns:
-            First row, end row, rank that makes the rows, and number of the first row among that
-            rank's rows.
+        int64 [G] each; rows count over all pipelines of the group.
         """
         start, size, source = [], [], []
         for starts, (name, runs) in zip(self._starts, self.runs.items(), strict=True):
@@ -277,11 +261,11 @@ class StepShares:
             size.append(runs.count * per_item)
             source.append(runs.rank)
         first, sizes, sources = map(np.concatenate, (start, size, source))
-        # Each rank makes its rows encoder by encoder, the order of these arrays.
+        # A rank encodes encoder by encoder, the order of these arrays.
         order = np.argsort(sources, kind="stable")
         made = np.zeros(len(sizes), np.int64)
         made[order] = np.cumsum(sizes[order]) - sizes[order]
-        of_rank = np.bincount(sources, sizes, self.ranks.size).astype(np.int64)
+        of_rank = np.bincount(sources, sizes).astype(np.int64)
         made -= (np.cumsum(of_rank) - of_rank)[sources]
         return first, first + sizes, sources, made
 
@@ -293,53 +277,53 @@ def rows_of_item(encoder: Encoder) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderShares:
-    """Assignment of items to this rank's encoding group, for every step."""
+    """Assignment of items within this rank's encoding group, for every step."""
 
     model: ModelConfig
     beside: DataParallelEncoders
     ranks: EncodingRanks
     gpus_per_node: int
     packs: ScheduledPacks
-    levels: Sequence[Level]
-    """Levels of the packs, with their context-parallel sizes."""
-    lengths: Lengths | None = None
-    """Sample lengths, needed for encoders that take whole samples."""
+    levels: Sequence[Level]  # levels of the packs, with their context-parallel sizes
+    lengths: Lengths | None = None  # sample lengths, needed for encoders that never split a sample
 
     @cached_property
-    def _held(self) -> Shares:
+    def _pack_shares(self) -> Shares:
         return shares_of(self.packs, self.levels)
 
     @cached_property
     def _samples(self) -> dict[str, SampleItems]:
-        """Return samples of all shares, by feature of encoders that take whole samples."""
+        """Return samples of all shares, by feature of encoders that never split a sample."""
         if not self.beside.square_ms:
             return {}
         assert self.lengths is not None, "samples are dealt by their lengths"
-        return samples_of_shares(self.model, self.packs, self.lengths, self.levels, self._held)
+        shares = self._pack_shares
+        return samples_of_shares(self.model, self.packs, self.lengths, self.levels, shares)
 
     @cached_property
     def _items(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return first item and item count of every share, by encoder."""
-        held, found = self._held, {}
+        """Return first item and number of items of every share by encoder, int64 [shares] each."""
+        shares, items_of_shares = self._pack_shares, {}
         for name, encoder in self.model.encoders.items():
             if name in self.beside.square_ms:
-                # Images before each share within its pack, whose shares are consecutive.
+                # First item = items of earlier shares of the pack, as shares take whole samples.
                 count = self._samples[encoder.feature].of_rows
-                order = np.lexsort((held.part, held.pack))
-                in_order, pack = count[order], held.pack[order]
+                order = np.lexsort((shares.part, shares.pack))
+                in_order, pack = count[order], shares.pack[order]
                 before = np.cumsum(in_order) - in_order
                 first = np.empty_like(before)
                 first[order] = before - before[np.searchsorted(pack, pack)]
-                found[name] = first, count
+                items_of_shares[name] = first, count
                 continue
-            items = self.packs.column(encoder.feature).astype(np.int64)[held.pack]
-            first = first_item(items, held.part, held.context)
-            found[name] = first, first_item(items, held.part + 1, held.context) - first
-        return found
+            items = self.packs.column(encoder.feature).astype(np.int64)[shares.pack]
+            first = first_item(items, shares.part, shares.context)
+            end = first_item(items, shares.part + 1, shares.context)
+            items_of_shares[name] = first, end - first
+        return items_of_shares
 
     def step(self, step: int) -> StepShares:
-        ranks, held, rows = self.ranks, self._held, self._rows_of_group(step, step + 1)
-        pipeline = (held.dp_rank[rows] - ranks.data_ranks.start).astype(np.int64)
+        ranks, shares, rows = self.ranks, self._pack_shares, self._rows_of_group(step, step + 1)
+        pipeline = (shares.dp_rank[rows] - ranks.data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
         samples = self._samples_of(rows)
         dealt, load = deal_whole_samples(
@@ -356,41 +340,43 @@ class EncoderShares:
             unit_ms=unit_of_time(self.beside.item_ms, self.beside.square_ms),
             node=nodes[ranks.block],
         )
-        runs |= {name: _runs_of_samples(samples[name], one) for name, one in dealt.items()}
+        runs |= {name: _runs_of_samples(samples[name], parts) for name, parts in dealt.items()}
         return StepShares(
             ranks=ranks,
             beside=self.beside,
-            rows=held.pack[rows],
+            rows=shares.pack[rows],
             pipeline=pipeline,
             items=items,
             first_item={name: first[rows] for name, (first, _) in self._items.items()},
             encoders=self.model.encoders,
-            sample_passes={name: self._own_passes(name, one) for name, one in dealt.items()},
-            most_passes=self._most_passes(step) if self.beside.sharded > 1 else {},
+            sample_passes={name: self._sample_passes(name, part) for name, part in dealt.items()},
+            max_passes=self._max_passes(step) if self.beside.sharded > 1 else {},
             runs={name: runs[name] for name in items},
         )
 
     def passes_of_steps(self, first_step: int, last_step: int) -> np.ndarray:
         """Return this rank's number of passes in steps `first_step` to `last_step` (exclusive)."""
-        ranks, held, steps = self.ranks, self._held, last_step - first_step
+        ranks, shares, steps = self.ranks, self._pack_shares, last_step - first_step
         rows = self._rows_of_group(first_step, last_step)
-        cell = (held.step[rows] - first_step) * ranks.pipelines
-        cell += held.dp_rank[rows] - ranks.data_ranks.start
-        passes = self._passes_of_ranks(rows, cell, steps)
+        # Each step counts as a group of its own: pipeline number = step * pipelines + pipeline.
+        pipeline = (shares.step[rows] - first_step) * ranks.pipelines
+        pipeline += shares.dp_rank[rows] - ranks.data_ranks.start
+        passes = self._passes_of_ranks(rows, pipeline, steps)
         return np.sum([number[:, ranks.number] for number in passes.values()], axis=0)
 
     def _rows_of_group(self, first_step: int, last_step: int) -> np.ndarray:
-        """Return the rows of this group's pipelines in some steps."""
-        held, own = self._held, self.ranks.data_ranks
-        rows = np.arange(*np.searchsorted(held.step, [first_step, last_step]))
-        return rows[(held.dp_rank[rows] >= own.start) & (held.dp_rank[rows] < own.stop)]
+        """Return the shares of the group's pipelines in steps `first_step` to `last_step - 1`."""
+        shares, own = self._pack_shares, self.ranks.data_ranks
+        rows = np.arange(*np.searchsorted(shares.step, [first_step, last_step]))
+        return rows[(shares.dp_rank[rows] >= own.start) & (shares.dp_rank[rows] < own.stop)]
 
-    def _most_passes(self, step: int) -> dict[tuple[str, bool], int]:
+    def _max_passes(self, step: int) -> dict[tuple[str, bool], int]:
         """Return the maximum passes over ranks that shard weights with this rank."""
-        blocks = self.ranks.parallel.data // self.ranks.pipelines
-        rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
-        passes = self._passes_of_ranks(rows, self._held.dp_rank[rows].astype(np.int64), blocks)
+        blocks, shares = self.ranks.parallel.data // self.ranks.pipelines, self._pack_shares
+        rows = np.arange(*np.searchsorted(shares.step, [step, step + 1]))
+        passes = self._passes_of_ranks(rows, shares.dp_rank[rows].astype(np.int64), blocks)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
+        # Sharding groups are `sharded` neighbouring global ranks and may span encoding groups.
         own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
         return {key: int(number.ravel()[own].max()) for key, number in passes.items()}
 
@@ -402,7 +388,7 @@ class EncoderShares:
         `pipeline` is each row's pipeline over all groups.
         """
         pipelines = self.ranks.pipelines
-        held = {
+        items = {
             name: np.bincount(pipeline, count[rows], groups * pipelines)
             .astype(np.int64)
             .reshape(groups, pipelines)
@@ -410,7 +396,7 @@ class EncoderShares:
         }
         shares = ItemShares.deal_items(
             np.arange(groups),
-            held,
+            items,
             self._samples_of(rows),
             pipeline,
             self.beside,
@@ -420,21 +406,21 @@ class EncoderShares:
             (name, is_kept): shares.passes(name, self.beside)
             .work(is_kept=is_kept)[..., 0]
             .astype(np.int64)
-            for name in held
+            for name in items
             for is_kept in (True, False)
         }
 
     def _samples_of(self, rows: np.ndarray) -> dict[str, SampleItems]:
-        """Return samples in these rows, by encoder that takes whole samples."""
+        """Return samples in these rows, by encoder that never splits a sample."""
         return {
             name: self._samples[self.model.encoders[name].feature].take(rows)
             for name in self.beside.square_ms
         }
 
-    def _own_passes(self, name: str, dealt: DealtSamples) -> list[tuple[int, int, bool]]:
-        """Return this rank's passes of whole samples, as item bounds."""
-        most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
-        passes = passes_of_samples(dealt, most, kept)
+    def _sample_passes(self, name: str, dealt: DealtSamples) -> list[tuple[int, int, bool]]:
+        """Return (first item, end item, kept) of this rank's passes of whole samples."""
+        per_pass, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
+        passes = passes_of_samples(dealt, per_pass, kept)
         own = np.flatnonzero(passes.rank == self.ranks.number)
         stops = np.cumsum(passes.items[own])
         bounds = np.stack([stops - passes.items[own], stops, passes.is_kept[own]], axis=1)
@@ -461,8 +447,8 @@ def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, i
     ]
 
 
-def _joined(starts: np.ndarray, sizes: np.ndarray) -> list[slice]:
-    """Return slices in order, with adjacent slices merged."""
+def _merge_slices(starts: np.ndarray, sizes: np.ndarray) -> list[slice]:
+    """Return the slices in order, with adjacent slices merged."""
     slices: list[slice] = []
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         if slices and slices[-1].stop == start:

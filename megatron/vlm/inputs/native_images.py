@@ -1,4 +1,4 @@
-"""Images and videos at native resolution as a stage needs them: grids, patches, positions.
+"""Native-resolution images and videos of a sample: the grids and patches that a stage needs.
 
 Shapes: Y patches of X values.
 """
@@ -12,7 +12,6 @@ import torch
 from megatron.vlm.inputs.reader import (
     SampleReader,
     UnreadableFile,
-    all_times,
     check_count,
     shown_frames,
 )
@@ -28,21 +27,19 @@ from omnibal.pipeline.stage_units import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageNeeds:
-    """Fields of native-resolution images and RoPE positions that a stage needs."""
+    """Image fields and RoPE positions that a stage needs."""
 
-    grids: bool = False
-    """Whether grids are needed, for borders and rotations of encoder units."""
-    patches: bool = False
-    places: bool = False
-    """Whether features are inserted: the language embed or deepstack features."""
-    rope: bool = False
-    """Whether layers use RoPE by time, row and column."""
+    grids: bool = False  # for borders and rotations in encoder units
+    patches: bool = False  # for the patch embedding
+    places: bool = False  # positions of features, for the language embed and deepstack layers
+    rope: bool = False  # time, row and column of every token, for layers with sectioned RoPE
 
     @classmethod
-    def of(cls, model: ModelConfig, stage: Stage) -> "ImageNeeds":
+    def of_stage(cls, model: ModelConfig, stage: Stage) -> "ImageNeeds":
         layers = stage.layers("language")
         rope = bool(layers) and model.language.rope_sections is not None
-        name = next((name for name, each in model.encoders.items() if each is model.images), None)
+        towers = model.encoders.items()
+        name = next((name for name, tower in towers if tower is model.images), None)
         if model.images is None or name is None:
             return cls(rope=rope)
         embeds = stage.holds(f"{name} embed")
@@ -57,14 +54,13 @@ class ImageNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeImages:
-    """Images and videos of one sample, as read by a stage."""
+    """Images and videos of one sample, as this rank and stage read them."""
 
     shown: tuple[Shown, ...] = ()
     grids: tuple[Grid, ...] = ()
     patches_YX: torch.Tensor | None = None
     unreadable: str | None = None
-    blank_cells: int | None = None
-    """Planned cells if headers are unreadable, so that the text is unknown."""
+    blank_cells: int | None = None  # planned cells, if unreadable headers prevent encoding
 
 
 def read_native_images(
@@ -76,13 +72,11 @@ def read_native_images(
     patches: bool,
     verdict: bool,
 ) -> NativeImages:
-    """Read a sample's images and videos at native resolution.
-
-    Unreadable files become blank patches, numbered by the header or else the plan.
+    """Return a sample's images and videos; unreadable files become blank patches.
 
     Args:
-        planned: planned cells of every image and video time, or in total.
-        own: cells that this rank encodes, of whole images and times.
+        planned: planned cells of every image and frame group of a video, or their sum alone.
+        own: cells that this rank encodes, of complete images and frame groups.
         patches: whether patch values are needed.
         verdict: whether all files must be checked.
     """
@@ -90,75 +84,69 @@ def read_native_images(
     if encoder is None:
         return NativeImages()
     try:
-        shown = tuple(reader.shown(sample))
+        shown = tuple(reader.list_shown(sample))
     except UnreadableFile as error:
         return _blank(sum(planned), len(own), encoder, patches, str(error))
-    # Cells of an image, or of each time of a video.
-    segments = (segments_of(item.grid, encoder) for item in shown)
-    found = [segment.tokens for segment in segments for _ in range(segment.number)]
-    cells = sum(found)
+    # Cells of an image, or of each frame group of a video.
+    segments = [segments_of(item.grid, encoder) for item in shown]
+    cells_of_segments = [item.tokens for item in segments for _ in range(item.number)]
+    cells = sum(cells_of_segments)
     if cells != sum(planned) and any(video.file is None for video in sample.videos):
-        fewer = (
+        missing = (
             f"{sample.where}: {cells} image tokens where the plan counted {sum(planned)}, and a "
-            "video of frames; restore frames that are missing, or take the sample out and plan anew"
+            "video of frames; restore missing frames, or take the sample out and plan again"
         )
-        return _blank(sum(planned), len(own), encoder, patches, fewer)
+        return _blank(sum(planned), len(own), encoder, patches, missing)
     check_count(cells, sum(planned), "image tokens", sample)
     is_whole = len(own) == cells
-    if not is_whole and found != list(planned):
+    if not is_whole and cells_of_segments != list(planned):
         raise UserError(
             f"{sample.where}: its images do not have the tokens that the plan counted for each; "
             "the data changed after it was planned: run `omnibal lengths` and `omnibal plan` again"
         )
-    times = _own_times(shown, own, encoder)
+    # This rank's frame groups of each item: `own` is a run of cells of the sample.
+    times, start = list[range](), 0
+    for segment in segments:
+        first, stop = (
+            min(max(cell - start, 0) // segment.tokens, segment.number)
+            for cell in (own.start, own.stop)
+        )
+        times.append(range(first, stop))
+        start += segment.all_tokens
     values, unreadable = None, None
     try:
         if verdict and not (patches and is_whole):
-            # All ranks with parts of the sample decode the same files, for one verdict.
-            for _ in shown_frames(sample, encoder, all_times(shown)):
+            # All ranks with parts of the sample decode all its files, and agree without messages.
+            for _ in shown_frames(sample, encoder, [range(item.grid.times) for item in shown]):
                 pass
         if patches:
             values = reader.patches(sample, shown, times)
     except UnreadableFile as error:
-        values, unreadable = _no_values(len(own), encoder, patches), str(error)
+        values, unreadable = _blank_patches(len(own), encoder, patches), str(error)
     pairs = zip(shown, times, strict=True)
     return NativeImages(
         shown=shown,
-        grids=tuple(item.grid._replace(times=len(own)) for item, own in pairs if own),
+        grids=tuple(item.grid._replace(times=len(groups)) for item, groups in pairs if groups),
         patches_YX=values,
         unreadable=unreadable,
     )
 
 
-def _own_times(shown: Sequence[Shown], own: range, encoder: ImagesEncoder) -> list[range]:
-    """Return each image's or video's times within these cells of a sample."""
-    times, start = [], 0
-    for item in shown:
-        found = segments_of(item.grid, encoder)
-        first, stop = (
-            min(max(cell - start, 0) // found.tokens, found.number)
-            for cell in (own.start, own.stop)
-        )
-        times.append(range(first, stop))
-        start += found.all_tokens
-    return times
-
-
 def _blank(cells: int, own: int, encoder: ImagesEncoder, patches: bool, error: str) -> NativeImages:
-    """Return a blank image with `cells` in one row, some of them this rank's."""
+    """Return one blank image with a single row of `cells`. This rank encodes `own` of them."""
     all_cells, grid = (
         Grid(1, encoder.merge_size, number * encoder.merge_size) for number in (cells, own)
     )
     return NativeImages(
         shown=(Shown(all_cells),) if cells else (),
         grids=(grid,) if own else (),
-        patches_YX=_no_values(own, encoder, patches),
+        patches_YX=_blank_patches(own, encoder, patches),
         unreadable=error,
         blank_cells=cells,
     )
 
 
-def _no_values(cells: int, encoder: ImagesEncoder, patches: bool) -> torch.Tensor | None:
+def _blank_patches(cells: int, encoder: ImagesEncoder, patches: bool) -> torch.Tensor | None:
     sizes = cells * encoder.positions_per_item, encoder.values_per_patch
     return torch.zeros(sizes) if patches else None
 
@@ -166,7 +154,8 @@ def _no_values(cells: int, encoder: ImagesEncoder, patches: bool) -> torch.Tenso
 def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:
     """Return placeholder text of the planned length, without loss, for unreadable headers."""
     encoder = reader.model.images
-    assert encoder is not None, "the model takes images at their native resolution"
+    assert encoder is not None, "the model takes native-resolution images"
+    # `cells` image tokens, as other stages insert that many features.
     token_ids = np.full(tokens, reader.answer_end)
     token_ids[:cells] = reader.tokenizer.require_id(repeated_tokens(encoder)[0])
     return EncodedSample(token_ids=token_ids, loss_mask=np.zeros(tokens, bool))

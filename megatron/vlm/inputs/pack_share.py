@@ -1,4 +1,4 @@
-"""A rank's share of a pack: its tokens and items, and the routes of its image features.
+"""A rank's share of a pack: its tokens and items, and the route of its image features.
 
 Shapes: F image features that this rank makes, one per image token.
 """
@@ -18,28 +18,24 @@ from omnibal.steps.shares import empty_slots, shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Share:
-    """One rank's share of a pack."""
+class PackShare:
+    """One rank's share of a pack, of a block of `context` ranks."""
 
-    part: int
-    """Rank within the block, from 0."""
-    context: int
-    """Ranks that share the pack."""
+    part: int  # rank within the block, from 0
+    context: int  # number of ranks that share the pack
     exchange: ContextExchange
-    pieces: Pieces
-    """Pieces of all ranks of the block."""
-    item_bounds: Mapping[str, np.ndarray]
-    """Bounds of each rank's items, int64 [context + 1], by name."""
+    pieces: Pieces  # pieces of all ranks of the block
+    item_bounds: Mapping[str, np.ndarray]  # of each rank's items, int64 [context + 1], by name
 
     @classmethod
-    def of(
+    def cut(
         cls,
         sample_tokens: np.ndarray,
         level: Level,
         part: int,
         item_bounds: Mapping[str, np.ndarray] | None = None,
-    ) -> "Share":
-        """Cut a pack, given its samples' token counts."""
+    ) -> "PackShare":
+        """Return share `part` of a pack with these tokens per sample."""
         return cls(
             part=part,
             context=level.context,
@@ -66,21 +62,18 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShareLayout:
-    """Token layout of a share, with one array entry per own piece."""
+    """Token layout of a share, for attention. Arrays are by own piece."""
 
     part: int
     ranks: int
     own: Pieces
-    own_start: np.ndarray
-    """First token of every own piece among this rank's, int64."""
-    own_divided: np.ndarray
-    """Whether other ranks have tokens of the sample, bool."""
-    divided: Pieces
-    """Divided pieces of all ranks, in rank order."""
+    own_start: np.ndarray  # first token of every own piece among this rank's, int64
+    own_divided: np.ndarray  # whether other ranks have tokens of the sample, bool
+    divided: Pieces  # pieces of divided samples on all ranks, in rank order
     padding: int
 
     @classmethod
-    def of(cls, share: Share, padding: int) -> "ShareLayout":
+    def of_share(cls, share: PackShare, padding: int) -> "ShareLayout":
         """Return the layout of a share, with `padding` tokens at the end."""
         divided = share.pieces.divided
         is_own = share.pieces.rank == share.part
@@ -101,7 +94,7 @@ class ShareLayout:
 
     @property
     def divided_tokens(self) -> np.ndarray:
-        """Return tokens of every rank's divided pieces, int64 [context]."""
+        """Return each rank's tokens of divided samples, int64 [context]."""
         sums = np.zeros(self.ranks, np.int64)
         np.add.at(sums, self.divided.rank, self.divided.tokens)
         return sums
@@ -109,34 +102,34 @@ class ShareLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """A plan's levels, and the data-parallel rank that reads shares."""
+    """A plan's context-parallel sizes (levels), and the data-parallel rank that reads shares."""
 
     dp_rank: int
     levels: Sequence[Level]
 
     def rows(self, scheduled: ScheduledPacks, first_step: int, last_step: int) -> np.ndarray:
-        """Return the rank's pack rows in steps `first_step` to `last_step` (exclusive), in slot
-        order."""
+        """Return the rank's rows in steps `first_step` to `last_step - 1`, in slot order."""
         shares = shares_of(scheduled, self.levels)
         inside = (first_step <= shares.step) & (shares.step < last_step)
         return shares.pack[inside & (shares.dp_rank == self.dp_rank)]
 
     def rows_are_full(self, step: ScheduledPacks, ranks: int) -> bool:
-        """Return whether all data-parallel ranks have equally many micro-batches in a step."""
+        """Return whether all data-parallel ranks have the same number of micro-batches."""
         slots = np.bincount(shares_of(step, self.levels).dp_rank, minlength=ranks)
         return bool((slots == slots[0]).all())
 
     def slots(self, step: ScheduledPacks, parallel: Parallel) -> int:
-        """Return the rank's micro-batches in a step, with empty ones to join experts' exchanges."""
+        """Return the rank's number of micro-batches in a step, with empty ones."""
         shares = shares_of(step, self.levels)
         own = int((shares.dp_rank == self.dp_rank).sum())
         if parallel.lockstep_ranks == 1:
             return own
+        # Experts' exchanges are collective: ranks with fewer micro-batches join with empty ones.
         empty = empty_slots(shares.step, shares.dp_rank, parallel.data, parallel.lockstep_ranks)
         return own + int((empty.dp_rank == self.dp_rank).sum())
 
-    def share(self, scheduled: ScheduledPacks, lengths: Lengths, row: int) -> Share | None:
-        """Return the rank's share of a pack, or None if it has all of it."""
+    def share(self, scheduled: ScheduledPacks, lengths: Lengths, row: int) -> PackShare | None:
+        """Return the rank's share of a pack, or None if it has the full pack."""
         level = self.levels[int(scheduled.level[row])]
         if level.context == 1:
             return None
@@ -145,28 +138,25 @@ class Sharing:
         bounds = {
             name: bounds_of_items(pack, lengths, level, name)[0] for name in lengths.item_names
         }
-        return Share.of(lengths.tokens[pack.samples], level, part, bounds)
+        return PackShare.cut(lengths.tokens[pack.samples], level, part, bounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FeatureRoute:
-    """Destinations and sources of a rank's image features."""
+class ImageFeatureRoute:
+    """Destinations and sources of a rank's image features in a shared pack."""
 
-    order_F: np.ndarray
-    """Own features in sending order (rank, then position), int64."""
-    sent: tuple[int, ...]
-    """Features sent to each rank of the block."""
-    received: tuple[int, ...]
-    """Features received from each rank of the block, in the order of own image tokens."""
+    order_F: np.ndarray  # own features in sending order: by target rank, then position; int64
+    sent: tuple[int, ...]  # features sent to each rank of the block
+    received: tuple[int, ...]  # features received from each rank, in token order
 
 
 def feature_route(
-    share: Share,
+    share: PackShare,
     feature: str,
     sample_items: np.ndarray,
     image_positions: Mapping[int, np.ndarray],
     features_per_item: int,
-) -> FeatureRoute:
+) -> ImageFeatureRoute:
     """Return the route of a pack's image features to the ranks with their tokens.
 
     Args:
@@ -174,9 +164,10 @@ def feature_route(
         image_positions: image token positions by sample, if this rank has its tokens or items.
         features_per_item: image tokens per item.
     """
-    item_start = np.concatenate([[0], np.cumsum(sample_items)])
+    item_start = np.concatenate([[0], np.cumsum(sample_items)])  # [samples + 1]
     own_items, own = share.own_items(feature), share.own_pieces
     by_place = share.pieces.take(np.lexsort((share.pieces.first, share.pieces.sample)))
+    # Features that this rank makes: the target has the piece with the feature's image token.
     targets = [np.zeros(0, np.int64)]
     for sample in samples_of_items(own_items, sample_items):
         first = max(own_items.start - item_start[sample], 0) * features_per_item
@@ -186,15 +177,16 @@ def feature_route(
             by_place.stop[low:high], image_positions[sample][first:stop], "right"
         )
         targets.append(by_place.rank[low + place])
+    # Features that this rank needs: the source encodes the item of the feature.
     sources = [np.zeros(0, np.int64)]
     for sample, first, stop in zip(own.sample.tolist(), own.first, own.stop, strict=True):
         if not sample_items[sample]:
             continue
-        wanted = np.arange(*np.searchsorted(image_positions[sample], [first, stop]))
-        item = item_start[sample] + wanted // features_per_item
+        number = np.arange(*np.searchsorted(image_positions[sample], [first, stop]))
+        item = item_start[sample] + number // features_per_item
         sources.append(np.searchsorted(share.item_bounds[feature], item, "right") - 1)
     target, source = np.concatenate(targets), np.concatenate(sources)
-    return FeatureRoute(
+    return ImageFeatureRoute(
         order_F=np.argsort(target, kind="stable"),
         sent=tuple(np.bincount(target, minlength=share.context).tolist()),
         received=tuple(np.bincount(source, minlength=share.context).tolist()),
@@ -202,7 +194,7 @@ def feature_route(
 
 
 def samples_of_items(items: range, sample_items: np.ndarray) -> list[int]:
-    """Return positions of the samples with any of these items."""
+    """Return the samples with any of these items; `sample_items` counts items, [samples]."""
     ends = np.cumsum(sample_items)
-    has_some = (ends > items.start) & (ends - sample_items < items.stop) & (sample_items > 0)
-    return np.flatnonzero(has_some).tolist() if items else []
+    overlaps = (ends > items.start) & (ends - sample_items < items.stop) & (sample_items > 0)
+    return np.flatnonzero(overlaps).tolist() if items else []

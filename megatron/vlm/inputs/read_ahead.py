@@ -1,8 +1,8 @@
-"""Ordered read-ahead of a dataset with worker processes that never outlive the rank.
+"""Ordered read-ahead of a dataset by worker processes that never outlive the rank.
 
-Torch's DataLoader runs in its own thread: it installs no SIGCHLD handler there, which would raise
-in the main thread if a worker dies; workers inherit blocked signals, so none arrives between fork
-and start. And the next item is always fetched and prepared ahead.
+Torch's DataLoader runs in a thread: there it installs no SIGCHLD handler, which would raise in the
+main thread when a worker dies. The thread blocks signals, which workers inherit, so none arrives
+between fork and start. It always fetches and prepares the next item ahead.
 """
 
 import functools
@@ -26,17 +26,14 @@ import torch
 
 from omnibal.base.errors import UserError
 
-_PREFETCH = 4
-"""Items prefetched per worker."""
-_POLL_S = 0.5  # between checks for dead workers
-_RETRY_S = 0.005  # between tries of a full queue
-_MAX_PIPED = 1 << 20
-"""Maximum bytes of an item in the pipe; larger items use shared memory."""
-_ALIGNMENT = 64
-_NICE = 10
-"""Niceness of workers: they use idle cores, as of a stage that waits, and yield at once."""
+_PREFETCH = 4  # items per worker
+_WORKER_POLL_S = 0.5  # between checks for dead workers
+_EXIT_POLL_S = 0.005  # between checks for a dead worker's exit code
+_MAX_PIPED_BYTES = 1 << 20  # larger items go through shared memory instead of the pipe
+_TENSOR_ALIGNMENT = 64  # bytes; as torch's CPU allocator
+_NICE = 10  # niceness of workers, to compute only on cores that the ranks leave idle
+# Signals that schedulers send to all processes. Only the trainer obeys, and ends its workers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals to the process group that only the trainer obeys; it ends the workers."""
 
 
 def read_ahead(
@@ -45,14 +42,14 @@ def read_ahead(
     """Yield every item in order; close the iterator to end the workers.
 
     Args:
-        num_workers: loader processes. 0 uses a thread.
+        num_workers: number of loader processes; 0 reads in a thread.
         prepare: function applied to each item in the reading thread.
     """
-    reading = _Reading(dataset, num_workers, prepare)
-    reading.start()
+    reader = _ReadAhead(dataset, num_workers, prepare)
+    reader.start()
     try:
         while True:
-            event = reading.next_event()
+            event = reader.next_event()
             if not isinstance(event, _End):
                 yield event
             elif event.error is not None:
@@ -60,7 +57,7 @@ def read_ahead(
             else:
                 return
     finally:
-        reading.closed.set()
+        reader.closed.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,9 @@ class _End:
     error: BaseException | None
 
 
-class _Reading:
+class _ReadAhead:
+    """Thread that owns the DataLoader and hands over its items through a queue of one."""
+
     def __init__(
         self, dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
     ) -> None:
@@ -78,111 +77,104 @@ class _Reading:
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
-            collate_fn=parcel if num_workers else _unchanged,
+            collate_fn=pack_parcel if num_workers else lambda item: item,
             worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         )
         self._prepare = prepare
-        self._unpack = unpacked if num_workers else _unchanged
+        self._unpack = unpack_parcel if num_workers else lambda item: item
         self._workers: list[BaseProcess] = []
         self._started = threading.Event()
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
 
     def start(self) -> None:
-        """Start the thread; return once all workers are forked from an idle process."""
-        threading.Thread(target=self._read).start()
+        """Start the thread; return when it has forked all workers."""
+        threading.Thread(target=self._run).start()
+        # A fork copies locks: no other thread of this process may hold one meanwhile.
         self._started.wait()
 
     def next_event(self) -> Any:
         while True:
             try:
-                return self._ready.get(timeout=_POLL_S)
+                return self._ready.get(timeout=_WORKER_POLL_S)
             except queue.Empty:
-                lost = self._lost_worker(patience_s=0)
-                if lost is not None:
-                    raise _ended_from_outside(lost) from None
+                killed = self._find_killed_worker(patience_s=0)
+                if killed is not None:
+                    raise _worker_error(killed) from None
 
-    def _read(self) -> None:
+    def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self._read_all()
-            self._put(_End(None))
+            self._put_all()  # a frame of its own, as its iterator ends the workers when freed
+            self._hand_over(_End(None))
         except BaseException as error:
             self._started.set()
             frames = error.__traceback__
-            # A lost worker first shows as a partly sent item.
-            lost = self._lost_worker(patience_s=_POLL_S)
-            self._put(_End(error if lost is None else _ended_from_outside(lost)))
-            # The frames hold the loader, which ends its workers when freed.
-            traceback.clear_frames(frames)
+            # A killed worker first shows as a partly sent item.
+            killed = self._find_killed_worker(patience_s=_WORKER_POLL_S)
+            self._hand_over(_End(error if killed is None else _worker_error(killed)))
+            traceback.clear_frames(frames)  # frees the iterator
         for worker in self._workers:
-            worker.kill()  # if it did not end: a program waits for its children at exit
+            worker.kill()  # if it still runs: a program waits for its children at exit
 
-    def _read_all(self) -> None:
+    def _put_all(self) -> None:
         others = set(multiprocessing.active_children())
         items = iter(self._loader)
         self._workers += set(multiprocessing.active_children()) - others
         self._started.set()
         for item in items:
-            self._put(self._prepare(self._unpack(item)))
-            if self._abandoned():
+            self._hand_over(self._prepare(self._unpack(item)))
+            if self._is_abandoned():
                 return
 
-    def _lost_worker(self, patience_s: float) -> BaseProcess | None:
-        """Return a worker killed from outside, now or within `patience_s`, or None."""
+    def _find_killed_worker(self, patience_s: float) -> BaseProcess | None:
+        """Return a worker that ended with an error, now or within `patience_s`, or None."""
         sentinels = wait([worker.sentinel for worker in self._workers], patience_s)
         for worker in self._workers:
-            if worker.sentinel in sentinels and _exit_code(worker):
+            if worker.sentinel in sentinels and _wait_for_exit_code(worker):
                 return worker
         return None
 
-    def _put(self, event: Any) -> None:
-        while not self._abandoned():
+    def _hand_over(self, event: Any) -> None:
+        while not self._is_abandoned():
             try:
-                self._ready.put(event, timeout=_POLL_S)
+                self._ready.put(event, timeout=_WORKER_POLL_S)
                 return
             except queue.Full:
                 pass
 
-    def _abandoned(self) -> bool:
-        # The interpreter waits for this thread after an exception: end while workers can be
-        # stopped.
+    def _is_abandoned(self) -> bool:
+        # After an exception the interpreter waits for this thread before it ends: stop then, while
+        # workers can still be stopped.
         return self.closed.is_set() or not threading.main_thread().is_alive()
 
 
-def _unchanged(item: Any) -> Any:
-    return item
-
-
 def _begin_worker(trainer: int, worker: int) -> None:
+    def end_with_trainer() -> None:
+        # Torch's own watch misses a trainer killed before the watch starts.
+        while os.getppid() == trainer:
+            time.sleep(_WORKER_POLL_S)
+        os._exit(1)
+
     os.nice(_NICE)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+    threading.Thread(target=end_with_trainer, daemon=True).start()
 
 
-def _end_with(trainer: int) -> None:
-    """End this worker with the trainer; torch's watch misses a trainer killed before its start."""
-    while os.getppid() == trainer:
-        time.sleep(_POLL_S)
-    os._exit(1)
-
-
-def _exit_code(worker: BaseProcess) -> int | None:
-    """Return a worker's exit code, or None if not reported in time.
-
-    Loader threads wait for it too. The system reports it to one thread only.
-    """
-    deadline = time.monotonic() + _POLL_S
+def _wait_for_exit_code(worker: BaseProcess) -> int | None:
+    """Return a worker's exit code, or None if it is not known in time."""
+    deadline = time.monotonic() + _WORKER_POLL_S
+    # Loader threads wait for it too, and the system reports it to one thread only.
     while worker.exitcode is None and time.monotonic() < deadline:
-        time.sleep(_RETRY_S)
+        time.sleep(_EXIT_POLL_S)
     return worker.exitcode
 
 
-def _ended_from_outside(worker: BaseProcess) -> UserError:
+def _worker_error(worker: BaseProcess) -> UserError:
     code = worker.exitcode or 0
     cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
     return UserError(
-        f"loader process {worker.pid} was ended from outside ({cause}), as the system does where "
+        f"loader process {worker.pid} was ended from outside ({cause}), as the system does if "
         "memory (SIGKILL) or shared memory (SIGBUS) is short; resume from the last checkpoint with "
         "fewer --num-workers, or with more memory"
     )
@@ -190,20 +182,18 @@ def _ended_from_outside(worker: BaseProcess) -> UserError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """An item of a loader process with all tensors in one buffer.
+    """An item of a loader process, with all its tensors in one buffer.
 
-    Torch opens an authenticated connection for each tensor: half a millisecond each.
+    Torch would open an authenticated connection for each tensor: half a millisecond each.
     """
 
-    pickled: bytes
-    """The pickled item without tensor contents."""
-    sizes: tuple[int, ...]
-    content: bytearray | torch.Tensor
-    """Padded bytes of all tensors. A tensor if in shared memory."""
+    pickled: bytes  # the pickled item without tensor contents
+    sizes: tuple[int, ...]  # bytes of each tensor
+    content: bytearray | torch.Tensor  # padded bytes of all tensors; a tensor if in shared memory
 
 
-def parcel(item: Any) -> Parcel:
-    """Pack an item, in the loader process."""
+def pack_parcel(item: Any) -> Parcel:
+    """Return an item of the loader process as a parcel."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(item)
@@ -211,7 +201,7 @@ def parcel(item: Any) -> Parcel:
     sizes = tuple(part.nbytes for part in parts)
     starts = _starts(sizes)
     content: bytearray | torch.Tensor = bytearray(starts[-1])
-    if starts[-1] > _MAX_PIPED:
+    if starts[-1] > _MAX_PIPED_BYTES:
         content = torch.empty(starts[-1], dtype=torch.uint8)
     view = _bytes_of(content)
     for part, start, size in zip(parts, starts, sizes, strict=False):
@@ -219,8 +209,8 @@ def parcel(item: Any) -> Parcel:
     return Parcel(stream.getvalue(), sizes, content)
 
 
-def unpacked(parcel: Parcel) -> Any:
-    """Unpack an item. Its tensors share the parcel's memory."""
+def unpack_parcel(parcel: Parcel) -> Any:
+    """Return the item of a parcel. Its tensors are views of the parcel's memory."""
     view = _bytes_of(parcel.content)
     pairs = zip(_starts(parcel.sizes), parcel.sizes, strict=False)
     return pickle.loads(
@@ -236,8 +226,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return the offset of each tensor, then the end of the last."""
-    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    """Return the offset of each tensor, and the end of the last."""
+    padded = (-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes)
+    return list(accumulate(padded, initial=0))
 
 
 def _bytes_of(content: bytearray | torch.Tensor) -> memoryview:

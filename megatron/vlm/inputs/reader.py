@@ -1,4 +1,4 @@
-"""Samples as model inputs: token ids, tiles or patches of images, and frames of recordings.
+"""Reading of samples as model inputs: token ids, tiles or patches, frames of recordings.
 
 Shapes: T tiles, C channels, P pixels per side; Y patches of X values; for frames C clips, B mel
 bins, F frames; S packed tokens, M image tokens, N audio tokens.
@@ -33,14 +33,14 @@ from omnibal.data.native_resolution import (
 from omnibal.data.recordings import BadRecording, log_mel, read_clips, read_duration
 from omnibal.data.rope_positions import rope_positions
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Video
-from omnibal.data.stored_files import AudioFile, ImageFile, VideoFile, why_unreadable
+from omnibal.data.stored_files import AudioFile, ImageFile, why_unreadable
 from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.data.video_files import BadVideo, read_video_frames
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImageRule, ImagesEncoder
 
-# ImageNet statistics, as in InternVL.
+# Mean and standard deviation of ImageNet, as in InternVL.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -50,18 +50,14 @@ class UnreadableFile(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A question with everything before it."""
+    """A question, with all text and items before it."""
 
-    token_ids: np.ndarray
-    """Token ids, int64 [tokens]."""
-    items: Mapping[str, int]
-    """Items so far by feature: the sample's first tiles, clips and image tokens."""
-    shown: tuple[Shown, ...] = ()
-    """Images and videos at native resolution so far."""
+    token_ids: np.ndarray  # token ids, int64 [tokens]
+    items: Mapping[str, int]  # number of tiles, clips and image tokens up to the question
+    shown: tuple[Shown, ...] = ()  # native-resolution images and videos up to the question
 
     @property
     def items_of_field(self) -> dict[str, int]:
-        """Return the items so far by field of a micro-batch."""
         patches = sum(grid.patches for grid, _ in self.shown)
         tiles, clips = self.items["tiles"], self.items["clips"]
         return {"pixels_TCPP": tiles, "frames_CBF": clips, "patches_YX": patches}
@@ -69,10 +65,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
-    """Reader of one dataset's samples for one model.
-
-    `some_tiles` and `some_clips` decode only the files they need.
-    """
+    """Reader of one dataset's samples for one model."""
 
     annotations: Annotations
     tokenizer: Tokenizer
@@ -80,15 +73,14 @@ class SampleReader:
 
     @property
     def answer_end(self) -> int:
-        """Return the token that closes an answer."""
         return answer_end(self.model, self.tokenizer)
 
     def shown_sample(self, sample: Sample) -> Sample:
-        """Return the sample with videos as frames if the model tiles images."""
+        """Return the sample, with videos as frames if the model takes tiles."""
         return sample if self.model.images is not None else sample.shown(self.model.tiling)
 
     def tiles_per_image(self, sample: Sample) -> list[int]:
-        """Return tile counts of shown images, from their headers."""
+        """Return the number of tiles of each shown image, from file headers."""
         sample = sample.shown(self.model.tiling)
         if sample.of_frames or not sample.images:
             return [1] * len(sample.images)
@@ -96,26 +88,26 @@ class SampleReader:
         return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
 
     def clips_per_recording(self, sample: Sample) -> list[int]:
-        """Return clip counts of recordings, from their headers. 0 without an audio encoder."""
+        """Return the number of clips of each recording (0 without audio), from file headers."""
         if not self.model.takes_audio:
             return [0] * len(sample.recordings)
         counts = []
         for recording in sample.recordings:
-            with _heard(recording, sample):
+            with _recording_errors(recording, sample):
                 counts.append(read_duration(recording).clips(self.model.audio.frames))
         return counts
 
     def audio_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Return positions of audio tokens in a pack, int64 [N], or None without audio."""
+        """Return positions of audio tokens, int64 [N], or None without an audio encoder."""
         if not self.model.takes_audio:
             return None
         return (token_ids_S == self.tokenizer.audio_context).nonzero().squeeze(1)
 
     def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Return positions of image and video tokens, int64 [M], or None without images."""
+        """Return positions of image and video tokens, int64 [M], or None without an encoder."""
         rule = self.model.images
         if rule is not None:
-            return self._shown_kinds(token_ids_S.numpy(), rule).nonzero().squeeze(1)
+            return self._item_kinds(token_ids_S.numpy(), rule).nonzero().squeeze(1)
         if not self.model.takes_images:
             return None
         return (token_ids_S == self.tokenizer.image_context).nonzero().squeeze(1)
@@ -127,22 +119,22 @@ class SampleReader:
 
         Args:
             shown: images and videos in token order.
-            answered: generated tokens at the end, of any kind.
+            answered: number of generated tokens at the end. They count as text.
         """
         rule = self.model.images
         if rule is None:
             return np.broadcast_to(np.arange(len(token_ids)), (3, len(token_ids)))
-        return rope_positions(self._shown_kinds(token_ids, rule).numpy(), shown, rule, answered)
+        return rope_positions(self._item_kinds(token_ids, rule).numpy(), shown, rule, answered)
 
-    def _shown_kinds(self, token_ids: np.ndarray, rule: ImageRule) -> torch.Tensor:
-        """Return each token's kind of item, from 1, or 0 for text; int64 [S]."""
+    def _item_kinds(self, token_ids: np.ndarray, rule: ImageRule) -> torch.Tensor:
+        """Return each token's kind of item, from 1 (0: text), int64 [S]."""
         kinds = np.zeros(len(token_ids), np.int64)
         for kind, piece in enumerate(repeated_tokens(rule), 1):
             kinds[token_ids == self.tokenizer.require_id(piece)] = kind
         return torch.from_numpy(kinds)
 
-    def shown(self, sample: Sample) -> list[Shown]:
-        """Return images and videos at native resolution, from headers, in token order."""
+    def list_shown(self, sample: Sample) -> list[Shown]:
+        """Return native-resolution images and videos in token order, from file headers."""
         if self.model.images is None:
             return []
         try:
@@ -152,7 +144,7 @@ class SampleReader:
         except (UnreadableFile, StorageError):
             raise
         except UserError as error:
-            raise UnreadableFile(f"{error}, and plan anew") from error
+            raise UnreadableFile(f"{error}, and plan again") from error
 
     def patches(
         self, sample: Sample, shown: Sequence[Shown], times: Sequence[range] | None = None
@@ -160,49 +152,50 @@ class SampleReader:
         """Return patch values in order, float32 [Y, X]; Y may be 0.
 
         Args:
-            shown: result of `shown`, or its beginning.
-            times: times to read of every image and video, or None for all.
+            shown: result of `list_shown`, or its beginning.
+            times: frame groups to read of every image and video, or None for all.
         """
         encoder = self.model.images
-        assert encoder is not None, "the model takes images at their native resolution"
-        times = all_times(shown) if times is None else times
-        found = [torch.zeros((0, encoder.values_per_patch))]
+        assert encoder is not None, "the model takes native-resolution images"
+        times = [range(item.grid.times) for item in shown] if times is None else times
+        parts_YX = [torch.zeros((0, encoder.values_per_patch))]
         grids = [
             item.grid._replace(times=len(t)) for item, t in zip(shown, times, strict=True) if t
         ]
         for grid, frames in zip(grids, shown_frames(sample, encoder, times), strict=True):
-            found.append(patches_of(frames, grid, encoder))
-        return torch.cat(found)
+            parts_YX.append(cut_patches(frames, grid, encoder))
+        return torch.cat(parts_YX)
 
     def encode(
         self, sample: Sample, tiles: int, clips: int = 0, shown: Sequence[Shown] = ()
     ) -> EncodedSample:
-        """Encode the conversation with its loss mask, given its tiles, clips and native images."""
+        """Return token ids and loss mask, given the planned tiles and clips, and native images."""
         rule = self.model.images
         if rule is not None:
-            heard = self.clips_per_recording(sample)
+            per_recording = self.clips_per_recording(sample)
             places = tokens_of_places(shown, rule)
-            return encode_sample(sample, places, self.model, self.tokenizer, heard)
-        sample.shown(self.model.tiling)
+            return encode_sample(sample, places, self.model, self.tokenizer, per_recording)
+        sample.shown(self.model.tiling)  # raises if the model cannot take its images or videos
         if sample.videos:
-            # Planned number of frames, even if some are missing: reading them raises.
+            # The planned number of frames, even if some are missing: reading them raises.
             sample = sample.with_frames(sample.videos[0].frames[:1] * tiles)
             per_image = [1] * tiles
         else:
-            # Image headers are needed only if several images share the tiles.
+            # Only several images need their headers, to divide the tiles.
             several = len(sample.images) > 1
             per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
-        heard = [clips] if len(sample.recordings) == 1 else self.clips_per_recording(sample)
-        return encode_sample(sample, per_image, self.model, self.tokenizer, heard)
+        single = len(sample.recordings) == 1
+        per_recording = [clips] if single else self.clips_per_recording(sample)
+        return encode_sample(sample, per_image, self.model, self.tokenizer, per_recording)
 
     def prompt(self, sample: Sample, turn: int, room: int, chatting: bool = False) -> Prompt:
-        """Encode everything before a turn's answer.
+        """Return the prompt of a turn: all text and items before its answer.
 
         Args:
             room: maximum tokens of the answer.
             chatting: see `encode_prompt`.
         """
-        rule, shown = self.model.images, self.shown(sample)
+        rule, shown = self.model.images, self.list_shown(sample)
         sample = self.shown_sample(sample)
         tiles = [] if rule is not None else self.tiles_per_image(sample)
         per_image = tiles if rule is None else tokens_of_places(shown, rule)
@@ -216,7 +209,10 @@ class SampleReader:
             f"{sample.where}: a question with {room:,} tokens for its answer",
             "shorten the question, or allow its answer fewer tokens",
         )
-        shown = shown[: self._shown_until(sample, turn)]
+        videos = sample.items_until(VIDEO, turn)
+        if rule is not None and rule.video is None:  # each sampled frame is an image
+            videos = sum(len(video.frames) for video in seen_videos(sample, rule)[:videos])
+        shown = shown[: sample.items_until(IMAGE, turn) + videos]
         cells = [segments_of(grid, rule).all_tokens for grid, _ in shown if rule is not None]
         items = {
             "tiles": sum(tiles[: sample.items_until(IMAGE, turn)]),
@@ -225,72 +221,62 @@ class SampleReader:
         }
         return Prompt(token_ids=token_ids, items=items, shown=tuple(shown))
 
-    def _shown_until(self, sample: Sample, turn: int) -> int:
-        """Return the number of images and videos up to this turn, inclusive."""
-        rule, videos = self.model.images, sample.items_until(VIDEO, turn)
-        if rule is not None and rule.video is None:
-            videos = sum(len(video.frames) for video in seen_videos(sample, rule)[:videos])
-        return sample.items_until(IMAGE, turn) + videos
-
     def check_images(self, sample: Sample, tiles: int) -> None:
-        """Decode all shown images. A video must have `tiles` frames."""
+        """Raise UnreadableFile unless all shown images decode and a video has `tiles` frames."""
         sample = sample.shown(self.model.tiling)
-        check_frames(sample, tiles)
+        check_frame_count(sample, tiles)
         for image in sample.images:
             _read_image(image, sample)
 
     def check_recordings(self, sample: Sample) -> None:
-        """Decode all recordings."""
-        frames = self.model.audio.frames
-        for recording, count in zip(
-            sample.recordings, self.clips_per_recording(sample), strict=True
-        ):
-            for clip in range(count):
-                _read_clips(recording, sample, range(clip, clip + 1), frames)
+        """Raise UnreadableFile unless all recordings decode."""
+        counts = self.clips_per_recording(sample)
+        for recording, count in zip(sample.recordings, counts, strict=True):
+            for clip in range(count):  # one at a time in memory
+                _read_clip(recording, sample, clip, self.model.audio.frames)
 
     def clips(self, sample: Sample) -> np.ndarray:
         """Return log-mel frames of all clips in order, float32 [C, B, F]."""
         return self.some_clips(sample, range(sum(self.clips_per_recording(sample))))
 
     def some_clips(self, sample: Sample, wanted: range) -> np.ndarray:
-        """Return some clips as `clips` would, decoding only those."""
+        """Return clips `wanted` of all recordings, float32 [C, B, F]; decodes no others."""
         audio = self.model.audio
-        found = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
+        parts = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
         counts = self.clips_per_recording(sample)
         starts = accumulate(counts, initial=0)
         for recording, start, count in zip(sample.recordings, starts, counts, strict=False):
             for clip in range(max(wanted.start - start, 0), min(wanted.stop - start, count)):
-                wanted_clip = range(clip, clip + 1)
-                [wave_S] = _read_clips(recording, sample, wanted_clip, audio.frames)
-                found.append(log_mel(wave_S, audio.mel_bins)[None])
-        return np.concatenate(found)
+                wave_S = _read_clip(recording, sample, clip, audio.frames)  # S samples of sound
+                parts.append(log_mel(wave_S, audio.mel_bins)[None])
+        return np.concatenate(parts)
 
     def tiles(self, sample: Sample) -> list[np.ndarray]:
         """Return all tiles of shown images in order, uint8 [P, P, C]."""
         sample = sample.shown(self.model.vision.tiling)
-        return [tile for image in sample.images for tile in self._tiles_of(image, sample)]
+        return [tile for image in sample.images for tile in self._cut_tiles(image, sample)]
 
     def some_tiles(self, sample: Sample, wanted: range) -> list[np.ndarray]:
-        """Return some tiles as `tiles` would, decoding only their images."""
+        """Return tiles `wanted` of all images, uint8 [P, P, C]; decodes no other images."""
         sample = sample.shown(self.model.vision.tiling)
-        found: list[np.ndarray] = []
+        tiles: list[np.ndarray] = []
         ends = list(accumulate(self.tiles_per_image(sample)))
         for image, start, end in zip(sample.images, (0, *ends[:-1]), ends, strict=True):
             first, stop = max(wanted.start, start), min(wanted.stop, end)
             if first < stop:
-                found += self._tiles_of(image, sample)[first - start : stop - start]
-        return found
+                tiles += self._cut_tiles(image, sample)[first - start : stop - start]
+        return tiles
 
-    def _tiles_of(self, image: ImageFile, sample: Sample) -> list[np.ndarray]:
-        """Tile as InternVL: uint8 [P, P, C] tiles row by row, then the thumbnail."""
+    def _cut_tiles(self, image: ImageFile, sample: Sample) -> list[np.ndarray]:
+        """Return InternVL's tiles, uint8 [P, P, C]: row by row, then the thumbnail."""
         tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
-        whole = _read_image(image, sample)
-        columns, rows = tile_grid(*whole.size, tiling, size)
-        resized = np.asarray(whole.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
+        pixels, bicubic = _read_image(image, sample), Image.Resampling.BICUBIC
+        columns, rows = tile_grid(*pixels.size, tiling, size)
+        resized = np.asarray(pixels.resize((columns * size, rows * size), bicubic))
         order = "(row p1) (col p2) c -> (row col) p1 p2 c"
         tiles = list(rearrange(resized, order, p1=size, p2=size))
         if tiling.use_thumbnail and len(tiles) > 1:
-            tiles.append(np.asarray(whole.resize((size, size), Image.Resampling.BICUBIC)))
+            tiles.append(np.asarray(pixels.resize((size, size), bicubic)))
         return tiles
 
     def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
@@ -299,21 +285,20 @@ class SampleReader:
         return torch.from_numpy(normalize_tiles(tiles, self.model.vision.image_size))
 
 
-def patches_of(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> torch.Tensor:
+def cut_patches(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> torch.Tensor:
     """Return patch values of an image (one frame) or video, float32 [Y, X], from RGB uint8.
 
-    Equal to Qwen's own processors: torch's antialiased bicubic filter on 8-bit values, as in
-    Transformers. Patches are by cell, then row by row; their values by channel, frame, row and
-    column. The last frame is repeated to fill patches.
+    Equal to Qwen's processors in Transformers. Patches are by cell, then row by row; values by
+    channel, frame, row and column. The last frame is repeated to fill patches.
     """
     frames = torch.from_numpy(np.ascontiguousarray(frames_FHWC)).permute(0, 3, 1, 2).contiguous()
-    # 8-bit pixels are normalized in one step, as Transformers rounds.
-    whole = 1 / encoder.pixel_scale
+    # Scale mean and std, not pixels: Transformers fuses both steps, and so rounds once.
+    scale = 1 / encoder.pixel_scale
     mean_C, std_C = (
-        torch.tensor(color) * whole for color in (encoder.pixel_mean, encoder.pixel_std)
+        torch.tensor(color) * scale for color in (encoder.pixel_mean, encoder.pixel_std)
     )
     size = grid.rows * encoder.patch_size, grid.columns * encoder.patch_size
-    if frames.shape[-2:] != size:
+    if frames.shape[-2:] != size:  # on uint8: the filter rounds to 8 bits, as in Transformers
         frames = F.interpolate(frames, size, mode="bicubic", antialias=True)
     values = frames.to(torch.float32)
     values = values.sub_(mean_C[:, None, None]).div_(std_C[:, None, None])
@@ -331,7 +316,7 @@ def patches_of(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> t
 
 
 def normalize_tiles(tiles: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """Normalize uint8 tiles [P, P, C], float32 [T, C, P, P]."""
+    """Return the uint8 tiles [P, P, C] normalized, float32 [T, C, P, P]."""
     mean, std = np.array(PIXEL_MEAN, np.float32), np.array(PIXEL_STD, np.float32)
     pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
     for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):
@@ -341,22 +326,22 @@ def normalize_tiles(tiles: Sequence[np.ndarray], size: int) -> np.ndarray:
 
 
 @contextmanager
-def _opened(image: ImageFile, sample: Sample) -> Iterator[BinaryIO]:
-    """Open the file; any failure inside raises UnreadableFile."""
+def _open_image(image: ImageFile, sample: Sample) -> Iterator[BinaryIO]:
+    """Open the file. Any failure in the body, except of storage, raises UnreadableFile."""
     try:
         with image.open() as file:
             yield file
     except StorageError:
         raise
-    except Exception as error:  # what Pillow raises for a broken file has no common type
+    except Exception as error:  # Pillow's errors of broken files have no common type
         raise UnreadableFile(
             f"{image}: cannot read this image ({why_unreadable(error)}); it is an image of "
-            f"{sample.where}; restore the file, or take the sample out and plan anew"
+            f"{sample.where}; restore the file, or take the sample out and plan again"
         ) from error
 
 
 def _image_size(image: ImageFile, sample: Sample, *, upright: bool = False) -> tuple[int, int]:
-    with _opened(image, sample) as file:
+    with _open_image(image, sample) as file:
         if upright:
             return upright_size(file)
         with Image.open(file) as header:
@@ -364,14 +349,9 @@ def _image_size(image: ImageFile, sample: Sample, *, upright: bool = False) -> t
 
 
 def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> Image.Image:
-    with _opened(image, sample) as file, Image.open(file) as pixels:
+    with _open_image(image, sample) as file, Image.open(file) as pixels:
         ends_as_whole(pixels, file)
         return as_rgb(ImageOps.exif_transpose(pixels) if upright else pixels)
-
-
-def all_times(shown: Sequence[Shown]) -> list[range]:
-    """Return all times of every image and video."""
-    return [range(item.grid.times) for item in shown]
 
 
 def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Iterator[np.ndarray]:
@@ -380,79 +360,77 @@ def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Ite
     As Transformers' `load_image`: EXIF orientation applied, alpha dropped.
 
     Args:
-        times: times to read of every image and video, or of the first, empty skips it.
+        times: frame groups to read of the sample's first images and videos; empty skips one.
     """
 
-    def pixels(image: ImageFile) -> np.ndarray:
+    def read(image: ImageFile) -> np.ndarray:
         return np.array(_read_image(image, sample, upright=True))
 
-    together = rule.frames_per_patch
     for (item, frames), own in zip(_shown_items(sample, rule), times, strict=False):
-        wanted = frames[own.start * together : own.stop * together]
+        wanted = frames[own.start * rule.frames_per_patch : own.stop * rule.frames_per_patch]
         if not own:
             continue
         if isinstance(item, ImageFile):
-            yield pixels(item)[None]
-        elif item.file is not None:
-            yield _read_frames(item.file, sample, wanted)
+            yield read(item)[None]
+        elif item.file is None:
+            yield np.stack([read(item.frames[number]) for number in wanted])
         else:
-            yield np.stack([pixels(item.frames[number]) for number in wanted])
+            try:
+                yield read_video_frames(item.file, wanted)
+            except BadVideo as error:
+                raise UnreadableFile(
+                    f"{sample.where}: video {item.file} {error}, and plan again"
+                ) from error
 
 
 def _shown_items(
     sample: Sample, rule: ImageRule
 ) -> Iterator[tuple[ImageFile | Video, tuple[int, ...]]]:
-    """Yield each shown image or video with its sampled frames."""
-    seen = iter(seen_videos(sample, rule))
+    """Yield each shown image or video with the numbers of its sampled frames."""
+    videos = iter(seen_videos(sample, rule))
     for item in sample.shown_in_order:
         if isinstance(item, ImageFile):
             yield item, ()
             continue
-        frames = next(seen).frames
-        if rule.video is None:
+        frames = next(videos).frames
+        if rule.video is None:  # each sampled frame is an image
             yield from ((item.frames[number], ()) for number in frames)
         else:
             yield item, frames
 
 
-def _read_frames(video: VideoFile, sample: Sample, wanted: Sequence[int]) -> np.ndarray:
-    try:
-        return read_video_frames(video, wanted)
-    except BadVideo as error:
-        raise UnreadableFile(f"{sample.where}: video {video} {error}, and plan anew") from error
-
-
 @contextmanager
-def _heard(recording: AudioFile, sample: Sample) -> Iterator[None]:
+def _recording_errors(recording: AudioFile, sample: Sample) -> Iterator[None]:
     """Turn errors of a recording into UnreadableFile."""
     try:
         yield
     except BadRecording as error:
         raise UnreadableFile(
-            f"{recording}: this recording {error.wrong}; it is one of {sample.where}; restore the "
-            "file, or take the sample out and plan anew"
+            f"{recording}: this recording {error.wrong}; it is of {sample.where}; restore the "
+            "file, or take the sample out and plan again"
         ) from error
 
 
-def _read_clips(recording: AudioFile, sample: Sample, wanted: range, frames: int) -> np.ndarray:
-    with _heard(recording, sample):
-        return read_clips(recording, wanted, frames)
+def _read_clip(recording: AudioFile, sample: Sample, clip: int, frames: int) -> np.ndarray:
+    with _recording_errors(recording, sample):
+        [wave_S] = read_clips(recording, range(clip, clip + 1), frames)
+        return wave_S
 
 
-def check_frames(sample: Sample, planned: int) -> None:
+def check_frame_count(sample: Sample, planned: int) -> None:
     """Raise UnreadableFile unless a video has the planned number of frames."""
     if sample.of_frames and len(sample.images) != planned:
         raise UnreadableFile(
             f"{sample.images[0].path}: {len(sample.images)} frame(s) where the plan counted "
             f"{planned}; they are frames of {sample.where}; restore them, or take the sample out "
-            "and plan anew"
+            "and plan again"
         )
 
 
-def check_count(found: int, planned: int, what: str, sample: Sample) -> None:
-    """Raise UserError unless a sample's count of `what` equals the plan's."""
-    if found != planned:
+def check_count(count: int, planned: int, name: str, sample: Sample) -> None:
+    """Raise UserError unless a sample's number of items called `name` equals the plan's."""
+    if count != planned:
         raise UserError(
-            f"{sample.where}: {found} {what} where the plan counted {planned}; the data "
+            f"{sample.where}: {count} {name} where the plan counted {planned}; the data "
             "changed after it was planned: run `omnibal lengths` and `omnibal plan` again"
         )

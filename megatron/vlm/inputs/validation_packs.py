@@ -1,11 +1,11 @@
-"""Packs of held-out samples, for the validation loss."""
+"""Packs of held-out samples for the validation loss."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron.vlm.inputs.batch import MicroBatchShape
-from megatron.vlm.inputs.data import DataOptions, PackDataset
+from megatron.vlm.inputs.data import MicroBatchOptions, PackDataset
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.base.errors import UserError
@@ -14,32 +14,25 @@ from omnibal.data.scan import scan_lengths
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.isf import pack_isf
-from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.stage_units import Stage
 
-_SEED = 0
+_PACKING_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationPacks:
     """Validation packs, equal on every rank and in every run."""
 
-    scheduled: ScheduledPacks
-    """Packs of one step, dealt to ranks or blocks of ranks in turn. A rank may have none."""
+    scheduled: ScheduledPacks  # one step, dealt round-robin to blocks of `context` ranks
     lengths: Lengths
     level: Level
-    left_out: int
-    """Samples beyond a cap."""
-
-    @property
-    def samples(self) -> int:
-        """Return the samples in the packs of all ranks."""
-        return len(self.lengths)
+    left_out: int  # number of samples that exceed a cap
 
     def dataset(
-        self, reader: SampleReader, stage: Stage, rank: int, options: DataOptions
+        self, reader: SampleReader, stage: Stage, rank: int, options: MicroBatchOptions
     ) -> PackDataset:
-        """Return one data-parallel rank's dataset, without augmentation or drop path."""
+        """Return a data-parallel rank's dataset, without augmentation and drop path."""
         plain = replace(options, augment=False, drop_path=False)
         packs, rows, sharing = self.scheduled, self._rows(rank), self._sharing(rank)
         return PackDataset(reader, packs, self.lengths, rows, stage, plain, sharing)
@@ -50,7 +43,7 @@ class ValidationPacks:
         )
 
     def slots(self, rank: int, parallel: Parallel) -> int:
-        """Return the rank's micro-batches, with empty ones to join other ranks."""
+        """Return the rank's number of micro-batches, with empty ones to join other ranks."""
         return self._sharing(rank).slots(self.scheduled, parallel)
 
     def _rows(self, rank: int) -> np.ndarray:
@@ -63,14 +56,13 @@ class ValidationPacks:
 def pack_validation(
     reader: SampleReader, samples: int, level: Level, data_parallel: int
 ) -> ValidationPacks:
-    """Scan the first `samples` held-out samples and pack all that fit.
+    """Return packs of the first `samples` held-out samples, except samples that exceed a cap.
 
-    All packs have the level of the longest training samples, so that no rank has gaps between its
-    slots.
+    All packs have one context-parallel size, so that no rank has gaps between its slots.
     """
-    taken = np.arange(min(samples, len(reader.annotations)))
-    annotations = reader.annotations.take(taken)
-    # Skipped here and raised below, without the scan's own advice.
+    scanned = min(samples, len(reader.annotations))
+    annotations = reader.annotations.take(np.arange(scanned))
+    # "skip", and raise below: the scan's own error advises --on-error, which is no option here.
     scan = scan_lengths(
         annotations, reader.model, reader.tokenizer, lambda done: None, on_error="skip"
     )
@@ -81,19 +73,14 @@ def pack_validation(
     lengths = scan.lengths.take(np.flatnonzero(fits))
     if not len(lengths):
         raise UserError(
-            f"all {len(taken)} held-out samples exceed the plan's caps of {caps}; "
+            f"all {scanned} held-out samples exceed the plan's caps of {caps}; "
             "validate on samples like those trained on"
         )
-    packs = pack_isf(lengths, caps, _SEED)
+    packs = pack_isf(lengths, caps, _PACKING_SEED)
+    slot, block = np.divmod(np.arange(len(packs)), data_parallel // level.context)
     return ValidationPacks(
-        scheduled=_deal_packs(packs, lengths, data_parallel // level.context, level.context),
+        scheduled=ScheduledPacks.of(packs, lengths, 0 * slot, block * level.context, slot),
         lengths=lengths,
         level=level,
-        left_out=len(taken) - len(lengths),
+        left_out=scanned - len(lengths),
     )
-
-
-def _deal_packs(packs: Packs, lengths: Lengths, blocks: int, context: int) -> ScheduledPacks:
-    """Deal packs in turn: every block of `context` ranks takes every `blocks`-th pack."""
-    slot, block = np.divmod(np.arange(len(packs)), blocks)
-    return ScheduledPacks.of(packs, lengths, 0 * slot, block * context, slot)

@@ -46,7 +46,7 @@ from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import ByTower, VLMStage, items_of
-from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import (
@@ -95,7 +95,7 @@ build_for_times = partial(build_trainer, options=OPTIMIZATION, steps=1, seed=0, 
 
 def profile(
     job: JobSpec,
-    launch: Launch,
+    launch: RankLaunch,
     options: ProfileOptions,
     progress: Console,
     reader: SampleReader | None = None,
@@ -633,7 +633,7 @@ def main() -> None:
     add("--tokenizer-model", type=Path, help="needed with --data")
     add("-o", "--output", type=Path, required=True, help="profile.json to write")
     arguments = parser.parse_args()
-    launch = Launch.from_environment()
+    launch = RankLaunch.from_environment()
     try:
         check_provider(arguments.provider)
         job = JobSpec(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.inputs.pack_share import Share
+from megatron.vlm.inputs.pack_share import PackShare
 from megatron.vlm.model.embeddings import IMAGE_CHANNELS
 from omnibal.base.errors import UserError
 from omnibal.cost.context import exchange_mistake
@@ -292,7 +292,7 @@ def shares_of_process(
 
 def _share(sample_tokens: Sequence[int], level: Level) -> MeasuredShare:
     tokens = np.array(sample_tokens)
-    share = Share.of(tokens, level, dist.get_rank() % level.context)
+    share = PackShare.cut(tokens, level, dist.get_rank() % level.context)
     batch = MicroBatch(
         tiles=0,
         tokens=share.tokens,

@@ -67,7 +67,7 @@ class SampleDraws(torch.utils.data.Dataset):
             every = [tile for of_sample in tiles for tile in of_sample]
             pixels = torch.from_numpy(normalize_tiles(every, model.vision.image_size))
         moments_s.append(time.process_time())
-        shown, patches, cells = [reader.shown(sample) for sample in samples], torch.zeros(0), 0
+        shown, patches, cells = [reader.list_shown(sample) for sample in samples], torch.zeros(0), 0
         if model.images is not None:
             patches = torch.cat(list(map(reader.patches, samples, shown)))
             cells = len(patches) // model.images.positions_per_item

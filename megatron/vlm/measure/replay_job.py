@@ -21,7 +21,7 @@ from megatron.vlm.measure.stage_replay import (
     read_rows,
     replay_stage,
 )
-from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.launch import RankLaunch
 from megatron.vlm.run.log import progress_of_rank
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
@@ -187,7 +187,7 @@ def replay_stages(
     info: ReplayInfo,
     stages: Sequence[int],
     output: Path,
-    launch: Launch,
+    launch: RankLaunch,
     store: dist.Store,
 ) -> None:
     """Replay unfinished stages, each on one process; return when all are done."""
@@ -224,7 +224,7 @@ def list_unfinished_stages(
     job: ReplayJob,
     stages: Sequence[int],
     output: Path,
-    launch: Launch,
+    launch: RankLaunch,
     store: dist.Store,
 ) -> list[int]:
     """Open an output, created by rank 0 if absent, and list the unfinished stages."""
@@ -258,7 +258,7 @@ def wait_for_all(
 
 @contextmanager
 def shared_progress(
-    title: str, launch: Launch, store: dist.Store, total: int
+    title: str, launch: RankLaunch, store: dist.Store, total: int
 ) -> Iterator[Callable[..., None]]:
     """Show a progress bar of all processes' runs on rank 0, until all are done."""
     with progress_of_rank(launch.rank) as progress:

@@ -27,7 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all
 
 from megatron.vlm.inputs.batch import borders_of
-from megatron.vlm.inputs.pack_share import Share, ShareLayout
+from megatron.vlm.inputs.pack_share import PackShare, ShareLayout
 from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.model.levels import ContextExchange
 
@@ -50,13 +50,13 @@ class SharedAttention(ABC):
 
 
 def shared_attention(
-    share: Share, padding: int, group: dist.ProcessGroup, device: torch.device
+    share: PackShare, padding: int, group: dist.ProcessGroup, device: torch.device
 ) -> SharedAttention | None:
     """Return the attention of a share, or None if no sample is divided.
 
     Padding tokens attend to each other.
     """
-    layout = ShareLayout.of(share, padding)
+    layout = ShareLayout.of_share(share, padding)
     if not len(layout.divided):
         return None
     match share.exchange:

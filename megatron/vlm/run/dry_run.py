@@ -1,4 +1,4 @@
-"""Dry run: a plan's layout over ranks, without building or launching anything."""
+"""Dry run: print a plan's layout over ranks, without building or launching anything."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.job.plan import Plan
-from omnibal.pipeline.stage_units import Span, Stage
+from omnibal.pipeline.stage_units import Span
 from omnibal.pipeline.unit_runs import encoders_stage
 
 
@@ -15,23 +15,30 @@ def print_dry_run(plan: Plan, console: Console) -> None:
     """Print stages, context-parallel sizes if any, and each node's ranks with their coordinates."""
     sizes, per_node = plan.parallel, plan.cluster.gpus_per_node
     console.print(f"Stages of {plan.model.name}")
-    console.print(_stages_table(plan))
+    console.print(_make_stages_table(plan))
     if plan.beside is not None:
         sharded = plan.beside.sharded
-        held = "whole on every rank" if sharded == 1 else f"divided over {sharded} ranks"
-        console.print(f"Beside them, {held}: {_words(encoders_stage(plan.model).units)}")
+        weights = "replicated" if sharded == 1 else f"weights sharded over {sharded} ranks"
+        units = _join_spans(encoders_stage(plan.model).units)
+        console.print(f"Data-parallel encoders, {weights}: {units}")
         ranks = plan.beside.pipelines * sizes.pipeline * sizes.tensor
-        titles = ("encoder", "items a pass", "items kept", "ranks that share")
+        titles = ("encoder", "items per pass", "items kept", "ranks per group")
         table = Table(*titles, box=box.SIMPLE_HEAD)
         for name in plan.model.encoders:
             counts = plan.beside.items_per_pass[name], plan.beside.kept_items[name], ranks
             table.add_row(name, *map(str, counts))
         console.print(table)
     if plan.levels:
-        console.print("Levels of packs")
-        console.print(_levels_table(plan))
+        console.print("Context-parallel sizes of packs (levels)")
+        names = plan.levels[0].caps.names
+        levels = Table("level", *names, "context", "cut", "exchange", box=box.SIMPLE_HEAD)
+        for number, level in enumerate(plan.levels):
+            caps = [f"{level.caps[name]:,}" for name in names]
+            sharing = [level.cut, level.exchange] if level.context > 1 else ["", ""]
+            levels.add_row(str(number), *caps, str(level.context), *sharing)
+        console.print(levels)
     console.print(
-        f"{sizes.world_size} processes: {sizes}, {per_node} a node of {plan.cluster.name}"
+        f"{sizes.world_size} processes: {sizes}, {per_node} per node of {plan.cluster.name}"
     )
     groups = ["stage" if name == "pipeline" else name for name in sizes.place(0)]
     ranks_table = Table("node", "rank", *groups, box=box.SIMPLE_HEAD)
@@ -40,17 +47,18 @@ def print_dry_run(plan: Plan, console: Console) -> None:
     console.print(ranks_table)
 
 
-def _stages_table(plan: Plan) -> Table:
-    table = Table("stage", "holds", "recomputes", "loads", box=box.SIMPLE_HEAD)
+def _make_stages_table(plan: Plan) -> Table:
+    table = Table("stage", "units", "recomputes", "loads", box=box.SIMPLE_HEAD)
+    inputs = {"vision embed": "pixels", "language embed": "token ids", "head": "labels"}
     if plan.prediction is not None:
         table.add_column("predicted GiB", justify="right")
     for number in range(plan.parallel.pipeline):
-        parts = plan.parts_of(number)
+        parts, units = plan.parts_of(number), plan.units_of(number)
         cells = [
             str(number),
-            "\n".join(_words(plan.stages[part].units) for part in parts),
+            "\n".join(_join_spans(plan.stages[part].units) for part in parts),
             "\n".join(_list_recomputed(plan, part) for part in parts),
-            _list_loads(plan.units_of(number)),
+            ", ".join(name for unit, name in inputs.items() if units.holds(unit)) or "nothing",
         ]
         if plan.prediction is not None:
             cells.append(f"{plan.prediction.stages[number].memory.peak_gib:.2f}")
@@ -58,28 +66,13 @@ def _stages_table(plan: Plan) -> Table:
     return table
 
 
-def _words(spans: Sequence[Span]) -> str:
+def _join_spans(spans: Sequence[Span]) -> str:
     return ", ".join(map(str, spans)) or "nothing"
 
 
 def _list_recomputed(plan: Plan, part: int) -> str:
-    """Recomputed layers of a part of the model, a line per context-parallel size."""
-    again = [_words(stages[part].recompute) for stages in plan.stages_at_levels]
+    """Return the recomputed layers of a part of the model, a line per level."""
+    layers_of_levels = [_join_spans(stages[part].recompute) for stages in plan.stages_at_levels]
     if not plan.levels:
-        return again[0]
-    return "\n".join(f"level {level}: {layers}" for level, layers in enumerate(again))
-
-
-def _levels_table(plan: Plan) -> Table:
-    names = plan.levels[0].caps.names
-    table = Table("level", *names, "context", "cut", "exchange", box=box.SIMPLE_HEAD)
-    for number, level in enumerate(plan.levels):
-        caps = [f"{level.caps[name]:,}" for name in names]
-        shared = [level.cut, level.exchange] if level.context > 1 else ["", ""]
-        table.add_row(str(number), *caps, str(level.context), *shared)
-    return table
-
-
-def _list_loads(stage: Stage) -> str:
-    loads = {"vision embed": "pixels", "language embed": "token ids", "head": "labels"}
-    return ", ".join(what for unit, what in loads.items() if stage.holds(unit)) or "nothing"
+        return layers_of_levels[0]
+    return "\n".join(f"level {level}: {layers}" for level, layers in enumerate(layers_of_levels))

@@ -1,7 +1,7 @@
-"""Gathers every rank's measurements of a step for the run's log.
+"""Gathering of all ranks' measurements of a step, for the run's log.
 
-Shapes: p stages, d data-parallel ranks, t tensor-parallel ranks, c chunks of a stage, P
-chunks of the model, m micro-batches of a data-parallel rank.
+Shapes: p stages, d data-parallel ranks, t tensor-parallel ranks, c chunks of a stage, P chunks of
+the model, m micro-batches of a data-parallel rank; an axis of size 2 is forward, backward.
 """
 
 import resource
@@ -16,24 +16,23 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.step.clock import Interval, Phase, forward_and_backward_ms
 from megatron.vlm.step.links import PipelineLinks
 from omnibal.job.runlog import PassTimes, StageRecord
+from omnibal.pipeline.stage_memory import GIB
 
-_GIB = 2**30
-_DIGITS = 3
-"""Decimals of logged milliseconds per pass, finer than clock noise."""
+_PASS_DECIMALS = 3  # of logged ms, finer than the clock's noise
 
 
 def gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
-    """Records of all stages: mean phase times over ranks, max memory since the last call."""
-    own = [*(phases_ms[phase] for phase in Phase), *_take_memory_use()]
+    """Return every stage's record: mean phase times and maximum memory over its ranks."""
+    own = [*(phases_ms[phase] for phase in Phase), *_read_and_reset_memory()]
     everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
     dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
-    # Megatron numbers ranks stage by stage.
     records = []
+    # Megatron numbers ranks stage by stage: [p, ranks of a stage, values].
     for ranks in everyone.view(links.size, -1, len(own)).cpu():
         times = dict(zip(Phase, ranks[:, : len(Phase)].mean(0).tolist(), strict=True))
-        times[Phase.BACKWARD] += times.pop(Phase.BACKWARD_WEIGHT)
+        times[Phase.BACKWARD] += times.pop(Phase.BACKWARD_WEIGHT)  # the log has one backward
         peak_gib, reserved_gib, retries = ranks[:, len(Phase) :].amax(0).tolist()
         record = StageRecord(
             **{f"{phase}_ms": ms for phase, ms in times.items()},
@@ -45,17 +44,17 @@ def gather_stage_records(
     return tuple(records)
 
 
-def _take_memory_use() -> tuple[float, float, int]:
-    """Return and reset `peak_gib`, `reserved_gib` and `allocation_retries` of this rank."""
+def _read_and_reset_memory() -> tuple[float, float, int]:
+    """Return `peak_gib`, `reserved_gib` and `allocation_retries` since the last call."""
     if not has_cuda():
         unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB, 0.0, 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, 0.0, 0
     cuda = torch.cuda
     peak, reserved = cuda.max_memory_allocated(), cuda.max_memory_reserved()
     retries = cuda.memory_stats()["num_alloc_retries"]
     cuda.reset_peak_memory_stats()
     cuda.reset_accumulated_memory_stats()
-    return peak / _GIB, reserved / _GIB, retries
+    return peak / GIB, reserved / GIB, retries
 
 
 def gather_pass_times(
@@ -65,9 +64,11 @@ def gather_pass_times(
     turn: int,
     slots: int,
 ) -> tuple[tuple[StageRecord, ...], PassTimes]:
-    """Add times of data-parallel ranks, if several, to stages; gather one rank's pass times.
+    """Return stages with times by data-parallel rank, and one rank's pass times; collective.
 
-    Collective. `turn` is the gathered rank, `slots` its number of micro-batches.
+    Args:
+        turn: data-parallel rank whose pass times are returned.
+        slots: its number of micro-batches.
     """
     own_2mc = torch.from_numpy(forward_and_backward_ms(links, intervals))
     wanted_2mc = torch.zeros(2, slots, links.schedule.chunks, dtype=torch.float64)
@@ -77,7 +78,7 @@ def gather_pass_times(
     everyone = own.new_empty(dist.get_world_size() * len(own))
     dist.all_gather_into_tensor(everyone, own)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    # Megatron numbers ranks stage by stage, tensor-parallel ranks fastest.
+    # Ranks are numbered [p, d, t]; tensor-parallel ranks run in lockstep, so take their mean.
     by_rank_pd = everyone.view(links.size, -1, tensor, len(own)).mean(2).cpu()
     ranks_ms = by_rank_pd[:, :, 0].tolist()
     if len(ranks_ms[0]) > 1:
@@ -86,9 +87,11 @@ def gather_pass_times(
             for stage, times_ms in zip(stages, ranks_ms, strict=True)
         ]
     times_p2mc = by_rank_pd[:, turn, 1:].view(links.size, *wanted_2mc.shape)
-    held = links.schedule.parts_of(links.size * links.schedule.chunks)
-    places = sorted(
-        (part, stage, chunk) for stage, own in enumerate(held) for chunk, part in enumerate(own)
+    parts_of_stages = links.schedule.parts_of(links.size * links.schedule.chunks)
+    places = sorted(  # in model order
+        (part, stage, chunk)
+        for stage, parts in enumerate(parts_of_stages)
+        for chunk, part in enumerate(parts)
     )
     chunks_2mP = torch.stack([times_p2mc[stage, ..., chunk] for _, stage, chunk in places], -1)
     forward_ms, backward_ms = (tuple(map(_round_times, ms_mP.T.tolist())) for ms_mP in chunks_2mP)
@@ -96,4 +99,4 @@ def gather_pass_times(
 
 
 def _round_times(times_ms: Sequence[float]) -> tuple[float, ...]:
-    return tuple(round(ms, _DIGITS) for ms in times_ms)
+    return tuple(round(ms, _PASS_DECIMALS) for ms in times_ms)

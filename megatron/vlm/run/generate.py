@@ -1,4 +1,4 @@
-"""Greedy answers of a whole model in one process, to try a checkpoint."""
+"""Greedy answers of a model in one process, to try a checkpoint."""
 
 from collections.abc import Iterator
 
@@ -17,14 +17,14 @@ from omnibal.pipeline.unit_runs import stages_from_cuts
 
 
 def load_whole_model(checkpoint: CheckpointIdentity, precision: PlainPrecision) -> VLMStage:
-    """Load a checkpoint in eval mode; needs parallel state for one process."""
+    """Return a checkpoint's full model in eval mode; needs parallel state of one process."""
     plan = Plan(
         model=checkpoint.model,
         adapters=checkpoint.adapters,
         precision=precision,
         parallel=Parallel(pipeline=1),
         stages=stages_from_cuts(checkpoint.model, ()),
-        cluster=load_cluster("laptop-cpu"),  # unused
+        cluster=load_cluster("laptop-cpu"),  # required by Plan, and not used
         data=None,
     )
     stage = build_stage(plan, 0)
@@ -38,11 +38,10 @@ def generate(
 ) -> Iterator[int]:
     """Yield the token ids of the answer to a sample's last question, without the end token.
 
-    The prompt is InternVL's `chat` template with the model's system message. Images and recordings
-    are encoded once. The text is recomputed for every token, without a KV cache.
+    Images and recordings are encoded once. Without a KV cache, each token runs the full text.
     """
     turn = len(sample.turns) - 1
-    prompt = reader.prompt(sample, turn, max_new_tokens, chatting=True)
+    prompt = reader.prompt(sample, turn, max_new_tokens, chatting=True)  # InternVL's `chat`
     question = Question(sample=sample, turn=turn, prompt=prompt)
     [units] = stages_from_cuts(stage.model_config, ())
     features = stage.encode(

@@ -1,4 +1,4 @@
-"""Launch of a process: its device, communication and place in the plan's parallel groups."""
+"""Launch of a process: its ranks, device, rendezvous and parallel groups."""
 
 import datetime
 import os
@@ -10,7 +10,6 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.vlm.backend import (
     COLLECTIVE_TIMEOUT,
-    communication_backend,
     has_cuda,
     prepare_megatron_core,
 )
@@ -22,8 +21,8 @@ _JOIN_MINUTES = 10  # schedulers start ranks one after another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """Ranks and sizes from torchrun. A process started alone has world size 1."""
+class RankLaunch:
+    """Ranks of this process, set by torchrun or Slurm."""
 
     rank: int
     world_size: int
@@ -31,25 +30,25 @@ class Launch:
 
     @property
     def node(self) -> int:
-        """Identifier of this process's node: its first rank."""
+        """Return the first rank of this process's node, to identify the node."""
         return self.rank - self.local_rank
 
     @staticmethod
-    def from_environment() -> "Launch":
-        """Read the variables of torchrun and Slurm; without them, rank 0 of 1."""
-        return Launch(
+    def from_environment() -> "RankLaunch":
+        """Return the ranks in the environment; without them, rank 0 of 1."""
+        return RankLaunch(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
 
     def check_against(self, parallel: Parallel) -> None:
-        """Raise UserError unless this launch matches the plan's number of processes."""
+        """Raise UserError unless this launch has the plan's number of processes."""
         if self.world_size != parallel.world_size:
             raise UserError(
                 f"launched with {self.world_size} process(es), but the plan is for {parallel} = "
                 f"{parallel.world_size}; launch that many (torchrun --nproc-per-node), or plan "
-                "anew with `omnibal plan --tp --pp --dp`"
+                "again with `omnibal plan --tp --pp --dp`"
             )
         self.check_device()
 
@@ -63,11 +62,13 @@ class Launch:
             )
 
 
-def open_store(launch: Launch, init_method: str = "env://", start: str = "") -> dist.Store:
-    """Open the rendezvous store; waits until all ranks have joined.
+def open_store(launch: RankLaunch, init_method: str = "env://", start: str = "") -> dist.Store:
+    """Return the rendezvous store, after all ranks have joined.
 
     Rank 0 (under torchrun, the first node's launcher) serves it while the returned object lives.
-    `start` is a key prefix of this start, if a launcher's store outlives a restart.
+
+    Args:
+        start: key prefix of this start, as a launcher's store may outlive a restart.
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -79,21 +80,21 @@ def open_store(launch: Launch, init_method: str = "env://", start: str = "") -> 
     except (dist.DistError, ValueError) as error:
         raise UserError(
             f"rank {launch.rank} did not meet all {launch.world_size} ranks "
-            f"({str(error).strip().splitlines()[0]}); each must come within {_JOIN_MINUTES} "
-            "minutes, with the same MASTER_ADDR and MASTER_PORT, and reach them; look for a rank "
-            "that failed earlier, or start all with torchrun or scripts/slurm"
+            f"({str(error).strip().splitlines()[0]}); all must join within {_JOIN_MINUTES} minutes "
+            "with the same MASTER_ADDR and MASTER_PORT: look for a rank that failed earlier, or "
+            "start all with torchrun or scripts/slurm"
         ) from error
     return dist.PrefixStore(start, store) if start else store
 
 
 def initialize_distributed(
-    launch: Launch,
+    launch: RankLaunch,
     parallel: Parallel,
     seed: int,
     init_method: str = "env://",
     store: dist.Store | None = None,
 ) -> PipelineLinks:
-    """Start communication and Megatron-core's parallel groups; collective over all ranks."""
+    """Make the process group and Megatron-core's parallel groups; collective over all ranks."""
     prepare_megatron_core()
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
@@ -101,7 +102,7 @@ def initialize_distributed(
         store = open_store(launch, init_method)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     dist.init_process_group(
-        communication_backend(),
+        "nccl" if has_cuda() else "gloo",
         store=dist.PrefixStore("groups", store),
         rank=launch.rank,
         world_size=launch.world_size,
@@ -112,12 +113,12 @@ def initialize_distributed(
 
 
 def make_groups(parallel: Parallel, seed: int) -> None:
-    """Make Megatron-core's parallel groups in an initialized process group; collective."""
+    """Make Megatron-core's parallel groups, and seed its random state; collective."""
     parallel_state.initialize_model_parallel(
         parallel.tensor,
         parallel.pipeline,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=1,  # experts are not tensor-parallel
         create_gloo_process_groups=False,
         distributed_timeout_minutes=COLLECTIVE_TIMEOUT // datetime.timedelta(minutes=1),
     )

@@ -1,4 +1,4 @@
-"""Log lines and progress of a run on its terminal."""
+"""Log lines and progress bars of a run."""
 
 import errno
 import logging
@@ -11,32 +11,32 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 
 def show_log(rank: int) -> None:
-    """Print INFO, common to all ranks, on rank 0's stdout, and any rank's WARNING on stderr."""
-    of_the_run, of_this_rank = _lines(sys.stdout), _lines(sys.stderr)
-    of_the_run.addFilter(lambda record: rank == 0 and record.levelno < logging.WARNING)
-    of_this_rank.setLevel(logging.WARNING)
+    """Print INFO, equal on all ranks, on rank 0's stdout, and every rank's WARNING on stderr."""
+    common, own = _make_handler(sys.stdout), _make_handler(sys.stderr)
+    common.addFilter(lambda record: rank == 0 and record.levelno < logging.WARNING)
+    own.setLevel(logging.WARNING)
     log = logging.getLogger("megatron.vlm")
     log.setLevel(logging.INFO)
     log.propagate = False
-    log.handlers = [of_the_run, of_this_rank]
+    log.handlers = [common, own]
 
 
-def _lines(stream: TextIO | None) -> logging.Handler:
-    """Handler that writes to a stream, or a NullHandler for a daemon without a stream."""
-    return logging.NullHandler() if stream is None else _Lines(stream)
+def _make_handler(stream: TextIO | None) -> logging.Handler:
+    # A daemon may have no stream.
+    return logging.NullHandler() if stream is None else _TerminalHandler(stream)
 
 
-class _Lines(logging.StreamHandler):
+class _TerminalHandler(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
         if not isinstance(error, OSError) or error.errno != errno.EIO:
-            # As `print` does: a run must end if its output is closed.
+            # As `print`: a run must end if its output is closed.
             raise
-        # The terminal is gone, and SIGHUP asks for a save, which has lines to write.
+        # The terminal is gone, but the run must go on: SIGHUP requests a save, which logs.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def progress_of_rank(rank: int) -> Progress:
-    """Progress bar with counts on rank 0's stderr."""
+    """Return a progress bar with counts, on rank 0's stderr."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=rank != 0)

@@ -1,4 +1,4 @@
-"""The training loop: trains the plan's packs; writes checkpoints, `run.jsonl` and traces."""
+"""The training loop: steps over the plan's packs, checkpoints, `run.jsonl` and traces."""
 
 import logging
 import time
@@ -41,54 +41,43 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
+class LoopOptions:
     save: Path
-    save_interval: int
-    """Steps between checkpoints. The last step is always saved."""
-    last_step: int
-    """Last step, counted from the plan's start, not from a resume."""
-    pause_step: int | None = None
-    """Step to pause after, with a checkpoint. None for the last."""
-    eval_interval: int | None = None
-    """Steps between validations. None for no validation."""
-    exit_after_failed_saves: int = 2
-    """Number of consecutive failed saves that ends the run. A failed last save always does."""
-    profile_steps: range = range(0)
-    """Steps traced by each stage's first rank."""
+    save_interval: int  # steps between checkpoints. The last step is always saved.
+    last_step: int  # number of steps to train, counted from the plan's start, not from a resume
+    pause_step: int | None = None  # number of steps to pause after, with a checkpoint, if any
+    eval_interval: int | None = None  # steps between validations, if any
+    exit_after_failed_saves: int = 2  # consecutive failed saves that end the run
+    profile_steps: range = range(0)  # steps traced by each stage's first rank
 
     @property
     def end(self) -> int:
-        """Step to return after."""
         return self.last_step if self.pause_step is None else self.pause_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """Data that this rank trains on, up to some step."""
+    """Data that this rank trains on, up to step `stop`."""
 
-    stop: int
-    """First step without packs."""
+    stop: int  # first step without packs
     scheduled: ScheduledPacks
     lengths: Lengths
     sharing: Sharing
-    batches: Iterator[MicroBatch]
-    """Micro-batches of this data-parallel rank, each step's encoder passes first."""
-    pack_flops: np.ndarray
-    """FLOPs of training each pack, for MFU, float64 [packs]."""
+    batches: Iterator[MicroBatch]  # of this data-parallel rank, each step's encoder passes first
+    pack_flops: np.ndarray  # FLOPs of training each pack, for MFU, float64 [packs]
     peak_flops_per_s: float
     validation: Validation | None = None
-    encoder_shares: EncoderShares | None = None
-    """Shares of data-parallel encoders, if any."""
+    encoder_shares: EncoderShares | None = None  # shares of data-parallel encoders, if any
 
     def rows(self, step: int) -> np.ndarray:
-        """Rows of all ranks' packs in the step; packs are sorted by step."""
+        """Return the rows of all ranks' packs in a step; packs are sorted by step."""
         return np.arange(*np.searchsorted(self.scheduled.step, [step, step + 1]))
 
 
 def encoder_shares(
     plan: Plan, packs: ScheduledPacks, lengths: Lengths, rank: int
 ) -> EncoderShares | None:
-    """Return the shares of a rank's data-parallel encoders, or None without them."""
+    """Return a rank's assignment of items to data-parallel encoders, or None without them."""
     if plan.beside is None:
         return None
     return EncoderShares(
@@ -104,22 +93,20 @@ def encoder_shares(
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    steps: int
-    """Steps trained, including steps before a resume."""
+    steps: int  # steps trained, with steps before a resume
     skipped_steps: int
-    stopped: bool
-    """Whether the run was stopped early on request."""
+    stopped: bool  # whether a stop was requested before the last step
 
 
 class TrainingLoop:
     """Trains step by step; collective.
 
-    Portions of the data are taken when their first step comes. Only the writing rank has sinks; a
-    failing sink is removed. `stop_requested` is polled after every step on each rank.
+    A portion of the data is opened at its first step. Only rank 0 has sinks; a failing sink is
+    removed. `stop_requested` is polled on each rank after every step.
     """
 
     def __init__(
-        self, trainer: Trainer, portions: Iterator[RunData], options: RunOptions,
+        self, trainer: Trainer, portions: Iterator[RunData], options: LoopOptions,
         writer: CheckpointWriter, health: RunHealth, sinks: list[MetricsSink],
         stop_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
@@ -130,7 +117,7 @@ class TrainingLoop:
         self._data = next(portions)
 
     def run(self, first_step: int) -> RunOutcome:
-        """Train from `first_step` until the end or a requested stop, then save a checkpoint."""
+        """Train from `first_step` to the end or a requested stop, and save a checkpoint."""
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()
         tracer = _Tracer(options, self._trainer.links)
@@ -174,7 +161,9 @@ class TrainingLoop:
         stages, passes = gather_stage_records(links, result.phases_ms), None
         scheduled, rows = self._data.scheduled, self._data.rows(step)
         if timed:
-            turn = step % sizes.data
+            turn = (
+                step % sizes.data
+            )  # one data-parallel rank's passes per step bound the log's size
             slots = replace(self._data.sharing, dp_rank=turn).slots(scheduled.take(rows), sizes)
             stages, passes = gather_pass_times(links, result.intervals, stages, turn, slots)
         offsets = scheduled.packs.offsets
@@ -183,7 +172,7 @@ class TrainingLoop:
         try:
             spike = self._health.judge(step, result.loss, result.skipped, replaced_share)
         except UserError:
-            self._writer.finish()  # collective: all ranks reach the same verdict
+            self._writer.finish()  # collective, as all ranks judge the same loss
             raise
         flops = float(self._data.pack_flops[rows].sum())
         return StepRecord(
@@ -215,7 +204,7 @@ class TrainingLoop:
     def _save_and_validate(self, step: int, stopped: bool) -> None:
         options = self._options
         last = stopped or step == options.end
-        # No save while steps are skipped, as the weights may be bad.
+        # While steps are skipped the weights may be bad.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._trainer.wait_for_weights()
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
@@ -226,7 +215,18 @@ class TrainingLoop:
             self._writer.finish()
         else:
             self._writer.poll()
-        self._check_saves(last)
+        failures, limit = self._writer.failures, options.exit_after_failed_saves
+        if failures and (len(failures) >= limit or last):
+            verdict = "it was the last save of the run"
+            if len(failures) >= limit:
+                verdict = (
+                    f"that makes {len(failures)} failed saves in a row, and {limit} end the run"
+                )
+                verdict += " (--exit-after-failed-saves)"
+            raise UserError(
+                f"{failures[-1]}; {verdict}; make {options.save} writable, and resume its newest "
+                "checkpoint, if any, with --load"
+            )
         if validation is not None and not stopped:
             record = validate(self._trainer, validation, step)
             if self._is_writer:
@@ -237,20 +237,6 @@ class TrainingLoop:
                 values = {"validation/loss": record.loss}
                 self._write(record, VALIDATION_FILE, step, values, line)
 
-    def _check_saves(self, last: bool) -> None:
-        """Raise UserError if `exit_after_failed_saves` saves in a row, or the last one, failed."""
-        failures, most = self._writer.failures, self._options.exit_after_failed_saves
-        if not failures or (len(failures) < most and not last):
-            return
-        verdict = "it was the last save of the run"
-        if len(failures) >= most:
-            verdict = f"that makes {len(failures)} failed saves in a row, and {most} end the run"
-            verdict += " (--exit-after-failed-saves)"
-        raise UserError(
-            f"{failures[-1]}; {verdict}; see to it that {self._options.save} can be written to, "
-            "and go on from the newest checkpoint with --load, if there is one"
-        )
-
     def _write(
         self,
         record: StepRecord | ValidationRecord,
@@ -259,7 +245,7 @@ class TrainingLoop:
         values: Mapping[str, float],
         line: str,
     ) -> None:
-        """Report a record after some trained steps. A failed output does not end the run."""
+        """Write a record to its file, the sinks and the log. A failed output ends no run."""
         path = self._options.save / file_name
         try:
             append_record(record, path)
@@ -270,16 +256,16 @@ class TrainingLoop:
         for sink in list(self._sinks):
             try:
                 sink.write(steps, values)
-            except Exception as error:  # of a library that only reports
+            except Exception as error:  # reporting libraries raise any type
                 self._sinks.remove(sink)
                 _log.info(f"{type(sink).__name__} gets nothing from step {steps} on: {error}")
         _log.info(line)
 
 
 class _Tracer:
-    """Records the profiled steps with torch's profiler, on the first rank of each stage."""
+    """Traces `profile_steps` with torch's profiler, on the first rank of each stage."""
 
-    def __init__(self, options: RunOptions, links: PipelineLinks) -> None:
+    def __init__(self, options: LoopOptions, links: PipelineLinks) -> None:
         first_replica = parallel_state.get_data_parallel_rank() == 0
         first_shard = parallel_state.get_tensor_model_parallel_rank() == 0
         self._steps = options.profile_steps if first_replica and first_shard else range(0)
@@ -296,7 +282,6 @@ class _Tracer:
             self.close()
 
     def close(self) -> None:
-        """Write the trace, if any."""
         if self._profiler is not None:
             self._profiler.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -309,9 +294,9 @@ def _progress_line(record: StepRecord, first_step: int, last_step: int, started:
     elapsed_s = time.perf_counter() - started
     rate = elapsed_s / (done - first_step)
     end = time.strftime("%H:%M:%S", time.localtime(time.time() + rate * (last_step - done)))
-    none = "" if record.loss_tokens else "no token of this step is learned  "
+    no_loss = "" if record.loss_tokens else "no token of this step is learned  "
     return (
-        f"step {done:>5}/{last_step}  {none}loss {record.loss:.4f}  "
+        f"step {done:>5}/{last_step}  {no_loss}loss {record.loss:.4f}  "
         f"grad norm {record.grad_norm:.3f}  lr {record.learning_rate:.2e}  "
         f"{record.step_ms:.0f} ms  {record.samples * 1e3 / record.step_ms:.1f} samples/s  "
         f"mfu {record.mfu:.1%}  ends {end}"

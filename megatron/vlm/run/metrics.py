@@ -1,4 +1,4 @@
-"""Optional metrics outputs: TensorBoard and Weights & Biases."""
+"""Sinks of metrics: TensorBoard and Weights & Biases."""
 
 import secrets
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _WANDB_ID_FILE = "wandb_id.txt"
 
 
 class TensorBoardSink:
-    """Event files in `directory`. A run that resumes after some steps continues their curves."""
+    """Event files in `directory`. A resumed run continues their curves after `trained_steps`."""
 
     def __init__(self, directory: Path, trained_steps: int) -> None:
         try:
@@ -29,12 +29,11 @@ class TensorBoardSink:
             )
         except OSError as error:
             raise UserError(
-                f"--tensorboard-dir {directory}: {error.strerror}; give a directory that can be "
-                "written to"
+                f"--tensorboard-dir {directory}: {error.strerror}; give a writable directory"
             ) from error
 
     def write(self, steps: int, values: Mapping[str, float]) -> None:
-        """Add points at the number of trained steps, which a step shares with its validation."""
+        """Add points at the number of trained steps. A step and its validation share it."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, steps)
 
@@ -43,9 +42,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of a Weights & Biases project, configured by that library's own settings.
+    """A run of a Weights & Biases project; `WANDB_*` variables configure the library.
 
-    Its id is kept in `directory` for resumes. The library drops steps that it already has.
+    Its id is stored in `directory` for resumes. The library drops steps that it already has.
     """
 
     def __init__(self, project: str, name: str, directory: Path) -> None:
@@ -56,15 +55,14 @@ class WandbSink:
                 f"--wandb-project {project}: Weights & Biases is not installed; pip install wandb, "
                 "or leave the option out"
             ) from error
-        kept = directory / _WANDB_ID_FILE
-        if not kept.exists():
-            with atomic(kept) as temporary:
+        id_file = directory / _WANDB_ID_FILE
+        if not id_file.exists():
+            with atomic(id_file) as temporary:
                 temporary.write_text(secrets.token_hex(4))
-        where = {"id": kept.read_text(), "dir": str(directory)}
+        where = {"id": id_file.read_text(), "dir": str(directory)}
         self._run = wandb.init(project=project, name=name, resume="allow", **where)
 
     def write(self, steps: int, values: Mapping[str, float]) -> None:
-        """Add points at the number of trained steps."""
         self._run.log(dict(values), step=steps)
 
     def close(self) -> None:
@@ -75,7 +73,7 @@ MetricsSink: TypeAlias = TensorBoardSink | WandbSink
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
-    """Scalars of a step to plot."""
+    """Return the scalars of a step to plot, by name."""
     samples_per_s = record.samples * 1e3 / record.step_ms if record.step_ms else 0.0
     values = {
         "train/loss": record.loss,
@@ -91,7 +89,7 @@ def step_values(record: StepRecord) -> dict[str, float]:
     if record.experts is not None:
         values |= {f"experts/{name}": value for name, value in record.experts}
     for number, stage in enumerate(record.stages):
-        # Per-rank times are only for replanning.
-        numbers = ((name, value) for name, value in stage if not isinstance(value, tuple))
-        values |= {f"stage_{number}/{name}": value for name, value in numbers}
+        # Tuples are per-rank times, for planning again only.
+        scalars = ((name, value) for name, value in stage if not isinstance(value, tuple))
+        values |= {f"stage_{number}/{name}": value for name, value in scalars}
     return values

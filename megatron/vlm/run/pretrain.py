@@ -1,4 +1,4 @@
-"""A run of pretrain_vlm.py after its command line is parsed: checks its inputs, then trains."""
+"""A run of pretrain_vlm.py with its command line parsed: checks of its inputs, then training."""
 
 import gc
 import json
@@ -20,7 +20,6 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint,
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
-from megatron.vlm.inputs.encoder_share import EncoderShares
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
@@ -32,9 +31,9 @@ from megatron.vlm.run.arguments import (
     RunArguments,
 )
 from megatron.vlm.run.health import RunHealth
-from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from megatron.vlm.run.log import progress_of_rank
-from megatron.vlm.run.loop import RunData, RunOptions, RunOutcome, TrainingLoop, encoder_shares
+from megatron.vlm.run.loop import LoopOptions, RunData, RunOutcome, TrainingLoop, encoder_shares
 from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
@@ -69,29 +68,26 @@ from omnibal.job.runlog import (
 )
 from omnibal.model.limits import Caps
 from omnibal.model.units import feature_names
-from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.loader_time import too_few_loaders
-from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
-LEAST_GAIN = 0.02
-"""Minimum share of step time that a new plan must save to be worth a reload. Predictions are
-accurate to some percent (docs/results.md), differences between plans of one job to less."""
+# Share of the step time that a new plan must save to be worth a reload. Predictions are accurate to
+# some percent (docs/results.md), differences between plans of one job to less.
+MIN_REPLAN_GAIN = 0.02
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """A training run with checked arguments, plan and data, before processes join."""
+class TrainingRun:
+    """A run with checked arguments, plan and data, before processes join."""
 
     arguments: RunArguments
     planned: PlanFiles
     tokenizer: Tokenizer
-    launch: Launch
-    training_data: Annotations | None
-    """Training samples. None if only evaluating."""
-    heldout_data: Annotations | None
-    """Held-out samples. None without evaluation."""
+    launch: RankLaunch
+    training_data: Annotations | None  # training samples, or None if the run only evaluates
+    heldout_data: Annotations | None  # held-out samples, or None without evaluation
 
     @property
     def plan(self) -> Plan:
@@ -108,18 +104,16 @@ class Run:
 
     @property
     def data(self) -> DataPlan:
-        """Origin of the packs; checked to be present."""
-        assert self.plan.data is not None
+        assert self.plan.data is not None, "open_trainable refuses plans without data"
         return self.plan.data
 
-    def reader(self, annotations: Annotations | None) -> SampleReader:
-        """Make a reader of a dataset's samples for this run's model."""
+    def make_reader(self, annotations: Annotations | None) -> SampleReader:
         assert annotations is not None
         return SampleReader(annotations, self.tokenizer, self.plan.model)
 
 
 def open_trainable(directory: Path) -> PlanFiles:
-    """Read a plan and check that it can be trained."""
+    """Return the files of a plan. UserError if it cannot be trained."""
     planned = open_plan(directory, to_train=True)
     obstacles = training_obstacles(planned.plan)
     if obstacles:
@@ -127,8 +121,8 @@ def open_trainable(directory: Path) -> PlanFiles:
     return planned
 
 
-def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
-    """Newest plan directory to continue with, replanned or given."""
+def plan_to_train(given: Path, arguments: RunArguments, launch: RankLaunch) -> Path:
+    """Return the plan directory to train: the newest made by this run, else `given`."""
     is_continued = arguments.continues_run or arguments.checkpoints.elastic
     if arguments.finetune or not is_continued:
         return given
@@ -140,16 +134,16 @@ def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
 
 
 def resume_elastic(arguments: RunArguments) -> RunArguments:
-    """Set `load` of an elastic run to its own newest checkpoint, if any."""
+    """Return the arguments, with `load` of an elastic run set to its own newest checkpoint."""
     if not arguments.checkpoints.elastic or latest_step(arguments.save) is None:
         return arguments
     return replace(arguments, load=arguments.save, finetune=False)
 
 
 def plan_for_all(
-    directory: Path, arguments: RunArguments, launch: Launch, store: dist.Store
+    directory: Path, arguments: RunArguments, launch: RankLaunch, store: dist.Store
 ) -> Path:
-    """Plan directory for the current number of processes, made by rank 0 if needed; collective."""
+    """Return a plan directory for the launched processes, made by rank 0 if needed; collective."""
     if read_plan(directory).parallel.world_size == launch.world_size:
         return directory
     step = latest_step(arguments.save) or 0
@@ -159,29 +153,29 @@ def plan_for_all(
         try:
             with lock_folder("--save", arguments.save, _log.info):
                 made = plan_again(directory, arguments.save, step, gpus=processes)
-            assert made is not None, "other devices are not compared"
+            assert made is not None, "plans for other numbers of devices have no minimum gain"
             answer = {"plan": str(made[0])}
         except (UserError, OSError) as error:
-            reason = f"{processes} processes came, and the plan is for others: {error}"
+            reason = f"{processes} processes were launched, and the plan is for others: {error}"
             answer = {"error": reason}
         store.set(key, json.dumps(answer))
-    answer = json.loads(store.get(key))
+    answer = json.loads(store.get(key))  # blocks until rank 0 has set it
     if "error" in answer:
         raise UserError(answer["error"])
-    _log.info(f"planned for the {processes} processes that came: {answer['plan']}")
+    _log.info(f"planned for the {processes} processes launched: {answer['plan']}")
     return Path(answer["plan"])
 
 
-def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
-    """Read and check data, tokenizer and directories. All ranks raise the same errors."""
+def load_run(arguments: RunArguments, planned: PlanFiles, launch: RankLaunch) -> TrainingRun:
+    """Return the run, with data, tokenizer and directories checked. All ranks raise alike."""
     plan = planned.plan
     arguments = replace(arguments, optimization=fill_rates(arguments.optimization, plan))
     launch.check_against(plan.parallel)
     check_provider_of(plan, arguments.provider)
     if arguments.samples.drop_path and not plan.model.takes_images:
         raise UserError(
-            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
-            "layers are dropped; leave the option out"
+            f"--drop-path-rate needs an encoder of tiles, and {plan.model.name} has none; leave it "
+            "out"
         )
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None
@@ -191,13 +185,13 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     storage, cache = arguments.storage, None
     if storage.data_cache is not None:
         cache = BlockCache.open(storage.data_cache, storage.data_cache_gib)
-    below = storage.data_root
+    root = storage.data_root
     if not arguments.skip_train:
         assert arguments.data is not None
         index = None if storage.data_index is None else DataIndex.read(storage.data_index)
-        training_data = Annotations.open(arguments.data, index, cache, below)
+        training_data = Annotations.open(arguments.data, index, cache, root)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
-        # Training from other weights is a new run.
+        # Training from another run's weights is a new run: its step count starts at 0.
         save, step = arguments.save, latest_step(arguments.save)
         if step is not None and (arguments.finetune or not arguments.continues_run):
             raise UserError(
@@ -205,8 +199,8 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
                 "another --save"
             )
     if arguments.evaluation is not None:
-        heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache, below=below)
-    run = Run(arguments, planned, tokenizer, launch, training_data, heldout_data)
+        heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache, below=root)
+    run = TrainingRun(arguments, planned, tokenizer, launch, training_data, heldout_data)
     traced = arguments.profile_steps
     if traced and traced[-1] >= run.last_step:
         raise UserError(
@@ -217,9 +211,9 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
 
 
 def fill_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
-    """Fill in the learning rates that are not given, as most published recipes have them."""
-    usual = LEARNING_RATE if plan.adapters is None else ADAPTER_LEARNING_RATE
-    lr = usual if options.lr is None else options.lr
+    """Return the options, with absent learning rates as in most published recipes."""
+    default = LEARNING_RATE if plan.adapters is None else ADAPTER_LEARNING_RATE
+    lr = default if options.lr is None else options.lr
     if options.min_lr > lr:
         raise UserError(
             f"--min-lr {options.min_lr:g} must be at most --lr, {lr:g}: lower it, or raise --lr"
@@ -228,27 +222,25 @@ def fill_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
         vision_lr = lr * VISION_SHARE if options.vision_lr is None else options.vision_lr
         return replace(options, lr=lr, vision_lr=vision_lr)
     if options.vision_lr is not None:
-        raise UserError(
-            "--vision-lr was given, but the plan trains no vision encoder; leave it out"
-        )
+        raise UserError("--vision-lr: the plan trains no vision encoder; leave the option out")
     return replace(options, lr=lr)
 
 
-def execute(run: Run, store: dist.Store) -> None:
-    """Join the processes, then train and evaluate; any rank's error ends the process."""
+def execute(run: TrainingRun, store: dist.Store) -> None:
+    """Join the processes, then train and evaluate; an error on any rank ends this process."""
     arguments = run.arguments
-    # The lock is freed last: other ranks may still write after an error of this rank.
-    with ExitStack() as held, ending_together(run.launch, store):
+    # Outermost: other ranks may still write to the folder after an error of this rank.
+    with ExitStack() as lock, ending_together(run.launch, store):
         if run.launch.rank == 0:
-            held.enter_context(lock_folder("--save", arguments.save, _log.info))
+            lock.enter_context(lock_folder("--save", arguments.save, _log.info))
         links = initialize_distributed(run.launch, run.plan.parallel, arguments.seed, store=store)
         if arguments.skip_train:
             assert arguments.load is not None
-            trainer = _build(run, links)
+            trainer = _build_run_trainer(run, links)
             steps = load_weights(arguments.load, run.plan, trainer.stages)
             outcome = RunOutcome(steps, 0, False)
         else:
-            run, trainer, outcome = _train(run, links)
+            run, trainer, outcome = _train_run(run, links)
         if outcome.stopped:
             _log.info(
                 f"stopped as asked after step {outcome.steps}; to go on, start `omnibal run` or "
@@ -259,7 +251,7 @@ def execute(run: Run, store: dist.Store) -> None:
         shut_down_distributed()
 
 
-def _build(run: Run, links: PipelineLinks) -> Trainer:
+def _build_run_trainer(run: TrainingRun, links: PipelineLinks) -> Trainer:
     arguments = run.arguments
     return build_trainer(
         run.plan,
@@ -272,25 +264,25 @@ def _build(run: Run, links: PipelineLinks) -> Trainer:
     )
 
 
-def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
-    """Train until the last step, replanning if requested; collective over all ranks."""
-    trainer = _build(run, links)
-    done = _load(run, trainer)
+def _train_run(run: TrainingRun, links: PipelineLinks) -> tuple[TrainingRun, Trainer, RunOutcome]:
+    """Train to the last step, planning again if requested; collective over all ranks."""
+    trainer = _build_run_trainer(run, links)
+    done = _load_state(run, trainer)
     sinks: list[MetricsSink] = []
     is_first = True
     with StopSignal() as stop:
         while True:
-            steps, is_asked = done.steps, done.steps in run.arguments.checkpoints.replan_at
-            is_due = is_asked and steps < run.last_step
-            # Not if already replanned after these steps.
-            is_due = is_due and MadePlan.of(run.directory).step != steps
+            steps = done.steps
+            is_due = steps in run.arguments.checkpoints.replan_at and steps < run.last_step
+            # A resumed run may have planned again after these steps already.
+            is_due = is_due and MadePlan.read(run.directory).step != steps
             replanned = replan_and_log(run, steps) if is_due else None
             if replanned is not None:
                 # Free its memory before building the next trainer.
                 del trainer
                 gc.collect()
-                run, trainer = replanned, _build(replanned, links)
-                _load(run, trainer)
+                run, trainer = replanned, _build_run_trainer(replanned, links)
+                _load_state(run, trainer)
             done = train_plan(run, trainer, done, stop, sinks, is_first=is_first)
             if done.stopped or done.steps >= run.last_step:
                 break
@@ -300,40 +292,39 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
     return run, trainer, done
 
 
-def replan_and_log(run: Run, steps: int) -> Run | None:
-    """Replan from measured times on rank 0; collective. None if the gain is too small."""
+def replan_and_log(run: TrainingRun, steps: int) -> TrainingRun | None:
+    """Plan again on rank 0 from measured times; collective.
+
+    Returns the run with the new plan, or None if the gain is too small.
+    """
     answer: list[tuple[str | None, str]] = [(None, "")]
     if run.launch.rank == 0:
-        answer = [_replan(run, steps)]
+        skipped, save = f"not planned again after step {steps}", run.arguments.save
+        try:
+            made = plan_again(run.directory, save, steps, min_gain=MIN_REPLAN_GAIN)
+        except (UserError, OSError) as error:
+            answer = [(None, f"{skipped}: {error}")]
+        else:
+            gain = f"{MIN_REPLAN_GAIN:.0%} of a step, the error of predictions"
+            answer = [(None, f"{skipped}: no plan saves {gain}")]
+            if made is not None:
+                directory, summary = made
+                line = (
+                    f"planned again after step {steps}: {summary['step_ms']:.0f} ms per step "
+                    f"predicted, {summary['before_ms']:.0f} ms before; going on with {directory}"
+                )
+                answer = [(str(directory), line)]
     dist.broadcast_object_list(answer, src=0)
-    [(directory, line)] = answer
+    [(path, line)] = answer
     _log.info(line)
-    if directory is None:
+    if path is None:
         return None
     arguments = replace(run.arguments, load=run.arguments.save, finetune=False)
-    return replace(run, arguments=arguments, planned=open_trainable(Path(directory)))
-
-
-def _replan(run: Run, steps: int) -> tuple[str | None, str]:
-    """Replan; return the directory of a better plan, if any, and a log line."""
-    try:
-        made = plan_again(run.directory, run.arguments.save, steps, least_gain=LEAST_GAIN)
-    except (UserError, OSError) as error:
-        return None, f"not planned anew after step {steps}: {error}"
-    if made is None:
-        return None, (
-            f"not planned anew after step {steps}: no plan saves {LEAST_GAIN:.0%} of a step, which "
-            "predictions may be off by"
-        )
-    directory, summary = made
-    return str(directory), (
-        f"planned anew after step {steps}: {summary['step_ms']:.0f} ms a step are predicted, by "
-        f"the same costs {summary['before_ms']:.0f} ms before; going on with {directory}"
-    )
+    return replace(run, arguments=arguments, planned=open_trainable(Path(path)))
 
 
 def train_plan(
-    run: Run,
+    run: TrainingRun,
     trainer: Trainer,
     done: RunOutcome,
     stop: StopSignal,
@@ -341,11 +332,14 @@ def train_plan(
     *,
     is_first: bool,
 ) -> RunOutcome:
-    """Train until the next replanning step or the end; at first prepare the run's directory."""
+    """Train until the next step to plan again after, or the end.
+
+    The first call prepares the run's directory and fills `sinks` on rank 0.
+    """
     arguments, evaluation = run.arguments, run.arguments.evaluation
     checkpoints, first_step, last_step = arguments.checkpoints, done.steps, run.last_step
     if first_step >= last_step:
-        _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
+        _log.info(f"nothing to train: {first_step} steps are done, of {last_step} requested")
         return done
     if run.plan.prediction is not None:
         note = too_few_loaders(run.plan.prediction, arguments.num_workers)
@@ -353,17 +347,27 @@ def train_plan(
             _log.info(note)
     pauses = [step for step in checkpoints.replan_at if first_step < step < last_step]
     pause_step = min([*pauses, last_step])
-    validation = _validation(run, trainer)
-    if run.launch.rank == 0 and is_first:
-        sinks += _open_run(run, first_step)
-    elif run.launch.rank == 0:
-        _write_info(run, first_step)
+    validation = _make_validation(run, trainer)
+    if run.launch.rank == 0:
+        first_logged = first_step
+        if is_first:
+            if arguments.tensorboard_dir is not None:
+                sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
+            if arguments.wandb_project is not None:
+                sinks.append(
+                    WandbSink(arguments.wandb_project, arguments.save.name, arguments.save)
+                )
+            # Steps after the checkpoint are trained again. A validation counts the steps before it.
+            first_logged = first_step if arguments.continues_run else 0
+            drop_records(arguments.save / RUN_FILE, first_logged)
+            drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
+        _write_run_info(run, first_logged)
     writer = CheckpointWriter(
         arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
-        _options(run, trainer),
+        _checkpoint_options(run, trainer),
         keep_last=checkpoints.keep_checkpoints, asynchronous=checkpoints.async_save,
     )  # fmt: skip
-    options = RunOptions(
+    options = LoopOptions(
         save=arguments.save,
         save_interval=checkpoints.save_interval,
         last_step=last_step,
@@ -373,7 +377,7 @@ def train_plan(
         profile_steps=arguments.profile_steps,
     )
     health = RunHealth(arguments.max_skipped_steps, done.skipped_steps)
-    portions = _portions(run, trainer, range(first_step, pause_step), validation)
+    portions = _load_portions(run, trainer, range(first_step, pause_step), validation)
     with closing(portions):
         loop = TrainingLoop(
             trainer, portions, options, writer, health, sinks, lambda: stop.requested
@@ -381,8 +385,8 @@ def train_plan(
         return loop.run(first_step)
 
 
-def _options(run: Run, trainer: Trainer) -> dict[str, Any]:
-    """Settings that the checkpoint's optimizer state depends on."""
+def _checkpoint_options(run: TrainingRun, trainer: Trainer) -> dict[str, Any]:
+    """Return the settings that must not change between a checkpoint and its resume."""
     assert run.training_data is not None
     options: dict[str, Any] = asdict(trainer.options) | {
         "seed": run.arguments.seed,
@@ -394,17 +398,29 @@ def _options(run: Run, trainer: Trainer) -> dict[str, Any]:
     return options
 
 
-def _portions(
-    run: Run, trainer: Trainer, steps: range, validation: Validation | None
+def _load_portions(
+    run: TrainingRun, trainer: Trainer, steps: range, validation: Validation | None
 ) -> Generator[RunData, None, None]:
-    """Yield this rank's data of some steps, a portion at a time."""
+    """Yield this rank's data of `steps`, a portion at a time."""
     sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
     job, first = run.planned.job, steps.start
     while first < steps.stop:
-        held, packs, lengths = open_portion(run.planned, first)
+        portion, packs, lengths = open_portion(run.planned, first)
         shares = encoder_shares(run.plan, packs, lengths, run.launch.rank)
-        stop = min(held.stop, steps.stop)
-        dataset = _dataset(run, trainer.units, sharing, shares, packs, lengths, range(first, stop))
+        stop = min(portion.stop, steps.stop)
+        make_dataset = partial(
+            PackDataset,
+            run.make_reader(run.training_data),
+            packs,
+            lengths,
+            sharing.rows(packs, first, stop),
+            options=run.arguments.samples,
+            sharing=sharing,
+        )
+        dataset: PackDataset | EncodingDataset = make_dataset(stage=trainer.units)
+        if shares is not None:
+            items = make_dataset(stage=encoders_stage(run.plan.model))
+            dataset = EncodingDataset(dataset, items, shares, first, stop)
         batches = load_batches(dataset, run.arguments.num_workers, current_device())
         with closing(batches):
             yield RunData(
@@ -421,34 +437,8 @@ def _portions(
         first = stop
 
 
-def _dataset(
-    run: Run,
-    units: Stage,
-    sharing: Sharing,
-    shares: EncoderShares | None,
-    packs: ScheduledPacks,
-    lengths: Lengths,
-    steps: range,
-) -> PackDataset | EncodingDataset:
-    """Dataset of this rank's micro-batches in some steps, with encoder passes if data-parallel."""
-    read = partial(
-        PackDataset,
-        run.reader(run.training_data),
-        packs,
-        lengths,
-        sharing.rows(packs, steps.start, steps.stop),
-        options=run.arguments.samples,
-        sharing=sharing,
-    )
-    texts = read(stage=units)
-    if shares is None:
-        return texts
-    items = read(stage=encoders_stage(run.plan.model))
-    return EncodingDataset(texts, items, shares, steps.start, steps.stop)
-
-
-def _load(run: Run, trainer: Trainer) -> RunOutcome:
-    """Load the checkpoint, if any, and return its progress."""
+def _load_state(run: TrainingRun, trainer: Trainer) -> RunOutcome:
+    """Load the checkpoint, if any; return the steps that it has trained."""
     arguments = run.arguments
     if arguments.load is None:
         _log.info("starting from random weights, as no --load was given")
@@ -457,37 +447,21 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
         steps = load_weights(arguments.load, run.plan, trainer.stages)
         for optimizer in trainer.optimizers:
             if optimizer is not None:
-                optimizer.reload_model_params()
+                optimizer.reload_model_params()  # copies bf16 weights to fp32 main weights
         _log.info(f"starting from the weights of {arguments.load} after step {steps}")
         return RunOutcome(0, 0, False)
     loaded = load_checkpoint(
         arguments.load, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
-        _options(run, trainer), partial(hash_steps, run.directory),
+        _checkpoint_options(run, trainer), partial(hash_steps, run.directory),
     )  # fmt: skip
     if run.launch.rank == 0 and arguments.continues_run:
-        name_newest(arguments.save, loaded.step)  # a broken one may have been passed over
+        name_newest(arguments.save, loaded.step)  # newer, broken checkpoints may have been skipped
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
     return RunOutcome(loaded.step, loaded.training_state["skipped_steps"], False)
 
 
-def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
-    """Prepare the run's directory, without log entries after the checkpoint; open the sinks."""
-    arguments = run.arguments
-    sinks: list[MetricsSink] = []
-    if arguments.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
-    if arguments.wandb_project is not None:
-        sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
-    first_logged = first_step if arguments.continues_run else 0
-    drop_records(arguments.save / RUN_FILE, first_logged)
-    # A validation counts the steps before it.
-    drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-    _write_info(run, first_logged)
-    return sinks
-
-
-def _write_info(run: Run, first_step: int) -> None:
-    """Record the plan's hash in the run directory, from `first_step` at the latest."""
+def _write_run_info(run: TrainingRun, first_step: int) -> None:
+    """Record the plan's hash in the run directory, valid from `first_step` or earlier."""
     save, digest = run.arguments.save, plan_sha256(run.plan)
     if (save / RUN_INFO_FILE).exists() and read_run_info(save).plan_sha256 == digest:
         first_step = min(read_run_info(save).since_step, first_step)
@@ -502,16 +476,16 @@ def _write_info(run: Run, first_step: int) -> None:
 
 
 def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
-    """FLOPs of training each pack, wherever encoders run. [packs]"""
+    """Return FLOPs of training each pack, encoders included, float64 [packs]."""
     flops = model_flops(job.model, job.frozen, job.adapters)
     return pack_features(packs, lengths, feature_names(job.model)) @ flops
 
 
-def _validation(run: Run, trainer: Trainer) -> Validation | None:
+def _make_validation(run: TrainingRun, trainer: Trainer) -> Validation | None:
     arguments, evaluation = run.arguments, run.arguments.evaluation
     if evaluation is None or evaluation.eval_interval is None:
         return None
-    reader = run.reader(run.heldout_data)
+    reader = run.make_reader(run.heldout_data)
     levels = run.plan.pack_levels
     longest = max(levels, key=lambda level: level.caps["tokens"])
     packs = pack_validation(reader, evaluation.eval_samples, longest, run.plan.parallel.data)
@@ -528,11 +502,11 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     )
 
 
-def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
+def evaluate_heldout(run: TrainingRun, trainer: Trainer, step: int) -> None:
     """Answer held-out questions; write accuracy by kind to evaluation.json."""
     given, levels = run.arguments.evaluation, run.plan.pack_levels
     assert given is not None
-    # Questions answered at once: a rank's largest share of any pack.
+    # Limits of questions answered at once: a rank's largest share of any pack.
     caps = {
         name: max(1, *(level.caps[name] // level.context for level in levels))
         for name in run.data.caps.names
@@ -542,7 +516,7 @@ def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
         evaluation = evaluate(
             trainer,
             Caps.of(**caps),
-            run.reader(run.heldout_data),
+            run.make_reader(run.heldout_data),
             step,
             lambda done, total: progress.update(task, completed=done, total=total),
             samples=given.eval_samples,

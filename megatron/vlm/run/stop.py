@@ -1,4 +1,4 @@
-"""Stop requests by the scheduler, by a launcher, or at the terminal."""
+"""Stop requests of a scheduler, a launcher or a terminal."""
 
 import signal
 from types import FrameType
@@ -8,11 +8,10 @@ from megatron.vlm.inputs.read_ahead import STOP_SIGNALS
 
 
 class StopSignal:
-    """Set `requested` on a signal to stop, for the training loop.
+    """Context that sets `requested` on a signal to stop.
 
-    Repeated signals, as schedulers and launchers send, never interrupt a save or cleanup, but a
-    second SIGINT (Ctrl-C) ends the process, at once unless it blocks in a library. Under nohup
-    SIGHUP stays ignored.
+    Schedulers and launchers repeat signals: these never interrupt a save or cleanup. A second
+    SIGINT (Ctrl-C) ends the process. Under nohup SIGHUP stays ignored.
     """
 
     def __init__(self) -> None:
@@ -32,5 +31,5 @@ class StopSignal:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            # Not a Python handler: it would run only between two Python instructions.
+            # The default handler, as Python's would wait for a blocking library call to return.
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,12 +1,12 @@
-"""Watch over all ranks: when one fails, all end within a minute, and every node's log says why.
+"""Watch over all ranks: if one fails, all end within a minute, with the reason in every node's log.
 
-NCCL's watchdog aborts at the process group's time-out or at a broken network connection, but misses
-a dead peer behind NVLink or shared memory; gloo may wait for the time-out too. Launchers end ranks
-of their own node only, and every survivor prints a traceback.
+NCCL's watchdog aborts at the process group's timeout or at a broken network connection, but misses
+a dead peer behind NVLink or shared memory; gloo may wait for the timeout too. Launchers end only
+their own node's ranks, and every survivor prints a traceback.
 
 Here a thread per rank increments its heartbeat in the rendezvous store, reads the next rank's, and
 reads the record of the first failure: three small requests per period. If living ranks wait for
-each other in a collective, the process group's time-out ends them.
+each other in a collective, the process group's timeout ends them.
 """
 
 import contextlib
@@ -22,57 +22,54 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.launch import RankLaunch
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.base.printable import printable
 
 _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
-_LAST_PERIOD_S = 0.2  # max time between polls while ranks end
+_LAST_PERIOD_S = 0.2  # maximum time between polls while ranks end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Intervals that decide how soon a failure is noticed.
+    """Intervals that determine how soon a failure is detected.
 
-    Their sum is below 30 s, when torchrun kills a failed rank's node (the first has the store).
+    Detection takes less than 30 s: then torchrun kills a failed rank's node, with its store.
     """
 
-    period_s: float = 2.0
-    """Seconds between two polls of the store."""
-    stale_s: float = 20.0
-    """Seconds without a heartbeat until a rank counts as dead; Python's lock takes less."""
+    period_s: float = 2.0  # seconds between two polls of the store
+    stale_s: float = 20.0  # without a heartbeat, until a rank counts as dead; beyond any GIL wait
 
     @property
     def scan_s(self) -> float:
-        """Seconds between two scans of all ranks. A living rank beats in between."""
+        """Return the seconds between two scans of all ranks, so that a living rank beats once."""
         return 1.5 * self.period_s
 
     @property
     def linger_s(self) -> float:
-        """Seconds to keep the store alive at the end, for ranks that have yet to read it."""
+        """Return the seconds to keep the store alive at the end, for ranks that still read it."""
         return 2 * self.period_s
 
     @property
     def patience_s(self) -> float:
-        """Seconds that a lost connection waits for its reason: for a dead rank to be noticed."""
+        """Return the maximum seconds until a dead rank is detected."""
         return 1.5 * self.stale_s + self.scan_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Record in the store of the failure that ends the ranks."""
+    """Record in the store of the first failure, which ends all ranks."""
 
     reporter: int
     node: int
     message: str
     exit_code: int
-    readers: int
-    """Ranks that are alive to read it."""
+    readers: int  # number of living ranks, which read the record
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether an error may only say that another rank is gone."""
+    """Return whether an error may be only the consequence of another rank's end."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -83,11 +80,13 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 @contextlib.contextmanager
-def ending_together(launch: Launch, store: dist.Store, pace: Pace | None = None) -> Iterator[None]:
-    """Run the body on every rank; return when all have, or end the process when one fails.
+def ending_together(
+    launch: RankLaunch, store: dist.Store, pace: Pace | None = None
+) -> Iterator[None]:
+    """Run the body on every rank; return when all have, or end the process if one fails.
 
-    The exit code is 2 for a UserError, else 1. The failing rank prints its error, every other node
-    one line about it.
+    The exit code is 2 for a UserError, 130 for Ctrl-C, else 1. The failing rank prints its error,
+    every other node one line about it.
     """
     watch = Watch(store, launch, pace or Pace()) if launch.world_size > 1 else None
     try:
@@ -96,38 +95,38 @@ def ending_together(launch: Launch, store: dist.Store, pace: Pace | None = None)
         if watch is not None:
             watch.fail(error)
         _print_error(error, launch.rank)
-        _end_process(_exit_code(error))
+        _end_process(_exit_code_of(error))
     if watch is not None:
         watch.stop()
 
 
 class Watch:
-    """Watches the other ranks from its creation until `stop` or the end of the process."""
+    """Watches the other ranks, from its creation to `stop` or the end of the process."""
 
-    def __init__(self, store: dist.Store, launch: Launch, pace: Pace) -> None:
+    def __init__(self, store: dist.Store, launch: RankLaunch, pace: Pace) -> None:
         self._launch, self._pace = launch, pace
         self._neighbour = (launch.rank + 1) % launch.world_size
         self._exchanges = 0
         self._finishing = threading.Event()
         self._over = threading.Event()
-        # Its holder ends the process and never releases it.
+        # Never released: the thread that has it ends the process.
         self._ending = threading.Lock()
-        # Daemons, so that they cannot keep the interpreter alive.
+        # Daemons, which cannot keep the interpreter alive.
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._watch, "watch"), (self._guard, "watch guard"))
         ]
         watch, guard = self._threads
-        guard.start()  # first, as the connection may already hang
-        # A separate connection: a request on the ranks' own may block for minutes.
+        guard.start()  # first, as the new connection may hang
+        # A connection of its own: a request on the shared one may block for minutes.
         try:
             self._store = dist.PrefixStore("watch", store.clone())
         except RuntimeError as error:
-            self._end_without_store(_summary(error))
+            self._end_without_store(_summarize(error))
         watch.start()
 
     def stop(self) -> None:
-        """Barrier, then end the threads: the store may end with the first rank that leaves."""
+        """Wait for all ranks, then end the threads."""
         self._finishing.set()
         for thread in self._threads:
             thread.join()
@@ -135,20 +134,20 @@ class Watch:
     def fail(self, error: BaseException) -> NoReturn:
         """End this process, and with it all others, because of an error of this rank."""
         if is_consequence(error):
-            time.sleep(self._pace.patience_s)  # the watch ends the process when it finds the reason
+            time.sleep(self._pace.patience_s)  # the watch ends this process if it finds the reason
         self._ending.acquire()
-        message = f"rank {self._launch.rank} failed: {_summary(error)}"
-        own = self._failure(message, _exit_code(error), self._launch.world_size)
+        message = f"rank {self._launch.rank} failed: {_summarize(error)}"
+        own = self._make_failure(message, _exit_code_of(error), self._launch.world_size)
         try:
             first = self._record(own)
-        except RuntimeError:
+        except RuntimeError:  # the store is gone
             first = own
         if first == own:
             _print_error(error, self._launch.rank)
         self._leave_because_of(first)
 
     def _watch(self) -> None:
-        """Run the thread that polls the store."""
+        """Poll the store, in a thread, until all ranks have finished."""
         silence = _Silence()
         pause_s = self._pace.period_s
         try:
@@ -160,19 +159,20 @@ class Watch:
                 else:
                     self._finishing.wait(pause_s)
         except RuntimeError as error:
-            # After this rank's work, a missing store may mean that all others have finished.
+            # If this rank has finished, the store may have ended with the last other rank.
             if not self._finishing.is_set():
-                self._end_without_store(_summary(error))
+                self._end_without_store(_summarize(error))
         self._over.set()
 
     def _exchange(self, silence: "_Silence", pause_s: float) -> bool:
-        """Poll the store once, after a pause; return whether all ranks have finished."""
-        self._store.add(_beat(self._launch.rank), 1)
+        """Poll the store once, `pause_s` after the last poll; return whether all have finished."""
+        self._store.add(f"beat/{self._launch.rank}", 1)
         if self._store.check(["failure"]):
             self._ending.acquire()
             self._leave_because_of(_Failure(**json.loads(self._store.get("failure"))))
         if self._finishing.is_set():
             own = self._store.add(f"finished/{self._launch.rank}", 1)
+            # Count this rank once; later polls add 0, to read the count.
             if self._store.add("finished", 1 if own == 1 else 0) == self._launch.world_size:
                 # Rank 0 may host the store, so it leaves last.
                 if self._launch.rank != 0:
@@ -180,7 +180,7 @@ class Watch:
                 else:
                     self._linger("parted", self._launch.world_size - 1)
                 return True
-        beat = self._store.add(_beat(self._neighbour), 0)
+        beat = self._store.add(f"beat/{self._neighbour}", 0)
         if silence.after(beat, pause_s) >= self._pace.stale_s:
             self._report_silent_ranks()
         return False
@@ -192,33 +192,39 @@ class Watch:
             time.sleep(min(_LAST_PERIOD_S, self._pace.period_s))
 
     def _report_silent_ranks(self) -> None:
-        """Name all silent ranks: a node dies with its ranks, and NCCL takes others along."""
-        before = self._beats()
+        """End all ranks if some are silent, naming all of these."""
+        # A node dies with all its ranks, and a dead rank's peers may be killed by NCCL.
+        before = self._read_beats()
         time.sleep(self._pace.scan_s)
         silent = [
             rank
-            for rank, (old, new) in enumerate(zip(before, self._beats(), strict=True))
+            for rank, (old, new) in enumerate(zip(before, self._read_beats(), strict=True))
             if old == new and rank != self._launch.rank
         ]
         if not silent:
             return
         self._ending.acquire()
+        ranks = f"ranks {', '.join(map(str, silent))} have"
+        if len(silent) == 1:
+            ranks = f"rank {silent[0]} has"
+        elif silent == list(range(silent[0], silent[-1] + 1)):
+            ranks = f"ranks {silent[0]} to {silent[-1]} have"
         message = (
-            f"{_ranks(silent)} not been heard of for {self._pace.stale_s:g} s (killed, out of "
-            "memory, or the node is gone)"
+            f"{ranks} not been heard of for {self._pace.stale_s:g} s (killed, out of memory, or "
+            "the node is gone)"
         )
-        own = self._failure(message, _EXIT_FAILURE, self._launch.world_size - len(silent))
+        own = self._make_failure(message, _EXIT_FAILURE, self._launch.world_size - len(silent))
         first = self._record(own)
         if first == own:
-            self._say(own)
+            self._print_failure(own)
         self._leave_because_of(first)
 
-    def _failure(self, message: str, exit_code: int, readers: int) -> _Failure:
+    def _make_failure(self, message: str, exit_code: int, readers: int) -> _Failure:
         launch = self._launch
         return _Failure(launch.rank, launch.node, message, exit_code, readers)
 
-    def _beats(self) -> list[int]:
-        return [self._store.add(_beat(rank), 0) for rank in range(self._launch.world_size)]
+    def _read_beats(self) -> list[int]:
+        return [self._store.add(f"beat/{rank}", 0) for rank in range(self._launch.world_size)]
 
     def _record(self, own: _Failure) -> _Failure:
         """Record a failure; return the first of all ranks, possibly `own`."""
@@ -226,34 +232,32 @@ class Watch:
         return _Failure(**json.loads(self._store.compare_set("failure", "", text)))
 
     def _leave_because_of(self, failure: _Failure) -> NoReturn:
-        """Print the failure once per node, and end.
-
-        The store is on the first node, in rank 0 or in a launcher that ends with its ranks.
-        """
-        with contextlib.suppress(RuntimeError):  # the store may end now
+        """Print the failure once per node, and end the process."""
+        with contextlib.suppress(RuntimeError):  # the store may end at any time from here on
             self._store.add("read", 1)
             if (
                 failure.node != self._launch.node
                 and self._store.add(f"told/{self._launch.node}", 1) == 1
             ):
-                self._say(failure)
+                self._print_failure(failure)
+            # The first node has the store, in rank 0 or in a launcher that ends with its ranks.
             if self._launch.node == 0:
                 self._linger("read", failure.readers)
         _end_process(failure.exit_code)
 
-    def _say(self, failure: _Failure) -> None:
+    def _print_failure(self, failure: _Failure) -> None:
         _print_line(f"error: {failure.message}; rank {self._launch.rank} stops, as all others do")
 
     def _guard(self) -> None:
-        """Run the thread that notices when a request to the store is never answered."""
+        """End the process if a request to the store gets no answer; runs in a thread."""
         silence = _Silence()
         while not self._over.wait(self._pace.period_s):
             if silence.after(self._exchanges, self._pace.period_s) >= self._pace.patience_s:
                 self._end_without_store(f"no answer for {self._pace.patience_s:g} s")
 
     def _end_without_store(self, reason: str) -> NoReturn:
-        # Without the lock: its holder may be waiting for the store. Two ranks per node print, as
-        # one may be dead.
+        # Without the lock: the thread that has it may be waiting for the store. Two ranks per node
+        # print, as one may be dead.
         if self._launch.local_rank <= 1:
             _print_line(
                 f"error: rank {self._launch.rank} has lost the store of all ranks ({reason}): rank "
@@ -263,9 +267,9 @@ class Watch:
 
 
 class _Silence:
-    """Time without a heartbeat, summed over pauses between polls.
+    """Time without a heartbeat, as a sum of pauses between polls.
 
-    Not by clock: a process that was itself suspended would find all others silent on waking.
+    By the clock, a process that was suspended would find all others silent when it wakes.
     """
 
     def __init__(self) -> None:
@@ -273,32 +277,20 @@ class _Silence:
         self._silent_s = 0.0
 
     def after(self, value: int, pause_s: float) -> float:
-        """Seconds of silence, given the counter now and the pause before."""
+        """Return the seconds of silence, given the counter now and the pause before it."""
         self._silent_s = self._silent_s + pause_s if value == self._value else 0.0
         self._value = value
         return self._silent_s
 
 
-def _beat(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]} have"
-    return f"ranks {', '.join(map(str, ranks))} have"
-
-
-def _summary(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _exit_code(error: BaseException) -> int:
+def _exit_code_of(error: BaseException) -> int:
     if isinstance(error, UserError):
         return EXIT_USER_ERROR
     return _EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else _EXIT_FAILURE
@@ -310,7 +302,7 @@ def _print_error(error: BaseException, rank: int) -> None:
         return
     if not (is_consequence(error) or isinstance(error, KeyboardInterrupt)):
         traceback.print_exception(error)
-    _print_line(f"error: rank {rank} failed: {_summary(error)}")
+    _print_line(f"error: rank {rank} failed: {_summarize(error)}")
 
 
 def _print_line(line: str) -> None:

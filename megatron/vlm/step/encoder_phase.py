@@ -197,7 +197,7 @@ class EncoderStep:
         assert batches.encoding is not None, "the step's shares are with its micro-batches"
         self._encoders, self._batches, self._clock = encoders, batches, clock
         self._shares = batches.encoding
-        self._trained = self._shares.only(encoders.trained)
+        self._trained = self._shares.select_encoders(encoders.trained)
         self._made: list[_Made] = []
         # Set after encoding on ranks that embed tokens; other ranks only send.
         self._features: _Features | None = None
@@ -281,7 +281,7 @@ class EncoderStep:
                 own = shares.passes_of(name, is_kept)
                 rows += [self._encode(planned) for planned in own]
                 # Join exchanges of other ranks' extra passes.
-                for _ in range(shares.most_passes.get((name, is_kept), 0) - len(own)):
+                for _ in range(shares.max_passes.get((name, is_kept), 0) - len(own)):
                     self._begin(name, is_kept, backward=False)
                     if name in self._encoders.trained:
                         self._made.append(_Made(name, is_kept))

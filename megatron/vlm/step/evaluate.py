@@ -178,7 +178,7 @@ def read_media(reader: SampleReader, sample: Sample, units: Stage) -> dict[str, 
     """Read a sample's encoder inputs that these units embed, by field of a micro-batch."""
     media = {}
     if units.holds("vision embed") and reader.model.images is not None:
-        media["patches_YX"] = reader.patches(sample, reader.shown(sample))
+        media["patches_YX"] = reader.patches(sample, reader.list_shown(sample))
     elif units.holds("vision embed"):
         media["pixels_TCPP"] = reader.pixels([sample])
     if units.holds("audio embed"):

@@ -55,10 +55,10 @@ class HeaviestShares(StepShares):
             parts=arriving.parts,
         )
 
-    def only(self, names: Collection[str]) -> Self:
+    def select_encoders(self, names: Collection[str]) -> Self:
         window = {name: items for name, items in self.window.items() if name in names}
-        changed = replace(self, receiving=self.receiving.only(names), window=window)
-        return StepShares.only(changed, names)
+        changed = replace(self, receiving=self.receiving.select_encoders(names), window=window)
+        return StepShares.select_encoders(changed, names)
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
         """Slices of micro-batches' features: consecutive at first, then the rest of the step's

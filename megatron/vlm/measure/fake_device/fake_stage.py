@@ -20,7 +20,7 @@ from megatron.vlm.measure.fake_device.memory import Label
 from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cuda
 from megatron.vlm.measure.replay_job import ReplayJob, list_unfinished_stages, shared_progress
 from megatron.vlm.measure.stage_replay import LoadRows, StageReplayer, standing_in
-from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.launch import RankLaunch
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
@@ -182,7 +182,7 @@ def check_fake_device(precision: Precision, provider: Provider) -> None:
 
 
 def run_fake_stages(
-    job: ReplayJob, stages: Sequence[int], output: Path, launch: Launch, store: dist.Store
+    job: ReplayJob, stages: Sequence[int], output: Path, launch: RankLaunch, store: dist.Store
 ) -> None:
     """Count unfinished stages, each in one process; return when all are done."""
     install_device()  # before an output is created, as it may fail
