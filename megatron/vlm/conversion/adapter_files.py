@@ -242,7 +242,7 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
             "released weights is supported; merge it with PEFT, and import the model"
         )
     files = ReleasedFiles(folder, WEIGHTS_FILE)
-    # Look for adapters of every linear, as the file does not list the adapted ones in plain names.
+    # Look for adapters of every linear, then keep the linears that have some.
     everywhere = AdapterConfig(
         rank=given.r,
         alpha=given.lora_alpha,

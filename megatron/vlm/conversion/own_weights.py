@@ -136,7 +136,7 @@ class _WritePlanner(DefaultSavePlanner):
                     ),
                 )
             )
-            # Core's linears have an extra state, empty here, which a load expects.
+            # Core's linears store an extra state, empty here.
             if parameter.key.endswith(_LINEARS) and ".experts." not in parameter.key:
                 shard = f"shard_{parameter.layer or 0}_{parameter.layers or 1}"
                 module = parameter.key.removesuffix(".weight")

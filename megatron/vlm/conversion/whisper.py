@@ -149,7 +149,7 @@ def _check_encoder_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
     if stored is None:
         return
     sines = sinusoids(audio.encoder.positions_per_item, audio.encoder.hidden_size)
-    tolerance = max(1e-3, torch.finfo(stored.dtype).eps)  # Whisper rounds them to its type
+    tolerance = max(1e-3, torch.finfo(stored.dtype).eps)  # stored in the checkpoint's type
     if stored.shape != sines.shape or not torch.allclose(
         audio.files.read_tensor(positions).float(), sines, rtol=0, atol=tolerance
     ):

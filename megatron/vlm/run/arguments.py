@@ -29,7 +29,7 @@ def _number(
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan  # holds no requirement
+            value = math.nan  # meets no requirement
         if not holds(value):
             raise argparse.ArgumentTypeError(f"must be {requirement}, got {text!r}")
         return value
@@ -39,7 +39,6 @@ def _number(
 
 _POSITIVE = _number(int, lambda value: value >= 1, "an integer >= 1")
 _NATURAL = _number(int, lambda value: value >= 0, "an integer >= 0")
-# A seed below 2^63, as torch takes int64.
 _SEED_NUMBER = _number(int, lambda value: 0 <= value < 2**63, "an integer >= 0 and < 2^63")
 _FRACTION = _number(float, lambda value: 0 <= value < 1, "a number >= 0 and < 1")
 _POSITIVE_SIZE = _number(float, lambda value: 0 < value < math.inf, "a finite number > 0")

@@ -78,7 +78,7 @@ def gather_pass_times(
     everyone = own.new_empty(dist.get_world_size() * len(own))
     dist.all_gather_into_tensor(everyone, own)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    # Ranks are numbered [p, d, t]; tensor-parallel ranks run in lockstep, so take their mean.
+    # Ranks are numbered [p, d, t]: mean over tensor-parallel ranks.
     by_rank_pd = everyone.view(links.size, -1, tensor, len(own)).mean(2).cpu()
     ranks_ms = by_rank_pd[:, :, 0].tolist()
     if len(ranks_ms[0]) > 1:

@@ -39,7 +39,9 @@ class Pace:
     """
 
     period_s: float = 2.0  # seconds between two polls of the store
-    stale_s: float = 20.0  # without a heartbeat, until a rank counts as dead; beyond any GIL wait
+    stale_s: float = (
+        20.0  # without a heartbeat until a rank counts as dead; the GIL blocks for less
+    )
 
     @property
     def scan_s(self) -> float:
@@ -127,6 +129,7 @@ class Watch:
 
     def stop(self) -> None:
         """Wait for all ranks, then end the threads."""
+        # A barrier, as the store may end with the first rank that leaves.
         self._finishing.set()
         for thread in self._threads:
             thread.join()
