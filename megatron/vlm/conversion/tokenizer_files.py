@@ -168,11 +168,9 @@ def make_fast_tokenizer(folder: Path) -> str | None:
     tokenizer.decoder = decoders.ByteLevel()
     tokens, added_file = config.added_tokens_decoder, folder / ADDED_FILE
     if tokens is None:  # as of older versions of Transformers
-        ids = (
-            read_json_model(dict[str, int], added_file, _FETCH_AGAIN)
-            if added_file.is_file()
-            else {}
-        )
+        ids = dict[str, int]()
+        if added_file.is_file():
+            ids = read_json_model(dict[str, int], added_file, _FETCH_AGAIN)
         tokens = {number: AddedToken(content=text, special=True) for text, number in ids.items()}
     # By id: the library numbers added tokens in order, after the vocabulary.
     for number, token in sorted(tokens.items()):

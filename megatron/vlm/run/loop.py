@@ -161,9 +161,7 @@ class TrainingLoop:
         stages, passes = gather_stage_records(links, result.phases_ms), None
         scheduled, rows = self._data.scheduled, self._data.rows(step)
         if timed:
-            turn = (
-                step % sizes.data
-            )  # one data-parallel rank's passes per step bound the log's size
+            turn = step % sizes.data  # a step logs one data-parallel rank's passes, in turn
             slots = replace(self._data.sharing, dp_rank=turn).slots(scheduled.take(rows), sizes)
             stages, passes = gather_pass_times(links, result.intervals, stages, turn, slots)
         offsets = scheduled.packs.offsets
@@ -219,10 +217,8 @@ class TrainingLoop:
         if failures and (len(failures) >= limit or last):
             verdict = "it was the last save of the run"
             if len(failures) >= limit:
-                verdict = (
-                    f"that makes {len(failures)} failed saves in a row, and {limit} end the run"
-                )
-                verdict += " (--exit-after-failed-saves)"
+                verdict = f"that makes {len(failures)} failed saves in a row, and {limit} end the "
+                verdict += "run (--exit-after-failed-saves)"
             raise UserError(
                 f"{failures[-1]}; {verdict}; make {options.save} writable, and resume its newest "
                 "checkpoint, if any, with --load"

@@ -39,9 +39,7 @@ class Pace:
     """
 
     period_s: float = 2.0  # seconds between two polls of the store
-    stale_s: float = (
-        20.0  # without a heartbeat until a rank counts as dead; the GIL blocks for less
-    )
+    stale_s: float = 20.0  # no heartbeat until a rank counts as dead; the GIL blocks for less
 
     @property
     def scan_s(self) -> float:
