@@ -94,7 +94,7 @@ def read_native_images(
     if cells != sum(planned) and any(video.file is None for video in sample.videos):
         missing = (
             f"{sample.where}: {cells} image tokens where the plan counted {sum(planned)}, and a "
-            "video of frames; restore missing frames, or take the sample out and plan again"
+            "video of frames; restore frames, or take the sample out and plan again"
         )
         return _blank(sum(planned), len(own), encoder, patches, missing)
     check_count(cells, sum(planned), "image tokens", sample)
