@@ -166,16 +166,13 @@ def _parameter_rates(
     *,
     of_experts: bool,
 ) -> ParameterRates:
-    """Return memory and time per parameter of experts, or of all other units.
-
-    Optimizer state is sharded over data-parallel ranks (distributed optimizer), unless replicated.
-    """
+    """Return memory and time per parameter of experts, or of all other units."""
     runtime, size = device.runtime, ELEMENT_BYTES[precision]
     group, divides_gradients = state_group(parallel, of_experts=of_experts), parallel.sharded > 1
     gradient_bytes = runtime.gradient_bytes
     state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[precision]
     replicates = runtime.replicates_optimizer and not divides_gradients
-    shards = 1 if replicates else group.ranks
+    shards = 1 if replicates else group.ranks  # of the distributed optimizer
     averages = runtime.averages_gradients and group.ranks > 1
     # Gradients are zeroed and, if Megatron averages, scaled (read and written). The norm and the
     # update read and write gradient, weight and state of the rank's shard.

@@ -269,13 +269,10 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
 
 
 def rule_flops(linear: LinearAttention) -> float:
-    """Return forward operations per token of the chunked rule over all heads.
-
-    Backward recomputes w, u and states: 2.5 times forward.
-    """
+    """Return forward operations per token of the chunked rule over all heads."""
     # Per head, chunk C, key width d, value width e (Yang et al. 2024, section 3.3): k k^T 2 C d,
     # inverse of the triangle C^2 / 3, w 2 C d, u 2 C e; w S, q S and k^T v 2 d e each; q k^T 2 C d
-    # and its product with v 2 C e.
+    # and its product with v 2 C e. Backward recomputes w, u and states: 2.5 times forward.
     d, e = linear.key_head_size, linear.value_head_size
     within = CHUNK * (6 * d + 4 * e) + CHUNK**2 / 3
     return linear.value_heads * (within + 6 * d * e)

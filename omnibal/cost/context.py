@@ -116,10 +116,7 @@ def costs_at(
     levels: Sequence[Level],
     source: ExchangeSource,
 ) -> tuple[CostModel, ...]:
-    """Return unit costs at every level, given those at context size 1.
-
-    All use the same features, with one more than the model's if packs are shared.
-    """
+    """Return unit costs at every level, with the same features, given those at context size 1."""
     added = feature_names_at(cost.features, levels)[len(cost.features) :]
     if added:
         cost = with_features(cost, added)
@@ -249,10 +246,8 @@ def _attention_exchange(
 def _features_exchange(
     model: ModelConfig, level: Level, features: Mapping[str, np.ndarray], size: int
 ) -> _Exchange:
-    """Return the exchange of all encoders' features, replicated on tensor-parallel ranks.
-
-    Deepstack features are counted here too, though the stage that takes them exchanges them.
-    """
+    """Return the exchange of all encoders' features, replicated on tensor-parallel ranks."""
+    # Deepstack features are counted here too, though the stage that takes them exchanges them.
     number, own_bytes, all_bytes = 1, *np.zeros((2, len(features)))
     for tower in model.encoders.values():
         rows = features[tower.feature] * tower.tokens_per_item

@@ -224,10 +224,7 @@ class Device:
         launches: int = 1,
         name: str = "",
     ) -> Kernels:
-        """Return a tensor-parallel collective; `all_bytes` are of its tensors, summed over passes.
-
-        An all-gather or reduce-scatter is one pass, an all-reduce two.
-        """
+        """Return a tensor-parallel collective; `all_bytes` are summed over its ring passes."""
         if self.tensor == 1:
             return ()
         sent = (self.tensor - 1) / self.tensor  # a rank sends all shares but one
@@ -255,11 +252,8 @@ class Device:
         return self.sequence_parallel * tensor_bytes
 
     def block_exchange(self, block_bytes: np.ndarray) -> Kernels:
-        """Return the exchange of a block, given the bytes of its unsharded input and output.
-
-        Gathers and reduce-scatters, or all-reduces without sequence parallelism (Korthikanti et al.
-        2022, arXiv 2205.05198, section 4.2.2).
-        """
+        """Return the exchange of a block, given the bytes of its unsharded input and output."""
+        # Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.
         if not self.sequence_parallel:
             return self.all_reduces(block_bytes, block_bytes)
         gathers: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")

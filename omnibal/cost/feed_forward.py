@@ -93,18 +93,6 @@ def _mlp(
     )
 
 
-def _all_to_alls(device: Device, rows: np.ndarray, h: int) -> Kernels:
-    """Return all-to-alls of dispatch and combine: rows and their weights."""
-    # Forward also exchanges the counts per rank, hence its fourth launch.
-    if device.expert == 1:
-        return ()
-    exchanged_bytes = rows * (2 * h * device.element_bytes + FP32_BYTES)
-    return (
-        Kernel(kind="all_to_all", bytes=exchanged_bytes, launches=4),
-        Kernel(kind="all_to_all", phase="backward", bytes=exchanged_bytes, launches=3),
-    )
-
-
 def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     """Return router, dispatch and combine, routed experts, and shared experts."""
     size, tokens, f = device.element_bytes, device.feature("tokens"), experts.ffn_hidden_size
@@ -127,11 +115,18 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     # The router reads its input in fp32.
     mapped_bytes, routed_bytes = own * number * FP32_BYTES, own * h * (size + FP32_BYTES)
     launches = _FUSED_KERNELS_OF_EXPERTS if device.runtime.fused_routing else _KERNELS_OF_EXPERTS
+    all_to_alls: Kernels = ()
+    if device.expert > 1:  # of rows and their weights, and in forward of counts per rank
+        sent_bytes = rows * (2 * h * size + FP32_BYTES)
+        all_to_alls = (
+            Kernel(kind="all_to_all", bytes=sent_bytes, launches=4),
+            Kernel(kind="all_to_all", phase="backward", bytes=sent_bytes, launches=3),
+        )
     kernels = [
         *product(own, h, number, dtype="fp32"),
         # The host waits for the numbers of tokens per expert.
         *(replace(permuted[0], waits=1), permuted[1]),
-        *_all_to_alls(device, rows, h),
+        *all_to_alls,
         *product(rows, h, 2 * f, groups=held, name=into),
         *product(rows, f, h, groups=held, name=out_of),
         *in_module("moe_act", element_wise(activated_bytes, back_activated_bytes)),

@@ -225,10 +225,7 @@ _PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device], CountedUni
 
 
 def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.ndarray:
-    """Return bytes of deepstack features sent over a cut after a unit of this kind, [features].
-
-    They are replicated on tensor-parallel ranks.
-    """
+    """Return bytes of (replicated) deepstack features that a cut after this kind also sends."""
     # Gradients within a stage are not counted: below a hundredth of the encoder's activations.
     # Features of the first encoder come first, and all have one size.
     towers = [tower for tower in model.encoders.values() if tower.deepstack_features]

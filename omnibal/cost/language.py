@@ -14,7 +14,6 @@ from omnibal.cost.work import (
     SECOND_OUTPUT,
     CountedUnit,
     Kept,
-    Work,
     Working,
     chain_units,
     recompute_modules,
@@ -119,26 +118,17 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
         + (2 + post_norms) * h * (1 + language.norm_bias),
         expert_biases=second.expert_biases,
     )
-    return recompute_modules(
-        _with_fp8_linears(kind, device, first, layer), device.runtime.recomputed
-    )
-
-
-def _with_fp8_linears(
-    kind: LayerKind, device: Device, attention: Work, layer: CountedUnit
-) -> CountedUnit:
-    """Return a layer with linears in FP8 if enabled."""
     # Both down projections of latent attention keep the first norm's output. The router keeps the
     # second norm's output in bf16, and attention its own output, so FP8 linears keep copies.
-    whole = {FIRST_OUTPUT} if kind.latent is not None else set()
-    whole |= {SECOND_OUTPUT} if kind.experts is not None else set()
-    last = attention.products[-1]
-    is_gated = any(line.what == "gated output" for line in attention.kept)
+    shared = {FIRST_OUTPUT} if kind.latent is not None else set()
+    shared |= {SECOND_OUTPUT} if kind.experts is not None else set()
+    last = first.products[-1]
+    is_gated = any(line.what == "gated output" for line in first.kept)
     copied = [] if is_gated else [("attention's output", last.rows * last.inner)]
     if kind.experts is not None and kind.experts.shared_ffn_hidden_size is not None:
-        (second,) = (line for line in layer.kept if line.what == SECOND_OUTPUT)
-        copied.append((SECOND_OUTPUT, second.bytes / device.element_bytes))
-    return with_fp8(device, layer, whole=whole, copied=copied)
+        copied.append((SECOND_OUTPUT, part_bytes / size))
+    layer = with_fp8(device, layer, whole=shared, copied=copied)
+    return recompute_modules(layer, device.runtime.recomputed)
 
 
 def head(language: LanguageConfig, device: Device) -> CountedUnit:

@@ -195,12 +195,7 @@ def deferred_products(kind: UnitKind, unit: CountedUnit, *, trained: bool) -> Ke
 
 
 def late_bytes(device: Device, kind: UnitKind, unit: CountedUnit, late: Kernels) -> np.ndarray:
-    """Return bytes of deferred gradients' inputs, output gradients and working memory.
-
-    Returns:
-        [3, features]. Under sequence parallelism tensors between blocks wait sharded and are
-        gathered for their product.
-    """
+    """Return bytes of deferred inputs, output gradients and working memory, [3, features]."""
     nothing = 0 * unit.boundary_bytes
     inputs, gradients, working = nothing, nothing, nothing
     seen: set[str] = set()
@@ -233,11 +228,8 @@ def two_part_bytes(
 def _operand_bytes(
     device: Device, kind: UnitKind, unit: CountedUnit, product: Kernel
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return waiting bytes of a product's input and output gradient, and gathered bytes.
-
-    Returns:
-        [features] each.
-    """
+    """Return a product's bytes of input, of output gradient, and gathered ones, [features] each."""
+    # Under sequence parallelism tensors between blocks wait sharded, and are gathered at last.
     rows = product.rows * device.element_bytes
     input_bytes, output_bytes = rows * product.inner, rows * product.outer
     width = float(unit.boundary_bytes.max()) / device.element_bytes / device.whole  # hidden

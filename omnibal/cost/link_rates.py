@@ -148,10 +148,7 @@ def hops_ms(cluster: ClusterConfig, group: Group) -> float:
 
 
 def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
-    """Return the ranks of a stage that shard optimizer state, and weights if sharded.
-
-    Fewer ranks hold experts than hold other parameters.
-    """
+    """Return the ranks of a stage that shard optimizer state, and weights if sharded."""
     ranks = {
         (False, False): parallel.data,
         (False, True): parallel.expert_data,

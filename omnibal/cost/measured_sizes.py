@@ -33,10 +33,7 @@ class MeasuredSizes:
 def measured_sizes(
     model: ModelConfig, cluster: ClusterConfig, caps: Caps, precision: Precision
 ) -> MeasuredSizes:
-    """Return sizes spanning the model's linears at tensor sizes 1 to 8, and up to the caps.
-
-    The head, fp32 routers and memory-bound gates are left out.
-    """
+    """Return sizes spanning the model's linears at tensor sizes 1 to 8, and up to the caps."""
     products = list[Kernel]()
     for tensor in _TENSOR_SIZES:
         # Tensor parallelism of experts requires sequence parallelism.
@@ -48,6 +45,7 @@ def measured_sizes(
         except UserError:  # the model does not allow this size
             continue
         products += layer_products(model, parallel)
+    # Without fp32 routers and memory-bound gates.
     products = [product for product in products if product.dtype != "fp32" and product.outer > 1]
     names = feature_names(model)
     at_caps = np.array([float(caps.get(name) or caps["tokens"]) for name in names])

@@ -72,10 +72,7 @@ class UnitMeasurement(Frozen):
 
 
 class ShareMeasurement(Frozen):
-    """A language layer on one rank's share of a pack, run on all context-parallel ranks.
-
-    Times include the exchange and waiting for other ranks.
-    """
+    """A language layer on a rank's share of a pack, with exchange and waits for other ranks."""
 
     unit: str
     context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]  # context-parallel ranks

@@ -196,16 +196,7 @@ def collective_line(
     place: Place = "node",
     kind: CollectiveKind | None = None,
 ) -> LinearTime | None:
-    """Return latency and time per byte sent of a ring pass, an all-to-all or a send.
-
-    The nearest measured group size is used.
-
-    Args:
-        kind: of the collective, or None for any ring.
-
-    Returns:
-        None if not measured.
-    """
+    """Return latency and time per byte sent of a `kind`, None: any ring. None if not measured."""
     wanted = (*_RING_PASSES, None) if kind in (*_RING_PASSES, None) else (kind,)
     times = [time for time in measured if time.kind in wanted and time.place == place]
     # Any ring stands in for an unmeasured one. On a CPU a reduction is slower than a gather.

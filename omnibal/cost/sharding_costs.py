@@ -134,14 +134,8 @@ class ShardedExchange:
         return np.stack([ahead, behind], axis=1)
 
     def passes_ms(self, work: np.ndarray) -> np.ndarray:
-        """Return time exposed in forward, in backward, and in second forward with backward.
-
-        Args:
-            work: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
-
-        Returns:
-            [passes, 3]
-        """
+        """Return exposed time of forward, backward, second forward plus backward, [passes, 3]."""
+        # `work`, [passes, 2 or 3]: 1, items and, if counted, squares.
         assert self.again_ms is not None
         ahead, behind = self.exposed_ms(work).T
         ahead_again = replace(self, forward_ms=self.again_ms).exposed_ms(work)[:, 0]
@@ -150,12 +144,9 @@ class ShardedExchange:
         return np.stack([ahead, behind, again], axis=-1)
 
     def shares(self) -> np.ndarray:
-        """Return the share of exposed forward and backward time per unit kind, [2, K].
-
-        By exchange time in a pipeline, else all to the head, which always has a backward.
-        """
+        """Return the share of exposed forward and backward time per unit kind, [2, K]."""
         exchanged = np.stack([self.gather_ms, self.gather_back_ms + self.reduce_ms])
-        if self.stages == 1:
+        if self.stages == 1:  # all to the head, which always has a backward
             return np.eye(len(self.gather_ms))[[-1, -1]]
         sums = exchanged[:, list(self.sequence)].sum(axis=1, keepdims=True)
         return exchanged / np.maximum(sums, 1e-300)

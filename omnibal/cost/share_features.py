@@ -39,10 +39,7 @@ def share_features(
 def part_features(
     packs: Packs, lengths: Lengths, level: Level, features: Sequence[str]
 ) -> np.ndarray:
-    """Return features of every rank's part of a level's packs, float64 [packs, context, features].
-
-    Loss is assumed on the last tokens of a sample.
-    """
+    """Return features of all ranks' parts of a level's packs, float64 [packs, context, features]."""
     if level.context == 1:
         whole = pack_features(packs, lengths, [name for name in features if name != EXCHANGED])
         nothing = np.zeros((len(packs), len(features) - whole.shape[1]))
@@ -71,6 +68,7 @@ def part_features(
             case "tokens":
                 return sums(pieces.tokens)
             case "loss_tokens":
+                # Assumed to be a sample's last tokens.
                 first = (lengths.tokens - loss_tokens(lengths))[sample]
                 return sums(np.maximum(pieces.stop - np.maximum(pieces.first, first), 0))
             case "exchanged_tokens":

@@ -118,11 +118,7 @@ class CountedUnit(Work):
 
 
 def chain_units(units: Sequence[tuple[str, CountedUnit]]) -> CountedUnit:
-    """Return units that run in sequence as one unit.
-
-    Args:
-        units: pairs of a prefix for names of kept activations, and a unit.
-    """
+    """Return units, each with a prefix for its kept lines, that run in sequence as one unit."""
     working: list[Working] = []
     for place, (prefix, unit) in enumerate(units):
         # Backward starts from the last unit: later units have freed their activations.
@@ -155,10 +151,7 @@ def chain_units(units: Sequence[tuple[str, CountedUnit]]) -> CountedUnit:
 
 
 def recompute_modules(layer: CountedUnit, modules: Collection[str]) -> CountedUnit:
-    """Return a layer that recomputes modules instead of keeping their activations.
-
-    Like Megatron-core's `--recompute-modules`.
-    """
+    """Return a layer that recomputes modules, as by Megatron-core's `--recompute-modules`."""
     wanted = {*modules}
     lost = {line.what: line.bytes for line in layer.kept if wanted & {*line.modules}}
     again = [kernel for kernel in layer.forward if wanted & {*kernel.modules}]

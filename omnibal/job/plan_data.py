@@ -112,10 +112,7 @@ class SampleData:
         return -(-self.packs_per_step // job.parallel.data)
 
     def pack(self, job: JobSpec) -> list[Packs]:
-        """Pack every epoch by caps, packing rule and seed, or return no packs with given steps.
-
-        With several context-parallel levels, long packs are filled by attention exchange time too.
-        """
+        """Return the packs of every epoch, or no packs with given steps."""
         if self.steps is not None:
             return []
         may_fill = None
@@ -367,15 +364,12 @@ def limited_features(model: ModelConfig) -> tuple[str, ...]:
 
 
 def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float) -> dict[str, int]:
-    """Return caps of a pack of shapes, with `image_share` (0 to 1) of its tokens from images.
-
-    Image tokens are rounded to at least one tile.
-    """
+    """Return caps of a pack of shapes, with `image_share` (0 to 1) of its tokens from images."""
     caps = dict(given)
     for tower in model.encoders.values():
         if tower.feature not in caps and tower.of_images:
             wanted = image_share * given["tokens"] / tower.tokens_per_item
-            caps[tower.feature] = max(round(wanted), 1)
+            caps[tower.feature] = max(round(wanted), 1)  # whole tiles
     return caps
 
 
@@ -401,10 +395,8 @@ def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
-    """Return a step of mock packs of one sample at the caps, and their lengths.
-
-    One sample per pack, and one image without `image_tokens`, maximise the cost of attention.
-    """
+    """Return a step of mock packs of one sample at the caps, and their lengths."""
+    # One sample per pack, and one image without `image_tokens`, maximise attention's cost.
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
     columns = {name: np.full(count, shapes.caps[name], np.int32) for name in shapes.caps.names}

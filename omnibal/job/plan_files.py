@@ -72,11 +72,7 @@ class PlanFiles:
 
 
 def hash_steps(directory: Path, steps: int) -> str | None:
-    """Return `DataPlan.steps_sha256` of a plan's first `steps` steps.
-
-    Returns:
-        None if the plan has fewer steps, or step `steps` is within a portion.
-    """
+    """Return the hash of a plan's first `steps` steps, or None if absent or within a portion."""
     data = read_plan(directory).data
     if data is None or steps > data.steps:
         return None

@@ -66,10 +66,7 @@ class PlanRequest:
             )
 
     def with_sizes(self, parallel: Parallel) -> Self:
-        """Return the request with other parallel sizes and as many micro-batches per rank.
-
-        Given steps stay as they are.
-        """
+        """Return the request with other sizes and equal micro-batches per rank, or given steps."""
         job = self.job.with_sizes(parallel)
         return replace(self, job=job, data=self.data.for_ranks(self.job, job))
 
@@ -172,11 +169,7 @@ def make_plan(
 
 
 def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
-    """Search the chunks of a request's schedule, for chosen encoder settings.
-
-    Raises:
-        DoesNotFit: if no split fits into memory.
-    """
+    """Search the chunks of a request's schedule; raise DoesNotFit if no split fits memory."""
     job = request.job
     return search_parts(
         job.cost_of_all(request.data.levels),
@@ -196,10 +189,7 @@ def make_ordered_plan(request: PlanRequest) -> PlanResult:
 
 
 def order_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
-    """Return the plan with ranks' micro-batches reordered (`pipeline.slot_order`).
-
-    Baselines and other trainers keep the order of the deal.
-    """
+    """Return the plan with ranks' micro-batches reordered, if joint and for this trainer."""
     is_searched = request.split.is_joint and request.job.trainer.name is None
     if result.data is None or not is_searched:
         return result

@@ -1,7 +1,7 @@
 """Replay of a plan: stages measured one by one on one device, combined into steps.
 
 Links and reductions come from the cost model. A replay's directory holds its identity and one file
-of results per stage.
+of results per stage. In functions, `cost` is of all levels and `workload` of all the plan's packs.
 """
 
 from collections.abc import Sequence
@@ -209,10 +209,7 @@ def choose_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
 def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:
-    """Return rows of the (step, rank) with the stage's peak, and of that with most activations.
-
-    `cost` is of all levels, `workload` of all the plan's packs.
-    """
+    """Return rows of the (step, rank) with the stage's peak, and of that with most activations."""
     features = features_of(workload, cost)
     passes = bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, features)
     worst = {int(passes.row[memory.argmax()]) for memory in (passes.needed, passes.held)}
@@ -244,10 +241,7 @@ def summarise_replay(
     cost: CostModel,
     workload: Workload,
 ) -> ReplaySummary:
-    """Combine all stages' measured times into steps of the plan's schedule.
-
-    `cost` is of all levels, `workload` of all the plan's packs.
-    """
+    """Combine all stages' measured times into steps of the plan's schedule."""
     rows = np.flatnonzero(np.isin(workload.step, info.steps))
     for replay in replays:
         if not np.array_equal(replay.rows, rows):

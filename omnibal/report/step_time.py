@@ -104,11 +104,7 @@ class StepTime:
 def step_time(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None, measured: Mapping[str, float]
 ) -> StepTime | None:
-    """Compare all known sources of a step's time, or return None without any.
-
-    Args:
-        measured: times by cause from `split_measured_step`, or empty.
-    """
+    """Compare all known sources of a step's time (`measured`: by cause), or return None."""
     sources: dict[str, tuple[dict[str, float], float]] = {}
     if plan.prediction is not None:
         sources["predicted"] = plan.prediction.lost.causes(), plan.prediction.step_ms

@@ -25,10 +25,7 @@ def chrome_trace(
     step: int,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> dict[str, Any]:
-    """Return the trace of all ranks and stages of a step, without its weight update.
-
-    Costs and stages are of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-    """
+    """Return a step's trace without its weight update; costs and stages are of all levels."""
     events: list[dict[str, Any]] = []
     of_step = workload.of_steps([step])
     times = workload_times(cost, stages_at, of_step)

@@ -93,13 +93,11 @@ class Training(RunStep):
         }
 
     def can_resume(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-        """Whether only rates, later steps and reporting options have changed.
-
-        A complete training is repeated with other rates, unless there are more steps.
-        """
+        """Whether only rates, later steps and reporting options have changed."""
         if before is None or "steps" not in before:
             return False
         changed = _changes(before, now) - {"its steps"}
+        # A complete training is repeated with other rates, unless there are more steps.
         fixed = _FIXED_OPTIONS | (_RATES if self.is_complete else set())
         if any(name in fixed or not name.startswith("--") for name in changed):
             return False
@@ -162,11 +160,7 @@ def run_steps(
 
 
 def _run_command(command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Run a command, and pass SIGTERM on to it, also if this process is killed.
-
-    Returns:
-        The exit status, or a shell's status for the signal that this process got.
-    """
+    """Run a command, passing signals on; return its status, or a shell's for a caught signal."""
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
@@ -217,11 +211,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
 
 
 def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
-    """Hash names, sizes and times of a file, a folder's files, or all files below with `suffixes`.
-
-    Returns:
-        The hash, or an empty text if there are no files or too many.
-    """
+    """Hash sizes and times of a file, a folder's files, or all files below it with `suffixes`."""
     files = [path]
     if path.is_dir():
         pattern = "*" if suffixes is None else "**/*"
@@ -230,6 +220,7 @@ def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
         files = files if len(below) <= _MAX_FILES else []
     stats = [(str(file), file.stat()) for file in files if file.is_file()]
     entries = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    # Empty for no files, or too many to check.
     return hashlib.sha256(repr(entries).encode()).hexdigest() if entries else ""
 
 
@@ -239,10 +230,7 @@ def has_released_weights(folder: Path) -> bool:
 
 
 def fetch_checkpoint(name: str, *, weights: bool) -> Path:
-    """Return the folder of a hub's checkpoint, downloaded unless cached.
-
-    Without `weights`, only configuration, code and tokenizer.
-    """
+    """Return the folder of a hub's checkpoint, or of its other files only, without `weights`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
@@ -264,10 +252,7 @@ def fetch_checkpoint(name: str, *, weights: bool) -> Path:
 def choose_weights(
     model: str, weights: Path | None, *, from_scratch: bool
 ) -> tuple[Path | None, bool]:
-    """Return the folder of first weights, or None for random ones.
-
-    Also returns whether the folder is of a hub, without its weights so far.
-    """
+    """Return the folder of first weights (None: random), and whether a hub still has them."""
     if from_scratch and weights is not None:
         raise UserError("--from-scratch and --weights exclude each other; leave one out")
     if from_scratch:
