@@ -39,7 +39,7 @@ def share_features(
 def part_features(
     packs: Packs, lengths: Lengths, level: Level, features: Sequence[str]
 ) -> np.ndarray:
-    """Return features of all ranks' parts of a level's packs, float64 [packs, context, features]."""
+    """Return features of ranks' parts of a level's packs, float64 [packs, context, features]."""
     if level.context == 1:
         whole = pack_features(packs, lengths, [name for name in features if name != EXCHANGED])
         nothing = np.zeros((len(packs), len(features) - whole.shape[1]))
