@@ -312,8 +312,8 @@ def _place_units(
         if kind.name == HEAD or (kind.is_layer and not is_language):
             unpadded = _unit_of_kind(model, kind, replace(device, pads=False))
         if is_adapted and adapters is not None:
-            linears = {one.module: one for one in adapted_linears(model, kind, adapters)}
-            part = device.whole if is_language else 1.0
+            linears = {linear.module: linear for linear in adapted_linears(model, kind, adapters)}
+            part = device.sequence_share if is_language else 1.0
             unit, unpadded = (
                 with_adapters(counted, device, adapters, linears, part=part)
                 for counted in (unit, unpadded)

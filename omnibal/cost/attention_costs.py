@@ -1,7 +1,7 @@
 """Attention variants of a language layer.
 
-Letters: h hidden, t tensor size; q, k and v over all heads. Element-wise bytes are those of this
-project's fused kernels if its trainer builds the layer, else of the kernels each function names.
+Letters: h hidden, t tensor size; q, k and v over all heads. Element-wise kernels are this
+project's fused ones if its trainer builds the layer, else those that the function names.
 """
 
 from dataclasses import dataclass
@@ -152,7 +152,11 @@ def _latent(
     """
     t, size, by = device.tensor, device.element_bytes, "self_attention"
     h, tokens, rank = language.hidden_size, device.feature("tokens"), latent.key_value_rank
-    own, query_rank, rotary = tokens * device.whole, latent.query_rank, latent.rotary_head_size
+    own, query_rank, rotary = (
+        tokens * device.sequence_share,
+        latent.query_rank,
+        latent.rotary_head_size,
+    )
     up_from, down, ranks = h, [rank + rotary], [rank]
     if query_rank is not None:
         up_from, down, ranks = query_rank, [query_rank, *down], [query_rank, rank]
@@ -208,7 +212,7 @@ def _latent_exchange(device: Device, latents_bytes: np.ndarray, block_bytes: np.
 def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device: Device) -> Work:
     """Return the chunked gated delta rule with projections, convolution and gated norm.
 
-    Modules are those of Megatron-core's `gated_delta_net.py`. The rule is by Yang et al. 2024
+    Modules follow Megatron-core's `gated_delta_net.py`. The rule is by Yang et al. 2024
     (arXiv 2412.06464, section 3.3), in flash-linear-attention's `ops/gated_delta_rule/chunk.py`,
     with q and k heads repeated per value head.
     """
@@ -236,7 +240,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
         # Repeated per value head, if there are more value heads.
         "q and k of every head": 2 * heads * d * size * (heads > linear.key_heads),
         "v": values * size,
-        # Beta and its input; the decay's input, the decay and its cumulative sum.
+        # Of beta, value and input; of the decay, input, value and cumulative sum.
         "beta and decay": heads * (2 * size + 3 * FP32_BYTES),
         "inverse of a chunk's triangle": heads * CHUNK * size,
         "rule's output and its norm's moments": values * size + heads * FP32_BYTES,
@@ -248,7 +252,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
             *product(tokens, h, made / t),
             *attention(tokens, tokens, 1, flops / 2 / t, kind="other_attention"),
             *product(tokens, values / t, h),
-            # Copies, convolution, norms, beta, decay; kernels of the rule, one of them above.
+            # Copies, convolution, norms, beta, decay, and the rule's kernels but the one above.
             *element_wise(
                 tokens * (around * size + of_rule) / t,
                 tokens * (back_around * size + back_of_rule) / t,
@@ -263,7 +267,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
             )
             for name, token_bytes in kept.items()
         ),
-        working=(Working(tokens * (h * device.whole + running) * size),),
+        working=(Working(tokens * (h * device.sequence_share + running) * size),),
         other_parameters=(convolution + 2 * heads) / t + e,
     )
 

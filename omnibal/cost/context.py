@@ -188,8 +188,8 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
     # Every head of latent attention has its own key and value.
     language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
     all_heads = language.heads if is_latent else language.kv_heads
-    heads, rest = divmod(all_heads, parallel.tensor)
-    if _is_gather(level) or level.context == 1 or (not rest and heads % level.context == 0):
+    heads, remainder = divmod(all_heads, parallel.tensor)
+    if _is_gather(level) or level.context == 1 or (not remainder and heads % level.context == 0):
         return None
     return (
         f"context size {level.context} with exchange of heads needs a number of key-value heads "

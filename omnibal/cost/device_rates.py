@@ -42,7 +42,7 @@ class Device:
     """Rates of one device, its share of the model, and features that its work is linear in."""
 
     features: Mapping[str, np.ndarray]  # unit vector of every feature, [features] each
-    flops_per_ms: Mapping[str | None, float]  # by dtype; None: attention, unmeasured products
+    flops_per_ms: Mapping[str | None, float]  # by dtype, None: attention, unmeasured products
     fp8: Fp8 | None = None  # FP8 options, or None if no product is in FP8
     product_times: ProductTimes | None  # measured matrix product times by shape, if available
     grouped_times: ProductTimes | None = None  # grouped products, if available
@@ -137,7 +137,7 @@ class Device:
         return self.features[name]
 
     @property
-    def whole(self) -> float:
+    def sequence_share(self) -> float:
         """Share of a rank in language tensors between parallel blocks."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 

@@ -163,7 +163,7 @@ def encoders_cost(
     sharded: int = 1,
 ) -> EncodersCost:
     """Return costs of data-parallel encoders with weights sharded over `sharded` ranks."""
-    # Encoders are replicated or sharded over all ranks, whatever the pipeline's sizes.
+    # Encoders are replicated or sharded over all ranks, at tensor size 1.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
     shards = source.fill_rates(cluster), copies, precision, OWN_RUNTIME

@@ -45,7 +45,7 @@ def _dense(language: LanguageConfig, device: Device) -> Work:
     t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
     h, f, gates = language.hidden_size, language.ffn_hidden_size, language.gates
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
-    part_bytes = block_bytes * device.whole
+    part_bytes = block_bytes * device.sequence_share
     gathered_bytes = device.gather_buffer(block_bytes)
     # The gradient of the second product's output is the residual's, unless size or dtype differ.
     own = int(device.sequence_parallel or language.post_norms)
@@ -63,7 +63,10 @@ def _dense(language: LanguageConfig, device: Device) -> Work:
             Working(part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
             Working(part_bytes + (gates + 1) * inner_bytes, freed=("their product",), finished=own),
             Working(
-                part_bytes + gates * inner_bytes + block_bytes + gathered_bytes * device.whole,
+                part_bytes
+                + gates * inner_bytes
+                + block_bytes
+                + gathered_bytes * device.sequence_share,
                 weight=gates * h * f / t,
                 freed=("gate and value", "their product"),
                 finished=own,
@@ -96,7 +99,7 @@ def _mlp(
 def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     """Return router, dispatch and combine, routed experts, and shared experts."""
     size, tokens, f = device.element_bytes, device.feature("tokens"), experts.ffn_hidden_size
-    own, number, k = tokens * device.whole, experts.experts, experts.experts_per_token
+    own, number, k = tokens * device.sequence_share, experts.experts, experts.experts_per_token
     held = -(-number // device.expert)  # experts on this device
     rows = own * k * (experts.imbalance if device.expert > 1 else 1.0)
     shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0

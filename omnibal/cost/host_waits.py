@@ -40,6 +40,6 @@ def host_waits(cost: CostModel, features: np.ndarray) -> np.ndarray:
 
 
 def _layers(cost: CostModel) -> dict[str, UnitCost]:
-    """Return layers that wait, by their kind's name; those with deepstack count as the others."""
+    """Return layers that wait, by their kind's name without deepstack."""
     units = ((kind, cost.units[kind.name]) for kind in cost.kinds if kind.is_layer)
     return {kind.measured_name: unit for kind, unit in units if unit.host_ms}

@@ -230,6 +230,6 @@ def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.nd
     # Features of the first encoder come first, and all have one size.
     towers = [tower for tower in model.encoders.values() if tower.deepstack_features]
     cells = np.sum(
-        [0 * device.feature("fixed"), *(device.feature(one.feature) for one in towers)], axis=0
+        [0 * device.feature("fixed"), *(device.feature(tower.feature) for tower in towers)], axis=0
     )
     return kind.carried * cells * model.language.hidden_size * device.element_bytes

@@ -123,7 +123,7 @@ def element_wise(
     launches: int = 1,
     kind: Literal["element_wise", "cast", "permutation", "loss"] = "element_wise",
 ) -> Kernels:
-    """Return memory-bound kernels; backward launches twice as many."""
+    """Return memory-bound kernels, with two launches in backward per launch in forward."""
     return (
         Kernel(kind=kind, bytes=forward_bytes, launches=launches),
         Kernel(kind=kind, phase="backward", bytes=backward_bytes, launches=2 * launches),

@@ -54,7 +54,7 @@ def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
         # Only the positions of encoder features.
         kept=(Kept("token ids", "", ids_bytes),),
         boundary_bytes=ids_bytes,
-        output_bytes=text_bytes * device.whole,
+        output_bytes=text_bytes * device.sequence_share,
         working=(Working(both_bytes, weight=words * h, of_words=True),),
         other_parameters=(words + positions) * h,
     )
@@ -62,7 +62,7 @@ def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
 
 def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) -> CountedUnit:
     """Return a language layer: norms, attention and feed-forward of a kind."""
-    size, whole, tokens = device.element_bytes, device.whole, device.feature("tokens")
+    size, whole, tokens = device.element_bytes, device.sequence_share, device.feature("tokens")
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
     first = attention_block(language, kind, device)
     second = feed_forward(language, kind, device)
@@ -155,7 +155,11 @@ def head(language: LanguageConfig, device: Device) -> CountedUnit:
 def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
     """Return the projection of concatenated embeddings of next tokens and hidden states."""
     t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
-    h, own, sequence = language.hidden_size, tokens * device.whole, device.sequence_parallel
+    h, own, sequence = (
+        language.hidden_size,
+        tokens * device.sequence_share,
+        device.sequence_parallel,
+    )
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
     block_bytes = tokens * h * size
     embedded = 1 if sequence else 2  # scattered or all-reduced
@@ -202,7 +206,7 @@ def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
     vocabulary = -(-language.vocab_size // device.tensor)
     if device.pads:
         vocabulary = language.words_of_rank(device.tensor)
-    hidden_bytes = tokens * h * size * device.whole
+    hidden_bytes = tokens * h * size * device.sequence_share
     gathered_bytes = tokens * h * size
     logits_bytes, loss_bytes = loss_tokens * vocabulary * size, loss_tokens * h * size
     # Without sequence parallelism backward all-reduces the gradient of loss tokens. With it, the

@@ -170,7 +170,7 @@ def with_adapters(
 def _adapter_products(
     product: Kernel, rank: int, device: Device, rows_in: np.ndarray, rows_out: np.ndarray
 ) -> Iterator[Kernel]:
-    """Yield products with A and with B, twice as many in backward."""
+    """Yield the products with A and with B, two in backward for one in forward."""
     # Forward reads x and updates y; backward reads x and y's gradient and updates x's gradient.
     passes: tuple[KernelPass, ...] = ("forward", "backward")
     for rows, width, tensors in (rows_in, product.inner, (1, 3)), (rows_out, product.outer, (2, 2)):
@@ -191,7 +191,7 @@ def deferred_products(kind: UnitKind, unit: CountedUnit, *, trained: bool) -> Ke
     if kind.is_embed or not trained:
         return ()
     gradients = (kernel for kernel in unit.kernels if kernel.phase == "weight_gradient")
-    return tuple(each for each in gradients if each.kind == "product" and each.dtype != "fp32")
+    return tuple(k for k in gradients if k.kind == "product" and k.dtype != "fp32")
 
 
 def late_bytes(device: Device, kind: UnitKind, unit: CountedUnit, late: Kernels) -> np.ndarray:
@@ -221,7 +221,7 @@ def two_part_bytes(
     inputs = {product.given for product in late} & set(moment.freed)
     stay = [line.bytes for line in unit.kept_lines(trained=trained) if line.what in inputs]
     done = unit.products[len(unit.products) - moment.finished :]
-    stay += [_operand_bytes(device, kind, unit, one)[1] for one in done if one.dtype != "fp32"]
+    stay += [_operand_bytes(device, kind, unit, k)[1] for k in done if k.dtype != "fp32"]
     return unit.working_bytes(moment, trained=trained) + np.sum([0 * moment.bytes, *stay], axis=0)
 
 
@@ -232,12 +232,14 @@ def _operand_bytes(
     # Under sequence parallelism tensors between blocks wait sharded, and are gathered at last.
     rows = product.rows * device.element_bytes
     input_bytes, output_bytes = rows * product.inner, rows * product.outer
-    width = float(unit.boundary_bytes.max()) / device.element_bytes / device.whole  # hidden
-    is_divided = device.whole < 1 and kind.tower == LANGUAGE and kind.name != HEAD
+    width = (
+        float(unit.boundary_bytes.max()) / device.element_bytes / device.sequence_share
+    )  # hidden
+    is_divided = device.sequence_share < 1 and kind.tower == LANGUAGE and kind.name != HEAD
     is_whole = product.groups == 1 and product.rows.max() >= 1
     if not (is_divided and is_whole and width in (product.inner, product.outer)):
         return input_bytes, output_bytes, 0 * rows
-    gathered_bytes = (1 - device.whole) * rows * width
+    gathered_bytes = (1 - device.sequence_share) * rows * width
     if product.inner == width:
         return input_bytes - gathered_bytes, output_bytes, gathered_bytes
     return input_bytes, output_bytes - gathered_bytes, gathered_bytes

@@ -48,7 +48,7 @@ class UnitCost:
     output_bytes: np.ndarray  # activation sent to the next stage by a cut here
     output_gradient_bytes: np.ndarray  # sent back over that cut, 0 if all before is frozen
     transient_bytes: np.ndarray  # working memory in backward, else forward, [moments, features]
-    two_part_bytes: np.ndarray  # the same with deferred weight gradients, [moments, features]
+    two_part_bytes: np.ndarray  # with deferred weight gradients, [moments, features]
     late_bytes: np.ndarray  # inputs, output gradients, working memory if deferred, [3, features]
     passing_bytes: np.ndarray  # held during forward through units without backward, else 0
     shared_bytes: np.ndarray  # buffer shared by such units of a stage, for the largest pack

@@ -38,7 +38,7 @@ from omnibal.model.rate_tables import (
 
 # Ring passes per collective. A pass sends all shares of the tensor except one.
 _RING_PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-# Sizes at which a collective given as latency and rate is sampled.
+# Sizes to sample a collective that is given by latency and rate.
 _LINE_BYTES = (2.0**20, 2.0**23, 2.0**26, 2.0**29)
 _ROWS = np.geomspace(512, 131_072, 9)  # micro-batch rows that a line is fitted over
 TILE = 128  # keys (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)
@@ -199,7 +199,7 @@ def collective_line(
     """Return latency and time per byte sent of a `kind`, None: any ring. None if not measured."""
     wanted = (*_RING_PASSES, None) if kind in (*_RING_PASSES, None) else (kind,)
     times = [time for time in measured if time.kind in wanted and time.place == place]
-    # Any ring stands in for an unmeasured one. On a CPU a reduction is slower than a gather.
+    # Any ring replaces an unmeasured ring. On a CPU a reduction is slower than a gather.
     times = [time for time in times if time.kind == kind] or times
     if not times or ranks < 2:
         return None

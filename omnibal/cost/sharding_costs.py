@@ -225,10 +225,10 @@ def sharded_cost(
     sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
     bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
     shared = with_features(cost, ())
-    for group in (others, experts):
+    for part in (others, experts):
         # Complete gradients are zeroed, and their shards accumulated.
-        moved = sent + (sent + 2 * cost.rates.gradient_bytes) / group.group.ranks
-        for unit, trained in zip(shared.units.values(), group.trained, strict=True):
+        moved = sent + (sent + 2 * cost.rates.gradient_bytes) / part.group.ranks
+        for unit, trained in zip(shared.units.values(), part.trained, strict=True):
             unit.backward_ms[0] += moved * trained / bytes_per_ms
     keeps = runtime.keeps_weights
     exchange = _count_exchange(
@@ -283,16 +283,16 @@ def _whole_bytes(
     # the next unit's gradients with their shard. A tied matrix has gradients from the head's
     # backward to the embedding's.
     units, kinds, in_stages = cost.units.values(), cost.kinds, parallel.pipeline > 1
-    sharded = [each for each in _sharded_parameters(cost, parallel) if each.group.ranks > 1]
+    sharded = [part for part in _sharded_parameters(cost, parallel) if part.group.ranks > 1]
     is_layer, no_unit = np.array([kind.is_layer for kind in kinds]), len(kinds)
     # No embedding's backward reads a weight. The last row, of no unit, is 0.
     reads = [unit.has_backward and not kinds[place].is_embed for place, unit in enumerate(units)]
     weights, read_back, gradients, summed = np.zeros((4, no_unit + 1))
-    weights[:-1] = cost.rates.weight_bytes * sum(each.parameters for each in sharded)
+    weights[:-1] = cost.rates.weight_bytes * sum(part.parameters for part in sharded)
     read_back[:-1] = weights[:-1] * reads
     gradients[:-1] = [sent * unit.trained_parameters for unit in units]
     # Gradients of the next unit during the reduction, with their shard.
-    shards = sum(each.trained / each.group.ranks for each in sharded)
+    shards = sum(part.trained / part.group.ranks for part in sharded)
     summed[:-1] = gradients[:-1] + sent * shards
     tied_bytes = sent * cost.tied_trained_parameters
     summed[-2] -= tied_bytes * (1 + 1 / parallel.sharded)  # the head's

@@ -18,7 +18,7 @@ class Kept:
     made_by: str
     """Megatron-core name of the producing module, or the fused operation, empty for unit inputs."""
     bytes: np.ndarray  # bytes on one device, [features]
-    for_weights: bool = False  # whether only weight gradients need it; a frozen unit frees it
+    for_weights: bool = False  # whether only weight gradients need it, so frozen units free it
     modules: tuple[str, ...] = ()  # recomputing any of these frees it
 
 
@@ -98,7 +98,7 @@ class CountedUnit(Work):
     late_working: tuple[Working, ...] = ()  # extra moments with deferred weight gradients
     forward_working: tuple[Working, ...] = ()  # moments of forward if the unit has no backward
     passing_bytes: np.ndarray | float = 0.0  # held during forward and not kept
-    adapter_parameters: int = 0  # part of `other_parameters`: all trained ones of the unit
+    adapter_parameters: int = 0  # part of `other_parameters`: all that are trained
 
     def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
         """Return kept activations; frozen units drop inputs of weight gradients."""

@@ -206,7 +206,7 @@ def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Le
 
 def _check_sharded(plan: Plan, directory: Path) -> None:
     """Raise if sharded weights conflict with the plan's trainer or precision."""
-    # Before the job is made, whose own messages name command-line options instead of keys.
+    # Checked before JobSpec, as its messages name command-line options, not keys of plan.json.
     parallel, trainer = plan.parallel, trainer_of(plan.made_for)
     ranks = f"{directory}: parallel.sharded is {parallel.sharded} of parallel.data {parallel.data}"
     if parallel.data > 1 and parallel.sharding not in trainer.shardings:
@@ -345,9 +345,9 @@ def _check_partition(plan: Plan) -> str:
     if plan.parallel.routing_ranks > 1 and len(recomputed) > 1:
         # A recomputed layer repeats its all-to-all in backward, which all ranks must join.
         raise UserError(
-            f"levels recompute different layers with {plan.parallel.options}, whose "
-            f"{plan.parallel.routing_ranks} data-parallel ranks exchange tokens in lockstep and "
-            f"would deadlock; give all levels the same recompute, or {_REPLAN}"
+            f"levels recompute different layers with {plan.parallel.options}, and its "
+            f"{plan.parallel.routing_ranks} lockstep ranks would deadlock: give all levels the "
+            f"same recompute, or {_REPLAN}"
         )
     check_stages(plan.pipeline_model, plan.stages)
     layers = "every layer" if plan.beside is None else "every language layer"
@@ -381,7 +381,8 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
 
 def _check_prediction(stored: Prediction, predicted: Prediction) -> None:
     """Raise unless all figures agree with a prediction by the plan's costs and packs."""
-    given, actual = (dict(_list_figures("prediction", one)) for one in (stored, predicted))
+    given = dict(_list_figures("prediction", stored))
+    actual = dict(_list_figures("prediction", predicted))
     for name, value in actual.items():
         stored_value = given.get(name)
         is_same = stored_value == value

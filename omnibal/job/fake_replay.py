@@ -172,7 +172,7 @@ def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
     """Return a stage's predicted peak without NCCL buffers, or None without a prediction."""
     if plan.prediction is None:
         return None
-    # A fake device has no NCCL, whose buffers per peer the prediction includes.
+    # The prediction includes NCCL's buffers per peer, and a fake device has no NCCL.
     peers = 0
     if plan.beside is not None:
         peers = plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor - 1
@@ -211,7 +211,7 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
     predicted, heaviest = passes_with(even), set[int]()
     for passes in (predicted, *map(passes_with, even + _FEATURE_ERROR * np.eye(len(even)))):
         equal = np.flatnonzero(fits_cap(passes.needed.max(), passes.needed))
-        # Ties go to the pass with most micro-batches in flight, where an error would add up.
+        # Ties go to the pass with most micro-batches in flight: errors per micro-batch add up.
         heaviest.add(int(equal[passes.others[equal].argmax()]))
     return [
         Window(

@@ -104,8 +104,8 @@ class JobSpec:
             shards = [self.beside.sharded]
         else:
             ways = self.encoder_shardings
-            held = [encoder_shards(way, self.parallel, self.cluster) for way in ways]
-            shards = list(dict.fromkeys(ranks for ranks in held if ranks is not None))
+            sizes = [encoder_shards(way, self.parallel, self.cluster) for way in ways]
+            shards = list(dict.fromkeys(ranks for ranks in sizes if ranks is not None))
         if not shards:
             raise UserError(
                 "data-parallel encoders are sharded within nodes, and the job's "
@@ -133,8 +133,10 @@ class JobSpec:
             return cost
         # This trainer replicates encoders: all tensor-parallel ranks compute them from equal
         # inputs, so gradients need no all-reduce.
-        whole = costs(self.model, self.cluster, Parallel(pipeline=1)).units
-        encoders = {kind.name: whole[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE}
+        undivided = costs(self.model, self.cluster, Parallel(pipeline=1)).units
+        encoders = {
+            kind.name: undivided[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE
+        }
         return replace(cost, units=cost.units | encoders)
 
     def _check_limits(self) -> None:
@@ -203,16 +205,11 @@ class JobSpec:
         return self.model.without_encoders() if self.has_data_parallel_encoders else self.model
 
     @property
-    def lockstep_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that run micro-batches in lockstep."""
-        return self.parallel.lockstep_ranks
-
-    @property
     def rank_slowness(self) -> np.ndarray | None:
         """Relative time of ranks' slowest devices, [ranks], or None if equal or in lockstep."""
         # In lockstep every rank waits for the slowest, so fewer packs for it would gain nothing.
         slow = np.array(self.cost.slow_ranks)
-        waits = self.lockstep_ranks > 1 or self.has_data_parallel_encoders
+        waits = self.parallel.lockstep_ranks > 1 or self.has_data_parallel_encoders
         return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)
 
     def with_exposed(self, features: np.ndarray) -> np.ndarray:
@@ -255,7 +252,7 @@ class JobSpec:
         if self.has_data_parallel_encoders:
             samples = samples_of_shares(self.model, packs, lengths, levels, shares)
             workload = replace(workload, samples=samples)
-        workload = workload.in_groups_of(self.lockstep_ranks)
+        workload = workload.in_groups_of(self.parallel.lockstep_ranks)
         features, without_padding = self.with_exposed(workload.features), workload.unpadded
         if without_padding is not None:  # waits are the same without padding
             columns = np.flatnonzero(list(map(is_time, self.cost.features)))

@@ -264,10 +264,10 @@ class Plan(Frozen):
         data-parallel encoders.
         """
         kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
-        held = {name for stage in before for name in stage_units(kinds, stage)}
+        upstream = {name for stage in before for name in stage_units(kinds, stage)}
         if self.beside is not None:
-            held |= {kind.name for kind in kinds if kind.tower != LANGUAGE}
-        names = held & trained_kinds(self.model, self.frozen, self.adapters)
+            upstream |= {kind.name for kind in kinds if kind.tower != LANGUAGE}
+        names = upstream & trained_kinds(self.model, self.frozen, self.adapters)
         trained = [kind for kind in kinds if kind.name in names]
         towers = {kind.tower for kind in trained}
         encoding = {kind.tower for kind in trained if not kind.is_projector}
@@ -373,8 +373,8 @@ class Plan(Frozen):
             _check_divides(f"levels[{index}].context", level.context, ranks, "data-parallel ranks")
         if self.levels and any(stage.recompute for stage in self.stages):
             raise ValueError(
-                "a stage names layers to recompute beside `levels`: move them into `recompute` of "
-                "every level"
+                "a stage names layers to recompute, and the plan has `levels`: move them into "
+                "`recompute` of every level"
             )
         caps = self.data.caps if self.data else None
         if self.levels and caps is not None and caps != largest_caps(self.levels):

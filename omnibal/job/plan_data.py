@@ -163,7 +163,7 @@ class SampleData:
             load,
             ranks,
             self.levels,
-            lockstep_ranks=job.lockstep_ranks,
+            lockstep_ranks=job.parallel.lockstep_ranks,
             slowness=job.rank_slowness if are_plain(self.levels) else None,
         )
         # Trainers' pack rules know one level: ranks that share its packs count as one.
@@ -235,7 +235,7 @@ class MockData(_SingleLevelData):
     """A step of mock samples, each filling a pack, for plans of shapes only."""
 
     micro_batches_per_step: int
-    image_tokens: int | None = None  # per image at native resolution; None: a pack is an image
+    image_tokens: int | None = None  # per image at native resolution, None for one image per pack
 
     def check(self, job: JobSpec) -> None:
         """Raise for too many packs per step, or limits unsuitable for the model."""
@@ -451,7 +451,7 @@ def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     tiles, needed = (origin.image_size, origin.tokens_per_tile), tile_sizes(model)
     clips = clip_sizes(model)
     with_images = "with" if origin.images else "without"
-    # Messages by whether they hold; the first that does is raised.
+    # The first message that holds is raised.
     differences = {
         f"for {_tiles_in_words(tiles)}, but {model.name} has {_tiles_in_words(needed)}": (
             tiles != needed

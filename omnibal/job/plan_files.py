@@ -96,7 +96,7 @@ def make_job(plan: Plan, directory: Path) -> JobSpec:
 
 
 def read_plan_data(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
-    """Return a plan's packs and lengths, mock ones for shapes, or None without either."""
+    """Return a plan's packs and lengths: mock data for shapes, None without data and shapes."""
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
     if plan.data.portions:

@@ -124,7 +124,7 @@ class StageReplay(StageResult):
     rows: tuple[NonNegativeInt, ...]  # of the packs, ascending; times are [rows, chunks], flat
     forward_ms: tuple[NonNegativeFloat, ...]
     backward_ms: tuple[NonNegativeFloat, ...]  # including recomputation and weight gradients
-    weight_ms: tuple[NonNegativeFloat, ...] = ()  # of weight gradients; empty if not split
+    weight_ms: tuple[NonNegativeFloat, ...] = ()  # of weight gradients, empty if not split
     recompute_ms: tuple[NonNegativeFloat, ...]
     update_ms: NonNegativeFloat  # zeroing, norm, clipping and weight update, once a step
     state_gib: NonNegativeFloat  # weights, gradients and optimizer state
@@ -196,7 +196,7 @@ class ReplaySummary:
 
 def choose_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
     """Return up to `most` steps of the most frequent size, evenly over the run."""
-    # Sizes in packs or in samples, whichever has the more frequent mode.
+    # The size is in packs or in samples: the count with the more frequent mode.
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
     usual = np.flatnonzero(
@@ -288,7 +288,7 @@ def replace_measured_times(
             if getattr(replay, name):  # weight_ms is empty if backwards are not split
                 stage_ms = np.reshape(getattr(replay, name), (packs, schedule.chunks))
                 times_ms[:, parts_of_stage] = stage_ms
-    # One device measures no communication; its predicted time is added.
+    # A single device cannot measure communication, so its predicted time is added.
     exchanged = {name: getattr(all_, name) - getattr(silent, name) for name in _MEASURED_FIELDS}
     shares = {}
     for name in _MEASURED_FIELDS:

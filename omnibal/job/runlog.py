@@ -65,7 +65,7 @@ class StageRecord(Frozen):
 
 
 class ExpertBalance(Frozen):
-    """Expert load of a whole step relative to the mean, 1 if even; means over layers."""
+    """Expert load of a step relative to the mean (1 if even), mean over layers."""
 
     fullest_expert: NonNegativeFloat  # tokens of the fullest expert over the mean
     fullest_rank: NonNegativeFloat  # same for expert-parallel ranks; planned as `imbalance`
@@ -149,7 +149,7 @@ class Evaluation(Frozen):
     examples: tuple[EvaluatedAnswer, ...]
 
 
-# First steps timed pass by pass, and the interval afterwards; a pass takes 10 bytes of the log.
+# First steps timed pass by pass, and the interval afterwards. A pass takes 10 bytes of the log.
 _TIMED_FIRST, _TIMED_EVERY = 100, 10
 
 
@@ -218,7 +218,7 @@ def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
 
 
 def drop_records(path: Path, first_step: int) -> None:
-    """Remove records from `first_step` on, where a run resumes, and incomplete lines."""
+    """Remove incomplete lines, and records from `first_step` on, as a run resumes there."""
     if not path.exists():
         return
     kept = []

@@ -28,7 +28,7 @@ class Card:
 def headline_cards(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None, records: Sequence[StepRecord]
 ) -> list[Card]:
-    """Return the cards whose figures are known."""
+    """Return all cards with known figures."""
     prediction, sources = plan.prediction, figures_by_source(plan, run, replay)
     idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
     rates = {name: figures.samples_per_second_per_gpu for name, figures in sources.items()}

@@ -110,6 +110,7 @@ def curve_figure(
     axes = figure.subplots()
     at = interval_extremes(shown, _POINTS)
     axes.plot(steps[at], shown[at], ".", color=COLOURS["blue"], alpha=0.35)
+    # As many points of the mean as fit; all steps enter it.
     at = np.unique(np.linspace(0, len(steps) - 1, _POINTS).astype(int))
     shown = moving_mean(shown, len(steps) // 40)
     axes.plot(steps[at], shown[at], color=COLOURS["blue"])

@@ -63,21 +63,22 @@ def duration(seconds: float) -> str:
     >>> duration(11_700), duration(42.4)
     ('3 h 15 min', '42 s')
     """
-    whole = round(seconds)
+    rounded = round(seconds)
     for size, unit, below_size, below in (
         (86_400, "d", 3600, "h"),
         (3600, "h", 60, "min"),
         (60, "min", 1, "s"),
     ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // below_size} {below}"
-    return f"{whole} s"
+        if rounded >= size:
+            return f"{rounded // size} {unit} {rounded % size // below_size} {below}"
+    return f"{rounded} s"
 
 
 def align_decimals(values: Sequence[float], at_least: int = 0) -> list[str]:
     """Format a column with equal decimals, about three significant digits of its maximum."""
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)
+    # At most four decimals, and from 1,000 on none.
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
     decimals = max(at_least, min(decimals, 4) if largest < 100 else int(largest < 1000))
     return [f"{value:,.{decimals}f}" for value in values]

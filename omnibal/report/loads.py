@@ -119,7 +119,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
         f"{_pluralize(len(data.lengths), 'sample')} in {_pluralize(len(scheduled), 'pack')} of at "
         f"most {limits}; {_pluralize(dp, 'data-parallel rank')}, up to "
         f"{_pluralize(data.packs_per_step // dp, 'pack')} each per step. Simulated from predicted "
-        f"time ({shorten(xml_text(job.cost.source), 40)}): both passes of the whole model on "
+        f"time ({shorten(xml_text(job.cost.source), 40)}): both passes of the model on "
         "every rank. A step ends with its slowest rank. "
     )
     if "before" in sides:

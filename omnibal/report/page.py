@@ -65,7 +65,7 @@ class ReportInput:
 
     @property
     def memory_sources(self) -> tuple[Plan, RunSummary | None, ReplaySummary | None]:
-        """Sources of devices' peaks, without a run on a CPU, whose processes hold torch too."""
+        """Sources of device peaks. A run on a CPU is none: processes hold Python and torch too."""
         return self.plan, self.run if self.run and not self.run.is_on_cpu else None, self.replay
 
 

@@ -99,6 +99,7 @@ def stages_table(
         *of_sources("forward\nms", 2, times("forward_ms", count)),
         *of_sources("backward\nms", 2, times("backward_ms", count)),
     ]
+    # Encoders' phases are per step. A prediction alone lists them in its facts.
     if len(sources) > 1 and any(any(ms) for ms in times("encoder_ms", 1).values()):
         columns += of_sources("encoders\nms", 1, times("encoder_ms", 1))
         columns += of_sources("exchange\nms", 1, times("exchange_ms", 1))
@@ -119,14 +120,14 @@ def peak_table(
 ) -> Table | None:
     """Return predicted memory by kind, and peaks by source; data-parallel encoders come last."""
     cap_gib = memory_cap_gib(plan.cluster)
-    beside = plan.prediction.beside if plan.prediction else None
+    encoders = plan.prediction.beside if plan.prediction else None
     names = [str(stage) for stage in range(plan.parallel.pipeline)]
     memories = [stage.memory for stage in plan.prediction.stages] if plan.prediction else []
     caption = "Memory of one device of each stage at the peak of the step; usable are "
     caption += f"{number(cap_gib)} GiB."
-    if beside is not None and plan.beside is not None:
+    if encoders is not None and plan.beside is not None:
         names.append("encoders")
-        memories.append(beside.memory)
+        memories.append(encoders.memory)
         caption += " Data-parallel encoders: their part of a device that embeds tokens"
         caption += f"; weights are {describe_sharding(plan.parallel, plan.beside.sharded)}."
     columns = [_column("stage", names, "left")]
@@ -185,22 +186,22 @@ def rates_text(rates: Sequence[StepRate]) -> str:
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
     """Return facts on the encoder placement, and on data-parallel encoders."""
     encoders = plan.beside
-    beside = None if plan.prediction is None else plan.prediction.beside
-    if beside is None and len(choice.predicted) < 2:
+    predicted = None if plan.prediction is None else plan.prediction.beside
+    if predicted is None and len(choice.predicted) < 2:
         return []
     entries = [("placement", choice.chosen.option)]
     entries.append(("why", choice.reason))
-    if encoders is not None and beside is not None:
+    if encoders is not None and predicted is not None:
         ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
         entries.append(("ranks that encode together", f"{ranks:,}"))
         entries.append(("weights of encoders", describe_sharding(plan.parallel, encoders.sharded)))
         for name, encoder in plan.model.encoders.items():
             entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
             entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
-        times = f"{milliseconds(beside.forward_ms)} + {milliseconds(beside.backward_ms)}"
+        times = f"{milliseconds(predicted.forward_ms)} + {milliseconds(predicted.backward_ms)}"
         entries.append(("forward + backward", times))
-        entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
-        entries.append(("exchange of features", milliseconds(beside.exchange_ms)))
+        entries.append(("busiest rank over mean", f"{predicted.busiest:.3f}"))
+        entries.append(("exchange of features", milliseconds(predicted.exchange_ms)))
     return [Facts("Encoders", entries)]
 
 

@@ -116,6 +116,7 @@ def step_time(
         return None
     names = dict.fromkeys(name for lost, _ in sources.values() for name in lost)
     step_ms = {source: ms for source, (_, ms) in sources.items()}
+    # Causes of little time need no explanation.
     texts, causes = explain_causes(plan, run), []
     for name in names:
         ms = {source: lost.get(name, 0.0) for source, (lost, _) in sources.items()}
@@ -125,6 +126,7 @@ def step_time(
         if max(losses_ms) >= _MIN_REMEDY_SHARE * max(step_ms.values()):
             cause = replace(cause, why=texts[name][0], remedy=texts[name][1])
         causes.append(cause)
+    # Needed work first, then losses by falling time.
     causes.sort(key=lambda cause: (cause.name != _IDEAL, -cause.latest_ms))
     expected_ms = None if plan.prediction is None else plan.prediction.step_ms
     if replay is not None and "measured" not in sources:

@@ -82,6 +82,7 @@ def summarise_run(
     stages = range(len(records[0].stages))
     wait_ms = np.array([[stage.wait_ms for stage in record.stages] for record in records])
     waits = wait_ms / np.maximum(step_ms, 1e-9)[:, None]
+    # Throughput is a mean: slow steps and gaps (checkpoints, validation) cost time too.
     seconds = (step_ms.sum() + sum(record.between_ms for record in records)) / 1000
     samples = sum(record.samples for record in records)
     # [stages, steps, fields]
@@ -103,6 +104,7 @@ def summarise_run(
         allocation_retries=sum(
             max(stage.allocation_retries for stage in record.stages) for record in records
         ),
+        # Only CUDA's allocator reserves memory.
         is_on_cpu=not any(stage.reserved_gib for record in records for stage in record.stages),
         slow_ranks=tuple(rank for stage in stages for rank in _find_slow_ranks(records, stage)),
         stages=tuple(StageTime(*map(float, np.median(stage, axis=0))) for stage in times),

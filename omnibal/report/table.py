@@ -67,7 +67,7 @@ class Table:
         caption: str = "",
         keys: int = 1,
     ) -> "Table":
-        """Make a table of sections. A plain title stands for a column of numbers."""
+        """Make a table of sections. A plain title makes a column of numbers."""
         columns = [head if isinstance(head, Column) else Column(title=head) for head in titles]
         return cls(title=title, columns=columns, sections=sections, caption=caption, keys=keys)
 

@@ -109,5 +109,6 @@ def representative_step(workload: Workload, load_ms: np.ndarray) -> int:
     first = np.flatnonzero(workload.dp_rank == 0)
     counts = np.bincount(workload.step[first])
     loads = np.bincount(workload.step[first], weights=load_ms[first])
+    # The last step of an epoch may be smaller, so it does not represent the others.
     full = np.flatnonzero(counts == counts.max())
     return int(full[np.argsort(loads[full], kind="stable")[(len(full) - 1) // 2]])

@@ -30,7 +30,7 @@ def chrome_trace(
     of_step = workload.of_steps([step])
     times = workload_times(cost, stages_at, of_step)
     timeline = simulate_ranks(times, of_step, schedule)
-    stages = len(stages_at[0]) // schedule.chunks
+    stages = len(stages_at[0]) // schedule.chunks  # `stages_at` lists chunks
     sizes = cost.features[1 : cost.features.index("tokens") + 1]  # encoder items, tokens
     for rank in range(workload.data_parallel_size):
         own = of_step.rows(of_step.dp_rank == rank)

@@ -356,7 +356,7 @@ def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequen
         slopes = np.concatenate([shares @ of_groups, shares, of_stages], axis=1)
         normal = (slopes * weight[:, None]).T @ slopes + np.diag(spread**-2.0)
         change = np.linalg.solve(normal, slopes.T @ (weight * error) - logs / spread**2)
-        logs = logs + np.clip(change, -1, 1)  # at most a factor of e per step, for convergence
+        logs = logs + np.clip(change, -1, 1)  # at most a factor e per step, for convergence
         if np.abs(change).max() < _CONVERGED:
             break
     return fit()[0]

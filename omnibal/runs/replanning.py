@@ -81,7 +81,7 @@ def replan(
         assert gpus is not None
         result = _plan_other_sizes(files, job, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
-    # Packs in portions stay as dealt if their plan is kept.
+    # The earlier plan keeps its portions on disk as they are.
     before, directory = _predict_result(plan, job, files.steps), files.directory
     if plan.data.portions and directory is not None:
         portions = EarlierPortions(data=plan.data, directory=directory, are_kept=True)
@@ -156,7 +156,7 @@ def _plan_other_sizes(
     except UserError:
         if files.plan.schedule.name == usual:
             raise
-    # Few devices may have no room for the schedule's chunks. A run can resume with any schedule.
+    # With few devices the schedule's chunks may not fit. A run can resume with any schedule.
     return plan_goal(_replan_goal(files, job, sizes, usual), listener).result
 
 

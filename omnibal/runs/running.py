@@ -48,7 +48,7 @@ class RunStep:
 
     words: tuple[str, ...]  # from `omnibal`, `python` or `bash` on
     reads: tuple[Path, ...] = ()
-    media: tuple[Path, ...] = ()  # folders whose images, recordings, videos and shards are inputs
+    media: tuple[Path, ...] = ()  # folders of images, recordings, videos and shards that are inputs
     makes: Path | None = None  # none for a check, which is run every time
     last_step: int | None = None  # of a training; other steps are complete if `makes` exists
 
@@ -277,8 +277,8 @@ def choose_weights(
 
 def find_tokenizer(model: str, weights: Path | None) -> Path | None:
     """Return the folder of the tokenizer that comes with the model or the weights."""
-    beside = [] if weights is None else [weights / "tokenizer", weights]
-    return next((path for path in (Path(model), *beside) if path.is_dir()), None)
+    others = [] if weights is None else [weights / "tokenizer", weights]
+    return next((path for path in (Path(model), *others) if path.is_dir()), None)
 
 
 def plan_steps(

@@ -99,7 +99,7 @@ def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
     if job.trainer.name is not None:
         # Its ranks have equal numbers of micro-batches, so lockstep is kept.
         return None
-    if job.lockstep_ranks > 1:
+    if job.parallel.lockstep_ranks > 1:
         return "ranks that share out experts or divide weights run 1f1b in lockstep"
     return job.split_obstacle(schedule)
 

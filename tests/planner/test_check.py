@@ -376,10 +376,10 @@ LOCKSTEP = {"model.language.runs": [EXPERTS], "parallel.expert": 2}
         ({"levels[0].recompute": [[]]}, "recompute has 1 entries for 2 stages"),
         ({"levels[0].caps.max_tokens": 999}, "levels must come in the order of rising max_tokens"),
         ({"levels[0].caps": {"max_tokens": SHORT}}, "all levels must limit the same features"),
-        (LOCKSTEP, "different layers with .*--ep 2, whose 2 data-parallel ranks"),
+        (LOCKSTEP, "different layers with .*--ep 2, and its 2 lockstep ranks"),
         (
             {"stages[1].recompute": ["language 0"]},
-            "stage names layers to recompute beside `levels`",
+            "stage names layers to recompute, and the plan has `levels`",
         ),
         ({"levels": []}, "has no such level.*levels go from 0 to 0"),
         ({"data.curriculum_steps": 10_000}, "may be no more than the plan's"),
