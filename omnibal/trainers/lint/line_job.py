@@ -389,7 +389,7 @@ def _build_stages(
     stages = []
     split = zip(stages_from_cuts(model, cuts), layers, strict=True)
     for place, (stage, counts) in enumerate(split):
-        of_chunk, of_encoders = _recompute_numbers(line, place % line.launch.pipeline)
+        of_chunk, of_encoders = _line_recompute_numbers(line, place % line.launch.pipeline)
         of_language = max(sum(min(of_chunk, count) for count in counts), 0)
         stages.append(recompute_first(stage, of_language, of_encoders))
     return tuple(stages)
@@ -408,7 +408,7 @@ def _chunk_parts(
     return _build_stages(line, model, layers), ONE_FORWARD_ONE_BACKWARD
 
 
-def _recompute_numbers(line: LaunchLine, stage: int) -> tuple[int, int]:
+def _line_recompute_numbers(line: LaunchLine, stage: int) -> tuple[int, int]:
     """Return recomputed layers of a stage: of the language model per chunk, and of encoders."""
     launch, number = line.launch, 0
     if launch.recompute == "full":

@@ -25,7 +25,7 @@ from omnibal.trainers.lint.line_job import ALL_LAYERS, LineJob, recompute_first
 _MIN_SAVING = 0.005  # share of a step, to suggest other flags
 _EFFORT = Effort(share=0.2, max_cuts=2_000)  # about a second per number of chunks
 _BELOW_PEAK = 1 - 1e-6  # excludes the split of that peak from the next search
-_MAX_SEARCHES = 3  # for a split that fits; each lowers the cap by the last excess
+_MAX_FIT_SEARCHES = 3  # for a split that fits; each lowers the cap by the last excess
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
     Launcher.MEGATRON_LM: megatron_lm.layer_flags,
     Launcher.MEGATRON_BRIDGE: megatron_bridge.layer_flags,
@@ -127,7 +127,7 @@ def _search_fitting(
     memory_gib, cap_gib = job.cluster.memory_gib, job.memory_cap_gib
     cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
     # The search limits tensors; memory of the allocator and libraries is only known afterwards.
-    for _ in range(_MAX_SEARCHES):
+    for _ in range(_MAX_FIT_SEARCHES):
         task = (cost, job.model, line_job.workload, stages, cap_gib * GIB)
         try:
             if schedule == ONE_FORWARD_ONE_BACKWARD:

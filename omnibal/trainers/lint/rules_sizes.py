@@ -9,7 +9,7 @@ from omnibal.trainers.lint.rule import BRIDGE, CORE, SWIFT, Problems, Rules
 RULES = Rules()
 rule, validate_args = RULES.rule, RULES.validate_args
 _PARALLEL_STATE = "core/parallel_state.py"
-_SCHEDULES = "core/pipeline_parallel/schedules.py"
+_CORE_SCHEDULES = "core/pipeline_parallel/schedules.py"
 
 
 @rule("this command, --gpus", severity="warning")
@@ -100,7 +100,7 @@ def rampup_by_samples(line: LaunchLine) -> Problems:
         yield "--rampup-batch-size with --train-iters", change
 
 
-@rule(f"{_SCHEDULES}:995-1003, {CORE}", severity="refused-at-first-step")
+@rule(f"{_CORE_SCHEDULES}:995-1003, {CORE}", severity="refused-at-first-step")
 def interleaved_groups(line: LaunchLine) -> Problems:
     """With several chunks a stage, stages <= micro-batches of a group <= micro-batches."""
     count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
@@ -112,7 +112,7 @@ def interleaved_groups(line: LaunchLine) -> Problems:
         yield f"{groups} on {stages} stages of {line.virtual} chunks", change
 
 
-@rule(f"{_SCHEDULES}:1007-1015, {CORE}", severity="refused-at-first-step")
+@rule(f"{_CORE_SCHEDULES}:1007-1015, {CORE}", severity="refused-at-first-step")
 def interleaved_remainder(line: LaunchLine) -> Problems:
     """The last group must have 0 micro-batches, or at least the number of stages."""
     count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
