@@ -534,7 +534,7 @@ def places(good, good_run, tmp_path_factory) -> dict[str, Path]:
         ("export {run}", "not both"),
         ("export {run} --like {like} --layout transformers", "not both"),
         ("export {run} --like {like} --tokenizer-model {like}", "--like brings its own tokenizer"),
-        ("export {run} --layout transformers --max-shard-size 5", "--max-shard-size 5"),
+        ("export {run} --layout transformers --max-shard-size 5", "--max-shard-size must be"),
         ("export {run} --layout transformers --tokenizer-model none", "no such tokenizer"),
         ("export {run} --layout transformers --tokenizer-model {words}", "embeds 51"),
         ("export {none} --like {like}", "{none}: holds no checkpoint"),
