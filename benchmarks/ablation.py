@@ -477,7 +477,7 @@ def mean_times(rounds: Sequence[Round], steps: int) -> list[list[MicroBatchTimes
     by_step = [[result.replayed for result in rounds[step::steps]] for step in range(steps)]
     return [
         [
-            MicroBatchTimes.combined(times, lambda values: np.mean(values, axis=0))
+            MicroBatchTimes.combine(times, lambda values: np.mean(values, axis=0))
             for times in zip(*step, strict=True)
         ]
         for step in by_step

@@ -31,13 +31,13 @@ from megatron.vlm.measure.random_batches import ProfileOptions
 from megatron.vlm.measure.stage_replay import (
     MicroBatchTimes,
     StageReplayer,
+    act_as_stage,
     predict_waits,
     random_rows,
-    standing_in,
 )
 from megatron.vlm.run.gather import gather_stage_records
 from megatron.vlm.run.launch import RankLaunch, initialize_distributed
-from megatron.vlm.step.clock import Phase, each_ms
+from megatron.vlm.step.clock import Phase, phase_times_ms
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
@@ -218,12 +218,12 @@ class TrainWorker:
             with log.open("a") as lines:
                 lines.write("".join(record.model_dump_json() + "\n" for record in records))
         end_of_log = time.perf_counter()
-        forward_ms = np.array(each_ms(result.intervals, Phase.FORWARD))
+        forward_ms = np.array(phase_times_ms(result.intervals, Phase.FORWARD))
         return TrainedStep(
             step_ms=(end - start) * 1e3,
             times=MicroBatchTimes(
                 forward_ms=forward_ms,
-                backward_ms=np.array(each_ms(result.intervals, Phase.BACKWARD)),
+                backward_ms=np.array(phase_times_ms(result.intervals, Phase.BACKWARD)),
                 weight_ms=np.zeros_like(forward_ms),
                 recompute_ms=np.zeros_like(forward_ms),
             ),
@@ -267,7 +267,7 @@ class ReplayWorker:
         torch.set_num_threads(1)
         parallel = next(iter(planned.values())).plan.parallel
         self._standing_in = ExitStack()  # open until the process ends
-        links = self._standing_in.enter_context(standing_in(parallel, stage))
+        links = self._standing_in.enter_context(act_as_stage(parallel, stage))
         self._planned, self._stage = planned, stage
         self._replayers = {
             variant: StageReplayer(run.plan, links) for variant, run in planned.items()
@@ -288,7 +288,7 @@ class ReplayWorker:
             workload = self._workloads[variant].rows(of_rank)
             waits = predict_waits(run.plan, self._stage, run.cost, workload)
             times.append(self._replayers[variant].step(load(of_rank), waits))
-        return MicroBatchTimes.combined(times, np.concatenate)
+        return MicroBatchTimes.combine(times, np.concatenate)
 
     def update_ms(self, variant: Variant) -> float:
         return self._replayers[variant].update_ms()

@@ -7,7 +7,7 @@ from toy import OPTIONS
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
-from megatron.vlm.step.evaluate import evaluate
+from megatron.vlm.step.evaluate import evaluate_answers
 from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.sample import Sample
@@ -28,7 +28,7 @@ def reader_of(folder: Path) -> SampleReader:
 
 def pipeline_answers(links, plan, folder):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
-    return evaluate(
+    return evaluate_answers(
         trainer, CAPS, reader_of(folder), 0, lambda done, total: None,
         samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS,
     )  # fmt: skip

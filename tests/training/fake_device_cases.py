@@ -32,8 +32,8 @@ from megatron.vlm.measure.fake_device.mode import fake_cuda
 from megatron.vlm.measure.stage_replay import (
     StageReplayer,
     StandInLinks,
+    act_as_stage,
     random_rows,
-    standing_in,
     state_bytes_of,
 )
 from megatron.vlm.model.groups import create_shard_groups
@@ -218,7 +218,7 @@ def counts() -> None:
         product = counted["aten::mm"]
         flop = 2 * 64 * 32 * 16 + 2 * 8 * 30 * 8
         assert (product.kernels, round(product.tflop * 1e12)) == (2, flop)
-        [odd] = counts.unaligned()
+        [odd] = counts.unaligned_products()
         assert odd.sizes == (8, 30, 8) and 30 in odd.leading_dimensions
 
 
@@ -389,7 +389,7 @@ def heaviest_of(planned: Planned, stage: int, windows: int = 1) -> FakeStage:
     workload = job.workload(*scheduled, plan.pack_levels)
     encoding = None
     if plan.beside is not None:
-        encoding = HeaviestEncoding.of(plan, job, *scheduled, workload)
+        encoding = HeaviestEncoding.find(plan, job, *scheduled, workload)
     heaviest = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
     load = random_rows(plan, stage, *scheduled)
     return run_fake_stage(plan, stage, heaviest[:windows], load, lambda: None, encoding)
@@ -464,7 +464,7 @@ def building() -> None:
     plain = [one for one in LAYOUTS if not one.adapters and one.kept is None]
     for layout in [one for one in plain if one.sharded > 1][::2]:
         plan, _ = plan_of(layout)
-        with fake_cuda(), standing_in(plan.parallel, 0) as links:
+        with fake_cuda(), act_as_stage(plan.parallel, 0) as links:
             now, most = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
             with without_matrices():
                 stage = build_stage(plan, 0)
@@ -568,7 +568,7 @@ def device_checks() -> None:
         assert {one.phase for one in fake_device.device.counts.operations()} == {"build"}
     for precision in ("fp32", "bf16"):
         plan = pipeline_plan().model_copy(update={"precision": precision})
-        with fake_cuda(), standing_in(plan.parallel, 0) as links:
+        with fake_cuda(), act_as_stage(plan.parallel, 0) as links:
             trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
             assert len(cuda_checks._steps(trainer, 0, 1)) == 1
             weights = list(trainer.stage.parameters())
@@ -578,7 +578,7 @@ def device_checks() -> None:
             assert {one.device.type for one in weights} == {"cuda"}
             assert {one.device.type for _, one in copied} == {"cpu"}
     real = cuda_checks.real_size_plan()
-    with fake_cuda(), standing_in(real.parallel, 0) as links:
+    with fake_cuda(), act_as_stage(real.parallel, 0) as links:
         sizes = (9, (1500, 1500, 1096), 400)
         losses = cuda_checks.losses_on_one_pack(links, real, *sizes)
         assert len(losses) == 4

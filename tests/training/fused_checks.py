@@ -171,7 +171,7 @@ def check_head_norms(case: Case) -> None:
     normed = [head_norms._norms(own, mine, sums, width, 1e-6) for own, _, mine in ranks]
     given = [(*rank, normed[0][2]) for rank in ranks]
     along = sum(head_norms._along(*each) for each in given)
-    backs = [head_norms._backward(*each, along, width) for each in given]
+    backs = [head_norms._qkv_gradient(*each, along, width) for each in given]
     for place in range(2):
         case.same(torch.cat([part[place] for part in normed], 2), outputs[place].detach())
     for axis, (parts, leaf) in enumerate(zip(zip(*backs, strict=True), exact, strict=True)):
@@ -243,13 +243,13 @@ def check_cross_entropy(case: Case) -> None:
         (F.pad(logits[:, 12:], (0, 4), value=9.0), labels, 12, 8),
         (logits, labels, 20, 0),
     ]
-    parts = [cross_entropy._partial(*rank) for rank in ranks]
+    parts = [cross_entropy._local_parts(*rank) for rank in ranks]
     largest = torch.stack([top for top, _ in parts]).amax(0)
     normalizer = largest + sum(sums[0] * torch.exp(top - largest) for top, sums in parts).log()
     found = normalizer - sum(sums[1] for _, sums in parts)
     torch.testing.assert_close(found.double(), losses.detach(), rtol=1e-5, atol=1e-5)
     first, second, third = (
-        cross_entropy._backward(gradient, own, labels, normalizer, *place)
+        cross_entropy._logit_gradient(gradient, own, labels, normalizer, *place)
         for own, _, *place in ranks
     )
     assert not second[:, 8:].any() and not third.any()

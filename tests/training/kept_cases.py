@@ -18,7 +18,7 @@ from toy import OPTIONS
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.random_batches import random_batch
-from megatron.vlm.measure.stage_replay import standing_in
+from megatron.vlm.measure.stage_replay import act_as_stage
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.towers import LAST_OUTPUT
@@ -112,7 +112,7 @@ class OnDevice(NamedTuple):
 
 def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
     """Run a micro-batch forward and backward."""
-    with standing_in(plan.parallel, 0) as links:
+    with act_as_stage(plan.parallel, 0) as links:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
         fake_device.device.places.name(trainer.stage)
         tiles = TILES if plan.model.takes_images else 0

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import Profiler
-from megatron.vlm.measure.stage_replay import StageReplayer, standing_in
+from megatron.vlm.measure.stage_replay import StageReplayer, act_as_stage
 from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
@@ -101,7 +101,7 @@ def is_of_engine(trainer):
 def replayed(provider):
     """A replay builds the layers of the provider that it is asked for."""
     plan = pipeline_plan()
-    with standing_in(plan.parallel, 0) as links:
+    with act_as_stage(plan.parallel, 0) as links:
         trainer = StageReplayer(plan, links, provider=provider).trainer
         assert is_of_engine(trainer) == (provider == "te")
 

@@ -207,5 +207,5 @@ def test_gradients_are_reduced_while_the_last_products_run(small_buckets):
 
 def test_other_linears_are_refused():
     """Prevents: weight gradients that Transformer Engine sums before they are asked for."""
-    with pytest.raises(UserError, match="schedule zb-h1, whose backwards this project's linears"):
+    with pytest.raises(UserError, match="schedule zb-h1, whose split backward only"):
         build_stage(in_two_parts(toy(5)), 0, provider="te")

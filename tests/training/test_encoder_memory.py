@@ -66,7 +66,7 @@ def peak_of_a_step(links, plan, packs):
     trained = frozenset({"vision"} - {*plan.frozen})
     encoders = Encoders(
         stage=stage, data_parallel=None, group=create_encoding_group(plan), trained=trained,
-        made={"vision": ("vision",)}, trained_features=trained,
+        outputs={"vision": ("vision",)}, trained_features=trained,
         items_per_pass=plan.beside.items_per_pass,
     )  # fmt: skip
     batches = own_stream(plan, 0, packs)
@@ -76,10 +76,10 @@ def peak_of_a_step(links, plan, packs):
         ranks = batches.encoding.ranks
         for number in range(len(batches)) if ranks.number in ranks.embedding_numbers else ():
             taken = step.take(number)
-            if step.trained:
+            if step.trained_outputs:
                 # A micro-batch's own gradients are the pipeline's, and not counted here.
                 gradients = {name: torch.ones(()).expand_as(taken[name]) for name in taken}
-                step.put(number, gradients)
+                step.store_gradients(number, gradients)
             del taken
         step.finish()
     return live.peak, None if stage.weight_E.grad is None else float(stage.weight_E.grad.sum())

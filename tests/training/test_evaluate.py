@@ -15,7 +15,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.step.evaluate import _list_questions, micro_batch
+from megatron.vlm.step.evaluate import _list_questions, question_batch
 from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
@@ -137,9 +137,9 @@ def test_the_images_word_in_an_answer_stands_for_no_image(digits):
     for an image's tokens."""
     reader = reader_of(digits)
     questions = [next(_list_questions(reader, SAMPLES, 3)) for _ in range(2)]
-    before = micro_batch(questions, {}, reader).image_positions_M.tolist()
+    before = question_batch(questions, {}, reader).image_positions_M.tolist()
     first = len(questions[0].prompt.token_ids)
     for question in questions:
         question.answer_ids.append(reader.tokenizer.image_context)
-    after = micro_batch(questions, {}, reader).image_positions_M.tolist()
+    after = question_batch(questions, {}, reader).image_positions_M.tolist()
     assert before and after == [place + (place >= first) for place in before]

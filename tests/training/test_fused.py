@@ -6,7 +6,7 @@ from fused_checks import CHECKS, Case
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
-from megatron.vlm.model.fused.cross_entropy import OwnWords, _partial, cross_entropy
+from megatron.vlm.model.fused.cross_entropy import OwnWords, _local_parts, cross_entropy
 
 pytestmark = pytest.mark.quick
 
@@ -44,7 +44,7 @@ class RowLengths(TorchDispatchMode):
 def test_words_are_read_in_whole_padded_rows():
     """Prevents: a kernel that loads logits value by value, as 16 does not divide a vocabulary."""
     with RowLengths() as rows:
-        _partial(torch.randn(4, 128), torch.arange(4), 0, 51)
+        _local_parts(torch.randn(4, 128), torch.arange(4), 0, 51)
     assert 128 in rows.seen and not any(length % 16 for length in rows.seen - {1, 4})
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from toy import stages_of
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.step.evaluate import _list_questions, _shape, micro_batch
+from megatron.vlm.step.evaluate import _list_questions, _shape, question_batch
 from omnibal.base.errors import UserError
 from omnibal.data.video_files import read_video_header
 
@@ -153,12 +153,12 @@ def test_answers_go_on_from_the_largest_position(data):
     questions = list(_list_questions(reader, 6, 3))
     samples = [question.sample for question in questions]
     media = {s: {"patches_YX": reader.patches(s, reader.list_shown(s))} for s in samples}
-    before = micro_batch(questions, media, reader)
+    before = question_batch(questions, media, reader)
     lengths = [question.tokens for question in questions]
     for question in questions:
         # A model may answer with the word for an image's tokens.
         question.answer_ids.extend([reader.tokenizer.require_id("<|image_pad|>"), 5])
-    after = micro_batch(questions, media, reader)
+    after = question_batch(questions, media, reader)
     assert after.shape == _shape(questions)
     assert torch.equal(after.patches_YX, before.patches_YX)
     assert len(after.image_positions_M) == after.image_tokens

@@ -23,7 +23,7 @@ from toy import OPTIONS, cut_plan, toy_batch
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT
 from megatron.vlm.step.links import create_pipeline_links
-from megatron.vlm.step.train import _tied_copies, build_trainer, train_step
+from megatron.vlm.step.train import _group_tied_copies, build_trainer, train_step
 from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
@@ -54,7 +54,7 @@ def group_timeouts(links):
     """Of groups made where torch's own default is as short as NCCL's."""
     dist.distributed_c10d._get_default_timeout = lambda backend: datetime.timedelta(minutes=10)
     again = create_pipeline_links()
-    tied = _tied_copies(pipeline_plan(10, model=TIED), again)
+    tied = _group_tied_copies(pipeline_plan(10, model=TIED), again)
     groups = (again.activations, again.gradients, tied.group, dist.group.WORLD)
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 

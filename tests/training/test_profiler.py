@@ -29,7 +29,7 @@ from megatron.vlm.measure.random_batches import (
     make_profiled_batches,
     random_batch,
 )
-from megatron.vlm.measure.rates import group_sizes, measure_rates
+from megatron.vlm.measure.rates import collective_group_sizes, measure_rates
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
@@ -331,4 +331,5 @@ def test_rates_are_of_all_processes(processes):
 
 def test_group_sizes_are_those_of_tensor_parallelism():
     """Prevents: groups that no job has, and a group of one."""
-    assert [group_sizes(count) for count in (1, 2, 6, 8)] == [[], [2], [2, 4, 6], [2, 4, 8]]
+    sizes = map(collective_group_sizes, (1, 2, 6, 8))
+    assert [*sizes] == [[], [2], [2, 4, 6], [2, 4, 8]]

@@ -19,7 +19,7 @@ from transformers import WhisperFeatureExtractor
 from megatron.vlm.inputs.batch import MicroBatchShape, join_items
 from megatron.vlm.inputs.data import MicroBatchOptions
 from megatron.vlm.run.generate import generate
-from megatron.vlm.step.evaluate import evaluate
+from megatron.vlm.step.evaluate import evaluate_answers
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
 from omnibal.data.sample import Sample
@@ -187,7 +187,8 @@ def test_recordings_that_changed_after_the_plan(data):
 def evaluated(links, plan, reader):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
     caps = Caps.of(tiles=20, clips=20, tokens=900)
-    return evaluate(trainer, caps, reader, 0, lambda *done: None, samples=8, max_new_tokens=4)
+    parts = trainer, caps, reader, 0, lambda *done: None
+    return evaluate_answers(*parts, samples=8, max_new_tokens=4)
 
 
 def generated(links, plan, reader, samples):

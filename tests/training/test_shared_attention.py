@@ -74,7 +74,7 @@ def difference(cut, exchange, samples, again, padding):
         segments = [*share.own_pieces.tokens.tolist(), *([extra] if extra else [])]
         got = attend_packed(*own, borders_of(segments, segments, CPU), True)
     else:
-        got = (shared.recomputed() if again else shared).attend(*own, attend_packed)
+        got = (shared.for_recomputation() if again else shared).attend(*own, attend_packed)
     got.backward(torch.cat([gradient[rows], torch.zeros(extra, *got.shape[1:])]))
     found = [one[: len(rows)] for one in (got, *(mine.grad for mine in own))]
     wanted = [one[rows] for one in (expected, *(whole.grad for whole in alone))]
@@ -96,7 +96,7 @@ def gathered_keys(links):
     share = share_of(samples, CutRule.ZIGZAG, ContextExchange.GATHER)
     rows, shared = rows_of(share, samples), shared_attention(share, 0, dist.group.WORLD, CPU)
     gather = shared_attention_module.gather_rows
-    for one in (shared, shared.recomputed()):
+    for one in (shared, shared.for_recomputation()):
         made = []
 
         def counted(*arguments, made=made):
@@ -115,5 +115,5 @@ def gathered_keys(links):
 
 def test_gathered_keys_are_not_kept_for_backward():
     """Prevents: keys of the whole pack in memory for every layer and micro-batch in flight; and a
-    third exchange in a layer that is recomputed anyway."""
+    third exchange in a layer that is for_recomputation anyway."""
     assert run_ranks(FOUR, gathered_keys) == [[(0, 2, 0), (1, 1, 0)]] * RANKS

@@ -20,8 +20,8 @@ from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.measure.replay_job import load_replay, replay_info, replay_stages
 from megatron.vlm.measure.stage_replay import (
     StageReplayer,
+    act_as_stage,
     random_rows,
-    standing_in,
     state_bytes_of,
 )
 from megatron.vlm.run.launch import RankLaunch, open_store
@@ -86,7 +86,7 @@ def test_a_rank_alone_needs_what_it_needs_in_the_job(plan):
     ranks = run_ranks(plan.parallel, bytes_of_rank, plan)
     per_stage = plan.parallel.world_size // plan.parallel.pipeline
     for number in range(plan.parallel.pipeline):
-        with standing_in(plan.parallel, number) as links:
+        with act_as_stage(plan.parallel, number) as links:
             replayer = StageReplayer(plan, links)
             batches = batches_for(plan.units_of(number), plan.model)
             kept_bytes = replayer.activation_bytes(batches)
@@ -97,13 +97,13 @@ def test_a_rank_alone_needs_what_it_needs_in_the_job(plan):
 def own_clock(monkeypatch):
     """Times are of the processor, as a busy machine may keep any micro-batch waiting."""
     for module in (clock, replay_module):
-        monkeypatch.setattr(module, "moment", time.thread_time)
+        monkeypatch.setattr(module, "record_moment", time.thread_time)
 
 
 def least_ms(plan, count, places):
     """Least times in steps of so many packs, of which one, in these places, is far larger."""
     large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
-    with standing_in(plan.parallel, 1) as links:
+    with act_as_stage(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
         replayer.step([small, large])
         for place in places:
@@ -143,7 +143,7 @@ def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
     slept = []
     monkeypatch.setattr(replay_module.time, "sleep", lambda seconds: slept.append(1e3 * seconds))
     plan = pipeline_plan(3, 7)
-    with standing_in(plan.parallel, 1) as links:
+    with act_as_stage(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
         replayer.step(batches_for(plan.stages[1])[:3], (1.0, 2.0, 10.0, 3.0, 20.0, 30.0))
         assert slept == pytest.approx([1, 2, 10, 3, 20, 30])
@@ -162,7 +162,7 @@ def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
 def test_replaying_changes_no_weight():
     """Prevents: weights that run away on made-up gradients, or are overwritten by a gather."""
     plan = pipeline_plan(6, data=2)
-    with standing_in(plan.parallel, 1) as links:
+    with act_as_stage(plan.parallel, 1) as links:
         torch.manual_seed(3)
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, origin="measured")
         before = [weight.detach().clone() for weight in trainer.stage.parameters()]

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 -m megatron.vlm.measure.profiler --model MODEL -o PROFILE
 
 Each process builds a stage with every kind of unit and times units during full forward and backward
-passes, so that caches are as cold as in training. A second pass recomputes every layer: that adds
-less than a forward, as caches are warm. Times are means over processes, which measure at once.
-Shapes as in `megatron.vlm.model.stage`.
+passes, so that caches are as cold as in training. A second pass recomputes every layer, which adds
+less than a forward, as caches are warm. Processes measure concurrently, and times are their means.
+Shapes as in `megatron.vlm.model.stage`: K tokens of encoders, E language hidden size.
 """
 
 import argparse
@@ -41,13 +41,13 @@ from megatron.vlm.measure.random_batches import (
     with_every_kind,
 )
 from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
-from megatron.vlm.measure.reading import Reading, reading
+from megatron.vlm.measure.reading import Reading, read_in_background
 from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import ByTower, VLMStage, items_of
 from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
-from megatron.vlm.step.clock import elapsed_ms, moment
+from megatron.vlm.step.clock import elapsed_ms, record_moment
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import (
     OptimizationOptions,
@@ -100,17 +100,16 @@ def profile(
     progress: Console,
     reader: SampleReader | None = None,
 ) -> Profile:
-    """Measure units, optimizer, links, and rates by shape; collective."""
+    """Return measured units, optimizer, links and rates by shape; collective."""
     options.check(job.model)
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
-    # Before the model's layers take the device's memory.
+    # First, as the model's layers will fill the device's memory.
     sizes = measured_sizes(job.model, job.cluster, options.caps(job.model), job.precision)
     rates = measure_rates(device_name(), job.precision, sizes, progress)
     samples = max(round(options.max_tokens / options.tokens_per_sample), 1)
-    beside = nullcontext() if reader is None else reading(reader, samples)
-    with beside as read:
-        profiler = Profiler(job, links, options, read)
+    with nullcontext() if reader is None else read_in_background(reader, samples) as reading:
+        profiler = Profiler(job, links, options, reading)
         repetitions = track(
             range(options.repetitions),
             "measuring units",
@@ -126,8 +125,7 @@ def profile(
     return result.model_copy(update={"rates": rates})
 
 
-Round = dict[Hashable, list[float]]
-"""Milliseconds of everything timed in a round on this process, a list per key."""
+Round = dict[Hashable, list[float]]  # this process's times of a round in ms, by what was timed
 
 
 class Profiler:
@@ -144,12 +142,22 @@ class Profiler:
         self._batches = list(make_profiled_batches(job.model, options))
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
-        # Each kind of layer of the tower is measured.
+        # At least one layer of each kind.
         kinds = [len(set(layer_names(job.model, tower))) for tower in job.model.encoders]
         deep = max(deep, *kinds, 1)
 
         def build(depth: int) -> Trainer:
-            plan = _plan_whole_stages(job, links.size, depth)
+            # Every process holds a whole model: no valid pipeline, but the trainer builds it.
+            towers, model = job.model.towers, with_every_kind(job.model, depth)
+            whole = stages_from_cuts(model.with_layers(**dict.fromkeys(towers, depth)), ())
+            plan = Plan(
+                model=model.with_layers(**dict.fromkeys(towers, depth * links.size)),
+                precision=job.precision,
+                parallel=Parallel(pipeline=links.size),
+                stages=whole * links.size,
+                cluster=job.cluster,
+                data=None,
+            )
             return build_for_times(plan, links, provider=options.provider)
 
         self._provider = options.provider
@@ -158,6 +166,7 @@ class Profiler:
             shallow = build(depth=1)
             update = RepeatedUpdate(shallow)
             samples_ms = [update.timed_ms() for _ in range(options.repetitions + 1)]
+            # Without the first, which creates the optimizer's state.
             self._shallow_optimizer = [_optimizer_measurement(shallow, mean_ms(samples_ms[1:]))]
             del shallow, update
             gc.collect()  # free the shallow stage before building the deep one
@@ -175,20 +184,20 @@ class Profiler:
         self.round()  # warm-up
 
     def round(self) -> Round:
-        """Time every unit on every pack and share, one update, and one transfer of every size."""
+        """Return times of all units on all packs and shares, an update, and transfers by size."""
         samples_ms: Round = defaultdict(list)
         stage = self._trainer.stage
         for index, batch in enumerate(self._batches):
-            for unit, forward_ms, backward_ms in _times_ms(_units(stage, batch)):
+            for unit, forward_ms, backward_ms in _times_ms(_list_stage_units(stage, batch)):
                 samples_ms[index, unit, "forward"].append(forward_ms)
                 samples_ms[index, unit, "backward"].append(backward_ms)
-            for unit, *both_ms in _times_ms(_units(stage, batch), recompute=True):
-                if _is_layer(unit):
+            for unit, *both_ms in _times_ms(_list_stage_units(stage, batch), recompute=True):
+                if _is_layer_unit(unit):
                     samples_ms[index, unit, "recomputing"].append(sum(both_ms))
             if self._reading is not None:
-                self._reading.take(2 * batch.tokens)
+                self._reading.take(2 * batch.tokens)  # the pack ran twice
         for index, share in enumerate(self._shares):
-            layers = _language_layer_units(stage, share.batch, {})
+            layers = _list_language_units(stage, share.batch, {})
             hidden_S1E = torch.randn(
                 (share.batch.tokens, 1, stage.config.hidden_size),
                 dtype=stage.config.params_dtype,
@@ -203,18 +212,16 @@ class Profiler:
         return samples_ms
 
     def result(self, rounds: Sequence[Round]) -> Profile:
-        """Average the rounds into a profile, without the fastest and the slowest tenth.
-
-        Whole rounds and plain means keep the sum of units equal to a step; trimming per unit would
-        drop the short stalls that nearly every step has. Not medians: a shared machine may
-        alternate between two speeds, and a long run sees both.
-        """
+        """Return the mean of the rounds as a profile, without the fastest and slowest tenth."""
+        # Entire rounds are dropped, so that units still sum to a step: trimming by unit would drop
+        # the short stalls that nearly every step has. Means, not medians: a shared machine may
+        # alternate between two speeds, and a long run sees both.
         totals_ms = torch.tensor(
             [sum(sum(samples) for samples in ms.values()) for ms in rounds],
             dtype=torch.float64,
             device=current_device(),
         )
-        dist.all_reduce(totals_ms)
+        dist.all_reduce(totals_ms)  # all processes must drop the same rounds
         extremes = len(rounds) // 10
         chosen = totals_ms.argsort()[extremes : len(rounds) - extremes]
         typical = [rounds[index] for index in chosen.tolist()]
@@ -226,7 +233,7 @@ class Profiler:
         deep_optimizer = _optimizer_measurement(self._trainer, taken_ms["optimizer"])
 
         def recompute_ms(batch: int, unit: str) -> float:
-            """Time that recomputation adds to forward and backward."""
+            # Time that recomputation adds to forward and backward.
             parts = ("forward", "backward")
             without_ms = sum(taken_ms[batch, unit, part] for part in parts)
             return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
@@ -242,10 +249,10 @@ class Profiler:
             measurements=tuple(
                 UnitMeasurement(
                     unit=unit,
-                    **_features(self._job.model, batch),
+                    **_count_features(self._job.model, batch),
                     forward_ms=taken_ms[index, unit, "forward"],
                     backward_ms=taken_ms[index, unit, "backward"],
-                    recompute_ms=recompute_ms(index, unit) if _is_layer(unit) else None,
+                    recompute_ms=recompute_ms(index, unit) if _is_layer_unit(unit) else None,
                     activation_bytes=self._kept_bytes[index][unit],
                 )
                 for index, batch in enumerate(self._batches)
@@ -272,7 +279,7 @@ class Profiler:
         )
 
 
-def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
+def _count_features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
     items = {"tiles": batch.tiles, "clips": batch.clips, "image_tokens": batch.image_tokens}
     squares = {}
     if model.images is not None:
@@ -289,6 +296,7 @@ def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
 
 
 def device_name() -> str:
+    """Return the name of the GPU, or of the CPU if there is none."""
     if has_cuda():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -297,51 +305,36 @@ def device_name() -> str:
     return names[0] if names else "CPU"
 
 
-def _plan_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
-    """Plan, no valid pipeline, with all kinds of units and `depth` layers per tower everywhere."""
-    towers, model = job.model.towers, with_every_kind(job.model, depth)
-    whole = stages_from_cuts(model.with_layers(**dict.fromkeys(towers, depth)), ())
-    return Plan(
-        model=model.with_layers(**dict.fromkeys(towers, depth * processes)),
-        precision=job.precision,
-        parallel=Parallel(pipeline=processes),
-        stages=whole * processes,
-        cluster=job.cluster,
-        data=None,
-    )
-
-
-class Unit(NamedTuple):
-    """One unit of a stage, run by itself."""
+class TimedUnit(NamedTuple):
+    """Forward of one unit of a stage."""
 
     name: str
-    run: Callable[[Any], Any]
-    """Forward, given the previous unit's output. A layer's may be recomputed."""
-    hand_on: Callable[[Any], torch.Tensor] = lambda output: output
-    """Convert the output to the next unit's input: store or add deepstack features."""
+    run: Callable[[Any], Any]  # forward of the previous unit's output; run twice if recomputed
+    # Converts the output to the next unit's input: stores or adds deepstack features.
+    finish: Callable[[Any], torch.Tensor] = lambda output: output
 
 
-def _units(whole: VLMStage, batch: MicroBatch) -> Iterator[Unit]:
+def _list_stage_units(whole: VLMStage, batch: MicroBatch) -> Iterator[TimedUnit]:
     """Yield the units of a complete stage's forward, in order."""
     stage: Any = whole  # Any: no unit is None here
-    encoded: dict[str, torch.Tensor] = {}
+    encoded: dict[str, torch.Tensor] = {}  # features [K, E] by encoder or deepstack feature
     for name in stage.encoders:
-        yield from _encoder_units(stage, name, batch, encoded)
+        yield from _list_encoder_units(stage, name, batch, encoded)
 
     def embed_tokens(last_features_KE: torch.Tensor | None) -> torch.Tensor:
         if last_features_KE is not None:  # may be a copy, detached from its encoder's graph
             encoded[list(stage.encoders)[-1]] = last_features_KE
         return stage.embed_tokens(batch, encoded)
 
-    yield Unit(LANGUAGE_EMBED, embed_tokens)
-    yield from _language_layer_units(stage, batch, encoded)
-    yield Unit(HEAD, lambda x: stage.head_output(batch, stage.language.final_layernorm(x)))
+    yield TimedUnit(LANGUAGE_EMBED, embed_tokens)
+    yield from _list_language_units(stage, batch, encoded)
+    yield TimedUnit(HEAD, lambda x: stage.head_output(batch, stage.language.final_layernorm(x)))
 
 
-def _encoder_units(
+def _list_encoder_units(
     stage: VLMStage, name: str, batch: MicroBatch, encoded: dict[str, torch.Tensor]
-) -> Iterator[Unit]:
-    """Yield the units of an encoder; features go into `encoded`, by name."""
+) -> Iterator[TimedUnit]:
+    """Yield the units of an encoder, which write features into `encoded`."""
     units: Any = stage.encoders[name]  # Any: no unit is None here
     places = units.places(batch.image_grids)
     arguments = units.layer_arguments(places)
@@ -359,27 +352,29 @@ def _encoder_units(
         output = _run_layer(layer, arguments, hidden)
         return output, projector(output, *places)
 
-    def put_aside(features: str, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        hidden, encoded[features] = both
+    def store(features: str, outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden, encoded[features] = outputs
         return hidden.view_as(hidden)  # a view, to time the hidden states' backward
 
-    yield Unit(f"{name}_embed", lambda _: units.embedding(items_of(batch, units.tower), *places))
+    yield TimedUnit(
+        f"{name}_embed", lambda _: units.embedding(items_of(batch, units.tower), *places)
+    )
     kinds = layer_names(stage.model_config, name)
     # Core offsets layer numbers by stage, but every process holds the first layers.
     for place, (layer, kind) in enumerate(zip(units.layers.layers, kinds, strict=False)):
         projector = units.deepstack_projectors.get(place)
         if projector is None:
-            yield Unit(kind, partial(_run_layer, layer, arguments))
+            yield TimedUnit(kind, partial(_run_layer, layer, arguments))
         else:
             run = partial(run_with_projector, layer, projector)
-            yield Unit(kind, run, partial(put_aside, next(deepstack)))
-    yield Unit(projector_name(stage.model_config, name), project)
+            yield TimedUnit(kind, run, partial(store, next(deepstack)))
+    yield TimedUnit(projector_name(stage.model_config, name), project)
 
 
-def _language_layer_units(
+def _list_language_units(
     whole: VLMStage, batch: MicroBatch, encoded: Mapping[str, torch.Tensor]
-) -> Iterator[Unit]:
-    """Yield the language layers. The first add deepstack features."""
+) -> Iterator[TimedUnit]:
+    """Yield the language layers; the first layers add deepstack features."""
     stage: Any = whole
     names = layer_names(stage.model_config, LANGUAGE)
     arguments = stage.packing(batch)
@@ -388,13 +383,13 @@ def _language_layer_units(
         return stage.add_features(batch, encoded[features], hidden)
 
     for place, (layer, name) in enumerate(zip(stage.language.layers, names, strict=False)):
-        unit = Unit(name, partial(_run_layer, layer, arguments))
+        unit = TimedUnit(name, partial(_run_layer, layer, arguments))
         for features in stage.deepstack_names[place : place + 1]:
-            unit = unit._replace(hand_on=partial(add_features, features))
+            unit = unit._replace(finish=partial(add_features, features))
         yield unit
 
 
-def _is_layer(unit: str) -> bool:
+def _is_layer_unit(unit: str) -> bool:
     return "_layer" in unit
 
 
@@ -403,24 +398,26 @@ def _run_layer(layer: Any, arguments: dict[str, Any], hidden: torch.Tensor) -> t
 
 
 def _times_ms(
-    row: Iterable[Unit], first_input: torch.Tensor | None = None, *, recompute: bool = False
+    row: Iterable[TimedUnit], first_input: torch.Tensor | None = None, *, recompute: bool = False
 ) -> Iterator[tuple[str, float, float]]:
-    """Time units in one pass over a pack; backward starts when the output's gradient arrives."""
+    """Yield name, forward and backward time of every unit, from one pass over a pack."""
     dist.barrier()
     units: list[str] = []
     hidden: Any = first_input
-    forward, backward = [moment()], []
+    forward, backward = [record_moment()], []
     for unit in row:
-        if recompute and _is_layer(unit.name):
+        if recompute and _is_layer_unit(unit.name):
+            # `False`: do not distribute the saved input over tensor-parallel ranks.
             output = tensor_parallel.checkpoint(unit.run, False, hidden)
         else:
             output = unit.run(hidden)
-        hidden = unit.hand_on(output)
-        hidden.register_hook(lambda gradient: backward.append(moment()))
+        hidden = unit.finish(output)
+        # Backward passes this point when the unit's own backward is about to begin.
+        hidden.register_hook(lambda gradient: backward.append(record_moment()))
         units.append(unit.name)
-        forward.append(moment())
+        forward.append(record_moment())
     hidden.backward(torch.ones_like(hidden))
-    backward.append(moment())
+    backward.append(record_moment())
     if has_cuda():
         torch.cuda.synchronize()
     slowdown = _slowdown(elapsed_ms(forward[0], backward[-1]))
@@ -430,11 +427,9 @@ def _times_ms(
 
 
 def _slowdown(own_ms: float) -> float:
-    """Time until all processes finish, as a multiple of this process's `own_ms`.
-
-    It exceeds 1 only if processes share cores: there the processes that run first are fast while
-    others wait, and the mean would be less than any step takes.
-    """
+    """Return the time until all processes finish, as a multiple of this process's `own_ms`."""
+    # Above 1 only if processes share cores: the first to run are fast while others wait, and the
+    # mean would be less than any step takes.
     if has_cuda() or dist.get_world_size() <= len(os.sched_getaffinity(0)):
         return 1.0
     slowest_ms = torch.tensor(own_ms)
@@ -443,10 +438,11 @@ def _slowdown(own_ms: float) -> float:
 
 
 class KeptActivations:
-    """Current and peak bytes saved by autograd, without weights; shared tensors count once."""
+    """Counter of current and peak bytes saved by autograd, without weights."""
 
     def __init__(self, *stages: VLMStage) -> None:
         self._weights = {_address(weight) for stage in stages for weight in stage.parameters()}
+        # References by storage: views of one storage count once.
         self._holders: dict[int, int] = defaultdict(int)
         self.now_bytes = 0
         self.peak_bytes = 0
@@ -454,12 +450,11 @@ class KeptActivations:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Count tensors saved by forward operations inside."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
-        with hooks:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Count the tensor too, until it is freed."""
+        """Also count a tensor until it is freed."""
         weakref.finalize(tensor, self._release, *self._acquire(tensor))
 
     def _pack(self, tensor: torch.Tensor) -> "_Saved":
@@ -484,9 +479,7 @@ class KeptActivations:
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """Handle of one saved tensor, freed with the graph's reference to it."""
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # autograd holds this handle only, so its end is the tensor's release
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -494,10 +487,10 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
-    """Peak bytes of `step` (a call of `train_step`) on this rank, without the model's state.
+    """Return the peak bytes of `step`, a call of `train_step`, on this rank without model state.
 
     On CUDA all allocated memory. On the CPU saved and received tensors, without working memory and
-    without recomputed activations.
+    recomputed activations.
     """
     if has_cuda():
         torch.cuda.synchronize()
@@ -506,9 +499,9 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
         step()
         return torch.cuda.max_memory_allocated() - before
     kept = KeptActivations(*trainer.chunks)
-    with ExitStack() as recorded:
+    with ExitStack() as stack:
         for stage in trainer.chunks:
-            recorded.enter_context(_record_stage(stage, kept))
+            stack.enter_context(_record_stage(stage, kept))
         step()
     return kept.peak_bytes
 
@@ -518,43 +511,45 @@ def _record_stage(stage: Any, kept: KeptActivations) -> Iterator[None]:
     """Count saved and received tensors of a stage, and inputs kept for weight-gradient passes."""
     forward, set_input_tensor, deferred = stage.forward, stage.set_input_tensor, stage.deferred
 
-    def recorded_forward(batch: MicroBatch) -> ByTower | torch.Tensor:
+    def record_forward(batch: MicroBatch) -> ByTower | torch.Tensor:
         with kept.recording():
             return forward(batch)
 
-    def held_input(received: ByTower) -> None:
+    def hold_input(received: ByTower) -> None:
         for tensor in received.values():
             kept.hold(tensor)
         set_input_tensor(received)
 
-    def held_products() -> list[LateProduct]:
-        taken = type(deferred).take(deferred)
-        for product in taken:
+    def hold_products() -> list[LateProduct]:
+        products = type(deferred).take(deferred)
+        for product in products:
             kept.hold(product.rows)
             kept.hold(product.gradient)
-        return taken
+        return products
 
-    stage.forward, stage.set_input_tensor = recorded_forward, held_input
+    stage.forward, stage.set_input_tensor = record_forward, hold_input
     if deferred is not None:
-        deferred.take = held_products
+        deferred.take = hold_products
     try:
         yield
     finally:
+        # The instance's attributes hide the class's methods.
         del stage.forward, stage.set_input_tensor
         if deferred is not None:
             del deferred.take
 
 
 def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
-    """Bytes saved by autograd per unit, inputs included, mean over layers; sums to the stage."""
-    kept, graphs = KeptActivations(stage), []
+    """Return bytes saved by autograd per unit with its input, a mean over layers."""
+    kept, graphs = KeptActivations(stage), []  # graphs keep all units' tensors until the end
     by_unit: dict[str, list[int]] = defaultdict(list)
     hidden: torch.Tensor | None = None
-    for unit in _units(stage, batch):
+    for unit in _list_stage_units(stage, batch):
         before = kept.now_bytes
         with kept.recording():
+            # Detached, so that a unit's graph ends at its input.
             given = None if hidden is None else hidden.detach().requires_grad_()
-            hidden = unit.hand_on(unit.run(given))
+            hidden = unit.finish(unit.run(given))
         graphs.append(hidden)
         by_unit[unit.name].append(kept.now_bytes - before)
     return {unit: round(float(np.mean(sizes))) for unit, sizes in by_unit.items()}
@@ -566,14 +561,15 @@ def _optimizer_measurement(trainer: Trainer, optimizer_ms: float) -> OptimizerMe
 
 
 class RepeatedUpdate:
-    """Zero, reduce and clip artificial gradients and update weights, then restore the weights."""
+    """Update with artificial gradients, which restores the weights."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        # On the host: a second copy on the device would change the measured memory.
         self._kept = [weight.detach().to("cpu", copy=True) for weight in self._weights()]
 
     def timed_ms(self) -> float:
-        """Time one update; collective."""
+        """Return the time to zero, reduce and clip gradients and update weights; collective."""
         trainer = self._trainer
 
         def exchange_and_update() -> None:
@@ -582,26 +578,27 @@ class RepeatedUpdate:
 
         dist.barrier()
         zeroing_ms = timed_ms(trainer.zero_gradients)
-        for held in trainer.held:
-            for gradients in held.gradients():
+        for wrapper in trainer.wrappers:
+            for gradients in wrapper.gradients():
                 gradients.fill_(1.0)
         updating_ms = timed_ms(exchange_and_update)
         trainer.wait_for_weights()
-        # Restore the weights: a replay's single rank would gather its own shard for others.
+        # A replay's single rank gathered its own shard in place of other ranks' shards.
         with torch.no_grad():
             for weight, kept in zip(self._weights(), self._kept, strict=True):
                 weight.copy_(kept)
         return zeroing_ms + updating_ms
 
     def _weights(self) -> Iterator[torch.Tensor]:
-        return (weight for held in self._trainer.held for weight in held.weights())
+        return (weight for wrapper in self._trainer.wrappers for weight in wrapper.weights())
 
 
 def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
-    """Half of a round trip between the first two stages, in ms. Empty on other stages."""
+    """Return half of a round trip between the first two stages, empty on other stages."""
     first, second = dist.get_process_group_ranks(links.activations)[:2]
     tensor = torch.zeros(size, dtype=torch.uint8, device=current_device())
 
+    # Not one way: clocks of two processes differ, and a send may end before its data arrives.
     def round_trip() -> None:
         if links.rank == 0:
             dist.isend(tensor, second, group=links.activations).wait()

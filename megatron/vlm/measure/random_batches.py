@@ -34,29 +34,23 @@ from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_units import Stage
 
 _SMALLEST_SHARE = 0.25  # smaller shares of the token cap are dominated by latency
-_SHARES = (1 / 4, 1 / 16)
-"""Tokens of a context-parallel rank's share, as shares of a pack's cap."""
-_MIN_IMAGE_TOKENS = 16
-"""Minimum tokens of an image among several of a pack: smaller images are rare."""
+_SHARES = (1 / 4, 1 / 16)  # tokens of a context-parallel rank's share, as shares of a pack's cap
+_MIN_IMAGE_TOKENS = 16  # of an image among several of a pack: smaller images are rare
 
 
 class _PackShape(NamedTuple):
-    """A pack to measure, by shares of caps."""
+    """Sizes of a pack to measure, as shares of caps."""
 
-    tiles: float
-    """Share of the cap of tiles, or of image tokens at native resolution."""
+    tiles: float  # share of the cap of tiles, or of image tokens at native resolution
     tokens: float
-    loss: float
-    """Share of its tokens with loss."""
+    loss: float  # share of its tokens with loss
     clips: float
-    is_even: bool
-    """Whether samples are equally long; else the first has over a third of the tokens."""
-    samples: int | None = None
-    """Number of samples. None for samples of the mean length."""
+    is_even: bool  # equally long samples, or a first sample with over a third of the tokens
+    samples: int | None = None  # None for samples of the mean length
 
 
 _PACKS = (
-    # Linearly independent, so that every cost can be fitted.
+    # Linearly independent in tiles, tokens, loss tokens and clips, to fit every cost.
     _PackShape(1.0, 1.0, 0.1, 0.25, is_even=True),
     _PackShape(0.5, 1.0, 0.5, 1.0, is_even=False),
     _PackShape(0.25, 1.0, 0.3, 0.5, is_even=True),
@@ -76,19 +70,13 @@ _PACKS = (
 class ProfileOptions:
     max_tiles: int
     max_tokens: int
-    tokens_per_sample: int
-    """Mean sample length of the packs; attention's cost depends on it."""
-    layers: int
-    """Layers of each tower in the measured stage; at most the model's."""
-    repetitions: int
-    """Timed rounds after a warm-up round. A round runs every micro-batch once."""
+    tokens_per_sample: int  # mean sample length of the packs; attention's cost depends on it
+    layers: int  # layers of each tower in the measured stage; at most the model's
+    repetitions: int  # timed rounds of all micro-batches, after a warm-up round
     provider: Provider = "local"
-    max_clips: int = 0
-    """For models with recordings."""
-    max_image_tokens: int = 0
-    """For models with native-resolution images."""
-    contexts: tuple[int, ...] = ()
-    """Context-parallel sizes to measure language layers with."""
+    max_clips: int = 0  # for models with recordings
+    max_image_tokens: int = 0  # for models with native-resolution images
+    contexts: tuple[int, ...] = ()  # context-parallel sizes to measure language layers with
 
     def caps(self, model: ModelConfig) -> Caps:
         """Return the caps, with tiles and clips only if the model has them."""
@@ -104,13 +92,13 @@ class ProfileOptions:
     def check(self, model: ModelConfig) -> None:
         """Raise UserError unless the smallest packs hold an item of each encoder."""
         towers = model.encoders.values()
-        one_of_each = sum(tower.tokens_per_item for tower in towers)
-        smallest = math.ceil(one_of_each / _SMALLEST_SHARE)
+        item_tokens = sum(tower.tokens_per_item for tower in towers)
+        smallest = math.ceil(item_tokens / _SMALLEST_SHARE)
         if self.max_tokens < smallest:
             items = " and ".join(f"one {tower.feature.removesuffix('s')}" for tower in towers)
             raise UserError(
                 f"--max-tokens {self.max_tokens}: packs of a quarter of the cap are measured too, "
-                f"and must hold {items} of {model.name} ({one_of_each} tokens); "
+                f"and must hold {items} of {model.name} ({item_tokens} tokens); "
                 f"give at least {smallest}"
             )
 
@@ -120,18 +108,23 @@ def make_profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterat
     for shape in _PACKS:
         tokens = max(round(options.max_tokens * shape.tokens), 1)
         samples = shape.samples or max(round(tokens / options.tokens_per_sample), 1)
-        room, tiles, clips, images = tokens, 0, 0, list[int]()
+        free, tiles, clips, images = tokens, 0, 0, list[int]()
         if model.takes_audio:
             wanted = max(round(options.max_clips * shape.clips), 1)
-            room -= model.vision.tokens_per_item if model.takes_images else 0
-            clips = min(wanted, room // model.audio.tokens_per_item)
-            room = tokens - clips * model.audio.tokens_per_item
+            free -= model.vision.tokens_per_item if model.takes_images else 0  # for one tile
+            clips = min(wanted, free // model.audio.tokens_per_item)
+            free = tokens - clips * model.audio.tokens_per_item
         if model.takes_images:
             wanted = max(round(options.max_tiles * shape.tiles), 1)
-            tiles = min(wanted, room // model.vision.tokens_per_item)
+            tiles = min(wanted, free // model.vision.tokens_per_item)
         elif model.images is not None:
             wanted = max(round(options.max_image_tokens * shape.tiles), 1)
-            images = _equal_images(min(wanted, room), samples)
+            # Equal, nearly square images, with slightly fewer tokens in total.
+            wanted = min(wanted, free)
+            count = max(min(samples, wanted // _MIN_IMAGE_TOKENS), 1)
+            rows = math.isqrt(wanted // count)
+            images = [rows * (wanted // count // rows)] * count
+        # Uneven samples: the first has a third of the tokens and two thirds of a mean sample.
         longest = tokens // samples if shape.is_even else tokens * (samples + 2) // (3 * samples)
         others = np.diff(np.linspace(longest, tokens, samples).round().astype(int))
         segments = tuple(int(length) for length in (longest, *others) if length)
@@ -150,12 +143,14 @@ def random_batch(
     clips: int = 0,
     images: Sequence[int] = (),
 ) -> MicroBatch:
-    """Make a micro-batch of these sizes with random content, on the host.
+    """Return a micro-batch of these sizes with random content, on the host.
 
-    `images` are tokens of images at native resolution, which come first. Only what the stage needs
-    is made; None for all.
+    Args:
+        stage: units whose fields are made, or None for all fields.
+        images: tokens of images at native resolution, which are a micro-batch's first tokens.
     """
     tokens, image_tokens = sum(segment_tokens), sum(images)
+    # Equal sizes have equal content on all stages and processes.
     seed = clips * 104_729 + (tiles + image_tokens) * 7919 + tokens
     generator, fields = torch.Generator().manual_seed(seed), dict[str, Any]()
 
@@ -166,7 +161,7 @@ def random_batch(
         fields |= _image_fields(model, model.images, images, stage, generator)
     if model.language.rope_sections is not None and (stage is None or stage.layers(LANGUAGE)):
         positions_S = torch.cat([torch.arange(length) for length in segment_tokens])
-        fields["rope_positions_3S"] = positions_S.expand(3, -1).contiguous()
+        fields["rope_positions_3S"] = positions_S.expand(3, -1).contiguous()  # as in text
     if model.takes_images and holds("vision embed"):
         shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
         fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
@@ -175,6 +170,7 @@ def random_batch(
         fields["frames_CBF"] = torch.randn(frames, generator=generator)
     ids_S = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if holds("language embed"):
+        # Images are first, then recordings.
         fields["token_ids_S"], first = ids_S, image_tokens
         if model.takes_images:
             first = tiles * model.vision.tokens_per_item
@@ -199,53 +195,44 @@ def _image_fields(
     stage: Stage | None,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Fields of native-resolution images with these tokens, at the micro-batch's first tokens."""
-    grids = tuple(_grid_of(size, tower.merge_size) for size in sizes)
-    fields: dict[str, Any] = {"image_tokens": sum(sizes), "image_grids": grids}
+    merge, grids = tower.merge_size, list[Grid]()
+    for size in sizes:
+        # As near to a square as possible.
+        rows = max(count for count in range(1, math.isqrt(size) + 1) if size % count == 0)
+        grids.append(Grid(1, rows * merge, size // rows * merge))
+    fields: dict[str, Any] = {"image_tokens": sum(sizes), "image_grids": tuple(grids)}
     if stage is None or stage.holds("vision embed"):
         shape = (sum(sizes) * tower.positions_per_item, tower.values_per_patch)
         fields["patches_YX"] = torch.randn(shape, generator=generator)
-    # Only on stages that insert image features or add deepstack features.
-    deep = {*range(len(deepstack_of(model)))}
-    if stage is None or stage.holds("language embed") or deep & {*stage.layers(LANGUAGE)}:
+    # For stages that insert image features or add deepstack features, in the first layers.
+    deepstack = {*range(len(deepstack_of(model)))}
+    if stage is None or stage.holds("language embed") or deepstack & {*stage.layers(LANGUAGE)}:
         fields["image_positions_M"] = torch.arange(sum(sizes))
     return fields
 
 
 def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
-    """Tokens of possible images: per sample, equal images that match its sum of squared tokens."""
+    """Return tokens of possible images of samples, which match the sums of squared tokens."""
     feature = ImagesEncoder.feature
     names = (feature, squares_of(feature))
     tokens, squares = (lengths.column(name)[samples] for name in names)
     sizes = []
     for all_tokens, square in zip(tokens.tolist(), squares.tolist(), strict=True):
         if all_tokens:
+            # n equal images of t tokens in total have t^2 / n squared tokens.
             bounds = np.linspace(0, all_tokens, max(round(all_tokens**2 / square), 1) + 1)
             sizes += np.diff(bounds.round().astype(int)).tolist()
     return sizes
 
 
-def _grid_of(tokens: int, merge: int) -> Grid:
-    """Grid of an image of `tokens` tokens, as near to a square as possible."""
-    rows = max(count for count in range(1, math.isqrt(tokens) + 1) if tokens % count == 0)
-    return Grid(1, rows * merge, tokens // rows * merge)
-
-
-def _equal_images(tokens: int, most: int) -> list[int]:
-    """Tokens of up to `most` equal, nearly square images, slightly less than `tokens` in total."""
-    images = max(min(most, tokens // _MIN_IMAGE_TOKENS), 1)
-    rows = math.isqrt(tokens // images)
-    return [rows * (tokens // images // rows)] * images
-
-
 def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
-    """Sum of squared tokens over images and video frames."""
+    """Return the sum of squared tokens over images and video frames."""
     sizes = ((grid.times, grid.rows * grid.columns // tower.positions_per_item) for grid in grids)
     return sum(times * tokens**2 for times, tokens in sizes)
 
 
 def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
-    """Give the first `layers` encoder layers every kind: deepstack projector, full attention."""
+    """Return the model with every kind of its encoder layers among the first `layers`."""
     for name, tower in model.encoders.items():
         if isinstance(tower, ImagesEncoder):
             deepstack = (0,) if tower.deepstack_layers else ()
@@ -258,16 +245,14 @@ def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
 class MeasuredShare:
     """This process's share of a pack."""
 
-    batch: MicroBatch
-    """Sizes only. A layer needs no content."""
+    batch: MicroBatch  # without content, which a layer does not need
     context: int
     exchange: ContextExchange
-    features: dict[str, int]
-    """Features, by name, of the largest share in the rank's block, which all ranks wait for."""
+    features: dict[str, int]  # of the largest share in the rank's block: all ranks wait for it
 
 
 def context_sizes(processes: int) -> tuple[int, ...]:
-    """Context-parallel sizes that divide the number of processes: powers of two."""
+    """Return the powers of two from 2 on that divide the number of processes."""
     powers = (2**exponent for exponent in range(1, processes.bit_length()))
     return tuple(size for size in powers if processes % size == 0)
 
@@ -275,14 +260,12 @@ def context_sizes(processes: int) -> tuple[int, ...]:
 def shares_of_process(
     job: JobSpec, contexts: Iterable[int], max_tokens: int, tokens_per_sample: int
 ) -> Iterator[MeasuredShare]:
-    """Yield shares of every context size and exchange that the model's heads allow.
-
-    Packs of one sample exchange all tokens, packs of typical samples only tokens at the cuts. This
-    separates the costs that depend on exchanged tokens.
-    """
+    """Yield shares of every context-parallel size and exchange that the model's heads allow."""
     for context, exchange, size in product(contexts, ContextExchange, _SHARES):
         tokens = max(round(max_tokens * size), 1) * context
         several = max(round(tokens / tokens_per_sample), 1)
+        # A single sample exchanges all tokens, typical samples only tokens at the cuts: so fits can
+        # separate the costs of exchanged tokens.
         for samples, cut in ((1, CutRule.ZIGZAG), (several, CutRule.CONTIGUOUS)):
             level = Level(caps=Caps.of(tokens=tokens), context=context, exchange=exchange, cut=cut)
             if exchange_mistake(job.model, Parallel(pipeline=1), level) is None:

@@ -1,7 +1,7 @@
 """Loader processes that read data while layers are timed, as in training, and their read times.
 
-One low-priority loader process per rank reads random samples for all stages. Its own CPU time is
-measured, so that load on the machine does not count.
+One low-priority loader process per rank reads random samples for all stages. Times are its own CPU
+time, so that other load on the machine does not count.
 """
 
 import time
@@ -21,31 +21,27 @@ from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.profile import ReadingMeasurement
 
 _ENDLESS = 1 << 40  # more items than any profile reads
-_COUNTED = ("tiles", "image_tokens", "clips", "tokens")
+_READ_KINDS = ("tiles", "image_tokens", "clips", "tokens")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadSamples:
     """Samples that a loader process read at once, and its CPU time."""
 
-    content: tuple[torch.Tensor, ...]
-    """Pixels, patches, frames and token ids, transferred as a micro-batch is."""
+    content: tuple[torch.Tensor, ...]  # pixels, patches, frames, token ids: sent like a micro-batch
     samples: int
-    counts: np.ndarray
-    """Tiles, image tokens, clips and tokens, float64 [4]."""
-    ms: np.ndarray
-    """Total time per kind, float64 [4]."""
+    counts: np.ndarray  # tiles, image tokens, clips and tokens, float64 [4]
+    ms: np.ndarray  # total time per kind, float64 [4]
 
 
 class SampleDraws(torch.utils.data.Dataset):
-    """Endless random draws without replacement, as `ReadSamples` or the UserError of reading."""
+    """Endless random draws without replacement; an item is the UserError if reading fails."""
 
     def __init__(self, reader: SampleReader, samples: int) -> None:
         self._reader, self._samples = reader, samples
         # One order on all ranks, which then meet the same errors.
         self._order = np.random.default_rng(0).permutation(len(reader.annotations))
-        self._ended_s: float | None = None
-        """CPU time at the end of this process's last item."""
+        self._ended_s: float | None = None  # CPU time at the end of this process's last item
 
     def __len__(self) -> int:
         return _ENDLESS
@@ -53,19 +49,19 @@ class SampleDraws(torch.utils.data.Dataset):
     def __getitem__(self, item: int) -> ReadSamples | UserError:
         numbers = np.arange(self._samples) + item * self._samples
         try:
-            return self._read(self._order[numbers % len(self._order)])
+            return self._read_samples(self._order[numbers % len(self._order)])
         except UserError as error:
             return error
 
-    def _read(self, drawn: np.ndarray) -> ReadSamples:
+    def _read_samples(self, drawn: np.ndarray) -> ReadSamples:
         reader, model = self._reader, self._reader.model
         moments_s = [time.process_time()]
         samples = [reader.annotations[index] for index in drawn.tolist()]
         tiles = [reader.tiles(sample) if model.takes_images else [] for sample in samples]
         pixels = torch.zeros(0)
         if model.takes_images:
-            every = [tile for of_sample in tiles for tile in of_sample]
-            pixels = torch.from_numpy(normalize_tiles(every, model.vision.image_size))
+            all_tiles = [tile for of_sample in tiles for tile in of_sample]
+            pixels = torch.from_numpy(normalize_tiles(all_tiles, model.vision.image_size))
         moments_s.append(time.process_time())
         shown, patches, cells = [reader.list_shown(sample) for sample in samples], torch.zeros(0), 0
         if model.images is not None:
@@ -75,11 +71,11 @@ class SampleDraws(torch.utils.data.Dataset):
         clips = [reader.clips(sample) if model.takes_audio else np.zeros(0) for sample in samples]
         frames = torch.from_numpy(np.concatenate(clips))
         moments_s.append(time.process_time())
-        counted = zip(samples, map(len, tiles), map(len, clips), shown, strict=True)
-        texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in counted]
+        contents = zip(samples, map(len, tiles), map(len, clips), shown, strict=True)
+        texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in contents]
         tokens = torch.from_numpy(np.concatenate(texts))
         moments_s.append(time.process_time())
-        # Time since the last item was spent on transferring it.
+        # CPU time since the last item went into transferring it: spread over the kinds.
         before_s, self._ended_s = self._ended_s or moments_s[0], moments_s[-1]
         scale = 1e3 * (moments_s[-1] - before_s) / (moments_s[-1] - moments_s[0])
         counts = np.array([len(pixels), cells, len(frames), len(tokens)], np.float64)
@@ -88,13 +84,13 @@ class SampleDraws(torch.utils.data.Dataset):
 
 
 class Reading:
-    """Reads samples during the timed passes, at the rate of training."""
+    """Reader of samples during the timed passes, at the rate of training."""
 
     def __init__(self, items: Iterator[ReadSamples | UserError]) -> None:
         self._items = items
         self._due_tokens = 0.0
         self._samples = 0
-        self._counts, self._ms = np.zeros((2, len(_COUNTED)))
+        self._counts, self._ms = np.zeros((2, len(_READ_KINDS)))
 
     def take(self, tokens: int) -> None:
         """Read the samples of one micro-batch of `tokens` tokens."""
@@ -109,25 +105,25 @@ class Reading:
             self._ms += item.ms
 
     def result(self) -> ReadingMeasurement:
-        """Average over all samples of all processes; collective."""
+        """Return means over all samples of all processes; collective."""
         totals = torch.tensor(
             [self._samples, *self._counts, *self._ms], dtype=torch.float64, device=current_device()
         )
         dist.all_reduce(totals)
         samples, *sums = totals.tolist()
-        by_kind = zip(_COUNTED, sums[: len(_COUNTED)], sums[len(_COUNTED) :], strict=True)
-        each_ms = {name: sum_ms / count for name, count, sum_ms in by_kind if count}
+        by_kind = zip(_READ_KINDS, *np.split(np.array(sums), 2), strict=True)
+        item_ms = {name: float(sum_ms / count) for name, count, sum_ms in by_kind if count}
         return ReadingMeasurement(
             samples=round(samples),
-            token_ms=each_ms.pop("tokens"),
-            item_ms=each_ms,
+            token_ms=item_ms.pop("tokens"),
+            item_ms=item_ms,
             cores=usable_cores(),
             is_shared=not has_cuda(),
         )
 
 
 @contextmanager
-def reading(reader: SampleReader, samples: int) -> Iterator[Reading]:
+def read_in_background(reader: SampleReader, samples: int) -> Iterator[Reading]:
     """Read a dataset in a loader process, `samples` at once, until the context ends."""
     draws = SampleDraws(reader, samples)
     with closing(read_ahead(draws, 1, lambda item: item)) as items:

@@ -1,4 +1,7 @@
-"""A run of tools/replay.py: checks inputs, distributes stages, writes results as they finish."""
+"""A run of tools/replay.py: checks inputs, distributes stages, writes results as they finish.
+
+Processes meet at a store, not in a process group: `act_as_stage` makes a fake group for each stage.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +48,7 @@ from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
 
-_POLL_S = 0.2  # between two polls of the store
+_STORE_POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,8 +58,7 @@ class ReplayJob:
     planned: PlanFiles
     packs: ScheduledPacks
     lengths: Lengths
-    reader: SampleReader | None
-    """Reader of the samples. None for random content."""
+    reader: SampleReader | None  # None for random content
 
     @property
     def plan(self) -> Plan:
@@ -64,12 +66,12 @@ class ReplayJob:
 
     @property
     def cost(self) -> CostModel:
-        """Cost model of the plan, with all context-parallel sizes."""
+        """Return the plan's cost model with all context-parallel sizes."""
         return self.planned.job.cost_of_all(self.plan.pack_levels)
 
     @property
     def workload(self) -> Workload:
-        """Computation per pack, a row each; ranks' empty micro-batches have no row."""
+        """Return the computation of every pack, a row each, without empty micro-batches."""
         whole = self.planned.job.workload(self.packs, self.lengths, self.plan.pack_levels)
         return whole.rows(~whole.is_empty)
 
@@ -80,7 +82,8 @@ class ReplayJob:
         return read_rows(self.plan, stage, self.packs, self.lengths, self.reader)
 
     def work_of(self, stage: int, info: ReplayInfo) -> StageWork:
-        """List a stage's steps rank by rank, with as many micro-batches in flight as in the job."""
+        """Return a stage's chosen and heaviest steps, one per rank."""
+        # A rank's entire step, so that micro-batches in flight are the job's.
         rows = np.flatnonzero(np.isin(self.packs.step, info.steps))
         place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
         steps = np.split(rows, np.flatnonzero(np.diff(place)) + 1)
@@ -96,7 +99,7 @@ class ReplayJob:
 
 
 def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None) -> ReplayJob:
-    """Read and check a plan and the data to replay it on."""
+    """Read a plan and the data to replay it on; raise UserError if it cannot be replayed."""
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
     if obstacle is not None:
@@ -104,8 +107,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     if planned.plan.has_shared_packs:
         raise UserError(
             f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
-            "alone: give a plan without shared packs, such as one of `omnibal plan "
-            "--packing-levels 1`"
+            "alone; plan with --packing-levels 1"
         )
     packs, lengths = planned.steps
     reader = _open_reader(planned.plan, data, tokenizer)
@@ -114,7 +116,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
 
 def check_alone(plan: Plan) -> None:
     """Raise UserError if a stage of the plan cannot run alone on a real device."""
-    for is_there, ranks, missing, plan_without in (
+    for applies, ranks, missing, alternative in (
         (
             plan.parallel.expert > 1,
             "ranks that share out experts",
@@ -134,10 +136,10 @@ def check_alone(plan: Plan) -> None:
             "a plan whose parallel.sharded is 1",
         ),
     ):
-        if is_there:
+        if applies:
             raise UserError(
                 f"the plan has {ranks}, and a replay runs one rank alone, which has {missing}, or "
-                f"give {plan_without}"
+                f"give {alternative}"
             )
 
 
@@ -151,8 +153,8 @@ def _open_reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> 
         )
     if plan.data is None or plan.data.origin is None:
         raise UserError(
-            f"--data {data}: the plan does not say which data its lengths are of; leave --data and "
-            "--tokenizer-model out, for random content of the plan's sizes"
+            f"--data {data}: the plan does not name the data of its lengths; drop --data and "
+            "--tokenizer-model for random content of the plan's sizes"
         )
     annotations, tokenizer = Annotations.open(data), open_tokenizer(tokenizer_path)
     check_same_data(
@@ -170,7 +172,7 @@ def replay_info(
     processes: int = 1,
     provider: Provider = "local",
 ) -> ReplayInfo:
-    """Describe the settings that identify this replay of at most `steps` steps, spread evenly."""
+    """Return the settings that identify this replay of at most `steps` steps, evenly spaced."""
     return ReplayInfo(
         plan_sha256=plan_sha256(job.plan),
         steps=choose_steps(job.packs, steps),
@@ -206,14 +208,14 @@ def replay_stages(
                 )
                 REPLAY_FILES.write(replayed, output)
             except UserError as error:
-                # Other stages still count. The error itself would keep this stage's memory alive.
+                # Other stages still run. Only text: the error would keep this stage's memory alive.
                 store.set(f"failed {stage}", str(error))
     failures = [
         store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
     ]
-    store.add("told", 1)
+    store.add("finished", 1)
     if launch.rank == 0:  # rank 0 may serve the store, so it leaves last
-        wait_for_all(store, "told", launch.world_size)
+        wait_for_all(store, "finished", launch.world_size)
     if failures and launch.rank == 0:
         raise UserError("; ".join(failures))
 
@@ -227,22 +229,22 @@ def list_unfinished_stages(
     launch: RankLaunch,
     store: dist.Store,
 ) -> list[int]:
-    """Open an output, created by rank 0 if absent, and list the unfinished stages."""
+    """Return the unfinished stages of an output, which rank 0 creates if absent."""
     if launch.rank == 0:
         files.open(output, info)
         store.set("output", "open")
     store.wait(["output"])
     files.open(output, info)
-    kept = {result.stage for result in files.read_stages(output, job.plan.parallel.pipeline)}
-    # All processes read before any writes.
-    together(store, "read", launch.world_size)
-    return [stage for stage in stages if stage not in kept]
+    finished = {result.stage for result in files.read_stages(output, job.plan.parallel.pipeline)}
+    # No process writes before all have read, so that all list the same stages.
+    store_barrier(store, "read", launch.world_size)
+    return [stage for stage in stages if stage not in finished]
 
 
-def together(
+def store_barrier(
     store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Barrier without the time limit of the store's own."""
+    """Wait for all processes, without the time limit of the store's own barrier."""
     store.add(name, 1)
     wait_for_all(store, name, processes, meanwhile)
 
@@ -253,7 +255,7 @@ def wait_for_all(
     """Wait until `processes` processes have arrived."""
     while store.add(name, 0) < processes:
         meanwhile()
-        time.sleep(_POLL_S)
+        time.sleep(_STORE_POLL_S)
 
 
 @contextmanager
@@ -268,4 +270,4 @@ def shared_progress(
             progress.update(task, completed=store.add("runs", runs))
 
         yield on_run
-        together(store, "done", launch.world_size, lambda: on_run(0))
+        store_barrier(store, "done", launch.world_size, lambda: on_run(0))

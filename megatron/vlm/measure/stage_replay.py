@@ -2,7 +2,8 @@
 
 Megatron-core's groups have the job's sizes, over torch's fake backend, so model and optimizer
 shards are the job's. The rank runs the trainer's schedule on the plan's packs; received tensors are
-random. Shapes as in `megatron.vlm.model.stage`.
+random. Shapes as in `megatron.vlm.model.stage`. Arrays of times are [micro-batches * chunks],
+micro-batch by micro-batch.
 """
 
 import gc
@@ -33,14 +34,14 @@ from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import (
     Phase,
     PhaseClock,
-    each_ms,
+    by_micro_batch,
     elapsed_ms,
     forward_and_backward_ms,
-    in_place,
-    moment,
+    phase_times_ms,
+    record_moment,
 )
 from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
-from megatron.vlm.step.stage_messages import Channel, Message
+from megatron.vlm.step.stage_messages import Channel, StageMessage
 from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
@@ -56,15 +57,15 @@ from omnibal.pipeline.simulate import idle_before_passes, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
-_UPDATES = 5
+_UPDATES = 5  # timed updates, after the first, which creates the optimizer's state
 
 
 class _RandomInbox(Inbox):
     """Inbox of random tensors that arrive after their predicted waits, if any."""
 
-    def __init__(self, waits_ms: Sequence[float], *of_inbox: Any) -> None:
+    def __init__(self, waits_ms: Sequence[float], *inbox_arguments: Any) -> None:
         self._waits_ms = waits_ms
-        super().__init__(*of_inbox)
+        super().__init__(*inbox_arguments)
 
     def take(self, cut: int, micro_batch: int, position: int) -> dict[str, torch.Tensor]:
         if self._waits_ms:
@@ -72,7 +73,7 @@ class _RandomInbox(Inbox):
         return super().take(cut, micro_batch, position)
 
     def _begin(self, tensor: torch.Tensor) -> None:
-        # Random: uninitialized memory may hold denormal numbers, which are slow on a CPU.
+        # Not uninitialized memory, which may hold denormal numbers: slow on a CPU.
         tensor.normal_()
 
 
@@ -80,25 +81,26 @@ class _RandomInbox(Inbox):
 class StandInLinks(PipelineLinks):
     """Pipeline links of a stage with simulated neighbours."""
 
+    # Wait before every operation of the stage in a step, or empty for no waits.
     waits_ms: list[float] = field(default_factory=list)
-    """Wait before every operation of the stage in a step, in ms. Empty for no waits."""
 
     def inbox(
         self,
         channel: Channel,
-        messages: Sequence[Message],
+        messages: Sequence[StageMessage],
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
     ) -> Inbox:
-        """Make an inbox that fills its tensors itself, each after its wait."""
+        """Return an inbox that fills its own tensors after their waits."""
         source, group = self.ranks[channel.source], self.group(channel)
         return _RandomInbox(self.waits_ms, messages, shapes, dtype, source, group)
 
 
 @contextmanager
-def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
+def act_as_stage(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
     """Act as the first rank of a stage in a job of these sizes, with simulated other ranks."""
     prepare_megatron_core()
+    # The fake backend's collectives return at once and leave their outputs as they are.
     dist.init_process_group(
         "fake", store=FakeStore(), rank=parallel.first_rank(stage), world_size=parallel.world_size
     )
@@ -111,28 +113,25 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatchTimes:
-    """Times of one rank's step. Arrays are [micro-batches * chunks], micro-batch by micro-batch."""
+    """Times of one rank's step."""
 
     forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    """Backward time, with weight gradients and recomputation."""
-    weight_ms: np.ndarray
-    """Time of weight-gradient passes. 0 if backward is not split."""
+    backward_ms: np.ndarray  # with weight gradients and recomputation
+    weight_ms: np.ndarray  # of weight-gradient passes, 0 if backward is not split
     recompute_ms: np.ndarray
 
     @classmethod
-    def combined(
+    def combine(
         cls, times: Sequence["MicroBatchTimes"], how: Callable[[list[np.ndarray]], np.ndarray]
     ) -> "MicroBatchTimes":
-        """Combine several times array by array."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: how([getattr(step, name) for step in times]) for name in names})
 
 
 def predict_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
-    """Predicted wait in ms before each operation of a stage, in a step of one rank."""
+    """Return the predicted wait before each operation of a stage, in a step of one rank."""
     times = workload_times(cost, plan.stages_at_levels, own)
-    alone = replace(times, waits_ms=None)
+    alone = replace(times, waits_ms=None)  # without waits for data-parallel encoders
     timeline = simulate_ranks(alone, own.each_rank_alone(), plan.schedule).of_step(0)
     waits_ms, schedule = idle_before_passes(timeline), timeline.schedule
     return tuple(
@@ -143,8 +142,7 @@ def predict_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tup
     )
 
 
-OnPhase = Callable[[Phase], None]
-"""Called when a phase of a step begins."""
+OnPhase = Callable[[Phase], None]  # called when a phase of a step begins
 
 
 class _RecomputeClock(PhaseClock):
@@ -153,12 +151,13 @@ class _RecomputeClock(PhaseClock):
     def __init__(self, trainer: Trainer, on_phase: OnPhase | None) -> None:
         super().__init__()
         self._links, self._on_phase = trainer.links, on_phase
-        self._again: list[list[tuple[object, object]]] = []
+        # By backward: start and end of every recomputed layer's forward.
+        self._recomputations: list[list[tuple[object, object]]] = []
         self._begun: object = None
         self._in_backward = False
         for block in (block for stage in trainer.chunks for block in stage.blocks.values()):
             for layer in block.layers:
-                if any(layer.layer_number - 1 in again for again in block.recompute_layers):
+                if any(layer.layer_number - 1 in layers for layers in block.recompute_layers):
                     layer.register_forward_pre_hook(self._begin)
                     layer.register_forward_hook(self._end)
 
@@ -167,7 +166,7 @@ class _RecomputeClock(PhaseClock):
         self.announce(phase)
         self._in_backward = phase is Phase.BACKWARD
         if self._in_backward:
-            self._again.append([])
+            self._recomputations.append([])
 
     def announce(self, phase: Phase) -> None:
         if self._on_phase is not None:
@@ -175,38 +174,35 @@ class _RecomputeClock(PhaseClock):
 
     def _begin(self, *_: object) -> None:
         if self._in_backward:
-            self._begun = moment()
+            self._begun = record_moment()
 
     def _end(self, *_: object) -> None:
         if self._in_backward:
-            self._again[-1].append((self._begun, moment()))
+            self._recomputations[-1].append((self._begun, record_moment()))
 
     def times(self) -> MicroBatchTimes:
         """Stop the clock; return the times of micro-batches since the last stop."""
-        intervals, again = self.stop(), self._again
-        self._again = []
+        intervals, recomputations = self.stop(), self._recomputations
+        self._recomputations = []
         forward_ms, backward_ms = forward_and_backward_ms(self._links, intervals)
-        late_ms = each_ms(intervals, Phase.BACKWARD_WEIGHT)
-        placed = partial(in_place, self._links)
-        weight_ms = placed(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * backward_ms
-        recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in again]
+        late_ms = phase_times_ms(intervals, Phase.BACKWARD_WEIGHT)
+        sort = partial(by_micro_batch, self._links)  # [micro-batches, chunks]
+        weight_ms = sort(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * backward_ms
+        recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in recomputations]
         return MicroBatchTimes(
             forward_ms=forward_ms.ravel(),
             backward_ms=backward_ms.ravel(),
             weight_ms=weight_ms.ravel(),
-            recompute_ms=placed(recompute_ms, Pass.BACKWARD, Pass.BACKWARD_INPUT).ravel(),
+            recompute_ms=sort(recompute_ms, Pass.BACKWARD, Pass.BACKWARD_INPUT).ravel(),
         )
 
 
+# This rank's share of data-parallel encoding in a step, and the batches of its passes in order.
 EncodingWork = tuple[StepShares, list[MicroBatch]]
-"""Data-parallel encoder shares of this rank in a step, and its passes in order."""
 
 
 class StageReplayer:
-    """A stage of a plan, built inside `standing_in`, that runs any number of steps.
-
-    Micro-batches are copied to the device one by one; training prefetches up to two more.
-    """
+    """A stage of a plan, built inside `act_as_stage`, that runs any number of steps."""
 
     def __init__(
         self,
@@ -229,12 +225,9 @@ class StageReplayer:
     def step(
         self, batches: Sequence[MicroBatch], waits_ms: Sequence[float] = ()
     ) -> MicroBatchTimes:
-        """Run forward and backward of one rank's micro-batches of a step, in the plan's order.
-
-        `waits_ms` are before every operation, as an idle CPU computes more slowly at first. On CUDA
-        ignored: there the stream waits, not the host.
-        """
+        """Return the times of one rank's step, with `waits_ms` before its operations on a CPU."""
         links = self._links
+        # An idle CPU computes more slowly at first. On CUDA the stream would wait, not the host.
         if not has_cuda():
             links.waits_ms[:] = waits_ms
         self.trainer.zero_gradients()
@@ -245,18 +238,19 @@ class StageReplayer:
 
     def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
         shares, passes = (None, []) if encoding is None else encoding
-        coming = MicroBatchStream(
+        stream = MicroBatchStream(
+            # Copied one by one. Training prefetches, which keeps up to two more on the device.
             batches=(batch.to(current_device()) for batch in (*passes, *batches)),
             shapes=[batch.shape for batch in batches],
             encoding=shares,
         )
         self._clock.switch(Phase.WAIT)
-        self.trainer.run_step(coming, self._clock)
+        self.trainer.run_step(stream, self._clock)
 
     def activation_bytes(
         self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None
     ) -> int:
-        """Peak bytes of the step or of the update after it; see `peak_activation_bytes`."""
+        """Return the peak bytes of a step, or of its update; see `peak_activation_bytes`."""
         self.trainer.zero_gradients()
         peak = peak_activation_bytes(self.trainer, partial(self._run, batches, encoding))
         self.trainer.discard_gradients()
@@ -266,27 +260,26 @@ class StageReplayer:
         return peak
 
     def update_ms(self) -> float:
-        """Time of `RepeatedUpdate`."""
         self._clock.announce(Phase.OPTIMIZER)
         return self._update.timed_ms()
 
 
 def state_bytes_of(trainer: Trainer) -> int:
-    """Bytes of weights, gradients and optimizer state, each storage once."""
+    """Return the bytes of weights, gradients and optimizer state, each storage once."""
     tensors = [buffer for stage in trainer.stages for buffer in stage.buffers()]
-    for held in trainer.held:
-        tensors += [*held.weights(), *held.gradients(), *held.optimizer_state()]
+    for wrapper in trainer.wrappers:
+        tensors += [*wrapper.weights(), *wrapper.gradients(), *wrapper.optimizer_state()]
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
+# Returns micro-batches of rows of the packs, as one stage needs them, on the host.
 LoadRows = Callable[[np.ndarray], list[MicroBatch]]
-"""Load the micro-batches of rows of the packs for one stage, on the host."""
 
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
-    """Make a loader of random content with the packs' sizes and context-parallel sizes."""
-    # If lengths lack loss tokens, the plan assumes that all tokens reach the head.
+    """Return a loader of random content with the packs' sizes and context-parallel sizes."""
+    # Lengths without loss tokens give all tokens, as the plan assumes too.
     loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
     held = plan.units_of(stage)
 
@@ -305,35 +298,31 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
 def read_rows(
     plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths, reader: SampleReader
 ) -> LoadRows:
-    """Make a loader of the packs' own samples."""
+    """Return a loader of the packs' samples."""
     every_row = np.arange(len(packs))
     dataset = PackDataset(reader, packs, lengths, every_row, plan.units_of(stage))
 
-    def read(row: int) -> MicroBatch:
+    def load(row: int) -> MicroBatch:
         item = dataset[row]
         if isinstance(item, UserError):
             raise item
         return item
 
-    return lambda rows: [read(int(row)) for row in rows]
+    return lambda rows: [load(int(row)) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageWork:
     """Work of a stage in a replay: rows of the packs."""
 
-    steps: tuple[np.ndarray, ...]
-    """Rows of one rank's micro-batches, per timed step."""
-    heaviest: tuple[np.ndarray, ...]
-    """Rows of the ranks and steps that may need most memory."""
-    waits_ms: tuple[tuple[float, ...], ...]
-    """Predicted waits before every operation of the stage, per step."""
-    repetitions: int
-    """Timed runs of every step, after one warm-up."""
+    steps: tuple[np.ndarray, ...]  # rows of one rank's micro-batches, by timed step
+    heaviest: tuple[np.ndarray, ...]  # rows of a rank's step that may have the peak memory
+    waits_ms: tuple[tuple[float, ...], ...]  # predicted, by step and operation of the stage
+    repetitions: int  # timed runs of every step, after one warm-up
 
     @property
     def runs(self) -> int:
-        """Number of single-rank steps, including warm-up and memory measurement."""
+        """Return the number of single-rank steps with warm-up and memory measurement."""
         return len(self.steps) * self.repetitions + len(self.heaviest) + 1
 
 
@@ -349,22 +338,22 @@ def replay_stage(
     limit_memory(plan)
     failure = None
     try:
-        with standing_in(plan.parallel, stage) as links:
-            # No local variable: it would keep the stage alive while its memory is freed.
+        with act_as_stage(plan.parallel, stage) as links:
+            # Not called here: a local variable would keep the stage alive while memory is freed.
             built = partial(StageReplayer, plan, links, provider=provider)
             return _replay(built(), stage, work, load, on_run)
     except torch.OutOfMemoryError as error:
         failure = str(error).splitlines()[0]
     finally:
-        # Core's buffers and hooks form cycles. The next stage needs the memory.
+        # Core's buffers and hooks form cycles, and the next stage needs their memory.
         gc.collect()
         if has_cuda():
             torch.cuda.empty_cache()
-    # Raised outside the handler: the error's traceback would keep the stage alive.
+    # Outside the handler: the caught error's traceback would keep the stage alive.
     raise UserError(
         f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
-        f"fill of a device ({failure}); see that nothing else is on this one, or plan with a "
-        "smaller --memory-gib than the cluster has"
+        f"fill of a device ({failure}); free this device of other programs, or plan with a "
+        "smaller --memory-gib"
     )
 
 
@@ -383,8 +372,8 @@ def _replay(
         for _ in range(work.repetitions):
             repetitions.append(replayer.step(batches, waits_ms))
             on_run()
-        times.append(MicroBatchTimes.combined(repetitions, partial(np.median, axis=0)))
-    measured = MicroBatchTimes.combined(times, np.concatenate)
+        times.append(MicroBatchTimes.combine(repetitions, partial(np.median, axis=0)))
+    measured = MicroBatchTimes.combine(times, np.concatenate)
     times_ms = {name: tuple(times.tolist()) for name, times in asdict(measured).items()}
     if not replayer.trainer.plan.schedule.in_two:
         times_ms["weight_ms"] = ()
@@ -401,7 +390,7 @@ def _replay(
 
 
 def limit_memory(plan: Plan) -> None:
-    """Limit this process's CUDA memory to the plan's limit."""
+    """Limit this process's CUDA memory to the plan's; raise UserError if the device is smaller."""
     if not has_cuda():
         return
     cap_gib = memory_cap_gib(plan.cluster)
@@ -409,7 +398,7 @@ def limit_memory(plan: Plan) -> None:
     if total_gib < cap_gib:
         raise UserError(
             f"this device has {total_gib:.1f} GiB, and a stage may fill {cap_gib:.1f} GiB of a "
-            f"{plan.cluster.device}; replay on one that has as much, or plan for this one with "
-            f"--memory-gib {total_gib:.0f}"
+            f"{plan.cluster.device}; replay on a larger device, or plan with --memory-gib "
+            f"{total_gib:.0f}"
         )
     torch.cuda.set_per_process_memory_fraction(cap_gib / total_gib)

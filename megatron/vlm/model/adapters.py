@@ -1,7 +1,7 @@
 """LoRA adapters on the linears of layers and projectors: y = x W + scale * (x A) B.
 
-A linear may join several checkpoint linears, as q, k and v. Each piece has its own A and B; they
-run as one, with A's stacked and B's in their outputs' rows.
+A linear may join several checkpoint linears (pieces), as q, k and v. Every piece has its own A and
+B; they run as one product each, with A's stacked and B's in the rows of their outputs.
 
 Tensor-parallel ranks replicate A and divide B for column-parallel linears, and the reverse for
 row-parallel linears. The thin activations between them are exchanged; with sequence parallelism
@@ -32,8 +32,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.vlm.model.tensor_parallel import divide
 from omnibal.model.adapter_settings import AdapterConfig, Linear
 
-ADAPTERS = ".adapters."
-"""Substring of the names of adapter parameters, and of no others."""
+ADAPTERS = ".adapters."  # in names of adapter parameters only
 _Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -58,9 +57,9 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.lora_a = torch.nn.Parameter(torch.empty(rank, inputs, dtype=dtype))
         self.lora_b = torch.nn.Parameter(torch.zeros(outputs, rank, dtype=dtype))
-        whole: Any = self.lora_b if divides_inputs else self.lora_a
-        whole.sequence_parallel = sequence_parallel
-        set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
+        replicated: Any = self.lora_b if divides_inputs else self.lora_a
+        replicated.sequence_parallel = sequence_parallel
+        set_defaults_if_not_set_tensor_model_parallel_attributes(replicated)
         self._divided = {"lora_a": 1} if divides_inputs else {"lora_b": 0}
         for name, axis in self._divided.items():
             divide(self.get_parameter(name), axis)
@@ -82,8 +81,6 @@ class Adapter(torch.nn.Module):
 class Adapters(MegatronModule):
     """Adapters of a layer or projector, by piece.
 
-    They run in the linears' forwards, so that parameters keep their names in checkpoints.
-
     Args:
         groups: groups of q, k and v rows on this rank.
     """
@@ -101,7 +98,7 @@ class Adapters(MegatronModule):
         for linear in linears:
             base: Any = owner.get_submodule(linear.module)
             self.tp_group = base.tp_group
-            rows = OutputRows.of(linear, len(base.weight), groups)
+            rows = OutputRows.of_linear(linear, len(base.weight), groups)
             widths = compress(rows.widths, rows.adapted)
             for piece, width in zip(linear.adapted, widths, strict=True):
                 adapter = Adapter(
@@ -113,6 +110,7 @@ class Adapters(MegatronModule):
                     sequence_parallel=base.sequence_parallel,
                 )
                 self.add_module(piece.name, adapter)
+            # Replaced in place: in a wrapper the base's weights would have other checkpoint names.
             base.forward = partial(self._run, base, base.forward, linear, rows)
 
     def _run(
@@ -142,15 +140,14 @@ class OutputRows:
     """
 
     groups: int
-    widths: tuple[int, ...]
-    """Outputs of every piece in a group."""
-    adapted: tuple[bool, ...]
-    """Whether each piece has an adapter."""
+    widths: tuple[int, ...]  # outputs of every piece in a group
+    adapted: tuple[bool, ...]  # whether a piece has an adapter
 
     @classmethod
-    def of(cls, linear: Linear, outputs: int, groups_of_heads: int) -> "OutputRows":
-        """Find the rows from the linear's outputs and head groups; encoder heads may be padded."""
-        groups = groups_of_heads if len(linear.pieces) > 2 else 1
+    def of_linear(cls, linear: Linear, outputs: int, groups_of_heads: int) -> "OutputRows":
+        """Return the rows of a linear with this number of outputs and head groups on the rank."""
+        groups = groups_of_heads if len(linear.pieces) > 2 else 1  # q, k and v
+        # In proportion, as encoder heads may be padded.
         whole = sum(piece.outputs for piece in linear.pieces)
         widths = tuple(outputs * piece.outputs // whole // groups for piece in linear.pieces)
         return cls(
@@ -168,14 +165,15 @@ class OutputRows:
             own.copy_(matrix.view(own.shape))
         return joined_GWR.flatten(0, 1)
 
-    def split(self, joined_OR: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
-        """Split a joined B into [P, r] matrices."""
+    def split_matrices(self, joined_OR: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
+        """Split a joined B into matrices [P, r]."""
         if len(self.widths) == 1:
             return (joined_OR,)
         blocks = self._blocks(joined_OR.unflatten(0, (self.groups, -1)), rank)
         return tuple(block.flatten(0, 1) for block in blocks)
 
     def _blocks(self, joined_GWR: torch.Tensor, rank: int) -> Iterator[torch.Tensor]:
+        """Yield every piece's block of a joined B: its rows in all groups, and its r columns."""
         first = column = 0
         for width, is_adapted in zip(self.widths, self.adapted, strict=True):
             if is_adapted:
@@ -184,26 +182,23 @@ class OutputRows:
             first += width
 
 
+# Exchanges of A's outputs over tensor-parallel ranks, by (A's inputs, sequence) divided.
 _EXCHANGES = {
     (True, True): reduce_scatter_to_sequence_parallel_region,
     (True, False): reduce_from_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
     (False, False): copy_to_tensor_model_parallel_region,
 }
-"""Exchanges of A's outputs over tensor-parallel ranks, by (A's inputs, sequence) divided."""
 
 
 class _Down(torch.autograd.Function):
     """Return a linear's input, and its product with all A's: [S, B, I] and [S, B, R].
 
-    Backward adds the product's gradient to the linear's own, if any. Keeps the input, not the
-    joined A.
+    Backward adds the product's gradient to the linear's, if any. Keeps the input, not the joined A.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_SBI: torch.Tensor, *matrices: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, hidden_SBI, *matrices):
         ctx.save_for_backward(hidden_SBI, *matrices)
         low_SBR = hidden_SBI @ _stack_matrices(matrices).t()
         same = hidden_SBI.view_as(hidden_SBI)
@@ -218,7 +213,7 @@ class _Down(torch.autograd.Function):
         low = gradient_SBR.reshape(-1, gradient_SBR.shape[-1])
         of_hidden = None
         if ctx.needs_input_grad[0]:
-            # Only the linear has this gradient, which it has just made.
+            # In place: nothing else reads the gradient that the linear has just made.
             gradient_SBI.view(-1, gradient_SBI.shape[-1]).addmm_(low, _stack_matrices(matrices))
             of_hidden = gradient_SBI
         of_matrices = low.t() @ hidden_SBI.reshape(-1, hidden_SBI.shape[-1])
@@ -233,14 +228,7 @@ class _Up(torch.autograd.Function):
     """Add the adapters' output to a linear's, [S, B, O]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        output_SBO: torch.Tensor,
-        low_SBR: torch.Tensor,
-        rows: OutputRows,
-        scale: float,
-        *matrices: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx, output_SBO, low_SBR, rows, scale, *matrices):
         ctx.save_for_backward(low_SBR, *matrices)
         ctx.rows, ctx.scale = rows, scale
         added = torch.addmm(
@@ -256,6 +244,6 @@ class _Up(torch.autograd.Function):
         low_SBR, *matrices = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         of_low = (gradient @ ctx.rows.join(matrices)) * ctx.scale
-        join = gradient.t() @ (low_SBR.reshape(-1, low_SBR.shape[-1]) * ctx.scale)
-        of_matrices = ctx.rows.split(join, matrices[0].shape[1])
+        joined_OR = gradient.t() @ (low_SBR.reshape(-1, low_SBR.shape[-1]) * ctx.scale)
+        of_matrices = ctx.rows.split_matrices(joined_OR, matrices[0].shape[1])
         return gradients[0], of_low.view(low_SBR.shape), None, None, *of_matrices

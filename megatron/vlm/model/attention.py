@@ -35,18 +35,15 @@ from megatron.vlm.model.fused.rotary import (
 from megatron.vlm.model.image_places import ImageBorders
 from megatron.vlm.model.shared_attention import SharedAttention
 
-_HOPPER = 9
-"""Major compute capability for FlashAttention 3."""
+_HOPPER = 9  # major compute capability for FlashAttention 3
 _HEAD_SIZE_MULTIPLE = 8  # required by the packed kernel
-_QUERIES_OF_A_MASK = 256
-"""Maximum queries per mask, for pieces attended one at a time."""
+_QUERIES_OF_A_MASK = 256  # maximum queries per mask, for pieces attended one at a time
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """Weight of InternViT's q or k norm: an RMSNorm over all heads of all tensor-parallel ranks.
+    """Weight [W] of InternViT's q or k norm: an RMSNorm over all heads of all ranks.
 
-    Each rank holds its own heads' weights; padded heads have zero weights. `TileAttention`
-    normalises q and k together. Core's norms are per head.
+    Core's norms are per head. `TileAttention` runs both norms together.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -56,6 +53,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         # Core passes no group here; without a group a rank has all heads.
         rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
         start = rank * own_width
+        # Ones, and zeros for padded heads.
         weight_W = torch.arange(start, start + own_width) < config.hidden_size
         self.weight = torch.nn.Parameter(weight_W.to(config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, dim=0, stride=1)
@@ -82,7 +80,7 @@ class TileAttention(SelfAttention):
     ) -> tuple[torch.Tensor, ...]:
         qkv_SBX, _ = self.linear_qkv(hidden_states)
         heads = self.num_attention_heads_per_partition
-        qkv_SBN3D = qkv_SBX.unflatten(-1, (heads, -1))
+        qkv_SBN3D = qkv_SBX.unflatten(-1, (heads, -1))  # core stores q, k and v by head
         if not self.config.qk_layernorm:
             return qkv_SBN3D.chunk(3, -1)
         weights_W = (self.q_layernorm.weight, self.k_layernorm.weight)
@@ -94,24 +92,21 @@ class TileAttention(SelfAttention):
 
 
 class ClipAttention(TileAttention):
-    """Whisper's attention, without bias of keys.
+    """Whisper's attention, without bias of keys."""
 
-    Core's joint bias has keys too, initially zero. Attention does not depend on it, but Adam would
-    turn the rounding errors of its gradient into steps, so it is zeroed.
-    """
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        heads, bias_X = self.num_attention_heads_per_partition, self.linear_qkv.bias
 
-    def __init__(self, *of_attention: Any, **more: Any) -> None:
-        super().__init__(*of_attention, **more)
-        bias_X = self.linear_qkv.bias
+        def zero_keys(gradient_X: torch.Tensor) -> torch.Tensor:
+            # Core's joint bias has keys too, initially zero. Softmax does not depend on it, but
+            # Adam would turn the rounding errors of its gradient into steps.
+            gradient_N3D = gradient_X.clone().unflatten(0, (heads, 3, -1))
+            gradient_N3D[:, 1] = 0
+            return gradient_N3D.flatten()
+
         if bias_X is not None:
-            bias_X.register_hook(self._without_keys)
-
-    def _without_keys(self, gradient_X: torch.Tensor) -> torch.Tensor:
-        """Zero the keys' part of the joint bias gradient."""
-        heads = self.num_attention_heads_per_partition
-        gradient_N3D = gradient_X.clone().unflatten(0, (heads, 3, -1))
-        gradient_N3D[:, 1] = 0
-        return gradient_N3D.flatten()
+            bias_X.register_hook(zero_keys)
 
 
 class PackedAttention(SelfAttention):
@@ -129,13 +124,14 @@ class PackedAttention(SelfAttention):
         groups, ranks = self.num_query_groups_per_partition, self.tp_group.size()
         queries_per_group = self.config.num_attention_heads // ranks // groups
         if self.config.num_query_groups < ranks:
-            # Rows of a group of heads are on several ranks, as core divides the weight, so each
-            # copies its k and v. Backward sums gradients of copies.
+            # Core divides the weight's rows, so that a group's heads are on several ranks, and each
+            # needs its k and v. The gather's backward sums the gradients of these copies.
             all_T1X = all_gather_last_dim_from_tensor_parallel_region(qkv_T1X, group=self.tp_group)
+            # This rank's group, and its part of the group's queries.
             own, part = divmod(self.tp_group.rank(), ranks // self.config.num_query_groups)
             size = self.hidden_size_per_attention_head
             all_T1GND = all_T1X.unflatten(-1, (self.config.num_query_groups, -1, size))
-            heads_T1ND = all_T1GND[:, :, own]
+            heads_T1ND = all_T1GND[:, :, own]  # queries, then k and v
             queries = slice(part * queries_per_group, (part + 1) * queries_per_group)
             qkv_T1X = torch.cat([heads_T1ND[:, :, queries], heads_T1ND[:, :, -2:]], 2).flatten(2)
         qkv_TGX = qkv_T1X.squeeze(1).unflatten(-1, (groups, -1))
@@ -161,8 +157,8 @@ class PackedAttention(SelfAttention):
 class ImageAttention(PackedAttention):
     """Attention of an encoder over packed images or windows, rotated by rows and columns."""
 
-    def __init__(self, *of_attention: Any, windowed: bool, **more: Any) -> None:
-        super().__init__(*of_attention, **more)
+    def __init__(self, *arguments: Any, windowed: bool, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.windowed = windowed
 
     def forward(
@@ -173,8 +169,8 @@ class ImageAttention(PackedAttention):
         rotary_pos_emb: Rotation,
         packed_seq_params: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        of_images: ImageBorders = packed_seq_params
-        borders = of_images.windows if self.windowed else of_images.images
+        image_borders: ImageBorders = packed_seq_params
+        borders = image_borders.windows if self.windowed else image_borders.images
         assert borders is not None
         return super().forward(
             hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=borders
@@ -189,7 +185,7 @@ class PackedCoreAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, attn_mask_type: AttnMaskType, **of_core: Any
+        self, config: TransformerConfig, attn_mask_type: AttnMaskType, **unused: Any
     ) -> None:
         super().__init__(config=config)
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -201,7 +197,7 @@ class PackedCoreAttention(MegatronModule):
         value: torch.Tensor,
         attention_mask: None,
         packed_seq_params: PackedSeqParams | SharedAttention | None,
-        **of_core: object,
+        **unused: object,
     ) -> torch.Tensor:
         """Attend; return [S, B, N * D], or [T, N * D] for packed inputs."""
         if packed_seq_params is None:
@@ -222,7 +218,7 @@ def attend_packed(
 ) -> torch.Tensor:
     """Attend from ranges of queries to their ranges of keys, [T, N, D].
 
-    In causal ranges the last query sees the last key, and so on backwards.
+    In causal ranges the last query sees the last key: masks are aligned at the end.
     """
     # The packed kernel takes no other head sizes; per range, torch pads them.
     takes_heads = query_TND.shape[-1] % _HEAD_SIZE_MULTIPLE == 0
@@ -241,8 +237,8 @@ def _attend(
         return F.scaled_dot_product_attention(
             query_BNSD, key_BGKD, value_BGKD, is_causal=causal, enable_gqa=grouped
         )
-    # Torch's causal mask starts at the first key; here the last query sees the last key. Masks for
-    # few queries are small, and skip keys that none of these queries sees.
+    # Torch's causal mask is aligned at the first key, so masks are explicit. With few queries at a
+    # time they are small, and later keys are skipped.
     contexts = []
     for query in query_BNSD.split(_QUERIES_OF_A_MASK, 2):
         queries = query.shape[2]
@@ -264,6 +260,7 @@ def attend_by_segment(
     causal: bool,
 ) -> torch.Tensor:
     """Attend with one kernel call per range: linear in the pack, for every device and type."""
+    # The `padded` borders are on the host, so that this does not synchronize the device.
     queries = query_TND.split(packed.cu_seqlens_q_padded.diff().tolist())
     key_counts = packed.cu_seqlens_kv_padded.diff().tolist()
     keys, values = key_KGD.split(key_counts), value_KGD.split(key_counts)
@@ -276,10 +273,9 @@ def attend_by_segment(
 
 @functools.cache
 def prefer_flash_attention_3() -> bool:
-    """Use FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608) in torch, if available.
+    """Make torch use FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608); return if it does.
 
-    It needs a Hopper device and the package. Returns whether it is used. All towers' attention goes
-    through torch, which otherwise uses FlashAttention 2.
+    It needs a Hopper device and the package. Otherwise torch uses FlashAttention 2.
     """
     if importlib.util.find_spec("flash_attn_interface") is None or not torch.cuda.is_available():
         return False
@@ -298,13 +294,11 @@ def attend_flash(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend with one kernel call for the whole pack, on CUDA in 16 bit only.
-
-    Keys and values are never repeated, as copies would be kept for backward. The kernel supports
-    grouped queries in torch 2.11 too, which has no option for them.
-    """
+    """Attend with one kernel call for the entire pack, on CUDA in 16 bit only."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # Keys and values are not repeated for grouped queries: copies would be kept for backward. torch
+    # 2.11 supports groups too, without an option.
     is_grouped = query_TND.shape[1] != key_TGD.shape[1]
     options = {"enable_gqa": True} if is_grouped and asks_for_groups(varlen_attn) else {}
     return varlen_attn(

@@ -23,28 +23,15 @@ from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
 from megatron.vlm.model.shared_attention import SharedAttention
 
-Outputs = tuple[torch.Tensor, ...]
-"""Hidden states after a layer, and features made of them if any."""
+Outputs = tuple[torch.Tensor, ...]  # a layer's hidden states, and features projected from them
+Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _for_gradient(run: Callable[[torch.Tensor], Outputs]) -> Callable[..., Outputs]:
-    """Return a layer's forward for core's checkpoint, which keeps only the graph when run again."""
-
-    def run_for_gradient(hidden_SBH: torch.Tensor) -> Outputs:
-        outputs = run(hidden_SBH)
-        if torch.is_grad_enabled():
-            # The next layer already used the last output; autograd asks for its shape only.
-            outputs[-1].data = outputs[-1].new_empty(1).expand(outputs[-1].shape)
-        return outputs
-
-    return run_for_gradient
-
-
-class _Wanting(torch.autograd.Function):
-    """Identity without gradient to the input."""
+class _RequireGradient(torch.autograd.Function):
+    """Identity with an output in the graph, without a gradient of the input."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, tensor, trained):
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -53,23 +40,20 @@ class _Wanting(torch.autograd.Function):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """Side inputs and outputs of some layers, by number."""
+class LayerFeatures:
+    """Features projected from, or added to, the outputs of some layers, by layer number."""
 
-    projectors: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    """Feature projectors of layer outputs, recomputed with their layer."""
-    made: list[torch.Tensor] = field(default_factory=list)
-    """Projected features, in layer order."""
-    adds: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    """Functions that add features to a layer's output."""
+    projectors: Mapping[int, Transform] = field(default_factory=dict)  # recomputed with their layer
+    outputs: list[torch.Tensor] = field(default_factory=list)  # projected features, in layer order
+    additions: Mapping[int, Transform] = field(default_factory=dict)
 
 
 class PlannedBlock(TransformerBlock):
-    """Core's block with a loop of its own, which recomputes layers given by number.
+    """Core's block with another loop, which recomputes layers given by number.
 
     Args:
-        recompute_layers: for every level, global numbers (from 0) of recomputed layers.
-        groups: groups that divide the layers, Megatron's own by default.
+        recompute_layers: by level, global numbers (from 0) of recomputed layers.
+        groups: process groups that divide the layers, core's by default.
     """
 
     def __init__(
@@ -101,75 +85,65 @@ class PlannedBlock(TransformerBlock):
         branch_scales_L2B: torch.Tensor | None = None,
         level: int = 0,
         routing: Routing | None = None,
-        beside: Beside | None = None,
+        features: LayerFeatures | None = None,
         rotary_pos_emb: Rotation | None = None,
         packed_seq_params: PackedSeqParams | SharedAttention | None = None,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers, with drop-path scales; B may be 0 (no images)."""
-        beside = beside or Beside()
+        features = features or LayerFeatures()
         if not hidden_SBH.numel():
-            return self._join_graph(hidden_SBH, beside)
+            # Core's attention cannot reshape empty tensors. Parameters still get zero gradients, in
+            # layer order, as reductions on all ranks need.
+            for layer in self.layers:
+                hidden_SBH = hidden_SBH + sum(p.flatten()[:0].sum() for p in layer.parameters())
+                projector = features.projectors.get(layer.layer_number - 1)
+                if projector is not None:
+                    features.outputs.append(projector(hidden_SBH))
+            return hidden_SBH
         if not self.training:
             branch_scales_L2B = None  # no drop path
-        packed_again = packed_seq_params
+        recomputed_params = packed_seq_params
         if isinstance(packed_seq_params, SharedAttention):
-            packed_again = packed_seq_params.recomputed()
+            recomputed_params = packed_seq_params.for_recomputation()
         for index, layer in enumerate(self.layers):
             number = layer.layer_number - 1
-            is_again = self._is_recomputed(layer, level, hidden_SBH)
-            run = self._run_of(
+            is_recomputed = self.training and number in self.recompute_layers[level]
+            # Layers before the first trained parameter keep no activations: nothing to recompute.
+            is_recomputed &= hidden_SBH.requires_grad or (
+                torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters())
+            )
+            run = self._prepare_layer(
                 layer,
                 None if branch_scales_L2B is None else branch_scales_L2B[index],
-                beside.projectors.get(number),
+                features.projectors.get(number),
                 rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=packed_again if is_again else packed_seq_params,
+                packed_seq_params=recomputed_params if is_recomputed else packed_seq_params,
                 routing=routing,
             )
-            if is_again:
-                hidden_SBH, *features = self._checkpoint(run, hidden_SBH)
+            if is_recomputed:
+                hidden_SBH, *projected = self._checkpoint(run, hidden_SBH)
             else:
-                hidden_SBH, *features = run(hidden_SBH)
-            if features:
-                beside.made.extend(features)
-                # A separate tensor: the stage frees sent tensors, and the projector keeps this one.
+                hidden_SBH, *projected = run(hidden_SBH)
+            if projected:
+                features.outputs.extend(projected)
+                # Another tensor: the stage frees sent tensors, and the projector keeps this tensor.
                 hidden_SBH = hidden_SBH.view_as(hidden_SBH)
-            if number in beside.adds:
-                hidden_SBH = beside.adds[number](hidden_SBH)
+            if number in features.additions:
+                hidden_SBH = features.additions[number](hidden_SBH)
         return hidden_SBH if self.final_layernorm is None else self.final_layernorm(hidden_SBH)
 
-    def _join_graph(self, hidden_SBH: torch.Tensor, beside: Beside) -> torch.Tensor:
-        """Add all parameters to the graph of empty hidden states, with no elements.
-
-        Core's attention cannot reshape these. Parameters get zero gradients, in layer order.
-        """
-        for layer in self.layers:
-            nothing = sum(weight.flatten()[:0].sum() for weight in layer.parameters())
-            hidden_SBH = hidden_SBH + nothing
-            projector = beside.projectors.get(layer.layer_number - 1)
-            if projector is not None:
-                beside.made.append(projector(hidden_SBH))
-        return hidden_SBH
-
-    def _is_recomputed(self, layer: Any, level: int, hidden_SBH: torch.Tensor) -> bool:
-        """Return whether to recompute a layer: before the first trained parameter none keeps any
-        activations."""
-        if not self.training or layer.layer_number - 1 not in self.recompute_layers[level]:
-            return False
-        is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters())
-        return hidden_SBH.requires_grad or is_trained
-
-    def _run_of(
+    def _prepare_layer(
         self,
         layer: Any,
         scales_2B: torch.Tensor | None,
-        projector: Callable[[torch.Tensor], torch.Tensor] | None,
+        projector: Transform | None,
         **arguments: Any,
     ) -> Callable[[torch.Tensor], Outputs]:
-        """Return the forward of a layer, and of its feature projector if any."""
+        """Return the forward of a layer and its feature projector, if any."""
 
         def run(hidden_SBH: torch.Tensor) -> Outputs:
             scales = None if scales_2B is None else scales_2B.to(hidden_SBH.dtype)
-            # With per-tensor scaling: entered here, so that recomputation enters it too.
+            # Entered here, so that recomputation enters it too.
             context = nullcontext()
             if self.config.fp8:
                 context = get_fp8_context(self.config, layer.layer_number - 1)
@@ -180,17 +154,22 @@ class PlannedBlock(TransformerBlock):
         return run
 
     def _checkpoint(self, run: Callable[..., Outputs], hidden_SBH: torch.Tensor) -> Outputs:
-        """Run a recomputed layer, in FP8 with Transformer Engine's checkpoint.
-
-        It also keeps weights that are quantised without a graph.
-        """
-        # Core's checkpoint needs an input with gradient, which the first layer with adapters lacks
-        # if all earlier weights are frozen.
+        # Core's checkpoint differentiates only if an input requires a gradient, which the input of
+        # the first layer with adapters does not if all earlier weights are frozen.
         if not hidden_SBH.requires_grad:
-            nothing = hidden_SBH.new_empty(0).requires_grad_()
-            hidden_SBH = _Wanting.apply(hidden_SBH, nothing)
-        run = _for_gradient(run)
+            trained = hidden_SBH.new_empty(0).requires_grad_()
+            hidden_SBH = _RequireGradient.apply(hidden_SBH, trained)
+
+        def run_for_graph(hidden_SBH: torch.Tensor) -> Outputs:
+            outputs = run(hidden_SBH)
+            if torch.is_grad_enabled():
+                # Run again for its graph: later layers have used the output, and autograd checks
+                # its shape only.
+                outputs[-1].data = outputs[-1].new_empty(1).expand(outputs[-1].shape)
+            return outputs
+
         if not self.config.fp8:
-            return tensor_parallel.checkpoint(run, False, hidden_SBH)
+            return tensor_parallel.checkpoint(run_for_graph, False, hidden_SBH)
+        # Transformer Engine's checkpoint also keeps weights that are quantised without a graph.
         tracker = tensor_parallel.random.get_cuda_rng_tracker
-        return te_checkpoint(run, False, tracker, self.pg_collection.tp, hidden_SBH)
+        return te_checkpoint(run_for_graph, False, tracker, self.pg_collection.tp, hidden_SBH)

@@ -1,6 +1,6 @@
 """Megatron-core's transformer configurations of all towers, from a model description.
 
-Each tower has its own configuration and layout, so that layer numbers (and checkpoint names) are
+A tower has its own configuration and layout, so that layer numbers, and so checkpoint names, are
 global for any split.
 """
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
-from omnibal.model.config import LanguageConfig, ModelConfig, Precision
+from omnibal.model.config import ModelConfig, Precision
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.model.parallel import Parallel
@@ -21,7 +21,8 @@ from omnibal.pipeline.stage_units import Stage
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """Return the type of weights and activations; bf16 has fp32 main weights in the optimizer."""
+    """Return the type of weights and activations."""
+    # FP8 quantises bf16 weights, and the optimizer has fp32 main weights.
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
@@ -30,9 +31,10 @@ def encoder_transformer_configs(
 ) -> dict[str, TransformerConfig]:
     """Return the configuration of each encoder's layers on a stage.
 
-    Heads are padded for tensor parallelism. Sequences are never divided: a tile has an odd number
-    of positions, an image any multiple of a cell's.
+    Heads are padded for tensor parallelism.
     """
+    # No sequence parallelism: a tile has an odd number of positions, an image any multiple of a
+    # cell's.
     configs = {}
     for name, tower in model.encoders.items():
         is_gated = isinstance(tower, ImagesEncoder) and tower.gated
@@ -58,7 +60,24 @@ def language_transformer_config(
     model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
     """Return the configuration of the language layers on a stage."""
-    language = model.language
+    language, moe = model.language, dict[str, Any]()
+    experts = language.kinds[0].experts
+    if experts is not None:
+        moe = {
+            "num_moe_experts": experts.experts,
+            "moe_ffn_hidden_size": experts.ffn_hidden_size,
+            "moe_router_topk": experts.experts_per_token,
+            "moe_router_score_function": experts.score,
+            # Core's softmax over the chosen experts equals the normalized softmax over all.
+            "moe_router_pre_softmax": not experts.normalized,
+            "moe_router_topk_scaling_factor": experts.weight_factor,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss" if experts.auxiliary_loss else "none",
+            "moe_aux_loss_coeff": experts.auxiliary_loss,
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": parallel.expert,
+            "expert_tensor_parallel_size": 1,
+        }
     return TransformerConfig(
         num_layers=language.layers,
         hidden_size=language.hidden_size,
@@ -75,37 +94,15 @@ def language_transformer_config(
         sequence_parallel=parallel.sequence_parallel,
         activation_func=F.silu,
         pipeline_model_parallel_layout=_Layout(language.layers, stage.layers("language")),
-        **_expert_settings(language, parallel),
         # Encoders stay out of FP8, which needs even positions.
         **({"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe} if precision == "fp8" else {}),
+        **moe,
         **_common(parallel, precision),
     )
 
 
-def _expert_settings(language: LanguageConfig, parallel: Parallel) -> dict[str, Any]:
-    """Return core's settings for a mixture of experts in every layer."""
-    experts = language.kinds[0].experts
-    if experts is None:
-        return {}
-    return {
-        "num_moe_experts": experts.experts,
-        "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        "moe_router_topk": experts.experts_per_token,
-        "moe_router_score_function": experts.score,
-        # Core's softmax over the chosen experts equals the normalized softmax over all.
-        "moe_router_pre_softmax": not experts.normalized,
-        "moe_router_topk_scaling_factor": experts.weight_factor,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if experts.auxiliary_loss else "none",
-        "moe_aux_loss_coeff": experts.auxiliary_loss,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": 1,
-    }
-
-
 class _Layout(PipelineParallelLayerLayout):
-    """Layer offset of a part of the model within its tower, instead of core's own placement."""
+    """Layers of a part of the model, in place of core's placement over stages."""
 
     def __init__(self, layers: int, held: range) -> None:
         super().__init__([["embedding", *["decoder"] * layers, "loss"]], 1)
@@ -127,7 +124,7 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "use_cpu_initialization": not has_cuda(),
         # `initialize_parameters` draws weights by name, independent of layout.
         "perform_initialization": False,
-        # Gradients are summed over data-parallel ranks. The step divides by loss tokens.
+        # Core sums gradients over data-parallel ranks; the step divides them by the loss weights.
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

@@ -2,11 +2,11 @@
 
 Pipeline schedules run both parts separately (Qi et al. 2023, arXiv 2401.10241): the previous stage
 waits for the first, and the second fills idle time. The first part is autograd's backward; trained
-linears defer their weight products, and `take` returns those products for one micro-batch. Biases,
-norms, embeddings, attention, routers and adapters stay in the first part.
+linears defer their weight products, and `take` returns a micro-batch's products. Biases, norms,
+embeddings, attention, routers and adapters stay in the first part.
 
-Deferred products are core's own and add to the parameter's buffer in the same order, so results are
-bitwise equal in micro-batch order, except a matrix that is head and token embedding in one stage.
+Deferred products are core's and add to the parameter's buffer in micro-batch order, so results are
+bitwise equal, except of a matrix that is head and token embedding of one stage.
 
 A linear keeps this rank's input and output gradient. In values, for S positions on T
 tensor-parallel ranks, widths A of q, K of k and v, and F of the feed-forward:
@@ -38,8 +38,7 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel import layers as core_layers
 
-OnGradient = Callable[[torch.nn.Parameter], None]
-"""Callback with a parameter after its gradient was added to its buffer."""
+OnGradient = Callable[[torch.nn.Parameter], None]  # called when a gradient is in its buffer
 
 
 class Product(ABC):
@@ -60,12 +59,14 @@ class Product(ABC):
         """Add the weight's gradient to a buffer of its shape."""
         buffer.add_(self.weight_gradient(rows, gradient))
 
-    def kept(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows and the gradient to keep for the deferred product."""
+    def shard(
+        self, rows: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parts of rows and gradient that this rank keeps for the deferred product."""
         return rows, gradient
 
     def begin(self, late: "LateProduct") -> dist.Work | None:
-        """Begin gathering kept shards; collective if ranks keep shards."""
+        """Begin gathering the parts of `shard`; collective if ranks keep parts."""
         return None
 
 
@@ -77,17 +78,17 @@ class LateProduct:
     weight: torch.nn.Parameter
     rows: torch.Tensor
     gradient: torch.Tensor
-    _coming: dist.Work | None = None
+    _gather: dist.Work | None = None
 
     def begin(self) -> "LateProduct":
-        """Begin the exchanges before `add`."""
-        self._coming = self.product.begin(self)
+        """Begin the exchange that `add` needs."""
+        self._gather = self.product.begin(self)
         return self
 
     def add(self) -> None:
         """Add the gradient to core's buffer."""
-        if self._coming is not None:
-            self._coming.wait()
+        if self._gather is not None:
+            self._gather.wait()
         buffer: torch.Tensor = vars(self.weight)["main_grad"]
         self.product.add_weight_gradient(self.rows, self.gradient, buffer)
 
@@ -97,28 +98,27 @@ class DeferredWeights:
 
     def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
         self.parameters = frozenset(parameters)
-        self.on_gradient: OnGradient | None = None
-        """Called with every parameter in a step's last part, if set."""
+        self.on_gradient: OnGradient | None = None  # in a step's last part only
         self.late: list[LateProduct] = []
-        # Makes autograd differentiate products with inputs that need no gradient.
-        self.wanted = torch.empty(0, requires_grad=True)
+        # An input of every product, so that autograd calls backward if rows need no gradient.
+        self.trained = torch.empty(0, requires_grad=True)
 
     def take(self) -> list[LateProduct]:
-        """Take the products deferred since the last call."""
+        """Return the products deferred since the last call."""
         taken, self.late = self.late, []
         return taken
 
     @torch.no_grad()
     def add(self, late: list[LateProduct], *, is_last: bool) -> None:
         """Run and drop products in order; collective over ranks that divide the sequence."""
-        late.reverse()  # as each goes from the end
-        ahead = late.pop().begin() if late else None
-        while ahead is not None:
-            # Overlap the next product's exchange with this product.
-            now, ahead = ahead, late.pop().begin() if late else None
-            now.add()
+        late.reverse()  # popped from the end, so that a product's tensors are freed after it
+        following = late.pop().begin() if late else None
+        while following is not None:
+            # The next product's exchange overlaps with this product.
+            product, following = following, late.pop().begin() if late else None
+            product.add()
             if is_last and self.on_gradient is not None:
-                self.on_gradient(now.weight)
+                self.on_gradient(product.weight)
 
 
 def multiply(
@@ -132,20 +132,12 @@ def multiply(
     if deferred is None:
         return _Multiply.apply(product, rows, weight, bias_O, None, None)
     # Hidden from autograd, which would compute the weight's gradient.
-    return _Multiply.apply(product, rows, None, bias_O, deferred.wanted, (weight, deferred))
+    return _Multiply.apply(product, rows, None, bias_O, deferred.trained, (weight, deferred))
 
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        product: Product,
-        rows: torch.Tensor,
-        weight: torch.nn.Parameter | None,
-        bias_O: torch.Tensor | None,
-        wanted: torch.Tensor | None,
-        later: tuple[torch.nn.Parameter, DeferredWeights] | None,
-    ) -> torch.Tensor:
+    def forward(ctx, product, rows, weight, bias_O, trained, later):
         ctx.product, ctx.later = product, later
         # Only weight gradients need the rows.
         keeps_rows = later is not None or ctx.needs_input_grad[2]
@@ -168,39 +160,32 @@ class _Multiply(torch.autograd.Function):
             of_bias = gradient.flatten(0, -2).sum(0)
         if ctx.later is not None:
             # Detached, as the input's graph must be freed with this part.
-            kept = product.kept(rows.detach(), gradient)
-            deferred.late.append(LateProduct(product, weight, *kept))
+            parts = product.shard(rows.detach(), gradient)
+            deferred.late.append(LateProduct(product, weight, *parts))
         return None, of_rows, of_weight, of_bias, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParallelProduct(Product):
-    """Core's product of a linear that tensor-parallel ranks divide.
+    """Core's product of a linear that tensor-parallel ranks divide."""
 
-    Args:
-        adds_up: whether products accumulate in the buffer, unrounded.
-        sums_inputs: whether the input gradient is summed over ranks.
-        group: ranks that divide the sequence and the linear.
-        gathers_rows: whether each rank has a part of the input sequence.
-        gathers_gradient: whether outputs are reduce-scattered over the sequence.
-    """
-
-    adds_up: bool
-    sums_inputs: bool
-    group: dist.ProcessGroup
-    gathers_rows: bool
-    gathers_gradient: bool
+    accumulates: bool  # a fused kernel adds products to the buffer, unrounded
+    sums_inputs: bool  # the input gradient is summed over ranks
+    group: dist.ProcessGroup  # ranks that divide the sequence and the linear
+    gathers_rows: bool  # a rank has a part of the input sequence
+    gathers_gradient: bool  # outputs are reduce-scattered over the sequence
 
     def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.gathers_rows:
             size = [len(rows) * self.group.size(), *rows.shape[1:]]
+            # Core's shared buffer: backward keeps this rank's part only.
             whole = get_global_memory_buffer().get_tensor(size, rows.dtype, "mpu")
             dist.all_gather_into_tensor(whole, rows.contiguous(), group=self.group)
             rows = whole
         return rows @ weight.t()
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the input gradient, of this rank's part of a divided sequence."""
+        """Return the gradient of this rank's rows."""
         of_rows = gradient @ weight
         if self.sums_inputs:
             dist.all_reduce(of_rows, group=self.group)
@@ -210,25 +195,23 @@ class ParallelProduct(Product):
         dist.reduce_scatter_tensor(own, of_rows, group=self.group)
         return own
 
-    def kept(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def shard(
+        self, rows: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.gathers_gradient:
             gradient = gradient.chunk(self.group.size())[self.group.rank()].clone()
         return rows, gradient
 
     def begin(self, late: LateProduct) -> dist.Work | None:
-        if self.gathers_rows:
-            late.rows, coming = self._gathered(late.rows)
-        elif self.gathers_gradient:
-            late.gradient, coming = self._gathered(late.gradient)
-        else:
-            coming = None
-        return coming
-
-    def _gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        if not (self.gathers_rows or self.gathers_gradient):
+            return None
+        own = late.rows if self.gathers_rows else late.gradient
         whole = own.new_empty(len(own) * self.group.size(), *own.shape[1:])
-        return whole, dist.all_gather_into_tensor(
-            whole, own.contiguous(), group=self.group, async_op=True
-        )
+        if self.gathers_rows:
+            late.rows = whole
+        else:
+            late.gradient = whole
+        return dist.all_gather_into_tensor(whole, own.contiguous(), group=self.group, async_op=True)
 
     def weight_gradient(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.flatten(0, -2).t() @ rows.flatten(0, -2)
@@ -236,7 +219,7 @@ class ParallelProduct(Product):
     def add_weight_gradient(
         self, rows: torch.Tensor, gradient: torch.Tensor, buffer: torch.Tensor
     ) -> None:
-        if self.adds_up:
+        if self.accumulates:
             core_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
                 rows.flatten(0, -2), gradient.flatten(0, -2), buffer
             )
@@ -244,8 +227,7 @@ class ParallelProduct(Product):
             buffer.add_(self.weight_gradient(rows, gradient))
 
 
-PARALLEL_LINEARS = (ColumnParallelLinear, RowParallelLinear)
-"""Linears of layers and projectors, and the head."""
+PARALLEL_LINEARS = (ColumnParallelLinear, RowParallelLinear)  # of layers, projectors and the head
 
 
 def defer_linear(linear: Any, deferred: DeferredWeights) -> None:
@@ -258,11 +240,11 @@ def defer_linear(linear: Any, deferred: DeferredWeights) -> None:
         bias: torch.Tensor | None,
         allreduce_dgrad: bool,
         sequence_parallel: bool,
-        **of_core: Any,
+        **unused: Any,
     ) -> torch.Tensor:
         assert weight in deferred.parameters
         product = ParallelProduct(
-            adds_up=linear.gradient_accumulation_fusion,
+            accumulates=linear.gradient_accumulation_fusion,
             sums_inputs=allreduce_dgrad,
             group=linear.tp_group,
             gathers_rows=sequence_parallel,
@@ -270,4 +252,4 @@ def defer_linear(linear: Any, deferred: DeferredWeights) -> None:
         )
         return multiply(product, input, weight, bias, deferred)
 
-    linear._forward_impl = forward
+    linear._forward_impl = forward  # core calls it in place of its own product

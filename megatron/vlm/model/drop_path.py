@@ -1,8 +1,8 @@
 """Stochastic depth of the vision tower (Huang et al. 2016, arXiv 1603.09382, as in timm).
 
 As in InternViT, rates rise linearly over the layers from 0, a layer's two branches are drawn
-independently, and kept branches are scaled up. Draws depend only on the tile's and layer's random
-numbers, not on split, packing or recomputation.
+independently, and kept branches are scaled up. Draws depend on the tile's key and the layer only,
+not on split, packing or recomputation.
 
 Shapes: L layers of a stage, 2 branches, T tiles.
 """

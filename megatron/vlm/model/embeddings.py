@@ -1,8 +1,8 @@
 """Embeddings of encoders: tiles (InternVL), clips (Whisper) and patches (Qwen) to positions.
 
-Shapes: V positions of an item, H hidden size of the encoder; for tiles T of them, C channels, P
-pixels per side; for clips C of them, B mel bins, F frames, twice the positions. Images and videos
-at native resolution are one sequence of P positions (patches) of X values.
+Shapes: V positions of an item, H hidden size of the encoder. Tiles: T tiles, C channels, P pixels
+per side. Clips: C clips, B mel bins, F frames, twice the positions. Images and videos at native
+resolution are one sequence of P positions (patches) of X values.
 """
 
 import math
@@ -39,7 +39,7 @@ class VisionEmbedding(torch.nn.Module):
             p1=self.patch_size,
             p2=self.patch_size,
         )
-        embedded = self.patch_projection(patches)
+        embedded = self.patch_projection(patches)  # [V - 1, T, H]
         class_tokens = self.class_token.expand(1, embedded.shape[1], -1)
         return torch.cat([class_tokens, embedded]) + self.positions.unsqueeze(1)
 
@@ -59,12 +59,12 @@ class AudioEmbedding(torch.nn.Module):
         """Embed clips: [C, B, F] to [V, C, H]."""
         # One expression, so that no name keeps intermediate tensors alive.
         hidden_CHV = F.gelu(self.conv2(F.gelu(self.conv1(frames_CBF.to(self.conv1.weight.dtype)))))
-        # Contiguous in layer layout before the positions are added.
+        # Contiguous before the positions are added, as the sum would keep the strides.
         return rearrange(hidden_CHV, "c h v -> v c h").contiguous() + self.positions.unsqueeze(1)
 
 
 class ImageEmbedding(torch.nn.Module):
-    """Qwen's patch embedding, with learned positions, if any, stretched over each image."""
+    """Qwen's patch embedding, with learned positions, if any, interpolated over each image."""
 
     def __init__(self, tower: ImagesEncoder, dtype: torch.dtype) -> None:
         super().__init__()
@@ -93,9 +93,10 @@ class ImageEmbedding(torch.nn.Module):
 
 
 def sinusoids(positions: int, width: int) -> torch.Tensor:
-    """Return Whisper's positions: sines, then cosines, with periods from 2 pi to 20,000 pi.
+    """Return Whisper's positions, float32 [positions, width].
 
-    Vaswani et al. 2017 (arXiv 1706.03762), section 3.5, not interleaved. float32 [positions, width]
+    Sines, then cosines, with periods from 2 pi to 20,000 pi; not interleaved as in section 3.5 of
+    Vaswani et al. 2017 (arXiv 1706.03762).
     """
     rates = torch.arange(width // 2) * (-math.log(_LONGEST_PERIOD) / (width // 2 - 1))
     angles = torch.arange(positions).unsqueeze(1) * rates.exp()

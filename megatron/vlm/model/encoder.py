@@ -1,11 +1,12 @@
 """The units of one encoder on a stage.
 
 Shapes: V positions of an item (a tile or a clip), B items, H hidden size of the encoder, K tokens
-of all items, E language hidden size, L layers, of two branches each. Images at native resolution
-have B = 1, with all positions in V.
+of all items, E language hidden size, L layers with two branches. Images at native resolution have
+B = 1, with all positions in V.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.model.block import Beside, PlannedBlock
+from megatron.vlm.model.block import LayerFeatures, PlannedBlock
 from megatron.vlm.model.embeddings import AudioEmbedding, ImageEmbedding, VisionEmbedding
 from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.layers import encoder_layer_spec
@@ -30,7 +31,6 @@ _EMBEDDINGS: dict[str, type[torch.nn.Module]] = {
     "clips": AudioEmbedding,
     "images": ImageEmbedding,
 }
-"""By kind of encoder."""
 
 
 class EncoderUnits(NamedTuple):
@@ -63,17 +63,23 @@ class EncoderUnits(NamedTuple):
                 final_norm=False,
                 groups=groups,
             )
-        embedding = projector = None
+        embedding = projector = deepstack = None
         if stage.holds(f"{name} embed"):
             embedding = _EMBEDDINGS[tower.kind](tower, config.params_dtype)
         if stage.holds(projector_unit(model, name)):
             projector = build_projector(model, tower, config, groups.tp)
-        return cls(
-            tower, embedding, layers, projector, _deepstack(model, tower, numbers, config, groups)
-        )
+        if isinstance(tower, ImagesEncoder):
+            deepstack_projectors = {
+                number: build_projector(model, tower, config, groups.tp, is_deepstack=True)
+                for number, layer in enumerate(tower.deepstack_layers)
+                if layer in numbers
+            }
+            if deepstack_projectors:
+                deepstack = DeepstackProjectors(config, deepstack_projectors)
+        return cls(tower, embedding, layers, projector, deepstack)
 
     def modules(self, name: str) -> Iterator[tuple[str, torch.nn.Module | None]]:
-        """Return units by their name in the whole model, as in checkpoints."""
+        """Yield units by their name in the full model, as in checkpoints."""
         yield f"{name}_embedding", self.embedding
         yield name, self.layers
         if self.deepstack is not None:
@@ -96,7 +102,7 @@ class EncoderUnits(NamedTuple):
         return {self.tower.deepstack_layers[int(number)]: module for number, module in held}
 
     def places(self, grids: Sequence[Grid]) -> tuple[ImagePlaces, ...]:
-        """Return patch positions for embedding and projector at native resolution."""
+        """Return arguments of embedding and projector: patch positions at native resolution."""
         if not isinstance(self.tower, ImagesEncoder):
             return ()
         return (ImagePlaces(grids, self.tower, current_device()),)
@@ -105,11 +111,9 @@ class EncoderUnits(NamedTuple):
         """Return additional arguments of layers, by core's names; needs an item."""
         if not places:
             return {}
-        [of_images] = places
-        return {
-            "rotary_pos_emb": of_images.rotation(self.tower.head_width),
-            "packed_seq_params": of_images.borders,
-        }
+        [images] = places
+        rotation, borders = images.rotation(self.tower.head_width), images.borders
+        return {"rotary_pos_emb": rotation, "packed_seq_params": borders}
 
     def run(
         self,
@@ -123,14 +127,20 @@ class EncoderUnits(NamedTuple):
 
         Args:
             given: the encoder's inputs if the embedding is here, else hidden states [V, B, H].
-            branch_scales_L2B: drop path of every local layer.
+            branch_scales_L2B: drop path's scales of every local layer.
 
         Returns:
             Features [K, E] if the projector is here, else hidden states [V, B, H]. Then deepstack
             features [K, E] of every local deepstack projector.
         """
         assert given is not None
-        hidden, places, features = given, self.places(grids), list[torch.Tensor]()
+        hidden, places = given, self.places(grids)
+        features = LayerFeatures(
+            projectors={
+                number: partial(projector, places=places[0])
+                for number, projector in self.deepstack_projectors.items()
+            }
+        )
         if self.embedding is not None:
             hidden = self.embedding(hidden, *places)
         if self.layers is not None:
@@ -139,40 +149,9 @@ class EncoderUnits(NamedTuple):
                 None,
                 branch_scales_L2B=branch_scales_L2B,
                 level=level,
-                beside=self._beside(places, features),
+                features=features,
                 **(self.layer_arguments(places) if hidden.numel() else {}),
             )
         if self.projector is not None:
             hidden = self.projector(hidden, *places)
-        return [hidden, *features]
-
-    def _beside(
-        self, places: tuple[ImagePlaces, ...], features: list[torch.Tensor]
-    ) -> Beside | None:
-        """Return deepstack projectors of the layers, which write into `features`."""
-        if self.deepstack is None:
-            return None
-
-        def projecting(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda hidden: module(hidden, *places)
-
-        held = self.deepstack_projectors.items()
-        return Beside(projectors={n: projecting(module) for n, module in held}, made=features)
-
-
-def _deepstack(
-    model: ModelConfig,
-    tower: Encoder,
-    layers: Sequence[int],
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-) -> DeepstackProjectors | None:
-    """Return the deepstack projectors of these layers, or None without any."""
-    if not isinstance(tower, ImagesEncoder):
-        return None
-    held = {
-        number: build_projector(model, tower, config, groups.tp, is_deepstack=True)
-        for number, layer in enumerate(tower.deepstack_layers)
-        if layer in layers
-    }
-    return DeepstackProjectors(config, held) if held else None
+        return [hidden, *features.outputs]

@@ -1,12 +1,12 @@
 """Mixture of experts: Megatron-core's layer, router and all-to-all dispatcher with own experts.
 
 A rank's experts are two stacked tensors under every provider: two grouped products on CUDA, and two
-checkpoint tensors of any expert-parallel size. Core has one linear per expert, or parameters that
+checkpoint tensors for any expert-parallel size. Core has one linear per expert, or parameters that
 depend on Transformer Engine.
 
 Shapes: S tokens of this rank, R rows (copies of tokens) of this rank's experts, H hidden size, X
 experts of this rank, E all experts, F feed-forward width of an expert, I inputs and O outputs, L
-language layers of the whole model, P expert-parallel ranks.
+language layers of the model, P expert-parallel ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,20 +36,16 @@ from omnibal.model.parallel import Parallel
 class Routing:
     """Routers' inputs from a micro-batch."""
 
-    padding_S: torch.Tensor | None
-    """Padding mask, bool, or None without padding; excluded from auxiliary loss and balance."""
-    loss_weight: float
-    """Weight of the micro-batch in the auxiliary loss, as in the loss."""
+    padding_S: torch.Tensor | None  # bool, excluded from auxiliary loss and balance
+    loss_weight: float  # weight of the micro-batch in the auxiliary loss, as in the loss
 
 
 class Router(TopKRouter):
     """Core's router, with an auxiliary loss that is independent of parallel sizes.
 
-    Switch Transformer (arXiv 2101.03961, equation 4) over a micro-batch and all chosen experts: E /
-    k * sum of (share of tokens) * (mean score). A micro-batch has the weight of its tokens in the
-    loss, so the result is a weighted mean for any layout. A share has its fraction of the pack's
-    weight. Core 0.16.1 scales with one tensor-parallel rank's tokens, divides by loss tokens
-    although all tokens route, and returns NaN for padding only.
+    Switch Transformer (arXiv 2101.03961, equation 4) over a micro-batch and all chosen experts:
+    `E / k * sum_e share_of_tokens[e] * mean_score[e]`. A micro-batch's weight is its tokens' in the
+    loss, and a share's is its fraction of the pack's, so the result is a mean for any layout.
     """
 
     def __init__(
@@ -68,6 +64,8 @@ class Router(TopKRouter):
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
         """Attach the auxiliary loss to the expert weights [S, E] (core's name)."""
+        # Core 0.16.1 scales by one tensor-parallel rank's tokens, divides by loss tokens although
+        # all tokens are routed, and returns NaN for padding only.
         counts_E = reduce_from_tensor_model_parallel_region(routing_map.sum(0), self.tp_cp_group)
         tokens = (counts_E.sum() / self.topk).clamp(min=1)
         # This rank's part of the mean score: the router's gradient is summed over ranks.
@@ -80,23 +78,19 @@ class Router(TopKRouter):
     def _apply_expert_bias(
         self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> None:
-        """Count the tokens of every expert, once per micro-batch (core's name).
-
-        Recomputed layers route without gradients first, which is not counted.
-        """
+        """Count the tokens of every expert (core's name)."""
+        # Recomputed layers run twice, first without gradients.
         if torch.is_grad_enabled():
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.tokens_of_experts_E += counted.sum(0)
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity; backward also adds the auxiliary loss's gradient.
+    """Identity; backward also adds the auxiliary loss's gradient."""
 
-    Core's `MoEAuxLossAutoScaler` launches another kernel, for a scale of 1.
-    """
-
+    # Core's `MoEAuxLossAutoScaler` launches another kernel, for a scale of 1.
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, tensor, loss):
         ctx.save_for_backward(loss)
         return tensor
 
@@ -114,13 +108,13 @@ class StackedLinear(torch.nn.Module):
         shape = (experts, outputs, inputs)
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         # Core's mark: reduce over the ranks with the same experts. Core's linears set it only with
-        # expert parallelism, but without it tensor-parallel ranks have whole experts and different
-        # tokens too.
+        # expert parallelism, but without it tensor-parallel ranks also have undivided experts and
+        # different tokens.
         weight.allreduce = False
         self.weight = weight
 
 
-class Experts(MegatronModule):
+class StackedExperts(MegatronModule):
     """A rank's SwiGLU experts. A drop-in for core's `SequentialMLP` and `TEGroupedMLP`."""
 
     def __init__(
@@ -138,38 +132,31 @@ class Experts(MegatronModule):
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = StackedLinear(num_local_experts, 2 * width, hidden, config)
         self.linear_fc2 = StackedLinear(num_local_experts, hidden, width, config)
-        self.deferred: DeferredWeights | None = None
-        """Deferred weight gradients, or None if backward computes them."""
+        self.deferred: DeferredWeights | None = None  # None if backward computes weight gradients
 
     def forward(
         self, rows_RH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Run every expert on its rows, [R, H] to the same shape.
+        """Run every expert on its rows; return [R, H].
 
         Args:
             rows_RH: rows sorted by expert.
             tokens_per_expert: int64 [X], on the host.
             weights_R: weight of every row in its token's sum, float32.
         """
-        counts = tuple(tokens_per_expert.tolist())
-        inner_RI = self._product(rows_RH, self.linear_fc1.weight, counts)
+        product = GroupedProduct(tuple(tokens_per_expert.tolist()))
+        first_XIH, second_XHF = self.linear_fc1.weight, self.linear_fc2.weight
+        inner_RI = multiply(product, rows_RH, first_XIH, deferred=self.deferred)
         # As core: weighting after the second product would need H values per row, not F.
         active_RF = _WeightedSwiglu.apply(inner_RI, weights_R)
-        return self._product(active_RF, self.linear_fc2.weight, counts), None
-
-    def _product(
-        self, rows_RI: torch.Tensor, weight_XOI: torch.nn.Parameter, counts: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Multiply group i of `counts[i]` rows by matrix i: [R, O]."""
-        return multiply(GroupedProduct(counts), rows_RI, weight_XOI, deferred=self.deferred)
+        return multiply(product, active_RF, second_XHF, deferred=self.deferred), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Return both stacks as shards of all experts' tensors (core's name)."""
-        state = {}
+        state, axis = {}, len(sharded_offsets)  # core stacks layers on the axes before
         for name, parameter in self.named_parameters():
-            axis = len(sharded_offsets)
             state[prefix + name] = ShardedTensor.from_rank_offsets(
                 prefix + name,
                 parameter,
@@ -185,12 +172,12 @@ class MixtureOfExperts(MoELayer):
     """Core's layer of router, dispatcher and experts."""
 
     def __init__(self, config: TransformerConfig, layer_number: int | None = None) -> None:
-        super().__init__(config, MoESubmodules(experts=Experts, router=Router), layer_number)
+        super().__init__(config, MoESubmodules(experts=StackedExperts, router=Router), layer_number)
 
     def forward(  # type: ignore[override]
         self, hidden_SBH: torch.Tensor, routing: Routing | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Run the experts on their tokens and sum the outputs, [S, B, H] to the same shape.
+        """Run the experts on their tokens; return the sums of outputs, [S, B, H].
 
         Collective over the expert-parallel ranks, in forward and backward.
         """
@@ -223,6 +210,7 @@ def take_expert_balance(
         counts_LE[router.layer_number - 1] = router.tokens_of_experts_E
         router.tokens_of_experts_E.zero_()
     dist.all_reduce(counts_LE)
+    # Neighbouring experts are on one rank.
     counts_LP = counts_LE.unflatten(1, (parallel.expert, -1)).sum(-1)
     return ExpertBalance(
         fullest_expert=_max_over_mean(counts_LE), fullest_rank=_max_over_mean(counts_LP)
@@ -240,10 +228,10 @@ def _weighted_swiglu(inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.T
 
 
 class _WeightedSwiglu(torch.autograd.Function):
-    """SwiGLU times a weight per row; keeps its inputs only."""
+    """SwiGLU times a weight per row; keeps only its inputs for backward."""
 
     @staticmethod
-    def forward(ctx: Any, inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, inner_RI, weights_R):
         ctx.save_for_backward(inner_RI, weights_R)
         return _weighted_swiglu(inner_RI, weights_R)
 
@@ -257,40 +245,35 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class GroupedProduct(Product):
-    """Product of group i of `counts[i]` rows with matrix i."""
+    """Product of every group i of `counts[i]` rows with matrix i."""
 
     counts: tuple[int, ...]
 
     def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _products(rows, weight.transpose(1, 2), self.counts)
+        return _multiply_groups(rows, weight.transpose(1, 2), self.counts)
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _products(gradient, weight, self.counts)
+        return _multiply_groups(gradient, weight, self.counts)
 
     def weight_gradient(self, rows: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return _weight_gradients(gradient, rows, self.counts)
+        if _has_kernel(rows, gradient.shape[-1]):
+            ends_X = _group_ends(self.counts, rows.device)
+            sums_XOI = F.grouped_mm(gradient.t(), rows, offs=ends_X)
+            # Some devices leave a group without rows unwritten (pytorch/pytorch#172439).
+            for place in (place for place, count in enumerate(self.counts) if not count):
+                sums_XOI[place].zero_()
+            return sums_XOI
+        groups = zip(gradient.split(self.counts), rows.split(self.counts), strict=True)
+        return torch.stack([gradient_RO.t() @ rows_RI for gradient_RO, rows_RI in groups])
 
 
-def _products(
+def _multiply_groups(
     rows_RI: torch.Tensor, matrices_XIO: torch.Tensor, counts: tuple[int, ...]
 ) -> torch.Tensor:
     if _has_kernel(rows_RI, matrices_XIO.shape[-1]):
-        return F.grouped_mm(rows_RI, matrices_XIO, offs=_ends(counts, rows_RI.device))
+        return F.grouped_mm(rows_RI, matrices_XIO, offs=_group_ends(counts, rows_RI.device))
     groups = zip(rows_RI.split(counts), matrices_XIO, strict=True)
     return torch.cat([rows @ matrix for rows, matrix in groups])
-
-
-def _weight_gradients(
-    gradient_RO: torch.Tensor, rows_RI: torch.Tensor, counts: tuple[int, ...]
-) -> torch.Tensor:
-    if _has_kernel(rows_RI, gradient_RO.shape[-1]):
-        sums_XOI = F.grouped_mm(gradient_RO.t(), rows_RI, offs=_ends(counts, rows_RI.device))
-        # Some devices leave a group without rows unwritten (pytorch/pytorch#172439).
-        for place in (place for place, count in enumerate(counts) if not count):
-            sums_XOI[place].zero_()
-        return sums_XOI
-    groups = zip(gradient_RO.split(counts), rows_RI.split(counts), strict=True)
-    return torch.stack([gradient.t() @ rows for gradient, rows in groups])
 
 
 def _has_kernel(rows_RI: torch.Tensor, outputs: int) -> bool:
@@ -299,6 +282,6 @@ def _has_kernel(rows_RI: torch.Tensor, outputs: int) -> bool:
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0 and is_wide
 
 
-def _ends(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _group_ends(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return the end row of every group, int32 [X]."""
     return torch.tensor(counts).cumsum(0).to(torch.int32).to(device, non_blocking=True)

@@ -13,20 +13,15 @@ from megatron.vlm.inputs.encoder_share import EncodingRanks
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import Parallel
 
-ContextGroups = dict[int, dist.ProcessGroup]
-"""This rank's group by context-parallel size above 1."""
+ContextGroups = dict[int, dist.ProcessGroup]  # this rank's group by context-parallel size above 1
 
 
 def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> ContextGroups:
-    """Create the groups of all context-parallel sizes above 1; collective over all ranks.
-
-    Each group runs one collective now: NCCL connects in the first, and training has no common
-    order.
-    """
+    """Create the groups of all context-parallel sizes above 1; collective over all ranks."""
     groups: ContextGroups = {}
     tensor, data = parallel.tensor, parallel.data
     for context in sorted({*contexts} - {1}):
-        # Aligned blocks of data-parallel ranks within a stage and tensor-parallel rank: Megatron
+        # Aligned blocks of data-parallel ranks with equal stage and tensor-parallel rank: Megatron
         # numbers tensor-parallel ranks first, then data-parallel ranks, then stages.
         blocks = [
             [first + (start + place) * tensor + shard for place in range(context)]
@@ -35,6 +30,8 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
             for start in range(0, data, context)
         ]
         groups[context] = own = create_own_group(blocks)
+        # NCCL connects a group in its first collective. In training groups would have no common
+        # order, and could wait for each other.
         dist.all_reduce(torch.zeros(1, device=current_device()), group=own)
     return groups
 
@@ -43,10 +40,8 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
 class ShardGroups:
     """A rank's groups for weight sharding."""
 
-    shards: dist.ProcessGroup
-    """Ranks that shard the weights."""
-    copies: dist.ProcessGroup
-    """Ranks with the same shard."""
+    shards: dist.ProcessGroup  # ranks that shard the weights
+    copies: dist.ProcessGroup  # ranks with the same shard
 
 
 def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
@@ -73,6 +68,7 @@ def _shard_groups(parallel: Parallel, ranks: int, block: int, apart: int) -> Sha
         block: neighbouring ranks that contain a sharding group.
         apart: distance to the next rank with equal weights.
     """
+    # Ranks by weights and sharding group; then by stage, weights and shard.
     places: dict[tuple[int, int], list[int]] = {}
     copies: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(parallel.world_size):
@@ -95,14 +91,12 @@ def create_own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
-    """Create the group of ranks that encode together; collective over all ranks.
-
-    One exchange as in training connects all its ranks now.
-    """
+    """Create the group of ranks that encode together; collective over all ranks."""
     assert plan.beside is not None
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=0)
     blocks = range(plan.parallel.data // ranks.pipelines)
     own = create_own_group(sorted(ranks.global_ranks(block)) for block in blocks)
+    # NCCL connects the ranks in the first exchange of this kind.
     token = torch.zeros(own.size(), device=current_device())
     dist.all_to_all_single(torch.empty_like(token), token, group=own)
     return own

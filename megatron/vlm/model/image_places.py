@@ -1,7 +1,7 @@
 """Layout of native-resolution patches: their positions, and which attend together.
 
-A pack's images and frames are one sequence of patches, cell after cell. With windows, cells are
-sorted by window for attention, and features are restored to the original order.
+A pack's images and frames are one sequence of patches, cell after cell (the patches of a token).
+With windows, cells are sorted by window for attention, and features return to the original order.
 
 Shapes: P positions (patches) of all images, K their cells, D size of an encoder's head, N learned
 positions.
@@ -10,7 +10,6 @@ positions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +25,10 @@ _ROPE_BASE = 10_000.0  # of all of these encoders (Qwen2-VL, arXiv 2409.12191)
 
 @dataclass(frozen=True, slots=True)
 class ImageBorders:
-    """Attention borders in an encoder's layers."""
+    """Borders of attention in an encoder's layers."""
 
-    images: PackedSeqParams
-    """Borders of images and video times."""
-    windows: PackedSeqParams | None
-    """Borders of windows, if any layer has them."""
+    images: PackedSeqParams  # borders of images and video times
+    windows: PackedSeqParams | None  # borders of windows, if any layer has them
 
 
 class ImagePlaces:
@@ -47,6 +44,7 @@ class ImagePlaces:
 
     def rotation(self, head_size: int) -> Rotation:
         """Return the rotation by row and column of every patch; tables are [P, D / 2]."""
+        # Half of the angles are by row, half by column: [D / 4] frequencies.
         axis = head_size // 2
         exponents = torch.arange(0, axis, 2, dtype=torch.float32, device=self._device) / axis
         frequencies = 1 / _ROPE_BASE**exponents
@@ -65,17 +63,16 @@ class ImagePlaces:
         )
 
     def neighbours(self) -> tuple[torch.Tensor, ...]:
-        """Return the four learned positions near every patch and weights, int64 and float32, [P,
-        4].
+        """Return the four learned positions near every patch and their weights, int64 and float32.
 
-        The square of N positions is stretched over each image, corners aligned (Qwen3-VL's
-        `fast_pos_embed_interpolate`).
+        Both are [P, 4]. The square of N positions is interpolated over an image, corners aligned
+        (Qwen3-VL's `fast_pos_embed_interpolate`).
         """
         side = math.isqrt(self._tower.learned_positions)
         places = self._patches().float()
-        # Down and right.
+        # Row and column of the patch in the square.
         stretched_2P = places[:2] * (side - 1) / (places[2:] - 1).clamp(min=1)
-        before_2P = stretched_2P.floor()
+        before_2P = stretched_2P.floor()  # the neighbour above and to the left
         share_2P = stretched_2P - before_2P
         index_2P = before_2P.long()
         rows_2P, columns_2P = torch.stack([index_2P, (index_2P + 1).clamp(max=side - 1)], 1)
@@ -100,21 +97,21 @@ class ImagePlaces:
 
     def _patches(self) -> torch.Tensor:
         """Return row and column of every patch and rows and columns of its image, int32 [4, P]."""
-        merge, found = self._tower.merge_size, [np.zeros((4, 0), np.int32)]
+        merge, parts = self._tower.merge_size, [np.zeros((4, 0), np.int32)]
         for times, rows, columns in self._grids:
-            # Cell after cell.
+            # [axis, cell row, row in cell, cell column, column in cell], then cell after cell.
             places = np.indices((rows, columns), np.int32)
             cells = places.reshape(2, rows // merge, merge, columns // merge, merge)
             own = np.tile(cells.swapaxes(2, 3).reshape(2, -1), times)
             sizes = np.array([[rows], [columns]], np.int32)
-            found.append(np.concatenate([own, np.broadcast_to(sizes, own.shape)]))
-        patches_4P = np.concatenate(found, 1)
+            parts.append(np.concatenate([own, np.broadcast_to(sizes, own.shape)]))
+        patches_4P = np.concatenate(parts, 1)
         if self._cells_K is not None:
             patches_4P = patches_4P[:, self._positions(self._cells_K)]
         return self._on_device(patches_4P)
 
     def _positions(self, cells_K: np.ndarray) -> np.ndarray:
-        """Return positions of all patches of cells in this order."""
+        """Return the positions of all patches of these cells."""
         size = self._tower.positions_per_item
         return (cells_K[:, None] * size + np.arange(size)).ravel()
 
@@ -125,10 +122,9 @@ class ImagePlaces:
 class _InOrder(torch.autograd.Function):
     """Permuted rows; backward permutes gradients without summation."""
 
+    # The backward of `index_select` would add rows to zeros.
     @staticmethod
-    def forward(
-        ctx: Any, rows_KE: torch.Tensor, order_K: torch.Tensor, back_K: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx, rows_KE, order_K, back_K):
         ctx.save_for_backward(back_K)
         return rows_KE.index_select(0, order_K)
 
@@ -138,10 +134,10 @@ class _InOrder(torch.autograd.Function):
 
 
 def windows_of(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:
-    """Return cells of all images by window, int64 [K], and each window's number of cells.
+    """Return cells of all images sorted by window, int64 [K], and each window's number of cells.
 
-    Windows are squares of `side` x `side` cells from the image's first cell, cut at its other edges
-    (Qwen2.5-VL, arXiv 2502.13923, section 2.1.1).
+    Windows are squares of `side` x `side` cells from the image's first cell on, smaller at its last
+    edges (Qwen2.5-VL, arXiv 2502.13923, section 2.1.1).
     """
     orders, counts, first = [], [], 0
     for times, rows, columns in grids:

@@ -1,9 +1,9 @@
 """Initial weights that depend only on the seed and each parameter's global name.
 
 So any split, recomputation or parallel size starts from the same model. Large matrices are drawn in
-tiles with a generator each, and a rank draws the tiles of its part alone.
+tiles with a generator each, and a rank draws only the tiles of its part.
 
-Shapes: R rows and C columns of a box of a matrix; further axes than two count as columns.
+Shapes: R rows and C columns of a box of a matrix; all axes after the first count as columns.
 """
 
 import hashlib
@@ -24,22 +24,17 @@ from omnibal.model.units import LANGUAGE
 _LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
 _EXPERTS_NAME = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12]\.weight)$")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
-_MAX_SINGLE_TILE = 1 << 20
-"""Maximum number of values of a matrix that is one tile."""
-_TILE = (512, 256)
-"""Rows and columns of a larger matrix's tiles."""
+_MAX_SINGLE_TILE = 1 << 20  # maximum number of values of a matrix that is one tile
+_TILE = (512, 256)  # rows and columns of a larger matrix's tiles
 
 
+# Origin of matrices. `loaded`: zeros until a checkpoint is loaded, but seeded adapters. `measured`:
+# random values drawn on the device.
 FirstWeights: TypeAlias = Literal["seeded", "loaded", "measured"]
-"""Origin of a stage's matrices: `seeded` values; `loaded`: zeros until a checkpoint is loaded,
-and seeded adapters; `measured`: random values of the device."""
 
 
 def global_parameter_name(stage: VLMStage, name: str) -> str:
-    """Return the parameter's name in the whole model, with global layer numbers from 0.
-
-    A tied head has the token embedding's name.
-    """
+    """Return the parameter's name in the full model, with global layer numbers from 0."""
     if name == "head.weight" and stage.holds_tied_copy:
         return TIED_NAME
     match = _LAYER_NAME.match(name)
@@ -52,7 +47,7 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 
 @torch.no_grad()
 def initialize_parameters(stage: VLMStage, write: FirstValues) -> None:
-    """Set all parameters of a stage to their first values."""
+    """Set all parameters of a stage to their initial values."""
     for parameter in stage.parameters():
         write(parameter, range(parameter.numel()), parameter.view(-1))
 
@@ -70,9 +65,11 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
     def write(parameter: torch.nn.Parameter, own: range, values: torch.Tensor) -> None:
         name = global_parameter_name(stage, names[parameter])
         if parameter.dim() < 2 or (origin == "loaded" and ADAPTERS not in name):
+            # Norms' weights and layer scales keep their modules' values.
             keeps = parameter.dim() < 2 and not name.endswith("bias")
             values.copy_(parameter[own.start : own.stop]) if keeps else values.zero_()
             return
+        # This rank's rows as (matrix, own row, row of the matrix, number), and runs of columns.
         match = _EXPERTS_NAME.match(name)
         if match is None:
             unpadded, width = unpadded_size(model, name), math.prod(parameter.shape[1:])
@@ -80,6 +77,7 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
             inputs, columns = own_runs(parameter, 1, unpadded, group)
             rows = [(name, *run) for run in runs]
         else:
+            # Every expert is a matrix with a name, for any expert-parallel size.
             first = stage.get_submodule(names[parameter].rpartition(".linear")[0]).first
             experts, height, width = parameter.shape
             matrices = (f"{match[1]}.{first + place}.{match[2]}" for place in range(experts))
@@ -88,22 +86,23 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
         if origin == "measured":
             values.normal_(0, _standard_deviation(model, name, inputs))
             return
-        held = range(own.start // width, -(-own.stop // width))
-        box_RC = torch.zeros(len(held), width, dtype=values.dtype, device="cpu")
+        # Rows that the flat range touches.
+        box_rows = range(own.start // width, -(-own.stop // width))
+        box_RC = torch.zeros(len(box_rows), width, dtype=values.dtype, device="cpu")
         for matrix, own_row, row, length in rows:
-            low, high = max(held.start, own_row), min(held.stop, own_row + length)
+            low, high = max(box_rows.start, own_row), min(box_rows.stop, own_row + length)
             for own_column, column, breadth in columns if low < high else ():
-                part_RC = box_RC[low - held.start : high - held.start]
+                part_RC = box_RC[low - box_rows.start : high - box_rows.start]
                 part_RC = part_RC[:, own_column : own_column + breadth]
                 at = row + low - own_row, column
                 _draw_box(model, matrix, (height, inputs), seed, part_RC, at)
-        values.copy_(box_RC.view(-1)[own.start - held.start * width :][: len(own)])
+        values.copy_(box_RC.view(-1)[own.start - box_rows.start * width :][: len(own)])
 
     return write
 
 
 def initial_values(model: ModelConfig, name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Draw a whole parameter by its global name, float32; vectors are zeros."""
+    """Return an undivided parameter by its global name, float32; vectors are zeros."""
     values = torch.zeros(*shape)
     if len(shape) > 1:
         box_RC = values.view(shape[0], -1)
@@ -115,7 +114,7 @@ def _draw_box(
     model: ModelConfig, name: str, shape: tuple[int, int], seed: int, box_RC: torch.Tensor,
     at: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Draw a box of a matrix of this shape. It begins at row `at[0]` and column `at[1]`."""
+    """Draw the box of a matrix of this shape that begins at row `at[0]` and column `at[1]`."""
     rows, columns = shape if math.prod(shape) <= _MAX_SINGLE_TILE else _TILE
     for top in range(at[0] - at[0] % rows, at[0] + box_RC.shape[0], rows):
         for left in range(at[1] - at[1] % columns, at[1] + box_RC.shape[1], columns):
@@ -130,7 +129,7 @@ def _draw_box(
 def _draw_tile(
     model: ModelConfig, name: str, text: str, shape: tuple[int, int], inputs: int
 ) -> torch.Tensor:
-    """Draw a tile, float32, from the generator that a text seeds."""
+    """Return a tile, float32, from a generator seeded by a text."""
     digest = hashlib.sha256(text.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if name.endswith(".lora_a"):

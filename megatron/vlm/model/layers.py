@@ -27,8 +27,8 @@ from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
     Branch,
     NormWeights,
-    add,
     add_and_norm,
+    add_branch,
     norm,
     norm_and_residual,
 )
@@ -51,12 +51,11 @@ class Norm(torch.nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         for parameter in self.parameters():
-            # Each rank sees its part of the sequence; core sums gradients over ranks.
+            # A rank sees its part of the sequence, so core sums gradients over ranks.
             parameter.sequence_parallel = config.sequence_parallel
 
     @property
     def weights(self) -> NormWeights:
-        """Return the weights for a fused operation."""
         return NormWeights(self.weight, self.bias, self.eps)
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ class HeadNorm(Norm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
-        # Each rank sees its own heads, with or without sequence parallelism.
+        # A rank sees its own heads, with or without sequence parallelism.
         self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
 
 
@@ -97,14 +96,10 @@ class LayerScale(torch.nn.Module):
 
 
 class Layer(TransformerLayer):
-    """Core's layer with fused element-wise operations.
+    """Core's layer with fused element-wise operations; parts and parameter names are core's."""
 
-    Residual adds are fused with the next norm, and norms' backwards with the residual's gradient.
-    Parts and parameter names are core's.
-    """
-
-    def __init__(self, *of_layer: Any, gelu: Gelu = Gelu.EXACT, **more: Any) -> None:
-        super().__init__(*of_layer, **more)
+    def __init__(self, *arguments: Any, gelu: Gelu = Gelu.EXACT, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.gelu = gelu
 
     def forward(
@@ -117,7 +112,9 @@ class Layer(TransformerLayer):
         routing: Routing | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
-        """Run [S, B, H] through both blocks, with drop-path scales."""
+        """Run [S, B, H] through attention and feed-forward, with drop-path scales."""
+        # Residual adds are fused with the next norm, and norms' backwards with the gradient of the
+        # residual.
         attention_scale_B, mlp_scale_B = (None, None) if tile_scales_2B is None else tile_scales_2B
         normed_SBH, residual_SBH = norm_and_residual(hidden_states, self.input_layernorm.weights)
         output_and_bias = self.self_attention(
@@ -131,19 +128,18 @@ class Layer(TransformerLayer):
             residual_SBH, branch, self.pre_mlp_layernorm.weights
         )
         del output_and_bias, branch  # only some backwards need this memory
-        branch = self.mlp_bda(*self._feed_forward(normed_SBH, routing), mlp_scale_B)
-        return add(residual_SBH, branch), None
-
-    def _feed_forward(
-        self, normed_SBH: torch.Tensor, routing: Routing | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run core's two products with a fused activation, or the experts."""
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(normed_SBH, routing)
-        inner, bias_F = self.mlp.linear_fc1(normed_SBH)
-        if self.config.gated_linear_unit:
-            return self.mlp.linear_fc2(swiglu(inner, bias_F))
-        return self.mlp.linear_fc2(bias_gelu(inner, bias_F, self.gelu))
+            output_and_bias = self.mlp(normed_SBH, routing)
+        else:
+            inner, bias_F = self.mlp.linear_fc1(normed_SBH)  # the activation adds the bias
+            output_and_bias = self.mlp.linear_fc2(
+                swiglu(inner, bias_F)
+                if self.config.gated_linear_unit
+                else bias_gelu(inner, bias_F, self.gelu)
+            )
+            del inner
+        branch = self.mlp_bda(*output_and_bias, mlp_scale_B)
+        return add_branch(residual_SBH, branch), None
 
 
 def encoder_layer_spec(
@@ -209,11 +205,8 @@ def _layer_spec(
     feed_forward: type[MixtureOfExperts] | None = None,
     gelu: Gelu = Gelu.EXACT,
 ) -> ModuleSpec:
-    scale = {
-        "hidden_size": config.hidden_size,
-        "init": layer_scale_init,
-        "dtype": config.params_dtype,
-    }
+    size, dtype = config.hidden_size, config.params_dtype
+    scale = {"hidden_size": size, "init": layer_scale_init, "dtype": dtype}
     layer_scale = ModuleSpec(module=LayerScale, params=scale)
     mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=parts.row_linear)
     return ModuleSpec(

@@ -74,14 +74,19 @@ def build_projector(
     *,
     is_deepstack: bool = False,
 ) -> Projector:
-    """Build an encoder's projector, or one of its deepstack projectors."""
+    """Build an encoder's projector, or a deepstack projector."""
     inputs, outputs = tower.projector_input_size, model.language.hidden_size
     inner, norms_tokens = outputs, is_deepstack
     fold = _join_positions(tower.positions_per_item)
     if isinstance(tower, TilesEncoder):
-        # InternVL's MLP has a LayerNorm, whatever the tower's norms are.
+        # InternVL's MLP has a LayerNorm with every tower.
         norm, norms_tokens = torch.nn.LayerNorm(inputs, dtype=config.params_dtype), True
-        fold = _shuffle_pixels(tower)
+        # InternVL's pixel shuffle (`ps_version v2`), without the class token.
+        factor = tower.pixel_shuffle_factor
+        side = tower.patches_per_side // factor
+        pattern = "(row r column c) b h -> (b row column) (r c h)"
+        sizes = {"row": side, "column": side, "r": factor, "c": factor}
+        fold = lambda hidden_VBH: rearrange(hidden_VBH[1:], pattern, **sizes)  # noqa: E731
     else:
         norm = Norm(config, inputs if norms_tokens else tower.hidden_size, tower.norm_eps)
         if isinstance(tower, ClipsEncoder):
@@ -102,14 +107,6 @@ def build_projector(
 
 def _join_positions(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda hidden_VBH: rearrange(hidden_VBH, "(k n) b h -> (b k) (n h)", n=number)
-
-
-def _shuffle_pixels(tower: TilesEncoder) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return InternVL's pixel shuffle (`ps_version v2`), which drops the class token."""
-    side, factor = tower.patches_per_side // tower.pixel_shuffle_factor, tower.pixel_shuffle_factor
-    pattern = "(row r column c) b h -> (b row column) (r c h)"
-    sizes = {"row": side, "column": side, "r": factor, "c": factor}
-    return lambda hidden_VBH: rearrange(hidden_VBH[1:], pattern, **sizes)
 
 
 class DeepstackProjectors(MegatronModule):

@@ -1,6 +1,6 @@
 """Providers of linears and attention: this project with core, or Transformer Engine.
 
-Names, shapes and checkpoints are the same. Norms, activations and residual adds are `model.fused`'s
+Names, shapes and checkpoints are equal. Norms, activations and residual adds are from `model.fused`
 in both: Transformer Engine has no norm over all heads and no layer scale, and fuses its norms with
 the next linear under other names.
 """
@@ -22,8 +22,7 @@ from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
 from omnibal.model.config import Precision, Provider
 
-_CURRENT_SCALING = "2.2.0"
-"""First release with current scaling (megatron-core's `fp8_utils.py`)."""
+_CURRENT_SCALING = "2.2.0"  # first release with current scaling (megatron-core's `fp8_utils.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,8 @@ def check_precision(precision: Precision, provider: Provider) -> None:
         return
     if provider != "te":
         raise UserError(
-            "precision fp8 is multiplied in by Transformer Engine alone, and provider local was "
-            "given: give --provider te, or plan with --precision bf16"
+            "precision fp8 needs Transformer Engine, and provider local was given: give --provider "
+            "te, or plan with --precision bf16"
         )
     if not is_te_min_version(_CURRENT_SCALING):
         raise UserError(
@@ -71,19 +70,19 @@ def check_provider_of(plan: Plan, provider: Provider) -> None:
     """Raise unless the provider's layers can train a plan."""
     check_precision(plan.precision, provider)
     obstacles = {
-        "packs that ranks share, whose attention Transformer Engine does not have; plan with "
+        "packs that ranks share, which Transformer Engine's attention does not support; plan with "
         "--packing-levels 1": plan.has_shared_packs,
-        "data-parallel encoders, which are tried with this project's layers alone; plan with "
-        "--encoder pipeline": plan.beside is not None,
-        "adapters, which are added to this project's linears alone; plan without them": (
-            plan.adapters is not None
-        ),
-        f"schedule {plan.schedule.name}, whose backwards this project's linears alone split; plan "
+        "data-parallel encoders, which only provider local supports; plan with --encoder "
+        "pipeline": plan.beside is not None,
+        "adapters, which only provider local supports; plan without them": bool(plan.adapters),
+        f"schedule {plan.schedule.name}, whose split backward only provider local supports; plan "
         "with --schedule 1f1b": plan.schedule.in_two,
     }
-    for what, is_so in obstacles.items():
-        if is_so and provider == "te":
-            raise UserError(f"--provider te was given, but the plan has {what}, or drop the option")
+    for obstacle, applies in obstacles.items():
+        if applies and provider == "te":
+            raise UserError(
+                f"--provider te was given, but the plan has {obstacle}, or drop the option"
+            )
 
 
 def layer_parts(provider: Provider) -> LayerParts:
@@ -91,16 +90,14 @@ def layer_parts(provider: Provider) -> LayerParts:
     parts: BackendSpecProvider = TESpecProvider() if provider == "te" else LocalSpecProvider()
     attention: type = PackedCoreAttention
     if provider == "te":
-        attention = _on_device_borders(parts.core_attention())
+        attention = _drop_host_borders(parts.core_attention())
     return LayerParts(parts.column_parallel_linear(), parts.row_parallel_linear(), attention)
 
 
 def without_bias(linear: type) -> type:
-    """Return a column-parallel linear without bias, for InternViT-6B's q, k and v.
+    """Return a column-parallel linear without bias, for InternViT-6B's q, k and v."""
 
-    Core's `add_bias_linear` would give every linear of the tower a bias.
-    """
-
+    # Core's `add_bias_linear` gives every linear of the tower a bias.
     class UnbiasedLinear(linear):  # type: ignore[misc, valid-type]
         def __init__(self, *sizes: int, bias: bool, **arguments: Any) -> None:
             super().__init__(*sizes, bias=False, **arguments)
@@ -108,8 +105,8 @@ def without_bias(linear: type) -> type:
     return UnbiasedLinear
 
 
-def _on_device_borders(attention: type) -> type:
-    """Return attention with sample borders on the device only: `*_padded` are on the host."""
+def _drop_host_borders(attention: type) -> type:
+    """Return attention without the `*_padded` borders of samples, which are on the host."""
 
     class DeviceBorders(attention):  # type: ignore[misc, valid-type]
         def forward(

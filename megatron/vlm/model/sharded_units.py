@@ -11,8 +11,8 @@ from megatron.vlm.model.sharded_weights import FirstValues, FlatWeights, Sharded
 from megatron.vlm.model.stage import VLMStage
 from omnibal.model.units import LANGUAGE
 
-_READS_NO_WEIGHTS_BACK = (VisionEmbedding, ImageEmbedding, LanguageModelEmbedding)
-"""Modules with a backward that reads no weights: their inputs need no gradient."""
+# Their inputs need no gradient, so backward reads no weights.
+_INPUT_EMBEDDINGS = (VisionEmbedding, ImageEmbedding, LanguageModelEmbedding)
 
 
 def divide_weights(
@@ -20,28 +20,28 @@ def divide_weights(
     dense: ShardGroups,
     experts: ShardGroups,
     first_values: FirstValues,
-    fed: Collection[str] = (),
+    input_towers: Collection[str] = (),
 ) -> None:
     """Initialize a stage's weights unit by unit and shard each unit at once.
 
     Args:
         stage: built in `without_matrices`.
-        dense: ranks that shard dense weights.
-        experts: ranks that shard the experts they share.
-        fed: towers of the stage's inputs that need a gradient.
+        dense: groups that shard dense weights.
+        experts: groups that shard experts.
+        input_towers: towers of the stage's inputs that need a gradient.
     """
     groups = {True: dense, False: experts}
     units, flat_of = list[ShardedUnit](), dict[torch.nn.Parameter, FlatWeights]()
-    towers_with_gradient = set(fed)
+    towers_with_gradient = set(input_towers)  # units so far, in order of computation
     for tower, modules in _list_units(stage):
-        # Sharded by type, ranks and training, and the tied matrix separately.
+        # A tensor per data type, group and training; and of the tied matrix, which two stages hold.
         alike: dict[tuple[bool, bool, torch.dtype, bool], list[torch.nn.Parameter]] = {}
         parameters = [p for module in modules for p in module.parameters()]
         head, embedding = stage.head, stage.embedding
         if head in modules and head is not None and head.weight is None and embedding is not None:
             parameters += embedding.parameters()  # used by a tied head
         for parameter in (p for p in parameters if p not in flat_of):
-            # Core's marks of expert parameters, and of a tied matrix, which two stages shard alike.
+            # Core's marks of expert parameters and of a tied matrix.
             marks = vars(parameter)
             is_dense, is_tied = marks.get("allreduce", True), marks.get("shared_embedding", False)
             key = is_dense, is_tied, parameter.dtype, parameter.requires_grad
@@ -57,15 +57,14 @@ def divide_weights(
             flats=flats,
             reduced=tuple(flat for flat in own if flat.is_trained),
             gathers_again=tower in towers_with_gradient
-            and not isinstance(modules[0], _READS_NO_WEIGHTS_BACK),
+            and not isinstance(modules[0], _INPUT_EMBEDDINGS),
         )
         units.append(unit)
     stage.sharded = ShardedWeights(units=tuple(units))
 
 
 def _list_units(stage: VLMStage) -> Iterator[tuple[str, tuple[torch.nn.Module, ...]]]:
-    """Yield tower and modules of every unit of a plan: an embedding, a layer with its deepstack
-    projector, a projector, or the head with its norm."""
+    """Yield tower and modules of every unit: embedding, layer, projector, or head with its norm."""
     for name, encoder in stage.encoders.items():
         layers = [] if encoder.layers is None else encoder.layers.layers
         if encoder.embedding is not None:

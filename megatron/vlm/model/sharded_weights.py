@@ -19,33 +19,29 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.model.groups import ShardGroups
 from megatron.vlm.model.tensor_parallel import padded_size
 
-_ALIGNMENT = 64
-"""Alignment of parameters in values, as in core's buffers: kernels read whole vectors."""
+_PARAMETER_ALIGNMENT = 64  # in values, as in core's buffers: kernels read aligned vectors
 
+# Writes the initial values of a range of a flat parameter to a flat tensor.
 FirstValues = Callable[[torch.nn.Parameter, range, torch.Tensor], None]
-"""Function that writes the first values of a range of a flat parameter to a flat tensor."""
 
 
 @contextmanager
 def without_matrices() -> Iterator[None]:
     """Build modules with matrices without memory, until `FlatWeights` allocates it.
 
-    So a rank never has more than one full module. Vectors are small and stay.
+    So a rank never has more than one full module.
     """
-    built = register_module_module_registration_hook(_free_matrices)
+
+    def free_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
+        for parameter in () if built is None else built.to(current_device()).parameters():
+            if parameter.dim() > 1:  # vectors are small, and keep their modules' values
+                parameter.untyped_storage().resize_(0)
+
+    hook = register_module_module_registration_hook(free_matrices)
     try:
         yield
     finally:
-        built.remove()
-
-
-def _free_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
-    """Free the matrices of a new submodule."""
-    if built is None:
-        return
-    for parameter in built.to(current_device()).parameters():
-        if parameter.dim() > 1:
-            parameter.untyped_storage().resize_(0)
+        hook.remove()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,8 +51,7 @@ class ParameterRange:
     parameter: torch.nn.Parameter
     first: int
     end: int
-    place: slice
-    """Range in the shard."""
+    place: slice  # range in the shard
 
 
 class FlatWeights:
@@ -77,14 +72,14 @@ class FlatWeights:
     ) -> None:
         self.parameters, self.groups = tuple(parameters), groups
         self.is_trained = parameters[0].requires_grad
-        sizes = (padded_size(parameter.numel(), _ALIGNMENT) for parameter in parameters)
+        sizes = (padded_size(parameter.numel(), _PARAMETER_ALIGNMENT) for parameter in parameters)
         *self.firsts, values = accumulate(sizes, initial=0)
         ranks = groups.shards.size()
-        self.part_size = padded_size(-(-values // ranks), _ALIGNMENT)
-        self.own_Q = parameters[0].new_zeros(self.part_size)
-        """This rank's shard."""
+        self.part_size = padded_size(-(-values // ranks), _PARAMETER_ALIGNMENT)
+        self.own_Q = parameters[0].new_zeros(self.part_size)  # this rank's shard
         for own in self.ranges():
             first_values(own.parameter, range(own.first, own.end), self.own_Q[own.place])
+        # With one rank the shard holds all parameters.
         self._whole_P = self.own_Q.new_empty(self.part_size * ranks) if ranks > 1 else self.own_Q
         for parameter, view in zip(parameters, self.views(self._whole_P), strict=True):
             parameter.data = view
@@ -101,12 +96,12 @@ class FlatWeights:
         return vars(self.parameters[0]).get("shared_embedding", False)  # core's mark
 
     def views(self, whole_P: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Return views of the parameters in a tensor of this layout."""
+        """Yield views of the parameters in a tensor of this layout."""
         for parameter, first in zip(self.parameters, self.firsts, strict=True):
             yield whole_P[first : first + parameter.numel()].view(parameter.shape)
 
     def ranges(self) -> Iterator[ParameterRange]:
-        """Return each parameter's range in this rank's shard; may be empty."""
+        """Yield the ranges of parameters with values in this rank's shard."""
         begin = self.groups.shards.rank() * self.part_size
         for parameter, first in zip(self.parameters, self.firsts, strict=True):
             low = max(begin, first)
@@ -124,6 +119,7 @@ class FlatWeights:
         """Begin the all-gather; collective over the sharding ranks."""
         if not self.is_divided:
             return None
+        # The same storage, so that parameters and tensors saved by autograd are views again.
         self._whole_P.untyped_storage().resize_(self._whole_P.nbytes)
         return dist.all_gather_into_tensor(
             self._whole_P, self.own_Q, group=self.groups.shards, async_op=True
@@ -140,8 +136,7 @@ class MainRange:
     """Values of a parameter that a rank updates."""
 
     own: ParameterRange
-    main: torch.Tensor
-    """Flat float32 main weights, which key the optimizer's state."""
+    main: torch.Tensor  # flat float32 main weights, which key the optimizer's state
     flat: FlatWeights
 
     @property
@@ -156,19 +151,15 @@ class ShardedUnit:
 
     tower: str
     modules: tuple[torch.nn.Module, ...]
-    flats: tuple[FlatWeights, ...]
-    """Weights used by the unit."""
+    flats: tuple[FlatWeights, ...]  # weights used by the unit
+    # Trained weights with complete gradients after its backward: no earlier unit uses them.
     reduced: tuple[FlatWeights, ...]
-    """Trained weights with complete gradients after its backward, unless an earlier unit uses
-    them."""
-    gathers_again: bool
-    """Whether its backward reads weights."""
+    gathers_again: bool  # whether its backward reads weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardedWeights:
-    units: tuple[ShardedUnit, ...]
-    """Units in order of computation."""
+    units: tuple[ShardedUnit, ...]  # units in order of computation
 
     @property
     def flats(self) -> list[FlatWeights]:

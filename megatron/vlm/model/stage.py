@@ -5,8 +5,8 @@ tokens over all items, S packed tokens, E language hidden size, W vocabulary, L 
 answers, M image tokens of this rank. Tensor-parallel ranks divide padded W and, with sequence
 parallelism, S between the language embed and the head. Sizes of shared packs are of this rank.
 
-Stages send features [K, E] of encoders that are done, hidden states [V, B, H] of a divided encoder,
-or hidden states [S, 1, E] of the language model, and deepstack features [K, E] until their layer.
+Stages send features [K, E] of finished encoders, hidden states [V, B, H] of a divided encoder, or
+hidden states [S, 1, E] of the language model, and deepstack features [K, E] until their layer.
 """
 
 import copy
@@ -27,12 +27,12 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import ITEM_FIELDS, MicroBatch, MicroBatchShape
 from megatron.vlm.model.adapters import Adapters
 from megatron.vlm.model.attention import prefer_flash_attention_3
-from megatron.vlm.model.block import Beside, PlannedBlock
+from megatron.vlm.model.block import LayerFeatures, PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.deferred_weights import PARALLEL_LINEARS, DeferredWeights, defer_linear
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
-from megatron.vlm.model.experts import Experts, Routing, StackedLinear
+from megatron.vlm.model.experts import Routing, StackedExperts, StackedLinear
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
 from megatron.vlm.model.groups import ContextGroups
@@ -42,14 +42,13 @@ from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.job.plan import Plan
-from omnibal.model.adapter_settings import adapted_linears
+from omnibal.model.adapter_settings import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig, Precision, Provider, RopeSections
 from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import (
     LANGUAGE,
-    UnitKind,
     deepstack_of,
     projector_name,
     projector_unit,
@@ -58,10 +57,8 @@ from omnibal.model.units import (
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
-ByTower = Mapping[str, torch.Tensor]
-"""Tensors keyed by encoder, "language", or deepstack feature."""
-TIED_NAME = "embedding.word_embeddings.weight"
-"""Name of the shared matrix if the head is tied to the token embedding."""
+ByTower = Mapping[str, torch.Tensor]  # tensors keyed by encoder, "language", or deepstack feature
+TIED_NAME = "embedding.word_embeddings.weight"  # the head's name too, if tied
 
 
 class VLMStage(MegatronModule):
@@ -85,10 +82,9 @@ class VLMStage(MegatronModule):
     ) -> None:
         encoder_configs = encoder_transformer_configs(model, stage, parallel, precision)
         language_config = language_transformer_config(model, stage, parallel, precision)
-        # Core sums gradients of all `sequence_parallel` parameters over tensor-parallel ranks if
-        # this configuration says so; norms of q's and k's heads need that without sequence
-        # parallelism too. With `qk_layernorm` core would also sum InternViT's q and k norms, which
-        # are sharded.
+        # If this is set, core sums gradients of all parameters marked `sequence_parallel` over
+        # tensor-parallel ranks. Norms of q's and k's heads need it without sequence parallelism
+        # too. With `qk_layernorm` core would also sum InternViT's q and k norms, which are sharded.
         config = copy.copy(language_config)
         config.sequence_parallel = language_config.tensor_model_parallel_size > 1
         config.qk_layernorm = False
@@ -98,7 +94,7 @@ class VLMStage(MegatronModule):
         self.model_config = model
         self.drop_path_rate = drop_path_rate
         self.holds_tied_copy = _holds_tied_copy(model, stage)
-        # Core must not reduce shared embeddings: it knows copies on the first and last stage only.
+        # Core would reduce copies on the first and last stage only, so `TiedCopies` does.
         self.share_embeddings_and_output_weights = False
         self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
         parts = layer_parts(provider)
@@ -133,12 +129,12 @@ class VLMStage(MegatronModule):
                 recompute_layers=[stage.recomputed_in("language")],
                 final_norm=stage.holds("head"),
             )
-            self.rotary_frequencies = _rotary_frequencies(language, language_config.kv_channels)
-            self.rotary_axes = _rotary_axes(language.rope_sections)
+            self.rotary_frequencies = _make_frequencies(language, language_config.kv_channels)
+            self.rotary_axes = _list_axes(language.rope_sections)
         self.deepstack_names = tuple(feature.name for feature in deepstack_of(model))
         self.head = None
         if stage.holds("head"):
-            # The sequence is gathered before the head, which takes some positions of it.
+            # The sequence is gathered before the head, which takes loss positions of all of it.
             head_config = copy.copy(language_config)
             head_config.sequence_parallel = False
             self.head = tensor_parallel.ColumnParallelLinear(
@@ -156,33 +152,26 @@ class VLMStage(MegatronModule):
                 group=parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
             )
         describe_partitions(self, parts)
-        if language.tied_head:
-            self._describe_tied_weight()
-        self.sharded: ShardedWeights | None = None
-        """Sharded weights, or None if every data-parallel rank holds all."""
-        self.deferred: DeferredWeights | None = None
-        """Deferred weight gradients, or None if backward computes them."""
+        tied: Any = self.shared_embedding_or_output_weight() if language.tied_head else None
+        if self.holds_tied_copy:
+            # Its own bucket, so that data-parallel ranks divide both copies alike.
+            tied.shared_embedding = True
+            # Only the embedding's copy counts in the gradient norm.
+            tied.shared = self.embedding is None
+        elif tied is not None:
+            # The head's fused product adds to core's buffer, then autograd adds the embedding's.
+            tied.zero_out_wgrad = True
+        self.sharded: ShardedWeights | None = None  # None if replicated over data-parallel ranks
+        self.deferred: DeferredWeights | None = None  # None if backward computes weight gradients
         self.context_groups: ContextGroups = {}
         self._input: ByTower = {}
 
     @property
     def blocks(self) -> dict[str, PlannedBlock]:
         """Return this stage's layers by tower."""
-        encoders = {name: units.layers for name, units in self.encoders.items()}
-        held = (encoders | {LANGUAGE: self.language}).items()
-        return {name: block for name, block in held if block is not None}
-
-    def _describe_tied_weight(self) -> None:
-        """Mark the tied matrix with core's attributes for shared weights."""
-        weight: Any = self.shared_embedding_or_output_weight()
-        if self.holds_tied_copy:
-            # Its own bucket, so that data-parallel ranks divide both copies alike.
-            weight.shared_embedding = True
-            # Only the embedding's copy counts in the gradient norm.
-            weight.shared = self.embedding is None
-        elif weight is not None:
-            # The head's kernel may add to core's buffer, after the embedding's gradient.
-            weight.zero_out_wgrad = True
+        blocks = {name: units.layers for name, units in self.encoders.items()}
+        blocks[LANGUAGE] = self.language
+        return {name: block for name, block in blocks.items() if block is not None}
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
         """Return this stage's copy of the tied matrix (core's name), or None if absent."""
@@ -196,19 +185,17 @@ class VLMStage(MegatronModule):
 
     def forward(self, batch: MicroBatch) -> ByTower | torch.Tensor:
         """Run the stage; return its outputs, or at the head the summed loss or next tokens."""
-        # Cleared, so that inputs are freed with their micro-batch.
-        received, self._input = self._input, {}
+        received, self._input = self._input, {}  # not kept longer than the micro-batch
         hidden = self.encode(batch, received)
         if self.embedding is not None or self.language is not None:
             hidden_S1E = self.read_text(batch, hidden)
             if self.head is not None:
                 return self.head_output(batch, hidden_S1E)
             layers = [] if self.language is None else self.language.layers
-            # Layers of this stage and all earlier stages.
-            numbered = layers[-1].layer_number if len(layers) else 0
-            later = self.deepstack_names[numbered:]
+            # Deepstack features of later stages; layer numbers begin at 1.
+            later = self.deepstack_names[layers[-1].layer_number if len(layers) else 0 :]
             hidden = {name: hidden[name] for name in later} | {LANGUAGE: hidden_S1E}
-        # Not a view, so that memory can be freed before the graph.
+        # Not views, so that the memory can be freed before the graph.
         return {
             name: make_viewless_tensor(
                 hidden[name], requires_grad=hidden[name].requires_grad, keep_graph=True
@@ -219,31 +206,38 @@ class VLMStage(MegatronModule):
     def encode(
         self, batch: MicroBatch, received: ByTower | None = None, only: str | None = None
     ) -> dict[str, torch.Tensor]:
-        """Run units of all encoders, or of `only`; pass other inputs on.
+        """Run units of all encoders, or of encoder `only`.
 
         Returns:
-            Features [K, E] or hidden states [V, B, H] by encoder; deepstack features by name.
+            Features [K, E] or hidden states [V, B, H] by encoder; deepstack features by name. Other
+            inputs are returned unchanged.
         """
         hidden = dict(received or {})
         for name, units in self.encoders.items():
             if units.is_held and only in (None, name):
                 given = items_of(batch, units.tower) if units.embedding else hidden[name]
-                scales_L2B = self._branch_scales(batch) if name == "vision" else None
+                scales_L2B = None
+                keys_B = batch.drop_path_keys_T
+                if name == "vision" and keys_B is not None and units.layers is not None:
+                    numbers = [layer.layer_number - 1 for layer in units.layers.layers]
+                    layers, rate = self.model_config.vision.layers, self.drop_path_rate
+                    scales_L2B = branch_scales(keys_B, numbers, layers, rate)
+                    scales_L2B = scales_L2B.to(current_device(), non_blocking=True)
                 hidden[name], *features = units.run(
                     given, batch.image_grids, branch_scales_L2B=scales_L2B, level=batch.level
                 )
-                made = [
+                names = [
                     feature.name
                     for feature in deepstack_of(self.model_config)
                     if feature.tower == name and feature.layer in units.deepstack_projectors
                 ]
-                hidden |= dict(zip(made, features, strict=True))
+                hidden |= dict(zip(names, features, strict=True))
         return hidden
 
     def read_text(self, batch: MicroBatch, hidden: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run the language units on features or hidden states; return [S, 1, E].
 
-        Deepstack features are popped from `hidden`, so that they are freed once added.
+        Deepstack features are popped from `hidden`.
         """
         hidden_S1E = (
             hidden[LANGUAGE] if self.embedding is None else self.embed_tokens(batch, hidden)
@@ -255,27 +249,29 @@ class VLMStage(MegatronModule):
                 None,
                 level=batch.level,
                 routing=self.routing(batch, padding),
-                beside=self._added_features(batch, hidden),
+                features=self._prepare_deepstack(batch, hidden),
                 **self.packing(batch, padding),
             )
         return hidden_S1E
 
-    def _added_features(
+    def _prepare_deepstack(
         self, batch: MicroBatch, features: dict[str, torch.Tensor]
-    ) -> Beside | None:
-        """Return the additions of deepstack features to layer outputs, or None."""
+    ) -> LayerFeatures | None:
+        """Return functions that add deepstack features to layer outputs, or None without any."""
         assert self.language is not None
         numbers = [layer.layer_number - 1 for layer in self.language.layers]
-        taken = {n: self.deepstack_names[n] for n in numbers if n < len(self.deepstack_names)}
-        if not taken:
+        # The first language layers add a feature each.
+        names = {n: self.deepstack_names[n] for n in numbers if n < len(self.deepstack_names)}
+        if not names:
             return None
 
-        def adder(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def add_later(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+            # Popped, so that features are freed once added.
             return lambda hidden_S1E: self.add_features(batch, features.pop(name), hidden_S1E)
 
-        for name in taken.values():
-            features[name] = self._features_of_own_tokens(batch, features[name])
-        return Beside(adds={number: adder(name) for number, name in taken.items()})
+        for name in names.values():
+            features[name] = self._exchange_features(batch, features[name])
+        return LayerFeatures(additions={number: add_later(name) for number, name in names.items()})
 
     def add_features(
         self, batch: MicroBatch, features_KE: torch.Tensor, hidden_S1E: torch.Tensor
@@ -283,7 +279,8 @@ class VLMStage(MegatronModule):
         """Add features to the hidden states of their tokens (this rank's part), [S, 1, E]."""
         places_M = batch.image_positions_M
         assert places_M is not None
-        # Placed as at the language embed, so that gradients come back whole.
+        # Placed in the full sequence and then scattered, as at the language embed: backward gathers
+        # the gradients of all features.
         tokens = len(hidden_S1E) * self.sequence_parts
         whole_S1E = features_KE.new_zeros((tokens, 1, features_KE.shape[1]))
         whole_S1E.index_put_((places_M, torch.zeros_like(places_M)), features_KE)
@@ -292,22 +289,22 @@ class VLMStage(MegatronModule):
         return hidden_S1E + whole_S1E
 
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
-        """Return language layers' arguments about samples and trailing padding, by core's names."""
+        """Return language layers' arguments for samples and trailing padding, by core's names."""
         device, share = current_device(), batch.share
         packed = batch.packed_seq_params(device, padding)
         first, shared = None, None
         if share is not None:
-            firsts = [*share.own_pieces.first.tolist(), 0]
+            firsts = [*share.own_pieces.first.tolist(), 0]  # padding is a piece
             first = torch.tensor(firsts, dtype=torch.int32).to(device, non_blocking=True)
             shared = shared_attention(share, padding, self.context_groups[share.context], device)
         tokens = batch.tokens + padding
         if self.rotary_axes is None:
-            turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
+            turns = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
         else:
             assert batch.rope_positions_3S is not None
             positions_3S = F.pad(batch.rope_positions_3S, (0, padding))
-            turned_by = sectioned_rotation(positions_3S, self.rotary_axes, self.rotary_frequencies)
-        return {"rotary_pos_emb": turned_by, "packed_seq_params": shared or packed}
+            turns = sectioned_rotation(positions_3S, self.rotary_axes, self.rotary_frequencies)
+        return {"rotary_pos_emb": turns, "packed_seq_params": shared or packed}
 
     def routing(self, batch: MicroBatch, padding: int = 0) -> Routing | None:
         """Return the routers' inputs from a micro-batch, or None without experts."""
@@ -316,6 +313,7 @@ class VLMStage(MegatronModule):
         padding_S = None
         if padding:
             tokens = (batch.tokens + padding) // self.sequence_parts
+            # This rank's part of a divided sequence.
             first = tokens * (self.tp_group.rank() if self.sequence_parts > 1 else 0)
             places_S = torch.arange(first, first + tokens, device=current_device())
             padding_S = places_S >= batch.tokens
@@ -324,30 +322,17 @@ class VLMStage(MegatronModule):
     def _padding(self, batch: MicroBatch) -> int:
         return batch.shape.padded_tokens(self.token_multiple) - batch.tokens
 
-    def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
-        layers = self.encoders["vision"].layers
-        if batch.drop_path_keys_T is None or layers is None:
-            return None
-        scales_L2T = branch_scales(
-            batch.drop_path_keys_T,
-            [layer.layer_number - 1 for layer in layers.layers],
-            self.model_config.vision.layers,
-            self.drop_path_rate,
-        )
-        return scales_L2T.to(current_device(), non_blocking=True)
-
     def embed_tokens(self, batch: MicroBatch, features: ByTower) -> torch.Tensor:
         """Embed tokens and insert encoder features [K, E] at their positions; return [S, 1, E]."""
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
-        # Encoders may be elsewhere; deepstack features are added in layers.
         for name, places_M in places.items():
             if name not in features:
                 continue
             features_KE = features[name]
             if name == "vision":
-                features_KE = self._features_of_own_tokens(batch, features_KE)
+                features_KE = self._exchange_features(batch, features_KE)
             assert places_M is not None
             embedded_S1E = embedded_S1E.index_put(
                 (places_M, torch.zeros_like(places_M)), features_KE
@@ -359,24 +344,22 @@ class VLMStage(MegatronModule):
         # The clone frees the whole sequence, which a rank's view would keep.
         return tensor_parallel.scatter_to_sequence_parallel_region(padded_S1E).clone()
 
-    def _features_of_own_tokens(
-        self, batch: MicroBatch, image_features_KE: torch.Tensor
-    ) -> torch.Tensor:
-        """Exchange image features; return the features of this rank's tokens, [M, E]."""
+    def _exchange_features(self, batch: MicroBatch, features_KE: torch.Tensor) -> torch.Tensor:
+        """Return the image features of this rank's tokens, [M, E]; collective in shared packs."""
         if batch.share is None or batch.sent_features_F is None:
-            return image_features_KE
+            return features_KE
         sent, received = map(list, batch.feature_counts)
-        sent_FE = image_features_KE.index_select(0, batch.sent_features_F)
+        sent_FE = features_KE.index_select(0, batch.sent_features_F)  # sorted by receiving rank
         return all_to_all(self.context_groups[batch.share.context], sent_FE, received, sent)
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
         """Return the summed loss, or without labels the likeliest next tokens [A]."""
         if self.sequence_parts > 1:
-            # The head's backward sums the gradient over ranks already.
+            # The head's column-parallel backward sums the gradient over ranks already.
             hidden_S1E = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_S1E, tensor_parallel_output_grad=False
             )
-        # Compute logits at the wanted positions only: few in image-heavy packs.
+        # Only these positions have logits: few in packs with many images.
         wanted = batch.loss_positions_L if batch.labels_L is not None else batch.answer_positions_A
         assert self.head is not None
         weight_WE = self.head.weight
@@ -402,14 +385,14 @@ class VLMStage(MegatronModule):
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
                 tensor.allow_shape_mismatch = True
         if self.holds_tied_copy and self.head is not None:
-            # A replica of the embedding, which the embedding's stage saves.
+            # Saved by the embedding's stage; here it is a replica.
             copy_of_embedding = state[f"{prefix}head.weight"]
             copy_of_embedding.key = f"{prefix}{TIED_NAME}"
             copy_of_embedding.replica_id = (1, *copy_of_embedding.replica_id[1:])
         return state
 
 
-def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:
+def _make_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:
     """Return RoPE frequencies as core computes them, float32 [head_size / 2]."""
     rotary = RotaryEmbedding(
         head_size,
@@ -430,7 +413,7 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
     return rotary.inv_freq.to(current_device())
 
 
-def _rotary_axes(sections: RopeSections | None) -> torch.Tensor | None:
+def _list_axes(sections: RopeSections | None) -> torch.Tensor | None:
     """Return each frequency's axis (time, row, column), int64 [head_size / 2], or None."""
     if sections is None:
         return None
@@ -438,7 +421,7 @@ def _rotary_axes(sections: RopeSections | None) -> torch.Tensor | None:
     # Built from Python ints: a fake device has no values to repeat by.
     axes_F = torch.tensor([axis for axis, count in enumerate(counts) for _ in range(count)])
     if sections.interleaved:
-        # Row and column take the second and third of every three frequencies.
+        # Of every three frequencies, time has the first, row the second and column the third.
         axes_F = torch.zeros(sum(counts), dtype=torch.int64)
         for axis in (1, 2):
             axes_F[axis : 3 * counts[axis] : 3] = axis
@@ -452,12 +435,11 @@ def build_stage(
     provider: Provider = "local",
     context_groups: ContextGroups | None = None,
 ) -> VLMStage:
-    """Build a part of the model on this device, with weights not yet initialized.
+    """Build part `part` of the model on this device, without initializing weights.
 
-    Megatron's parallel state must be initialized with the plan's sizes.
+    Megatron's parallel state must have the plan's sizes.
 
     Args:
-        part: index into the plan's stages.
         context_groups: from `create_context_groups`, or None if no packs are shared.
     """
     check_provider_of(plan, provider)
@@ -475,14 +457,26 @@ def build_stage(
     stage.context_groups = context_groups or {}
     _freeze(stage, plan)
     if plan.schedule.in_two:
-        _defer_weight_gradients(stage)
+        modules = list(stage.modules())
+        linears = [m for m in modules if isinstance(m, (*PARALLEL_LINEARS, StackedLinear))]
+        # A tied head uses the embedding's matrix.
+        tied: Any = stage.shared_embedding_or_output_weight()
+        weights = {linear: tied if linear.weight is None else linear.weight for linear in linears}
+        trained = {linear: weight for linear, weight in weights.items() if weight.requires_grad}
+        stage.deferred = DeferredWeights(trained.values())
+        for linear in trained:
+            if isinstance(linear, PARALLEL_LINEARS):
+                defer_linear(linear, stage.deferred)
+        for module in modules:
+            if isinstance(module, StackedExperts) and module.linear_fc1 in trained:
+                module.deferred = stage.deferred
     return stage.to(current_device())
 
 
 def build_encoders(
     plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
 ) -> VLMStage:
-    """Build a stage with all data-parallel encoders and nothing else."""
+    """Build a stage of all data-parallel encoders."""
     stage = VLMStage(
         plan.model,
         encoders_stage(plan.model),
@@ -496,7 +490,7 @@ def build_encoders(
 
 
 def tied_copies(plan: Plan) -> tuple[int, ...]:
-    """Return the two parts with copies of the tied matrix, empty if one part has both uses."""
+    """Return the two parts with copies of the tied matrix, empty if one part has both units."""
     stages = enumerate(plan.stages)
     return tuple(index for index, stage in stages if _holds_tied_copy(plan.model, stage))
 
@@ -506,8 +500,7 @@ def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
 
 
 def _freeze(stage: VLMStage, plan: Plan) -> None:
-    """Freeze the plan's frozen parts, and the base weights of parts with adapters, which are added
-    to the linears of their layers and projectors."""
+    """Freeze the plan's frozen parts and the base weights of adapted parts."""
     modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
         LANGUAGE: (stage.embedding, stage.language, stage.head)
     }
@@ -519,41 +512,25 @@ def _freeze(stage: VLMStage, plan: Plan) -> None:
         for module in modules.get(part, ()):  # empty for data-parallel encoders
             if module is not None:
                 module.requires_grad_(False)
-    if plan.adapters is None:
-        return
+    if plan.adapters is not None:
+        _add_adapters(stage, plan.adapters)
+
+
+def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
     for kind in unit_kinds(stage.model_config):
-        linears = adapted_linears(stage.model_config, kind, plan.adapters)
-        for owner in _modules_of(stage, kind) if linears else ():
+        linears = adapted_linears(stage.model_config, kind, adapters)
+        if not linears:
+            continue
+        block, owners = stage.blocks.get(kind.tower), list[Any]()
+        if not kind.is_layer:
+            owners = [stage.encoders[kind.tower].projector]
+        elif block is not None:
+            owners = [x for x in block.layers if kind.has_layer(x.layer_number - 1)]
+        for owner in (owner for owner in owners if owner is not None):
             groups = 1
             if kind.is_layer:
                 groups = owner.self_attention.num_query_groups_per_partition
-            owner.adapters = Adapters(owner, owner.config, linears, plan.adapters, groups)
-
-
-def _defer_weight_gradients(stage: VLMStage) -> None:
-    """Defer the weight-gradient products of trained linears."""
-    modules = list(stage.modules())
-    linears = [m for m in modules if isinstance(m, (*PARALLEL_LINEARS, StackedLinear))]
-    # A tied head uses the embedding's matrix.
-    tied: Any = stage.shared_embedding_or_output_weight()
-    weights = {linear: tied if linear.weight is None else linear.weight for linear in linears}
-    trained = {linear: weight for linear, weight in weights.items() if weight.requires_grad}
-    stage.deferred = DeferredWeights(trained.values())
-    for linear in trained:
-        if isinstance(linear, PARALLEL_LINEARS):
-            defer_linear(linear, stage.deferred)
-    for module in modules:
-        if isinstance(module, Experts) and module.linear_fc1 in trained:
-            module.deferred = stage.deferred
-
-
-def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
-    """Return the stage's layers or projector of a unit kind."""
-    if kind.is_layer:
-        layers = stage.blocks[kind.tower].layers if kind.tower in stage.blocks else []
-        return [layer for layer in layers if kind.has_layer(layer.layer_number - 1)]
-    projector = stage.encoders[kind.tower].projector
-    return [] if projector is None else [projector]
+            owner.adapters = Adapters(owner, owner.config, linears, adapters, groups)
 
 
 def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
@@ -573,11 +550,7 @@ def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
 
 
 def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, tuple[int, ...]]:
-    """Return shapes of tensors sent from part `cut` to `cut + 1`, in the order of `tensor_names`.
-
-    With sequence parallelism language hidden states are one rank's part; deepstack features are
-    whole.
-    """
+    """Return shapes of tensors sent from part `cut` to `cut + 1`, ordered as `tensor_names`."""
     model, before = plan.model, plan.stages[: cut + 1]
     width = model.language.hidden_size
 
@@ -592,6 +565,7 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
         if is_made and not any(number in stage.layers(LANGUAGE) for stage in before):
             shapes[feature.name] = (getattr(shape, model.encoders[feature.tower].feature), width)
     if are_done("language embed"):
+        # Hidden states are one rank's part of the sequence; deepstack features are not divided.
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
         shapes[LANGUAGE] = (shape.padded_tokens(plan.token_multiple) // parts, 1, width)
     else:
@@ -600,7 +574,7 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
             if are_done(projector_unit(model, name)):
                 shapes[name] = (items * tower.tokens_per_item, width)
             elif are_done(f"{name} embed"):
-                # Items as a batch, or images in one sequence.
+                # [V, B, H]: items as a batch, or all images as one sequence.
                 sizes = (items * tower.positions_per_item, 1)
                 if not isinstance(tower, ImagesEncoder):
                     sizes = (tower.positions_per_item, items)

@@ -50,9 +50,9 @@ def unpadded_size(model: ModelConfig, name: str) -> int | None:
 def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
     """Set Megatron-core's sharding attributes on every parameter.
 
-    Core sets them only if it draws the matrices itself. The optimizer needs them to count
-    replicated parameters once in the gradient norm.
+    The optimizer needs them to count replicated parameters once in the gradient norm.
     """
+    # Core sets them only if it draws the matrices itself.
     columns: Any = (ColumnParallelLinear, VocabParallelEmbedding, parts.column_linear)
     rows: Any = (RowParallelLinear, parts.row_linear)
     for module in stage.modules():
@@ -67,25 +67,25 @@ def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
             for parameter in module.linear_fc1.parameters():
                 parameter.partition_stride = 2
         if isinstance(module, StackedLinear):
-            # Over expert-parallel ranks: every tensor-parallel rank counts in the norm.
+            # Divided over expert-parallel ranks: the norm counts every tensor-parallel rank.
             divide(module.weight, dim=0)
     for parameter in stage.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
 def divide(parameter: Any, dim: int) -> None:
-    """Set core's attributes; Transformer Engine's parameters have some already."""
+    """Set core's attributes of a parameter divided along `dim`."""
+    # Not core's function, which refuses parameters with attributes, as Transformer Engine's have.
     parameter.tensor_model_parallel = True
     parameter.partition_dim, parameter.partition_stride = dim, 1
 
 
-Run: TypeAlias = tuple[int, int, int]
-"""Place in this rank's shard, place in the whole, and length along an axis."""
+ShardRun: TypeAlias = tuple[int, int, int]  # start in the shard, start in the full axis, length
 
 
 def own_runs(
     parameter: torch.nn.Parameter, axis: int, unpadded: int | None, group: dist.ProcessGroup
-) -> tuple[int, list[Run]]:
+) -> tuple[int, list[ShardRun]]:
     """Return an axis's unpadded size over all tensor-parallel ranks, and this rank's runs of it.
 
     Axes behind the second of an undivided parameter belong to the second. Padding is in no run.

@@ -8,7 +8,7 @@ from megatron.vlm.checkpoint.identity import CheckpointIdentity
 from megatron.vlm.checkpoint.save_load import load_opened_weights
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.model.stage import VLMStage, build_stage
-from megatron.vlm.step.evaluate import Question, micro_batch, read_media
+from megatron.vlm.step.evaluate import Question, question_batch, read_media
 from omnibal.data.sample import Sample
 from omnibal.job.plan import Plan
 from omnibal.model.config import PlainPrecision, load_cluster
@@ -45,10 +45,10 @@ def generate(
     question = Question(sample=sample, turn=turn, prompt=prompt)
     [units] = stages_from_cuts(stage.model_config, ())
     features = stage.encode(
-        micro_batch([question], {sample: read_media(reader, sample, units)}, reader)
+        question_batch([question], {sample: read_media(reader, sample, units)}, reader)
     )
     for _ in range(max_new_tokens):
-        batch = micro_batch([question], {}, reader)
+        batch = question_batch([question], {}, reader)
         token = int(stage.head_output(batch, stage.read_text(batch, dict(features))).item())
         if token == reader.answer_end:
             return

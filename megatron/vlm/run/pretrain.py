@@ -38,7 +38,7 @@ from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import ending_together
-from megatron.vlm.step.evaluate import Validation, evaluate
+from megatron.vlm.step.evaluate import Validation, evaluate_answers
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer
 from omnibal.base.block_cache import BlockCache
@@ -513,7 +513,7 @@ def evaluate_heldout(run: TrainingRun, trainer: Trainer, step: int) -> None:
     }
     with progress_of_rank(run.launch.rank) as progress:
         task = progress.add_task("answering held-out questions", total=None)
-        evaluation = evaluate(
+        evaluation = evaluate_answers(
             trainer,
             Caps.of(**caps),
             run.make_reader(run.heldout_data),

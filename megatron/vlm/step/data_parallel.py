@@ -34,22 +34,21 @@ Pass = Literal["forward", "backward", "both"]
 class TiedCopies:
     """Both copies of a tied matrix, on two stages or one."""
 
-    group: dist.ProcessGroup | None
-    """Ranks of both stages, or None if this stage holds both."""
+    group: dist.ProcessGroup | None  # ranks of both stages, or None if this stage holds both
 
-    def sum(self, held: Sequence[torch.Tensor]) -> None:
+    def sum(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set each local copy's gradient to the sum of both; collective over the group."""
         if self.group is not None:
-            for gradient in held:
+            for gradient in gradients:
                 dist.all_reduce(gradient, group=self.group)
-        elif held:
-            first, second = held
+        elif gradients:
+            first, second = gradients
             first += second
             second.copy_(first)
 
 
 class DataParallelOverlap:
-    """Gradients of one stage reduced and weights gathered while it computes.
+    """Reduces gradients and gathers weights of one stage while it computes.
 
     Core's DistributedDataParallel starts its buckets as gradients become ready and weights are
     used. Ranks with different packs differ in that order (a pack without images, or no pack), and
@@ -80,12 +79,12 @@ class DataParallelOverlap:
             for number, bucket in enumerate(self._buckets)
             for parameter in bucket.params
         }
-        self._missing: list[set[torch.nn.Parameter]] = []
-        self._begun = 0
-        self._in_last = set[int]()
+        self._missing: list[set[torch.nn.Parameter]] = []  # parameters not yet ready, by bucket
+        self._begun = 0  # buckets with a reduction in progress
+        self._in_last = set[int]()  # chunks in their last backward
         for chunk, model in enumerate(models):
             trained = [p for p in model.module.parameters() if p.requires_grad]
-            # On core's own nodes: after its hook, which adds the gradient to the bucket.
+            # Hooks on core's nodes run after core's hook, which adds the gradient to the bucket.
             deferred = model.module.deferred
             late = frozenset() if deferred is None else deferred.parameters
             for parameter, node in zip(trained, model.grad_accs, strict=True):
@@ -93,30 +92,28 @@ class DataParallelOverlap:
                     node.register_hook(partial(self._on_gradient, chunk, parameter))
             if deferred is not None:
                 deferred.on_gradient = partial(self._on_gradient, chunk)
-            for unit in _units(model.module):
-                # Core's hooks wait for the called module's parameters; fused operations use
-                # uncalled norms.
+            for unit in _list_waiting_units(model.module):
+                # Core's hooks wait for the parameters of called modules, but fused operations use
+                # norms without calling them.
                 own = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
                 unit.register_forward_pre_hook(partial(self._wait_for, own))
         self._mark_gathered()
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Run a step's micro-batches inside and begin the remaining reductions; core does not
-        count."""
+        """Run a step's micro-batches inside, then begin the remaining reductions."""
         self._missing = [set(bucket.params) for bucket in self._buckets]
         self._begun = 0
-        with ExitStack() as without_sums:
+        with ExitStack() as stack:
             for model in self._models:
-                without_sums.enter_context(model.no_sync())
+                stack.enter_context(model.no_sync())  # core does not count ready gradients
             yield
         self._in_last.clear()
-        # All on a rank without micro-batches, or parameters that a pack did not use.
+        # Buckets with parameters that the packs did not use: all on a rank without micro-batches.
         self._begin_up_to(len(self._buckets))
 
     def before_last_backward(self, chunk: int) -> None:
-        """Mark a chunk's gradients as ready once added to their bucket, for the last time if
-        deferred."""
+        """Let a chunk's gradients become ready from now on, in its last backward."""
         self._in_last.add(chunk)
 
     def _on_gradient(self, chunk: int, parameter: torch.nn.Parameter, *_: object) -> None:
@@ -151,6 +148,7 @@ class DataParallelOverlap:
     def wait_for_weights(self) -> None:
         """Wait until all weights are gathered, before they change or are read outside a forward."""
         for bucket in self._buckets:
+            # Core would begin the next bucket's gather, which has begun in this class's order.
             bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _wait_for(self, numbers: set[int], *_: object) -> None:
@@ -158,12 +156,12 @@ class DataParallelOverlap:
             self._buckets[number].finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _mark_gathered(self) -> None:
-        """Mark this rank's weights as gathered; core would gather them before the forward."""
+        # Otherwise core would gather unchanged weights before the forward.
         for bucket in self._buckets:
             bucket.param_gather_dispatched = True
 
 
-def _units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _list_waiting_units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for part in stage.children():
         if isinstance(part, PlannedBlock):
             yield from part.layers
@@ -179,12 +177,9 @@ class Replicated:
 
     models: Sequence[DistributedDataParallel]
     optimizer: ChainedOptimizer
-    reduction_groups: ProcessGroupCollection | None = None
-    """Process groups of the gradient reduction if not core's, as for encoders."""
-    tied: TiedCopies | None = None
-    """Copies of a tied matrix on this stage, if any."""
-    overlap: DataParallelOverlap | None
-    """Overlapped exchanges of data-parallel ranks, or None with one rank."""
+    reduction_groups: ProcessGroupCollection | None = None  # None for core's; encoders have others
+    tied: TiedCopies | None = None  # copies of a tied matrix on this stage, if any
+    overlap: DataParallelOverlap | None  # None for one data-parallel rank
 
     def zero_gradients(self) -> None:
         for model in self.models:
@@ -202,16 +197,16 @@ class Replicated:
         if self.overlap is None or not trains:
             yield None
             return
-        # All ranks must order exchanges of shared packs and reductions alike. They do if no last
-        # backward has exchanges, or all have them at the same points. A stage with several chunks
-        # has backwards after a chunk's last.
+        # Ranks must have one order of reductions and exchanges of shared packs, or NCCL deadlocks.
+        # They do if no last backward has exchanges, or all have them at the same points. With
+        # several chunks, other chunks' backwards follow a chunk's last.
         last = batches.shapes if len(self.models) > 1 else batches.shapes[-1:]
         may_overlap = batches.rows_are_full or all(shape.context == 1 for shape in last)
         with self.overlap.reducing():
             yield self.overlap.before_last_backward if may_overlap else None
 
     def finish_gradients(self, factor: float) -> None:
-        """Wait for gradient sums, with tied copies and tensor-parallel ranks, and scale them."""
+        """Finish sums over data- and tensor-parallel ranks and tied copies, and scale them."""
         finalize_model_grads([*self.models], pg_collection=self.reduction_groups)
         if self.tied is not None:
             stages = [model.module for model in self.models if model.module.holds_tied_copy]
@@ -221,7 +216,7 @@ class Replicated:
             model.scale_gradients(factor)
 
     def grad_norm(self) -> float:
-        # Core's `step` would clip to zero and step on momentum if only the norm overflows.
+        # Not core's `step`: if only the norm overflows, it clips to zero and steps on momentum.
         has_infinite = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         return math.inf if has_infinite else grad_norm
@@ -248,7 +243,7 @@ class Replicated:
             self.overlap.wait_for_weights()
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """Return all weights, replicated; trained weights are in core's buffers."""
+        """Return all weights; trained weights are views of core's buffers."""
         for model in self.models:
             yield from model.module.parameters()
 
@@ -269,8 +264,7 @@ class Sharded:
 
     models: Sequence[ShardedStage]
     optimizer: ShardedAdam
-    tied: TiedCopies | None = None
-    """This rank's shards of a tied matrix's copies on this stage, if any."""
+    tied: TiedCopies | None = None  # this rank's shards of a tied matrix on this stage, if any
 
     def zero_gradients(self) -> None:
         for model in self.models:
@@ -308,7 +302,7 @@ class Sharded:
         self.optimizer.step(clip_grad, grad_norm)
 
     def begin_gather(self, changed: bool) -> None:
-        """Do nothing, as the next two: every pass gathers and reduces."""
+        """Do nothing, as the next two methods: every pass gathers and reduces."""
 
     def discard_gradients(self) -> None: ...
 

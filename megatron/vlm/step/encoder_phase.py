@@ -30,17 +30,18 @@ from megatron.vlm.step.sharded import ShardedStage
 
 
 class BegunExchange:
-    """An all-to-all of rows in progress, `sent` to and `received` from each rank; no autograd.
+    """An all-to-all of rows in progress, without autograd.
 
-    Ranks of the group begin exchanges in the same order. Each ends once all ranks began it.
+    Args:
+        sent: rows to every rank.
+        received: rows from every rank.
     """
 
     def __init__(
         self, rows_SE: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> None:
         self._arriving = rows_SE.new_empty((sum(received), *rows_SE.shape[1:]))
-        # Held until sent.
-        self._leaving: torch.Tensor | None = rows_SE.contiguous()
+        self._leaving: torch.Tensor | None = rows_SE.contiguous()  # held until sent
         self._work: dist.Work | None = dist.all_to_all_single(
             self._arriving, self._leaving, received, sent, group=group, async_op=True
         )
@@ -58,55 +59,49 @@ class Encoders:
     """A rank's encoders and their process group."""
 
     stage: VLMStage
-    data_parallel: DataParallel | None
-    """Data-parallel wrapper, or None if replicated and frozen."""
+    data_parallel: DataParallel | None  # None if replicated and frozen
     group: dist.ProcessGroup
-    trained: frozenset[str]
-    """Encoders with trained weights, so that their features need a gradient."""
-    made: Mapping[str, tuple[str, ...]]
-    """Names of each encoder's outputs: its features, then deepstack features."""
+    trained: frozenset[str]  # encoders with trained weights, so that their features need a gradient
+    outputs: Mapping[str, tuple[str, ...]]  # names by encoder: features, then deepstack features
     trained_features: frozenset[str]
-    items_per_pass: Mapping[str, int]
-    """Maximum items per pass of each encoder."""
+    items_per_pass: Mapping[str, int]  # maximum items per pass of each encoder
 
     @property
-    def sharded(self) -> ShardedStage | None:
-        """Return the sharded stage if encoder weights are sharded."""
+    def sharded_stage(self) -> ShardedStage | None:
+        """Return the encoders' stage if their weights are sharded."""
         model = None if self.data_parallel is None else self.data_parallel.models[0]
         return model if isinstance(model, ShardedStage) else None
 
     @contextmanager
     def gather_weights(self, encodes: bool) -> Iterator[None]:
-        """Gather all weights if this rank encodes, as item counts differ in validation;
-        collective."""
-        with nullcontext() if self.sharded is None else self.sharded.gather_weights(stays=encodes):
+        """Gather all weights if this rank encodes in validation; collective."""
+        # Once, as ranks have different numbers of passes.
+        stage = self.sharded_stage
+        with nullcontext() if stage is None else stage.gather_weights(stays=encodes):
             yield
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return features of all items by encoder, without an exchange, in passes as in
-        training."""
+        """Return features of all items by output name, in passes as in training."""
         features = {}
         for name, encoder in self.stage.model_config.encoders.items():
             parts = batch.split_items(encoder.feature, self.items_per_pass[name])
             passes = [self.stage.encode(part, only=name) for part in parts]
-            for made in self.made[name]:
-                of_passes = [outputs[made] for outputs in passes]
-                features[made] = torch.cat(of_passes) if len(passes) > 1 else of_passes[0]
+            for output in self.outputs[name]:
+                tensors = [outputs[output] for outputs in passes]
+                features[output] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         return features
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _FinishedPass:
     """A finished pass of a trained encoder; without rows if only other ranks run it."""
 
     encoder: str
     is_kept: bool
     rows: int = 0
-    batch: MicroBatch | None = None
-    """Micro-batch that backward runs again, unless kept."""
-    output: torch.Tensor | None = None
-    """Output without data, if kept."""
+    batch: MicroBatch | None = None  # micro-batch that backward runs again, unless kept
+    output: torch.Tensor | None = None  # output without data, if kept
 
 
 class _Features:
@@ -114,58 +109,57 @@ class _Features:
 
     Args:
         trained: shares of trained encoders; their gradients are numbered separately.
-        made: names of each encoder's outputs.
-        coming: exchange that brings the features.
+        outputs: names of each encoder's outputs.
+        exchange: exchange that brings the features.
     """
 
     def __init__(
         self,
         shares: StepShares,
         trained: StepShares,
-        made: Mapping[str, tuple[str, ...]],
+        outputs: Mapping[str, tuple[str, ...]],
         micro_batches: int,
-        coming: BegunExchange,
+        exchange: BegunExchange,
     ) -> None:
-        self._route, self._made = shares.route, made
+        self._route, self._outputs = shares.route, outputs
+        # By micro-batch, rows of every encoder: in R, and in Q.
         self._slices = shares.slices(micro_batches)
         self._gradient_slices = trained.slices(micro_batches)
-        self._coming: BegunExchange | None = coming
+        self._exchange: BegunExchange | None = exchange
         self._rows_RE: torch.Tensor | None = None
         self._gradients_QE: torch.Tensor | None = None
-        # Fake devices skip micro-batches; their rows stay.
-        self._left = len(self._slices)
+        # Fake devices skip micro-batches, whose rows stay.
+        self._remaining = len(self._slices)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        """Return a micro-batch's features by name, as views. The last call drops the rows."""
-        views = self._views(self._wait_rows(), self._slices[micro_batch])
-        self._left -= 1
-        if not self._left:
+        """Return a micro-batch's features by name, as views; the last call drops the rows."""
+        if self._rows_RE is None:
+            assert self._exchange is not None, "features come once"
+            # Every reference is dropped early, as `memory_of_encoders` counts these tensors.
+            exchange, self._exchange = self._exchange, None
+            arrived_PE = exchange.wait()
+            del exchange
+            part_PE = _take_slices(arrived_PE, self._route.received_slices)
+            del arrived_PE
+            self._rows_RE = _gather_rows(part_PE, self._route.parts)
+            self._gradients_QE = self._zero_gradients(self._rows_RE)
+        views = self._views(self._rows_RE, self._slices[micro_batch])
+        self._remaining -= 1
+        if not self._remaining:
             self._rows_RE = None
         return {feature: view.detach() for feature, view in views.items()}
 
     def _views(self, rows_RE: torch.Tensor, slices: Mapping[str, slice]) -> dict[str, torch.Tensor]:
-        """Return views of the rows by feature; an item's deepstack rows follow its own."""
+        """Return views [K, E] of the rows by output name."""
         views = dict[str, torch.Tensor]()
         for name, own in slices.items():
-            names = self._made[name]
+            names = self._outputs[name]
+            # A token's deepstack rows follow its feature: [K, outputs, E].
             rows = rows_RE[own].unflatten(0, ((own.stop - own.start) // len(names), len(names)))
             views |= dict(zip(names, rows.unbind(1), strict=True))
         return views
 
-    def _wait_rows(self) -> torch.Tensor:
-        if self._rows_RE is None:
-            assert self._coming is not None, "features come once"
-            # `memory_of_encoders` counts these tensors: drop references early.
-            coming, self._coming = self._coming, None
-            arrived_PE = coming.wait()
-            del coming
-            part_PE = _take_slices(arrived_PE, self._route.received_slices)
-            del arrived_PE
-            self._rows_RE = _gather_rows(part_PE, self._route.parts)
-            self._gradients_QE = self._no_gradients(self._rows_RE)
-        return self._rows_RE
-
-    def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
+    def store_gradients(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         """Store a micro-batch's gradients; features without any stay 0."""
         assert self._gradients_QE is not None, "after the micro-batch's forward"
         views = self._views(self._gradients_QE, self._gradient_slices[micro_batch])
@@ -173,21 +167,21 @@ class _Features:
             views[feature].copy_(message[feature])
 
     def take_gradients(self, like: torch.Tensor) -> torch.Tensor:
-        """Return gradients of trained features, [Q, E], like `like`, and free them here."""
+        """Return gradients of trained features, [Q, E], and free them here."""
         gradients_QE, self._gradients_QE, self._rows_RE = self._gradients_QE, None, None
-        return self._no_gradients(like) if gradients_QE is None else gradients_QE
+        return self._zero_gradients(like) if gradients_QE is None else gradients_QE
 
-    def _no_gradients(self, like: torch.Tensor) -> torch.Tensor:
-        slices = [own for of_pack in self._gradient_slices for own in of_pack.values()]
+    def _zero_gradients(self, like: torch.Tensor) -> torch.Tensor:
+        slices = [own for by_name in self._gradient_slices for own in by_name.values()]
         rows = sum(own.stop - own.start for own in slices)
         return like.new_zeros((rows, like.shape[1]))
 
     def finish(self) -> None:
         """Wait for the features of a pipeline without micro-batches."""
         self._rows_RE = None
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
 
 
 class EncoderStep:
@@ -198,24 +192,41 @@ class EncoderStep:
         self._encoders, self._batches, self._clock = encoders, batches, clock
         self._shares = batches.encoding
         self._trained = self._shares.select_encoders(encoders.trained)
-        self._made: list[_Made] = []
-        # Set after encoding on ranks that embed tokens; other ranks only send.
+        self._finished: list[_FinishedPass] = []
+        # After encoding, features on ranks that embed tokens; other ranks only send.
         self._features: _Features | None = None
         self._leaving: BegunExchange | None = None
 
     @property
-    def trained(self) -> frozenset[str]:
-        made = (feature for name in self._trained.items for feature in self._encoders.made[name])
-        return frozenset(made) & self._encoders.trained_features
+    def trained_outputs(self) -> frozenset[str]:
+        """Return the names of features that need a gradient."""
+        outputs = self._encoders.outputs
+        names = (output for name in self._trained.items for output in outputs[name])
+        return frozenset(names) & self._encoders.trained_features
 
     def encode(self) -> None:
         """Encode this rank's share and begin sending it, without waiting."""
         route = self._shares.route
-        leaving_SE = _take_slices(self._encode_all(), route.sent_slices)
+        rows, shares = [self._no_rows()], self._shares
+        for name in shares.items:
+            for is_kept in (True, False):
+                own = shares.passes_of(name, is_kept)
+                rows += [self._encode(planned) for planned in own]
+                # Join the weight exchanges of other ranks' further passes.
+                for _ in range(shares.max_passes.get((name, is_kept), 0) - len(own)):
+                    self._begin_pass(name, is_kept, backward=False)
+                    if name in self._encoders.trained:
+                        self._finished.append(_FinishedPass(name, is_kept))
+        self._finish_pass()
+        self._clock.switch(Phase.EXCHANGE)
+        rows_SE = torch.cat(rows)
+        rows.clear()  # freed before slices are copied
+        leaving_SE = _take_slices(rows_SE, route.sent_slices)
+        del rows_SE
         exchange = BegunExchange(leaving_SE, route.sent, route.received, self._encoders.group)
         if self._shares.embeds_tokens:
             self._features = _Features(
-                self._shares, self._trained, self._encoders.made, len(self._batches), exchange
+                self._shares, self._trained, self._encoders.outputs, len(self._batches), exchange
             )
         else:
             self._leaving = exchange
@@ -224,7 +235,7 @@ class EncoderStep:
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
         """Return a micro-batch's features; waits for the step's exchange."""
         self._clock.switch(Phase.EXCHANGE)
-        assert self._features is not None, "where tokens are embedded"
+        assert self._features is not None, "tokens are embedded here"
         return self._features.take(micro_batch)
 
     def free_sent(self) -> None:
@@ -233,10 +244,10 @@ class EncoderStep:
             self._leaving.wait()
             self._leaving = None
 
-    def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
+    def store_gradients(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         if message:
-            assert self._features is not None, "where tokens are embedded"
-            self._features.put(micro_batch, message)
+            assert self._features is not None, "tokens are embedded here"
+            self._features.store_gradients(micro_batch, message)
 
     def finish(self) -> None:
         """Send gradients back and run this rank's backward, after the stage's last operation."""
@@ -248,7 +259,8 @@ class EncoderStep:
             self._features.finish()
 
     def _exchange_gradients(self) -> torch.Tensor:
-        """Exchange gradients; return the gradients of this rank's features, [S, E]."""
+        """Send gradients to their encoders; return the gradients of this rank's rows, [S, E]."""
+        # A function of its own, so that its tensors are freed before the encoders' backward.
         route, back_PE = self._trained.route, self._no_rows()
         self._clock.switch(Phase.EXCHANGE)
         if self._features is not None:
@@ -265,40 +277,25 @@ class EncoderStep:
     def _backward(self) -> None:
         gradients_SE = self._exchange_gradients()
         start = 0
-        self._made.reverse()
-        while self._made:
-            made = self._made.pop()
-            self._differentiate(made, gradients_SE[start : start + made.rows])
-            start += made.rows
-        self._finish()
+        self._finished.reverse()
+        while self._finished:  # popped, so that every pass's graph is freed after its backward
+            finished = self._finished.pop()
+            self._differentiate(finished, gradients_SE[start : start + finished.rows])
+            start += finished.rows
+        self._finish_pass()
         self._clock.switch(Phase.WAIT)
 
-    def _encode_all(self) -> torch.Tensor:
-        """Run all passes; return their rows in order, [S, E]."""
-        rows, shares = [self._no_rows()], self._shares
-        for name in shares.items:
-            for is_kept in (True, False):
-                own = shares.passes_of(name, is_kept)
-                rows += [self._encode(planned) for planned in own]
-                # Join exchanges of other ranks' extra passes.
-                for _ in range(shares.max_passes.get((name, is_kept), 0) - len(own)):
-                    self._begin(name, is_kept, backward=False)
-                    if name in self._encoders.trained:
-                        self._made.append(_Made(name, is_kept))
-        self._finish()
-        self._clock.switch(Phase.EXCHANGE)
-        return torch.cat(rows)
-
-    def _begin(self, encoder: str, is_kept: bool, *, backward: bool) -> None:
-        """Begin the weight exchanges of a pass, if sharded; other ranks' passes need no more."""
-        if self._encoders.sharded is not None:
-            self._encoders.sharded.begin_pass(
+    def _begin_pass(self, encoder: str, is_kept: bool, *, backward: bool) -> None:
+        """Begin the weight exchanges of a pass, if sharded, which suffices for others' passes."""
+        if self._encoders.sharded_stage is not None:
+            # A pass that is not kept runs its forward again in backward.
+            self._encoders.sharded_stage.begin_pass(
                 encoder, forward=not (backward and is_kept), backward=backward
             )
 
-    def _finish(self) -> None:
-        if self._encoders.sharded is not None:
-            self._encoders.sharded.finish_pass()
+    def _finish_pass(self) -> None:
+        if self._encoders.sharded_stage is not None:
+            self._encoders.sharded_stage.finish_pass()
 
     def _encode(self, planned: EncoderPass) -> torch.Tensor:
         """Run a pass; return its features without a graph."""
@@ -307,32 +304,33 @@ class EncoderStep:
         self._clock.switch(Phase.ENCODER)
         name, is_kept = planned.encoder, planned.is_kept
         is_trained = name in self._encoders.trained
-        self._begin(name, is_kept, backward=False)
+        self._begin_pass(name, is_kept, backward=False)
         with torch.set_grad_enabled(is_trained and is_kept):
             output = self._run(name, batch)
         rows_SE = output.detach()
         if is_trained and is_kept:
             output.data = output.new_empty(1)  # only its graph is needed
-            self._made.append(_Made(name, is_kept, len(rows_SE), output=output))
+            self._finished.append(_FinishedPass(name, is_kept, len(rows_SE), output=output))
         elif is_trained:
-            self._made.append(_Made(name, is_kept, len(rows_SE), batch=batch))
+            self._finished.append(_FinishedPass(name, is_kept, len(rows_SE), batch=batch))
         return rows_SE
 
-    def _differentiate(self, made: _Made, gradients_SE: torch.Tensor) -> None:
-        if made.rows:
+    def _differentiate(self, finished: _FinishedPass, gradients_SE: torch.Tensor) -> None:
+        if finished.rows:
             self._clock.switch(Phase.ENCODER)
-        self._begin(made.encoder, made.is_kept, backward=True)
-        if made.output is not None:
-            custom_backward(made.output, gradients_SE)
-        elif made.batch is not None:
-            torch.autograd.backward(self._run(made.encoder, made.batch), gradients_SE)
+        self._begin_pass(finished.encoder, finished.is_kept, backward=True)
+        if finished.output is not None:
+            custom_backward(finished.output, gradients_SE)  # accepts an output with freed data
+        elif finished.batch is not None:
+            torch.autograd.backward(self._run(finished.encoder, finished.batch), gradients_SE)
 
     def _run(self, encoder: str, batch: MicroBatch) -> torch.Tensor:
-        made = self._encoders.stage.encode(batch, only=encoder)
-        features = [made[name] for name in self._encoders.made[encoder]]
+        """Run an encoder; return the rows of all outputs, an item's together."""
+        outputs = self._encoders.stage.encode(batch, only=encoder)
+        features = [outputs[name] for name in self._encoders.outputs[encoder]]
         if len(features) == 1:
             return features[0]
-        # Rows of an item are adjacent. Not a view, which would keep memory in a kept graph.
+        # Not a view of the stacked tensor, which would keep its memory in a kept graph.
         rows_SE = torch.stack(features, 1).flatten(0, 1)
         return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
 
@@ -343,11 +341,12 @@ class EncoderStep:
 
 
 def _take_slices(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """Return the rows of these slices, concatenated: all rows in another order."""
+    """Return all rows in the order of these slices."""
     return rows_RE if len(slices) < 2 else torch.cat([rows_RE[place] for place in slices])
 
 
 def _restore_order(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
+    """Return the rows in the order before `_take_slices`."""
     if len(slices) < 2:
         return rows_RE
     restored_RE = torch.empty_like(rows_RE)
@@ -359,15 +358,16 @@ def _restore_order(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tens
 
 def _gather_rows(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
     """All-gather a pipeline's rows over tensor-parallel ranks, [R, E]."""
-    most = max(parts)
-    if len(parts) == 1 or not most:
+    size = max(parts)
+    if len(parts) == 1 or not size:
         return part_PE
-    every = part_PE.new_empty((len(parts) * most, part_PE.shape[1]))
-    is_even = min(parts) == most
-    padded = part_PE if is_even else F.pad(part_PE, (0, 0, 0, most - len(part_PE)))
+    all_rows = part_PE.new_empty((len(parts) * size, part_PE.shape[1]))
+    # NCCL's all-gather takes equal parts only.
+    is_even = min(parts) == size
+    padded = part_PE if is_even else F.pad(part_PE, (0, 0, 0, size - len(part_PE)))
     group = parallel_state.get_tensor_model_parallel_group()
-    dist.all_gather_into_tensor(every, padded, group=group)
+    dist.all_gather_into_tensor(all_rows, padded, group=group)
     if is_even:
-        return every
+        return all_rows
     del padded
-    return torch.cat([every[i * most :][:rows] for i, rows in enumerate(parts)])
+    return torch.cat([all_rows[i * size :][:rows] for i, rows in enumerate(parts)])

@@ -28,20 +28,18 @@ from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, Valida
 from omnibal.model.limits import Caps
 from omnibal.pipeline.stage_units import Stage
 
-_KIND_OF_PLAIN_DATA = "all"
+_DEFAULT_KIND = "all"
 
-Media: TypeAlias = Mapping[Sample, Mapping[str, torch.Tensor]]
-"""Encoder inputs of samples, by field of a micro-batch; empty if no encoder runs."""
+# By sample and field of a micro-batch; empty if no encoder runs.
+EncoderInputs: TypeAlias = Mapping[Sample, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
     """This data-parallel rank's held-out packs; may be empty."""
 
-    batches: Callable[[], MicroBatchStream]
-    """Function that reads the packs from the start, as this stage needs them."""
-    slots: int = 0
-    """Micro-batches of the rank, with empty ones to join other ranks."""
+    batches: Callable[[], MicroBatchStream]  # reads the packs from the start, for this stage
+    slots: int = 0  # micro-batches including empty micro-batches for lockstep ranks
 
 
 def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
@@ -74,7 +72,7 @@ class Question:
         return len(self.prompt.token_ids) + len(self.answer_ids)
 
 
-def evaluate(
+def evaluate_answers(
     trainer: Trainer,
     caps: Caps,
     reader: SampleReader,
@@ -84,10 +82,10 @@ def evaluate(
     samples: int,
     max_new_tokens: int,
 ) -> Evaluation:
-    """Ask all questions and compare answers within `caps`; collective, with equal results on all
-    ranks.
+    """Return answers to all questions, equal on all ranks; collective.
 
     Args:
+        caps: limits of the questions of a micro-batch.
         on_progress: receives (answered, total) questions of this rank.
         samples: number of samples, evenly spaced over the held-out data.
     """
@@ -122,10 +120,9 @@ def _list_questions(reader: SampleReader, samples: int, max_new_tokens: int) -> 
 def _split_waves(
     questions: Sequence[Question], caps: Caps, micro_batches: int, room: int
 ) -> Iterator[list[list[Question]]]:
-    """Split questions into waves of a few pipelines of micro-batches, within the caps if
-    possible."""
+    """Yield waves of `micro_batches` groups of questions, within the caps if possible."""
     groups: list[list[Question]] = []
-    filled: Counter[str] = Counter()
+    filled: Counter[str] = Counter()  # of the last group, by feature
     for question in questions:
         needed = Counter({**question.prompt.items, "tokens": question.tokens + room})
         if not groups or any(filled[name] + needed[name] > caps[name] for name in caps.names):
@@ -141,21 +138,22 @@ def _split_waves(
 def _answer_wave(
     trainer: Trainer, reader: SampleReader, wave: list[list[Question]], max_new_tokens: int
 ) -> None:
-    """Generate `answer_ids` of the wave's questions; finished questions leave the next round."""
+    """Generate `answer_ids` of a wave's questions, a token of each per round."""
     samples = {question.sample for group in wave for question in group}
-    media = {sample: read_media(reader, sample, trainer.forward_units) for sample in samples}
+    inputs = {sample: read_media(reader, sample, trainer.forward_units) for sample in samples}
     active, links = wave, trainer.links
+    # No KV cache: every round runs the whole text again, but media are read once.
     for _ in range(max_new_tokens):
         slots = trainer.max_in_lockstep(len(active))
         if not slots:
             break
         batches = MicroBatchStream(
-            batches=(micro_batch(group, media, reader) for group in active),
+            batches=(question_batch(group, inputs, reader) for group in active),
             shapes=[_shape(group) for group in active],
         )
         outputs = trainer.run_forward(trainer.append_empty(batches, slots, answers=True))
         asked = [question for group in active for question in group]
-        # From the last stage, so that all stages continue alike.
+        # Broadcast by the last stage, so that all stages continue with the same questions.
         next_ids = torch.zeros(len(asked), dtype=torch.int64, device=current_device())
         if links.is_last:
             next_ids = torch.cat(outputs)
@@ -186,19 +184,22 @@ def read_media(reader: SampleReader, sample: Sample, units: Stage) -> dict[str, 
     return media
 
 
-def micro_batch(group: list[Question], media: Media, reader: SampleReader) -> MicroBatch:
-    """Return questions with their answers so far, and their media if encoders run."""
+def question_batch(
+    group: list[Question], inputs: EncoderInputs, reader: SampleReader
+) -> MicroBatch:
+    """Return questions with their answers so far, and encoder inputs if encoders run."""
     shape, segment_tokens = _shape(group), [question.tokens for question in group]
     prompts = [question.prompt for question in group]
     fields = {
-        name: torch.cat([media[q.sample][name][: q.prompt.items_of_field[name]] for q in group])
-        for name in media.get(group[0].sample, {})
+        # Only items of turns up to the question's.
+        name: torch.cat([inputs[q.sample][name][: q.prompt.items_of_field[name]] for q in group])
+        for name in inputs.get(group[0].sample, {})
     }
     answered = [len(question.answer_ids) for question in group]
     # A generated image placeholder token shows no image.
     asked = [
-        np.pad(prompt.token_ids, (0, more), constant_values=-1)
-        for prompt, more in zip(prompts, answered, strict=True)
+        np.pad(prompt.token_ids, (0, count), constant_values=-1)
+        for prompt, count in zip(prompts, answered, strict=True)
     ]
     asked_S = torch.from_numpy(np.concatenate(asked))
     if reader.model.language.rope_sections is not None:
@@ -216,21 +217,20 @@ def micro_batch(group: list[Question], media: Media, reader: SampleReader) -> Mi
         token_ids_S=torch.from_numpy(np.concatenate(token_ids)),
         image_positions_M=reader.image_positions(asked_S),
         audio_positions_N=reader.audio_positions(asked_S),
-        answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
+        answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),  # last tokens
         **fields,
     ).to(current_device())
 
 
 def _compare_answer(question: Question, reader: SampleReader) -> EvaluatedAnswer:
     turn = question.sample.turns[question.turn]
-    end = reader.answer_end
-    words = list(takewhile(end.__ne__, question.answer_ids))
+    words = list(takewhile(reader.answer_end.__ne__, question.answer_ids))
     return EvaluatedAnswer(
         sample=question.sample.identity,
         question=turn.question,
         expected=expected_answer(turn.answer, reader.model, reader.tokenizer),
         answered=reader.tokenizer.decode(words),
-        kind=turn.kind or _KIND_OF_PLAIN_DATA,
+        kind=turn.kind or _DEFAULT_KIND,
     )
 
 
@@ -240,6 +240,7 @@ def _score_answers(answers: list[EvaluatedAnswer], step: int) -> Evaluation:
         by_kind[answer.kind].append(answer)
     kinds = []
     for kind, members in sorted(by_kind.items(), key=lambda item: (-len(item[1]), item[0])):
+        # Chance: always answering with the most frequent answer.
         most_common = Counter(answer.expected for answer in members).most_common(1)[0][1]
         kinds.append(
             KindAccuracy(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -12,29 +12,25 @@ from megatron.core import parallel_state
 from megatron.vlm.backend import current_device
 from megatron.vlm.model.groups import create_own_group
 from megatron.vlm.model.stage import ByTower
-from megatron.vlm.step.stage_messages import Channel, Content, Message
+from megatron.vlm.step.stage_messages import Channel, Content, StageMessage
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 
-MessageShapes = Mapping[str, tuple[int, ...]]
-"""Shapes of a message's tensors by tower, in sending order."""
+MessageShapes = Mapping[str, tuple[int, ...]]  # shapes of tensors by tower, in sending order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLinks:
-    """This stage's rank in its pipeline, its parts of the model, and its channels.
-
-    Activations and gradients use separate process groups, and interleaved stages use two more for
-    the opposite directions. Under NCCL a pair has one queue per group: with one direction per group
-    no message waits for another channel.
-    """
+    """This stage's rank in its pipeline, its parts of the model, and its channels."""
 
     rank: int
-    ranks: Sequence[int]
+    ranks: Sequence[int]  # global, by stage
+    # Under NCCL a pair of ranks has one queue per group. With a group for each content and
+    # direction no message waits for another channel.
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
+    # Activations to earlier stages and gradients to later stages, if interleaved.
     other_way: Sequence[dist.ProcessGroup] = ()
-    """Groups of activations to earlier stages and gradients to later stages, if interleaved."""
 
     @property
     def size(self) -> int:
@@ -69,11 +65,10 @@ class PipelineLinks:
     def inbox(
         self,
         channel: Channel,
-        messages: Sequence[Message],
+        messages: Sequence[StageMessage],
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
     ) -> "Inbox":
-        """Make an inbox for a step's messages on a channel to this stage."""
         return Inbox(messages, shapes, dtype, self.ranks[channel.source], self.group(channel))
 
     def outbox(self, channel: Channel, *, waits: bool) -> "Outbox":
@@ -83,9 +78,10 @@ class PipelineLinks:
         """Return connected links for a schedule; collective over all ranks."""
         if schedule.chunks == 1:
             return replace(self, schedule=schedule)
-        links = replace(self, schedule=schedule, other_way=_two_groups())
-        connected = set(_channels(self))
-        _connect(links, (channel for channel in _channels(links) if channel not in connected))
+        links = replace(self, schedule=schedule, other_way=_create_group_pair())
+        connected = set(_list_channels(self))
+        added = (channel for channel in _list_channels(links) if channel not in connected)
+        _connect_channels(links, added)
         return links
 
 
@@ -98,22 +94,22 @@ def all_pipelines() -> list[list[int]]:
 
 def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> PipelineLinks:
     """Create this stage's links, after `initialize_model_parallel`; collective over all ranks."""
-    activations, gradients = _two_groups()
+    activations, gradients = _create_group_pair()
     links = kind(
         rank=parallel_state.get_pipeline_model_parallel_rank(),
         ranks=dist.get_process_group_ranks(activations),
         activations=activations,
         gradients=gradients,
     )
-    _connect(links, _channels(links))
+    _connect_channels(links, _list_channels(links))
     return links
 
 
-def _two_groups() -> list[dist.ProcessGroup]:
+def _create_group_pair() -> list[dist.ProcessGroup]:
     return [create_own_group(all_pipelines()) for _ in range(2)]
 
 
-def _channels(links: PipelineLinks) -> list[Channel]:
+def _list_channels(links: PipelineLinks) -> list[Channel]:
     """Return all channels of the pipeline, in the order of the cuts."""
     stages = [links.stage_of(part) for part in range(links.last_part + 1)]
     channels = [
@@ -128,11 +124,10 @@ def _channels(links: PipelineLinks) -> list[Channel]:
     return list(dict.fromkeys(channels))
 
 
-def _connect(links: PipelineLinks, channels: Iterable[Channel]) -> None:
-    """Send one number over every channel in turn, as NCCL connects a pair in its first transfer.
-
-    In training, neighbours would begin with different connections and block each other.
-    """
+def _connect_channels(links: PipelineLinks, channels: Iterable[Channel]) -> None:
+    """Send a number over every channel in turn; collective over the pipeline."""
+    # NCCL connects a pair in its first transfer, which blocks until both take part. In training,
+    # neighbours would begin with different pairs and block each other.
     token = torch.zeros(1, device=current_device())
     for channel in channels:
         group = links.group(channel)
@@ -145,64 +140,68 @@ def _connect(links: PipelineLinks, channels: Iterable[Channel]) -> None:
 class Inbox:
     """Messages of known shapes on one channel, in sending order.
 
-    Receives are posted on use, or after the previous message and the launch of `after`.
+    A receive is posted on use, or after the previous message and the launch of operation `after`.
     """
 
     def __init__(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[StageMessage],
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
         source_rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        self._messages = list(zip(messages, shapes, strict=True))[::-1]
+        self._messages = list(zip(messages, shapes, strict=True))[::-1]  # the next is last
         self._dtype, self._source_rank, self._group = dtype, source_rank, group
-        self._coming: tuple[Message, dict[str, torch.Tensor], list[dist.Work | None]] | None = None
-        self._here: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        # At most one pending message, with its tensors and receives.
+        self._pending: tuple[StageMessage, dict[str, torch.Tensor], list[Any]] | None = None
+        # Messages that arrived before their operation, by cut and micro-batch.
+        self._arrived: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
-    def _ask(self) -> None:
+    def _post_next(self) -> None:
         message, shapes = self._messages.pop()
         tensors = {
             name: torch.empty(shape, dtype=self._dtype, device=current_device())
             for name, shape in shapes.items()
         }
-        self._coming = message, tensors, [self._begin(t) for t in tensors.values() if t.numel()]
+        # Empty tensors are not sent.
+        self._pending = message, tensors, [self._begin(t) for t in tensors.values() if t.numel()]
 
     def _begin(self, tensor: torch.Tensor) -> dist.Work | None:
         return dist.irecv(tensor, self._source_rank, group=self._group)
 
     def post_receives(self, position: int) -> None:
         """Post the next receive if allowed after the launch of operation `position`."""
-        if self._coming is None and self._messages:
+        if self._pending is None and self._messages:
             after = self._messages[-1][0].after
             if after is not None and after <= position:
-                self._ask()
+                self._post_next()
 
     def take(self, cut: int, micro_batch: int, position: int) -> dict[str, torch.Tensor]:
         """Wait for the message that operation `position` needs; return its tensors by tower."""
-        while (cut, micro_batch) not in self._here:
-            if self._coming is None:
-                self._ask()
-            assert self._coming is not None
-            message, tensors, works = self._coming
+        while (cut, micro_batch) not in self._arrived:
+            if self._pending is None:
+                self._post_next()
+            assert self._pending is not None
+            message, tensors, works = self._pending
             for work in works:
                 if work is not None:
-                    work.wait()
-            self._here[message.cut, message.micro_batch] = tensors
-            self._coming = None
-        self.post_receives(position - 1)
-        return self._here.pop((cut, micro_batch))
+                    work.wait()  # under NCCL the stream waits, not the host
+            self._arrived[message.cut, message.micro_batch] = tensors
+            self._pending = None
+        self.post_receives(position - 1)  # this operation is not launched yet
+        return self._arrived.pop((cut, micro_batch))
 
 
 class Outbox:
-    """Messages on one channel, held until sent; with `waits`, one send at a time."""
+    """Messages on one channel; with `waits`, at most one at a time."""
 
     def __init__(self, target_rank: int, group: dist.ProcessGroup, *, waits: bool) -> None:
         self._target_rank, self._group, self._waits = target_rank, group, waits
+        # Holds tensors until sent: the allocator must not reuse their memory before.
         self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
-    def put(self, message: ByTower) -> None:
+    def send(self, message: ByTower) -> None:
         if self._waits:
             self.flush()
         self._leaving = [sending for sending in self._leaving if not sending[1].is_completed()]

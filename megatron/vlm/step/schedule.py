@@ -2,8 +2,8 @@
 
 A stage runs the list of `omnibal.pipeline.schedules` that the planner simulates. Megatron-core's
 `variable_seq_lengths` sends each shape first, synchronises the device and reads the shape on the
-host. Here the plan gives every stage all counts: receives are posted while the stage computes, and
-a send waits only for the one before it. `messages.py` has the proof that no stage deadlocks.
+host. Here the plan gives every stage all shapes: receives are posted while the stage computes, and
+a send waits only for the previous send. `stage_messages.py` has the proof that no stage deadlocks.
 
 A message carries one micro-batch over one cut: a tensor per encoder before the language embed, or
 one after it, and deepstack features (`boundary_shapes`). Tensors that a stage only forwards are not
@@ -24,7 +24,7 @@ from megatron.vlm.model.stage import ByTower, boundary_shapes, tensor_names
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.encoder_phase import EncoderStep
 from megatron.vlm.step.links import Inbox, MessageShapes, Outbox, PipelineLinks
-from megatron.vlm.step.stage_messages import Content, Message, step_messages
+from megatron.vlm.step.stage_messages import Content, StageMessage, step_messages
 from omnibal.job.plan import Plan
 from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import operation_graph
@@ -32,13 +32,11 @@ from omnibal.pipeline.schedules import FORWARD_ONLY, ChunkPass, Pass, ScheduleRu
 from omnibal.pipeline.stage_units import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
-
-
+# Called with the next pass (forward, backward, or both of one micro-batch) and its chunk.
 BeginPass = Callable[[Literal["forward", "backward", "both"], int], None]
-"""Callback with the next pass (forward, backward, or both of one micro-batch) and its chunk."""
 
 
-def _whole_stage(_: str, __: int) -> None:
+def _need_no_weights(_: str, __: int) -> None:
     """Do nothing: a replicated stage is ready for any pass."""
 
 
@@ -47,9 +45,10 @@ class _HeldBatches:
 
     def __init__(self, batches: MicroBatchStream, units: Sequence[Stage]) -> None:
         self._batches, self._read = batches, 0
-        later = [units[chunk + 1 :] for chunk in range(len(units))]
-        self._left = [
-            Stage(units=tuple(span for stage in stages for span in stage.units)) for stages in later
+        # By chunk, units of all later chunks: they still need their fields of a micro-batch.
+        self._later = [
+            Stage(units=tuple(span for stage in units[chunk + 1 :] for span in stage.units))
+            for chunk in range(len(units))
         ]
         self._held: dict[int, MicroBatch] = {}
 
@@ -58,9 +57,9 @@ class _HeldBatches:
         while self._read <= micro_batch:
             self._held[self._read] = self._batches.take(self._read)
             self._read += 1
-        batch, left = self._held.pop(micro_batch), self._left[chunk]
-        if left.units:
-            self._held[micro_batch] = batch.for_units(left)
+        batch, later = self._held.pop(micro_batch), self._later[chunk]
+        if later.units:
+            self._held[micro_batch] = batch.for_units(later)
         return batch
 
 
@@ -73,24 +72,25 @@ class _Mail:
         graph = operation_graph(rule, links.size, links.schedule.chunks, len(batches))
         self.links, self.operations = links, graph.schedule.operations[links.rank]
         self._plan, self._shapes = plan, batches.shapes
+        # Towers with gradients over each cut; cuts without any are absent.
         cuts = range(links.last_part)
         self.trained = {cut: towers for cut in cuts if (towers := plan.trained_towers(cut))}
-        """Towers with gradients over each cut; only cuts that have any."""
         step = step_messages(graph, frozenset(self.trained))
-        self._staying: dict[tuple[Content, int, int], dict[str, torch.Tensor]] = {}
+        # Messages between chunks of this stage, by content, cut and micro-batch.
+        self._local: dict[tuple[Content, int, int], dict[str, torch.Tensor]] = {}
         self._inboxes: dict[tuple[int, Content], Inbox] = {}
         self._outboxes: dict[tuple[int, Content], Outbox] = {}
         dtype = parameter_dtype(plan.precision)
         for channel, messages in step.channels.items():
             if channel.target == links.rank:
-                shapes = [self._shapes_of(channel.content, message) for message in messages]
+                shapes = [self._find_shapes(channel.content, message) for message in messages]
                 inbox = links.inbox(channel, messages, shapes, dtype)
                 self._inboxes[channel.source, channel.content] = inbox
             if channel.source == links.rank:
                 outbox = links.outbox(channel, waits=step.sends_wait)
                 self._outboxes[channel.target, channel.content] = outbox
 
-    def _shapes_of(self, content: Content, message: Message) -> MessageShapes:
+    def _find_shapes(self, content: Content, message: StageMessage) -> MessageShapes:
         shapes = boundary_shapes(self._plan, message.cut, self._shapes[message.micro_batch])
         if content is Content.ACTIVATIONS:
             return shapes
@@ -103,17 +103,17 @@ class _Mail:
         """Wait for a message over a cut, needed by the operation at `position`."""
         source = self.links.stage_of(cut if content is Content.ACTIVATIONS else cut + 1)
         if source == self.links.rank:
-            return self._staying.pop((content, cut, micro_batch))
+            return self._local.pop((content, cut, micro_batch))
         return self._inboxes[source, content].take(cut, micro_batch, position)
 
-    def put(
+    def send(
         self, content: Content, cut: int, micro_batch: int, message: dict[str, torch.Tensor]
     ) -> None:
         target = self.links.stage_of(cut + 1 if content is Content.ACTIVATIONS else cut)
         if target == self.links.rank:
-            self._staying[content, cut, micro_batch] = message
+            self._local[content, cut, micro_batch] = message
         else:
-            self._outboxes[target, content].put(message)
+            self._outboxes[target, content].send(message)
 
     def post_receives(self, position: int) -> None:
         """Post receives allowed after the launch of the operation at `position`."""
@@ -142,25 +142,26 @@ class _StageRun:
         self.plan, self.models, self.mail, self.clock = plan, models, mail, clock
         self.begin_pass, self.encode = begin_pass, encode
         self.links, self.operations = mail.links, mail.operations
-        self.last_backwards = self._last(Pass.BACKWARD, Pass.BACKWARD_INPUT)
-        """Position of every chunk's last (first-part) backward, empty in validation."""
-        self.last_weights = self._last(Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
+        # Positions of every chunk's last input gradients and last weight gradients. Both are empty
+        # in validation.
+        self.last_backwards = self._find_last(Pass.BACKWARD, Pass.BACKWARD_INPUT)
+        self.last_weights = self._find_last(Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
         self.batches = _HeldBatches(batches, [plan.stages[part] for part in self.links.parts])
         self.encoders = encoders
-        trains_features = frozenset() if encoders is None else encoders.trained
+        # By chunk, towers of its inputs that need a gradient.
+        trains_features = frozenset() if encoders is None else encoders.trained_outputs
         self.trained_inputs = [
             (mail.trained.get(part - 1, frozenset()) if part else trains_features)
             if self.last_backwards
             else frozenset()
             for part in self.links.parts
         ]
-        """Towers of each chunk's inputs that need a gradient."""
+        # By chunk and micro-batch: inputs with gradients to send back, and outputs with a graph.
         self.kept: dict[tuple[int, int], tuple[ByTower, ByTower]] = {}
-        """A micro-batch's inputs with gradients to send back, and outputs of a chunk's graph."""
         self.late: dict[tuple[int, int], list[LateProduct]] = {}
         self.results: dict[int, torch.Tensor] = {}
 
-    def _last(self, *kinds: Pass) -> dict[int, int]:
+    def _find_last(self, *kinds: Pass) -> dict[int, int]:
         """Return the position of every chunk's last operation of some kinds."""
         operations = enumerate(self.operations)
         return {op.chunk: place for place, op in operations if op.kind in kinds}
@@ -179,14 +180,15 @@ class _StageRun:
                 is_last = self.last_backwards[operation.chunk] == position
                 if is_last and before_last_backward is not None:
                     before_last_backward(operation.chunk)
-                if not _is_at_once(before, operation):
+                # After a forward of the same micro-batch, one pass of both has begun already.
+                if not _follows_directly(before, operation):
                     self.begin_pass("backward", operation.chunk)
                 self._backward(operation, position)
                 if operation.kind is Pass.BACKWARD:
                     self._backward_weight(operation, position)
             else:
-                at_once = _is_at_once(operation, after)
-                self.begin_pass("both" if at_once else "forward", operation.chunk)
+                is_both = _follows_directly(operation, after)
+                self.begin_pass("both" if is_both else "forward", operation.chunk)
                 self._forward(operation, position)
             before = operation
         assert not self.late, "the second part of a backward is missing"
@@ -197,7 +199,16 @@ class _StageRun:
     def _forward(self, operation: ChunkPass, position: int) -> None:
         """Run a micro-batch through a chunk and start sending its output."""
         part, micro_batch = self.links.parts[operation.chunk], operation.micro_batch
-        received = self._receive(part, operation, position)
+        if part == 0:
+            received = {} if self.encoders is None else self.encoders.take(micro_batch)
+        else:
+            self.clock.switch(Phase.WAIT)
+            received = self.mail.take(Content.ACTIVATIONS, part - 1, micro_batch, position)
+            if self.encoders is not None:
+                # An input of a later part: the first part has all ranks' features by now.
+                self.encoders.free_sent()
+        for name in self.trained_inputs[operation.chunk] & received.keys():
+            received[name].requires_grad_()
         self.clock.switch(Phase.DATA)
         batch = self.batches.take(micro_batch, operation.chunk)
         self.clock.switch(Phase.FORWARD)
@@ -207,19 +218,21 @@ class _StageRun:
         model.module.set_input_tensor(received)
         output = model(batch)
         self.clock.switch(Phase.WAIT)
+        # After the launch: a pending NCCL receive may block the loading of a kernel.
         self.mail.post_receives(position)
         wanted = self.trained_inputs[operation.chunk]
         if part == self.links.last_part:
             self.results[micro_batch] = output.detach().clone() if trains else output
-            made = {HEAD: output}
+            outputs = {HEAD: output}
         else:
+            # Tensors that this part only forwards are not in its graph.
             passed_on = {name for name, tensor in output.items() if received.get(name) is tensor}
-            made = {name: tensor for name, tensor in output.items() if name not in passed_on}
+            outputs = {name: tensor for name, tensor in output.items() if name not in passed_on}
             wanted = wanted - passed_on
             message = {name: tensor.detach() for name, tensor in output.items()}
-            self.mail.put(Content.ACTIVATIONS, part, micro_batch, message)
+            self.mail.send(Content.ACTIVATIONS, part, micro_batch, message)
             # Backward needs the outputs' graph only; their memory is freed after the send.
-            for tensor in made.values():
+            for tensor in outputs.values():
                 tensor.data = tensor.new_empty(1)
         if trains:
             # Other inputs are freed, unless layers keep them.
@@ -228,21 +241,7 @@ class _StageRun:
                 # The graph needs only the shape of inserted features.
                 for feature in inputs.values():
                     feature.data = feature.new_empty(1).expand(feature.shape)
-            self.kept[operation.chunk, micro_batch] = inputs, made
-
-    def _receive(self, part: int, operation: ChunkPass, position: int) -> dict[str, torch.Tensor]:
-        """Receive a micro-batch's inputs if there is a previous part."""
-        micro_batch = operation.micro_batch
-        if part == 0:
-            received = {} if self.encoders is None else self.encoders.take(micro_batch)
-        else:
-            self.clock.switch(Phase.WAIT)
-            received = self.mail.take(Content.ACTIVATIONS, part - 1, micro_batch, position)
-            if self.encoders is not None:
-                self.encoders.free_sent()
-        for name in self.trained_inputs[operation.chunk] & received.keys():
-            received[name].requires_grad_()
-        return received
+            self.kept[operation.chunk, micro_batch] = inputs, outputs
 
     def _backward(self, operation: ChunkPass, position: int) -> None:
         """Run a micro-batch's backward and start sending its input gradients."""
@@ -263,19 +262,19 @@ class _StageRun:
             self.late[operation.chunk, micro_batch] = deferred.take()
         if not self.trained_inputs[operation.chunk]:
             return
-        # Inputs of an empty pack have no gradient.
+        # Inputs of a pack without items have no gradient, but the previous stage waits for one.
         sent = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in received.items()
         }
         passed_on = gradients.keys() - outputs.keys()
         sent |= {name: gradients[name] for name in passed_on}
-        # In sending order.
+        # In the order that the receiver expects.
         message = {name: sent[name] for name in tensor_names(self.plan.model, sent)}
         if part:
-            self.mail.put(Content.GRADIENTS, part - 1, micro_batch, message)
+            self.mail.send(Content.GRADIENTS, part - 1, micro_batch, message)
         elif self.encoders is not None:
-            self.encoders.put(micro_batch, message)
+            self.encoders.store_gradients(micro_batch, message)
 
     def _backward_weight(self, operation: ChunkPass, position: int) -> None:
         deferred = self.models[operation.chunk].module.deferred
@@ -286,8 +285,8 @@ class _StageRun:
             self.clock.switch(Phase.WAIT)
 
 
-def _is_at_once(before: ChunkPass | None, after: ChunkPass | None) -> bool:
-    """Return whether the second operation is the first's backward, right after it."""
+def _follows_directly(before: ChunkPass | None, after: ChunkPass | None) -> bool:
+    """Return whether `before` is a forward and `after` is its backward."""
     if before is None or after is None or before.kind is not Pass.FORWARD:
         return False
     return after == ChunkPass(Pass.BACKWARD, before.micro_batch, before.chunk)
@@ -296,13 +295,12 @@ def _is_at_once(before: ChunkPass | None, after: ChunkPass | None) -> bool:
 def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Run backward of a stage's outputs, which may share parts of their graphs.
 
-    As core's `custom_backward`, call autograd's engine directly, which accepts outputs with freed
-    data. The engine runs the latest forward nodes first, so the last tower's weight gradients come
-    first.
-
     Args:
-        outputs: (output, gradient) pairs. A loss has None.
+        outputs: (output, gradient) pairs, a loss with None.
     """
+    # As core's `custom_backward`, call the engine directly: `torch.autograd.backward` refuses
+    # outputs with freed data. Last forward nodes run first, so the last tower's weight gradients
+    # come first.
     tensors, gradients = zip(*outputs, strict=True)
     defaults = (torch.ones_like(tensor) for tensor in tensors)
     Variable._execution_engine.run_backward(
@@ -327,14 +325,14 @@ def run_forward_backward(
     clock: PhaseClock,
     before_last_backward: Callable[[int], None] | None = None,
     encoders: EncoderStep | None = None,
-    begin_pass: BeginPass = _whole_stage,
+    begin_pass: BeginPass = _need_no_weights,
 ) -> list[torch.Tensor]:
     """Run a step's forwards and backwards in the planned schedule.
 
     Args:
         models: the stage's chunks, wrapped for data parallelism.
         before_last_backward: called with each chunk before its last backward.
-        encoders: data-parallel encoders. The caller must finish their step.
+        encoders: a step of data-parallel encoders, which the caller must finish.
 
     Returns:
         Summed loss per micro-batch on the last part, else empty. Core's gradient buffers have the
@@ -352,7 +350,7 @@ def run_forward(
     links: PipelineLinks,
     batches: MicroBatchStream,
     encode: Encode | None = None,
-    begin_pass: BeginPass = _whole_stage,
+    begin_pass: BeginPass = _need_no_weights,
 ) -> list[torch.Tensor]:
     """Run forwards only; return the head's outputs on the last part, else an empty list."""
     mail = _Mail(plan, FORWARD_ONLY[links.schedule.placement], links, batches)

@@ -29,9 +29,10 @@ class FlatGradients:
 
     def __init__(self, weights: FlatWeights) -> None:
         self.weights = weights
+        # This rank's shard of the sum over micro-batches and ranks.
         self.own_Q = torch.zeros_like(weights.own_Q, dtype=torch.float32)
-        """This rank's shard of the sum over micro-batches and ranks."""
-        # Resized on use: core's products take the place of a gradient in the forward.
+        # Storage is resized on use under the same tensors: core's products store a reference to
+        # `main_grad` in the forward.
         size = weights.part_size * weights.groups.shards.size()
         self._whole_P = self.own_Q.new_empty(size)
         self._sum_Q: torch.Tensor | None = None
@@ -43,7 +44,7 @@ class FlatGradients:
         self._close()
 
     def open(self) -> None:
-        """Allocate zeroed gradients for a pass."""
+        """Allocate full gradients for a pass, of zeros."""
         if self._is_open:
             return
         self._is_open = True
@@ -60,8 +61,9 @@ class FlatGradients:
     def take(self, parameter: Any) -> None:
         """Add autograd's gradient of a parameter, unless a fused product already did."""
         self.open()
-        already = parameter.grad_added_to_main_grad
-        if not already or vars(parameter).get("zero_out_wgrad", False):
+        is_added = parameter.grad_added_to_main_grad
+        # A tied matrix has two gradients, and only the head's product is fused.
+        if not is_added or vars(parameter).get("zero_out_wgrad", False):
             parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
@@ -82,11 +84,8 @@ class FlatGradients:
 
 
 class Exchange(NamedTuple):
-    """All-gather of a unit's weights, or reduction of its gradients."""
-
     unit: int
-    sums: bool
-    """Whether gradients are reduced; otherwise weights are gathered."""
+    sums: bool  # whether its gradients are reduced; otherwise its weights are gathered
 
 
 class PassExchanges:
@@ -94,34 +93,35 @@ class PassExchanges:
 
     Args:
         last: unit that runs backward right after its forward and keeps its weights.
-        of_forward: number of exchanges of the forward.
+        in_forward: number of exchanges of the forward.
     """
 
     def __init__(
-        self, exchanges: Sequence[Exchange] = (), last: int | None = None, of_forward: int = 0
+        self, exchanges: Sequence[Exchange] = (), last: int | None = None, in_forward: int = 0
     ) -> None:
-        self.exchanges, self.last, self.of_forward = exchanges, last, of_forward
+        self.exchanges, self.last, self.in_forward = exchanges, last, in_forward
+        # Places of exchanges, by unit: first gathers are for forward, last gathers for backward.
         gathers = [(unit, place) for place, (unit, sums) in enumerate(exchanges) if not sums]
         self.first_gathers = dict(reversed(gathers))
         self.last_gathers = dict(gathers)
-        """Place of every unit's last gather, before backward if there is one."""
         self.sums = {unit: place for place, (unit, sums) in enumerate(exchanges) if sums}
 
     @classmethod
-    def of(
+    def list_for(
         cls, units: Sequence[ShardedUnit], tower: str | None, *, forward: bool, backward: bool
     ) -> "PassExchanges":
-        """List the exchanges of a forward, a backward, or both, of one tower or all."""
+        """Return the exchanges of a forward, a backward, or both, of one tower or all."""
         own = [number for number, unit in enumerate(units) if tower in (None, unit.tower)]
         exchanges = [Exchange(unit, sums=False) for unit in own if forward]
         if backward and not forward and units[own[-1]].gathers_again:
             exchanges.append(Exchange(own[-1], sums=False))
         for place in reversed(range(len(own) if backward else 0)):
+            # The previous unit's weights arrive while this unit's backward runs.
             if place and units[own[place - 1]].gathers_again:
                 exchanges.append(Exchange(own[place - 1], sums=False))
             if units[own[place]].reduced:
                 exchanges.append(Exchange(own[place], sums=True))
-        return cls(exchanges, last=own[-1], of_forward=len(own) * forward)
+        return cls(exchanges, last=own[-1], in_forward=len(own) * forward)
 
 
 class ShardedStage(torch.nn.Module):
@@ -134,13 +134,13 @@ class ShardedStage(torch.nn.Module):
         self._units = weights.units
         self._passes: dict[tuple[str | None, bool, bool], PassExchanges] = {}
         self._pass = PassExchanges()
-        self._is_whole = False
-        self._begun = 0
-        self._computing: int | None = None
-        self._goes_back = False
-        self._held: dict[int, list[dist.Work]] = {}
-        self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []
-        self._missing: list[set[torch.nn.Parameter]] = []
+        self._is_gathered = False  # all weights, for forwards without gradients
+        self._begun = 0  # exchanges of the pass
+        self._computing: int | None = None  # unit
+        self._goes_back = False  # in backward
+        self._held: dict[int, list[dist.Work]] = {}  # gathers of allocated units
+        self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []  # reductions of one unit
+        self._missing: list[set[torch.nn.Parameter]] = []  # parameters without gradient, by unit
         for number, unit in enumerate(self._units):
             for module in unit.modules:
                 module.register_forward_pre_hook(partial(self._before_forward, number))
@@ -152,19 +152,18 @@ class ShardedStage(torch.nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         output = self.module(*arguments)
-        # Before this rank waits for a stage that waits for another rank of this stage.
-        self._begin(self._pass.of_forward)
+        # Join other ranks' gathers before waiting for another stage, which may wait for them.
+        self._begin(self._pass.in_forward)
         return output
 
     def begin_pass(
         self, tower: str | None = None, *, forward: bool = True, backward: bool = True
     ) -> None:
-        """Begin a pass of a forward, a backward or both, of one tower or all; end the previous
-        pass."""
+        """End the previous pass; begin a forward, a backward or both, of one tower or all."""
         self.finish_pass()
         kind = tower, forward, backward
         if kind not in self._passes:
-            self._passes[kind] = PassExchanges.of(
+            self._passes[kind] = PassExchanges.list_for(
                 self._units, tower, forward=forward, backward=backward
             )
         self._pass = self._passes[kind]
@@ -184,11 +183,11 @@ class ShardedStage(torch.nn.Module):
                 work.wait()
             if not stays:
                 flat.release()
-        self._is_whole = True
+        self._is_gathered = True
         try:
             yield
         finally:
-            self._is_whole = False
+            self._is_gathered = False
             for flat in self.weights.flats:
                 flat.release()
 
@@ -203,7 +202,7 @@ class ShardedStage(torch.nn.Module):
                 dist.all_reduce(gradients.own_Q, group=flat.groups.copies)
 
     def finish_pass(self) -> None:
-        """Join the pass's remaining exchanges and release all weights."""
+        """Run the pass's remaining exchanges with other ranks, and release all weights."""
         self._computing = None
         self._begin(len(self._pass.exchanges))
         self._release_units(kept=())
@@ -211,7 +210,7 @@ class ShardedStage(torch.nn.Module):
         self._pass, self._begun, self._goes_back = PassExchanges(), 0, False
 
     def _before_forward(self, number: int, *_: Any) -> None:
-        if self._is_whole:
+        if self._is_gathered:
             return
         if self._goes_back:  # a recomputed layer
             self._before_backward(number)
@@ -219,6 +218,7 @@ class ShardedStage(torch.nn.Module):
             self._enter(number, self._pass.first_gathers[number])
 
     def _after_forward(self, number: int, module: torch.nn.Module, _: Any, output: Any) -> None:
+        # The gradient of an output comes just before the unit's backward.
         for tensor in output if isinstance(output, tuple) else (output,):
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, number))
@@ -227,7 +227,7 @@ class ShardedStage(torch.nn.Module):
         if self._goes_back and self._computing == number:
             return
         self._goes_back = True
-        # Embeddings have no gather in a backward-only pass.
+        # Units whose backward reads no weights have no gather in a backward-only pass.
         self._enter(number, self._pass.last_gathers.get(number, -1))
         for flat in self._units[number].flats:
             if flat in self.gradients:
@@ -253,32 +253,31 @@ class ShardedStage(torch.nn.Module):
             exchange = self._pass.exchanges[self._begun]
             self._begun += 1
             if exchange.sums:
-                self._sum(exchange.unit)
+                # At most one unit's full gradients are in flight.
+                self._finish_sums()
+                reduced = [self.gradients[flat] for flat in self._units[exchange.unit].reduced]
+                self._arriving = [(gradients, gradients.begin_sum()) for gradients in reduced]
             else:
                 self._gather(exchange.unit)
 
     def _gather(self, number: int) -> None:
         self._release_units(kept=(self._computing, number))
-        # Every rank must join, even one that still holds the unit because it computed nothing.
+        # Join even if the unit is still here, on a rank that computed nothing: it is a collective.
         for work in self._held.get(number, ()):
             work.wait()
         works = [flat.begin_gather() for flat in self._units[number].flats]
         self._held[number] = [work for work in works if work is not None]
 
     def _release_units(self, kept: Sequence[int | None]) -> None:
-        gone = [number for number in self._held if number not in kept]
-        for number in gone:
+        released = [number for number in self._held if number not in kept]
+        for number in released:
             for work in self._held.pop(number):
-                work.wait()
+                work.wait()  # a gather must not write to freed memory
+        # A tied matrix belongs to two units.
         in_use = {flat for number in self._held for flat in self._units[number].flats}
-        for flat in (flat for number in gone for flat in self._units[number].flats):
+        for flat in (flat for number in released for flat in self._units[number].flats):
             if flat not in in_use:
                 flat.release()
-
-    def _sum(self, number: int) -> None:
-        self._finish_sums()
-        unit_gradients = [self.gradients[flat] for flat in self._units[number].reduced]
-        self._arriving = [(gradients, gradients.begin_sum()) for gradients in unit_gradients]
 
     def _finish_sums(self) -> None:
         for gradients, work in self._arriving:

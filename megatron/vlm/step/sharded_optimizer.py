@@ -28,8 +28,8 @@ class ShardedAdam:
         gradients: gradients by weights.
         tensor_group: tensor-parallel ranks, with shards at the same offsets.
         settings: settings of every group, for torch's AdamW and core's scheduler.
-        others: parameters of groups of their own.
-        of_others: settings of these groups in place of the same in `settings`.
+        others: parameters of separate groups.
+        other_settings: settings of the separate groups, which replace `settings`.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ShardedAdam:
         tensor_group: dist.ProcessGroup,
         settings: Mapping[str, Any],
         others: Collection[torch.nn.Parameter] = (),
-        of_others: Mapping[str, Any] | None = None,
+        other_settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._gradients, self._tensor_group = gradients, tensor_group
-        # Float32 weights: the shard itself if it is float32.
+        # Float32 weights; `float` returns the shard itself if it is float32.
         self._main_of = {flat: flat.own_Q.float() for flat in gradients}
         self.ranges = list[MainRange]()
         for flat, main_Q in self._main_of.items():
@@ -49,8 +49,9 @@ class ShardedAdam:
                 main = main_Q[own.place]
                 main.grad = gradients[flat].own_Q[own.place]
                 self.ranges.append(MainRange(own=own, main=main, flat=flat))
-        settings_of = [settings, {**settings, **(of_others or {})}]
-        groups = _groups(self.ranges, settings_of, others)
+        settings_of = [settings, {**settings, **(other_settings or {})}]
+        groups = _group_ranges(self.ranges, settings_of, others)
+        # Fused: one kernel without temporary tensors.
         self.inner = torch.optim.AdamW(groups, fused=True, foreach=False)
 
     @property
@@ -64,22 +65,22 @@ class ShardedAdam:
 
     def sum_over_tensor_ranks(self) -> None:
         """Sum gradients of sequence-parallel parameters over tensor-parallel ranks; collective."""
-        partial = [
+        partial_sums = [
             part.main.grad
             for part in self.ranges
             # Core's mark of sequence-parallel parameters.
             if vars(part.own.parameter).get("sequence_parallel", False)
         ]
-        if self._tensor_group.size() == 1 or not partial:
+        if self._tensor_group.size() == 1 or not partial_sums:
             return
-        together = torch.cat(partial)
-        dist.all_reduce(together, group=self._tensor_group)
-        sizes = [len(gradient) for gradient in partial]
-        for gradient, summed in zip(partial, together.split(sizes), strict=True):
+        joined = torch.cat(partial_sums)  # one all-reduce for all
+        dist.all_reduce(joined, group=self._tensor_group)
+        sizes = [len(gradient) for gradient in partial_sums]
+        for gradient, summed in zip(partial_sums, joined.split(sizes), strict=True):
             gradient.copy_(summed)
 
     def step(self, clip_grad: float, norm: float) -> None:
-        """Clip the joint gradient norm to `clip_grad`, if not 0, and step."""
+        """Clip all gradients by their joint norm to `clip_grad`, unless 0, and step."""
         factor = clip_grad / (norm + _CLIP_MARGIN)
         if 0 < factor < 1:
             self.scale_gradients(factor)
@@ -95,7 +96,7 @@ class ShardedAdam:
 
     def norm(self) -> float:
         """Return the norm of all ranks' gradients, each counted once; collective."""
-        first = self._tensor_group.rank() == 0
+        first = self._tensor_group.rank() == 0  # counts parameters that ranks replicate
         counted = [
             part.main.grad
             for part in self.ranges
@@ -109,13 +110,14 @@ class ShardedAdam:
         return math.sqrt(squares.item())
 
 
-def _groups(
+def _group_ranges(
     ranges: Sequence[MainRange],
     settings_of: Sequence[Mapping[str, Any]],
     others: Collection[torch.nn.Parameter],
 ) -> list[dict[str, Any]]:
     """Return groups as in core: vectors do not decay, experts and `others` are separate."""
     groups: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
+    # Default groups come first, even if empty.
     for is_expert in sorted({part.is_expert for part in ranges} | {False}):
         groups |= {(is_expert, False, is_vector): [] for is_vector in (False, True)}
     for part in ranges:

@@ -26,8 +26,7 @@ from graphlib import CycleError, TopologicalSorter
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import Pass
 
-_KEPT_STEPS = 8
-"""Cached steps: a run's steps have few different numbers of micro-batches."""
+_KEPT_STEPS = 8  # cached steps: a run's steps have few different numbers of micro-batches
 
 
 class Content(StrEnum):
@@ -43,23 +42,18 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    cut: int
-    """Cut between parts `cut` and `cut` + 1."""
+class StageMessage:
+    cut: int  # between parts `cut` and `cut` + 1
     micro_batch: int
+    # Position of the receiver's operation to launch before the receive, or -1. None for a channel's
+    # first message, which is requested on use.
     after: int | None
-    """Position of the receiver's operation to launch before the receive, or -1.
-
-    None for a channel's first message, which is requested on use.
-    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessages:
-    channels: Mapping[Channel, tuple[Message, ...]]
-    """Messages of every used channel, in sending order."""
-    sends_wait: bool
-    """Whether a send waits until the channel's previous message has left."""
+    channels: Mapping[Channel, tuple[StageMessage, ...]]  # of used channels, in sending order
+    sends_wait: bool  # whether a send waits until the channel's previous message has left
 
 
 @lru_cache(maxsize=_KEPT_STEPS)
@@ -68,15 +62,15 @@ def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMe
     flows = _Flows(graph, trained_cuts)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
     sends_wait = flows.order(with_sends) is not None
-    list_receive_positions = flows.list_receive_positions(with_sends if sends_wait else waits)
+    positions = flows.list_receive_positions(with_sends if sends_wait else waits)
     channels = {
         channel: tuple(
-            Message(
+            StageMessage(
                 cut=transfer.cut,
                 micro_batch=transfer.micro_batch,
                 after=None if after is None else after - flows.first[channel.target],
             )
-            for transfer, after in zip(transfers, list_receive_positions[channel], strict=True)
+            for transfer, after in zip(transfers, positions[channel], strict=True)
         )
         for channel, transfers in flows.channels.items()
     }
@@ -85,16 +79,14 @@ def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMe
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A message, with the numbers of its sending and receiving operations."""
-
     cut: int
     micro_batch: int
+    # Numbers of operations.
     sender: int
     receiver: int
 
 
-_Waits = Iterable[tuple[int, int]]
-"""Pairs of an operation and an operation that waits for it."""
+_Waits = Iterable[tuple[int, int]]  # pairs of an operation and an operation that waits for it
 
 
 class _Flows:
@@ -102,10 +94,10 @@ class _Flows:
 
     def __init__(self, graph: OperationGraph, trained_cuts: frozenset[int]) -> None:
         schedule = graph.schedule
-        self.first = [0]
-        """Number of every stage's first operation, then the total."""
+        self.first = [0]  # number of every stage's first operation, then the total
         for operations in schedule.operations:
             self.first.append(self.first[-1] + len(operations))
+        # Operations that send or need messages, by direction, part and micro-batch.
         place = {
             (op.kind is Pass.FORWARD, schedule.part(stage, op.chunk), op.micro_batch): number
             for stage, operations in enumerate(schedule.operations)
@@ -123,9 +115,9 @@ class _Flows:
                 receiver = place[is_forward, to, micro_batch]
                 transfer = _Transfer(cut, micro_batch, sender, receiver)
                 self.channels.setdefault(channel, []).append(transfer)
-        self._list_takers = {channel: _list_takers(sent) for channel, sent in self.channels.items()}
+        self._takers = {channel: _list_takers(sent) for channel, sent in self.channels.items()}
+        # By stage, first operations of each kind and chunk: they load kernels.
         self._launches: list[list[int]] = []
-        """Every stage's first operations of each kind and chunk, in order."""
         for operations, first in zip(schedule.operations, self.first, strict=False):
             seen = dict[tuple[Pass, int], int]()
             for number, operation in enumerate(operations, start=first):
@@ -142,9 +134,10 @@ class _Flows:
     def waits_of_sends(self) -> Iterator[tuple[int, int]]:
         """Return a send's waits for the receiver to take the previous message."""
         for channel, sent in self.channels.items():
-            for taken, following in zip(self._list_takers[channel], sent[1:], strict=False):
-                if taken > self.first[channel.target]:
-                    yield taken - 1, following.sender
+            for taker, following in zip(self._takers[channel], sent[1:], strict=False):
+                # A receive is posted at the latest after the operation before its taker.
+                if taker > self.first[channel.target]:
+                    yield taker - 1, following.sender
 
     def list_receive_positions(self, waits: _Waits) -> dict[Channel, list[int | None]]:
         """Return the operation to launch before each receive, or None for first messages.
@@ -152,11 +145,19 @@ class _Flows:
         It precedes first launches that the message does not depend on, except the launch of the
         operation that took the previous message.
         """
-        needs = self._launches_needed(waits)
+        # By operation, a bit mask of its first launches and of all that it depends on.
+        launches = {launch for of_stage in self._launches for launch in of_stage}
+        before, order = self._before(waits), self.order(waits)
+        assert order is not None, "waits have a cycle"
+        needs = [0] * len(before)
+        for number in order:
+            needs[number] = 1 << number if number in launches else 0
+            for earlier in before[number]:
+                needs[number] |= needs[earlier]
 
         def after(channel: Channel, number: int) -> int:
             sender = self.channels[channel][number].sender
-            start, end = self._list_takers[channel][number - 1 : number + 1]
+            start, end = self._takers[channel][number - 1 : number + 1]
             # First launches between request and arrival, if requested after the previous message.
             between = [launch for launch in self._launches[channel.target] if start <= launch < end]
             late = [launch for launch in between if launch == start or needs[sender] >> launch & 1]
@@ -166,18 +167,6 @@ class _Flows:
             channel: [None, *(after(channel, number) for number in range(1, len(sent)))]
             for channel, sent in self.channels.items()
         }
-
-    def _launches_needed(self, waits: _Waits) -> list[int]:
-        """Return a bit mask of first launches that every operation depends on, with its own."""
-        launches = {launch for of_stage in self._launches for launch in of_stage}
-        before, order = self._before(waits), self.order(waits)
-        assert order is not None, "the lists have no ring"
-        needed = [0] * len(before)
-        for number in order:
-            needed[number] = 1 << number if number in launches else 0
-            for earlier in before[number]:
-                needed[number] |= needed[earlier]
-        return needed
 
     def _before(self, waits: _Waits) -> list[list[int]]:
         before: list[list[int]] = [[] for _ in range(self.first[-1])]
@@ -194,8 +183,9 @@ class _Flows:
 
 
 def _list_takers(sent: Sequence[_Transfer]) -> list[int]:
-    """Return the operation that takes each message: its user, or a later message's earlier user."""
-    taken = [transfer.receiver for transfer in sent]
-    for number in reversed(range(len(taken) - 1)):
-        taken[number] = min(taken[number : number + 2])
-    return taken
+    """Return the operation that takes each message from the channel."""
+    # Its user, or an earlier user of a later message, which takes all messages before its own.
+    takers = [transfer.receiver for transfer in sent]
+    for number in reversed(range(len(takers) - 1)):
+        takers[number] = min(takers[number : number + 2])
+    return takers

@@ -41,7 +41,7 @@ from megatron.vlm.model.initialize import FirstWeights, first_values, initialize
 from megatron.vlm.model.sharded_units import divide_weights
 from megatron.vlm.model.sharded_weights import FirstValues, without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
-from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
+from megatron.vlm.step.clock import Interval, Phase, PhaseClock, phase_times_ms
 from megatron.vlm.step.data_parallel import (
     DataParallel,
     DataParallelOverlap,
@@ -62,7 +62,7 @@ from omnibal.model.units import LANGUAGE, deepstack_of, unit_kinds
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
-_SMALLEST_WEIGHT = 1e-12  # avoids division by 0 without loss tokens
+_MIN_DIVISOR = 1e-12  # of a step without loss tokens
 _log = logging.getLogger(__name__)
 
 
@@ -70,30 +70,27 @@ _log = logging.getLogger(__name__)
 class OptimizationOptions:
     """Options of the loss, AdamW and its schedule, under Megatron's names."""
 
-    lr: float | None
-    """Largest learning rate. None for `default_rates` of the plan."""
+    lr: float | None  # maximum, or None for `default_rates` of the plan
     min_lr: float
     lr_decay_style: Literal["cosine", "linear", "constant"]
-    lr_warmup_fraction: float
-    """Share of all steps with linear warmup from 0."""
+    lr_warmup_fraction: float  # share of all steps with linear warmup from 0
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
     clip_grad: float
     loss_weighting: LossWeighting = LossWeighting.TOKEN
-    drop_path_rate: float = 0.0
-    """Drop-path rate of the last vision layer, rising linearly from 0 at the first."""
+    drop_path_rate: float = 0.0  # of the last vision layer, rising linearly from 0 at the first
+    # Maximum rate of the vision tower, without projector and adapters, or None for `lr`.
     vision_lr: float | None = None
-    """Largest rate of the vision tower, without projector and adapters. None for `lr`."""
 
     @property
-    def of_vision(self) -> dict[str, Any]:
-        """Core's settings of the vision tower's parameter groups. Empty if as of all others."""
+    def vision_settings(self) -> dict[str, Any]:
+        """Return core's settings of the vision tower's parameter groups, empty if not separate."""
         if self.vision_lr is None or self.vision_lr == self.lr:
             return {}
         min_lr = self.min_lr * self.vision_lr / self.lr if self.lr else 0.0
-        # Core keys parameter groups by the last entry.
+        # `is_decoupled_lr` is among the four settings by which core finds a checkpoint's groups.
         return {"max_lr": self.vision_lr, "min_lr": min_lr, "is_decoupled_lr": True}
 
 
@@ -107,8 +104,7 @@ class Trainer:
     chunks: tuple[VLMStage, ...]
     data_parallel: DataParallel
     scheduler: OptimizerParamScheduler
-    encoders: Encoders | None = None
-    """Data-parallel encoders, or None if they are units of the stages."""
+    encoders: Encoders | None = None  # data-parallel, or None if they are units of the stages
 
     @property
     def models(self) -> Sequence[Any]:
@@ -127,21 +123,21 @@ class Trainer:
     @property
     def optimizers(self) -> tuple[ChainedOptimizer | ShardedAdam | None, ...]:
         """Return the optimizer of each of `stages`, or None for frozen, replicated encoders."""
-        of_chunks = (self.data_parallel.optimizer,) * len(self.chunks)
+        optimizers = (self.data_parallel.optimizer,) * len(self.chunks)
         if self.encoders is None:
-            return of_chunks
-        held = self.encoders.data_parallel
-        return (*of_chunks, None if held is None else held.optimizer)
+            return optimizers
+        wrapper = self.encoders.data_parallel
+        return (*optimizers, None if wrapper is None else wrapper.optimizer)
 
     @property
-    def held(self) -> list[DataParallel]:
+    def wrappers(self) -> list[DataParallel]:
         """Return the data-parallel wrappers of everything that may be trained."""
         encoders = None if self.encoders is None else self.encoders.data_parallel
-        return [held for held in (self.data_parallel, encoders) if held is not None]
+        return [self.data_parallel] if encoders is None else [self.data_parallel, encoders]
 
     def zero_gradients(self) -> None:
-        for held in self.held:
-            held.zero_gradients()
+        for wrapper in self.wrappers:
+            wrapper.zero_gradients()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -155,11 +151,11 @@ class Trainer:
             model.train()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
-        """Run a step's forwards and backwards, encoders included, and begin gradient reduction."""
+        """Run a step's forwards and backwards with encoders, and begin gradient reduction."""
         self._requantize_fp8_weights()
         encoding = None if self.encoders is None else EncoderStep(self.encoders, batches, clock)
-        held = self.data_parallel
-        with held.running(batches, trains=True) as before_last_backward:
+        wrapper = self.data_parallel
+        with wrapper.running(batches, trains=True) as before_last_backward:
             losses = run_forward_backward(
                 self.plan,
                 self.models,
@@ -168,7 +164,7 @@ class Trainer:
                 clock,
                 before_last_backward,
                 encoding,
-                held.begin_pass,
+                wrapper.begin_pass,
             )
         if encoding is not None:
             encoding.finish()
@@ -189,7 +185,7 @@ class Trainer:
     def append_empty(
         self, batches: MicroBatchStream, slots: int, *, answers: bool = False
     ) -> MicroBatchStream:
-        """Append empty micro-batches up to `slots`, as lockstep ranks need."""
+        """Append empty micro-batches up to `slots`, for collectives with other lockstep ranks."""
         if slots <= len(batches):
             return batches
         empty = MicroBatch.empty(self.plan.model, current_device(), answers=answers)
@@ -200,40 +196,42 @@ class Trainer:
         parallel = self.plan.parallel
         if parallel.lockstep_ranks == 1:
             return number
+        # The larger of two groups: ranks that share experts, and ranks that shard weights.
         group = parallel_state.get_expert_model_parallel_group()
         if parallel.sharded > parallel.routing_ranks:
             weights = self.chunks[0].sharded
             assert weights is not None
             group = weights.units[0].flats[0].groups.shards
-        most = torch.tensor(number, device=current_device())
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        return int(most)
+        maximum = torch.tensor(number, device=current_device())
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+        return int(maximum)
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run forwards only. The first stage runs data-parallel encoders on its own items."""
         self._requantize_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
-        held = self.data_parallel
-        with held.running(batches, trains=False):
-            return run_forward(self.plan, self.models, self.links, batches, encode, held.begin_pass)
+        begin_pass = self.data_parallel.begin_pass
+        with self.data_parallel.running(batches, trains=False):
+            return run_forward(self.plan, self.models, self.links, batches, encode, begin_pass)
 
     def _requantize_fp8_weights(self) -> None:
-        """Make FP8 linears quantise their weights again after an update."""
+        # Transformer Engine keeps quantised weights until the first micro-batch after an update.
         for stage in self.chunks:
             stage.set_is_first_microbatch()
 
     def update_weights(self, divisor: float) -> float | None:
         """Reduce gradients, divide by `divisor`, clip, step, and begin gathering weights.
 
-        Returns the gradient norm before clipping; if not finite, None, with unchanged weights.
+        Returns the gradient norm before clipping, or None with unchanged weights if not finite.
         """
         self.wait_for_weights()
-        for held in self.held:
-            held.finish_gradients(1 / divisor)
-        grad_norm = math.hypot(*[held.grad_norm() for held in self.held])
+        for wrapper in self.wrappers:
+            wrapper.finish_gradients(1 / divisor)
+        # The norm of all gradients: stages and data-parallel encoders have no parameter in common.
+        grad_norm = math.hypot(*[wrapper.grad_norm() for wrapper in self.wrappers])
         is_finite = math.isfinite(grad_norm)
-        for held in self.held if is_finite else ():
-            held.step(self.options.clip_grad, grad_norm)
+        for wrapper in self.wrappers if is_finite else ():
+            wrapper.step(self.options.clip_grad, grad_norm)
         self.data_parallel.begin_gather(changed=is_finite)
         return grad_norm if is_finite else None
 
@@ -257,7 +255,7 @@ def build_trainer(
     provider: Provider = "local",
     origin: FirstWeights = "seeded",
 ) -> Trainer:
-    """Build this rank's stage with its first weights, for a run of `steps`; collective."""
+    """Build this rank's stage with its initial weights, for a run of `steps`; collective."""
     links = links.for_schedule(plan.schedule)
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     is_sharded = plan.parallel.sharded > 1
@@ -268,13 +266,16 @@ def build_trainer(
         )
     overlaps = plan.parallel.data > 1
     settings = _optimizer_config(plan, options, overlaps)
-    tied = _tied_copies(plan, links)
+    tied = _group_tied_copies(plan, links)
     values_of = partial(first_values, seed=seed, origin=origin)
     data_parallel: DataParallel
     if is_sharded:
-        fed = [plan.trained_towers(part - 1) for part in links.parts]
+        # Towers with gradients over the cut before each chunk.
+        input_towers = [plan.trained_towers(part - 1) for part in links.parts]
         shards = create_shard_groups(plan.parallel)
-        data_parallel = _sharded(chunks, settings, options.of_vision, values_of, shards, fed, tied)
+        data_parallel = _wrap_sharded(
+            chunks, settings, options.vision_settings, values_of, shards, input_towers, tied
+        )
     else:
         for stage in chunks:
             initialize_parameters(stage, values_of(stage))
@@ -287,11 +288,12 @@ def build_trainer(
             align_param_gather=overlaps,
             bucket_size=plan.parallel.bucket_parameters,
         )
-        data_parallel = _replicated(chunks, settings, options.of_vision, exchange, tied=tied)
+        data_parallel = _wrap_replicated(
+            chunks, settings, options.vision_settings, exchange, tied=tied
+        )
     encoders = None if plan.beside is None else _build_encoders(plan, options, settings, values_of)
-    of_encoders = None if encoders is None else encoders.data_parallel
     scheduler = OptimizerParamScheduler(
-        _Scheduled(data_parallel, of_encoders),
+        _AllOptimizers(data_parallel, None if encoders is None else encoders.data_parallel),
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=options.min_lr,
@@ -302,7 +304,7 @@ def build_trainer(
         end_wd=options.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A run goes on with the rates and steps that it is given now.
+        # A continued run takes its rates and steps from the command line, not the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -317,35 +319,35 @@ def build_trainer(
     )
 
 
-class _Scheduled:
-    """All optimizers of a rank, as core's scheduler takes them."""
+class _AllOptimizers:
+    """A rank's optimizers as one, for core's scheduler."""
 
-    def __init__(self, *held: DataParallel | None) -> None:
-        self._held = [wrapper for wrapper in held if wrapper is not None]
+    def __init__(self, *wrappers: DataParallel | None) -> None:
+        self._wrappers = [wrapper for wrapper in wrappers if wrapper is not None]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return all parameter groups (torch's name); not cached, as loading replaces them."""
-        return [group for wrapper in self._held for group in wrapper.optimizer.param_groups]
+        # Not cached, as loading a checkpoint replaces the groups.
+        return [group for wrapper in self._wrappers for group in wrapper.optimizer.param_groups]
 
 
-def _replicated(
+def _wrap_replicated(
     chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
-    of_vision: dict[str, Any],
+    vision_settings: dict[str, Any],
     exchange: DistributedDataParallelConfig,
     groups: ProcessGroupCollection | None = None,
     tied: TiedCopies | None = None,
 ) -> Replicated:
-    """Wrap replicated chunks; `groups` replace core's process groups if given."""
+    """Return core's DDP and optimizer of chunks; `groups` replace core's process groups."""
     models = [
         DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
         for stage in chunks
     ]
     overrides = get_standard_config_overrides(settings)
-    if of_vision:
-        is_vision = ParamPredicate("vision tower", _vision_weights(chunks).__contains__)
-        overrides[ParamKey(predicate=is_vision)] = of_vision
+    if vision_settings:
+        is_vision = ParamPredicate("vision tower", _list_vision_weights(chunks).__contains__)
+        overrides[ParamKey(predicate=is_vision)] = vision_settings
     optimizer = get_megatron_optimizer(
         settings, models, overrides, use_gloo_process_groups=False, pg_collection=groups
     )
@@ -365,33 +367,35 @@ def _replicated(
     )
 
 
-def _vision_weights(chunks: Sequence[VLMStage]) -> set[torch.nn.Parameter]:
-    """Return weights of the vision tower, without its projector and adapters."""
+def _list_vision_weights(chunks: Sequence[VLMStage]) -> set[torch.nn.Parameter]:
+    """Return the weights of the vision tower, without its projector and adapters."""
     named = (item for stage in chunks for item in stage.named_parameters())
     towers = ("vision_embedding.", "vision.")
-    return {own for name, own in named if name.startswith(towers) and ADAPTERS not in name}
+    return {weight for name, weight in named if name.startswith(towers) and ADAPTERS not in name}
 
 
-def _sharded(
+def _wrap_sharded(
     chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
-    of_vision: dict[str, Any],
+    vision_settings: dict[str, Any],
     values_of: Callable[[VLMStage], FirstValues],
     shards: tuple[ShardGroups, ShardGroups],
-    fed: Sequence[Collection[str]],
+    input_towers: Sequence[Collection[str]],
     tied: TiedCopies | None = None,
 ) -> Sharded:
-    """Shard a stage's chunks, built without matrices, and set their first weights.
+    """Shard a stage's chunks, built without matrices, and set their initial weights.
 
-    `shards` are the groups of dense weights and experts; `fed` has towers with input gradients.
+    Args:
+        shards: groups of dense weights, and of experts.
+        input_towers: by chunk, towers with a gradient of the chunk's inputs.
     """
     models = []
-    for stage, wanted in zip(chunks, fed, strict=True):
-        divide_weights(stage, *shards, values_of(stage), wanted)
+    for stage, towers in zip(chunks, input_towers, strict=True):
+        divide_weights(stage, *shards, values_of(stage), towers)
         assert stage.sharded is not None
         models.append(ShardedStage(stage, stage.sharded))
     gradients = {flat: own for model in models for flat, own in model.gradients.items()}
-    of_groups = {
+    group_settings = {
         "lr": settings.lr,
         "betas": (settings.adam_beta1, settings.adam_beta2),
         "eps": settings.adam_eps,
@@ -403,10 +407,9 @@ def _sharded(
         "is_decoupled_lr": False,
         "default_config": True,
     }
-    vision = _vision_weights(chunks) if of_vision else set()
-    optimizer = ShardedAdam(
-        gradients, chunks[0].tp_group, of_groups, vision, {**of_vision, "default_config": False}
-    )
+    vision = _list_vision_weights(chunks) if vision_settings else set()
+    vision_settings = {**vision_settings, "default_config": False}
+    optimizer = ShardedAdam(gradients, chunks[0].tp_group, group_settings, vision, vision_settings)
     return Sharded(models=models, optimizer=optimizer, tied=tied)
 
 
@@ -427,10 +430,12 @@ def _build_encoders(
         if kind.tower != LANGUAGE
         and kind.name in trained_kinds(plan.model, plan.frozen, plan.adapters)
     )
-    held: DataParallel | None = None
+    wrapper: DataParallel | None = None
     if is_sharded:
         shards = create_encoder_shard_groups(plan)
-        held = _sharded([stage], settings, options.of_vision, values_of, (shards, shards), [()])
+        wrapper = _wrap_sharded(
+            [stage], settings, options.vision_settings, values_of, (shards, shards), [()]
+        )
     else:
         initialize_parameters(stage, values_of(stage))
     if trained and not is_sharded:
@@ -438,13 +443,13 @@ def _build_encoders(
         exchange = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
-        held = _replicated([stage], settings, options.of_vision, exchange, groups)
+        wrapper = _wrap_replicated([stage], settings, options.vision_settings, exchange, groups)
     return Encoders(
         stage=stage,
-        data_parallel=held,
+        data_parallel=wrapper,
         group=group,
         trained=trained,
-        made={
+        outputs={
             name: (
                 name,
                 *(feature.name for feature in deepstack_of(plan.model) if feature.tower == name),
@@ -475,14 +480,14 @@ def _optimizer_config(plan: Plan, options: OptimizationOptions, overlaps: bool) 
     )
 
 
-def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
+def _group_tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
     """Return this stage's copies of a tied matrix with their group, or None; collective."""
     stages = [links.stage_of(part) for part in tied_copies(plan)]
     if len(set(stages)) == 1:
         return TiedCopies(None) if links.rank in stages else None
     if not stages:
         return None
-    # Core's embedding group joins the first and last stage, not these stages.
+    # Core's embedding group joins the first and last stage; copies may be elsewhere.
     holders = [[ranks[stage] for stage in stages] for ranks in all_pipelines()]
     own, _ = dist.new_subgroups_by_enumeration(holders, timeout=COLLECTIVE_TIMEOUT)
     return None if own is None else TiedCopies(own)
@@ -492,25 +497,19 @@ def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
 class StepResult:
     """Result of a step, equal on every rank except `intervals`."""
 
-    loss: float
-    """Weighted mean loss over the global batch; with `sum` too, so that steps compare."""
+    loss: float  # weighted mean loss over the global batch; with `sum` too, so that steps compare
     loss_tokens: int
-    grad_norm: float
-    """Gradient norm before clipping; NaN in a skipped step."""
+    grad_norm: float  # gradient norm before clipping; NaN in a skipped step
     learning_rate: float
-    skipped: bool
-    """Whether loss or gradients were not finite, so that weights are unchanged."""
-    replaced_samples: int
-    """Unreadable samples in the global batch."""
+    skipped: bool  # whether loss or gradients were not finite, so that weights are unchanged
+    replaced_samples: int  # unreadable samples in the global batch
     stop_requested: bool
-    experts: ExpertBalance | None
-    """Balance of tokens over experts, or None without experts."""
-    intervals: tuple[Interval, ...]
-    """This rank's intervals in order; one forward and backward per micro-batch."""
+    experts: ExpertBalance | None  # balance of tokens over experts, or None without experts
+    intervals: tuple[Interval, ...]  # this rank's, in order; a forward and backward per micro-batch
 
     @property
     def phases_ms(self) -> dict[Phase, float]:
-        return {phase: sum(each_ms(self.intervals, phase)) for phase in Phase}
+        return {phase: sum(phase_times_ms(self.intervals, phase)) for phase in Phase}
 
 
 def train_step(
@@ -522,7 +521,7 @@ def train_step(
 
     Args:
         stop_requested: whether this rank was asked to stop. All ranks learn of it.
-        slots: micro-batches with empty ones appended for lockstep ranks.
+        slots: micro-batches including empty micro-batches appended for lockstep ranks.
     """
     batches = trainer.append_empty(batches, slots)
     clock = PhaseClock()
@@ -530,17 +529,16 @@ def train_step(
     trainer.zero_gradients()
     seen = SeenBatches(reads_once=trainer.encoders is not None)
     losses = trainer.run_step(seen.count(batches), clock)
-    # Every stage needs the weight sum. Stages also wait here, outside the optimizer's phase.
+    # All stages need the weight sum. They wait for each other here, outside the optimizer's phase.
     clock.switch(Phase.WAIT)
     sums = global_sums(trainer.links, losses, seen, stop_requested)
     clock.switch(Phase.OPTIMIZER)
     for error in seen.list_errors(trainer.links):
         _log.warning(f"passed over: {error}")
-    # Schedule first: the rate at step 0 is 0, and would waste the first batch. The decay has one
-    # more step for the same reason. Skipped steps count too, so that rates depend on the sample
-    # only.
+    # Schedule first: the rate of step 0 is 0 and would waste the first batch. So the decay has one
+    # step more. Skipped steps count, so that rates depend on the number of samples only.
     trainer.scheduler.step(increment=1)
-    # Core's mark of groups at the rate of `lr`. None has it if only vision is trained.
+    # `default_config` is core's mark of groups at rate `lr`. Absent if only vision is trained.
     groups = trainer.scheduler.optimizer.param_groups
     learning_rate = max(groups, key=lambda group: group["default_config"])["lr"]
     grad_norm = None
@@ -563,29 +561,28 @@ def train_step(
 
 
 class SeenBatches:
-    """Counter of loss tokens, loss weights and unreadable samples of passing micro-batches.
-
-    `reads_once`: no other rank reads this rank's images, with data-parallel encoders.
-    """
+    """Counter of loss tokens, loss weights and unreadable samples of passing micro-batches."""
 
     def __init__(self, reads_once: bool = False) -> None:
-        self.reads_once = reads_once
+        self.reads_once = reads_once  # no other rank reads this rank's images, as in encoding
         self.loss_tokens = 0
         self.loss_weights: list[torch.Tensor] = []
         self.unreadable: list[str] = []
 
     def count(self, batches: MicroBatchStream) -> MicroBatchStream:
-        return replace(batches, batches=map(self._count_batch, batches.batches))
+        """Return the stream, which is counted as it is read."""
 
-    def _count_batch(self, batch: MicroBatch) -> MicroBatch:
-        if batch.labels_L is not None:
-            self.loss_tokens += len(batch.labels_L)
-            self.loss_weights.append(batch.loss_weights_L)
-        self.unreadable += batch.unreadable
-        return batch
+        def count_batch(batch: MicroBatch) -> MicroBatch:
+            if batch.labels_L is not None:
+                self.loss_tokens += len(batch.labels_L)
+                self.loss_weights.append(batch.loss_weights_L)
+            self.unreadable += batch.unreadable
+            return batch
+
+        return replace(batches, batches=map(count_batch, batches.batches))
 
     def list_errors(self, links: PipelineLinks) -> tuple[str, ...]:
-        """Return errors of unreadable samples, on one rank only."""
+        """Return the errors of unreadable samples, on one of the ranks that read them."""
         first = links.is_first and parallel_state.get_tensor_model_parallel_rank() == 0
         return tuple(self.unreadable) if first or self.reads_once else ()
 
@@ -600,8 +597,7 @@ class GlobalSums:
 
     @property
     def divisor(self) -> float:
-        """Return the positive divisor of loss and gradients."""
-        return max(self.loss_weight, _SMALLEST_WEIGHT)
+        return max(self.loss_weight, _MIN_DIVISOR)
 
     @property
     def mean_loss(self) -> float:
@@ -615,10 +611,11 @@ def global_sums(
     stop_requested: bool = False,
 ) -> GlobalSums:
     """Sum all ranks' counts and losses in one all-reduce; collective over all ranks."""
-    # Tensor-parallel ranks see the same micro-batches; rank 0 counts.
+    # Tensor-parallel ranks see the same micro-batches, and the first of them counts.
     counts = parallel_state.get_tensor_model_parallel_rank() == 0
     tokens = seen.loss_tokens if counts and links.is_last else 0
     replaced = len(seen.list_errors(links))
+    # float64: a float32 sum would lose counts above 2^24.
     own = torch.tensor(
         [0, 0, tokens, replaced, stop_requested], dtype=torch.float64, device=current_device()
     )

@@ -1,5 +1,4 @@
-"""A process's fake CUDA device. Only `fake_calls` patches `torch.cuda`, and restores it at the end.
-The compiled part stays: use a separate process."""
+"""A process's fake CUDA device: a part in C++, which stays, and patches of `torch.cuda`."""
 
 import contextlib
 import ctypes
@@ -29,21 +28,13 @@ from omnibal.base.errors import UserError
 DEVICE_NAME = "fake CUDA device"
 _SOURCE = Path(__file__).with_name("device.cpp")
 _MULTI_TENSOR_TYPES = optimizer._foreach_supported_types
-_SMALL_ON_HOST = 1 << 16
-"""Maximum elements of host tensors with known values, such as borders of samples."""
+_FAKE_ATTRIBUTES = {"fake_device", "fake_mode", "constant"}
+_MAX_CONSTANT_ELEMENTS = 1 << 16  # host tensors with known values, such as borders of samples
 
 
 @functools.cache
 def install_device() -> None:
     """Compile and install the device in this process, once."""
-    # Compiled in every process, in a second: a shared cache could be tampered with.
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "fake_device.so"
-        _compile(library)
-        ctypes.CDLL(str(library)).install()
-
-
-def _compile(library: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         raise UserError(
@@ -52,27 +43,31 @@ def _compile(library: Path) -> None:
             "--fake-device"
         )
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    folder = Path(torch.__file__).parent / "lib"
-    command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(_SOURCE), "-o", str(library)]
-    command += [*(f"-I{path}" for path in includes), f"-L{folder}", "-lc10", "-ltorch_cpu"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        error = (ended.stderr.strip().splitlines() or ["no message"])[0]
-        raise UserError(
-            f"{compiler} cannot compile {_SOURCE.name} against torch {torch.__version__} "
-            f"({error}); install a g++ that knows C++20 (version 10 or newer)"
-        )
+    libraries = Path(torch.__file__).parent / "lib"
+    # Compiled in every process, in a second: a shared cache could be tampered with.
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder) / "fake_device.so")
+        command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(_SOURCE), "-o", library]
+        command += [*(f"-I{path}" for path in includes), f"-L{libraries}", "-lc10", "-ltorch_cpu"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            error = (ended.stderr.strip().splitlines() or ["no message"])[0]
+            raise UserError(
+                f"{compiler} cannot compile {_SOURCE.name} against torch {torch.__version__} "
+                f"({error}); install a g++ that knows C++20 (version 10 or newer)"
+            )
+        ctypes.CDLL(library).install()
 
 
 @contextlib.contextmanager
-def fake_calls(
+def patch_torch_cuda(
     memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
 ) -> Iterator[None]:
     """Patch `torch.cuda` and its users to answer as a device with this memory."""
     if is_core_on_cpu():
         raise RuntimeError(
-            "Megatron-core has been prepared for the CPU in this process; make a fake device in a "
-            "process of its own, before anything is built"
+            "Megatron-core is prepared for the CPU in this process; make a fake device in a "
+            "separate process, before anything is built"
         )
     random_calls = ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")
     with contextlib.ExitStack() as replaced:
@@ -84,11 +79,12 @@ def fake_calls(
             (core_random, ("_get_cuda_rng_state", "_set_cuda_rng_state")),
             (core_random.CudaRNGStatesTracker, ("fork",)),
         ):
-            kept = {name: vars(owner)[name] for name in names}
-            replaced.enter_context(patch.multiple(owner, **kept))
+            # Patched with themselves, to undo `route_random_state_to_cpu` at the end.
+            originals = {name: vars(owner)[name] for name in names}
+            replaced.enter_context(patch.multiple(owner, **originals))
         # Run functions uncompiled that core would compile.
         replaced.enter_context(torch._dynamo.config.patch(disable=True))
-        route_random_state_to_cpu()  # its patches are undone, too
+        route_random_state_to_cpu()
         yield
 
 
@@ -106,8 +102,8 @@ def _list_patches(
         # A new function each time: torch's compiler keys its rules by function object.
         return lambda *_, **__: None
 
-    def gather_object(every: list[Any], own: Any, group: object = None) -> None:
-        every[:] = [own] * len(every)
+    def gather_object(objects: list[Any], own: Any, group: object = None) -> None:
+        objects[:] = [own] * len(objects)
 
     stream = ImmediateStream()
     cuda = {
@@ -115,7 +111,7 @@ def _list_patches(
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_name": lambda *_: DEVICE_NAME,
-        "get_device_capability": lambda *_: (9, 0),
+        "get_device_capability": lambda *_: (9, 0),  # Hopper
         "get_device_properties": lambda *_: SimpleNamespace(
             name=DEVICE_NAME, major=9, minor=0, multi_processor_count=132, total_memory=1 << 50
         ),
@@ -143,27 +139,27 @@ def _list_patches(
         (dist, {"all_gather_object": gather_object, "barrier": nothing()}),
         # Otherwise Adam updates tensor by tensor, which needs less memory than multi-tensor.
         (optimizer, {"_foreach_supported_types": [*_MULTI_TENSOR_TYPES, FakeTensor]}),
-        (fake_tensor, {"CONSTANT_NUMEL_LIMIT": _SMALL_ON_HOST, "init_gpu_context": nothing()}),
+        (
+            fake_tensor,
+            {"CONSTANT_NUMEL_LIMIT": _MAX_CONSTANT_ELEMENTS, "init_gpu_context": nothing()},
+        ),
     ]
 
 
 def _move_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
-    """Move a module of fake tensors; `Module.to` swaps contents, which their weakrefs forbid."""
+    """Move a module of fake tensors, in place of `Module.to`."""
+    # `Module.to` swaps tensors' contents, which weak references to them forbid.
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.device.type == "cpu":
-                part._parameters[name] = _move_parameter(parameter)
+            if parameter is None or parameter.device.type != "cpu":
+                continue
+            moved = torch.nn.Parameter(parameter.detach().to("cuda"), parameter.requires_grad)
+            # With core's attributes, but without a fake tensor's.
+            for attribute in vars(parameter).keys() - vars(moved).keys() - _FAKE_ATTRIBUTES:
+                if not attribute.startswith("_"):
+                    setattr(moved, attribute, vars(parameter)[attribute])
+            part._parameters[name] = moved
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.device.type == "cpu":
                 part._buffers[name] = buffer.to("cuda")
     return module
-
-
-def _move_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter on the device, with core's attributes."""
-    moved = torch.nn.Parameter(parameter.detach().to("cuda"), parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        if not name.startswith("_") and name not in ("fake_device", "fake_mode", "constant"):
-            if name not in vars(moved):
-                setattr(moved, name, value)
-    return moved

@@ -1,5 +1,8 @@
-"""Data-parallel encoders on a fake device: the largest encoding of any rank and step, and the most
-features received by any pipeline, with its own micro-batches."""
+"""Data-parallel encoders on a fake device: a worst case of a plan's steps.
+
+It has the encoding of the rank and step with most, the features of the pipeline that receives most,
+and the stage's own micro-batches.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -37,8 +40,7 @@ class HeaviestShares(StepShares):
     """Shares of one step and rank, with the features that another step and rank receive."""
 
     receiving: StepShares
-    window: Mapping[str, np.ndarray]
-    """Items of the micro-batches, by encoder."""
+    window: Mapping[str, np.ndarray]  # items of the micro-batches, by encoder
 
     @property
     def embeds_tokens(self) -> bool:
@@ -46,7 +48,7 @@ class HeaviestShares(StepShares):
 
     @cached_property
     def route(self) -> FeatureRoute:
-        """Features sent by the passes, and received by the pipeline."""
+        """Return the route of features sent by the passes and received by the pipeline."""
         arriving = self.receiving.route
         return replace(
             super().route,
@@ -61,16 +63,15 @@ class HeaviestShares(StepShares):
         return StepShares.select_encoders(changed, names)
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Slices of micro-batches' features: consecutive at first, then the rest of the step's
-        buffer."""
+        """Return slices of the step's buffer: of every micro-batch, then of its remainder."""
         start, slices = 0, []
         for place in range(micro_batches):
-            of_pack = {}
+            pack_slices = {}
             for name, items in self.window.items():
                 end = start + int(items[place]) * rows_of_item(self.encoders[name])
-                of_pack[name] = slice(start, end)
+                pack_slices[name] = slice(start, end)
                 start = end
-            slices.append(of_pack)
+            slices.append(pack_slices)
         for name in list(self.window)[:1]:
             slices.append({name: slice(start, sum(self.receiving.route.parts))})
         return slices
@@ -78,40 +79,40 @@ class HeaviestShares(StepShares):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeaviestEncoding:
-    """The heaviest step and rank of a plan's encoders, and its heaviest step and pipeline."""
+    """Steps and ranks of a plan with most encoding and with most received features."""
 
     plan: Plan
     packs: ScheduledPacks
     lengths: Lengths
-    encodes: tuple[int, int]
-    """Step and global rank with most encoding."""
-    receives: tuple[int, int]
-    """Step and data-parallel rank of the pipeline with most received features."""
+    encodes: tuple[int, int]  # step and global rank with most encoding
+    receives: tuple[int, int]  # step and data-parallel rank with most received features
 
     @classmethod
-    def of(
+    def find(
         cls, plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, workload: Workload
     ) -> "HeaviestEncoding | None":
-        """Find the maxima by kept and received bytes. None without data-parallel encoders."""
+        """Return the maxima by kept and received bytes, or None without data-parallel encoders."""
         cost, beside = job.encoders_cost, plan.beside
         if cost is None or beside is None:
             return None
         names = feature_names_at(job.cost.features, plan.pack_levels)
         shares = ItemShares.build(workload, names, cost, beside)
         blocks = plan.parallel.data // shares.pipelines
-        encoded, held = np.zeros(1), np.zeros(1)
+        # Bytes kept by ranks and received by pipelines, [steps * blocks, ranks or pipelines].
+        encoded, received = np.zeros(1), np.zeros(1)
         for name, encoder in cost.encoders.items():
             encoded = encoded + encoder.feature_bytes * shares.encoded[name]
             if name in shares.samples:
                 passes = shares.passes(name, beside)
-                again = passes.work(is_kept=False)[..., ITEM]
-                encoded = encoded + passes.kept_bytes(encoder) + encoder.input_bytes * again
+                # Passes that run again in backward keep their inputs only.
+                repeated = passes.work(is_kept=False)[..., ITEM]
+                encoded = encoded + passes.kept_bytes(encoder) + encoder.input_bytes * repeated
             else:
                 item_bytes = encoder.kept_bytes[ITEM] + encoder.input_bytes
                 encoded = encoded + item_bytes * shares.encoded[name]
-            held = held + encoder.feature_bytes * shares.held[name]
+            received = received + encoder.feature_bytes * shares.held[name]
         cell, number = np.unravel_index(encoded.argmax(), encoded.shape)
-        own, pipeline = np.unravel_index(held.argmax(), held.shape)
+        own, pipeline = np.unravel_index(received.argmax(), received.shape)
         ranks = EncodingRanks(pipelines=shares.pipelines, parallel=plan.parallel, rank=0)
         return cls(
             plan=plan,
@@ -127,8 +128,8 @@ class HeaviestEncoding:
             ),
         )
 
-    def of_stage(self, stage: int, rows: np.ndarray) -> EncodingWork:
-        """Encoding of a stage's rank with these rows of the packs, and its passes, on the host."""
+    def work_of_stage(self, stage: int, rows: np.ndarray) -> EncodingWork:
+        """Return the encoding of a stage's rank with these rows of the packs, on the host."""
         sizes = self.plan.parallel
         step, data_rank = self.receives
         encoding = self._shares(*self.encodes)
@@ -140,17 +141,21 @@ class HeaviestEncoding:
                 for name, encoder in self.plan.model.encoders.items()
             },
         )
-        return shares, [self._pass(planned) for planned in shares.passes]
+        return shares, [self._make_pass(planned) for planned in shares.passes]
 
     def _shares(self, step: int, rank: int) -> StepShares:
         every_step = encoder_shares(self.plan, self.packs, self.lengths, rank)
         assert every_step is not None
         return every_step.step(step)
 
-    def _pass(self, planned: EncoderPass) -> MicroBatch:
+    def _make_pass(self, planned: EncoderPass) -> MicroBatch:
         model = self.plan.model
         items = {"tiles": 0, "clips": 0, planned.feature: planned.items}
-        images = image_sizes(self.lengths, self._samples(planned))
+        cells, parts = self.lengths.column(planned.feature), [np.zeros(0, np.int64)]
+        for run in planned.runs:
+            samples = self.packs.packs[run.row]
+            parts.append(samples[samples_of_items(run.items, cells[samples])])
+        images = image_sizes(self.lengths, np.concatenate(parts))
         return random_batch(
             model,
             items["tiles"],
@@ -160,11 +165,3 @@ class HeaviestEncoding:
             clips=items["clips"],
             images=images if planned.feature == ImagesEncoder.feature else (),
         )
-
-    def _samples(self, planned: EncoderPass) -> np.ndarray:
-        """Samples of a pass, as indices into the lengths."""
-        cells, parts = self.lengths.column(planned.feature), [np.zeros(0, np.int64)]
-        for run in planned.runs:
-            samples = self.packs.packs[run.row]
-            parts.append(samples[samples_of_items(run.items, cells[samples])])
-        return np.concatenate(parts)

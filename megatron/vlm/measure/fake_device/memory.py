@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-BLOCK_BYTES = 512
-"""Sizes are rounded up to a multiple of this (`kMinBlockSize` of torch's CUDACachingAllocator)."""
+BLOCK_BYTES = 512  # allocations are multiples: `kMinBlockSize` of torch's CUDACachingAllocator
 
 
 def block_bytes(size: int) -> int:
-    """Bytes of the allocator's block for `size` bytes."""
+    """Return the bytes of the allocator's block for `size` bytes."""
     return size + -size % BLOCK_BYTES
 
 
@@ -27,30 +26,26 @@ class Label:
 
 @dataclass(slots=True, eq=False)
 class _Allocation:
-    """Lifetime of a storage, in the tracker's count of allocations and frees."""
-
     size: int
     label: Label
+    # In the tracker's count of allocations and frees.
     born: int
     died: int | None = None
 
 
 class MemoryTracker:
-    """Counts each storage from creation until it is freed."""
+    """Counter of storages from creation until they are freed."""
 
     def __init__(self) -> None:
         self.now_bytes = 0
-        self.peak_bytes = 0
-        """Maximum bytes since `reset_peak`."""
+        self.peak_bytes = 0  # maximum bytes since `reset_peak`
         self._live: dict[int, tuple[weakref.ref, _Allocation]] = {}
         self._made: list[_Allocation] = []
         self._moment = 0
-        self.highest_bytes = 0
-        """Maximum bytes since `watch`."""
+        self.highest_bytes = 0  # maximum bytes since `watch`
         self._highest_moment = 0
         self._highest_working = 0
-        self.highest_label: Label | None = None
-        """What was running at the maximum since `watch`."""
+        self.highest_label: Label | None = None  # running operation at the maximum since `watch`
 
     def reset_peak(self) -> None:
         """Reset the peak, as `torch.cuda.reset_peak_memory_stats` does."""
@@ -93,10 +88,10 @@ class MemoryTracker:
 
     def settle(self, label: Label, working_bytes: int = 0) -> None:
         """Update the peaks after an operation with `working_bytes` of workspace."""
-        most = self.now_bytes + working_bytes
-        self.peak_bytes = max(self.peak_bytes, most)
-        if most > self.highest_bytes:
-            self.highest_bytes, self._highest_moment = most, self._moment
+        total = self.now_bytes + working_bytes
+        self.peak_bytes = max(self.peak_bytes, total)
+        if total > self.highest_bytes:
+            self.highest_bytes, self._highest_moment = total, self._moment
             self.highest_label, self._highest_working = label, working_bytes
 
     def relabel(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
@@ -105,21 +100,20 @@ class MemoryTracker:
             if entry is not None:
                 entry[1].label = label
 
-    def relabel_rest(self, label: Label) -> None:
-        """Change the label of all storages made so far, except relabelled storages."""
+    def relabel_all(self, label: Label) -> None:
+        """Set the label of all live storages, except of storages with a label of this phase."""
         for _, allocation in self._live.values():
             if allocation.label.phase != label.phase:
                 allocation.label = label
 
     def live(self) -> dict[Label, tuple[int, int]]:
-        """Current number of storages and bytes by label."""
+        """Return the current number of storages and bytes by label."""
         return _count_by_label(allocation for _, allocation in self._live.values())
 
     def contents(self) -> dict[Label, tuple[int, int]]:
-        """Number of storages and bytes by label at the maximum since `watch`; sums to
-        `highest_bytes`."""
+        """Return storages and bytes by label at the maximum since `watch`, of `highest_bytes`."""
         moment = self._highest_moment
-        held = _count_by_label(
+        by_label = _count_by_label(
             allocation
             for allocation in self._made
             if allocation.born <= moment and (allocation.died is None or allocation.died > moment)
@@ -127,8 +121,8 @@ class MemoryTracker:
         label = self.highest_label
         if label is not None and self._highest_working:
             working = replace(label, operation=f"{label.operation} (working memory)")
-            held[working] = (1, self._highest_working)
-        return held
+            by_label[working] = (1, self._highest_working)
+        return by_label
 
 
 def _count_by_label(allocations: Iterable[_Allocation]) -> dict[Label, tuple[int, int]]:

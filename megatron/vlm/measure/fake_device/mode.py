@@ -13,15 +13,16 @@ import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.vlm.measure.fake_device.device import fake_calls, install_device
+from megatron.vlm.measure.fake_device.device import install_device, patch_torch_cuda
 from megatron.vlm.measure.fake_device.memory import Label, MemoryTracker
 from megatron.vlm.measure.fake_device.operations import (
+    DeviceOperation,
     LaunchCounts,
-    Operation,
+    aten,
     check_one_device,
-    device_kernels,
-    operation_of,
+    describe_operation,
     tensors_in,
+    use_device_kernels,
 )
 from megatron.vlm.measure.fake_device.places import Places
 from megatron.vlm.measure.fake_device.routing import route_evenly
@@ -29,22 +30,20 @@ from megatron.vlm.model import initialize
 from megatron.vlm.model.fused import compiled
 from megatron.vlm.model.fused.compiled import Body
 
-aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 _HOST_READ = aten._local_scalar_dense.default
-_COPIES = (aten._to_copy.default, aten.copy_.default)
+_COPY_OPERATIONS = (aten._to_copy.default, aten.copy_.default)
 
 
 class FakeDevice(TorchDispatchMode):
-    """Counts allocations, launches and reads of every operation; raises a device's errors."""
+    """Counter of allocations, launches and host reads that raises a device's errors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.memory = MemoryTracker()
         self.counts = LaunchCounts()
         self.places = Places()
-        self.phase = "build"
-        """Current part of the step, for labels and counts."""
+        self.phase = "build"  # current part of the step, for labels and counts
         self._is_in_body = False
 
     def __torch_dispatch__(
@@ -56,8 +55,8 @@ class FakeDevice(TorchDispatchMode):
         if self._is_in_body:
             return func(*args, **kwargs)
         if func is _HOST_READ and args[0].constant is None:
-            return self.read(args[0])
-        operation = operation_of(func)
+            return self.read_scalar(args[0])
+        operation = describe_operation(func)
         if operation.check is not None:
             operation.check(operation.name, args)
         results = (operation.results or func)(*args, **kwargs)
@@ -65,12 +64,12 @@ class FakeDevice(TorchDispatchMode):
         return results
 
     def count_body(self, name: str, body: Body) -> Body:
-        """Return a fused operation's body as one launch that only allocates its results."""
-        operation = Operation(f"omnibal::{name}")
+        """Return a fused operation's body that counts as one launch and its results' memory."""
+        operation = DeviceOperation(f"omnibal::{name}")
 
         def run(*arguments: Any) -> Any:
             check_one_device(operation.name, arguments)
-            self._is_in_body = True
+            self._is_in_body = True  # operations of the body are fused, so do not count them
             try:
                 results = body(*arguments)
             finally:
@@ -80,15 +79,15 @@ class FakeDevice(TorchDispatchMode):
 
         return run
 
-    def read(self, tensor: Any) -> float | int:
-        """Return a placeholder scalar: 1 on the host, as host scalars are counts, else 0."""
+    def read_scalar(self, tensor: Any) -> float | int:
+        """Return a placeholder: 1 for host tensors, which are counts, else 0."""
         on_device = tensor.device.type == "cuda"
         if on_device:
             self.counts.add_read(self.phase, "item", _find_calling_line())
         value = 0 if on_device else 1
         return float(value) if tensor.dtype.is_floating_point else value
 
-    def read_of_routing(self) -> None:
+    def count_routing_read(self) -> None:
         """Count the host's wait for the routing of tokens."""
         self.counts.add_read(self.phase, "copy", _find_calling_line())
 
@@ -97,14 +96,20 @@ class FakeDevice(TorchDispatchMode):
         label = Label(self.places.current(), "resize_", self.phase)
         self.memory.resize(storage, label)
 
-    def _count(self, func: Any, operation: Operation, args: Any, kwargs: Any, results: Any) -> None:
+    def _count(
+        self, func: Any, operation: DeviceOperation, args: Any, kwargs: Any, results: Any
+    ) -> None:
         label = None
         outputs = [results] if isinstance(results, torch.Tensor) else list(tensors_in(results))
         for output in outputs:
             if output.device.type == "cuda":
                 label = label or Label(self.places.current(), operation.name, self.phase)
                 self.memory.hold(output.untyped_storage(), label)
-            elif func in _COPIES and args[1 if func is _COPIES[1] else 0].device.type == "cuda":
+            # A host output of a device input: the host waits for the copy.
+            elif (
+                func in _COPY_OPERATIONS
+                and args[1 if func is _COPY_OPERATIONS[1] else 0].device.type == "cuda"
+            ):
                 self.counts.add_read(self.phase, "copy", _find_calling_line())
         if label is None:
             if operation.kind == "communication":
@@ -113,7 +118,7 @@ class FakeDevice(TorchDispatchMode):
             return
         self.memory.settle(label, operation.working_bytes(args) if operation.working_bytes else 0)
         if not operation.launches:
-            return
+            return  # a view or an allocation
         flops = operation.flops(func, args, kwargs, results)
         read = [*args, *(value for name, value in kwargs.items() if name != "out")]
         self.counts.add(self.phase, operation, flops, operation.moved_bytes(read, outputs))
@@ -122,15 +127,13 @@ class FakeDevice(TorchDispatchMode):
 
 
 class _FakeTensors(FakeTensorMode):
-    """Fake tensors of a device that must never be asked to make a real one."""
-
     @property
     def avoid_device_init(self) -> bool:
-        return True
+        return True  # else torch would make a real tensor on the device
 
 
 def _find_calling_line() -> str:
-    """File and line of the first caller outside torch."""
+    """Return file and line of the first caller outside torch and this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
@@ -145,28 +148,27 @@ class FakeCuda:
     """A fake CUDA device, and the conversion of host tensors."""
 
     device: FakeDevice
-    fake: Callable[[torch.Tensor], torch.Tensor]
-    """Convert a host tensor to a fake tensor of its size and type."""
+    fake: Callable[[torch.Tensor], torch.Tensor]  # host tensor to fake tensor of its size and type
 
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
     """Run the body on a fake CUDA device: tensors have sizes and no data.
 
-    Megatron-core and torch find a device, and allocations on it are counted. Use a process of its
-    own, as the compiled part stays, in which Megatron-core does not run on the CPU yet.
+    Megatron-core and torch find a device, and allocations on it are counted. Use a separate process
+    that has not prepared Megatron-core for the CPU, as the compiled part stays installed.
     """
     install_device()
     device, tensors = FakeDevice(), _FakeTensors(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        stack.enter_context(fake_calls(device.memory, device.resize))
-        stack.enter_context(device_kernels(device.read))
-        stack.enter_context(route_evenly(device.read_of_routing))
+        stack.enter_context(patch_torch_cuda(device.memory, device.resize))
+        stack.enter_context(use_device_kernels(device.read_scalar))
+        stack.enter_context(route_evenly(device.count_routing_read))
         stack.enter_context(patch.object(compiled, "compile_body", device.count_body))
         stack.enter_context(patch.object(initialize, "_draw_box", lambda *_: None))
         stack.enter_context(tensors)
         stack.enter_context(device.places.follow())
-        stack.enter_context(device)
+        stack.enter_context(device)  # last, so that it sees operations before the fake tensors
         yield FakeCuda(
             device,
             lambda tensor: tensor if tensors.is_our_fake(tensor) else tensors.from_tensor(tensor),

@@ -1,6 +1,7 @@
-"""Torch's operations on a CUDA device: kernels, FLOPs, bytes, workspace, requirements; counts.
+"""Torch's operations on a CUDA device: kernels, FLOPs, bytes, workspace and requirements.
 
-They differ from a CPU build's: attention and RMSNorm are one kernel each, and some are refused.
+They differ from a CPU build's: attention and RMSNorm are one kernel each, and the device refuses
+some arguments.
 
 Shapes: B batch, N heads, G key/value heads, S query positions, K key positions, D head size,
 T packed tokens, M, K and N rows, inner and columns of a matrix product.
@@ -23,11 +24,10 @@ from omnibal.job.fake_replay import HostRead, OperationCount, OperationKind, Una
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
-_MOST_HEAD_SIZE = 256  # of FlashAttention-2's kernels
-_ROWS_OF_FLASH_BLOCK = 128  # its backward rounds up to this
+_MAX_HEAD_SIZE = 256  # of FlashAttention-2's kernels
+_FLASH_BLOCK_ROWS = 128  # its backward rounds up to this
 _FP32_BYTES = 4
-_ALIGNED_ELEMENTS = 8
-"""Leading dimensions of 16-bit matrices must be multiples of this for the fastest kernels."""
+_ALIGNED_ELEMENTS = 8  # 16-bit matrices' leading dimensions are multiples for the fastest kernels
 _PRODUCTS = {
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::_scaled_mm")
 }
@@ -38,15 +38,15 @@ _NO_KERNEL = {
     *("aten::resize_", "aten::set_", "aten::record_stream", "aten::is_same_size"),
     *("aten::_local_scalar_dense", "aten::lift", "aten::_has_compatible_shallow_copy_type"),
 }
+# Of their first argument they read only the rows in the output.
 _GATHERS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
-"""Operations that read only the rows of their first argument that the output has."""
 
 
 class RefusedByDeviceError(RuntimeError):
-    """An operation that a real device refuses: its tensors' types, devices or layouts differ."""
+    """An operation with tensors of types, devices or layouts that a real device refuses."""
 
 
-def _refuse(operation: str, why: str, tensors: Sequence[torch.Tensor]) -> None:
+def _raise_refused(operation: str, why: str, tensors: Sequence[torch.Tensor]) -> None:
     described = ", ".join(
         f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
         for tensor in tensors
@@ -55,7 +55,7 @@ def _refuse(operation: str, why: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in arguments or results, including lists."""
+    """Yield all tensors in arguments or results, including lists."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -67,28 +67,30 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def factors(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two factors of a product, without the addend, which comes first."""
+    """Return the two factors of a product."""
     first, second, *others = tensors_in(args)
-    return (second, others[0]) if others else (first, second)
+    return (second, others[0]) if others else (first, second)  # an addend comes first
 
 
 def _check_product(operation: str, args: Sequence[Any]) -> None:
-    """Raise unless the factors have one type and device; fake tensors would promote types."""
+    """Raise unless the factors have one type and device."""
+    # Fake tensors would promote types.
     tensors = list(tensors_in(args))
-    asked = next(
+    output_type = next(
         (argument for argument in args if isinstance(argument, torch.dtype)), tensors[-1].dtype
     )
     types = {argument.dtype for argument in factors(args)}
-    if len(types) > 1 or (len(tensors) > 2 and tensors[0].dtype not in {asked, *types}):
-        _refuse(operation, "a matrix product needs tensors of one type", tensors)
+    if len(types) > 1 or (len(tensors) > 2 and tensors[0].dtype not in {output_type, *types}):
+        _raise_refused(operation, "a matrix product needs tensors of one type", tensors)
     check_one_device(operation, args)
 
 
 def check_one_device(operation: str, args: Sequence[Any]) -> None:
-    """Raise if host and device tensors are mixed, except host scalars."""
+    """Raise if host and device tensors are mixed."""
     tensors = list(tensors_in(args))
+    # Except tensors without axes: host scalars.
     if len({tensor.device for tensor in tensors if tensor.dim()}) > 1:
-        _refuse(operation, "all tensors must be on the device", tensors)
+        _raise_refused(operation, "all tensors must be on the device", tensors)
 
 
 def _check_attention(operation: str, args: Sequence[Any]) -> None:
@@ -97,26 +99,23 @@ def _check_attention(operation: str, args: Sequence[Any]) -> None:
     tensors = [query, key, value]
     check_one_device(operation, args)
     if query.dtype not in _HALF or len({tensor.dtype for tensor in tensors}) > 1:
-        _refuse(operation, "flash attention needs bf16 or fp16, all of one type", tensors)
+        _raise_refused(operation, "flash attention needs bf16 or fp16, all of one type", tensors)
     if any(tensor.stride(-1) != 1 for tensor in tensors):
-        _refuse(operation, "flash attention needs the last dimension contiguous", tensors)
-    if query.shape[-1] > _MOST_HEAD_SIZE or query.shape[-1] % _ALIGNED_ELEMENTS:
-        _refuse(operation, f"head size must be a multiple of 8 up to {_MOST_HEAD_SIZE}", tensors)
+        _raise_refused(operation, "flash attention needs the last dimension contiguous", tensors)
+    if query.shape[-1] > _MAX_HEAD_SIZE or query.shape[-1] % _ALIGNED_ELEMENTS:
+        text = f"head size must be a multiple of 8 up to {_MAX_HEAD_SIZE}"
+        _raise_refused(operation, text, tensors)
     for borders in args[3:5]:
         if isinstance(borders, torch.Tensor) and borders.dtype != torch.int32:
-            _refuse(operation, "borders of samples must be int32", [borders])
+            _raise_refused(operation, "borders of samples must be int32", [borders])
 
 
 def _attention_backward_bytes(args: Sequence[Any]) -> int:
-    """Workspace of flash attention's backward for inputs [B, N, S, D].
-
-    As in FlashAttention-2's `mha_bwd`: float32 query gradient, a float32 per row, and with GQA the
-    key and value gradients per head.
-    """
+    """Return the workspace of flash attention's backward for inputs [B, N, S, D]."""
     _, query, key = args[:3]
     batch, heads, rows, size = query.shape
     return _flash_backward_bytes(
-        batch * heads * padded_size(rows, _ROWS_OF_FLASH_BLOCK),
+        batch * heads * padded_size(rows, _FLASH_BLOCK_ROWS),
         size,
         batch * heads * key.shape[2] if key.shape[1] != heads else 0,
         query.element_size(),
@@ -124,21 +123,23 @@ def _attention_backward_bytes(args: Sequence[Any]) -> int:
 
 
 def _packed_attention_backward_bytes(args: Sequence[Any]) -> int:
-    """Workspace of flash attention's backward for packed inputs [T, N, D], in whole blocks."""
+    """Return the workspace of flash attention's backward for packed inputs [T, N, D]."""
     _, query, key, _, _, _, borders = args[:7]
     tokens, heads, size = query.shape
-    rows = tokens + _ROWS_OF_FLASH_BLOCK * (borders.shape[0] - 1)
-    shared = key.shape[0] * heads if key.shape[1] != heads else 0
-    return _flash_backward_bytes(heads * rows, size, shared, query.element_size())
+    rows = tokens + _FLASH_BLOCK_ROWS * (borders.shape[0] - 1)  # every sample in full blocks
+    grouped = key.shape[0] * heads if key.shape[1] != heads else 0
+    return _flash_backward_bytes(heads * rows, size, grouped, query.element_size())
 
 
-def _flash_backward_bytes(rows: int, size: int, shared_rows: int, element_bytes: int) -> int:
+def _flash_backward_bytes(rows: int, size: int, grouped_rows: int, element_bytes: int) -> int:
+    # As FlashAttention-2's `mha_bwd`: float32 query gradient, a float32 per row, and with GQA the
+    # key and value gradients per query head.
     width = padded_size(size, 32 if size <= 128 else 64)
-    return rows * (width + 1) * _FP32_BYTES + 2 * shared_rows * size * element_bytes
+    return rows * (width + 1) * _FP32_BYTES + 2 * grouped_rows * size * element_bytes
 
 
 def _copied_operand_bytes(args: Sequence[Any]) -> int:
-    """Bytes of copies made for cuBLAS of matrices with unsupported layouts."""
+    """Return the bytes of copies for cuBLAS, which needs a stride of 1 in one of two axes."""
     return sum(
         tensor.numel() * tensor.element_size()
         for tensor in tensors_in(args)
@@ -146,75 +147,69 @@ def _copied_operand_bytes(args: Sequence[Any]) -> int:
     )
 
 
-class _Attention(NamedTuple):
+class _AttentionKernel(NamedTuple):
     """An attention operation: number of matrix products, and positions of its arguments."""
 
     products: int
-    query: int
-    """Position of the query, [B, N, S, D] or packed [T, N, D]. The key follows, [B, G, K, D]."""
+    query: int  # [B, N, S, D] or packed [T, N, D]; the key is next, [B, G, K, D] or [T, G, D]
     is_causal: int
-    """Position of the causal flag, which halves the pairs."""
     borders: int | None = None
-    """Position of the packed samples' borders; on the device, so samples count as equally long."""
     check: Callable[[str, Sequence[Any]], None] | None = None
     working_bytes: Callable[[Sequence[Any]], int] | None = None
 
     def flops(self, args: Sequence[Any]) -> float:
-        """FLOPs of all pairs of positions within samples. torch's count may lack GQA."""
+        """Return the FLOPs of all pairs of positions within samples."""
+        # Not torch's count, which may lack GQA.
         query = args[self.query]
         if self.borders is None:
             pairs = query.numel() * args[self.query + 1].shape[2]
         else:
+            # Borders are on the fake device, without values: samples count as equally long.
             pairs = query.numel() * len(query) / max(len(args[self.borders]) - 1, 1)
         is_causal = args[self.is_causal : self.is_causal + 1] == (True,)
         return 2.0 * self.products * pairs / (2 if is_causal else 1)
 
 
 _ATTENTIONS = {
-    "aten::_scaled_dot_product_flash_attention": _Attention(2, 0, 4, check=_check_attention),
-    "aten::_scaled_dot_product_flash_attention_backward": _Attention(
+    "aten::_scaled_dot_product_flash_attention": _AttentionKernel(2, 0, 4, check=_check_attention),
+    "aten::_scaled_dot_product_flash_attention_backward": _AttentionKernel(
         5, 1, 11, working_bytes=_attention_backward_bytes
     ),
-    "aten::_scaled_dot_product_efficient_attention": _Attention(2, 0, 6),
-    "aten::_scaled_dot_product_efficient_attention_backward": _Attention(5, 1, 11),
-    "torch_attn::_varlen_attn": _Attention(2, 0, 7, borders=3, check=_check_attention),
-    "torch_attn::_varlen_attn_backward": _Attention(
+    "aten::_scaled_dot_product_efficient_attention": _AttentionKernel(2, 0, 6),
+    "aten::_scaled_dot_product_efficient_attention_backward": _AttentionKernel(5, 1, 11),
+    "torch_attn::_varlen_attn": _AttentionKernel(2, 0, 7, borders=3, check=_check_attention),
+    "torch_attn::_varlen_attn_backward": _AttentionKernel(
         5, 1, 10, 6, check_one_device, _packed_attention_backward_bytes
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """One of torch's operations, or a fused function of this project, on a device."""
+class DeviceOperation:
+    """An operation of torch, or a fused function of this project, on a device."""
 
-    name: str
-    """Qualified, such as aten::mm."""
+    name: str  # qualified, such as aten::mm
     kind: OperationKind = "element-wise"
-    launches: bool = True
-    """Whether it launches a kernel and is not a view."""
-    check: Callable[[str, Sequence[Any]], None] | None = None
-    """Raises for arguments that a device refuses, given the name and them."""
-    working_bytes: Callable[[Sequence[Any]], int] | None = None
-    """Bytes of workspace for these arguments. None for none."""
-    results: Callable[..., Any] | None = None
-    """Makes the results, if torch has no shape function for it."""
+    launches: bool = True  # whether it launches a kernel and is not a view
+    check: Callable[[str, Sequence[Any]], None] | None = None  # of name and arguments; may raise
+    working_bytes: Callable[[Sequence[Any]], int] | None = None  # workspace for the arguments
+    results: Callable[..., Any] | None = None  # makes results if torch has no shape function
 
     @property
     def is_product(self) -> bool:
         return self.name in _PRODUCTS
 
     def moved_bytes(self, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
-        """Bytes of device memory that it reads and writes, each tensor once."""
+        """Return the bytes of device memory read and written, every tensor once."""
         if self.name in _GATHERS:  # bytes read equal the bytes written
             return sum(map(_bytes, tensors_in(args[1:]))) + 2 * sum(map(_bytes, outputs))
         read = args[1:] if self.name in _WRITE_ONLY else args
         return sum(map(_bytes, (*tensors_in(read), *outputs)))
 
     def flops(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> float:
-        """FLOPs of a matrix product or attention. 0 for other operations."""
+        """Return the FLOPs of a matrix product or attention, 0 for other operations."""
         if self.is_product:
-            left, right = factors(args)
+            left, right = factors(args)  # [M, K] and [K, N]
             return 2.0 * left.numel() * right.shape[-1]
         if self.name in _ATTENTIONS:
             return _ATTENTIONS[self.name].flops(args)
@@ -222,14 +217,9 @@ class Operation:
         return 0.0 if rule is None else float(rule(*args, **kwargs, out_val=results))
 
 
-def _begin_coalesced(*_: object, **__: object) -> Any:
-    """Handle of coalesced collectives, which have no shape function in torch."""
-    return FakeWork().boxed()
-
-
 @cache
-def operation_of(func: Any) -> Operation:
-    """Facts of an overload of torch's operations."""
+def describe_operation(func: Any) -> DeviceOperation:
+    """Return the kind, kernels and requirements of an overload of a torch operation."""
     name = func.name().partition(".")[0]
     namespace, _, plain = name.partition("::")
     kind: OperationKind = "element-wise"
@@ -239,7 +229,8 @@ def operation_of(func: Any) -> Operation:
     if namespace in ("c10d", "_c10d_functional"):
         kind = "communication"
         if "coalesced" in plain:
-            results = _begin_coalesced
+            # A handle: coalesced collectives have no shape function in torch.
+            results = lambda *_, **__: FakeWork().boxed()  # noqa: E731
     elif "attention" in plain or "attn" in plain:
         kind = "attention"
     elif name in _PRODUCTS or "wgrad" in plain or "conv" in plain:
@@ -251,16 +242,15 @@ def operation_of(func: Any) -> Operation:
     elif namespace not in ("aten", "prim", "c10d", "_c10d_functional", "profiler"):
         check = check_one_device
     launches = not (func.is_view or name in _NO_KERNEL)
-    return Operation(name, kind, launches, check, working, results)
+    return DeviceOperation(name, kind, launches, check, working, results)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor on the device; expanded dimensions count as 1."""
     if tensor.device.type != "cuda":
         return 0
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride or not size else 1
+        elements *= size if stride or not size else 1  # an expanded axis has stride 0
     return elements * tensor.element_size()
 
 
@@ -268,17 +258,19 @@ class LaunchCounts:
     """Sums of launches, by phase and operation."""
 
     def __init__(self) -> None:
+        # Kernels, FLOPs and bytes.
         self._sums: dict[tuple[str, str, OperationKind], list[float]] = defaultdict(
             lambda: [0, 0.0, 0.0]
         )
         self._reads: Counter[tuple[str, str, str]] = Counter()
+        # Products and FLOPs.
         self._unaligned: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
 
     def clear(self) -> None:
         for sums in (self._sums, self._reads, self._unaligned):
             sums.clear()
 
-    def add(self, phase: str, operation: Operation, flops: float, moved: int) -> None:
+    def add(self, phase: str, operation: DeviceOperation, flops: float, moved: int) -> None:
         sums = self._sums[phase, operation.name, operation.kind]
         sums[0] += 1
         sums[1] += flops
@@ -287,9 +279,9 @@ class LaunchCounts:
     def add_product(
         self, where: str, operation: str, args: Sequence[Any], output: torch.Tensor, flops: float
     ) -> None:
-        """Record a 16-bit matrix product with rows not aligned to 16 bytes."""
+        """Count a 16-bit matrix product with rows not aligned to 16 bytes."""
         matrices = [tensor for tensor in tensors_in((*args, output)) if tensor.dim() >= 2]
-        steps = tuple(max(tensor.stride()[-2:]) for tensor in matrices)
+        steps = tuple(max(tensor.stride()[-2:]) for tensor in matrices)  # leading dimensions
         if output.element_size() == 2 and any(step % _ALIGNED_ELEMENTS for step in steps):
             left, right = factors(args)
             sizes = (left.shape[-2], left.shape[-1], right.shape[-1])
@@ -298,11 +290,10 @@ class LaunchCounts:
             sums[1] += flops
 
     def add_read(self, phase: str, operation: str, where: str) -> None:
-        """Count one read of a device value by the host."""
         self._reads[phase, operation, where] += 1
 
     def operations(self) -> tuple[OperationCount, ...]:
-        """All launches, by phase and operation."""
+        """Return all launches, by phase and operation."""
         return tuple(
             OperationCount(
                 phase=phase,
@@ -316,14 +307,14 @@ class LaunchCounts:
         )
 
     def host_reads(self) -> tuple[HostRead, ...]:
-        """Places where the host waited for a device value."""
+        """Return the places where the host waited for a device value."""
         return tuple(
             HostRead(phase=phase, operation=operation, where=where, count=count)
             for (phase, operation, where), count in sorted(self._reads.items())
         )
 
-    def unaligned(self) -> tuple[UnalignedProduct, ...]:
-        """Products with unaligned rows, largest FLOPs first."""
+    def unaligned_products(self) -> tuple[UnalignedProduct, ...]:
+        """Return products with unaligned rows, largest FLOPs first."""
         ordered = sorted(self._unaligned.items(), key=lambda item: -item[1][1])
         return tuple(
             UnalignedProduct(
@@ -349,8 +340,9 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Device attention for [B, N, S, D]: flash (16 bit), memory-efficient (32 bit) or unfused."""
-    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_HEAD_SIZE:
+    """Return attention of [B, N, S, D] by the device's kernel: flash (16 bit), memory-efficient
+    (32 bit) or unfused."""
+    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MAX_HEAD_SIZE:
         size = query.shape[-1]
         padding = -size % _ALIGNED_ELEMENTS
         if padding:
@@ -372,21 +364,21 @@ def _sdpa(
 def _fused_rms_norm(
     hidden: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normed tensor, and a float32 per row for the backward."""
+    """Return the normed tensor, and the rstd of every row, float32."""
     rows = hidden.shape[: hidden.dim() - len(shape)]
-    numbers = hidden.new_empty((*rows, *[1] * len(shape)), dtype=torch.float32)
-    return _like(hidden), numbers
+    rstds = hidden.new_empty((*rows, *[1] * len(shape)), dtype=torch.float32)
+    return _like(hidden), rstds
 
 
 def _fused_rms_norm_backward(
     gradient: torch.Tensor,
     hidden: torch.Tensor,
     shape: Sequence[int],
-    numbers: torch.Tensor,
+    rstds: torch.Tensor,
     weight: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of input and weight, if wanted."""
+    """Return the gradients of input and weight, if wanted."""
     has_weight = wanted[1] and weight is not None
     return _like(hidden) if wanted[0] else None, _like(weight) if has_weight else None
 
@@ -395,21 +387,23 @@ def _like(tensor: Any) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+# Results of kernels that a CPU build lacks, or that have no shape function in torch.
 _RESULTS: dict[Any, Callable[..., Any]] = {
     # A product added to `out`; torch 2.11 takes its type for a factor.
     aten.addmm.dtype_out: lambda *_, out, **__: out,
     aten._fused_rms_norm.default: _fused_rms_norm,
     aten._fused_rms_norm_backward.default: _fused_rms_norm_backward,
 }
-"""Results of kernels that a CPU build lacks, or without shape functions in torch."""
 
 
 @contextlib.contextmanager
-def device_kernels(read: Callable[[Any], float | int]) -> Iterator[None]:
+def use_device_kernels(read: Callable[[Any], float | int]) -> Iterator[None]:
     """Make torch choose CUDA kernels for tensors that claim to be on `cuda`.
 
-    A CPU build decomposes attention and RMSNorm into operations that save more. `read` returns a
-    scalar's value to the host, for `torch.tensor`, which bypasses modes.
+    A CPU build would decompose attention and RMSNorm into operations that save more.
+
+    Args:
+        read: returns a scalar's value to the host, for `torch.tensor`, which bypasses modes.
     """
 
     def never_run(*_: object) -> None:
@@ -422,7 +416,7 @@ def device_kernels(read: Callable[[Any], float | int]) -> Iterator[None]:
         for operation in _RESULTS:
             name = operation.name()
             if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
-                # If it exists, RMSNorm of one type uses it, with its own derivative.
+                # If the kernel exists, RMSNorm of one type uses it, with its own derivative.
                 library.impl(name.removeprefix("aten::"), never_run, "CUDA")
         yield
     finally:

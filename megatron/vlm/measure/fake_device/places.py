@@ -1,4 +1,4 @@
-"""Modules of operations, in forward and in backward."""
+"""Names of the modules that run operations, in forward and in backward."""
 
 import sys
 import threading
@@ -13,14 +13,14 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
-class _Numbered:
-    """Modules by the number of a thread's first node in them."""
+class _ModulesByNode:
+    """Modules of autograd's nodes: a module's nodes are a range of a thread's numbers."""
 
     def __init__(self) -> None:
-        self.numbers = [0]
+        self.numbers = [0]  # first node of every range
         self.places = [""]
 
-    def note(self, number: int, place: str) -> None:
+    def append(self, number: int, place: str) -> None:
         """Set the module of nodes from this number on."""
         if number == self.numbers[-1]:
             self.places[-1] = place
@@ -28,42 +28,50 @@ class _Numbered:
             self.numbers.append(number)
             self.places.append(place)
 
-    def of(self, number: int) -> str:
-        """Module of the node with this number."""
+    def find(self, number: int) -> str:
+        """Return the module of a node."""
         return self.places[bisect_right(self.numbers, number) - 1]
 
 
 class Places:
-    """Names modules by path, and follows them through both passes.
+    """Path of the running module, in forward and backward.
 
-    Autograd numbers nodes per thread, so numbers identify modules. A device's backward has its own
-    thread, which also makes the recomputed nodes.
+    Autograd numbers the nodes of a thread, so numbers identify modules. A device's backward has its
+    own thread, which also makes the nodes of recomputed layers.
     """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._inside: list[str] = []
         self._main = threading.get_ident()
-        self._made: dict[int, _Numbered] = defaultdict(_Numbered)
+        self._nodes: dict[int, _ModulesByNode] = defaultdict(_ModulesByNode)  # by thread
 
     def name(self, *modules: torch.nn.Module) -> None:
-        """Take the names of submodules as paths."""
+        """Use the names of submodules as paths."""
         self._names = {id(p): path for module in modules for path, p in module.named_modules()}
 
     def current(self) -> str:
-        """Path of the running module. Empty outside modules."""
+        """Return the path of the running module, empty outside modules."""
         if self._inside:
             return self._inside[-1]
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
-        thread = threading.get_ident() if _in_inner_backward() else self._main
-        return self._made[thread].of(node._sequence_nr())
+        thread = self._main
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            # A checkpoint's backward calls `backward` on nodes that its own thread made.
+            if frame.f_code is torch.autograd.backward.__code__:
+                thread = threading.get_ident()
+                break
+            frame = frame.f_back
+        return self._nodes[thread].find(node._sequence_nr())
 
     @contextmanager
     def follow(self) -> Iterator[None]:
         """Track the running module."""
         before = register_module_forward_pre_hook(self._enter)
+        # Also called if the forward raises, so that the modules stay balanced.
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
             yield
@@ -82,14 +90,4 @@ class Places:
 
     def _note(self) -> None:
         where = self._inside[-1] if self._inside else ""
-        self._made[threading.get_ident()].note(torch.autograd._get_sequence_nr(), where)
-
-
-def _in_inner_backward() -> bool:
-    """Whether this is the inner backward of recomputed operations."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is torch.autograd.backward.__code__:
-            return True
-        frame = frame.f_back
-    return False
+        self._nodes[threading.get_ident()].append(torch.autograd._get_sequence_nr(), where)

@@ -1,6 +1,6 @@
-"""Tokens of a mixture of experts on a fake device: spread evenly over experts.
+"""Even routing of tokens to experts on a fake device, which has no data to route by.
 
-Routing is data, which a fake device lacks. Megatron-core's own dispatcher is given equal counts.
+Megatron-core's dispatcher runs as in training, with equal counts for all experts.
 Shapes: S tokens, E experts, R copies of tokens (rows), H hidden size.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 
 class _Select(torch.autograd.Function):
-    """`masked_select` of a known number of values."""
+    """`masked_select` of a known number of values: a fake mask has none to count."""
 
     @staticmethod
     def forward(
@@ -37,7 +37,11 @@ def _permute(
     num_out_tokens: int,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy tokens for their experts, as core's `permute` without Transformer Engine."""
+    """Copy tokens for their experts, as core's `permute` without Transformer Engine.
+
+    Returns:
+        Rows [R, H], their weights [R] and their tokens [R].
+    """
     chosen_ES = routing_map_SE.bool().T.contiguous()
     places_ES = torch.arange(len(tokens_SH), device=tokens_SH.device).expand(len(chosen_ES), -1)
     places_R = _Select.apply(places_ES, chosen_ES, num_out_tokens)
@@ -52,14 +56,14 @@ def _sort_chunks(
     probs: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Reorder chunks of rows; only their sizes matter."""
+    # Only sizes matter, so the chunks stay in order.
     sizes = split_sizes.tolist()
     weights = None if probs is None else torch.cat(probs.split(sizes))
     return torch.cat(rows.split(sizes)), weights
 
 
-def _split_evenly(total: int, parts: int) -> np.ndarray:
-    """Split a number into parts that differ by at most one, int64 [parts]."""
+def _divide_evenly(total: int, parts: int) -> np.ndarray:
+    """Return `parts` integers that differ by at most one and sum to `total`."""
     bounds = np.arange(parts + 1) * total // parts
     return np.diff(bounds)
 
@@ -68,11 +72,12 @@ def _spread_tokens(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
     """Set token counts, as core's `preprocess`; return the counts of this rank's experts."""
     ranks, experts = dispatcher.ep_size, dispatcher.num_local_experts
     dispatcher.num_out_tokens = len(routing_map_SE) * dispatcher.config.moe_router_topk
-    sent = _split_evenly(dispatcher.num_out_tokens, dispatcher.num_experts).reshape(ranks, experts)
+    # [ranks, experts of a rank]
+    sent = _divide_evenly(dispatcher.num_out_tokens, dispatcher.num_experts).reshape(ranks, experts)
     if ranks > 1:
         dispatcher.input_splits = dispatcher.output_splits = sent.sum(1)
-    # Other ranks send equal counts, so that all ranks are equally full.
-    own = np.stack([_split_evenly(int(rows), experts) for rows in sent.sum(1)])
+    # Every rank sends as many rows as this rank, so that all ranks are equally full.
+    own = np.stack([_divide_evenly(int(rows), experts) for rows in sent.sum(1)])
     dispatcher.num_global_tokens_per_local_expert = own
     return own.sum(0)
 
@@ -82,15 +87,15 @@ def route_evenly(read: Callable[[], None]) -> Iterator[None]:
     """Make core's dispatcher spread tokens evenly in a process with a fake device."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    def bring_to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        if point == dispatcher.cuda_dtoh_point:
+    def synchronize(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == dispatcher.cuda_dtoh_point:  # core's point of copying counts to the host
             read()
         return tokens_per_expert
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     with (
         patch.object(dispatcher, "preprocess", _spread_tokens),
-        patch.object(dispatcher, "_maybe_dtoh_and_synchronize", bring_to_host),
+        patch.object(dispatcher, "_maybe_dtoh_and_synchronize", synchronize),
         patch.object(token_dispatcher, "permute", _permute),
         patch.object(token_dispatcher, "sort_chunks_by_idxs", _sort_chunks),
     ):

@@ -19,8 +19,7 @@ class Gelu(Enum):
 
     EXACT = "exact"
     TANH = "tanh"
-    QUICK = "quick"
-    """x * sigmoid(1.702 x)."""
+    QUICK = "quick"  # x * sigmoid(1.702 x)
 
 
 def swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,6 +56,7 @@ def _bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu) -> torc
 def _swiglu_backward(
     gradient_RF: torch.Tensor, inner_RI: torch.Tensor, bias_I: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # In float32, so that the bias's gradient is a float32 sum.
     gradient_RF = gradient_RF.float()
     biased_RI = inner_RI.float() if bias_I is None else inner_RI.float() + bias_I
     gate_RF, value_RF = biased_RI.chunk(2, -1)
@@ -83,10 +83,8 @@ def _bias_gelu_backward(
 
 
 class _Activation(torch.autograd.Function):
-    """A form of GELU, or SwiGLU if None."""
-
     @staticmethod
-    def forward(ctx, inner_RI, bias_I, form):
+    def forward(ctx, inner_RI, bias_I, form):  # SwiGLU without form
         inner_RI = inner_RI.contiguous()
         ctx.save_for_backward(inner_RI, bias_I)
         ctx.form = form

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-Body = Callable[..., Any]
-"""Function that returns new tensors. Its first argument is a tensor, others may be tuples."""
+Body = Callable[..., Any]  # returns new tensors; the first argument is a tensor
 
 
 def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
-    """Decorate a body that autograd does not differentiate; `name` is the operation's in plans."""
+    """Return a decorator of bodies that autograd does not differentiate.
+
+    Args:
+        name: name of the operation in counts of a fake device.
+    """
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
@@ -28,7 +31,7 @@ def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
 
 @functools.cache
 def compile_body(name: str, body: Body) -> Body:
-    """Return the body compiled for dynamic shapes."""
+    """Return the compiled body."""
     run = torch.compile(body)
 
     @functools.wraps(body)

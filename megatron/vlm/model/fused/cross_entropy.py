@@ -3,7 +3,7 @@
 It makes a 16-bit gradient, 4 bytes per logit at peak; torch's fp32 softmax and gradients need 12.
 Sums are in fp32 in both.
 
-Shapes: L loss positions, W words of this rank, the last maybe padding.
+Shapes: L loss positions, W words of this rank with padding at the end.
 """
 
 from dataclasses import dataclass
@@ -18,42 +18,37 @@ from megatron.vlm.model.fused.compiled import compiled_on_cuda
 class OwnWords:
     """This rank's words of the vocabulary."""
 
-    first: int
-    """Number of the first word in the whole vocabulary."""
-    count: int
-    """Unpadded words."""
-    group: dist.ProcessGroup | None
-    """Ranks that divide the vocabulary, or None for one rank."""
+    first: int  # number of the first word in the vocabulary
+    count: int  # unpadded words
+    group: dist.ProcessGroup | None  # ranks that divide the vocabulary, or None for one rank
 
 
 def cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWords) -> torch.Tensor:
-    """Return the loss of each position, float32 [L]; labels are numbers in the whole vocabulary."""
+    """Return the loss of each position, float32 [L]; labels are numbers in the vocabulary."""
     return CrossEntropy.apply(logits_LW, labels_L, words)
 
 
 def hide_padding(logits_LW: torch.Tensor, words: OwnWords) -> None:
-    """Exclude padded words from the softmax, in place.
-
-    Autograd need not know: their probability and gradient are 0.
-    """
+    """Exclude padded words from the softmax, in place."""
+    # Detached from autograd: their probability and gradient are 0.
     logits_LW.detach()[:, words.count :].fill_(-torch.inf)
 
 
 @compiled_on_cuda("cross_entropy")
-def _partial(
+def _local_parts(
     logits_LW: torch.Tensor, labels_L: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest local logit per position, the sum of exponentials and the label's logit.
+    """Return the maximum local logit [L], and the sum of exponentials and the label's logit [2, L].
 
-    The label's logit is 0 if another rank has it. float32 [2, L]
+    The label's logit is 0 if another rank has it. All are float32.
     """
-    # Whole padded rows: a kernel loads rows of a length that 16 does not divide value by value.
+    # Rows with padding: a kernel loads rows of lengths that 16 does not divide value by value.
     words_W = torch.arange(logits_LW.shape[1], device=logits_LW.device)
     own_LW = torch.where(words_W < count, logits_LW.float(), -torch.inf)
     largest_L = own_LW.amax(1)
     shift_L = largest_L.clamp_min(torch.finfo(torch.float32).min)  # if all words are padding
     sums_L = torch.exp(own_LW - shift_L.unsqueeze(1)).sum(1)
-    own_labels_L = labels_L - first
+    own_labels_L = labels_L - first  # outside [0, count) if another rank has the word
     is_own_L = (own_labels_L >= 0) & (own_labels_L < count)
     places_L1 = own_labels_L.clamp(0, logits_LW.shape[1] - 1).unsqueeze(1)
     of_labels_L = logits_LW.gather(1, places_L1).squeeze(1).float()
@@ -61,7 +56,7 @@ def _partial(
 
 
 @compiled_on_cuda("cross_entropy_backward")
-def _backward(
+def _logit_gradient(
     gradient_L: torch.Tensor,
     logits_LW: torch.Tensor,
     labels_L: torch.Tensor,
@@ -80,8 +75,9 @@ def _backward(
 def combine_parts(
     largest_L: torch.Tensor, sums_2L: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine `_partial` of every rank into losses and log-sum-exp, [L] each."""
+    """Combine `_local_parts` of every rank into losses and log-sum-exp, [L] each."""
     if group is not None:
+        # Each rank's sum of exponentials is relative to its own maximum.
         own_largest_L = largest_L.clone()
         dist.all_reduce(largest_L, op=dist.ReduceOp.MAX, group=group)
         sums_2L[0] *= torch.exp(own_largest_L - largest_L)
@@ -94,7 +90,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_LW, labels_L, words):
         logits_LW = logits_LW.contiguous()
-        largest_L, sums_2L = _partial(logits_LW, labels_L, words.first, words.count)
+        largest_L, sums_2L = _local_parts(logits_LW, labels_L, words.first, words.count)
         losses_L, normalizer_L = combine_parts(largest_L, sums_2L, words.group)
         ctx.save_for_backward(logits_LW, labels_L, normalizer_L)
         ctx.words = words
@@ -104,6 +100,5 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient_L):
         words = ctx.words
         gradient_L = gradient_L.contiguous()
-        return (
-            _backward(gradient_L, *ctx.saved_tensors, words.first, words.count), None, None
-        )  # fmt: skip
+        saved = ctx.saved_tensors
+        return _logit_gradient(gradient_L, *saved, words.first, words.count), None, None

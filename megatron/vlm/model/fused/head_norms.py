@@ -1,7 +1,7 @@
 """InternViT's q and k norms, each over all heads of all tensor-parallel ranks.
 
-They split the interleaved product into q, k and v; backward returns the product's gradient. Ranks
-exchange the sums of q and k per position in one message per direction.
+They split the interleaved product into q, k and v; backward returns the product's gradient. Forward
+and backward have one all-reduce each, of a sum per position of q and of k.
 
 Shapes: S sequence, B batch (tiles), N heads of this rank, D head size, W = N * D.
 """
@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k and v, [S, B, N, D]."""
+TileHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v, [S, B, N, D]
 
 
 def split_with_norms(
@@ -23,13 +22,13 @@ def split_with_norms(
     width: int,
     eps: float,
     group: dist.ProcessGroup | None,
-) -> Heads:
+) -> TileHeads:
     """Split q, k and v, with RMSNorm of q and k over all heads; v is a view of the input.
 
     Args:
         qkv_SBN3D: [S, B, N, 3 D], with q, k and v per head.
         weights_W: weights of q's and k's norms.
-        width: unpadded width of all ranks' heads; padded heads are zero.
+        width: unpadded width of all ranks' heads; padded heads are zeros.
         group: ranks that divide the heads, or None for one rank.
     """
     return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
@@ -51,13 +50,9 @@ def _norms(
     sums_2SB: torch.Tensor | None,
     width: int,
     eps: float,
-) -> Heads:
-    """Return normed q and k, and both their rstds, float32 [2, S, B].
-
-    Args:
-        sums_2SB: sums over all ranks, or None if this rank has all heads.
-    """
-    if sums_2SB is None:
+) -> TileHeads:
+    """Return normed q and k, and their rstds, float32 [2, S, B]."""
+    if sums_2SB is None:  # this rank has all heads
         sums_2SB = _sum_squares(qkv_SBN3D)
     rstds_2SB = torch.rsqrt(sums_2SB / width + eps)
     query_SBND, key_SBND = (
@@ -100,7 +95,7 @@ _along = compiled_on_cuda("head_norms_along")(_sum_along)
 
 
 @compiled_on_cuda("head_norms_backward")
-def _backward(
+def _qkv_gradient(
     qkv_SBN3D: torch.Tensor,
     gradients_SBND: Sequence[torch.Tensor],
     weights_W: Sequence[torch.Tensor],
@@ -108,13 +103,10 @@ def _backward(
     along_2SB: torch.Tensor | None,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the joint gradient of q, k and v, and of both weights, [2, W].
-
-    Args:
-        along_2SB: summed result of `_along`, or None if this rank has all heads.
-    """
-    if along_2SB is None:
+    """Return the gradients of the joint q, k and v, and of both weights, [2, W]."""
+    if along_2SB is None:  # this rank has all heads
         along_2SB = _sum_along(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
+    # For y = w u with u = x * rstd: dx = rstd (w dy - u mean(w dy u)).
     along_2SB11 = (along_2SB / width)[..., None, None]
     pairs = _weighted_and_units(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
     of_heads = [
@@ -154,5 +146,5 @@ class HeadNorms(torch.autograd.Function):
         if ctx.group is not None:
             along_2SB = _along(*of_heads)
             dist.all_reduce(along_2SB, group=ctx.group)
-        of_qkv_SBN3D, of_weights_2W = _backward(*of_heads, along_2SB, ctx.width)
+        of_qkv_SBN3D, of_weights_2W = _qkv_gradient(*of_heads, along_2SB, ctx.width)
         return of_qkv_SBN3D, *of_weights_2W, None, None, None

@@ -11,14 +11,12 @@ from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 
 class Branch(NamedTuple):
-    """Branch added to a residual: scale * tile scale * (output + bias)."""
+    """Branch added to a residual: `scale * tile_scale * (output + bias)`."""
 
     output_SBH: torch.Tensor
     bias_H: torch.Tensor | None = None
-    scale_H: torch.Tensor | None = None
-    """Layer scale (Touvron et al. 2021, arXiv 2103.17239), if any."""
-    tile_scale_B: torch.Tensor | None = None
-    """Drop path's scale per tile, without gradient, if any."""
+    scale_H: torch.Tensor | None = None  # layer scale (Touvron et al. 2021, arXiv 2103.17239)
+    tile_scale_B: torch.Tensor | None = None  # drop path's scale per tile, without gradient
 
 
 class NormWeights(NamedTuple):
@@ -36,11 +34,11 @@ def norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
 def norm_and_residual(
     hidden_SBH: torch.Tensor, weights: NormWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise every position; also return the input, so that backward fuses both gradients."""
+    """Return normed positions, and the input, so that backward fuses both gradients."""
     return NormAndResidual.apply(hidden_SBH, *weights)
 
 
-def add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
+def add_branch(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
     if branch.bias_H is None and branch.scale_H is None and branch.tile_scale_B is None:
         return residual_SBH + branch.output_SBH
     return ScaledAdd.apply(residual_SBH, *branch)
@@ -73,7 +71,7 @@ def _normalize(
 _norm = compiled_on_cuda("norm")(_normalize)
 
 
-def _add_branch(
+def _sum_branch(
     residual_SBH: torch.Tensor,
     output_SBH: torch.Tensor,
     bias_H: torch.Tensor | None,
@@ -90,7 +88,7 @@ def _add_branch(
     return (residual_SBH + added_SBH).to(residual_SBH.dtype)
 
 
-_scaled_add = compiled_on_cuda("scaled_add")(_add_branch)
+_scaled_add = compiled_on_cuda("scaled_add")(_sum_branch)
 
 
 @compiled_on_cuda("scaled_add_norm")
@@ -99,7 +97,7 @@ def _scaled_add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the norm of the sum, the sum and the norm's moments."""
     *branch, weight_H, norm_bias_H, eps = branch_and_norm
-    summed_SBH = _add_branch(residual_SBH, *branch)
+    summed_SBH = _sum_branch(residual_SBH, *branch)
     normed_SBH, moments_MSB = _normalize(summed_SBH, weight_H, norm_bias_H, eps)
     return normed_SBH, summed_SBH, moments_MSB
 
@@ -112,11 +110,7 @@ def _norm_backward(
     moments_MSB: torch.Tensor,
     weight_H: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the norm's input and weights, [M, H].
-
-    Args:
-        passed_SBH: gradient of the residual past the norm, to be added.
-    """
+    """Return the gradients of the norm's input, plus `passed_SBH`, and of its weights, [M, H]."""
     gradient_SBH = gradient_SBH.float()
     rstd_SB1, *means = moments_MSB.unsqueeze(-1)
     unit_SBH = hidden_SBH.float()
@@ -124,6 +118,7 @@ def _norm_backward(
         unit_SBH = unit_SBH - means[0]
     unit_SBH = unit_SBH * rstd_SB1
     own_SBH = gradient_SBH * weight_H
+    # For y = w u with u = (x - mean) rstd: dx = rstd (w dy - u mean(w dy u) - mean(w dy)).
     result_SBH = own_SBH - unit_SBH * (own_SBH * unit_SBH).mean(-1, keepdim=True)
     of_weights = [gradient_SBH * unit_SBH]
     if means:
@@ -162,7 +157,7 @@ def _scaled_add_backward(
 class NormAndResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_SBH, weight_H, bias_H, eps):
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an output that no loss uses has no gradient
         contiguous_SBH = hidden_SBH.contiguous()
         normed_SBH, moments_MSB = _norm(contiguous_SBH, weight_H, bias_H, eps)
         ctx.save_for_backward(contiguous_SBH, moments_MSB, weight_H)
@@ -212,7 +207,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _kept_of_branch(output_SBH, bias_H, scale_H, tile_scale_B):
-    """Return the branch's output if the gradient of its scale needs it."""
+    # Only the gradient of the scale needs the output.
     return (None if scale_H is None else output_SBH), bias_H, scale_H, tile_scale_B
 
 

@@ -1,8 +1,7 @@
-"""Rotary position embedding of packed samples, with the split of q, k and v, and Qwen3's head
-norms.
+"""Rotary position embedding of packed samples, with the split of q, k and v and Qwen3's head norms.
 
-Shapes: T packed tokens, G key/value heads of this rank, Q queries' heads of each, N = G * Q, D head
-size.
+Shapes: T packed tokens, G key/value heads of this rank, Q query heads of a key/value head,
+N = G * Q, D head size.
 """
 
 from collections.abc import Sequence
@@ -12,19 +11,18 @@ import torch
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q [T, N, D], k and v [T, G, D]."""
+PackedHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [T, N, D], k and v [T, G, D]
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines per token, float32 [T, D / 2]; made once a micro-batch."""
+    """Cosines and sines of all tokens, float32 [T, D / 2]; made once per micro-batch."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
 
 
 class HeadWeights(NamedTuple):
-    """Weights of q's and k's norms, [D] each for all heads, and epsilon."""
+    """Weights of q's and k's norms, shared by all heads, and epsilon."""
 
     query_D: torch.Tensor
     key_D: torch.Tensor
@@ -34,7 +32,7 @@ class HeadWeights(NamedTuple):
 def rotation(
     borders: torch.Tensor, tokens: int, frequencies: torch.Tensor, first: torch.Tensor | None = None
 ) -> Rotation:
-    """Return the rotation of every token by its position in the sample, without host sync.
+    """Return the rotation of every token by its position in the sample.
 
     Args:
         borders: sample borders, int32 [samples + 1], on the device.
@@ -42,6 +40,7 @@ def rotation(
         frequencies: of RoPE (Su et al. 2021, arXiv 2104.09864), float32 [D / 2].
         first: for pieces of samples, first token within the sample, int32 [pieces], on the device.
     """
+    # All on the device: the host knows no positions and does not wait.
     places_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
     samples_T = torch.bucketize(places_T, borders[1:], right=True)
     positions_T = places_T - borders[samples_T]
@@ -65,14 +64,14 @@ def sectioned_rotation(
     return Rotation(angles.cos(), angles.sin())
 
 
-def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> Heads:
-    """Split [T, G, (Q + 2) D] into q, k and v, rotating q and k. The input is not kept."""
-    return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)
+def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> PackedHeads:
+    """Split [T, G, (Q + 2) D] into q, k and v, with rotation of q and k."""
+    return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)  # does not keep the input
 
 
 def split_norm_and_rotate(
     qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation, norms: HeadWeights
-) -> Heads:
+) -> PackedHeads:
     """Split [T, G, (Q + 2) D] into q, k and v, with RMSNorm per head and rotation of q and k.
 
     The input is kept for backward; v is a view of it.
@@ -81,7 +80,7 @@ def split_norm_and_rotate(
 
 
 def _turn(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotate every head by its token's angles [T, D / 2]."""
+    # As Llama: the pairs are first and second half of a head, not neighbours.
     cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
     first, second = heads_TND.chunk(2, -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
@@ -91,14 +90,14 @@ def _turn_back(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tens
     return _turn(heads_TND, cosines, -sines)
 
 
-def _in_groups(query_TND: torch.Tensor, groups: int) -> torch.Tensor:
+def _group_queries(query_TND: torch.Tensor, groups: int) -> torch.Tensor:
     return query_TND.unflatten(1, (groups, query_TND.shape[1] // groups))
 
 
 @compiled_on_cuda("split_and_rotate")
 def _split_and_rotate(
     qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
-) -> Heads:
+) -> PackedHeads:
     size = qkv.shape[-1] // (queries_per_group + 2)
     query, key_TGD, value_TGD = qkv.split([queries_per_group * size, size, size], -1)
     query_TND = query.reshape(len(qkv), queries_per_group * qkv.shape[1], size)
@@ -115,7 +114,7 @@ def _rotate_back(
     sines: torch.Tensor,
 ) -> torch.Tensor:
     query_TND, key_TGD = (_turn_back(x, cosines, sines).to(x.dtype) for x in (query_TND, key_TGD))
-    query = _in_groups(query_TND, key_TGD.shape[1]).flatten(2)
+    query = _group_queries(query_TND, key_TGD.shape[1]).flatten(2)
     return torch.cat((query, key_TGD, value_TGD), -1)
 
 
@@ -161,7 +160,7 @@ def _norm_and_rotate_backward(
     """Return the gradients of `qkv` and of both weights, [2, D]."""
     query_TND, key_TGD, value_TGD = gradients
     query_TND, key_TGD = (_turn_back(x, *turned_by) for x in (query_TND, key_TGD))
-    query, key = _in_groups(query_TND, key_TGD.shape[1]), key_TGD.unsqueeze(2)
+    query, key = _group_queries(query_TND, key_TGD.shape[1]), key_TGD.unsqueeze(2)
     rstds = rstds.unsqueeze(-1)
     units = qkv.unflatten(-1, (-1, key.shape[-1]))[:, :, :-1] * rstds
     own = torch.cat((query * weights_D[0], key * weights_D[1]), 2)
