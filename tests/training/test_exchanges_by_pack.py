@@ -48,7 +48,7 @@ def exchanges_by_pack(links, model, cuts):
     log_calls(FlatWeights, "begin_gather", begun)
     log_calls(FlatGradients, "begin_sum", begun)
     log_calls(schedule._Mail, "take", begun)
-    log_calls(schedule._Mail, "put", begun)
+    log_calls(schedule._Mail, "send", begun)
     dist.irecv = lambda tensor, *_, **__: done(tensor.fill_(1.0))
     dist.isend = lambda tensor, *_, **__: done(tensor)
     packs = packs_of(model)

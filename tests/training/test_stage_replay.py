@@ -270,7 +270,7 @@ def test_what_cannot_be_replayed_is_refused(planned, tmp_path):
     shared, meta = save_planned(tmp_path / "plan", (30, 1), (120, 2)), tmp_path / "meta.json"
     for directory, data, message in (
         (planned, (meta, None), "go together"),
-        (planned, (meta, tmp_path / "tokenizer.model"), "does not say which data"),
+        (planned, (meta, tmp_path / "tokenizer.model"), "does not name the data"),
         (shared, (None, None), "packs that several ranks share"),
     ):
         with pytest.raises(UserError, match=message):
