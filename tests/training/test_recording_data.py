@@ -186,8 +186,7 @@ def test_recordings_that_changed_after_the_plan(data):
 
 def evaluated(links, plan, reader):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
-    caps = Caps.of(tiles=20, clips=20, tokens=900)
-    parts = trainer, caps, reader, 0, lambda *done: None
+    parts = trainer, Caps.of(tiles=20, clips=20, tokens=900), reader, 0, lambda *done: None
     return evaluate_answers(*parts, samples=8, max_new_tokens=4)
 
 

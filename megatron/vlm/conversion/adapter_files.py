@@ -118,9 +118,8 @@ class MergedWeights:
             return values
         pairs = [matrix for piece in pieces for matrix in (piece.lora_a, piece.lora_b)]
         matrices = [matrix.float() for matrix in self._weights.read_parameters(pairs)]
-        b_OR = OutputRows.of_linear(pieces[0].linear, len(values), pieces[0].groups).join(
-            matrices[1::2]
-        )
+        rows = OutputRows.of_linear(pieces[0].linear, len(values), pieces[0].groups)
+        b_OR = rows.join(matrices[1::2])
         a_RI = torch.cat(matrices[::2])
         # W + scale * B A in float32, rounded once.
         return (values.float() + self._adapters.scale * b_OR @ a_RI).to(values.dtype)
