@@ -87,7 +87,7 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
     assert json.loads((pair / "evaluation.json").read_text())["step"] == 2
     dropped = training(single, texts, tmp_path / "none", "--drop-path-rate", "0.1")
-    assert "has no encoder of images, whose layers are dropped" in refuse(*dropped)
+    assert "--drop-path-rate needs an encoder of tiles" in refuse(*dropped)
     page = tmp_path / "report.html"
     report = ("-m", "omnibal", "report", plan, "--run", pair, "-o", page, "--json")
     assert json.loads(succeed(*report))["run"]["last_loss"] == losses(pair)[-1]
