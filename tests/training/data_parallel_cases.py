@@ -68,7 +68,7 @@ def shares_of(
 ) -> EncoderShares:
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
     return EncoderShares(
-        model=plan.model, beside=plan.beside, ranks=ranks,
+        model=plan.model, settings=plan.beside, ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node, packs=scheduled,
         levels=plan.levels or [Level(caps=Caps.of(tokens=1))], lengths=lengths,
     )  # fmt: skip

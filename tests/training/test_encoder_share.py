@@ -72,7 +72,7 @@ def shares_of_all(seed):
     return [
         EncoderShares(
             model=model,
-            beside=beside,
+            settings=beside,
             ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
             gpus_per_node=(2, 3, 8)[seed % 3],
             packs=packs,
@@ -156,10 +156,10 @@ def test_counted_passes_are_those_of_every_step(seed):
         assert counted[1:] == rank.passes_of_steps(1, 3).tolist()
         assert counted == [len(each) for each in passes]
         for one in chain(*passes):
-            most = rank.beside.items_per_pass[one.encoder]
+            most = rank.settings.items_per_pass[one.encoder]
             assert 1 <= one.items <= most or len(samples_of(one, rank)) == 1
             assert one.feature == rank.model.encoders[one.encoder].feature
-        for (name, kept), each in product(rank.beside.kept_items.items(), passes):
+        for (name, kept), each in product(rank.settings.kept_items.items(), passes):
             own = [one for one in each if one.encoder == name]
             is_kept = sum(one.items for one in own if one.is_kept)
             if rank.model.encoders[name] is not IMAGES:

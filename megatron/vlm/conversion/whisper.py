@@ -20,13 +20,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, differences
 from megatron.vlm.conversion.importing import Addition, ReleasedCheckpoint
 from megatron.vlm.conversion.own_weights import StoredWeights
-from megatron.vlm.conversion.released_files import (
-    ReleasedFiles,
-    TensorInfo,
-    check_tensors,
-    write_file,
-    writing,
-)
+from megatron.vlm.conversion.released_files import ReleasedFiles, check_tensors, write_file, writing
 from megatron.vlm.conversion.tensor_map import (
     Parameter,
     Shape,
@@ -101,9 +95,7 @@ def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) ->
 
 
 def _read_encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
-    config = read_json_model(
-        _WhisperConfig, path, "it must be the config.json of a Whisper checkpoint"
-    )
+    config = read_json_model(_WhisperConfig, path, "it must be a Whisper checkpoint's")
     if config.model_type != _MODEL_TYPE or config.activation_function != "gelu":
         raise UserError(
             f"{path}: has model_type {config.model_type!r} and activation_function "
@@ -145,7 +137,7 @@ def _check_encoder_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
         if name.startswith(audio.prefix) and name != positions
     }
     check_tensors(audio.directory, expected, tensors, f"{CONFIG_FILE}'s encoder")
-    stored: TensorInfo | None = audio.files.tensors.get(positions)
+    stored = audio.files.tensors.get(positions)
     if stored is None:
         return
     sines = sinusoids(audio.encoder.positions_per_item, audio.encoder.hidden_size)

@@ -119,7 +119,7 @@ class StepShares:
     """Assignment of a step's items within this rank's encoding group."""
 
     ranks: EncodingRanks
-    beside: DataParallelEncoders
+    settings: DataParallelEncoders
     # By pack of the group's pipelines, or share of a pack: [packs].
     rows: np.ndarray  # row of the pack in the schedule, int64
     pipeline: np.ndarray  # pipeline within the group, int64
@@ -160,7 +160,7 @@ class StepShares:
         bounds = self.sample_passes.get(name)
         if bounds is None:
             encoded = int(runs.count[own].sum())
-            per_pass, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
+            per_pass, kept = self.settings.items_per_pass[name], self.settings.kept_items[name]
             bounds = pass_bounds(encoded, per_pass, kept)
         for begin, end, is_kept in bounds:
             pass_runs = []
@@ -280,7 +280,7 @@ class EncoderShares:
     """Assignment of items within this rank's encoding group, for every step."""
 
     model: ModelConfig
-    beside: DataParallelEncoders
+    settings: DataParallelEncoders
     ranks: EncodingRanks
     gpus_per_node: int
     packs: ScheduledPacks
@@ -294,7 +294,7 @@ class EncoderShares:
     @cached_property
     def _samples(self) -> dict[str, SampleItems]:
         """Return samples of all shares, by feature of encoders that never split a sample."""
-        if not self.beside.square_ms:
+        if not self.settings.square_ms:
             return {}
         assert self.lengths is not None, "samples are dealt by their lengths"
         shares = self._pack_shares
@@ -305,7 +305,7 @@ class EncoderShares:
         """Return first item and number of items of every share by encoder, int64 [shares] each."""
         shares, items_of_shares = self._pack_shares, {}
         for name, encoder in self.model.encoders.items():
-            if name in self.beside.square_ms:
+            if name in self.settings.square_ms:
                 # First item = items of earlier shares of the pack, as shares take whole samples.
                 count = self._samples[encoder.feature].of_rows
                 order = np.lexsort((shares.part, shares.pack))
@@ -327,7 +327,7 @@ class EncoderShares:
         items = {name: count[rows] for name, (_, count) in self._items.items()}
         samples = self._samples_of(rows)
         dealt, load = deal_whole_samples(
-            samples, pipeline, self.beside, ranks_of_pipeline=ranks.ranks_of_pipeline, groups=1
+            samples, pipeline, self.settings, ranks_of_pipeline=ranks.ranks_of_pipeline, groups=1
         )
         nodes = nodes_of_groups(ranks.parallel, ranks.pipelines, self.gpus_per_node)
         runs = share_items(
@@ -335,22 +335,22 @@ class EncoderShares:
             pipeline,
             pipelines=ranks.pipelines,
             ranks_of_pipeline=ranks.ranks_of_pipeline,
-            item_ms=self.beside.item_ms,
+            item_ms=self.settings.item_ms,
             load=load,
-            unit_ms=unit_of_time(self.beside.item_ms, self.beside.square_ms),
+            unit_ms=unit_of_time(self.settings.item_ms, self.settings.square_ms),
             node=nodes[ranks.block],
         )
         runs |= {name: _runs_of_samples(samples[name], parts) for name, parts in dealt.items()}
         return StepShares(
             ranks=ranks,
-            beside=self.beside,
+            settings=self.settings,
             rows=shares.pack[rows],
             pipeline=pipeline,
             items=items,
             first_item={name: first[rows] for name, (first, _) in self._items.items()},
             encoders=self.model.encoders,
             sample_passes={name: self._sample_passes(name, part) for name, part in dealt.items()},
-            max_passes=self._max_passes(step) if self.beside.sharded > 1 else {},
+            max_passes=self._max_passes(step) if self.settings.sharded > 1 else {},
             runs={name: runs[name] for name in items},
         )
 
@@ -377,7 +377,7 @@ class EncoderShares:
         passes = self._passes_of_ranks(rows, shares.dp_rank[rows].astype(np.int64), blocks)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
         # Sharding groups are `sharded` neighbouring global ranks and may span encoding groups.
-        own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
+        own = ranks // self.settings.sharded == self.ranks.rank // self.settings.sharded
         return {key: int(number.ravel()[own].max()) for key, number in passes.items()}
 
     def _passes_of_ranks(
@@ -399,11 +399,11 @@ class EncoderShares:
             items,
             self._samples_of(rows),
             pipeline,
-            self.beside,
+            self.settings,
             self.ranks.ranks_of_pipeline,
         )
         return {
-            (name, is_kept): shares.passes(name, self.beside)
+            (name, is_kept): shares.passes(name, self.settings)
             .work(is_kept=is_kept)[..., 0]
             .astype(np.int64)
             for name in items
@@ -414,12 +414,12 @@ class EncoderShares:
         """Return samples in these rows, by encoder that never splits a sample."""
         return {
             name: self._samples[self.model.encoders[name].feature].take(rows)
-            for name in self.beside.square_ms
+            for name in self.settings.square_ms
         }
 
     def _sample_passes(self, name: str, dealt: DealtSamples) -> list[tuple[int, int, bool]]:
         """Return (first item, end item, kept) of this rank's passes of whole samples."""
-        per_pass, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
+        per_pass, kept = self.settings.items_per_pass[name], self.settings.kept_items[name]
         passes = passes_of_samples(dealt, per_pass, kept)
         own = np.flatnonzero(passes.rank == self.ranks.number)
         stops = np.cumsum(passes.items[own])

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron.vlm.inputs.reader import (
-    SampleReader,
-    UnreadableFile,
-    check_count,
-    shown_frames,
-)
+from megatron.vlm.inputs.reader import SampleReader, UnreadableFile, check_count, shown_frames
 from omnibal.base.errors import UserError
 from omnibal.data.chat import EncodedSample
 from omnibal.data.native_resolution import Grid, Shown, repeated_tokens, segments_of

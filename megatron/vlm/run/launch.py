@@ -8,11 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.vlm.backend import (
-    COLLECTIVE_TIMEOUT,
-    has_cuda,
-    prepare_megatron_core,
-)
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, has_cuda, prepare_megatron_core
 from megatron.vlm.step.links import PipelineLinks, create_pipeline_links
 from omnibal.base.errors import UserError
 from omnibal.model.parallel import Parallel

@@ -82,7 +82,7 @@ def encoder_shares(
         return None
     return EncoderShares(
         model=plan.model,
-        beside=plan.beside,
+        settings=plan.beside,
         ranks=EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank),
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=packs,
