@@ -181,7 +181,7 @@ class PackDataset(torch.utils.data.Dataset):
                     for place, tiles in zip(places, sample_items["tiles"].tolist(), strict=True)
                 ]
             )[own.items["tiles"].start : own.items["tiles"].stop]
-            fields["drop_path_keys_T"] = torch.from_numpy(keys_T.view(np.int64))  # int64 bits
+            fields["drop_path_keys_T"] = torch.from_numpy(keys_T.view(np.int64))
         drafts = {
             position: self._read_draft(int(indices[position]), items, epoch)
             for position, items in self._select_samples(own, sample_items).items()
