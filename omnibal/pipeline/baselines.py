@@ -93,18 +93,17 @@ def baseline_stages(
     if cost.levels > 1:
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "
-            "method omnibal chooses what to recompute at each level: leave out --method and "
+            "method omnibal recomputes differently at each level: leave out --method and "
             "--recompute, or plan with --packing-levels 1"
         )
     if method == PartitionMethod.OMNIBAL or rule == RecomputeRule.CHEAPEST:
         raise UserError(
             f"partition method {method} was given with recompute rule {rule}; cheapest belongs to "
-            "omnibal, whose search decides both, and front, full and none to the other methods: "
-            "change one of the two"
+            "omnibal, which searches both, and front, full and none to the other methods: change "
+            "--method or --recompute"
         )
-    features = workload.features
     tables = pareto_tables(cost, workload, pipeline_size)
-    mean = features.mean(axis=0)
+    mean = workload.features.mean(axis=0)
     has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
     weights = unit_weights(method, cost, model, mean)
     every_cuts = [balanced_cuts(weights, _layer_mask(model), pipeline_size)]
@@ -152,7 +151,9 @@ def unit_weights(
 def balanced_cuts(weights: np.ndarray, is_layer: np.ndarray, pipeline_size: int) -> Cuts:
     """Return the split with min largest stage, then min squares, then leftmost cuts, for `weights`
     [units] and at least one layer (`is_layer` [units]) per stage."""
-    runs = _run_weights(weights, is_layer)
+    runs = _run_weights(weights, is_layer)  # [start, end]
+    # Dynamic programming: min largest stage up to each position, then min squares from each to
+    # the end among such splits.
     largest = np.full(len(runs), np.inf)
     largest[0] = 0.0
     for _ in range(pipeline_size):
@@ -165,6 +166,7 @@ def balanced_cuts(weights: np.ndarray, is_layer: np.ndarray, pipeline_size: int)
     edges = [0]
     for remaining in reversed(to_end[:-1]):
         total = squares[edges[-1]] + remaining
+        # The leftmost of equal cuts; sums in another order differ by rounding.
         edges.append(int(np.argmax(total <= total.min() * (1 + _TIE_TOLERANCE))))
     return tuple(edges[1:-1])
 
@@ -186,7 +188,7 @@ def bmp_candidates(
     sent_ms = np.zeros(units + 1)
     sent_ms[1:-1] = cost.link_ms_per_byte * cut_bytes(cost, model, range(1, units), mean_features)
     windows = [range(max(cut - radius, 1), min(cut + radius, units - 1) + 1) for cut in anchor]
-    # The best splits of the units before each position; every prefix of a best split is among them.
+    # The best splits of the units before each position, as every prefix of a best split is one.
     best: dict[int, list[tuple[float, Cuts]]] = {0: [(0.0, ())]}
     for window in (*windows, [units]):
         best = {
@@ -238,11 +240,8 @@ def _recompute_options(
     layers = [name for name in stage_units(kinds, stage) if can[name]]
     first = [[layers[:number].count(kind.name) for kind in kinds] for number in range(len(layers))]
     every = [layers.count(kind.name) for kind in kinds]
-    return {
-        RecomputeRule.NONE: np.zeros((1, len(kinds)), np.int64),
-        RecomputeRule.FULL: np.array([every]),
-        RecomputeRule.FRONT: np.array([*first, every]),
-    }[rule]
+    options = {RecomputeRule.NONE: [[0] * len(kinds)], RecomputeRule.FULL: [every]}
+    return np.array(options.get(rule, [*first, every]))
 
 
 def _does_not_fit(

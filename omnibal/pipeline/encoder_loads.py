@@ -1,5 +1,6 @@
 """Data-parallel encoders of a workload: waits before and after its pipelines, and memory."""
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -31,9 +32,7 @@ class EncoderMemory:
 
     def is_within(self, other: "EncoderMemory") -> bool:
         """Return whether every pipeline that fits with `other` also fits with this."""
-        return all(
-            own <= its for own, its in zip(self._device_peaks, other._device_peaks, strict=True)
-        )
+        return all(map(operator.le, self._device_peaks, other._device_peaks))
 
     @property
     def evaluating(self) -> float:

@@ -42,7 +42,10 @@ def worth_filling(
         level.context * _ms_of(cost, model, "fixed")
         for cost, level in zip(costs, levels, strict=True)
     ]
-    part_ms = np.array(pack_ms)[own] * _shares(lengths, levels)[own, sample]
+    # A sample's share of its own pack is the max over caps: [levels, samples].
+    sizes = lengths.sizes(levels[0].caps.names)
+    shares = np.stack([(sizes / level.caps.values[:, None]).max(axis=0) for level in levels])
+    part_ms = np.array(pack_ms)[own] * shares[own, sample]
     return exchange_ms < exchange_ms[own, sample] + part_ms
 
 
@@ -58,12 +61,5 @@ def is_divided(tokens: np.ndarray, level: Level) -> np.ndarray:
 
 def _ms_of(cost: CostModel, model: ModelConfig, feature: str) -> float:
     """Return the model's time per unit of a feature, or 0 if it has none."""
-    one = np.array([[name == feature for name in cost.features]], np.float64)
-    return float(model_ms(cost, model, one)[0])
-
-
-def _shares(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Return each sample's share of a pack, max over caps, at every level. [levels, samples]"""
-    names = levels[0].caps.names
-    sizes = lengths.sizes(names)
-    return np.stack([(sizes / level.caps.values[:, None]).max(axis=0) for level in levels])
+    unit = np.array([[name == feature for name in cost.features]], np.float64)
+    return float(model_ms(cost, model, unit)[0])

@@ -35,19 +35,19 @@ def features_of(
     if cost.levels == 1:
         return features
     rows, count = features.shape
-    blocks = np.zeros((rows, cost.levels, count))
+    blocks = np.zeros((rows, cost.levels, count))  # zero at other levels than the row's
     blocks[np.arange(rows), workload.level] = features
     return blocks.reshape(rows, -1)
 
 
 def _join_costs(units: Sequence[UnitCost]) -> UnitCost:
     joined: dict[str, Any] = {}
-    for each in fields(UnitCost):
-        values = [getattr(unit, each.name) for unit in units]
-        if each.name in ("transient_bytes", "two_part_bytes"):
+    for column in fields(UnitCost):
+        values = [getattr(unit, column.name) for unit in units]
+        if column.name in ("transient_bytes", "two_part_bytes"):  # [moments, features]
             # Moments that a level does not have cost nothing.
             moments = max(map(len, values))
             values = [np.pad(value, ((0, moments - len(value)), (0, 0))) for value in values]
         if isinstance(values[0], np.ndarray):
-            joined[each.name] = np.concatenate(values, axis=-1)
+            joined[column.name] = np.concatenate(values, axis=-1)
     return replace(units[0], **joined)

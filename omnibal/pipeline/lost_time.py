@@ -29,8 +29,7 @@ class CauseTimes:
 
     def rows(self, picked: np.ndarray) -> "CauseTimes":
         """Select micro-batches."""
-        every = {each.name: getattr(self, each.name).rows(picked) for each in fields(self)}
-        return CauseTimes(**every)
+        return CauseTimes(**{f.name: getattr(self, f.name).rows(picked) for f in fields(self)})
 
 
 def causes_of(
@@ -39,10 +38,13 @@ def causes_of(
     """Return the workload's times with causes removed."""
 
     def without(*causes: str) -> StageTimes:
-        bare, is_needed = _without(cost, causes), _PADDING in causes
-        return workload_times(bare, stages_at, workload, without_padding=is_needed)
+        units = {kind: _remove_causes(unit, causes) for kind, unit in cost.units.items()}
+        without_padding = _PADDING in causes
+        return workload_times(
+            replace(cost, units=units), stages_at, workload, without_padding=without_padding
+        )
 
-    all_ = without()
+    all_ = workload_times(cost, stages_at, workload)
     return CauseTimes(
         all=all_,
         local=without(_CONTEXT) if workload.has_shared else all_,
@@ -60,9 +62,9 @@ def lost_time_of(
 ) -> LostTime:
     """Return the time lost to each cause, in ms, given the mean step by `predict_steps`; times need
     not be a cost model's."""
-    steps_of_all = len(np.unique(workload.step))
+    ranks = len(np.unique(workload.step)) * workload.data_parallel_size  # over all steps
     loose_ms = step_ms
-    if workload.lockstep_ranks > 1:
+    if workload.lockstep_ranks > 1:  # without lockstep and its empty micro-batches
         causes = causes.rows(workload.is_needed)
         workload = replace(workload.rows(workload.is_needed), lockstep_ranks=1)
         loose_ms = float(predict_steps(causes.all, workload, once, schedule).step_ms.mean())
@@ -74,6 +76,12 @@ def lost_time_of(
     even, silent, needed = (
         (None, None, None) if waits is None else (waits.even, waits.silent, waits.needed)
     )
+    # Equal stages: every micro-batch's time spread evenly.
+    shape, computed = times.forward_ms.shape, ("forward_ms", "backward_ms", "weight_ms")
+    means = {name: getattr(times, name).mean(axis=1, keepdims=True) for name in computed}
+    equal = replace(times, **{name: np.broadcast_to(ms, shape) for name, ms in means.items()})
+    # Each simulation removes one more cause: rank imbalance, context-parallel exchange, other
+    # communication, weight update, recomputation, padding, stage imbalance.
     steps = (
         (replace(causes.all, waits_ms=even), once),
         (replace(causes.local, waits_ms=even), once),
@@ -81,10 +89,9 @@ def lost_time_of(
         (replace(bare, waits_ms=silent), nothing),
         (replace(_without_recompute(bare), waits_ms=needed), nothing),
         (replace(times, waits_ms=needed), nothing),
-        (replace(_evened_out(times), waits_ms=needed), nothing),
+        (replace(equal, waits_ms=needed), nothing),
     )
-    ranks = steps_of_all * workload.data_parallel_size
-    left = [loose_ms]
+    left = [loose_ms]  # mean step after each removal
     for of_step, costs in steps:
         simulated_ms = predict_steps(of_step, alone, costs, schedule).step_ms
         # Ranks without packs only exchange and update.
@@ -111,29 +118,22 @@ def lost_time_of(
     )
 
 
+# Cost fields of a unit with one cause each.
 _CONTEXT, _COLLECTIVE, _PADDING = "context_ms", "collective_ms", "padding_ms"
-"""Cost fields of a unit with one cause each."""
 
 
-def _without(cost: CostModel, causes: Sequence[str]) -> CostModel:
-    """Return the costs without some causes."""
-    if not causes:
-        return cost
-
-    def bare(unit: UnitCost) -> UnitCost:
-        # A recomputed forward has times of its own for context-parallel exchange alone.
-        each_ms = (getattr(unit, c)[[0, 1, 2 if c == _CONTEXT else 0]] for c in causes)
-        forward_ms, backward_ms, again_ms = np.sum([*each_ms], axis=0)
-        rest_ms = unit.backward_ms - backward_ms
-        return replace(
-            unit,
-            forward_ms=unit.forward_ms - forward_ms,
-            backward_ms=rest_ms,
-            weight_ms=np.minimum(unit.weight_ms, rest_ms),
-            recompute_ms=np.maximum(unit.recompute_ms - again_ms, 0),
-        )
-
-    return replace(cost, units={kind: bare(unit) for kind, unit in cost.units.items()})
+def _remove_causes(unit: UnitCost, causes: Sequence[str]) -> UnitCost:
+    # Rows are forward, backward and, for context-parallel exchange only, recomputed forward.
+    caused_ms = (getattr(unit, c)[[0, 1, 2 if c == _CONTEXT else 0]] for c in causes)
+    forward_ms, backward_ms, again_ms = np.sum([*caused_ms], axis=0)
+    backward_ms = unit.backward_ms - backward_ms
+    return replace(
+        unit,
+        forward_ms=unit.forward_ms - forward_ms,
+        backward_ms=backward_ms,
+        weight_ms=np.minimum(unit.weight_ms, backward_ms),
+        recompute_ms=np.maximum(unit.recompute_ms - again_ms, 0),
+    )
 
 
 def _without_links(times: StageTimes) -> StageTimes:
@@ -150,11 +150,3 @@ def _without_recompute(times: StageTimes) -> StageTimes:
         backward_ms=times.backward_ms - times.recompute_ms,
         recompute_ms=np.zeros_like(times.recompute_ms),
     )
-
-
-def _evened_out(times: StageTimes) -> StageTimes:
-    """Spread every micro-batch's time evenly over all stages."""
-    computed = ("forward_ms", "backward_ms", "weight_ms")
-    means = {name: getattr(times, name).mean(axis=1, keepdims=True) for name in computed}
-    shape = times.forward_ms.shape
-    return replace(times, **{name: np.broadcast_to(ms, shape) for name, ms in means.items()})

@@ -79,6 +79,7 @@ def stage_passes(
         chosen: indices of the passes to return, increasing, or None for all. With equal chunks,
             an index is the same pass of the same micro-batch in every stage.
     """
+    # Micro-batches in flight are consecutive rows, so prefix sums give their summed features.
     total = np.zeros((len(features) + 1, features.shape[1]))
     np.cumsum(features, axis=0, out=total[1:])
     first = np.flatnonzero(workload.slot == 0)
@@ -90,22 +91,22 @@ def stage_passes(
         together=workload.runs_together,
     )
     buffers, largest, yielded = link_buffers(schedule, stages, stage), features.max(axis=0), 0
-    for most in np.unique(listed).tolist():
-        passes = held_in_passes(schedule_graph(schedule, stages, most), stage)
+    for length in np.unique(listed).tolist():
+        passes = held_in_passes(schedule_graph(schedule, stages, length), stage)
         own_kinds = np.unique(passes.kind).tolist()
-        ranks, at_once = np.flatnonzero(listed == most), max(_PACKS_AT_ONCE // most, 1)
+        ranks, at_once = np.flatnonzero(listed == length), max(_PACKS_AT_ONCE // length, 1)
         for begin in range(0, len(ranks), at_once):
             some = ranks[begin : begin + at_once]
             for kind, chunk in [(kind, c) for kind in own_kinds for c in range(schedule.chunks)]:
                 own = np.flatnonzero((passes.kind == kind) & (passes.chunk == chunk))
                 rank, place = np.nonzero(passes.micro_batch[own] < counts[some][:, None])
-                if chosen is not None:
+                if chosen is not None:  # of the indices from `yielded` on
                     here = chosen[np.searchsorted(chosen, yielded) :] - yielded
                     yielded += len(rank)
                     here = here[: np.searchsorted(here, len(rank))]
                     rank, place = rank[here], place[here]
                 place, base, count = own[place], first[some][rank], counts[some][rank]
-                held, late = passes.held[place], passes.late[place]
+                held, late = passes.held[place], passes.late[place]  # [passes, chunks, 2]
                 links = _live_links(schedule, kind, held[:, 0].T, count, len(buffers))
                 # The running micro-batch is the last that begun, or the first to end.
                 if kind == Pass.FORWARD:
@@ -113,7 +114,7 @@ def stage_passes(
                 else:
                     (late if kind == Pass.BACKWARD_WEIGHT else held)[:, chunk, 0] += 1
                 runs = np.concatenate([held, late], axis=1) if schedule.in_two else held
-                # Ranks may have fewer micro-batches than are listed.
+                # Ranks may have fewer micro-batches than their list.
                 runs = base[:, None, None] + np.minimum(runs, count[:, None, None])
                 row = base + passes.micro_batch[place]
                 yield Passes(
@@ -177,7 +178,8 @@ def _live_links(
     links = np.ones((len(count), buffers))
     if schedule == ONE_FORWARD_ONE_BACKWARD:
         first, end = held
-        # A step's first forward and first backward begin without the next tensor.
+        # Input, its gradient, output, its gradient: receives for the next pass are posted while
+        # this pass computes. A step's first forward and first backward begin without them.
         if kind == Pass.FORWARD:
             begun = end > 1
             live = begun & (end < count), first > 0, begun, first > 0
@@ -199,8 +201,9 @@ def link_buffers(schedule: PipelineSchedule, stages: int, stage: int) -> LinkBuf
         for tensor, other in enumerate((part - 1, part - 1, part + 1, part + 1)):
             if 0 <= other <= last:
                 peer = place.stage_of(other, stages)
-                comes = tensor in (0, 3) and peer != stage
-                buffers[peer, tensor % 2, comes].append((tensor, chunk))
+                # Input and output gradient are received; on the same stage nothing is.
+                is_received = tensor in (0, 3) and peer != stage
+                buffers[peer, tensor % 2, is_received].append((tensor, chunk))
     return tuple(map(tuple, buffers.values()))
 
 

@@ -12,7 +12,7 @@ from omnibal.pipeline.lost_time import causes_of, lost_time_of
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs
+from omnibal.pipeline.stage_cost import per_step_costs
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import check_stages
@@ -43,12 +43,20 @@ def predict(
     simulated = predict_steps(times, workload, once, schedule)
     simulated_ms = float(simulated.step_ms.mean())
     lost = lost_time_of(causes, workload, once, simulated_ms, schedule)
-    exchange = _exchange(times, once, workload, simulated_ms, schedule)
+    # Exposed exchange is the step's time over that of a step without exchanges.
+    encoding = workload.encoding
+    unreduced = replace(times, waits_ms=None if encoding is None else encoding.waits.unreduced)
+    bare = predict_steps(unreduced, workload, once.without_exchange(), schedule)
+    of_encoders_ms = 0.0 if encoding is None else encoding.exchange_ms
+    exchange = DataParallelExchange(
+        total_ms=float(once.exchange_ms.max()) + of_encoders_ms,
+        exposed_ms=simulated_ms - float(bare.step_ms.mean()),
+    )
     read = None
     if reading is not None:
-        read, kept_up = reading.add_to(workload, cost, simulated)
-        waits_ms = float((kept_up.step_ms - simulated.step_ms).mean())
-        lost, simulated = lost.model_copy(update={"reading_ms": waits_ms}), kept_up
+        read, prolonged = reading.add_to(workload, cost, simulated)
+        waits_ms = float((prolonged.step_ms - simulated.step_ms).mean())
+        lost, simulated = lost.model_copy(update={"reading_ms": waits_ms}), prolonged
     step_ms = float(simulated.step_ms.mean())
     wait_fraction = simulated.wait_fractions
     run_ms = step_ms * packs.steps
@@ -70,23 +78,6 @@ def predict(
             )
             for parts, waited, memory in zip(parts_of, wait_fraction, memories, strict=True)
         ),
-        beside=None if workload.encoding is None else workload.encoding.predicted,
+        beside=None if encoding is None else encoding.predicted,
         reading=read,
-    )
-
-
-def _exchange(
-    times: StageTimes,
-    once: PerStepCosts,
-    workload: Workload,
-    step_ms: float,
-    schedule: PipelineSchedule,
-) -> DataParallelExchange:
-    encoding = workload.encoding
-    unreduced = replace(times, waits_ms=None if encoding is None else encoding.waits.unreduced)
-    bare = predict_steps(unreduced, workload, once.without_exchange(), schedule)
-    of_encoders_ms = 0.0 if encoding is None else encoding.exchange_ms
-    return DataParallelExchange(
-        total_ms=float(once.exchange_ms.max()) + of_encoders_ms,
-        exposed_ms=step_ms - float(bare.step_ms.mean()),
     )

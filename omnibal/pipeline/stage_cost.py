@@ -94,16 +94,32 @@ def _times(
 ) -> StageTimes:
     """Return the times of packs scaled by slowdown, [stages] or [packs, stages]."""
     kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
-    features, waits_ms = _without_waits(cost, features)
+    # Encoder waits are columns of features, but no stage's cost.
+    waits_ms = None
+    if ENCODER_WAITS_MS[0] in cost.features:
+        waits_ms = np.empty((len(features), len(ENCODER_WAITS_MS)))
+        features = features.copy()
+        for index, name in enumerate(ENCODER_WAITS_MS):
+            columns = [column for column, feature in enumerate(cost.features) if feature == name]
+            waits_ms[:, index] = features[:, columns].sum(axis=1)
+            features[:, columns] = 0
     held = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
-    forward = np.stack([unit.forward_ms for unit in units])
+    forward = np.stack([unit.forward_ms for unit in units])  # [kinds, levels * features]
     weight = np.stack([unit.weight_ms for unit in units])
     backward = np.stack([unit.backward_ms for unit in units])
     last = [cost.units[stage_units(kinds, stage)[-1]] for stage in stages_at[0][:-1]]
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
     backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)
-    recompute_ms = features @ _recompute(cost, stages_at).T * slowness
+    # Levels differ in recomputed layers, so each has its own block of coefficients.
+    recompute = np.stack([unit.recompute_ms for unit in units])
+    blocks = [
+        np.stack([recomputed_counts(kinds, stage) for stage in stages]) @ of_level
+        for stages, of_level in zip(
+            stages_at, np.split(recompute, cost.levels, axis=1), strict=True
+        )
+    ]
+    recompute_ms = features @ np.concatenate(blocks, axis=1).T * slowness
     return StageTimes(
         forward_ms=features @ (held @ forward).T * slowness,
         backward_ms=features @ (held @ backward).T * slowness + recompute_ms,
@@ -115,29 +131,6 @@ def _times(
         waits_ms=waits_ms,
         has_experts=(held @ cost.in_lockstep > 0) if cost.in_lockstep.any() else None,
     )
-
-
-def _without_waits(cost: CostModel, features: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Split features into features without encoder waits, and the waits [packs, 2]."""
-    if ENCODER_WAITS_MS[0] not in cost.features:
-        return features, None
-    waits_ms = np.empty((len(features), len(ENCODER_WAITS_MS)))
-    features = features.copy()
-    for index, name in enumerate(ENCODER_WAITS_MS):
-        columns = [column for column, feature in enumerate(cost.features) if feature == name]
-        waits_ms[:, index] = features[:, columns].sum(axis=1)
-        features[:, columns] = 0
-    return features, waits_ms
-
-
-def _recompute(cost: CostModel, stages_at: Sequence[Sequence[Stage]]) -> np.ndarray:
-    """Return recompute time coefficients of stages at every level. [stages, levels * features]"""
-    recompute = np.stack([unit.recompute_ms for unit in cost.units.values()])
-    blocks = []
-    for stages, of_level in zip(stages_at, np.split(recompute, cost.levels, axis=1), strict=True):
-        again = np.stack([recomputed_counts(cost.kinds, stage) for stage in stages])
-        blocks.append(again @ of_level)
-    return np.concatenate(blocks, axis=1)
 
 
 def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.ndarray:
@@ -171,7 +164,7 @@ class PerStepCosts:
     """Once-per-step costs of every stage, in ms, [..., stages].
 
     Gradients and weights are exchanged with data-parallel ranks in equal buckets that overlap with
-    the last backward and the first forward. Only the rest is exposed. Passes run in lockstep
+    the last backward and the first forward; time without overlap is exposed. Passes run in lockstep
     overlap equally on all ranks. Contention with P2P traffic is not modelled.
     """
 
@@ -189,6 +182,7 @@ class PerStepCosts:
 
     def first_wait_ms(self, first_forward_ms: np.ndarray) -> np.ndarray:
         """Return the wait for weights, given the first forward's time. Both [..., stages]"""
+        # Each bucket but the first is gathered while layers of the bucket before it compute.
         hidden_ms = first_forward_ms * (1 - 1 / self.buckets)
         return np.maximum(self.gather_ms / self.buckets, self.gather_ms - hidden_ms)
 
@@ -198,9 +192,10 @@ class PerStepCosts:
         chunks = first_start_ms.shape[-2]
         if not self.overlaps:
             return np.broadcast_to(self.gather_ms, first_start_ms[..., 0, :].shape)
-        there_ms = np.arange(1, chunks + 1)[:, None] * self.gather_ms[..., None, :] / chunks
-        there_ms[..., 0, :] /= self.buckets
-        return np.maximum((there_ms - first_start_ms).max(axis=-2), 0)
+        # Arrival of each chunk's weights, of the first chunk's first bucket: [..., chunks, stages].
+        gathered_ms = np.arange(1, chunks + 1)[:, None] * self.gather_ms[..., None, :] / chunks
+        gathered_ms[..., 0, :] /= self.buckets
+        return np.maximum((gathered_ms - first_start_ms).max(axis=-2), 0)
 
     def chunks_exposed_ms(self, last_end_ms: np.ndarray) -> np.ndarray:
         """Return the exposed reduction if chunks are reduced after their last backwards, given the
@@ -215,9 +210,10 @@ class PerStepCosts:
 
     def exposed_ms(self, last_backward_ms: np.ndarray) -> np.ndarray:
         """Return the exposed reduction, given the last backward's time. Both [..., stages]"""
+        # The last bucket is complete only when the backward ends.
         hidden_ms = last_backward_ms * (1 - 1 / self.buckets)
-        rest_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
-        return rest_ms + self.tied_ms
+        exposed_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
+        return exposed_ms + self.tied_ms
 
     def at(self, index: Any) -> "PerStepCosts":
         """Index the axes before the stages."""

@@ -113,21 +113,18 @@ class Choices:
     nodes: int  # node of the last cut; node 0 is the first
 
 
-def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:
-    """Return the runs of every stage in a split of at most `limit_ms` without recomputation."""
+def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
+    """Return the options of every stage in a split of at most `limit_ms`."""
+    complete, nodes = True, problem.units
+    # First the runs that a stage may hold within the limit without recomputation.
     structure, runs = problem.structure, problem.structure.runs
     short = np.flatnonzero(structure.own_ms <= limit_ms)  # quick, before the stages' own paths
     fast = [
         short[structure.longest_of_runs_ms(stage, short) <= limit_ms]
         for stage in range(problem.stages)
     ]
-    usable = on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
-    return [f[u] for f, u in zip(fast, usable, strict=True)]
-
-
-def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
-    """Return the options of every stage in a split of at most `limit_ms`."""
-    complete, nodes, usable = True, problem.units, runs_within(problem, limit_ms)
+    on_path = on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
+    usable = [f[is_on] for f, is_on in zip(fast, on_path, strict=True)]
     if problem.numbers is not None:
         options, nodes = _numbered_options(problem, problem.numbers, usable, limit_ms)
         both = [options, options.copy()]

@@ -81,7 +81,7 @@ class Workload:
         step = np.concatenate([self.step, empty.step])
         dp_rank = np.concatenate([self.dp_rank, empty.dp_rank])
         slot = np.concatenate([self.slot, empty.slot])
-        whole = Workload(
+        padded = Workload(
             features=_with_empty(self.features, len(empty)),
             unpadded=None if self.unpadded is None else _with_empty(self.unpadded, len(empty)),
             step=step,
@@ -91,10 +91,10 @@ class Workload:
             level=np.concatenate([self.level, np.zeros(len(empty), self.level.dtype)]),
             context=np.concatenate([self.context, np.ones(len(empty), self.context.dtype)]),
             lockstep_ranks=lockstep_ranks,
-            samples={name: each.with_empty(len(empty)) for name, each in self.samples.items()},
+            samples={name: items.with_empty(len(empty)) for name, items in self.samples.items()},
             is_empty=np.arange(len(step)) >= len(self),
         )
-        return whole.rows(np.lexsort((slot, dp_rank, step)))
+        return padded.rows(np.lexsort((slot, dp_rank, step)))
 
     @property
     def runs_together(self) -> bool:
@@ -122,7 +122,7 @@ class Workload:
         """Select rows by mask or indices."""
         return replace(
             rows_of(self, picked),
-            samples={name: each.take(picked) for name, each in self.samples.items()},
+            samples={name: items.take(picked) for name, items in self.samples.items()},
             encoding=None if self.encoding is None else self.encoding.rows(picked),
         )
 
