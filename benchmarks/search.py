@@ -120,7 +120,8 @@ def steady_state_stages(
     run_ms = np.full((stages, len(before), len(before)), np.inf)
     recomputed = np.zeros((*run_ms.shape, len(layers)), np.int64)
     for stage, table in enumerate(pareto_tables(cost, packs, stages)):
-        sets = useful_sets(table, counts[start, end], np.stack([layers_ms, layers_ms]), cap_bytes)
+        extreme_ms = np.stack([layers_ms, layers_ms])
+        sets = useful_sets(table, counts[start, end], extreme_ms, cap_bytes).fitting
         place = stage, start[sets.stage], end[sets.stage]
         layer_counts = recomputed[place] = sets.layers
         run_ms[place] = counts[place[1:]] @ (forward + backward) + layer_counts @ layers_ms

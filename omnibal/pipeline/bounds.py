@@ -225,14 +225,8 @@ def _min_largest_prefixes(
 def min_path_costs(
     edges: Edges, costs: Sequence[np.ndarray], source: int, units: int
 ) -> list[np.ndarray]:
-    """Return the min cost of reaching each position, for 0 to all stages, by dynamic programming.
-
-    Args:
-        costs: [options, cuts] of each stage.
-
-    Returns:
-        [stages + 1] of [units + 1, cuts].
-    """
+    """Return the min of summed `costs` [options, cuts] per stage up to each position, for 0 to all
+    stages, by dynamic programming. [stages + 1] of [units + 1, cuts]"""
     reached = [np.full((units + 1, costs[0].shape[1]), np.inf)]
     reached[0][source] = 0.0
     for (tail, head), cost in zip(edges, costs, strict=True):

@@ -38,19 +38,8 @@ from omnibal.pipeline.recompute_ways import (
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_search import move_cuts
-from omnibal.pipeline.stage_cost import (
-    PerStepCosts,
-    per_step_costs_of_units,
-    select_pass,
-)
-from omnibal.pipeline.stage_memory import (
-    GIB,
-    fits_cap,
-    heavy_tables,
-    stage_memories,
-    unit_bytes,
-)
-from omnibal.pipeline.stage_units import Stage
+from omnibal.pipeline.stage_cost import PerStepCosts, per_step_costs_of_units, select_pass
+from omnibal.pipeline.stage_memory import GIB, fits_cap, heavy_tables, stage_memories, unit_bytes
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -180,7 +169,9 @@ def search_parts(
         best = search.best
         if best is None:
             raise _no_cut_error(problem, memory_cap_bytes)
-        stages_at = (stages_of_candidate(problem, best),) * cost.levels
+        _, recomputed, _ = _fit_candidates(problem, [best])
+        layers = recomputed[0][:, layer_kinds(cost.kinds)].tolist()
+        stages_at = (stages_from_cuts(model, best.edges[1:-1], layers),) * cost.levels
         memories = stage_memories(cost, stages_at, workload, schedule)
         peaks = np.array([memory.peak_gib for memory in memories]) * GIB
         if fits_cap(peaks, memory_cap_bytes).all():
@@ -197,13 +188,6 @@ def search_parts(
         lower_bound_ms=min(min_work_ms(problem), step_ms),
         simulated=simulated,
     )
-
-
-def stages_of_candidate(problem: PartProblem, candidate: CutCandidate) -> tuple[Stage, ...]:
-    """Return a candidate's parts with their recomputed layers."""
-    _, recomputed, _ = _fit_candidates(problem, [candidate])
-    layers = layer_kinds(problem.cost.kinds)
-    return stages_from_cuts(problem.model, candidate.edges[1:-1], recomputed[0][:, layers].tolist())
 
 
 def min_work_ms(problem: PartProblem) -> float:

@@ -181,10 +181,7 @@ class PipelineSimulator:
 
     @classmethod
     def build(
-        cls,
-        steps: SampledSteps,
-        stages: int,
-        schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+        cls, steps: SampledSteps, stages: int, schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     ) -> "PipelineSimulator":
         missing = np.arange(steps.features.shape[1])[:, None] >= steps.counts
         return cls(

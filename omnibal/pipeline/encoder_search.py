@@ -30,7 +30,7 @@ from omnibal.pipeline.encoder_waits import (
 )
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
-from omnibal.pipeline.stage_memory import GIB, fits_cap
+from omnibal.pipeline.stage_memory import GIB, encoder_memory_of, fits_cap
 from omnibal.pipeline.workload import Workload
 
 _MAX_KEPT_CHOICES = 12  # max numbers of kept items tried between none and all
@@ -215,7 +215,7 @@ def min_peak_with_encoders(problem: PlacementProblem) -> float:
     minimal = list[tuple[EncoderMemory, Workload]]()
     for beside in _smallest_choices(problem):
         workload = problem.with_encoders(beside)
-        memory = _encoder_memory_of(workload)
+        memory = encoder_memory_of(workload)
         if not any(other.is_within(memory) for other, _ in minimal):
             minimal = [pair for pair in minimal if not memory.is_within(pair[0])]
             minimal.append((memory, workload))
@@ -223,11 +223,6 @@ def min_peak_with_encoders(problem: PlacementProblem) -> float:
         min_peak_of_splits(problem.cost, problem.model, workload, problem.stages)
         for _, workload in minimal
     )
-
-
-def _encoder_memory_of(workload: Workload) -> EncoderMemory:
-    assert workload.encoding is not None
-    return workload.encoding.encoder_memory
 
 
 def _smallest_choices(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
@@ -249,7 +244,7 @@ def _make_choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     workload = problem.with_encoders(next(_smallest_choices(problem)))
     assert workload.encoding is not None
     # Pipeline features do not depend on the encoding ranks.
-    features = EncoderMemory(features=_encoder_memory_of(workload).features)
+    features = EncoderMemory(features=encoder_memory_of(workload).features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     # The fullest stage without encoders, over all splits.
     min_bytes = min_peak_of_splits(problem.cost, problem.model, alone, problem.stages)

@@ -23,14 +23,8 @@ def worth_filling(
     costs: Sequence[CostModel], model: ModelConfig, lengths: Lengths, levels: Sequence[Level]
 ) -> np.ndarray:
     """Return whether each sample takes less device time in free space of a level than in its own
-    pack. bool [levels, samples]
-
-    Its tokens and items cost the same in both. Recomputation is unknown before packing, and
-    ignored.
-
-    Args:
-        costs: of every level.
-    """
+    pack, given the `costs` of every level. bool [levels, samples]"""
+    # Tokens and items cost the same in both. Recomputation, unknown before packing, is ignored.
     own, sample = levels_of_samples(lengths, levels), np.arange(len(lengths))
     exchange_ms = np.stack(
         [

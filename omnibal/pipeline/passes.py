@@ -169,12 +169,8 @@ def largest_pass(features: np.ndarray, workload: Workload, stages: int, stage: i
 def _live_links(
     schedule: PipelineSchedule, kind: int, held: np.ndarray, count: np.ndarray, buffers: int
 ) -> np.ndarray:
-    """Return which P2P buffers are in use during passes of one kind.
-
-    Args:
-        held: first and end micro-batch in flight, [2, passes].
-        count: the rank's micro-batches, [passes].
-    """
+    """Return which P2P buffers are in use during passes of one kind, given the first and end
+    micro-batch in flight `held` [2, passes] and the rank's micro-batches `count` [passes]."""
     links = np.ones((len(count), buffers))
     if schedule == ONE_FORWARD_ONE_BACKWARD:
         first, end = held

@@ -222,13 +222,6 @@ class LevelSets:
 
 
 def useful_sets(
-    table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
-) -> RecomputeSets:
-    """Return all useful sets of one level; arguments as in `useful_sets_of_levels`."""
-    return useful_sets_of_levels(table, counts, extreme_ms, memory_cap_bytes).fitting
-
-
-def useful_sets_of_levels(
     table: MemoryTable,
     counts: np.ndarray,
     extreme_ms: np.ndarray,
@@ -289,7 +282,7 @@ def _combine_levels(
     for level, of_level in enumerate(np.split(extreme_ms, table.levels, axis=1)):
         sets = useful_sets(
             table.of_level(level), counts, of_level[of_level.any(axis=1)], memory_cap_bytes
-        )
+        ).fitting
         # Sets are sorted by stage: repeat each combination for its stage's range of them.
         first = np.searchsorted(sets.stage, np.arange(len(counts) + 1))
         number = np.diff(first)[combined.stage]

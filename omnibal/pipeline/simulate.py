@@ -76,11 +76,8 @@ class OrderedPass(NamedTuple):
 def order_passes(
     graph: OperationGraph, *, to_first_forwards: bool = False
 ) -> tuple[OrderedPass, ...]:
-    """Return a topological order of the operations with long runs of one stage, for cache locality.
-
-    Args:
-        to_first_forwards: only operations that the first micro-batch's forwards wait for.
-    """
+    """Return a topological order of all operations, or if `to_first_forwards` of the operations
+    that the first micro-batch's forwards need, with long runs of one stage for cache locality."""
     needed = np.full(len(graph) + 1, not to_first_forwards)
     if to_first_forwards:
         needed[:-1] = (graph.kind == Pass.FORWARD) & (graph.micro_batch == 0)
@@ -254,14 +251,11 @@ def predict_steps(
 def simulate_ranks(
     times: StageTimes, workload: Workload, schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
 ) -> Timeline:
-    """Simulate one step of all data-parallel ranks, without exchanges of weights and gradients.
-    [ranks, ...]
+    """Simulate the workload's single step on all data-parallel ranks, without exchanges of weights
+    and gradients. [ranks, ...]
 
     Missing micro-batches take no time. Encoders run before the first forward; their backward is
     left out.
-
-    Args:
-        workload: a single step.
     """
     without_waits, step = replace(times, waits_ms=None), np.zeros(len(workload), np.int64)
     rows = SimulatedRows.build(without_waits, workload, slice(None), step, schedule)

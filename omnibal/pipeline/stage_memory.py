@@ -607,12 +607,8 @@ def build_tables(
 def heaviest_passes(
     cost: CostModel, workload: Workload, counts: np.ndarray, recomputed: np.ndarray
 ) -> list[int]:
-    """Return the index of every stage's heaviest pass in 1F1B.
-
-    Args:
-        counts: [stages, kinds].
-        recomputed: [stages, levels * kinds].
-    """
+    """Return the index of each stage's heaviest pass in 1F1B, for stages with `counts` [stages,
+    kinds] and `recomputed` [stages, levels * kinds]."""
     features, heaviest = features_of(workload, cost), []
     for stage, content in enumerate(zip(counts, recomputed, strict=True)):
         passes = all_passes(features, workload, len(counts), stage)

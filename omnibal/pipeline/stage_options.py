@@ -20,11 +20,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Structure, min_largest, min_largest_with_marked
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.recompute import (
-    LevelFit,
-    sets_near,
-    useful_sets_of_levels,
-)
+from omnibal.pipeline.recompute import LevelFit, sets_near, useful_sets
 from omnibal.pipeline.recompute_ways import NO_NUMBER, FittingNumbers, TowerNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
 
@@ -87,7 +83,7 @@ class SearchProblem:
     tables: Sequence[MemoryTable]
     memory_cap_bytes: float
     simulator: PipelineSimulator
-    extreme_ms: np.ndarray  # [extremes, levels * layer kinds]; see `useful_sets_of_levels`
+    extreme_ms: np.ndarray  # [extremes, levels * layer kinds]; see `useful_sets`
     levels: int
     same_at_levels: bool  # whether a stage recomputes the same layers at all levels
     rules: StageRules = FREE
@@ -248,7 +244,7 @@ def stage_choices(
     """Return options of chosen runs with useful recompute sets, as fields of `Choices`."""
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
-    sets = useful_sets_of_levels(
+    sets = useful_sets(
         table,
         counts,
         problem.extreme_ms,
@@ -323,17 +319,12 @@ def on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list
 
 
 def recompute_extremes_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels: int) -> np.ndarray:
-    """Return recompute times per layer kind that span every micro-batch's times.
+    """Return recompute times per layer kind that span every micro-batch's times, for `recompute_ms`
+    [levels * layer kinds, levels * features]. [extremes, levels * layer kinds], each of one level.
 
     Every kind has a min share of the recompute time over a level's micro-batches. An extreme gives
     all kinds their min share and one kind the remaining time, so every micro-batch is a mean of
     extremes. With two kinds the extremes are two micro-batches.
-
-    Args:
-        recompute_ms: [levels * layer kinds, levels * features].
-
-    Returns:
-        [extremes, levels * layer kinds], each of one level.
     """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ recompute_ms.T

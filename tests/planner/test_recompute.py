@@ -59,7 +59,7 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
         counts[:, -1] = rng.integers(0, 2, 8)
         low, high = min_peak_bytes(table, counts), table.peak_bytes(counts, 0 * counts)
         cap = rng.uniform(0.9 * low.min(), high.max())
-        useful = useful_sets(table, counts, extreme_ms, cap)
+        useful = useful_sets(table, counts, extreme_ms, cap).fitting
         for stage in range(len(counts)):
             sets = list(product(*(range(number + 1) for number in counts[stage, layers])))
             held = np.tile(counts[stage], (len(sets), 1))
