@@ -1,7 +1,7 @@
 """Encoder passes of ranks in a step, of equal items or of whole samples.
 
 A pass's cost is linear in its *work*: 1, its items and, if items attend to each other, their sum of
-squares. Peak memory is on the rank with the most items for equal items, on any rank for whole
+squares. Peak memory is on the busiest rank for equal items, on any rank for whole
 samples.
 
 Shapes: [...] ranks of all groups and steps, F 2 or 3 columns of work.

@@ -1,7 +1,7 @@
 """Dependency graph of a schedule's operations, as checked arrays.
 
-An operation waits for its stage's previous one, a forward also for the previous part's activation,
-a backward for the next part's gradient (parts: `omnibal.pipeline.schedules`).
+An operation waits for its stage's previous operation, a forward also for the previous part's
+activation, a backward for the next part's gradient (parts: `omnibal.pipeline.schedules`).
 """
 
 from dataclasses import dataclass
@@ -119,9 +119,9 @@ def listed_micro_batches(
     listed = np.maximum(counts, 1)
     if together:
         _, index = np.unique(step, return_inverse=True)
-        most = np.zeros(index.max() + 1, np.int64)
-        np.maximum.at(most, index, listed)
-        listed = most[index]
+        longest = np.zeros(index.max() + 1, np.int64)
+        np.maximum.at(longest, index, listed)
+        listed = longest[index]
     return listed
 
 

@@ -226,7 +226,7 @@ def useful_sets(
     counts: np.ndarray,
     extreme_ms: np.ndarray,
     memory_cap_bytes: float,
-    most: float = np.inf,
+    max_sets: float = np.inf,
     *,
     same_at_levels: bool = False,
 ) -> LevelSets:
@@ -236,24 +236,24 @@ def useful_sets(
         counts: [stages, kinds].
         extreme_ms: recompute times per layer, [extremes, levels * layer kinds]. Every micro-batch's
             times are a non-negative combination of these rows.
-        most: max grid points per stage.
+        max_sets: max grid points per stage.
         same_at_levels: whether recomputed layers are equal at all levels.
     """
     if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):
         # Without other micro-batches in flight, levels do not share memory.
         combined = _combine_levels(table, counts, extreme_ms, memory_cap_bytes)
-        if np.bincount(combined.stage, minlength=1).max() <= most:
+        if np.bincount(combined.stage, minlength=1).max() <= max_sets:
             return LevelSets(fitting=combined, optimistic=combined, complete=True)
     fit = LevelFit.build(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
     stage = np.flatnonzero(fit.holds(np.arange(len(counts)), fit.held))
     held, low = fit.held[stage], np.zeros_like(fit.held[stage])
     held = high = np.where(fit.holds(stage, low)[:, None], 0, held)
-    if most < np.inf:
+    if max_sets < np.inf:
         # Min and max layers per column over all minimal sets: the min goes with all others
         # recomputed, the max with the fewest others.
         low = _minimize_columns(fit, stage, held, low, held)
         high = _minimize_columns(fit, stage, low, low, held)
-    row, last, near, far = _split_boxes(low, high, most)
+    row, last, near, far = _split_boxes(low, high, max_sets)
     at_near, near_fits = _minimize_column(fit, stage[row], near, last, high[row])
     if (near == far).all():
         sets = _sort_sets(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
@@ -322,10 +322,10 @@ def _minimize_columns(
 
 
 def _split_boxes(
-    low: np.ndarray, high: np.ndarray, most: float
+    low: np.ndarray, high: np.ndarray, max_sets: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split boxes of sets, from `low` to `high` [boxes, columns], into at most `most` cells each in
-    all columns but the longest, which is minimized.
+    """Split boxes of sets, from `low` to `high` [boxes, columns], into at most `max_sets` cells
+    each in all columns but the longest, which is minimized.
 
     Returns:
         Each cell's box and minimized column, [cells], and its min and max corners, [cells,
@@ -336,7 +336,7 @@ def _split_boxes(
     sides[boxes, last] = 0
     width, number = np.ones_like(sides), sides + 1
     # In float, as products of many columns exceed int64.
-    while len(many := np.flatnonzero(number.prod(axis=1, dtype=np.float64) > most)):
+    while len(many := np.flatnonzero(number.prod(axis=1, dtype=np.float64) > max_sets)):
         width[many, number[many].argmax(axis=1)] *= 2
         number = sides // width + 1
     cells = number.prod(axis=1)

@@ -91,8 +91,8 @@ ScheduleRule = Callable[[int, int, int], StepSchedule]  # of (stages, chunks, mi
 
 
 def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
-    """1F1B: min(p - 1 - s, m) warm-up forwards on stage s, then one forward and one backward in
-    turn, then the remaining backwards (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """Return 1F1B: min(p - 1 - s, m) warm-up forwards on stage s, then one forward and one backward
+    in turn, then the remaining backwards (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Example:
         >>> first, last = one_forward_one_backward(2, 1, 2).operations
@@ -119,7 +119,7 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> St
 
 
 def interleaved_1f1b(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
-    """Interleaved 1F1B in Megatron-core's order (arXiv 2104.04473, section 2.2).
+    """Return interleaved 1F1B in Megatron-core's order (arXiv 2104.04473, section 2.2).
 
     Stage s of p runs 2 (p - 1 - s) + (chunks - 1) p warm-up forwards of a chunk, in groups of p
     micro-batches. A smaller last group, which Megatron-core rejects, is a full group without its
@@ -152,7 +152,7 @@ def interleaved_1f1b(stages: int, chunks: int, micro_batches: int) -> StepSchedu
 
 
 def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
-    """ZB-H1: 1F1B with deferred weight gradients (arXiv 2401.10241, section 2.2).
+    """Return ZB-H1: 1F1B with deferred weight gradients (arXiv 2401.10241, section 2.2).
 
     Stage s defers s of them: no stage holds more micro-batches than the first does in 1F1B, and the
     last fill 1F1B's bubble at the end.
@@ -184,7 +184,8 @@ def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> StepSchedule
 
 
 def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
-    """ZB-V with two chunks per stage (arXiv 2401.10241, section 6; V-ZB of arXiv 2405.15362).
+    """Return ZB-V with two chunks per stage (arXiv 2401.10241, section 6; V-ZB of arXiv
+    2405.15362).
 
     A stage holds at most 2 p chunks of micro-batches. There is no bubble if forward, input and
     weight gradients take equal time. In warm-up stage s of p runs 2 (p - s) - 1 forwards of chunk
@@ -236,8 +237,8 @@ def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterato
 
 
 def forward_only(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
-    """Evaluation: forwards only, in groups of p micro-batches, so that a stage stays busy while a
-    micro-batch is between two of its chunks."""
+    """Return the evaluation schedule: forwards only, in groups of p micro-batches, so that a stage
+    stays busy while a micro-batch is between two of its chunks."""
     order = [
         ChunkPass(Pass.FORWARD, i, chunk)
         for first in range(0, micro_batches, stages)
@@ -269,7 +270,7 @@ class _ScheduleType:
     rule: ScheduleRule
     placement: Placement = Placement.LOOP
     chunks: range = range(1, 2)  # allowed chunks per stage
-    most_tried: int = 4  # max chunks that a search tries: more send more, for a smaller bubble
+    max_tried: int = 4  # max chunks that a search tries: more send more, for a smaller bubble
     passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)  # passes of a micro-batch, in order
 
 
@@ -309,7 +310,7 @@ class PipelineSchedule(Frozen):
             cls(name=name, chunks=chunks)
             for name, of_name in _SCHEDULES.items()
             for chunks in of_name.chunks
-            if name in names and chunks <= of_name.most_tried
+            if name in names and chunks <= of_name.max_tried
         ]
 
     @property

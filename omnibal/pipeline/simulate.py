@@ -426,8 +426,8 @@ class SimulatedRows:
             to_first_forwards: whether only times of the first micro-batch's forwards are needed;
                 the others are then 0 or too early.
         """
-        most, rows = self.pass_ms.shape[1], len(self.counts)
-        longest = schedule_graph(self.schedule, self.stages, most)
+        slots, rows = self.pass_ms.shape[1], len(self.counts)
+        longest = schedule_graph(self.schedule, self.stages, slots)
         listed = listed_micro_batches(
             longest, self.counts, np.arange(rows) // self.ranks, together=self.by_one_list
         )
@@ -435,7 +435,7 @@ class SimulatedRows:
         end_ms, finish_ms = np.zeros(self.took_ms.shape), np.zeros((self.stages, rows))
         for count in np.unique(listed).tolist():
             of_list, own = np.flatnonzero(listed == count), self
-            if len(of_list) < rows or count < most:
+            if len(of_list) < rows or count < slots:
                 own = SimulatedRows(
                     schedule=self.schedule,
                     pass_ms=self.pass_ms[:, :count, :, of_list],

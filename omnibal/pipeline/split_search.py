@@ -78,14 +78,14 @@ class SplitSearch:
         self.cuts = np.zeros((0, problem.stages, len(problem.structure.layout)))
         self.seen: set[bytes] = set()
 
-    def descend(self, most_work: float = MAX_DESCENT_WORK) -> bool:
-        """Find a split and improve it by small changes; return whether there is any."""
+    def descend(self, max_work: float = MAX_DESCENT_WORK) -> bool:
+        """Find a split and improve it by small changes. Return whether any split fits."""
         if not all(map(len, self.options)):
             return False
         splits = _make_seeds(self.options, self.choices.nodes)
         self._simulate(splits)
         improved = True
-        while improved and self.work < most_work:
+        while improved and self.work < max_work:
             # Most changes do not affect the critical path.
             self._learn(self.best[None])
             splits = _list_neighbours(self.choices, self.best, self.problem.units)
@@ -125,7 +125,7 @@ class SplitSearch:
         return max(slowest_ms, float(self._bounds().before[-1][-1].max(initial=0.0)))
 
     def _improve(self, splits: np.ndarray) -> bool:
-        """Simulate the most promising splits until one is better; return whether it is."""
+        """Simulate the most promising splits until a better split. Return whether there is any."""
         before_ms = self.best_ms
         bound_ms = self._path_ms(self._terms(splits), self.cuts).max(axis=1)
         promising = np.argsort(bound_ms, kind="stable")
@@ -136,8 +136,8 @@ class SplitSearch:
                 return True
         return False
 
-    def prove(self, most_work: float) -> float:
-        """Search until no better split is left or the work limit; return the proven bound."""
+    def prove(self, max_work: float) -> float:
+        """Search until no better split is left, or to the work limit. Return the proven bound."""
         self.work = lower_bound_ms = 0.0
         width, stale = _FIRST_WIDTH, 0
         for _ in range(_MAX_GROWTH_ROUNDS):
@@ -159,7 +159,7 @@ class SplitSearch:
             stale = 0 if risen > _MIN_RISE * self.best_ms or width < _MAX_WIDTH else stale + 1
             wider = risen < _WIDENING_RISE * (self.best_ms - lower_bound_ms)
             lower_bound_ms = max(lower_bound_ms, open_ms)
-            if stale == _MAX_STALE or self.work > most_work:
+            if stale == _MAX_STALE or self.work > max_work:
                 break
             sample = np.concatenate(
                 [splits[_spread_indices(len(splits), _SPLITS_PER_BATCH // 2)], dropped]
@@ -341,10 +341,10 @@ def _extend(
     )
 
 
-def _spread_indices(count: int, most: int) -> np.ndarray:
-    """Return at most `most` indices of `count` sorted splits: half the lowest, half spread out."""
-    spread = np.linspace(0, count - 1, min(most // 2, count)).astype(np.int64)
-    return np.unique(np.concatenate([np.arange(min(most // 2, count)), spread]))
+def _spread_indices(count: int, limit: int) -> np.ndarray:
+    """Return at most `limit` indices of `count` sorted splits: half the lowest, half spread out."""
+    spread = np.linspace(0, count - 1, min(limit // 2, count)).astype(np.int64)
+    return np.unique(np.concatenate([np.arange(min(limit // 2, count)), spread]))
 
 
 def _make_seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:

@@ -658,7 +658,7 @@ def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> l
     some are sampled, and a stage between two samples has the passes of both.
     """
     features, last = features_of(workload, cost), stages - 1
-    drawn = _drawn_stages(cost, features.max(axis=0))
+    drawn = _draw_stages(cost, features.max(axis=0))
     sampled = np.linspace(0, last, min(stages, _MAX_SAMPLED_STAGES)).round().astype(np.int64)
     heaviest = [
         heaviest_for(drawn, all_passes(features, workload, stages, stage)) for stage in sampled
@@ -693,7 +693,7 @@ def heaviest_for(drawn: np.ndarray, passes: Passes) -> np.ndarray:
     return np.unique(heaviest)
 
 
-def _drawn_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
+def _draw_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
     """Draw stages of one chunk while a unit of each kind runs, for `heaviest_for`. [stages * kinds
     * moments, columns]"""
     rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)

@@ -114,9 +114,9 @@ def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
     complete, nodes = True, problem.units
     # First the runs that a stage may hold within the limit without recomputation.
     structure, runs = problem.structure, problem.structure.runs
-    short = np.flatnonzero(structure.own_ms <= limit_ms)  # quick, before the stages' own paths
+    candidates = np.flatnonzero(structure.own_ms <= limit_ms)  # quick, before the stages' own paths
     fast = [
-        short[structure.longest_of_runs_ms(stage, short) <= limit_ms]
+        candidates[structure.longest_of_runs_ms(stage, candidates) <= limit_ms]
         for stage in range(problem.stages)
     ]
     on_path = on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)

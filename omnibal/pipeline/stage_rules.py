@@ -29,16 +29,16 @@ def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> Non
     """Raise if there are more stages than the rules allow."""
     language = model.language.layers
     if rules.language_everywhere:
-        most, why = language, "every stage must hold a layer of the language model"
+        limit, why = language, "every stage must hold a layer of the language model"
     elif rules.encoders_on_first:
-        most = language + any(encoder.layers for encoder in model.encoders.values())
+        limit = language + any(encoder.layers for encoder in model.encoders.values())
         why = "the first stage must hold all encoders, and every stage a layer"
     else:
         return
-    if stages > most:
+    if stages > limit:
         raise UserError(
             f"pipeline size {stages} was given for {model.name}, whose language model has "
-            f"{language} layers; {why}: choose a pipeline size of at most {most}"
+            f"{language} layers; {why}: choose a pipeline size of at most {limit}"
         )
 
 

@@ -107,12 +107,14 @@ class Workload:
         not, unless they carry encoder waits."""
         return ~self.is_empty if self.encoding is None else np.ones(len(self), bool)
 
-    def some_steps(self, most: int) -> "Workload":
-        """Select at most `most` steps, spread evenly over the run; step numbers are unchanged."""
+    def some_steps(self, max_steps: int) -> "Workload":
+        """Select at most `max_steps` steps, spread evenly over the run, with their numbers."""
         steps = np.unique(self.step)
-        if len(steps) <= most:
+        if len(steps) <= max_steps:
             return self
-        return self.of_steps(steps[np.linspace(0, len(steps) - 1, most).round().astype(np.int64)])
+        return self.of_steps(
+            steps[np.linspace(0, len(steps) - 1, max_steps).round().astype(np.int64)]
+        )
 
     def of_steps(self, steps: Sequence[int] | np.ndarray) -> "Workload":
         """Select these steps; their numbers are unchanged."""

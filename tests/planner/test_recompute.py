@@ -216,7 +216,7 @@ def test_drawn_stages_keep_each_unit_once():
     flat = {"activation_bytes": fours, "boundary_bytes": fours, "transient_bytes": 0 * fours[None]}
     units = {name: replace(unit, **flat) for name, unit in cost.units.items()}
     plain = replace(cost, units=units)
-    drawn = stage_memory_module._drawn_stages(plain, fours)
+    drawn = stage_memory_module._draw_stages(plain, fours)
     others, own, _, links = np.split(drawn, len(fours) * np.arange(1, 4), axis=1)
     # A unit keeps four bytes of each feature, recomputed or not, besides an input.
     numbers = (others - others.min()) / 4
