@@ -349,22 +349,22 @@ def _trace_back(
     of_stages, sent = share.copy(), dict[tuple[int, int, int], np.ndarray]()
     rows = np.arange(share.shape[1])
     for stage, place, before, source, link in reversed(turns):
-        own = of_stages[stage] + sent.pop(place, 0)
+        shares = of_stages[stage] + sent.pop(place, 0)
         begun = ready_ms[stage] if before is None else end_ms[before]
         arrival = begun if source is None else end_ms[source] + link_ms[link]
         block = joins.at(place)
         if block is None:
-            of_passes[place] = own
+            of_passes[place] = shares
         else:
             # Joined rows start with the latest row and take the slowest row's time.
             slowest = block.argmax(alone_ms[place])
             latest = block.argmax(np.maximum(begun, arrival))
-            crossed[stage] += own * ((slowest != rows) | (latest != rows))
-            of_passes[place] = np.bincount(slowest, own, len(rows))
-            own = np.bincount(latest, own, len(rows))
+            crossed[stage] += shares * ((slowest != rows) | (latest != rows))
+            of_passes[place] = np.bincount(slowest, shares, len(rows))
+            shares = np.bincount(latest, shares, len(rows))
         if source is not None:
             waits = arrival > begun
-            sent[source] = of_links[link] = own * waits
-            own = own * ~waits
-        of_stages[stage] = own
+            sent[source] = of_links[link] = shares * waits
+            shares = shares * ~waits
+        of_stages[stage] = shares
     return of_passes, of_links, of_stages, crossed

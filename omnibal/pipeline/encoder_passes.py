@@ -106,15 +106,15 @@ class WholePasses:
 
     def in_lockstep(self, block: np.ndarray) -> "WholePasses":
         """Return passes, each as large as the largest in its `block`, int64 [...]."""
-        own, blocks = self.passes, np.zeros(self.place.size, np.int64)
+        alone, blocks = self.passes, np.zeros(self.place.size, np.int64)
         blocks[self.place.ravel()] = block.ravel()
-        number, runs = own.number, 2 * blocks[own.rank] + own.is_kept
+        number, runs = alone.number, 2 * blocks[alone.rank] + alone.is_kept
         numbers = int(number.max(initial=0)) + 1
         # Passes of one block, number and kept or not run together.
         keys, at = np.unique(runs * numbers + number, return_inverse=True)
         items, squares = np.zeros((2, len(keys)), np.int64)
-        np.maximum.at(items, at, own.items)
-        np.maximum.at(squares, at, own.squares)
+        np.maximum.at(items, at, alone.items)
+        np.maximum.at(squares, at, alone.squares)
         run = keys // numbers
         none = np.zeros_like(run)
         passes = SamplePasses(
@@ -126,9 +126,9 @@ class WholePasses:
         return self.passes.is_kept == is_kept
 
     def _work(self, is_kept: bool) -> np.ndarray:
-        own, chosen = self.passes, self._select(is_kept)
-        items = own.items[chosen]
-        return np.stack([np.ones_like(items), items, own.squares[chosen]], axis=-1)
+        passes, chosen = self.passes, self._select(is_kept)
+        items = passes.items[chosen]
+        return np.stack([np.ones_like(items), items, passes.squares[chosen]], axis=-1)
 
     def _sums(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Return per-rank sums of `values` [chosen, columns] over chosen passes. [..., columns]"""
@@ -143,10 +143,10 @@ EncoderPasses = EqualPasses | WholePasses
 
 def encoding_ms(cost: EncoderCost, passes: EncoderPasses) -> np.ndarray:
     """Return compute time of forward, backward and recomputed forward per rank. [..., 3]"""
-    again = passes.work(is_kept=False)
-    both = passes.work(is_kept=True) + again
+    recomputed = passes.work(is_kept=False)
+    total = passes.work(is_kept=True) + recomputed
     return np.stack(
-        [both @ cost.forward_ms, both @ cost.backward_ms, again @ cost.again_ms], axis=-1
+        [total @ cost.forward_ms, total @ cost.backward_ms, recomputed @ cost.again_ms], axis=-1
     )
 
 

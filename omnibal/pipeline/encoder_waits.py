@@ -150,13 +150,11 @@ def with_encoders(
 ) -> Workload:
     """Add data-parallel encoders to a workload with these feature names."""
     shares = shares or ItemShares.build(workload, features, cost, beside)
-    own = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
-    forward, backward, exposed_ms = _slowest(shares, cost, own)
+    pairs = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
+    forward, backward, exposed_ms = _slowest(shares, cost, pairs)
     ahead, behind = exposed_ms.mean(axis=1).T  # weight and gradient exchange, [S * B]
-    of_passes: np.ndarray = sum(
-        encoding_ms(encoder, passes).mean(axis=1) for encoder, passes in own
-    )
-    mean_forward, mean_backward, again = of_passes.T
+    of_passes: np.ndarray = sum(encoding_ms(encoder, p).mean(axis=1) for encoder, p in pairs)
+    mean_forward, mean_backward, mean_recompute = of_passes.T
     exchange, exchange_back = (
         features_exchange_ms(shares, cost, is_back=is_back) for is_back in (False, True)
     )
@@ -166,7 +164,7 @@ def with_encoders(
         of_pipelines = _of_pipelines(shares, before_ms, after_ms)
         return waits_at_ends(workload, shares.steps, of_pipelines)
 
-    silent = mean_forward, mean_backward + again
+    silent = mean_forward, mean_backward + mean_recompute
     unreduced = forward + exchange, backward + exchange_back
     waits = EncoderWaits(
         all=at_ends(unreduced[0] + cost.gather_ms, unreduced[1] + cost.reduction_ms),
@@ -187,7 +185,7 @@ def with_encoders(
     def mean_of_slowest(group_ms: np.ndarray) -> float:
         return float(group_ms.reshape(len(shares.steps), -1)[of_step].mean())
 
-    mean_ms = mean_forward + mean_backward + again + exposed_ms.mean(axis=1).sum(axis=1)
+    mean_ms = mean_forward + mean_backward + mean_recompute + exposed_ms.mean(axis=1).sum(axis=1)
     encoding = Encoding(
         waits=waits,
         encoder_memory=encoder_memory,
@@ -242,8 +240,8 @@ def memory_of_encoders(
             held_bytes = held_bytes + own_bytes + inputs_bytes
         else:
             # The default binds this encoder: a closure would see the loop's last.
-            def with_inputs(work: np.ndarray, own: EncoderCost = encoder) -> np.ndarray:
-                return own.pass_bytes(work, is_kept=True) + own.input_bytes * work[..., ITEM]
+            def with_inputs(work: np.ndarray, frozen: EncoderCost = encoder) -> np.ndarray:
+                return frozen.pass_bytes(work, is_kept=True) + frozen.input_bytes * work[..., ITEM]
 
             working += [passes.largest(with_inputs, is_kept=kept) for kept in (True, False)]
         not_kept = shares.passes_of(name, beside.items_per_pass[name], 0)
@@ -272,13 +270,13 @@ def memory_of_encoders(
 
 
 def _slowest(
-    shares: ItemShares, cost: EncodersCost, own: Sequence[tuple[EncoderCost, EncoderPasses]]
+    shares: ItemShares, cost: EncodersCost, pairs: Sequence[tuple[EncoderCost, EncoderPasses]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return forward and backward of every group's slowest rank, [S * B], and exposed exchange of
     weights and gradients of every rank, [S * B, N, 2], for every encoder's passes."""
     blocks = shares.blocks(cost) if cost.sharded > 1 else None
     all_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 1, 2))
-    for encoder, passes in own:
+    for encoder, passes in pairs:
         # Ranks that shard weights gather them together, pass by pass.
         busiest = passes if blocks is None else passes.in_lockstep(blocks)
         all_ms = all_ms + encoding_ms(encoder, busiest)
@@ -296,8 +294,8 @@ def pipeline_waits_ms(
 ) -> np.ndarray:
     """Return the waits before and after every pipeline, as `with_encoders` adds them, [S, ranks,
     2], given the exchanges of features and gradients."""
-    own = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
-    forward, backward, _ = _slowest(shares, cost, own)
+    pairs = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
+    forward, backward, _ = _slowest(shares, cost, pairs)
     before_ms = forward + exchanges_ms[0] + cost.gather_ms
     after_ms = backward + exchanges_ms[1] + cost.reduction_ms
     return _of_pipelines(shares, before_ms, after_ms)

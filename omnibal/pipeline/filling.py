@@ -25,7 +25,7 @@ def worth_filling(
     """Return whether each sample takes less device time in free space of a level than in its own
     pack, given the `costs` of every level. bool [levels, samples]"""
     # Tokens and items cost the same in both. Recomputation, unknown before packing, is ignored.
-    own, sample = levels_of_samples(lengths, levels), np.arange(len(lengths))
+    own_level, sample = levels_of_samples(lengths, levels), np.arange(len(lengths))
     exchange_ms = np.stack(
         [
             _ms_of(cost, model, EXCHANGED) * is_divided(lengths.tokens, level) * lengths.tokens
@@ -39,8 +39,8 @@ def worth_filling(
     # A sample's share of its own pack is the max over caps: [levels, samples].
     sizes = lengths.sizes(levels[0].caps.names)
     shares = np.stack([(sizes / level.caps.values[:, None]).max(axis=0) for level in levels])
-    part_ms = np.array(pack_ms)[own] * shares[own, sample]
-    return exchange_ms < exchange_ms[own, sample] + part_ms
+    part_ms = np.array(pack_ms)[own_level] * shares[own_level, sample]
+    return exchange_ms < exchange_ms[own_level, sample] + part_ms
 
 
 def is_divided(tokens: np.ndarray, level: Level) -> np.ndarray:

@@ -140,13 +140,13 @@ class HeldInPasses:
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
     """Return a stage's held micro-batches per operation, until the end of their backward."""
-    schedule, own = graph.schedule, graph.of_stage(stage)
-    kind, micro_batch = graph.kind[own], graph.micro_batch[own]
-    chunk = graph.part[own] // schedule.stages
-    begins, indices = kind == Pass.FORWARD, np.arange(len(own))
+    schedule, operations = graph.schedule, graph.of_stage(stage)
+    kind, micro_batch = graph.kind[operations], graph.micro_batch[operations]
+    chunk = graph.part[operations] // schedule.stages
+    begins, indices = kind == Pass.FORWARD, np.arange(len(operations))
     freed = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_INPUT)
     ends = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_WEIGHT)
-    held, late = np.empty((2, len(own), schedule.chunks, 2), np.int64)
+    held, late = np.empty((2, len(operations), schedule.chunks, 2), np.int64)
     for number in range(schedule.chunks):
         begun, let_go, ended = (
             np.flatnonzero(of_kind & (chunk == number)) for of_kind in (begins, freed, ends)

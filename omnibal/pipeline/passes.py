@@ -96,16 +96,16 @@ def stage_passes(
         own_kinds = np.unique(passes.kind).tolist()
         ranks, at_once = np.flatnonzero(listed == length), max(_PACKS_AT_ONCE // length, 1)
         for begin in range(0, len(ranks), at_once):
-            some = ranks[begin : begin + at_once]
+            batch = ranks[begin : begin + at_once]
             for kind, chunk in [(kind, c) for kind in own_kinds for c in range(schedule.chunks)]:
-                own = np.flatnonzero((passes.kind == kind) & (passes.chunk == chunk))
-                rank, place = np.nonzero(passes.micro_batch[own] < counts[some][:, None])
+                operations = np.flatnonzero((passes.kind == kind) & (passes.chunk == chunk))
+                rank, place = np.nonzero(passes.micro_batch[operations] < counts[batch][:, None])
                 if chosen is not None:  # of the indices from `yielded` on
                     here = chosen[np.searchsorted(chosen, yielded) :] - yielded
                     yielded += len(rank)
                     here = here[: np.searchsorted(here, len(rank))]
                     rank, place = rank[here], place[here]
-                place, base, count = own[place], first[some][rank], counts[some][rank]
+                place, base, count = operations[place], first[batch][rank], counts[batch][rank]
                 held, late = passes.held[place], passes.late[place]  # [passes, chunks, 2]
                 links = _live_links(schedule, kind, held[:, 0].T, count, len(buffers))
                 # The running micro-batch is the last that begun, or the first to end.

@@ -301,11 +301,11 @@ def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
     """
     layers = fit.of_groups(layers[None])[0]
     columns = len(layers)
-    more = np.array([0, *_ADDED_LAYERS])
-    column, number, first = (axis.ravel() for axis in np.indices((columns, len(more), columns)))
+    added = np.array([0, *_ADDED_LAYERS])
+    column, number, first = (axis.ravel() for axis in np.indices((columns, len(added), columns)))
     sets = np.repeat(layers[None], len(column), axis=0)
     row = np.arange(len(sets))
-    sets[row, column] = np.minimum(sets[row, column] + more[number], fit.held[0, column])
+    sets[row, column] = np.minimum(sets[row, column] + added[number], fit.held[0, column])
     minimal = np.unique(minimize_sets(fit, np.zeros_like(row), sets, first), axis=0)
     return fit.of_kinds(np.zeros(len(minimal), np.int64), minimal)
 

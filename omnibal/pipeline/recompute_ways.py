@@ -53,9 +53,9 @@ class LayerOrders:
         chunks = np.argsort(-in_flight, kind="stable").tolist()
         useful = np.flatnonzero(saved > 0).tolist()
         idle = np.flatnonzero(saved <= 0).tolist()
-        few = len(useful) <= _MAX_PERMUTED_KINDS
+        is_few = len(useful) <= _MAX_PERMUTED_KINDS
         orders = [np.argsort(by_price, axis=None, kind="stable").tolist()]
-        for order in permutations(useful) if few else (useful, useful[::-1]):
+        for order in permutations(useful) if is_few else (useful, useful[::-1]):
             full = [*order, *idle]
             orders.append([chunk * len(layers) + kind for kind in full for chunk in chunks])
             orders.append([chunk * len(layers) + kind for chunk in chunks for kind in full])

@@ -165,11 +165,11 @@ def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> StepSchedule
         ['backward weight 0', 'backward weight 1']
     """
     operations = []
-    for stage, whole in enumerate(
+    for stage, order_1f1b in enumerate(
         one_forward_one_backward(stages, chunks, micro_batches).operations
     ):
         order: list[ChunkPass] = []
-        for operation in whole:
+        for operation in order_1f1b:
             if operation.kind is Pass.FORWARD:
                 order.append(operation)
                 continue

@@ -434,9 +434,9 @@ class SimulatedRows:
         ready_ms = np.zeros((rows, self.stages)) if ready_ms is None else ready_ms
         end_ms, finish_ms = np.zeros(self.took_ms.shape), np.zeros((self.stages, rows))
         for count in np.unique(listed).tolist():
-            of_list, own = np.flatnonzero(listed == count), self
+            of_list, part = np.flatnonzero(listed == count), self
             if len(of_list) < rows or count < slots:
-                own = SimulatedRows(
+                part = SimulatedRows(
                     schedule=self.schedule,
                     pass_ms=self.pass_ms[:, :count, :, of_list],
                     link_ms=self.link_ms[:, :count, :, of_list],
@@ -445,8 +445,8 @@ class SimulatedRows:
                 )
             graph = schedule_graph(self.schedule, self.stages, count)
             turns = order_passes(graph, to_first_forwards=to_first_forwards)
-            ended = run_passes(turns, own.took_ms, own.link_ms, ready_ms[of_list].T, own.joins)
-            if own is self:
+            ended = run_passes(turns, part.took_ms, part.link_ms, ready_ms[of_list].T, part.joins)
+            if part is self:
                 end_ms, finish_ms = ended
             else:
                 end_ms[:, :count, :, of_list], finish_ms[:, of_list] = ended

@@ -268,8 +268,8 @@ class SplitSearch:
             if len(chosen) > width:
                 chosen = chosen[np.argsort(bound_ms[chosen], kind="stable")]
                 dropped_ms = min(dropped_ms, bound_ms[chosen[width]])
-                some = chosen[width:][_spread_indices(len(chosen) - width, _DROPPED_SAMPLES)]
-                few = _extend(bounds, stage, grown, parent[some], option[some], bound_ms[some])
+                drawn = chosen[width:][_spread_indices(len(chosen) - width, _DROPPED_SAMPLES)]
+                few = _extend(bounds, stage, grown, parent[drawn], option[drawn], bound_ms[drawn])
                 dropped.append(self._complete(bounds, stage + 1, few))
                 chosen = np.sort(chosen[:width])
             picked = parent[chosen], option[chosen], bound_ms[chosen]
@@ -277,7 +277,7 @@ class SplitSearch:
         order = np.argsort(grown.bound_ms, kind="stable")
         # Distinct completed prefixes, lowest bounds first.
         no_splits = np.zeros((0, self.problem.stages), np.int64)
-        completed = np.concatenate([no_splits, *(partials.splits for partials in dropped)])
+        completed = np.concatenate([no_splits, *(few.splits for few in dropped)])
         completed_ms = np.concatenate([no_splits[:, 0], *(p.bound_ms for p in dropped)])
         completed, first = np.unique(completed, axis=0, return_index=True)
         by_bound = np.argsort(completed_ms[first], kind="stable")

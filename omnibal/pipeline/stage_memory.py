@@ -240,7 +240,7 @@ class MemoryTable:
                 known to be kept or freed while one runs.
         """
         # Activations kept so far, peak so far, and memory of units without a backward.
-        own, peak, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
+        live, peak, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
         first, alike = len(self.kinds) * np.arange(self.levels), _alike_kinds(self.kinds)
         own_gradient = self.own_gradient_bytes.T[last]
         tied = holds_both_ends(self.kinds, counts)[..., None]
@@ -255,7 +255,7 @@ class MemoryTable:
             added = (of_units - again) @ kept.T + again @ inputs.T
             if is_late:
                 added = added - of_units @ self.own_late_bytes[:, columns].T
-            own = own + added
+            live = live + added
             for kind in (kind for kind in kinds if kind in held_kinds):
                 column = first + kind
                 # If all layers are recomputed, the running layer's activations come back. If a
@@ -264,7 +264,7 @@ class MemoryTable:
                 for other in (kind, *alike[kind]):
                     all_again &= recomputed[..., first + other] == units[..., other, None]
                 brought_back = self.own_kept_bytes[:, column] - self.own_input_bytes[:, column]
-                running = own + self.working_bytes[:, kind] + all_again @ brought_back.T
+                running = live + self.working_bytes[:, kind] + all_again @ brought_back.T
                 held = counts[..., kind, None] > 0
                 if self.has_backward[kind]:
                     # The last unit's working memory includes this gradient.
@@ -312,8 +312,8 @@ class MemoryTable:
     @property
     def _own_level(self) -> np.ndarray:
         """Level of the running micro-batch, 0 if it keeps nothing. [passes]"""
-        own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
-        return own.sum(axis=2).argmax(axis=1)
+        kept = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
+        return kept.sum(axis=2).argmax(axis=1)
 
     def _map_passes(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _PASS_FIELDS}
