@@ -299,9 +299,7 @@ class PipelineSimulator:
                         crossed[stage] += of_stage * (slowest != np.arange(len(slowest)))
                         of_stage = np.bincount(slowest, of_stage, len(slowest))
                     hiding[place] += of_stage
-        of_links = np.pad(
-            of_links, ((0, 0), (0, 0), (0, 1), (0, 0))
-        )  # the last stage sends nothing
+        of_links = np.pad(of_links, ((0, 0), (0, 0), (0, 1), (0, 0)))  # none after the last
         # In the order of the layout's blocks: [rows, p, 6, m] times features [rows, m, f].
         by_feature = np.concatenate([of_passes - hiding, of_links, hiding]).transpose(3, 2, 0, 1)
         by_feature = by_feature.reshape(len(on_path), -1, len(self.features))

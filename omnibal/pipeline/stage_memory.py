@@ -80,20 +80,17 @@ class MemoryTable:
     tied_gradient_bytes: np.ndarray  # extra in backwards of stages with embed and head, [kinds]
     encoder_memory: EncoderMemory  # memory of data-parallel encoders on every device
     largest_working_bytes: np.ndarray  # of a unit on the largest micro-batch, [kinds]
-    # Activations of the other micro-batches in flight, if units keep or recompute them. [passes,
-    # chunks * levels * kinds]
-    others_kept_bytes: np.ndarray
-    others_input_bytes: np.ndarray
-    # Activations of the running micro-batch, if units keep or recompute them, and tensors that an
-    # input backward makes for the weight backward. [passes, levels * kinds]
+    # Activations of other micro-batches in flight, [passes, chunks * levels * kinds].
+    others_kept_bytes: np.ndarray  # if units keep them
+    others_input_bytes: np.ndarray  # if units are recomputed
+    # Activations of the running micro-batch, [passes, levels * kinds].
     own_kept_bytes: np.ndarray
     own_input_bytes: np.ndarray
-    own_late_bytes: np.ndarray
+    own_late_bytes: np.ndarray  # made by an input backward for the weight backward
     working_bytes: np.ndarray  # of a unit on the running micro-batch, [passes, kinds]
     passing_bytes: np.ndarray  # held by units without a backward while they run, [passes, kinds]
-    # Input that a chunk beginning with the kind keeps if its unit does not, [passes, chunks *
-    # kinds].
-    entered_bytes: np.ndarray
+    # Input that a chunk beginning with the kind keeps, if its unit does not.
+    entered_bytes: np.ndarray  # [passes, chunks * kinds]
     own_gradient_bytes: np.ndarray  # of the output, until the backward ends, [passes, kinds]
     links: np.ndarray  # 1 if the P2P buffer is in use, else 0, [passes, buffers]
     is_forward: np.ndarray  # 1 in a forward, else 0, [passes, 1]
