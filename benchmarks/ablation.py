@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
-from megatron.vlm.measure.profiler import device_name
+from megatron.vlm.measure.profiler import find_device_name
 from megatron.vlm.measure.random_batches import ProfileOptions
 from megatron.vlm.measure.stage_replay import MicroBatchTimes
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
@@ -411,7 +411,7 @@ def summary_of(planned: Planned, cost: CostModel, replays: Sequence[StageReplay]
         steps=tuple(planned.steps.tolist()),
         repetitions=1,
         content="random",
-        device=device_name(),
+        device=find_device_name(),
         processes=PAIR,
     )
     return summarise_replay(info, replays, planned.plan, cost, planned.workload)
@@ -601,7 +601,7 @@ def measure(
     cost = replace(job.spec, cost_source=CostSource(profile)).cost
     return LayoutResult(
         layout=layout.name,
-        device=device_name(),
+        device=find_device_name(),
         samples_per_step=layout.samples_per_step,
         variants=tuple(
             variant_result(

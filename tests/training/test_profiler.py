@@ -331,4 +331,4 @@ def test_rates_are_of_all_processes(processes):
 
 def test_group_sizes_are_those_of_tensor_parallelism():
     """Prevents: groups that no job has, and a group of one."""
-    assert [*map(collective_group_sizes, (1, 2, 6))] == [[], [2], [2, 4, 6]]
+    assert [*map(collective_group_sizes, (1, 2, 6, 8))] == [[], [2], [2, 4, 6], [2, 4, 8]]

@@ -106,7 +106,7 @@ def profile(
     links = initialize_distributed(launch, parallel, seed=0)
     # First, as the model's layers will fill the device's memory.
     sizes = measured_sizes(job.model, job.cluster, options.caps(job.model), job.precision)
-    rates = measure_rates(device_name(), job.precision, sizes, progress)
+    rates = measure_rates(find_device_name(), job.precision, sizes, progress)
     samples = max(round(options.max_tokens / options.tokens_per_sample), 1)
     with nullcontext() if reader is None else read_in_background(reader, samples) as reading:
         profiler = Profiler(job, links, options, reading)
@@ -239,7 +239,7 @@ class Profiler:
             return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
 
         return Profile(
-            device=device_name(),
+            device=find_device_name(),
             precision=self._job.precision,
             model=self._job.model.name,
             model_sha256=model_sha256(self._job.model),
@@ -295,8 +295,7 @@ def _count_features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
     )
 
 
-def device_name() -> str:
-    """Return the name of the GPU, or of the CPU if there is none."""
+def find_device_name() -> str:
     if has_cuda():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")

@@ -147,7 +147,7 @@ def random_batch(
 
     Args:
         stage: units whose fields are made, or None for all fields.
-        images: tokens of images at native resolution, which are a micro-batch's first tokens.
+        images: tokens of images at native resolution; they come first.
     """
     tokens, image_tokens = sum(segment_tokens), sum(images)
     # Equal sizes have equal content on all stages and processes.
@@ -226,7 +226,6 @@ def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
 
 
 def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
-    """Return the sum of squared tokens over images and video frames."""
     sizes = ((grid.times, grid.rows * grid.columns // tower.positions_per_item) for grid in grids)
     return sum(times * tokens**2 for times, tokens in sizes)
 
@@ -243,8 +242,6 @@ def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShare:
-    """This process's share of a pack."""
-
     batch: MicroBatch  # without content, which a layer does not need
     context: int
     exchange: ContextExchange
@@ -270,11 +267,10 @@ def shares_of_process(
             level = Level(caps=Caps.of(tokens=tokens), context=context, exchange=exchange, cut=cut)
             if exchange_mistake(job.model, Parallel(pipeline=1), level) is None:
                 bounds = np.linspace(0, tokens, samples + 1).round().astype(int)
-                yield _share(np.diff(bounds).tolist(), level)
+                yield _make_share(np.diff(bounds), level)
 
 
-def _share(sample_tokens: Sequence[int], level: Level) -> MeasuredShare:
-    tokens = np.array(sample_tokens)
+def _make_share(tokens: np.ndarray, level: Level) -> MeasuredShare:
     share = PackShare.cut(tokens, level, dist.get_rank() % level.context)
     batch = MicroBatch(
         tiles=0,

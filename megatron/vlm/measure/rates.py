@@ -26,7 +26,7 @@ _COLLECTIVES: tuple[CollectiveKind, ...] = (
 )
 _COPY_BYTES = 1 << 27  # bytes read and written by a copy: larger than any cache
 _TIMED_ROUNDS = 5  # the median counts
-_MIN_TIMED_MS, _MAX_CALLS = 1.0, 50  # calls repeat until they take that long, at most so often
+_MIN_TIMED_MS, _MAX_CALLS = 1.0, 50  # a round's duration, unless it needs too many calls
 # Collectives that training overlaps with computation: weight gathers and gradient scatters.
 _OVERLAPPED: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 _OVERLAP_ROWS = 256  # small products, so that a number of them has nearly any duration
@@ -71,7 +71,6 @@ def _time_product(m: int, k: int, n: int, dtype: torch.dtype) -> float:
 
 
 def _time_collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[CollectiveTime]:
-    """Time every kind in groups of every size, all groups of a size concurrently."""
     for ranks in collective_group_sizes(dist.get_world_size()):
         # Neighbouring ranks. The last ranks have no group if `ranks` does not divide the job.
         firsts = range(0, dist.get_world_size() - ranks + 1, ranks)
@@ -116,7 +115,7 @@ def _hidden_share(size: int, dtype: torch.dtype) -> float | None:
         return None
     times = [_time_overlap(kind, size, dtype) for kind in _OVERLAPPED]
     exchange_ms, compute_ms, both_ms = np.sum(times, axis=0).tolist()
-    # 1 if both together take as long as the longer, the computation; 0 if they take the sum.
+    # 1 if the overlap takes as long as the computation, 0 if it takes the sum.
     return float(np.clip((exchange_ms + compute_ms - both_ms) / exchange_ms, 0, 1))
 
 
@@ -166,7 +165,7 @@ def _median_ms(work: Callable[[], object], group: dist.ProcessGroup | None = Non
 
 
 def timed_ms(work: Callable[[], object], calls: int = 1) -> float:
-    """Return the mean time of one of `calls` consecutive calls."""
+    """Return the mean time of a call over `calls` consecutive calls."""
     start = record_moment()
     for _ in range(calls):
         work()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.measure.profiler import device_name
+from megatron.vlm.measure.profiler import find_device_name
 from megatron.vlm.measure.stage_replay import (
     LoadRows,
     StageWork,
@@ -66,7 +66,6 @@ class ReplayJob:
 
     @property
     def cost(self) -> CostModel:
-        """Return the plan's cost model with all context-parallel sizes."""
         return self.planned.job.cost_of_all(self.plan.pack_levels)
 
     @property
@@ -76,7 +75,6 @@ class ReplayJob:
         return whole.rows(~whole.is_empty)
 
     def rows_of(self, stage: int) -> LoadRows:
-        """Return the loader of a stage's micro-batches."""
         if self.reader is None:
             return random_rows(self.plan, stage, self.packs, self.lengths)
         return read_rows(self.plan, stage, self.packs, self.lengths, self.reader)
@@ -172,13 +170,12 @@ def replay_info(
     processes: int = 1,
     provider: Provider = "local",
 ) -> ReplayInfo:
-    """Return the settings that identify this replay of at most `steps` steps, evenly spaced."""
     return ReplayInfo(
         plan_sha256=plan_sha256(job.plan),
         steps=choose_steps(job.packs, steps),
         repetitions=repetitions,
         content="random" if job.reader is None else "data",
-        device=device_name(),
+        device=find_device_name(),
         processes=processes,
         provider=provider,
     )
@@ -252,7 +249,6 @@ def store_barrier(
 def wait_for_all(
     store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until `processes` processes have arrived."""
     while store.add(name, 0) < processes:
         meanwhile()
         time.sleep(_STORE_POLL_S)

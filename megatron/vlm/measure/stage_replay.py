@@ -113,8 +113,6 @@ def act_as_stage(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatchTimes:
-    """Times of one rank's step."""
-
     forward_ms: np.ndarray
     backward_ms: np.ndarray  # with weight gradients and recomputation
     weight_ms: np.ndarray  # of weight-gradient passes, 0 if backward is not split
@@ -313,8 +311,6 @@ def read_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageWork:
-    """Work of a stage in a replay: rows of the packs."""
-
     steps: tuple[np.ndarray, ...]  # rows of one rank's micro-batches, by timed step
     heaviest: tuple[np.ndarray, ...]  # rows of a rank's step that may have the peak memory
     waits_ms: tuple[tuple[float, ...], ...]  # predicted, by step and operation of the stage
@@ -322,7 +318,6 @@ class StageWork:
 
     @property
     def runs(self) -> int:
-        """Return the number of single-rank steps with warm-up and memory measurement."""
         return len(self.steps) * self.repetitions + len(self.heaviest) + 1
 
 

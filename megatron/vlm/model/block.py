@@ -74,7 +74,6 @@ class PlannedBlock(TransformerBlock):
         self.set_levels(recompute_layers)
 
     def set_levels(self, recompute_layers: Sequence[Sequence[int]]) -> None:
-        """Set each level's recomputed layers."""
         self.recompute_layers = tuple(map(frozenset, recompute_layers))
 
     def forward(

@@ -59,7 +59,6 @@ def encoder_transformer_configs(
 def language_transformer_config(
     model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
-    """Return the configuration of the language layers on a stage."""
     language, moe = model.language, dict[str, Any]()
     experts = language.kinds[0].experts
     if experts is not None:
@@ -109,7 +108,6 @@ class _Layout(PipelineParallelLayerLayout):
         self._held = held
 
     def get_layer_offset(self, *_: Any, **__: Any) -> int:
-        """Return the tower's layers before this part (core's name)."""
         return self._held.start
 
 

@@ -72,8 +72,6 @@ class Product(ABC):
 
 @dataclass(slots=True, eq=False)
 class LateProduct:
-    """A deferred product for a weight gradient."""
-
     product: Product
     weight: torch.nn.Parameter
     rows: torch.Tensor

@@ -52,7 +52,6 @@ class EncoderUnits(NamedTuple):
         parts: LayerParts,
         groups: ProcessGroupCollection,
     ) -> "EncoderUnits":
-        """Build a stage's units of encoder `name`."""
         tower = model.encoders[name]
         numbers, layers = stage.layers(name), None
         if numbers:
@@ -88,7 +87,6 @@ class EncoderUnits(NamedTuple):
 
     @property
     def is_held(self) -> bool:
-        """Return whether the stage holds any unit."""
         units = (self.embedding, self.layers, self.projector)
         return any(unit is not None for unit in units)
 

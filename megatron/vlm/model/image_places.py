@@ -25,8 +25,6 @@ _ROPE_BASE = 10_000.0  # of all of these encoders (Qwen2-VL, arXiv 2409.12191)
 
 @dataclass(frozen=True, slots=True)
 class ImageBorders:
-    """Borders of attention in an encoder's layers."""
-
     images: PackedSeqParams  # borders of images and video times
     windows: PackedSeqParams | None  # borders of windows, if any layer has them
 

@@ -47,7 +47,6 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 
 @torch.no_grad()
 def initialize_parameters(stage: VLMStage, write: FirstValues) -> None:
-    """Set all parameters of a stage to their initial values."""
     for parameter in stage.parameters():
         write(parameter, range(parameter.numel()), parameter.view(-1))
 

@@ -86,11 +86,26 @@ def check_provider_of(plan: Plan, provider: Provider) -> None:
 
 
 def layer_parts(provider: Provider) -> LayerParts:
-    """Return a provider's layer parts."""
     parts: BackendSpecProvider = TESpecProvider() if provider == "te" else LocalSpecProvider()
     attention: type = PackedCoreAttention
     if provider == "te":
-        attention = _drop_host_borders(parts.core_attention())
+        core_attention: type = parts.core_attention()
+
+        class DeviceBorders(core_attention):
+            def forward(
+                self, *heads: torch.Tensor, packed_seq_params: PackedSeqParams | None, **more: Any
+            ) -> torch.Tensor:
+                if packed_seq_params is not None:
+                    # The `*_padded` borders of samples are on the host.
+                    packed_seq_params = dataclasses.replace(
+                        packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None
+                    )
+                context: torch.Tensor = super().forward(
+                    *heads, packed_seq_params=packed_seq_params, **more
+                )
+                return context
+
+        attention = DeviceBorders
     return LayerParts(parts.column_parallel_linear(), parts.row_parallel_linear(), attention)
 
 
@@ -103,22 +118,3 @@ def without_bias(linear: type) -> type:
             super().__init__(*sizes, bias=False, **arguments)
 
     return UnbiasedLinear
-
-
-def _drop_host_borders(attention: type) -> type:
-    """Return attention without the `*_padded` borders of samples, which are on the host."""
-
-    class DeviceBorders(attention):  # type: ignore[misc, valid-type]
-        def forward(
-            self, *heads: torch.Tensor, packed_seq_params: PackedSeqParams | None, **arguments: Any
-        ) -> torch.Tensor:
-            if packed_seq_params is not None:
-                packed_seq_params = dataclasses.replace(
-                    packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None
-                )
-            context: torch.Tensor = super().forward(
-                *heads, packed_seq_params=packed_seq_params, **arguments
-            )
-            return context
-
-    return DeviceBorders

@@ -87,7 +87,6 @@ class FlatWeights:
 
     @property
     def is_divided(self) -> bool:
-        """Return whether several ranks shard the parameters."""
         return self.groups.shards.size() > 1
 
     @property
@@ -141,8 +140,7 @@ class MainRange:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether the parameter belongs to experts."""
-        return not vars(self.own.parameter).get("allreduce", True)
+        return not vars(self.own.parameter).get("allreduce", True)  # core's mark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 
-Pass = Literal["forward", "backward", "both"]
+PassKind = Literal["forward", "backward", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Replicated:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def begin_pass(self, kind: Pass, chunk: int) -> None:
+    def begin_pass(self, kind: PassKind, chunk: int) -> None:
         """Do nothing: replicated weights are ready for any pass."""
 
     @contextmanager
@@ -270,7 +270,7 @@ class Sharded:
         for model in self.models:
             model.zero_gradients()
 
-    def begin_pass(self, kind: Pass, chunk: int) -> None:
+    def begin_pass(self, kind: PassKind, chunk: int) -> None:
         """Begin the exchanges of a pass and finish the previous pass."""
         self._finish_passes()
         self.models[chunk].begin_pass(forward=kind != "backward", backward=kind != "forward")

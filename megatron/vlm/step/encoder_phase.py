@@ -56,8 +56,6 @@ class BegunExchange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoders:
-    """A rank's encoders and their process group."""
-
     stage: VLMStage
     data_parallel: DataParallel | None  # None if replicated and frozen
     group: dist.ProcessGroup
@@ -68,7 +66,6 @@ class Encoders:
 
     @property
     def sharded_stage(self) -> ShardedStage | None:
-        """Return the encoders' stage if their weights are sharded."""
         model = None if self.data_parallel is None else self.data_parallel.models[0]
         return model if isinstance(model, ShardedStage) else None
 
@@ -199,7 +196,6 @@ class EncoderStep:
 
     @property
     def trained_outputs(self) -> frozenset[str]:
-        """Return the names of features that need a gradient."""
         outputs = self._encoders.outputs
         names = (output for name in self._trained.items for output in outputs[name])
         return frozenset(names) & self._encoders.trained_features

@@ -60,8 +60,6 @@ def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationR
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A turn of a sample, with the answer so far."""
-
     sample: Sample
     turn: int
     prompt: Prompt
@@ -103,7 +101,19 @@ def evaluate_answers(
             answered += sum(map(len, wave))
             on_progress(answered, len(own))
     shares: list[list[EvaluatedAnswer]] = [[] for _ in range(data_ranks)]
-    results = [_compare_answer(question, reader) for question in own]
+    results = []
+    for question in own:
+        turn = question.sample.turns[question.turn]
+        words = takewhile(reader.answer_end.__ne__, question.answer_ids)
+        results.append(
+            EvaluatedAnswer(
+                sample=question.sample.identity,
+                question=turn.question,
+                expected=expected_answer(turn.answer, reader.model, reader.tokenizer),
+                answered=reader.tokenizer.decode(list(words)),
+                kind=turn.kind or _DEFAULT_KIND,
+            )
+        )
     dist.all_gather_object(shares, results, group=parallel_state.get_data_parallel_group())
     return _score_answers([answer for share in shares for answer in share], step)
 
@@ -220,18 +230,6 @@ def question_batch(
         answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),  # last tokens
         **fields,
     ).to(current_device())
-
-
-def _compare_answer(question: Question, reader: SampleReader) -> EvaluatedAnswer:
-    turn = question.sample.turns[question.turn]
-    words = list(takewhile(reader.answer_end.__ne__, question.answer_ids))
-    return EvaluatedAnswer(
-        sample=question.sample.identity,
-        question=turn.question,
-        expected=expected_answer(turn.answer, reader.model, reader.tokenizer),
-        answered=reader.tokenizer.decode(words),
-        kind=turn.kind or _DEFAULT_KIND,
-    )
 
 
 def _score_answers(answers: list[EvaluatedAnswer], step: int) -> Evaluation:

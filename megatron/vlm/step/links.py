@@ -38,7 +38,6 @@ class PipelineLinks:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Return this stage's parts of the model, one per chunk."""
         chunks, placement = self.schedule.chunks, self.schedule.placement
         return tuple(placement.part(self.rank, chunk, self.size) for chunk in range(chunks))
 

@@ -7,7 +7,7 @@ Shapes: Q values of a rank's shard of a unit's weights.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -49,10 +49,27 @@ class ShardedAdam:
                 main = main_Q[own.place]
                 main.grad = gradients[flat].own_Q[own.place]
                 self.ranges.append(MainRange(own=own, main=main, flat=flat))
-        settings_of = [settings, {**settings, **(other_settings or {})}]
-        groups = _group_ranges(self.ranges, settings_of, others)
+        # Groups as in core: vectors do not decay, and experts and `others` are separate. Default
+        # groups come first, even if empty.
+        groups: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
+        for is_expert in sorted({part.is_expert for part in self.ranges} | {False}):
+            groups |= {(is_expert, False, is_vector): [] for is_vector in (False, True)}
+        for part in self.ranges:
+            weight = part.own.parameter
+            key = part.is_expert, weight in others, weight.dim() == 1
+            groups.setdefault(key, []).append(part.main)
+        group_settings = [
+            {
+                **settings,
+                **((other_settings or {}) if is_other else {}),
+                "params": parameters,
+                "is_expert_parallel": is_expert,
+                "wd_mult": 0.0 if is_vector else 1.0,
+            }
+            for (is_expert, is_other, is_vector), parameters in groups.items()
+        ]
         # Fused: one kernel without temporary tensors.
-        self.inner = torch.optim.AdamW(groups, fused=True, foreach=False)
+        self.inner = torch.optim.AdamW(group_settings, fused=True, foreach=False)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -108,27 +125,3 @@ class ShardedAdam:
         squares = get_total_norm(counted).to(current_device()).square()
         dist.all_reduce(squares)
         return math.sqrt(squares.item())
-
-
-def _group_ranges(
-    ranges: Sequence[MainRange],
-    settings_of: Sequence[Mapping[str, Any]],
-    others: Collection[torch.nn.Parameter],
-) -> list[dict[str, Any]]:
-    """Return groups as in core: vectors do not decay, experts and `others` are separate."""
-    groups: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
-    # Default groups come first, even if empty.
-    for is_expert in sorted({part.is_expert for part in ranges} | {False}):
-        groups |= {(is_expert, False, is_vector): [] for is_vector in (False, True)}
-    for part in ranges:
-        own = part.own.parameter
-        groups.setdefault((part.is_expert, own in others, own.dim() == 1), []).append(part.main)
-    return [
-        {
-            **settings_of[is_other],
-            "params": parameters,
-            "is_expert_parallel": is_expert,
-            "wd_mult": 0.0 if is_vector else 1.0,
-        }
-        for (is_expert, is_other, is_vector), parameters in groups.items()
-    ]

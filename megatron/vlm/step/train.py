@@ -96,8 +96,6 @@ class OptimizationOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
-    """One rank's stage, optimizer and links to other ranks."""
-
     plan: Plan
     links: PipelineLinks
     options: OptimizationOptions
@@ -108,7 +106,6 @@ class Trainer:
 
     @property
     def models(self) -> Sequence[Any]:
-        """Return the chunks as wrapped for data parallelism."""
         return self.data_parallel.models
 
     @property

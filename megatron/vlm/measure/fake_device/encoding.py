@@ -48,7 +48,6 @@ class HeaviestShares(StepShares):
 
     @cached_property
     def route(self) -> FeatureRoute:
-        """Return the route of features sent by the passes and received by the pipeline."""
         arriving = self.receiving.route
         return replace(
             super().route,

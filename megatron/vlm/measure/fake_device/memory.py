@@ -48,7 +48,6 @@ class MemoryTracker:
         self.highest_label: Label | None = None  # running operation at the maximum since `watch`
 
     def reset_peak(self) -> None:
-        """Reset the peak, as `torch.cuda.reset_peak_memory_stats` does."""
         self.peak_bytes = self.now_bytes
 
     def watch(self) -> None:

@@ -88,11 +88,9 @@ class FakeDevice(TorchDispatchMode):
         return float(value) if tensor.dtype.is_floating_point else value
 
     def count_routing_read(self) -> None:
-        """Count the host's wait for the routing of tokens."""
         self.counts.add_read(self.phase, "copy", _find_calling_line())
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage resize outside torch's operations."""
         label = Label(self.places.current(), "resize_", self.phase)
         self.memory.resize(storage, label)
 

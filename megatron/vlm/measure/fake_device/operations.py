@@ -67,7 +67,6 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def factors(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two factors of a product."""
     first, second, *others = tensors_in(args)
     return (second, others[0]) if others else (first, second)  # an addend comes first
 
@@ -139,7 +138,7 @@ def _flash_backward_bytes(rows: int, size: int, grouped_rows: int, element_bytes
 
 
 def _copied_operand_bytes(args: Sequence[Any]) -> int:
-    """Return the bytes of copies for cuBLAS, which needs a stride of 1 in one of two axes."""
+    """Return the bytes of operands that are copied, as cuBLAS needs rows or columns of stride 1."""
     return sum(
         tensor.numel() * tensor.element_size()
         for tensor in tensors_in(args)
@@ -147,7 +146,7 @@ def _copied_operand_bytes(args: Sequence[Any]) -> int:
     )
 
 
-class _AttentionKernel(NamedTuple):
+class _AttentionRule(NamedTuple):
     """An attention operation: number of matrix products, and positions of its arguments."""
 
     products: int
@@ -171,14 +170,14 @@ class _AttentionKernel(NamedTuple):
 
 
 _ATTENTIONS = {
-    "aten::_scaled_dot_product_flash_attention": _AttentionKernel(2, 0, 4, check=_check_attention),
-    "aten::_scaled_dot_product_flash_attention_backward": _AttentionKernel(
+    "aten::_scaled_dot_product_flash_attention": _AttentionRule(2, 0, 4, check=_check_attention),
+    "aten::_scaled_dot_product_flash_attention_backward": _AttentionRule(
         5, 1, 11, working_bytes=_attention_backward_bytes
     ),
-    "aten::_scaled_dot_product_efficient_attention": _AttentionKernel(2, 0, 6),
-    "aten::_scaled_dot_product_efficient_attention_backward": _AttentionKernel(5, 1, 11),
-    "torch_attn::_varlen_attn": _AttentionKernel(2, 0, 7, borders=3, check=_check_attention),
-    "torch_attn::_varlen_attn_backward": _AttentionKernel(
+    "aten::_scaled_dot_product_efficient_attention": _AttentionRule(2, 0, 6),
+    "aten::_scaled_dot_product_efficient_attention_backward": _AttentionRule(5, 1, 11),
+    "torch_attn::_varlen_attn": _AttentionRule(2, 0, 7, borders=3, check=_check_attention),
+    "torch_attn::_varlen_attn_backward": _AttentionRule(
         5, 1, 10, 6, check_one_device, _packed_attention_backward_bytes
     ),
 }
@@ -293,7 +292,6 @@ class LaunchCounts:
         self._reads[phase, operation, where] += 1
 
     def operations(self) -> tuple[OperationCount, ...]:
-        """Return all launches, by phase and operation."""
         return tuple(
             OperationCount(
                 phase=phase,
@@ -307,7 +305,6 @@ class LaunchCounts:
         )
 
     def host_reads(self) -> tuple[HostRead, ...]:
-        """Return the places where the host waited for a device value."""
         return tuple(
             HostRead(phase=phase, operation=operation, where=where, count=count)
             for (phase, operation, where), count in sorted(self._reads.items())
@@ -378,7 +375,6 @@ def _fused_rms_norm_backward(
     weight: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of input and weight, if wanted."""
     has_weight = wanted[1] and weight is not None
     return _like(hidden) if wanted[0] else None, _like(weight) if has_weight else None
 

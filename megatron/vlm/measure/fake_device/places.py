@@ -29,7 +29,6 @@ class _ModulesByNode:
             self.places.append(place)
 
     def find(self, number: int) -> str:
-        """Return the module of a node."""
         return self.places[bisect_right(self.numbers, number) - 1]
 
 
@@ -69,7 +68,6 @@ class Places:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Track the running module."""
         before = register_module_forward_pre_hook(self._enter)
         # Also called if the forward raises, so that the modules stay balanced.
         after = register_module_forward_hook(self._leave, always_call=True)

@@ -17,9 +17,7 @@ class _Select(torch.autograd.Function):
     """`masked_select` of a known number of values: a fake mask has none to count."""
 
     @staticmethod
-    def forward(
-        ctx: Any, values_ES: torch.Tensor, mask_ES: torch.Tensor, rows: int
-    ) -> torch.Tensor:
+    def forward(ctx, values_ES, mask_ES, rows):
         ctx.save_for_backward(values_ES, mask_ES)
         return values_ES.new_empty(rows)
 

@@ -31,7 +31,6 @@ def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
 
 @functools.cache
 def compile_body(name: str, body: Body) -> Body:
-    """Return the compiled body."""
     run = torch.compile(body)
 
     @functools.wraps(body)

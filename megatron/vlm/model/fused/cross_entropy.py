@@ -16,8 +16,6 @@ from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 @dataclass(frozen=True, slots=True)
 class OwnWords:
-    """This rank's words of the vocabulary."""
-
     first: int  # number of the first word in the vocabulary
     count: int  # unpadded words
     group: dist.ProcessGroup | None  # ranks that divide the vocabulary, or None for one rank
