@@ -66,7 +66,7 @@ class Nodes:
             child
             for pid in raylets
             for child in psutil.Process(pid).children()
-            if child.cmdline() and child.cmdline()[0].startswith("ray::_work_on")
+            if child.cmdline() and child.cmdline()[0].startswith("ray::_run_task")
         ]
         if working:
             rng.choice(working).kill()

@@ -88,7 +88,7 @@ def training_job(
     return JobSpec(
         model=named_model(model),
         cluster=load_cluster(cluster),
-        parallel=planned_for.held(sizes),
+        parallel=planned_for.with_default_sharding(sizes),
         precision=precision,
         frozen=frozen,
         adapters=adapters,

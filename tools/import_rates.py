@@ -28,7 +28,7 @@ from omnibal.model.rate_tables import (
     CopyKind,
     CopyTime,
     GroupedTime,
-    Pass,
+    ProductPass,
     ProductTime,
     Rates,
 )
@@ -38,7 +38,7 @@ _Kernel = TypeVar("_Kernel", ProductTime, GroupedTime, AttentionTime)
 
 _GIB_IN_GB = 2**30 / 1e9
 _RANKS = (2, 4, 8)
-_STAGES: dict[str, Pass] = {
+_STAGES: dict[str, ProductPass] = {
     "fwd": "forward",
     "bwd_grad_act": "input_gradient",
     "bwd_grad_w": "weight_gradient",

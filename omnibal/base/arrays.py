@@ -1,4 +1,4 @@
-"""Dataclasses of arrays with equal rows."""
+"""Row selection in dataclasses of arrays."""
 
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -8,12 +8,16 @@ import numpy as np
 T = TypeVar("T")
 
 
-def rows_of(table: T, picked: Any, *without: str) -> T:
-    """Select rows of every array field except `without`, by mask, indices or slice."""
-    whole: Any = table
+def rows_of(table: T, rows: Any, *without: str) -> T:
+    """Return a dataclass with `rows` (mask, indices or slice) of its array fields.
+
+    Fields in `without` keep all rows.
+    """
+    source: Any = table
     arrays = {
-        field.name: value[picked]
-        for field in fields(whole)
-        if isinstance(value := getattr(whole, field.name), np.ndarray) and field.name not in without
+        field.name: value[rows]
+        for field in fields(source)
+        if isinstance(value := getattr(source, field.name), np.ndarray)
+        and field.name not in without
     }
-    return replace(whole, **arrays)  # type: ignore[no-any-return]
+    return replace(source, **arrays)  # type: ignore[no-any-return]

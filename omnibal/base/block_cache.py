@@ -10,29 +10,33 @@ from pathlib import Path
 
 from omnibal.base.errors import UserError
 
-_LEDGER = "bytes"
-_FOLDERS = 2  # name digits per folder: 256 folders, as a million files in a folder are slow
-_DIGITS = 20  # of the ledger's number
-_KEPT = 0.9  # share of the size left after eviction, so that it runs rarely
+_LEDGER = "bytes"  # file with the cache's size; its lock serializes writers
+_FOLDER_DIGITS = 2  # of the hash: 256 folders, as a million files in a folder are slow
+_LEDGER_DIGITS = 20  # fixed width, to overwrite in place
+_EVICT_TO = 0.9  # of the max size, so that eviction runs rarely
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCache:
-    """LRU cache of named blocks, atomic. A lock serializes writers to stay within `most_bytes`."""
+    """LRU cache of named blocks in files, of at most `max_bytes`."""
 
     folder: Path
-    most_bytes: int
+    max_bytes: int
 
     @classmethod
     def open(cls, folder: Path, gib: float) -> "BlockCache":
-        """Open or create a cache folder."""
+        """Return the cache in a folder, which is made if absent.
+
+        Raises:
+            UserError: for a folder with other files, as eviction removes files.
+        """
         ledger = folder / _LEDGER
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.iterdir()) and not ledger.is_file():
                 raise UserError(
-                    f"{folder}: holds other files, and a cache removes what it finds; give an "
-                    "empty folder, or one to be made"
+                    f"{folder}: holds other files, which a cache would remove; give an empty or a "
+                    "new folder"
                 )
             ledger.open("a").close()
         except OSError as error:
@@ -42,30 +46,30 @@ class BlockCache:
         return cls(folder, int(gib * 2**30))
 
     def block(self, name: str, size: int, fetch: Callable[[], bytes]) -> bytes:
-        """Return a block of `size` bytes, fetched if absent."""
+        """Return a block of `size` bytes, from `fetch` if absent."""
         digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
-        path = self.folder / digest[:_FOLDERS] / digest[_FOLDERS:]
+        path = self.folder / digest[:_FOLDER_DIGITS] / digest[_FOLDER_DIGITS:]
         with suppress(OSError):
             content = path.read_bytes()
-            os.utime(path)  # used now
-            if len(content) == size:  # otherwise the machine crashed during the write
+            os.utime(path)  # the file's time is its last use
+            if len(content) == size:  # else the machine crashed during the write
                 return content
         content = fetch()
         # A full disk or removed folder only costs time.
         with suppress(OSError):
-            self._keep(path, content)
+            self._write_block(path, content)
         return content
 
-    def _keep(self, path: Path, content: bytes) -> None:
-        if len(content) > self.most_bytes:
+    def _write_block(self, path: Path, content: bytes) -> None:
+        if len(content) > self.max_bytes:
             return
         part = path.with_name(f"{path.name}.part")
-        with self._ledger() as ledger:
+        with self._lock_ledger() as ledger:
             # Counted before writing: the next eviction corrects the count if the write fails.
-            held = int(os.pread(ledger, _DIGITS, 0) or 0) + len(content)
-            if held > self.most_bytes:
-                held = self._shrunk(int(self.most_bytes * _KEPT) - len(content)) + len(content)
-            os.pwrite(ledger, f"{held:{_DIGITS}}".encode(), 0)
+            size = int(os.pread(ledger, _LEDGER_DIGITS, 0) or 0) + len(content)
+            if size > self.max_bytes:
+                size = self._evict(int(self.max_bytes * _EVICT_TO) - len(content)) + len(content)
+            os.pwrite(ledger, f"{size:{_LEDGER_DIGITS}}".encode(), 0)
             path.parent.mkdir(exist_ok=True)
             try:
                 part.write_bytes(content)
@@ -75,31 +79,25 @@ class BlockCache:
                 raise
 
     @contextmanager
-    def _ledger(self) -> Iterator[int]:
-        """Ledger file, locked for this process."""
+    def _lock_ledger(self) -> Iterator[int]:
         ledger = os.open(self.folder / _LEDGER, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
             yield ledger
         finally:
-            os.close(ledger)
+            os.close(ledger)  # releases the lock
 
-    def _shrunk(self, most: int) -> int:
-        """Evict least recently used blocks down to `most` bytes, and return the bytes left."""
-        found = sorted(_blocks(self.folder))
-        held = sum(size for _, size, _ in found)
-        for _, size, path in found:
-            if held <= most:
+    def _evict(self, max_bytes: int) -> int:
+        """Remove least recently used blocks down to `max_bytes`; return the bytes left."""
+        blocks = []  # (last use, size, path), partial files too
+        for group in filter(Path.is_dir, self.folder.iterdir()):
+            for entry in os.scandir(group):
+                state = entry.stat()
+                blocks.append((state.st_mtime_ns, state.st_size, entry.path))
+        total = sum(size for _, size, _ in blocks)
+        for _, size, path in sorted(blocks):
+            if total <= max_bytes:
                 break
             Path(path).unlink(missing_ok=True)
-            held -= size
-        return held
-
-
-def _blocks(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """Last use, size and path of each block, including partial files."""
-    for group in folder.iterdir():
-        if group.is_dir():
-            for entry in os.scandir(group):
-                found = entry.stat()
-                yield found.st_mtime_ns, found.st_size, entry.path
+            total -= size
+        return total

@@ -1,4 +1,4 @@
-"""Atomic writes, and reads that fail with one-line errors."""
+"""Atomic writes, and typed reads with one-line errors."""
 
 import errno
 import json
@@ -22,18 +22,18 @@ from omnibal.base.remote_path import RemotePath
 
 T = TypeVar("T")
 _STANDARD_OUTPUT = 1  # file descriptor
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TELLING = ("json_invalid", "missing", "value_error")
-"""Pydantic error types to report without the input, which adds nothing."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Pydantic error types whose message needs no input.
+_WITHOUT_INPUT = ("json_invalid", "missing", "value_error")
 
 
 @contextmanager
-def naming_file(path: Path) -> Iterator[None]:
+def full_disk_errors(path: Path) -> Iterator[None]:
     """Raise UserError with the file's name if a write finds the disk or the quota full."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in _DISK_FULL:
             raise
         reason = os.strerror(error.errno)
         raise UserError(
@@ -45,7 +45,7 @@ def naming_file(path: Path) -> Iterator[None]:
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` on success and is removed on error.
 
-    Follows links; writes through to devices and pipes.
+    Links are followed; devices and pipes get the content at the end.
 
     Example:
         >>> with atomic(Path("plan.json")) as temporary:
@@ -57,13 +57,13 @@ def atomic(path: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as folder:
             written = Path(folder) / "output"
             yield written
-            _pour(written, path)
+            _copy_to_stream(written, path)
         return
     target = real_path(path)
-    # A unique name, to spare the user's files.
+    # Unique, as `target.part` may be a user's file; 200 leaves room under the limit of 255 bytes.
     temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
     try:
-        with naming_file(path):
+        with full_disk_errors(path):
             yield temporary
         temporary.replace(target)
     except BaseException:
@@ -73,7 +73,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def real_path(path: Path) -> Path:
-    """Path without links and dots; need not exist."""
+    """Return a path without links and dots, existing or not. Raise UserError for a NUL in it."""
     if "\0" in str(path):
         raise UserError(
             f"{path}: has a NUL character, which no path can have; correct the file that names it"
@@ -84,15 +84,15 @@ def real_path(path: Path) -> Path:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raise if `atomic_directory` would fail."""
+    """Raise UserError if `path` exists, also as a broken link."""
     if path.exists() or path.is_symlink():
-        raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
+        raise UserError(f"{path}: exists already; give a new directory, or remove it")
 
 
 def check_room(target: Path, size: int) -> None:
     """Raise UserError unless `size` bytes fit on the file system of `target`."""
-    there = next(folder for folder in target.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(there).free
+    nearest = next(folder for folder in target.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(nearest).free
     if size > free:
         raise UserError(
             f"{target}: {size:,} bytes are to be written, but only {free:,} are free there; make "
@@ -101,15 +101,16 @@ def check_room(target: Path, size: int) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is a pipe, a character device, or this process's stdout (even a file)."""
+    """Return whether a path is a pipe, a character device, or this process's stdout."""
     if isinstance(path, RemotePath):
         return False
     try:
-        found = path.stat()
+        state = path.stat()
     except (OSError, ValueError):  # a NUL in the path
         return False
-    kind = found.st_mode
-    return stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or _is_standard_output(found)
+    kind = state.st_mode
+    # Stdout may be a regular file, as in `-o /dev/stdout > file`.
+    return stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or _is_standard_output(state)
 
 
 def check_ends(path: Path, remedy: str) -> None:
@@ -118,16 +119,16 @@ def check_ends(path: Path, remedy: str) -> None:
         raise UserError(f"{path}: is a pipe or a device, which may never end; {remedy}")
 
 
-def _is_standard_output(found: os.stat_result) -> bool:
+def _is_standard_output(state: os.stat_result) -> bool:
     try:
-        return os.path.samestat(found, os.fstat(_STANDARD_OUTPUT))
+        return os.path.samestat(state, os.fstat(_STANDARD_OUTPUT))
     except OSError:  # it is closed
         return False
 
 
-def _pour(written: Path, stream: Path) -> None:
-    """Copy a file into a pipe or device; stdout continues at its position."""
+def _copy_to_stream(written: Path, stream: Path) -> None:
     if _is_standard_output(stream.stat()):
+        # A second open of a file would begin at its start, over what was printed.
         sys.stdout.flush()
         descriptor = os.dup(_STANDARD_OUTPUT)
     else:
@@ -148,9 +149,9 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
     try:
-        # mkdtemp restricts access to the owner. The subfolder has default permissions.
+        # mkdtemp allows only the owner; a subfolder has default permissions.
         part = holder / path.name
-        with naming_file(path):
+        with full_disk_errors(path):
             part.mkdir()
             yield part
         part.rename(path)
@@ -159,37 +160,41 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def write_json_model(model: BaseModel, path: Path) -> None:
-    """Write JSON atomically and deterministically, keys in field order."""
+    """Write a model as JSON, atomically, with keys in field order."""
     text = json.dumps(model.model_dump(mode="json"), indent=2) + "\n"
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
-    """Read a JSON file as a pydantic model or collection; `remedy` ends the error message."""
+    """Return a JSON file as a pydantic model or collection.
+
+    Raises:
+        UserError: if it is absent or invalid; `remedy` ends the message.
+    """
     return parse_json_model(kind, read_text(path, remedy), str(path), remedy)
 
 
 def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) -> T:
-    """Parse JSON as `kind`; `where` (such as file and line) begins error messages."""
+    """Return JSON text as `kind`; `where` (such as file and line) begins error messages."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        raise _invalid(error, where, remedy) from error
+        raise _one_line_error(error, where, remedy) from error
 
 
 def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
-    """Read TOML as a `kind`; raises like `read_json_model`."""
+    """Return a TOML file as `kind`. Raise UserError as `read_json_model` does."""
     try:
         return TypeAdapter(kind).validate_python(tomllib.loads(read_text(path, remedy)))
     except ValidationError as error:
-        raise _invalid(error, str(path), remedy) from error
-    except (ValueError, RecursionError) as error:  # including huge numbers and deep nesting
+        raise _one_line_error(error, str(path), remedy) from error
+    except (ValueError, RecursionError) as error:  # huge numbers and deep nesting too
         raise UserError(f"{path}: not TOML: {error}; {remedy}") from error
 
 
 def read_text(path: Path, remedy: str) -> str:
-    """Read a UTF-8 file; raises UserError if absent."""
+    """Return the content of a UTF-8 file. Raise UserError if it cannot be read."""
     check_ends(path, remedy)
     try:
         return path.read_text(encoding="utf-8")
@@ -203,14 +208,13 @@ def read_text(path: Path, remedy: str) -> str:
         raise UserError(f"{str(path)!r}: cannot be read ({error}); {remedy}") from error
 
 
-def _invalid(error: ValidationError, where: str, remedy: str) -> UserError:
-    """Convert pydantic's first error to a one-line UserError."""
+def _one_line_error(error: ValidationError, where: str, remedy: str) -> UserError:
     first = error.errors()[0]
     place = ": " + ": ".join(map(str, first["loc"])) if first["loc"] else ""
-    given = f" (given: {first['input']!r:.80})" if first["type"] not in _TELLING else ""
+    given = "" if first["type"] in _WITHOUT_INPUT else f" (given: {first['input']!r:.80})"
     return UserError(f"{where}{place}: {complaint(first)}{given}; {remedy}")
 
 
-def complaint(of: ErrorDetails) -> str:
-    """Pydantic error message, without pydantic's prefix for validators."""
-    return str(of["ctx"]["error"]) if of["type"] == "value_error" else of["msg"]
+def complaint(error: ErrorDetails) -> str:
+    """Return pydantic's error message, without its prefix "Value error"."""
+    return str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]

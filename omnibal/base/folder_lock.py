@@ -1,4 +1,4 @@
-"""Lock of a folder for one writing process at a time."""
+"""Lock of a folder for a single writing process."""
 
 import contextlib
 import fcntl
@@ -11,20 +11,20 @@ from pathlib import Path
 
 from omnibal.base.errors import UserError
 
-_POLL_S = 0.2
+_LOCK_POLL_S = 0.2
 
 
 @contextlib.contextmanager
 def lock_folder(option: str, folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Make a folder and lock it for this process; processes that it starts hold the lock too.
+    """Make a folder and lock it for this process and its children.
 
-    `option` names the folder in messages.
+    `option` names the folder in messages, which `say` prints while waiting.
     """
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((folder / ".lock").open("ab+", buffering=0))
-            os.set_inheritable(lock.fileno(), True)
+            os.set_inheritable(lock.fileno(), True)  # children keep the lock if this one is killed
             _wait_for(lock, option, folder, say)
             lock.truncate(0)
             since = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -37,15 +37,15 @@ def lock_folder(option: str, folder: Path, say: Callable[[str], None]) -> Iterat
 
 
 def _wait_for(lock: RawIOBase, option: str, folder: Path, say: Callable[[str], None]) -> None:
-    """Take the lock. If its holder is dead, wait for the processes that it started."""
-    told = list[str]()
+    """Take the lock. If its holder is dead, wait for the holder's children."""
+    announced = list[str]()
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             lock.seek(0)
-        except OSError as error:
+        except OSError as error:  # some network file systems
             say(f"{folder} has no locks ({error.strerror}): start only one run there")
             return
         holder = (lock.read() or b"").decode(errors="replace").split()
@@ -53,10 +53,12 @@ def _wait_for(lock: RawIOBase, option: str, folder: Path, say: Callable[[str], N
             process, node, since = holder
             if node != os.uname().nodename or Path("/proc", process).exists():
                 raise UserError(
-                    f"{folder}: process {process} on {node} has been at work there since {since}; "
-                    f"wait until it has ended, or give another {option}"
+                    f"{folder}: in use by process {process} on {node} since {since}; wait until it "
+                    f"has ended, or give another {option}"
                 )
-            if holder != told:
-                say(f"{folder}: waiting for what process {process} started before it was killed")
-            told = holder
-        time.sleep(_POLL_S)
+            if holder != announced:
+                say(
+                    f"{folder}: waiting for processes that process {process} started before its end"
+                )
+            announced = holder
+        time.sleep(_LOCK_POLL_S)

@@ -1,4 +1,4 @@
-"""Check output paths before work starts: no input or file of another kind is replaced."""
+"""Checks of output paths before work starts: none replaces an input or a file of another kind."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from omnibal.base.files import is_stream, real_path
 
 
 def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
-    """Raise if outputs (by option) cannot be written, or would overwrite an input or each other."""
+    """Raise UserError for outputs (by option) that cannot be written, or are inputs or equal."""
     given = {option: path for option, path in outputs.items() if path is not None}
     for option, path in given.items():
         _check_place(option, path)
@@ -21,21 +21,19 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
         for option, path in files.items():
             if is_same_file(path, read):
                 raise UserError(
-                    f"{option} {path}: is {read}, which this command reads; an output must not "
-                    f"replace an input: choose another {option}"
+                    f"{option} {path}: is {read}, an input of this command: choose another {option}"
                 )
     # A device accepts several outputs. A pipe would mix them.
     files |= {option: path for option, path in given.items() if path.is_fifo()}
     for (option, path), (other, second) in combinations(files.items(), 2):
         if is_same_file(path, second):
             raise UserError(
-                f"{option} {path} and {other} {second}: are one file; each output needs its own: "
-                "choose another path for one of them"
+                f"{option} {path} and {other} {second}: are the same file: choose different paths"
             )
 
 
 def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Raise if a folder cannot be made or filled, or is or contains an input."""
+    """Raise UserError for an output folder that cannot be made or filled, or contains an input."""
     _check_name(option, folder)
     if folder.is_symlink() and not folder.exists():
         raise UserError(
@@ -51,24 +49,24 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
     for read in inputs:
         if real_path(read).is_relative_to(real):
             raise UserError(
-                f"{option} {folder}: is or holds {read}, which this command reads; an output must "
-                f"not replace an input: choose another {option}"
+                f"{option} {folder}: is or holds {read}, an input of this command: choose another "
+                f"{option}"
             )
 
 
 def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Raise if a new folder is inside an input folder."""
+    """Raise UserError for an output folder inside an input folder."""
     real = real_path(folder)
     for read in inputs:
         if real.is_relative_to(real_path(read)):
             raise UserError(
-                f"{option} {folder}: lies in {read}, which this command reads; an output must not "
-                f"change an input: choose another {option}"
+                f"{option} {folder}: is inside {read}, an input of this command: choose another "
+                f"{option}"
             )
 
 
 def is_same_file(path: Path, other: Path) -> bool:
-    """Whether two paths resolve to the same file; neither needs to exist."""
+    """Return whether two paths resolve to the same file; neither needs to exist."""
     if real_path(path) == real_path(other):
         return True
     try:
@@ -81,10 +79,7 @@ def _check_name(option: str, path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{option} {path}: is no Unicode text, which a path to write must be; choose another "
-            f"{option}"
-        ) from error
+        raise UserError(f"{option} {path}: is no Unicode text; choose another {option}") from error
 
 
 def _check_place(option: str, path: Path) -> None:
@@ -96,14 +91,13 @@ def _check_place(option: str, path: Path) -> None:
             raise UserError(f"{option} {path}: cannot be written to; choose another {option}")
     elif path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise UserError(
-            f"{option} {path}: is neither a regular file, nor a pipe or character device that "
-            f"could be written to; choose another {option}"
+            f"{option} {path}: is neither a regular file, a pipe nor a character device; choose "
+            f"another {option}"
         )
 
 
 def _check_parent(option: str, path: Path) -> None:
-    # For a link, the folder of its target.
-    parents = real_path(path).parents
+    parents = real_path(path).parents  # for a link, of its target
     if is_stream(path):
         return
     nearest = next(parent for parent in parents if parent.exists())

@@ -1,4 +1,4 @@
-"""Program exit: a user's mistake prints one line on stderr and exits with status 2."""
+"""Exit of programs: a user's mistake prints a line on stderr, with exit status 2."""
 
 import argparse
 import os
@@ -15,30 +15,28 @@ from omnibal.base.printable import printable
 
 # Error of an unknown option, missing argument or bad value; typer has no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
-_LONGEST = 2000  # characters of a message, which may quote a whole file
+_MAX_MESSAGE = 2000  # characters, as a message may quote a whole file
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Argument parser that raises UserError."""
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command line and exit; `arguments` default to the process's."""
+    """Run a command line and exit. Default arguments: the process's."""
     with one_line_errors():
         given = sys.argv[1:] if arguments is None else list(arguments)
         check_arguments(given)
         status = typer.main.get_command(app).main(given, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
-        if status == 128 + signal.SIGINT:  # Typer catches Ctrl-C
+        if status == 128 + signal.SIGINT:  # typer catches Ctrl-C without a line
             raise KeyboardInterrupt
         sys.exit(status or 0)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise on arguments that no path can contain."""
+    """Raise UserError for a NUL, which no path can contain."""
     for argument in arguments:
         if "\0" in argument:
             raise UserError(f"{argument!r}: holds a NUL character, which no path can: remove it")
@@ -46,11 +44,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Exit cleanly on user mistakes, full disks and lack of memory."""
+    """Exit with one line on stderr for user mistakes, OS errors, lack of memory and Ctrl-C."""
     try:
         yield
     except BrokenPipeError:
-        # The reader closed the output. Buffered data would fail again at exit.
+        # The reader, such as `head`, is gone. Buffered data would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
@@ -58,26 +56,21 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except _UsageError as error:
         hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        # Typer's enumerations complain in pydantic's words.
+        # Errors of validators have pydantic's prefix.
         _fail(error.format_message().replace("Value error, ", "").rstrip(".") + hint)
     except UserError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(_system_error(error))
+        reason = error.strerror or f"{type(error).__name__}: {error}"
+        _fail(f"{error.filename}: {reason}" if error.strerror and error.filename else reason)
     except MemoryError as error:
-        why = f" ({error})" if str(error) else ""
-        _fail(f"the memory of this machine does not suffice{why}; give it less to do")
-
-
-def _system_error(error: OSError) -> str:
-    if error.strerror is None:
-        return f"{type(error).__name__}: {error}"
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        reason = f" ({error})" if str(error) else ""
+        _fail(f"the memory of this machine does not suffice{reason}; give it less to do")
 
 
 def _fail(message: str) -> NoReturn:
     line = printable(" ".join(message.split()))
-    if len(line) > _LONGEST:
-        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+    if len(line) > _MAX_MESSAGE:
+        line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"
     sys.stderr.write(f"error: {line}\n")
     sys.exit(EXIT_USER_ERROR)

@@ -1,4 +1,4 @@
-"""Append-only record file: a text line, then binary records (size, CRC-32, content)."""
+"""Append-only file: a text line, then binary records of size (u64), CRC-32 (u32) and content."""
 
 import os
 import struct
@@ -7,66 +7,71 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import check_ends, naming_file
+from omnibal.base.files import check_ends, full_disk_errors
 
-_PREFIX = struct.Struct("<QI")
+_RECORD_HEAD = struct.Struct("<QI")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLog:
-    """File of records, present from the first `append` until `remove`."""
+    """File of records, which exists from the first `append` until `remove`."""
 
     path: Path
-    title: bytes  # start of every such file
-    key: bytes  # rest of the first line
+    title: bytes  # begins the first line of all such files
+    key: bytes  # rest of that line: records of another key are discarded
 
     @property
     def _header(self) -> bytes:
         return self.title + self.key + b"\n"
 
-    def read(self, named: str) -> tuple[list[memoryview], bool]:
-        """Complete records, and whether a log of another key was discarded."""
+    def read(self, kind: str) -> tuple[list[memoryview], bool]:
+        """Return the intact records, and whether the file is of another key.
+
+        Raises:
+            UserError: if the file is not a `kind` (words for the message).
+        """
         check_ends(self.path, "give the path of a file")
         content = self.path.read_bytes() if self.path.exists() else b""
         header = self._header
+        # A crash may have left a part of the header.
         if not content.startswith(self.title) and not header.startswith(content):
-            raise UserError(f"{self.path}: is not {named}; move that file away or choose another")
+            raise UserError(f"{self.path}: is not {kind}; move that file away or choose another")
         if not content.startswith(header):
             return [], len(content) > len(header)
-        return _records(memoryview(content)[len(header) :]), False
+        return _parse_records(memoryview(content)[len(header) :]), False
 
     def begin(self, records: list[memoryview]) -> None:
-        """Prepare for `append`: truncate after these records, or to nothing."""
+        """Truncate the file after these records, for `append`; remove it if there are none."""
         if records:
             # Records after a torn record would never be read.
-            sizes = [_PREFIX.size + len(record) for record in records]
+            sizes = [_RECORD_HEAD.size + len(record) for record in records]
             os.truncate(self.path, len(self._header) + sum(sizes))
         else:
             self.remove()
 
     def append(self, record: bytes) -> None:
-        with naming_file(self.path), self.path.open("ab") as file:
+        with full_disk_errors(self.path), self.path.open("ab") as file:
             header = b"" if file.tell() else self._header
-            file.write(header + _PREFIX.pack(len(record), _checksum(record)) + record)
+            file.write(header + _RECORD_HEAD.pack(len(record), _checksum(record)) + record)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
 
-def _records(content: memoryview) -> list[memoryview]:
-    """Records up to the first corrupt record."""
-    found: list[memoryview] = []
+def _parse_records(content: memoryview) -> list[memoryview]:
+    """Return the records before the first torn or corrupt one."""
+    records: list[memoryview] = []
     start = 0
-    while start + _PREFIX.size <= len(content):
-        size, checksum = _PREFIX.unpack_from(content, start)
-        record = content[start + _PREFIX.size :][:size]
+    while start + _RECORD_HEAD.size <= len(content):
+        size, checksum = _RECORD_HEAD.unpack_from(content, start)
+        record = content[start + _RECORD_HEAD.size :][:size]
         if len(record) < size or _checksum(record) != checksum:
             break
-        found.append(record)
-        start += _PREFIX.size + size
-    return found
+        records.append(record)
+        start += _RECORD_HEAD.size + size
+    return records
 
 
 def _checksum(record: bytes | memoryview) -> int:
-    # Includes the size, as trailing zeros would pass for empty records.
+    # With the size, as zeros at the end of a file would pass for empty records.
     return zlib.crc32(record, zlib.crc32(len(record).to_bytes(8)))

@@ -1,4 +1,6 @@
-"""Pool of workers that exit with their parent and are noticed if killed, unlike the stdlib's."""
+"""Pool of worker processes. Unlike the stdlib's, workers exit with their parent, and the death of a
+worker (such as by the OOM killer) is an error instead of a wait without end.
+"""
 
 import multiprocessing
 import os
@@ -19,33 +21,33 @@ from omnibal.base.errors import UserError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Forks of a thread-free server without the workers' pipes: forking this process would copy held
-# locks, and a fresh interpreter would start a BLAS thread per core.
+# Fork of this process would copy held locks and the pipes of other workers; spawn would start a
+# BLAS thread per core in every worker.
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def usable_cores() -> int:
-    """Cores available to this process."""
+    """Return the number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Pool(Protocol):
-    """Runs tasks on local processes or a cluster."""
+    """Tasks on local processes or on a cluster."""
 
     def map_unordered(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
     ) -> Generator[Result, None, None]:
-        """Yield results of at most `count` tasks as they finish; raises any error of `work`.
+        """Yield results of at most `count` tasks as they finish, and raise any error of `work`.
 
-        All are picklable. Tasks are consumed lazily.
+        Work, tasks and results must be picklable. Tasks are consumed lazily.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPool:
-    """Local processes; with 1, the calling process."""
+    """Local processes; 1 is the calling process."""
 
     processes: int = 1
 
@@ -58,18 +60,15 @@ class LocalPool:
 def map_unordered(
     work: Callable[[Task], Result], tasks: Iterable[Task], processes: int
 ) -> Generator[Result, None, None]:
-    """Yield results as tasks finish. Close the iterator to end the processes.
-
-    Tasks are consumed lazily. Runs in-process if `processes` is 1 or children are forbidden.
-    """
-    if processes == 1 or multiprocessing.current_process().daemon:
+    """Yield results as tasks finish; closing the generator ends the processes."""
+    if processes == 1 or multiprocessing.current_process().daemon:  # daemons have no children
         yield from map(work, tasks)
         return
     workers: list[_Worker] = []
     try:
         function = work.func if isinstance(work, partial) else work
-        _CONTEXT.set_forkserver_preload([function.__module__])
-        with _interrupt_held():
+        _CONTEXT.set_forkserver_preload([function.__module__])  # imported once for all workers
+        with _block_interrupt():
             for _ in range(processes):
                 workers.append(_Worker.start())
         yield from _results(work, iter(tasks), workers)
@@ -83,7 +82,7 @@ def map_unordered(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """Error raised by the work."""
+    """Error raised by `work`, as a picklable result."""
 
     error: Exception
 
@@ -123,21 +122,21 @@ class _Worker:
         if code > 0:
             return UserError(
                 f"worker process {self.process.pid} could not start ({cause}, with the reason "
-                'above); a script that plans must do so under `if __name__ == "__main__":`, as '
-                "its processes read it again"
+                'above); a script must plan under `if __name__ == "__main__":`, as every worker '
+                "imports it"
             )
         return UserError(
-            f"worker process {self.process.pid} was ended from outside ({cause}), as the system "
-            "does where memory is short; run the command again, with fewer --processes if need be"
+            f"worker process {self.process.pid} was killed ({cause}), as the system does if memory "
+            "is short; run the command again, perhaps with fewer --processes"
         )
 
 
 def _results(
     work: Callable[[Task], Result], tasks: Iterator[Task], workers: list[_Worker]
 ) -> Iterator[Result]:
-    busy = {}
+    busy = {}  # workers by connection
     for worker in workers:
-        # Sent later: as a process argument it would delay the next start.
+        # As an argument of the process, `work` would delay the next start.
         worker.send(work)
         for task in tasks:
             worker.send(task)
@@ -148,7 +147,7 @@ def _results(
             assert isinstance(connection, Connection)
             worker = busy.pop(connection)
             result = worker.receive()
-            for task in tasks:
+            for task in tasks:  # the next one, before the caller works on the result
                 worker.send(task)
                 busy[connection] = worker
                 break
@@ -166,7 +165,7 @@ def _serve(connection: Connection) -> None:
 
 
 def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
-    """Result of a task, or its error."""
+    """Return the result of a task, or its error with the worker's traceback."""
     try:
         return work(task)
     except Exception as error:
@@ -175,9 +174,9 @@ def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
 
 
 @contextmanager
-def _interrupt_held() -> Iterator[None]:
-    """Keep SIGINT from children. The parent handles it once they are started."""
-    resource_tracker.ensure_running()  # its start would unblock Ctrl-C
+def _block_interrupt() -> Iterator[None]:
+    """Block SIGINT while children start: they inherit the mask, and the parent ends them."""
+    resource_tracker.ensure_running()  # its own start would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -26,7 +26,7 @@ from omnibal.cli import (
     simulate_command,
 )
 from omnibal.cli.earlier_names import with_current_names
-from omnibal.cli.help_groups import Command, with_groups
+from omnibal.cli.help_groups import GroupedCommand, with_groups
 
 app = typer.Typer(name="omnibal", add_completion=False, rich_markup_mode=None)
 
@@ -88,4 +88,4 @@ for command, examples in EXAMPLES.items():  # help lists the commands in this or
     }
     without = "lengths" if command is run_command.run else ""
     typed = with_groups(command, without)
-    app.command(cls=Command, epilog=examples, context_settings=settings)(typed)
+    app.command(cls=GroupedCommand, epilog=examples, context_settings=settings)(typed)

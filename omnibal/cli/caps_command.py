@@ -84,7 +84,7 @@ def caps(
     with progress("trying caps", most_candidates(request, search.rule)) as advance:
         outcome = search_caps(request, search.rule, advance, search.processes or usable_cores())
     print_notes(cap_notes(request, outcome))
-    reasons = [reason.split(";")[0] for reason in outcome.infeasible.values()]
+    reasons = [reason.split(";")[0] for reason in outcome.infeasible.values()]  # without advice
     unusable = [f"{len(reasons)} other caps cannot be used: {reasons[0]}"] if reasons else []
     result = {
         **outcome.best.model_dump(),

@@ -28,6 +28,7 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
         return
     console = Console()
     for part in readable:
+        # The terminal wraps sentences, tables fit its width; brackets are no markup.
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 

@@ -52,11 +52,11 @@ def export(
     from omnibal.job.check import open_plan
     from omnibal.trainers.export.directory import export_of
 
-    check_new_folder(to)
+    check_new_folder(to)  # all checks of paths come before the data is read
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
     check_folder("--to", to, inputs)
     if data is not None:
-        _check_samples(data, is_counted=cached_folder(data) is not None)
+        _check_has_samples(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
     check_outside("--to", to, [directory])
     name = target or files.plan.made_for
@@ -66,7 +66,7 @@ def export(
             f"{', '.join(TargetName)}"
         )
     with status("reading the data"):
-        [*released] = hub_ids().get(files.plan.model.name, [])
+        [*released] = hub_ids().get(files.plan.model.name, [])  # the first id goes into commands
         made = export_of(files, name, data, to, workers, *released[:1])
     with status("writing"):
         made.write()
@@ -93,7 +93,7 @@ def export(
     print_result(as_json, result, facts, f"what to run: {to / 'RUN.md'}")
 
 
-def _check_samples(data: Path, *, is_counted: bool) -> None:
+def _check_has_samples(data: Path, *, is_counted: bool) -> None:
     """Raise if `data` holds lengths instead of samples."""
     wanted = "give the annotation file, or meta JSON, that the lengths were scanned from"
     if is_counted:

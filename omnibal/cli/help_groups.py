@@ -11,9 +11,9 @@ from typer.core import TyperCommand
 
 from omnibal.base.remote_path import check_local
 
-COUNT = "N"  # metavar of integer options, whose ranges help leaves out
+COUNT = "N"  # metavar of integer options; help leaves their ranges out
 _FIRST = "--model --data lengths --cluster --gpus --lengths --samples-per-step --for --output"
-_SECTIONS = {
+_HELP_SECTIONS = {
     "Packs and steps": """--max-tokens --max-tiles --micro-batches --epochs --packing-levels |
         --limit --image-share --packing --seed --mixture --window --dispatch --curriculum-steps
         --steps-of --portion-samples""",
@@ -40,7 +40,7 @@ HelpAllOption = Annotated[
 ]
 
 
-class Command(TyperCommand):
+class GroupedCommand(TyperCommand):
     """Command with examples (its epilog), and with sections of options if it has --help-all."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -52,9 +52,9 @@ class Command(TyperCommand):
             rows[option.opts[0]] = name, text.replace("-", _NO_BREAK)
         sections = {"Options": " ".join(rows)}
         if "--help-all" in rows:
-            in_sections = " ".join([_FIRST, *_SECTIONS.values()]).split()
+            in_sections = " ".join([_FIRST, *_HELP_SECTIONS.values()]).split()
             others = [name for name in rows if name not in in_sections]
-            sections = {"Options": " ".join([_FIRST, *others])} | _SECTIONS
+            sections = {"Options": " ".join([_FIRST, *others])} | _HELP_SECTIONS
         for title, names in sections.items():
             usual, rare = (
                 [n for n in part.split() if n in rows] for part in f"{names}|".split("|")[:2]

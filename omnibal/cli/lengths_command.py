@@ -33,7 +33,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import MAX_TILES_OF_IMAGE
 from omnibal.model.limits import words
 
-_PARQUET_MAGIC = b"PAR1"
+_PARQUET_MAGIC = b"PAR1"  # first bytes of every Parquet file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +111,7 @@ class PoolOptions:
             return
         from omnibal.base.ray_pool import ray_pool
 
-        if self.processes is not None:
+        if self.processes is not None:  # Ray counts cores itself
             raise UserError(
                 "--processes does not go with --engine ray, which takes all cores of the cluster: "
                 "leave it out, or start the nodes with fewer (`ray start --num-cpus`)"

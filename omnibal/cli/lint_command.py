@@ -71,7 +71,7 @@ def lint(
     starts = can_start(checked, findings)
     unjudged = "not judged, for an unknown flag" if checked.misspelled_flags else "not judged"
     verdict = {True: "starts", False: "cannot start", None: unjudged}
-    layers = None if starts is False else layers_by_chunk(checked)
+    layers = None if starts is False else layers_by_chunk(checked)  # [stages][chunks]
     prediction = None if starts is False else cost.predict(checked, sizes)
     tables, notes = [], [prediction] if isinstance(prediction, str) else []
     if prediction is not None and not isinstance(prediction, str):
@@ -133,7 +133,7 @@ def _read_line(line: str) -> str:
     if not line.strip():
         raise UserError("the launch line is empty; give a command in quotes, or a script's path")
     if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:
-        return line
+        return line  # words, flags or overrides, not a path
     path = Path(line)
     if not path.is_file():
         raise UserError(f"{line}: there is no such script; give a path, or a launch line in quotes")

@@ -100,7 +100,7 @@ def cost_tables(verdict: "Verdict") -> Iterator[Table | Facts | str]:
 
 def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
     towers = verdict.line_job.job.model.towers
-    stages = [
+    stages = [  # `peak_gib` is the key of `omnibal plan`; lint adds allocated, reserved, device
         {
             "peak_gib": memory.allocated_gib,
             **memory.model_dump(),
@@ -157,7 +157,7 @@ def _costed_stages_table(verdict: "Verdict") -> Table:
 def _prediction_facts(verdict: "Verdict") -> Facts:
     line_job, prediction = verdict.line_job, verdict.line.prediction
     sizes, tokens = line_job.job.parallel, verdict.tokens_per_second_per_gpu
-    memory = max(verdict.line.memory, key=lambda stage: stage.device_gib)
+    memory = max(verdict.line.memory, key=lambda stage: stage.device_gib)  # the fullest stage
     torch = f"torch {memory.reserved_gib:,.1f}, its tensors {memory.allocated_gib:,.1f}"
     entries = [
         ("devices", f"{sizes.world_size:,} of {line_job.job.cluster.name}"),

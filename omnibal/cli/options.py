@@ -18,7 +18,7 @@ from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
 from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig, adapters_of
 from omnibal.model.config import (
-    ChatTemplate,
+    ChatTemplateName,
     ClusterConfig,
     ModelConfig,
     Precision,
@@ -47,7 +47,7 @@ def count_option(help_text: str, least: int = 1, most: int = MAX_COUNT) -> Any:
 
 
 size_option = partial(count_option, most=MAX_DEVICES)  # for numbers of devices
-PRESET = "preset (`omnibal presets` lists them)"
+PRESET = "preset (`omnibal presets` lists them)"  # in help texts
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
@@ -60,11 +60,11 @@ DataRootOption = Annotated[
     typer.Option(
         metavar="PATH",
         help="folder or URL that must contain all data files, links resolved (default: any)",
-        parser=location,
+        parser=location,  # Path would drop a slash of "s3://"
     ),
 ]
 TemplateOption = Annotated[
-    ChatTemplate | None,
+    ChatTemplateName | None,
     typer.Option(
         metavar="NAME",
         help="chat template; tokenizer: the tokenizer's own (default: the model's; docs/data.md)",
@@ -233,7 +233,7 @@ class JobOptions:
         return JobSpec(
             model=model,
             cluster=cluster,
-            parallel=trainer.held(parallel),
+            parallel=trainer.with_default_sharding(parallel),
             precision=self.precision,
             frozen=self._frozen(model),
             adapters=self._adapters(),

@@ -152,7 +152,7 @@ def pack(
     with status("proving how many packs are needed"):
         lower_bound = naive_lower_bound(samples, caps)
         if bound:
-            fewest = int(np.bincount(packs.epoch).min())
+            fewest = int(np.bincount(packs.epoch).min())  # of any epoch
             if steps.packing is not PackingMethod.BALANCED:
                 # From ISF's packs, far from optimal, the proof would take minutes.
                 fewest = min(fewest, len(pack_balanced(samples, caps, steps.seed)))

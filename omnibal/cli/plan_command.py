@@ -251,7 +251,6 @@ class PlacementOptions:
             help="layers to recompute (default: cheapest with --method omnibal, else front)"
         ),
     ] = None
-
     sharding: Annotated[
         Literal["auto", "replicated", "full", "hybrid"] | None,
         typer.Option(
@@ -267,7 +266,6 @@ class PlacementOptions:
             "(default: auto with --gpus, else pipeline)"
         ),
     ] = None
-
     schedule: Annotated[
         Literal["auto", ScheduleName],
         typer.Option(help="pipeline schedule; auto: the fastest that the trainer supports"),
@@ -308,12 +306,13 @@ def plan(
     from omnibal.pipeline.loader_time import slow_reading
     from omnibal.search import planning
 
-    check_replaceable(output)
+    check_replaceable(output)  # before a search of minutes
     check_folder("-o", output, [*given.files(), *data.files()])
     _check_options(context, data, partition)
     goal = _make_goal(given, data, strategy, sizes, partition)
     planned = planning.plan(goal, ConsoleListener())
     written = save_plan(planned.result, output)  # before the comparisons, which take longer
+    # The written plan also names its portions and mixture.
     planned = replace(planned, result=replace(planned.result, plan=written))
     rates = planning.rates_of_steps(goal, planned, ConsoleListener())
     slow = filter(None, [slow_reading(planned.prediction)])
@@ -379,7 +378,7 @@ def _make_goal(
     free_sizes, fixed_sizes = None, None
     if strategy.gpus is None:
         fixed_sizes = sizes.parallel()
-    else:
+    else:  # sizes that are given stay fixed in the search
         free_sizes = FreeSizes(
             gpus=strategy.gpus,
             tensor=sizes.tp,
@@ -441,12 +440,12 @@ def _print_plan(
         summary["encoder"] = {
             "placement": choice.chosen.value,
             "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
-            "beside_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),
+            "beside_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),  # an earlier name
             "reason": choice.reason,
             **({} if plan.beside is None else {"sharded_ranks": plan.beside.sharded}),
         }
     lines = []
-    if packs is not None and windows is None:
+    if packs is not None and windows is None:  # a window fixes the samples per step
         size = StepSamples.count(packs)
         summary["step"] = {**asdict(size), "source": planned.step_source}
         lines.append(plan_tables.step_text(size, planned.step_source))

@@ -29,13 +29,7 @@ from omnibal.cli.options import (
 )
 from omnibal.data.lengths import length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
-from omnibal.model.config import (
-    ClusterConfig,
-    PlainPrecision,
-    config_file,
-    config_toml,
-    load_cluster,
-)
+from omnibal.model.config import PlainPrecision, config_file, config_toml, load_cluster
 from omnibal.model.limits import check_limits
 from omnibal.report import command_tables
 
@@ -127,14 +121,6 @@ class MeasuredClusterOptions:
         typer.Option(help="TOML file to write: --cluster with the measured rates"),
     ] = None
 
-    def read_base(self) -> ClusterConfig | None:
-        _require_both_or_none(
-            {"--cluster": self.cluster, "--cluster-output": self.cluster_output},
-            "a cluster file with measured rates needs the cluster that they are added to, and the "
-            "file to write",
-        )
-        return None if self.cluster is None else load_cluster(self.cluster)
-
 
 def profile(
     model: ModelOption,
@@ -162,7 +148,12 @@ def profile(
     presets = [] if preset.cluster is None else [config_file("clusters", preset.cluster)]
     inputs = [named_model_file(model), *lengths, *measured.data_files(), *presets]
     check_files({"-o": output, "--cluster-output": preset.cluster_output}, inputs)
-    base = preset.read_base()
+    _require_both_or_none(
+        {"--cluster": preset.cluster, "--cluster-output": preset.cluster_output},
+        "a cluster file with measured rates needs the cluster that they are added to, and the "
+        "file to write",
+    )
+    base = None if preset.cluster is None else load_cluster(preset.cluster)
     profiled_model = named_model(model)
     caps = limits_given(limits.limit, limits.max_tiles, limits.max_tokens)
     obstacle = model_obstacle(profiled_model)
@@ -186,6 +177,7 @@ def profile(
         "--data": measured.data,
         "--tokenizer-model": measured.tokenizer_model,
     }
+    # One process per device: all devices of a node are busy during training too.
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={measured.processes}"]
     command = [sys.executable, "-m", *launcher, "-m", "megatron.vlm.measure.profiler"]
     for name, value in options.items():

@@ -53,7 +53,7 @@ def report(
     result: dict[str, Any] = {}
     if shown.replay is not None:
         result["replay"] = replay_figures(shown.plan, shown.replay)
-    if shown.fake_stages:
+    if shown.fake_stages:  # replays without a device
         rates = Roofline.of_cluster(shown.plan.cluster, shown.plan.precision)
         result["fake_device"] = [stage.figures(rates) for stage in shown.fake_stages]
     if shown.run is not None:

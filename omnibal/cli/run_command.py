@@ -106,7 +106,7 @@ def run(
         weights, is_fetched = running.choose_weights(
             model, asked.weights, from_scratch=asked.from_scratch
         )
-    model = str(weights) if is_fetched else model
+    model = str(weights) if is_fetched else model  # config and tokenizer; weights come later
     named_model(model)  # an unknown model fails before the long scan
     tokenizer = asked.tokenizer_model or running.find_tokenizer(model, weights)
     plan_options = _typed_options(context, (given, data, strategy, sizes, partition))
@@ -116,16 +116,16 @@ def run(
     data_root = [] if asked.data_root is None else ["--data-root", _absolute(asked.data_root)]
     scan_options = [*data_root, *(["--template", asked.template] if asked.template else [])]
     planning = running.plan_steps(asked.data, model, tokenizer, plan_options, output, scan_options)
-    with lock_folder("-o", output, _print_line):
+    with lock_folder("-o", output, _print_progress):  # a second run would mix its files with ours
         _run_steps(planning, output)
         if is_exported:
             plan, export = output / "plan", output / "export"
             words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(asked.data))
             _run_steps([RunStep(words=words, reads=(plan,), makes=export)], output)
-            _print_line(f"what to run: {export / 'RUN.md'}")
+            _print_progress(f"what to run: {export / 'RUN.md'}")
             return
         if is_fetched:
-            _print_line(f"fetching the weights of {given.model}, or finding them in the cache")
+            _print_progress(f"fetching the weights of {given.model}, or finding them in the cache")
             running.fetch_checkpoint(given.model, weights=True)
         loaded = weights
         if weights is not None and running.has_released_weights(weights):
@@ -136,9 +136,10 @@ def run(
         per_node = cluster.gpus_per_node
         running.write_launch(output, asked.data, tokenizer, per_node, gpus, more)
         training = running.training_step(output, loaded, planning[0], more)
+        # Jobs of several nodes are launched by the user, with the written train.sh.
         available = per_node if cluster.is_cpu else min(_count_gpus(), per_node)
         _run_steps([training], output, trains=asked.start and gpus <= available)
-        like = weights if loaded != weights else Path(model)
+        like = weights if loaded != weights else Path(model)  # whose config the export repeats
         is_released = like is not None and running.has_released_weights(like)
         if asked.export and is_released and training.is_complete:
             released, run_folder = output / "hf", output / "run"
@@ -182,10 +183,10 @@ def _typed_options(context: typer.Context, groups: Sequence[Any]) -> list[str]:
 
 
 def _run_steps(steps: Sequence[RunStep], output: Path, *, trains: bool = True) -> None:
-    status = running.run_steps(steps, output / "steps.json", _print_line, trains=trains)
+    status = running.run_steps(steps, output / "steps.json", _print_progress, trains=trains)
     if status:
         raise SystemExit(status)
 
 
-def _print_line(line: str) -> None:
+def _print_progress(line: str) -> None:
     print_notes([line], prefix="")

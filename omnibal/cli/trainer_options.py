@@ -63,7 +63,8 @@ def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[s
     if target.name is TargetName.XTUNER and result.plan.model.encoders:
         notes.append(f"WARNING: {_IMAGES_LOST}")
     if result.data is not None and result.plan.data is not None:
-        data, size = result.plan.data, int(np.bincount(result.data[0].step).max())
+        data = result.plan.data
+        size = int(np.bincount(result.data[0].step).max())  # packs of the fullest step
         if size < data.packs_per_step:
             notes.append(
                 f"the data is less than a step of {data.packs_per_step:,} packs: steps have "

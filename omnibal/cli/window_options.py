@@ -43,7 +43,7 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     if stream is None or result.data is None:
         return None
     job = JobSpec.of_plan(result.plan, result.cost_source)
-    as_read = replace(stream, is_dispatched=False).schedule(job)[0]
+    as_read = replace(stream, is_dispatched=False).schedule(job)[0]  # as a plain loader would
     planned, loaded = (
         imbalance(rank_sums(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data))
         for packs in (result.data[0], as_read)

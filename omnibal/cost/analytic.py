@@ -136,7 +136,7 @@ def analytic_cost(
         _parameter_rates(cluster, precision, device, parallel, of_experts=are_experts)
         for are_experts in (False, True)
     )
-    measured = cluster.measured(precision)
+    measured = cluster.measured_rates(precision)
     of_device = f" of {measured.device}" if measured else ""
     # Tables of rates exist only for measured quantities.
     basis = "fitted" if cluster.basis == "fitted" else "measured" if measured else "assumed"

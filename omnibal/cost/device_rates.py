@@ -24,7 +24,7 @@ from omnibal.cost.shaped_rates import TILE, AttentionPass, AttentionTimes, Linea
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
-from omnibal.model.rate_tables import CopyKind, CopyTime, Pass, Rates
+from omnibal.model.rate_tables import CopyKind, CopyTime, ProductPass, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import feature_names
 
@@ -70,7 +70,7 @@ class Device:
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> Self:
         """Return a device of a cluster, with measured rates if available."""
-        rates, element_bytes = cluster.measured(precision), ELEMENT_BYTES[precision]
+        rates, element_bytes = cluster.measured_rates(precision), ELEMENT_BYTES[precision]
         fp8, flops_per_ms = None, dict[str | None, float]()
         if precision == "fp8":
             share = cluster.fp8_efficiency or cluster.matmul_efficiency
@@ -181,7 +181,7 @@ class Device:
     def _product_ms(self, kernel: Kernel) -> np.ndarray:
         """Return the time of a product, [features]. A grouped product is one kernel."""
         groups, sizes = kernel.groups, (kernel.inner, kernel.outer)
-        phase: Pass = "forward"
+        phase: ProductPass = "forward"
         if kernel.phase in ("input_gradient", "weight_gradient"):
             phase = kernel.phase
         if groups > 1 and self.grouped_times is not None and kernel.dtype != "fp32":
@@ -286,7 +286,7 @@ def _fit_times(
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
     """Return the rate of long contiguous reads and writes of device memory."""
-    plain = _fastest_copy(cluster.measured(precision), "plain")
+    plain = _fastest_copy(cluster.measured_rates(precision), "plain")
     return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
 
 

@@ -167,7 +167,7 @@ def encoders_cost(
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
     shards = source.fill_rates(cluster), copies, precision, OWN_RUNTIME
-    rates = source.fill_rates(cluster).measured(precision)
+    rates = source.fill_rates(cluster).measured_rates(precision)
     link = None if source.profile is None else source.profile.link
     encoders, units, cost = dict[str, EncoderCost](), list[UnitCost](), whole
     towers = {kind.name: kind.tower for kind in unit_kinds(model)}

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from omnibal.model.config import Precision
-from omnibal.model.rate_tables import Pass
+from omnibal.model.rate_tables import ProductPass
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # bytes of a number
@@ -24,7 +24,7 @@ KernelKind = Literal[
 `all_to_all` expert-parallel."""
 # An input gradient runs if anything before is trained, a weight gradient if the unit is, other
 # backward kernels always; `repeated` is a recomputed forward.
-KernelPass = Literal[Pass, "backward", "repeated"]
+KernelPass = Literal[ProductPass, "backward", "repeated"]
 EXCHANGES: tuple[KernelKind, ...] = ("ring", "all_to_all")
 
 
@@ -98,7 +98,7 @@ def product(
     """Return the three passes of a linear: inputs [rows, inner] and weights [inner, outer]."""
     sizes: dict[str, Any] = {"rows": rows, "inner": inner, "outer": outer, "groups": groups}
     forward = Kernel(kind="product", dtype=dtype, name=name, given=given, **sizes)
-    return tuple(replace(forward, phase=phase) for phase in get_args(Pass))
+    return tuple(replace(forward, phase=phase) for phase in get_args(ProductPass))
 
 
 def attention(

@@ -125,9 +125,10 @@ def with_adapters(
         linear, number, share = linears.get(product.name), 1, 1.0
         rows_in = rows_out = product.rows
         if linear is not None:
-            number, divides = len(linear.adapted), linear.divides_inputs
+            number, divides = len(linear.adapted_pieces), linear.divides_inputs
             adapted, total = (
-                sum(piece.outputs for piece in pieces) for pieces in (linear.adapted, linear.pieces)
+                sum(piece.outputs for piece in pieces)
+                for pieces in (linear.adapted_pieces, linear.pieces)
             )
             share = adapted / total
             rows_in = rows_in * (1.0 if divides else part)

@@ -53,7 +53,7 @@ def pass_line(
     """
     if group.ranks == 1:
         return LinearTime(fixed_ms=0, each_ms=0)
-    rates = cluster.measured(precision)
+    rates = cluster.measured_rates(precision)
     place = group.place(cluster)
     measured = collective_line(rates.collectives, group.ranks, place, kind) if rates else None
     gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
@@ -72,7 +72,7 @@ def message_line(
     cluster: ClusterConfig, consecutive_ranks: int, precision: Precision
 ) -> LinearTime:
     """Return latency and time per byte of a message between ranks this far apart."""
-    rates = cluster.measured(precision)
+    rates = cluster.measured_rates(precision)
     place = Group(consecutive_ranks).place(cluster)
     measured = collective_line(rates.collectives, 2, place, "send") if rates else None
     within_gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
@@ -102,7 +102,7 @@ def all_to_all_line(
     if dispatcher == "allgather":
         line = pass_line(cluster, group, precision, "all_gather")
         return LinearTime(fixed_ms=line.fixed_ms, each_ms=line.each_ms * group.ranks / copies)
-    rates = cluster.measured(precision)
+    rates = cluster.measured_rates(precision)
     places = group.ranks, group.place(cluster)
     measured = collective_line(rates.collectives, *places, "all_to_all") if rates else None
     if measured is not None:

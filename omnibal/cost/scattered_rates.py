@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from omnibal.model.rate_tables import GroupedTime, Pass, ProductTime
+from omnibal.model.rate_tables import GroupedTime, ProductPass, ProductTime
 
 _NEIGHBOURS = 8  # nearest measured shapes used for interpolation
 _ELEMENT_BYTES = 2  # bf16 gradients, used in others' measurements
@@ -34,7 +34,7 @@ _CHANCE = 6.5e-3
 
 
 # Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups.
-_SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
+_SEEN_AS: dict[ProductPass, tuple[int, int, int, int]] = {
     "forward": (0, 2, 1, 3),
     "input_gradient": (0, 1, 2, 3),
     "weight_gradient": (2, 1, 0, 3),

@@ -31,8 +31,8 @@ from omnibal.model.rate_tables import (
     CollectiveKind,
     CollectiveTime,
     GroupedTime,
-    Pass,
     Place,
+    ProductPass,
     ProductTime,
 )
 
@@ -86,7 +86,7 @@ class ProductTimes:
 
     def ms(
         self,
-        phase: Pass,
+        phase: ProductPass,
         rows: _SizeLike,
         inner: _SizeLike,
         outer: _SizeLike,
@@ -108,14 +108,14 @@ class ProductTimes:
         )
         return self.table.ms(shapes).reshape(sizes.shape[:-1])
 
-    def line(self, phase: Pass, inner: float, outer: float, groups: int = 1) -> LinearTime:
+    def line(self, phase: ProductPass, inner: float, outer: float, groups: int = 1) -> LinearTime:
         """Return the time of a layer's pass by input rows, which `groups` share evenly."""
         return _fit_product_line(self, phase, inner, outer, groups)
 
 
 @lru_cache(maxsize=4096)
 def _fit_product_line(
-    times: ProductTimes, phase: Pass, inner: float, outer: float, groups: int
+    times: ProductTimes, phase: ProductPass, inner: float, outer: float, groups: int
 ) -> LinearTime:
     table = times.table
     rows = _ROWS if groups == 1 else groups * _ROWS / 16  # rows per group

@@ -168,7 +168,7 @@ def _count_exchange(
 ) -> ShardedExchange:
     """Return the exchange of sharded units `names`, with `sent` bytes per gradient element."""
     units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
-    rates = cluster.measured(precision)
+    rates = cluster.measured_rates(precision)
 
     def ring_ms(kind: RingKind, sharded: _ShardedParameters, sent_bytes: np.ndarray) -> np.ndarray:
         line, ranks = pass_line(cluster, sharded.group, precision, kind), sharded.group.ranks

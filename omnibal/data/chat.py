@@ -34,7 +34,7 @@ from omnibal.data.tokenizer import (
     Tokenizer,
     lacking_pieces,
 )
-from omnibal.model.config import ChatTemplate, ModelConfig
+from omnibal.model.config import ChatTemplateName, ModelConfig
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 _PHI_END, _LLAMA_END = "<|end|>", "<|eot_id|>"
@@ -82,7 +82,7 @@ class _Format:
         return render_chat(packaged_template(self.file), [], prompt=True)
 
 
-_FORMATS: dict[ChatTemplate, _Format] = {
+_FORMATS: dict[ChatTemplateName, _Format] = {
     "internlm2-chat": _Format(bos=True, strips=True),
     "Hermes-2": _Format(bos=False),
     "phi3-chat": _Format(

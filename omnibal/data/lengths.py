@@ -22,7 +22,7 @@ from omnibal.base.files import atomic, parse_json_model, read_text
 from omnibal.base.frozen import Frozen, written_unless
 from omnibal.data.columns import Columns, no_items
 from omnibal.data.image_sizes import IMAGE, ImageSizes
-from omnibal.model.config import ChatTemplate, ModelConfig
+from omnibal.model.config import ChatTemplateName, ModelConfig
 from omnibal.model.encoders import (
     ITEM_FEATURES,
     SQUARED_FEATURES,
@@ -84,7 +84,7 @@ class LengthsOrigin(Frozen):
     """None if the model takes no recordings."""
     images: ImageRule | None = written_unless(None)
     """Native-resolution rule, None if the model has none."""
-    chat_template: ChatTemplate
+    chat_template: ChatTemplateName
     system_message: str | None
 
 

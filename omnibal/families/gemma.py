@@ -58,8 +58,8 @@ class SiglipVision(LayersTable):
         tokens_per_side = round(whole.mm_tokens_per_image**0.5)
         if tokens_per_side**2 != whole.mm_tokens_per_image or side % tokens_per_side:
             raise ValueError(
-                f"mm_tokens_per_image {whole.mm_tokens_per_image} must be a square whose root "
-                f"divides the {side} patches of an image's side"
+                f"mm_tokens_per_image {whole.mm_tokens_per_image} must be a square of a divisor of "
+                f"the {side} patches per side"
             )
         merge_size = side // tokens_per_side
         sizes = {**self.layer_sizes, "patch_size": patch, "merge_size": merge_size}

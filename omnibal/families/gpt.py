@@ -34,7 +34,7 @@ class NemotronText(PlainText):
 
 
 def read_mpt(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Return an MPT model, whose table `attn_config` is joined with the outer one."""
+    """Return an MPT model, with keys of its inner table `attn_config` read as outer keys."""
     attention = given.get("attn_config")
     given = given | attention if isinstance(attention, dict) else given
     return read_language_model(MptText, given, name, path)

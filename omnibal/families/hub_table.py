@@ -28,7 +28,7 @@ _LENIENT = "lenient"  # pydantic context
 
 
 class Keys(Frozen):
-    """Section of tables.toml, whose head describes the fields."""
+    """Section of tables.toml; the file's head describes the fields."""
 
     defaults: dict[str, Any] = Field(default={})
     names: dict[str, str] = Field(default={})
@@ -43,13 +43,10 @@ SECTIONS = read_toml_model(
 )
 
 
-def _drop_release_dropout(given: Any, info: ValidationInfo) -> Any:
-    # A release's dropout belongs to its own training.
-    return 0.0 if info.context == _LENIENT else given
-
-
-# Must be 0, as memory of dropout masks is not counted.
-NoDropout = Annotated[float, BeforeValidator(_drop_release_dropout), Field(ge=0, le=0)]
+# Dropout must be 0, as memory of its masks is not counted. Lenient tables drop a release's, which
+# belongs to its own training.
+_KEEP_IF_STRICT = BeforeValidator(lambda value, info: 0.0 if info.context == _LENIENT else value)
+NoDropout = Annotated[float, _KEEP_IF_STRICT, Field(ge=0, le=0)]
 _GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
 _INERT_KEYS = re.compile(
     # Token ids, and notes of a tuning tool.
@@ -74,7 +71,7 @@ class HubTable(Numbered):
         for key, value in given.items():
             name = keys.names.get(key, key)
             if name in used and used[name] != value:
-                raise ValueError(f"{key} and another spelling of it differ; give one of them")
+                raise ValueError(f"{key} and another spelling of it differ; drop either")
             if name in cls.model_fields:
                 used[name] = value
             elif name in keys.must and value not in keys.must[name]:

@@ -14,7 +14,7 @@ from omnibal.families.hub_table import SECTIONS, HubTable, as_table
 from omnibal.families.processor import read_processor
 from omnibal.families.text import LANGUAGES, SCALES_LATER, LanguageType, language_type
 from omnibal.families.vision import LayersTable, Square, WholeTable, square
-from omnibal.model.config import ChatTemplate, ModelConfig
+from omnibal.model.config import ChatTemplateName, ModelConfig
 from omnibal.model.encoders import TilesEncoder, TilingConfig
 
 NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
@@ -101,7 +101,7 @@ class OriginalTable(_OuterTable):
 
     force_image_size: PositiveInt | None = None
     ps_version: Literal["v2"] = Field(default="v1", validate_default=True)
-    template: ChatTemplate | None = None
+    template: ChatTemplateName | None = None
     system_message: str | None = None
     dynamic_image_size: bool = False
     use_thumbnail: bool = False
@@ -131,7 +131,7 @@ class OriginalTable(_OuterTable):
 
 
 def read_internvl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Return an InternVL; the names of its stored tensors show whether it has a head."""
+    """Return an InternVL model, with a tied head if the checkpoint stores none."""
     names = stored_tensors(path.parent)
     has_head = None if names is None else any(name.endswith(_HEADS) for name in names)
     return internvl_model(given, name, path, has_head)

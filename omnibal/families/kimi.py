@@ -16,7 +16,7 @@ class KimiTable(WholeTable):
 
 
 class MoonVit(LayersTable):
-    """Kimi-VL; its video, whose four frames share tokens, is planned as images."""
+    """Kimi-VL. Video frames, of which it pools four, are planned as images."""
 
     output_key = "text_hidden_size"
     max_patches: ClassVar[int] = 4096  # of an image, by the release's processor

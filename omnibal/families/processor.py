@@ -50,16 +50,10 @@ class Processor(BaseModel):
     media_proc_cfg: _PatchLimit | None = None
 
     @property
-    def min_area(self) -> int | None:
-        """Min pixels of an image. The older spelling takes precedence."""
-        size = self.size.shortest_edge if isinstance(self.size, _ImageSize) else None
-        return self.min_pixels or size
-
-    @property
-    def max_area(self) -> int | None:
-        """Max pixels of an image. The older spelling takes precedence."""
-        size = self.size.longest_edge if isinstance(self.size, _ImageSize) else None
-        return self.max_pixels or size
+    def area_limits(self) -> tuple[int | None, int | None]:
+        """Min and max pixels of an image; the older spelling takes precedence."""
+        size = self.size if isinstance(self.size, _ImageSize) else _ImageSize()
+        return self.min_pixels or size.shortest_edge, self.max_pixels or size.longest_edge
 
     @property
     def side(self) -> int | None:

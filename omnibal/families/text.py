@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from omnibal.base.frozen import Numbered
 from omnibal.families.hub_table import HubTable, NoDropout, as_table
-from omnibal.model.config import ChatTemplate, LanguageConfig, ModelConfig
+from omnibal.model.config import ChatTemplateName, LanguageConfig, ModelConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LayerRun
 from omnibal.model.limits import words
 
@@ -61,7 +61,7 @@ class TextTable(HubTable):
     inner_ties_too: ClassVar[bool] = False  # Transformers ties by this table or the outer one
     # Keeps head_size in the model even if it is hidden_size / heads, as in the presets.
     states_head_size: ClassVar[bool] = False
-    chat_template: ClassVar[ChatTemplate] = "tokenizer"  # of the newest releases
+    chat_template: ClassVar[ChatTemplateName] = "tokenizer"  # of the newest releases
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -236,7 +236,7 @@ class Phi3Text(GroupedText):
 
 class Qwen2Text(GroupedText):
     architecture = "Qwen2ForCausalLM"
-    chat_template: ClassVar[ChatTemplate] = "qwen2.5"
+    chat_template: ClassVar[ChatTemplateName] = "qwen2.5"
 
 
 class Qwen3Text(Qwen2Text):

@@ -128,9 +128,10 @@ def _processor_fields(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
             f"resample of the image processor is {processor.resample}; it must be "
             f"{_PILLOW_BICUBIC}, bicubic"
         )
+    min_pixels, max_pixels = processor.area_limits
     given = {
-        "min_pixels": processor.min_area,
-        "max_pixels": processor.max_area,
+        "min_pixels": min_pixels,
+        "max_pixels": max_pixels,
         "pixel_mean": processor.image_mean,
         "pixel_std": processor.image_std,
         "pixel_scale": processor.rescale_factor,

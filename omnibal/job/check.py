@@ -460,7 +460,7 @@ def _check_packs(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledP
             raise UserError(f"levels[{index}]: {mistake}")
     contexts = ", ".join(str(level.context) for level in plan.levels)
     levels = f"packs have {len(plan.levels)} levels of context size {contexts}"
-    caps = data.caps.words("or") if not plan.levels else "the caps of its level"
+    caps = data.caps.join("or") if not plan.levels else "the caps of its level"
     caps_of_levels = [level.caps for level in plan.pack_levels]
     over = [
         packs.packs.sums(lengths.column(name))

@@ -1,8 +1,8 @@
-"""Low-rank adapters, trained next to frozen linears.
+"""LoRA: low-rank adapters of frozen linears (Hu et al. 2021, arXiv 2106.09685, section 4.1).
 
-y = x W gains (alpha / rank) x A B, with A of `rank` columns (Hu et al. 2021, LoRA, arXiv
-2106.09685, section 4.1). Released checkpoints may split a linear, e.g. into q, k and v. Each such
-piece has its own pair or none.
+    y = x W + (alpha / rank) x A B    with A [inputs, rank], B [rank, outputs]
+
+Released checkpoints split fused linears, e.g. into q, k and v: every piece has its own A and B.
 """
 
 import math
@@ -20,9 +20,8 @@ from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEn
 from omnibal.model.layer_kinds import LayerKind
 from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 
-ALL_LINEAR = "all-linear"
-"""Target for every linear of the adapted parts' layers and projectors, as in PEFT."""
-_PLAIN = re.compile(r"[\w.-]+")  # a module name or its end; other targets are regular expressions
+ALL_LINEAR = "all-linear"  # PEFT's target for every linear of layers and projectors
+_MODULE_NAME = re.compile(r"[\w.-]+")  # other targets are regular expressions
 
 
 class AdapterConfig(Frozen):
@@ -30,55 +29,50 @@ class AdapterConfig(Frozen):
 
     rank: Annotated[Count, Field(le=2**16)]
     alpha: Annotated[float, Field(gt=0, le=1e9)]
+    # PEFT's `target_modules`: (ends of) names, `all-linear`, or one regular expression.
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
-    """PEFT's `target_modules`: (ends of) names, `all-linear`, or one full-match regex."""
+    # Parts of the model with adapters, otherwise frozen.
     parts: Annotated[tuple[str, ...], Field(min_length=1)] = (LANGUAGE,)
-    """Parts of the model that are frozen except for adapters."""
-    rank_stabilized: bool = written_unless(False)
-    """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA, arXiv 2312.03732)."""
-    experts: bool = written_unless(False)
-    """Whether `all-linear` includes expert matrices; not supported by this project's trainer."""
+    rank_stabilized: bool = written_unless(False)  # rsLoRA, arXiv 2312.03732
+    experts: bool = written_unless(False)  # in `all-linear`; not in this project's trainer
 
     @model_validator(mode="after")
     def _patterns_are_alone(self) -> Self:
-        patterns = [target for target in self.targets if not _PLAIN.fullmatch(target)]
+        patterns = [target for target in self.targets if not _MODULE_NAME.fullmatch(target)]
         if (patterns or self.is_of_all) and len(self.targets) > 1:
             raise ValueError(
-                f"targets are {', '.join(self.targets)}; a regular expression, or {ALL_LINEAR}, "
-                "must be the only one: join what is wanted with |"
+                f"targets {', '.join(self.targets)}: a regular expression or {ALL_LINEAR} must be "
+                "the only target; join expressions with |"
             )
         for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(
-                    f"target {pattern!r} is no regular expression ({error}): correct it"
-                ) from None
+                raise ValueError(f"target {pattern!r} is no regular expression ({error})") from None
         return self
 
     @property
     def is_of_all(self) -> bool:
-        """Whether every linear is a target."""
         return ALL_LINEAR in self.targets
 
     @property
     def is_pattern(self) -> bool:
         """Whether the target is a regular expression."""
-        return not all(map(_PLAIN.fullmatch, self.targets))
+        return not all(map(_MODULE_NAME.fullmatch, self.targets))
 
     @property
-    def words(self) -> str:
-        """Description in words."""
-        beside = f"{', '.join(self.targets)} of {', '.join(self.parts)}"
-        return f"rank {self.rank}, scale {self.scale:g}, beside {beside}"
+    def summary(self) -> str:
+        """Rank, scale, targets and parts in one line."""
+        targets = f"{', '.join(self.targets)} of {', '.join(self.parts)}"
+        return f"rank {self.rank}, scale {self.scale:g}, on {targets}"
 
     @property
     def scale(self) -> float:
         """Factor of the adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def takes(self, path: str) -> bool:
-        """Whether a module of a released checkpoint is a target."""
+    def is_target(self, path: str) -> bool:
+        """Return whether a module of a released checkpoint is a target, by PEFT's rules."""
         if self.is_of_all:
             return True
         if self.is_pattern:
@@ -94,14 +88,15 @@ def adapters_of(
     parts: tuple[str, ...] = (LANGUAGE,),
     rank_stabilized: bool = False,
 ) -> AdapterConfig:
-    """Make an AdapterConfig from command-line values.
+    """Return the AdapterConfig of command-line values.
 
     Args:
-        alpha: twice the rank by default.
+        alpha: default: 2 x rank.
         targets: comma-separated names, `all-linear`, or one regular expression.
     """
     names = tuple(filter(None, (name.strip() for name in targets.split(","))))
-    is_pattern = not names or not all(map(_PLAIN.fullmatch, names))
+    # A regular expression may hold commas, so it is not split.
+    is_pattern = not names or not all(map(_MODULE_NAME.fullmatch, names))
     try:
         return AdapterConfig(
             rank=rank,
@@ -114,80 +109,80 @@ def adapters_of(
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "adapters"
         raise UserError(
-            f"{place} of adapters: {first['msg']}, and {first['input']!r} was given; correct it"
+            f"{place} of adapters: {first['msg']} (given: {first['input']!r})"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A linear as stored in released checkpoints."""
+    """Linear as stored in released checkpoints."""
 
-    name: str  # last part of its name, such as `q_proj`
+    name: str  # last part of the module's name, such as `q_proj`
     inputs: int
     outputs: int
-    paths: tuple[str, ...]  # names in released layouts, with `*` for the layer number
+    paths: tuple[str, ...]  # module names in released layouts, with `*` for the layer number
     is_adapted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear of this project, fused from one or more pieces."""
+    """Linear of Megatron-core, fused from one or more pieces."""
 
     module: str  # name within its layer or projector, such as `self_attention.linear_qkv`
     pieces: tuple[Piece, ...]
-    divides_inputs: bool = False  # whether it is row-parallel
+    divides_inputs: bool = False  # row-parallel
 
     @property
-    def adapted(self) -> tuple[Piece, ...]:
-        """Pieces with adapters."""
+    def adapted_pieces(self) -> tuple[Piece, ...]:
         return tuple(piece for piece in self.pieces if piece.is_adapted)
 
 
 def linears(model: ModelConfig, kind: UnitKind) -> tuple[Linear, ...]:
-    """List the linears of a unit that may have adapters.
+    """Return the linears of a unit that may have adapters.
 
-    Latent and linear attention and experts have no names here; only `all-linear` adapts them.
+    Latent and linear attention and experts are left out; only `all-linear` adapts them.
     """
     if kind.layer is not None:
-        return _language_layer(model.language, kind.layer)
+        return _language_linears(model.language, kind.layer)
     if kind.tower == LANGUAGE:
         return ()
     tower = model.encoders[kind.tower]
     if kind.is_layer:
-        return _encoder_layer(tower)
-    return _projector(model, tower) if kind.is_projector else ()
+        return _encoder_linears(tower)
+    return _projector_linears(model, tower) if kind.is_projector else ()
 
 
 def adapted_linears(
     model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None
 ) -> tuple[Linear, ...]:
-    """List a unit's linears with at least one adapted piece."""
+    """Return a unit's linears with at least one adapted piece."""
     if adapters is None or kind.part not in adapters.parts:
         return ()
     marked = (
         replace(
             linear,
             pieces=tuple(
-                replace(piece, is_adapted=_is_taken(adapters, piece, 0)) for piece in linear.pieces
+                # Layer 0 stands for all: `adapter_mistake` rejects targets that differ by layer.
+                replace(piece, is_adapted=_is_target(adapters, piece, 0))
+                for piece in linear.pieces
             ),
         )
         for linear in linears(model, kind)
     )
-    return tuple(linear for linear in marked if linear.adapted)
+    return tuple(linear for linear in marked if linear.adapted_pieces)
 
 
 def has_adapters(model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None) -> bool:
-    """Whether a unit has adapters."""
     if adapters is None or kind.part not in adapters.parts:
         return False
-    # Attention kinds without names are adapted only with all linears.
+    # Latent and linear attention have no named linears.
     return (adapters.is_of_all and kind.is_layer) or bool(adapted_linears(model, kind, adapters))
 
 
 def trained_kinds(
     model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> frozenset[str]:
-    """Names of unit kinds with trained parameters or adapters."""
+    """Return the names of unit kinds with trained weights or adapters."""
     adapted = () if adapters is None else adapters.parts
     return frozenset(
         kind.name
@@ -199,7 +194,7 @@ def trained_kinds(
 def adapter_mistake(
     model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> str | None:
-    """Error message if the model does not allow these adapters, else None."""
+    """Return an error message if the model does not allow these adapters, else None."""
     if adapters is None:
         return None
     parts = model_parts(model)
@@ -212,14 +207,14 @@ def adapter_mistake(
     both = [part for part in adapters.parts if part in frozen]
     if both:
         return (
-            f"{', '.join(both)} is frozen and has adapters, which freeze it but for themselves: "
-            "leave it out of what is frozen"
+            f"{', '.join(both)} is frozen and has adapters; adapters freeze their part already: "
+            "do not freeze it too"
         )
     return _target_mistake(model, adapters)
 
 
 def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
-    """Error message if targets match nothing, or only some layers of a tower."""
+    """Return an error message if targets match nothing, or only some layers of a tower."""
     kinds = [kind for kind in unit_kinds(model) if kind.part in adapters.parts]
     named = {piece.name: piece for kind in kinds for piece in _pieces(model, kind)}
     can = f"{', '.join(adapters.parts)} of {model.name} has {', '.join(named)} or {ALL_LINEAR}"
@@ -229,13 +224,16 @@ def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
                 f"adapters' targets {', '.join(adapters.targets)} match no linear of {part}: {can}"
             )
     for target in adapters.targets:
-        one = adapters.model_copy(update={"targets": (target,)})
-        if not any(has_adapters(model, kind, one) for kind in kinds):
+        alone = adapters.model_copy(update={"targets": (target,)})
+        if not any(has_adapters(model, kind, alone) for kind in kinds):
             return f"adapters' target {target} matches nothing: {can}"
     for kind in kinds:
-        numbers = _numbers(model, kind)
+        numbers = [0]  # of layers
+        if kind.is_layer:
+            tower = model.language if kind.tower == LANGUAGE else model.encoders[kind.tower]
+            numbers = [number for number in range(tower.layers) if kind.has_layer(number)]
         for piece in _pieces(model, kind):
-            if 0 < sum(_is_taken(adapters, piece, number) for number in numbers) < len(numbers):
+            if 0 < sum(_is_target(adapters, piece, number) for number in numbers) < len(numbers):
                 return (
                     f"adapters' target {adapters.targets[0]} takes {piece.name} of some layers and "
                     "not of others; all layers of a tower have the same adapters: leave the number "
@@ -248,20 +246,12 @@ def _pieces(model: ModelConfig, kind: UnitKind) -> Iterator[Piece]:
     return (piece for linear in linears(model, kind) for piece in linear.pieces)
 
 
-def _is_taken(adapters: AdapterConfig, piece: Piece, number: int) -> bool:
-    """Whether a piece of layer `number` is a target."""
-    return any(adapters.takes(path.replace("*", str(number))) for path in piece.paths)
+def _is_target(adapters: AdapterConfig, piece: Piece, number: int) -> bool:
+    """Return whether a piece of layer `number` is a target."""
+    return any(adapters.is_target(path.replace("*", str(number))) for path in piece.paths)
 
 
-def _numbers(model: ModelConfig, kind: UnitKind) -> list[int]:
-    """Layer numbers of a kind; one number if it is not a layer."""
-    if not kind.is_layer:
-        return [0]
-    tower = model.language if kind.tower == LANGUAGE else model.encoders[kind.tower]
-    return [number for number in range(tower.layers) if kind.has_layer(number)]
-
-
-def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, ...]:
+def _language_linears(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, ...]:
     wide, inner = language.hidden_size, language.ffn_hidden_size
     query, key = (number * language.head_width for number in (language.heads, language.kv_heads))
 
@@ -270,9 +260,10 @@ def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, 
         paths = (f"{prefix}.layers.*.{block}.{name}" for prefix in prefixes)
         return Piece(name, inputs, outputs, tuple(paths))
 
-    made = {"q_proj": query * (2 if language.output_gate else 1), "k_proj": key, "v_proj": key}
+    # Qwen3.5's q_proj makes the output gate too.
+    widths = {"q_proj": query * (2 if language.output_gate else 1), "k_proj": key, "v_proj": key}
     linears = _layer_linears(
-        [piece(name, wide, size, block="self_attn") for name, size in made.items()],
+        [piece(name, wide, size, block="self_attn") for name, size in widths.items()],
         piece("o_proj", query, wide, block="self_attn"),
         [piece(name, wide, inner) for name in ("gate_proj", "up_proj")[-language.gates :]],
         piece("down_proj", inner, wide),
@@ -281,7 +272,7 @@ def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, 
     return (*attention, *(linears[2:] if kind.experts is None else ()))
 
 
-def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
+def _encoder_linears(tower: Encoder) -> tuple[Linear, ...]:
     wide, inner, heads = tower.hidden_size, tower.ffn_hidden_size, tower.heads * tower.head_width
     qkv, out, into, back = {"qkv": 3 * heads}, "proj", ["fc1"], "fc2"
     attention, mlp = ["vision_model.encoder.layers.*.attn"], ["vision_model.encoder.layers.*.mlp"]
@@ -298,7 +289,7 @@ def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
         attention, mlp = ([f"{place}.{block}" for place in places] for block in ("attn", "mlp"))
 
     def piece(name: str, inputs: int, outputs: int, blocks: Sequence[str] = mlp) -> Piece:
-        # Qwen2-VL's names of feed-forwards are shorter.
+        # Qwen2-VL's feed-forwards are fc1 and fc2.
         names = dict.fromkeys((name, name.replace("linear_fc", "fc")))
         paths = tuple(f"{at}.{word}" for at in blocks for word in names)
         return Piece(name, inputs, outputs, paths)
@@ -318,7 +309,6 @@ def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
 def _layer_linears(
     qkv: Sequence[Piece], out: Piece, into: Sequence[Piece], back: Piece
 ) -> tuple[Linear, ...]:
-    """Return the linears of pieces: qkv, attention output, into the activation, out of it."""
     return (
         Linear("self_attention.linear_qkv", tuple(qkv)),
         Linear("self_attention.linear_proj", (out,), divides_inputs=True),
@@ -327,8 +317,8 @@ def _layer_linears(
     )
 
 
-def _projector(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
-    """Return the linears of a two-product projector; others are adapted only with all linears."""
+def _projector_linears(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
+    """Return the linears of a projector with two products, else none."""
     wide, width = tower.projector_input_size, model.language.hidden_size
     inner, first, second = width, ["mlp1.1"], ["mlp1.3"]
     at = "model.multi_modal_projector"
@@ -339,7 +329,7 @@ def _projector(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
         inner, at = tower.projector_hidden_size or wide, "model.visual.merger"
         first, second = [f"{at}.mlp.0"], [f"{at}.mlp.2"]
         names = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
-    # A list index is not a name. The full name counts too.
+    # Indices of nn.Sequential are poor targets, so Transformers' names count for them too.
     first += [f"{at}.{names['linear_1']}", "projector.linear_1"]
     second += [f"{at}.{names['linear_2']}", "projector.linear_2"]
     return (

@@ -1,4 +1,4 @@
-"""Model and cluster descriptions read from TOML; sizes follow the published config files."""
+"""Models and clusters as read from TOML, and their presets."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from pydantic import (
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_toml_model
-from omnibal.base.frozen import Count, Frozen, Layers, Rate, Share, Width, written_unless
+from omnibal.base.frozen import Count, Fraction, Frozen, Layers, Rate, Width, written_unless
 from omnibal.model.encoders import (
     ENCODER_KINDS,
     ClipsEncoder,
@@ -32,26 +32,22 @@ from omnibal.model.encoders import (
 from omnibal.model.layer_kinds import LayerKind, LayerRun
 from omnibal.model.rate_tables import Rates, ScaledRates
 
-Precision = Literal["fp32", "bf16", "fp8"]
-"""Weight and activation type; "fp8" is bf16 with FP8 products in layers (`omnibal.model.fp8`)."""
-PlainPrecision = Literal["fp32", "bf16"]  # precisions without FP8, used for measurements
-Provider = Literal["local", "te"]
-"""Provider of linears and attention: this project with Megatron-core, or Transformer Engine."""
-ChatTemplate = Literal[
+Precision = Literal["fp32", "bf16", "fp8"]  # fp8: bf16 with FP8 GEMMs in layers (model/fp8.py)
+PlainPrecision = Literal["fp32", "bf16"]  # of measurements
+Provider = Literal["local", "te"]  # linears and attention: Megatron-core's, Transformer Engine's
+ChatTemplateName = Literal[  # InternVL's names, Llama 3.1, Qwen2.5, or the tokenizer's own
     "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5", "tokenizer"
 ]
-"""Chat templates: InternVL's `template`, Llama 3.1, Qwen2.5, or the tokenizer's own."""
 T = TypeVar("T", bound="Frozen")
 E = TypeVar("E", TilesEncoder, ClipsEncoder)
 _PRESETS = Path(__file__).parents[1] / "presets"
 
 
 class RopeScaling(Frozen):
-    """Llama 3.1's RoPE scaling.
+    """Llama 3.1's RoPE scaling, by wavelength w in tokens.
 
-    Wavelengths above `original_positions / low_frequency_factor` tokens are slowed by `factor`,
-    those below `original_positions / high_frequency_factor` are unchanged, with interpolation in
-    between.
+    Frequencies with w > original_positions / low_frequency_factor are divided by `factor`, with
+    w < original_positions / high_frequency_factor unchanged, and interpolated in between.
     """
 
     factor: PositiveFloat
@@ -77,13 +73,12 @@ class RopeSections(Frozen):
     columns: Width
     interleaved: bool = Field(
         default=False,
-        description="whether frequencies of the three alternate, the last being time's (Qwen3-VL), "
-        "or follow each other",
+        description="frequencies of the three alternate, ending with time's (Qwen3-VL), instead of "
+        "following each other",
     )
 
 
-_VOCABULARY_MULTIPLE = 128
-"""Padding multiple of each tensor-parallel rank's vocabulary, as in Megatron-LM."""
+_VOCABULARY_MULTIPLE = 128  # per tensor-parallel rank: Megatron's --make-vocab-size-divisible-by
 
 
 class LanguageConfig(Frozen):
@@ -97,7 +92,7 @@ class LanguageConfig(Frozen):
     ffn_hidden_size: Width
     vocab_size: Width
     activation: Literal["gated", "gelu", "squared_relu"] = written_unless(
-        "gated", "of dense feed-forwards; left out: SwiGLU or GeGLU, others have no gate"
+        "gated", "of dense feed-forwards; gated: SwiGLU or GeGLU, which cost the same"
     )
     positions: Literal["rotary", "learned", "alibi"] = written_unless(
         "rotary", "learned (GPT-3): an embedding of max_positions; alibi (MPT): none"
@@ -110,40 +105,36 @@ class LanguageConfig(Frozen):
         False, "RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)"
     )
     output_gate: bool = written_unless(
-        False, "gate of attention's output, made of the layer's input (Qwen3.5)"
+        False, "attention's output is gated by a projection of the layer's input (Qwen3.5)"
     )
     post_norms: bool = written_unless(False, "a norm after each block too (Gemma 3)")
     norm_eps: PositiveFloat = 1e-5
     rope_base: Annotated[int, Field(ge=1, le=10**15)] = 1_000_000
     max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None,
-        description="tokens of the longest sample; left out: any number",
+        description="max tokens per sample; left out: unlimited",
     )
     rope_factor: PositiveFloat | None = Field(
         default=None,
-        description="of the dynamic scaling that a released model's RoPE has beyond max_positions; "
-        "kept for exports, as no sample is longer",
+        description="dynamic RoPE scaling beyond max_positions, for exports only: no sample is "
+        "longer",
     )
     rope_scaling: RopeScaling | None = Field(
-        default=None, description="of samples of any length (Llama 3.1); left out: there is none"
+        default=None, description="Llama 3.1's, at any length; left out: none"
     )
     rope_sections: RopeSections | None = written_unless(
-        None,
-        "of a token's time, row and column (Qwen2-VL and later); left out: all turn by "
-        "its place in the sample",
+        None, "multimodal RoPE (Qwen2-VL and later); left out: by position in the sample"
     )
     tied_head: bool = Field(
         default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
     )
     prediction_layers: Annotated[int, Field(ge=0, le=16)] = written_unless(
-        0,
-        "layers of multi-token prediction behind the last one, trained with the head "
-        "(DeepSeek-V3, arXiv 2412.19437, section 2.2)",
+        0, "layers of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)"
     )
     runs: tuple[LayerRun, ...] = Field(
         default=(),
-        description="runs of layers of other kinds, repeated until there are `layers`; left out: "
-        "all have full attention and a dense feed-forward",
+        description="runs of layer kinds, repeated up to `layers`; left out: full attention and "
+        "dense feed-forward",
     )
 
     @property
@@ -153,11 +144,11 @@ class LanguageConfig(Frozen):
 
     @property
     def gates(self) -> int:
-        """Matrices into a dense feed-forward's activation."""
+        """Matrices before a dense feed-forward's activation: 2 if gated (SwiGLU)."""
         return 2 if self.activation == "gated" else 1
 
     def words_of_rank(self, tensor: int) -> int:
-        """Padded vocabulary size per rank of `tensor` ranks."""
+        """Return the padded vocabulary size per rank of `tensor` ranks."""
         return -(-self.vocab_size // (_VOCABULARY_MULTIPLE * tensor)) * _VOCABULARY_MULTIPLE
 
     @model_validator(mode="after")
@@ -170,16 +161,13 @@ class LanguageConfig(Frozen):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         if self.positions == "learned" and self.max_positions is None:
-            raise ValueError("learned positions need max_positions, the size of their embedding")
+            raise ValueError("learned positions need max_positions, their number")
         if self.activation != "gated" and any(kind.experts for kind in self.kinds):
             raise ValueError("experts are gated; leave activation out")
         if self.rope_factor is not None and self.max_positions is None:
-            raise ValueError(
-                f"rope_factor {self.rope_factor} scales RoPE beyond max_positions, so that must be "
-                "given too"
-            )
+            raise ValueError(f"rope_factor {self.rope_factor} needs max_positions too")
         if self.rope_factor is not None and self.rope_scaling is not None:
-            raise ValueError("rope_factor and rope_scaling scale RoPE in two ways; give one")
+            raise ValueError("rope_factor and rope_scaling are exclusive; drop one")
         if (rope := self.rope_sections) is not None:
             counts = (rope.time, rope.rows, rope.columns)
             if 2 * sum(counts) != self.head_width:
@@ -187,7 +175,7 @@ class LanguageConfig(Frozen):
                     f"rope_sections {counts} must add up to half of a head, {self.head_width // 2}"
                 )
         kinds = set(self.kinds)
-        if len({kind.name for kind in kinds}) < len(kinds):
+        if len({kind.name for kind in kinds}) < len(kinds):  # costs are keyed by name
             raise ValueError("runs with equally many experts must have equal experts")
         return self
 
@@ -199,23 +187,23 @@ class LanguageConfig(Frozen):
 
 
 class ModelConfig(Frozen):
-    """A language model with any number of encoders.
+    """Language model with any number of encoders.
 
-    With one encoder `vision` over tiles, InternVL's form is written: tables `vision` and `tiling`,
-    and `downsample_ratio`. Both forms are read.
+    TOML has a table per encoder, or InternVL's form: tables `vision` and `tiling`, and
+    `downsample_ratio`. A single encoder `vision` over tiles is written in the latter.
     """
 
     name: str
     encoders: dict[str, Encoder] = Field(default={}, description="by name, in model order")
     language: LanguageConfig
-    chat_template: ChatTemplate = "internlm2-chat"
+    chat_template: ChatTemplateName = "internlm2-chat"
     system_message: str | None = Field(
         default=None,
-        description="of conversations without their own; empty: none, left out: the template's",
+        description="for conversations without one; empty: none, left out: the template's",
     )
     chat_system_message: str | None = Field(
         default=None,
-        description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
+        description="for tools/chat.py; empty: an empty turn, left out: as in training",
     )
 
     _encoders_elsewhere: dict[str, Encoder] = PrivateAttr(default={})
@@ -226,17 +214,17 @@ class ModelConfig(Frozen):
         for name, tower in encoders.items() if isinstance(encoders, dict) else ():
             if isinstance(tower, dict) and "kind" not in tower:
                 kinds = " or ".join(f'"{kind}"' for kind in ENCODER_KINDS)
-                raise ValueError(f"{name} needs a kind, of what it takes: {kinds}")
+                raise ValueError(f"{name} needs a kind: {kinds}")
         return encoders
 
     @field_validator("encoders")
     @classmethod
     def _names_are_words(cls, encoders: dict[str, Encoder]) -> dict[str, Encoder]:
         for name in encoders:
-            if not re.fullmatch("[a-z][a-z0-9]*", name) or name in _TAKEN_NAMES:
+            if not re.fullmatch("[a-z][a-z0-9]*", name) or name in _RESERVED_NAMES:
                 raise ValueError(
-                    f"an encoder is named {name!r}; a name must be small letters and digits, and "
-                    f"none of {', '.join(_TAKEN_NAMES)}: choose another, such as vision or audio"
+                    f"encoder name {name!r} must be lower-case letters and digits, such as vision, "
+                    f"and none of {', '.join(_RESERVED_NAMES)}"
                 )
         return encoders
 
@@ -247,17 +235,16 @@ class ModelConfig(Frozen):
             return given
         if "encoders" in given:
             raise ValueError(
-                "a model has either encoders or vision, tiling and downsample_ratio beside them; "
-                "give encoders alone"
+                "encoders and vision, tiling or downsample_ratio are exclusive; give encoders alone"
             )
-        rest = {name: value for name, value in given.items() if name not in _INTERNVL_KEYS}
+        others = {name: value for name, value in given.items() if name not in _INTERNVL_KEYS}
         tower = given.get("vision", {})
         if isinstance(tower, TilesEncoder):
             tower = tower.model_dump()
         if not isinstance(tower, dict):
             raise ValueError("vision must be a table")
-        beside = {name: given[name] for name in _BESIDE_VISION if name in given}
-        return rest | {"encoders": {"vision": {"kind": "tiles"} | tower | beside}}
+        outer = {name: given[name] for name in _OUTER_VISION_KEYS if name in given}
+        return others | {"encoders": {"vision": {"kind": "tiles"} | tower | outer}}
 
     @model_serializer(mode="wrap")
     def _to_internvl_form(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -267,18 +254,19 @@ class ModelConfig(Frozen):
             return fields | {"encoders": encoders}
         tower = encoders["vision"]
         del tower["kind"]
-        ratio, tiling = (tower.pop(name) for name in _BESIDE_VISION)
+        ratio, tiling = (tower.pop(name) for name in _OUTER_VISION_KEYS)
+        # Plans are keyed by a hash of this text, so the keys keep their order.
         first = {"name": fields["name"], "downsample_ratio": ratio, "vision": tower}
         return first | {"language": fields["language"], "tiling": tiling} | fields
 
     @property
     def vision(self) -> TilesEncoder:
-        """Tile encoder of InternVL."""
+        """InternVL's tile encoder. Raise UserError if absent."""
         return self._encoder(TilesEncoder, "vision", "image tiles", "a vision table")
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model has `vision`, a tile encoder."""
+        """Whether `vision` is a tile encoder."""
         return isinstance(self.encoders.get("vision"), TilesEncoder)
 
     @property
@@ -289,27 +277,24 @@ class ModelConfig(Frozen):
 
     @property
     def audio(self) -> ClipsEncoder:
-        """Audio clip encoder of the trainer."""
+        """Audio clip encoder. Raise UserError if absent."""
         table = 'an encoder "audio" of kind "clips"'
         return self._encoder(ClipsEncoder, "audio", "audio clips", table)
 
     def _encoder(self, kind: type[E], name: str, items: str, table: str) -> E:
         tower = self.encoders.get(name)
         if not isinstance(tower, kind):
-            raise UserError(
-                f"{self.name} has no encoder of {items}, which this needs; it must be a model with "
-                f"{table}: choose another --model"
-            )
+            raise UserError(f"{self.name} has no encoder of {items}: choose a --model with {table}")
         return tower
 
     @property
     def takes_audio(self) -> bool:
-        """Whether the model has `audio`, a clip encoder."""
+        """Whether `audio` is a clip encoder."""
         return isinstance(self.encoders.get("audio"), ClipsEncoder)
 
     @property
     def tiling(self) -> TilingConfig | None:
-        """Tiling of images, or None if the model takes no images."""
+        """Tiling of images, or None without a tile encoder."""
         return self.vision.tiling if self.takes_images else None
 
     @property
@@ -328,18 +313,18 @@ class ModelConfig(Frozen):
         return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
 
     def without_encoders(self) -> "ModelConfig":
-        """Return the language model alone, with deepstack inputs from its encoders."""
+        """Return the language model alone; its layers still take deepstack outputs."""
         alone = self.model_copy(update={"encoders": {}})
         alone._encoders_elsewhere = self.encoders_elsewhere | self.encoders
         return alone
 
     @property
     def encoders_elsewhere(self) -> dict[str, Encoder]:
-        """Encoders that provide features to a separate language model, by name."""
+        """Encoders of `without_encoders`, by name: data-parallel, outside the pipeline."""
         return self._encoders_elsewhere
 
     def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
-        """Return the model with changed fields of the encoder `name`, or of "language"."""
+        """Return the model with changed fields of the tower `name`, not validated."""
         if name == "language":
             language = self.language.model_copy(update=changes)
             return self.model_copy(update={"language": language})
@@ -347,73 +332,66 @@ class ModelConfig(Frozen):
         return self.model_copy(update={"encoders": self.encoders | {name: tower}})
 
     def with_layers(self, **layers: int) -> "ModelConfig":
-        """Return the model with other layer counts for the given towers."""
+        """Return the model with other layer counts, by tower."""
         model = self
         for name, count in layers.items():
             model = model.with_tower(name, layers=count)
         return model
 
 
-_TAKEN_NAMES = ("language", "projector", "head")  # part names that no encoder may have
-_BESIDE_VISION = ("downsample_ratio", "tiling")
-_INTERNVL_KEYS = {"vision", *_BESIDE_VISION}
-_OF_DATA = ("name", "tiling", "chat_template", "system_message", "chat_system_message")
-
-
+_RESERVED_NAMES = ("language", "projector", "head")  # other parts of a model
+_OUTER_VISION_KEYS = ("downsample_ratio", "tiling")  # InternVL's form has them outside `vision`
+_INTERNVL_KEYS = {"vision", *_OUTER_VISION_KEYS}
+_DATA_KEYS = ("name", "tiling", "chat_template", "system_message", "chat_system_message")
+# NCCL buffers per all-to-all peer: 23.6 GiB for 63 peers (NVIDIA/Megatron-LM#6378).
 _NCCL_PEER_MIB = 32 * 12.0
-"""NCCL buffers per all-to-all peer: 23.6 GiB for 63 peers (NVIDIA/Megatron-LM#6378)."""
 
 
 class ClusterConfig(Frozen):
-    """Devices and links for the analytic cost model; bandwidths are per device."""
+    """Devices and links; bandwidths are per device."""
 
     name: str
     device: str
     memory_gib: Rate
     gpus_per_node: Annotated[int, Field(ge=1, le=1_024)]
     peak_tflops: dict[Precision, Rate] = Field(description="dense matrix rate by precision")
-    matmul_efficiency: Share = Field(description="share of the peak that layers reach")
-    fp8_efficiency: Share | None = written_unless(
-        None, "share of the fp8 peak that products in FP8 reach; left out: that of others"
+    matmul_efficiency: Fraction = Field(description="share of the peak that layers reach")
+    fp8_efficiency: Fraction | None = written_unless(
+        None, "share of the fp8 peak that FP8 GEMMs reach; left out: matmul_efficiency"
     )
     memory_gb_per_s: Rate
-    memory_efficiency: Share = Field(
-        description="share of that rate that element-wise kernels reach"
+    memory_efficiency: Fraction = Field(
+        description="share of memory_gb_per_s that element-wise kernels reach"
     )
-    kernel_us: Rate = Field(description="of each kernel, besides its work")
+    kernel_us: Rate = Field(description="fixed device time per kernel")
     host_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(
-        0.0, "of the host to launch a kernel of a layer; left out: not counted"
+        0.0, "host time to launch a kernel of a layer; left out: not counted"
     )
     intra_node_gb_per_s: Rate
     inter_node_gb_per_s: Rate
-    link_efficiency: Share = Field(description="share of both rates that transfers reach")
-    network_efficiency: Share | None = written_unless(
-        None, "share of inter_node_gb_per_s instead; left out: link_efficiency"
+    link_efficiency: Fraction = Field(description="share of both link rates that transfers reach")
+    network_efficiency: Fraction | None = written_unless(
+        None, "share of inter_node_gb_per_s alone; left out: link_efficiency"
     )
     link_latency_us: Rate
     peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = written_unless(
         None,
-        "buffers of the communication library for each rank that a device exchanges "
-        "with in an all-to-all; left out: NCCL's 384 (32 channels of 12 MiB), 0 where device is "
-        "a CPU",
+        "communication buffers per all-to-all peer; left out: NCCL's 384 (32 channels of 12 MiB), "
+        "0 on CPUs",
     )
     basis: Literal["measured", "fitted", "assumed"] | None = written_unless(
-        None,
-        "where most of the rates come from; left out: assumed, or measured where there "
-        "is a table of rates",
+        None, "source of most rates; left out: measured with a table of rates, else assumed"
     )
     # Not written if empty: plans are keyed by the hash of the written text.
     rates: dict[PlainPrecision, Rates] = written_unless(
-        {}, "measured rates by precision, of shapes, which count in place of the shares"
+        {}, "measured times by shape and precision; they replace the efficiencies"
     )
     hop_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(
-        3.0, "latency of a ring's hop between nodes; fitted on published steps if left out"
+        3.0, "latency per ring hop between nodes; the default is fitted on published steps"
     )
-    accuracy: dict[str, Any] = written_unless(
-        {}, "error that plans of earlier versions hold; not read"
-    )
+    accuracy: dict[str, Any] = written_unless({}, "in plans of earlier versions; not read")
     rates_of: ScaledRates | None = written_unless(
-        None, "another cluster, whose tables count where this one has none"
+        None, "cluster whose tables replace missing ones of this cluster"
     )
 
     @property
@@ -423,21 +401,21 @@ class ClusterConfig(Frozen):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether devices are CPU cores."""
         return "CPU" in self.device
 
     @property
     def peer_bytes(self) -> float:
-        """Library buffers per all-to-all peer."""
+        """Buffers of the communication library per all-to-all peer."""
         nccl_mib = 0.0 if self.is_cpu else _NCCL_PEER_MIB
         return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
 
-    def measured(self, precision: Precision) -> Rates | None:
-        """Measured rates; under FP8, bf16 rates of operations left in bf16."""
+    def measured_rates(self, precision: Precision) -> Rates | None:
+        """Return the measured rates, or None if there are none."""
+        # Under FP8 these are rates of the operations left in bf16.
         return self.rates.get("bf16" if precision == "fp8" else precision)
 
     def tflops(self, precision: Precision) -> float:
-        """Dense peak of a device."""
+        """Return a device's dense matrix peak."""
         if precision not in self.peak_tflops:
             known = ", ".join(self.peak_tflops) or "none"
             raise UserError(
@@ -449,31 +427,31 @@ class ClusterConfig(Frozen):
 
 def with_imbalance(model: ModelConfig, imbalance: float) -> ModelConfig:
     """Return the model with another `ExpertsConfig.imbalance` in all expert layers."""
-    change = {"imbalance": imbalance}
-    experts = (run.experts and run.experts.model_copy(update=change) for run in model.language.runs)
-    runs = zip(model.language.runs, experts, strict=True)
-    changed = tuple(run.model_copy(update={"experts": each}) for run, each in runs)
-    return model.with_tower("language", runs=changed)
+    runs = []
+    for run in model.language.runs:
+        experts = run.experts and run.experts.model_copy(update={"imbalance": imbalance})
+        runs.append(run.model_copy(update={"experts": experts}))
+    return model.with_tower("language", runs=tuple(runs))
 
 
 def load_model(name_or_path: str) -> ModelConfig:
-    """Read the model preset of that name, or the TOML file at that path."""
-    return _load("models", name_or_path, ModelConfig)
+    """Return a model preset by name, or the model of a TOML file."""
+    return _load_config("models", name_or_path, ModelConfig)
 
 
 def config_toml(config: ModelConfig | ClusterConfig) -> str:
-    """TOML text that `load_model` or `load_cluster` reads back."""
+    """Return TOML text that `load_model` or `load_cluster` reads back."""
     return "\n".join(_toml_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
 
 
 def precision_rates_toml(precision: Precision, rates: Rates) -> str:
-    """TOML text of a cluster's rates in one precision."""
+    """Return the TOML text of a cluster's rates in one precision."""
     dumped = rates.model_dump(mode="json", exclude_none=True)
     return "\n".join(_toml_lines({"rates": {precision: dumped}}, "")).lstrip("\n") + "\n"
 
 
 def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
-    """Lines of a table, values first, then nested tables; `path` ends in a dot."""
+    # Values first: after a [table] they would belong to it. `path` is empty or ends in a dot.
     tables = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [_toml_line(name, table[name]) for name in table if name not in tables]
     for name, inner in tables.items():
@@ -486,11 +464,10 @@ def _toml_line(name: str, value: Any) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """A value in one line. A list of tables takes one line per table."""
     if isinstance(value, dict):
         return "{" + ", ".join(_toml_line(*entry) for entry in value.items()) + "}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + "".join(f"    {_toml_value(one)},\n" for one in value) + "]"
+        return "[\n" + "".join(f"    {_toml_value(item)},\n" for item in value) + "]"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     # JSON writes text, numbers and booleans as TOML does, except for one control character.
@@ -498,12 +475,12 @@ def _toml_value(value: Any) -> str:
 
 
 def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, Any]:
-    """Describe a model's towers as JSON values, without names and data preparation.
+    """Return a model's towers as JSON values, without names and data preparation.
 
     `without`: fields of towers and experts to leave out.
     """
     fields = model.model_dump(mode="json")
-    for name in _OF_DATA:
+    for name in _DATA_KEYS:
         fields.pop(name, None)
     language = fields["language"]
     tables = [language, fields.get("vision", {}), *fields.get("encoders", {}).values()]
@@ -511,29 +488,26 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
     for table in tables:
         for name in (*without, "tiling"):
             table.pop(name, None)
-    for name in ("runs", "rope_scaling"):  # unknown to older descriptions
+    for name in ("runs", "rope_scaling"):  # profiles of earlier versions lack them
         if not language.get(name):
             language.pop(name, None)
     return fields
 
 
 def load_cluster(name_or_path: str) -> ClusterConfig:
-    """Read the cluster preset of that name, or the TOML file at that path.
-
-    Tables taken from another cluster (`rates_of`) are resolved.
-    """
-    cluster = _load("clusters", name_or_path, ClusterConfig)
+    """Return a cluster preset by name, or the cluster of a TOML file, with `rates_of` resolved."""
+    cluster = _load_config("clusters", name_or_path, ClusterConfig)
     scaled = cluster.rates_of
     if scaled is None:
         return cluster
-    other = _load("clusters", scaled.cluster, ClusterConfig)
+    other = _load_config("clusters", scaled.cluster, ClusterConfig)
     if not other.rates:
         raise UserError(
-            f"cluster {cluster.name}: rates_of names {scaled.cluster}, which has no table of rates "
-            "of its own; name a cluster that has one, such as b200-180g, or leave rates_of out"
+            f"cluster {cluster.name}: rates_of names {scaled.cluster}, which has no rates; name a "
+            "cluster with rates, such as b200-180g, or leave rates_of out"
         )
     taken = {
-        precision: rates.of_peak(other.tflops(precision), cluster.tflops(precision), scaled)
+        precision: rates.scale_to_peak(other.tflops(precision), cluster.tflops(precision), scaled)
         for precision, rates in other.rates.items()
         if precision in cluster.peak_tflops
     }
@@ -541,17 +515,17 @@ def load_cluster(name_or_path: str) -> ClusterConfig:
 
 
 def preset_names(kind: str) -> list[str]:
-    """Names of the shipped presets of `kind` ("models" or "clusters")."""
+    """Return the names of the presets of `kind`, "models" or "clusters"."""
     return sorted(path.stem for path in (_PRESETS / kind).glob("*.toml"))
 
 
 def config_file(kind: str, name_or_path: str) -> Path:
-    """File that `load_model` or `load_cluster` reads, of `kind` "models" or "clusters"."""
+    """Return the path of a preset of `kind` ("models" or "clusters"), or the given path."""
     preset = name_or_path in preset_names(kind)
     return _PRESETS / kind / f"{name_or_path}.toml" if preset else Path(name_or_path)
 
 
-def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
+def _load_config(kind: str, name_or_path: str, config_type: type[T]) -> T:
     names, path = preset_names(kind), config_file(kind, name_or_path)
     if not path.is_file():
         near = get_close_matches(name_or_path, names, n=1)

@@ -1,6 +1,5 @@
-"""Encoders: towers that turn images or audio into tokens of the language model.
-
-A sample counts its *items* (e.g. tiles). An encoder defines positions and tokens per item.
+"""Encoders of images and audio. A sample's *items* (e.g. tiles) have a fixed number of positions
+(in the encoder) and of tokens (in the language model).
 """
 
 import math
@@ -10,15 +9,14 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
-MAX_TILES_OF_IMAGE = 1_000  # max tiles per image: all grids up to it are tried for each image size
+MAX_TILES_OF_IMAGE = 1_000  # all grids up to it are tried for every image size
 
 
 class EncoderLayers(Frozen):
     """Equal pre-norm transformer layers of an encoder."""
 
-    feature: ClassVar[str]  # item name, also its column in a lengths file
-    of_images: ClassVar[bool] = False
-    """Whether items are parts of images, which synthetic packs include."""
+    feature: ClassVar[str]  # item's name and column in a lengths file
+    of_images: ClassVar[bool] = False  # synthetic packs hold such items
 
     layers: Layers
     hidden_size: Width
@@ -47,16 +45,15 @@ class EncoderLayers(Frozen):
 
     @property
     def squares(self) -> str | None:
-        """Feature of full attention: sum over inputs of squared items, or None if attention is per
-        item.
+        """Feature of full attention, sum of squared items over images and frames.
 
-        If set, all items of a sample go to one data-parallel rank.
+        None if attention is within items; else a sample's items stay on one data-parallel rank.
         """
         return None
 
     @property
     def deepstack_features(self) -> int:
-        """Deepstack features per token, each for one language layer."""
+        """Deepstack outputs per token, each for one language layer."""
         return 0
 
 
@@ -72,7 +69,7 @@ class TilingConfig(Frozen):
     )
 
     @model_validator(mode="after")
-    def _ordered(self) -> "TilingConfig":
+    def _min_is_below_max(self) -> "TilingConfig":
         if self.min_dynamic_patch > self.max_dynamic_patch:
             raise ValueError(
                 f"min_dynamic_patch {self.min_dynamic_patch} must not exceed "
@@ -142,10 +139,9 @@ class TilesEncoder(EncoderLayers):
 
 
 class ClipsEncoder(EncoderLayers):
-    """Whisper over clips of log-mel frames, with an MLP projector over neighbouring positions.
+    """Whisper (Radford et al. 2022, arXiv 2212.04356, section 2.2) with an MLP projector.
 
-    Clips have a fixed length with padding (Radford et al. 2022, arXiv 2212.04356, section 2.2:
-    3,000 frames of 10 ms, halved by the second convolution).
+    Clips are padded to `frames` log-mel frames of 10 ms, which the second convolution halves.
     """
 
     feature: ClassVar[str] = "clips"
@@ -159,15 +155,12 @@ class ClipsEncoder(EncoderLayers):
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "ClipsEncoder":
-        if self.hidden_size % 2 or self.hidden_size < 4:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be even and at least 4: half of a position's "
-                "numbers are sines and half cosines"
-            )
+        if self.hidden_size % 2 or self.hidden_size < 4:  # half sines, half cosines
+            raise ValueError(f"hidden_size {self.hidden_size} must be even and at least 4")
         if self.positions_per_item % self.positions_per_token:
             raise ValueError(
-                f"{self.positions_per_item} positions of a clip (half its frames) must be a "
-                f"multiple of positions_per_token {self.positions_per_token}"
+                f"frames / 2 = {self.positions_per_item} must be a multiple of positions_per_token "
+                f"{self.positions_per_token}"
             )
         return self
 
@@ -193,7 +186,7 @@ class ClipsEncoder(EncoderLayers):
 
 
 class ImageText(Frozen):
-    """Text a chat template writes around the tokens of an image or video."""
+    """Text around the tokens of an image or video in a conversation."""
 
     before: str = "<|vision_start|>"
     each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
@@ -201,28 +194,28 @@ class ImageText(Frozen):
 
     @property
     def text(self) -> str:
-        """Text with the token to repeat once."""
+        """Text with one token."""
         return self.before + self.each + self.after
 
 
 class VideoConfig(Frozen):
-    """Video sampling: frames, their size, and the text between them."""
+    """Video sampling: number and size of frames, and the text between them."""
 
     frames_per_second: PositiveFloat = Field(
-        default=2.0, description="that are seen, and of the frames in a folder"
+        default=2.0, description="sampling rate, and rate of the frames in a folder"
     )
     max_frames: Count = 768
-    min_frames: Count = written_unless(4, "that are seen of a video in a file, if it has as many")
+    min_frames: Count = written_unless(4, "sampled from a video file, if it has as many")
     sampling: Literal["steps", "ends"] = written_unless(
         "steps",
-        "of the frames of a file: steps: by equal steps from the first one, whole "
-        "patches of them (Qwen2-VL); ends: evenly, with the first and the last (Qwen3-VL)",
+        "sampling of a file's frames: steps: equal steps from the first, whole patches "
+        "(Qwen2-VL); ends: evenly, with the first and the last (Qwen3-VL)",
     )
     min_pixels: Count = 128 * 28 * 28
     max_pixels: Count = 768 * 28 * 28
     counts_frames: bool = Field(
         default=False,
-        description="whether pixels are of all frames together (Qwen3-VL, GLM-4.5V), or of one",
+        description="pixel limits are for all frames together (Qwen3-VL, GLM-4.5V), or per frame",
     )
     text: ImageText = ImageText(each="<|video_pad|>")
     times: Literal["none", "before", "after"] = Field(
@@ -232,18 +225,18 @@ class VideoConfig(Frozen):
         "seconds behind it (GLM-4.5V)",
     )
     positions_per_second: PositiveFloat | None = written_unless(
-        None, "by which tokens' times count (Qwen2.5-VL); left out: one a patch of frames"
+        None, "RoPE time positions per second (Qwen2.5-VL); left out: one per patch of frames"
     )
-    around: tuple[str, str] = Field(default=("", ""), description="before and after all of it")
+    around: tuple[str, str] = Field(default=("", ""), description="text before and after a video")
 
 
 class ImageRule(Frozen):
-    """Parameters that determine the token count of an image or video."""
+    """Parameters of the token count of an image or video."""
 
     patch_size: Annotated[int, Field(ge=1, le=65_536)]
     merge_size: Annotated[int, Field(ge=1, le=256)] = 2
     frames_per_patch: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=1, description="neighbouring frames of a video in a patch; an image is repeated"
+        default=1, description="consecutive video frames in a patch; an image is repeated"
     )
     min_pixels: Count = 56 * 56
     max_pixels: Count = 28 * 28 * 1280
@@ -255,7 +248,7 @@ class ImageRule(Frozen):
         "padded to whole cells (Kimi-VL)",
     )
     max_side_pixels: Count | None = Field(
-        default=None, description="longest side of an image that is padded (Kimi-K2.5)"
+        default=None, description="max side of a padded image (Kimi-K2.5)"
     )
     image_text: ImageText = ImageText()
     video: VideoConfig | None = Field(
@@ -270,8 +263,8 @@ class ImageRule(Frozen):
             )
         if self.resize == "fixed" and self.tokens_of_fixed_image is None:
             raise ValueError(
-                f"max_pixels {self.max_pixels} must be a square of whole cells of "
-                f"{self.cell_pixels} pixels, as resize is fixed"
+                f"with resize fixed, max_pixels {self.max_pixels} must be a square of cells of "
+                f"{self.cell_pixels} pixels"
             )
         return self
 
@@ -282,7 +275,7 @@ class ImageRule(Frozen):
 
     @property
     def tokens_of_fixed_image(self) -> int | None:
-        """Tokens per image of `max_pixels` squares, or None if not a multiple of cells."""
+        """Tokens of a square image of `max_pixels`, or None if its side is no multiple of cells."""
         cells = math.isqrt(self.max_pixels) // self.cell_pixels
         return cells**2 if (cells * self.cell_pixels) ** 2 == self.max_pixels else None
 
@@ -290,8 +283,8 @@ class ImageRule(Frozen):
 class ImagesEncoder(EncoderLayers, ImageRule):
     """Vision transformer over images at their native resolution (Qwen2-VL and later).
 
-    `resize` fits an image to whole cells of `merge_size` x `merge_size` patches. A cell is an item
-    and becomes one token. Attention is within an image, a temporal patch of frames, or a window.
+    `resize` fits an image to cells of `merge_size` x `merge_size` patches. A cell is an item and
+    becomes one token. Attention is within an image, a temporal patch of frames, or a window.
     """
 
     feature: ClassVar[str] = "image_tokens"
@@ -299,51 +292,48 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     kind: Literal["images"] = "images"
     head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
-    gated: bool = Field(default=False, description="whether feed-forwards have a gate (SwiGLU)")
+    gated: bool = Field(default=False, description="SwiGLU feed-forwards")
     activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = written_unless(
         "gelu",
-        "of feed-forwards without a gate: by the error function, by its approximation "
-        "with tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
+        "of ungated feed-forwards: GELU by erf, by tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
     )
+    # value = (colour x pixel_scale - pixel_mean) / pixel_std, with colours from 0 to 255
     pixel_mean: tuple[float, float, float] = written_unless(
-        (0.5, 0.5, 0.5), "of red, green and blue, taken from colours that are scaled by pixel_scale"
+        (0.5, 0.5, 0.5), "of red, green and blue, scaled by pixel_scale"
     )
     pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = written_unless(
-        (0.5, 0.5, 0.5), "by which they are then divided"
+        (0.5, 0.5, 0.5), "divides red, green and blue"
     )
-    pixel_scale: PositiveFloat = written_unless(
-        1 / 255, "by which colours of 0 to 255 are multiplied first"
-    )
-    bias: bool = Field(default=True, description="of layers' linears but q, k and v")
-    patch_bias: bool = Field(default=True, description="of the product that embeds patches")
+    pixel_scale: PositiveFloat = written_unless(1 / 255, "factor of colours from 0 to 255")
+    bias: bool = Field(default=True, description="of layers' linears except q, k and v")
+    patch_bias: bool = Field(default=True, description="of the patch embedding")
     class_token: bool = Field(
         default=False,
-        description="a position more in every image, with an embedding and a rotation of its own "
-        "(LLaVA-OneVision-1.5); its time is not counted, as it is one in thousands",
+        description="an additional position per image with its own embedding and rotation "
+        "(LLaVA-OneVision-1.5); costs leave it out, as it is one of thousands",
     )
     embed_norm: bool = Field(default=False, description="a norm before the first layer")
     final_norm: bool = Field(
-        default=False, description="a norm after the last layer, besides the projector's"
+        default=False, description="a norm after the last layer, before the projector's"
     )
     learned_positions: Annotated[int, Field(ge=0, le=2**24)] = Field(
-        default=0, description="learned embeddings, interpolated to an image; 0: RoPE alone"
+        default=0, description="number of learned embeddings, interpolated to images; 0: RoPE only"
     )
     window_pixels: Count | None = Field(
         default=None, description="side of an attention window; left out: all layers attend fully"
     )
     full_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="layers that attend to all of their image despite window_pixels"
+        default=(), description="layers with full attention despite window_pixels"
     )
     deepstack_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(),
-        description="layers whose outputs a projector of their own takes to the first language "
-        "layers, one each (Qwen3-VL)",
+        description="layers with a deepstack projector; the i-th feeds language layer i (Qwen3-VL)",
     )
     projector: Literal["mlp", "pooled", "gated"] = Field(
         default="mlp",
-        description="mlp: positions normed, cells folded, two products; pooled: cells averaged and "
-        "normed, one product without bias (Gemma 3); gated: a product that folds cells, another, a "
-        "norm and a gated MLP, without biases but the first (GLM-4.5V)",
+        description="mlp: norm, folding of cells, two linears; pooled: average of cells, norm, one "
+        "linear without bias (Gemma 3); gated: a linear that folds cells, another, norm and gated "
+        "MLP, with the first bias only (GLM-4.5V)",
     )
     projector_hidden_size: Width | None = Field(
         default=None, description="inside the projector; left out: the width of a folded cell"
@@ -360,7 +350,7 @@ class ImagesEncoder(EncoderLayers, ImageRule):
                     f"{name} {layers} must be different layers below {self.layers}, in order"
                 )
         if self.full_layers and self.window_pixels is None:
-            raise ValueError("full_layers are apart from windows; give window_pixels too")
+            raise ValueError("full_layers need window_pixels")
         if self.window_pixels is not None and self.window_pixels < self.cell_pixels:
             raise ValueError(
                 f"window_pixels {self.window_pixels} must hold a cell of {self.cell_pixels}"
@@ -369,18 +359,17 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     @property
     def image_rule(self) -> ImageRule:
-        """Only the parameters of image token counts."""
+        """Parameters of token counts alone."""
         return ImageRule.model_validate(self.model_dump(include=set(ImageRule.model_fields)))
 
     @property
     def window_positions(self) -> int | None:
-        """Positions of a full window, or None if all layers attend fully."""
+        """Positions of a full window, or None without windows."""
         if self.window_pixels is None:
             return None
         return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether layer `layer` attends within windows."""
         return self.window_pixels is not None and layer not in self.full_layers
 
     @property
@@ -390,12 +379,10 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     @property
     def deepstack_features(self) -> int:
-        """Deepstack features per cell."""
         return len(self.deepstack_layers)
 
     @property
     def squares(self) -> str:
-        """Feature of full attention: sum over images and frames of squared tokens."""
         return squares_of(self.feature)
 
     @property
@@ -415,7 +402,6 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     @property
     def tokens_per_item(self) -> int:
-        """Language tokens per cell: one."""
         return 1
 
     @property
@@ -425,14 +411,13 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
 
 def squares_of(feature: str) -> str:
-    """Name of the feature that sums squared items per image or frame."""
+    """Return the name of the sum of squared items over images and frames."""
     return f"squared_{feature}"
 
 
 Encoder = Annotated[TilesEncoder | ClipsEncoder | ImagesEncoder, Field(discriminator="kind")]
-"""Any kind of encoder, discriminated by `kind`."""
-_CLASSES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])
-ENCODER_KINDS = tuple(each.model_fields["kind"].default for each in _CLASSES)  # all encoder kinds
-ITEM_FEATURES = tuple(sorted({each.feature for each in _CLASSES}))
-"""Item features, each a column of a lengths file."""
-SQUARED_FEATURES = (squares_of(ImagesEncoder.feature),)  # squared features of a lengths file
+_ENCODER_TYPES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])
+ENCODER_KINDS = tuple(encoder.model_fields["kind"].default for encoder in _ENCODER_TYPES)
+# Columns of a lengths file.
+ITEM_FEATURES = tuple(sorted({encoder.feature for encoder in _ENCODER_TYPES}))
+SQUARED_FEATURES = (squares_of(ImagesEncoder.feature),)

@@ -1,4 +1,4 @@
-"""Kinds of language layers; unset fields fall back to `omnibal.model.config.LanguageConfig`."""
+"""Kinds of language layers: what differs from `omnibal.model.config.LanguageConfig`."""
 
 from typing import Annotated, Literal
 
@@ -6,70 +6,65 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
-MAX_IMBALANCE = 1e3  # max margin for expert imbalance
+MAX_IMBALANCE = 1e3  # of experts; more is a typo
 AttentionKind = Literal["full", "window", "latent", "linear"]
 
 
 class ExpertsConfig(Frozen):
-    """Mixture of experts instead of a dense feed-forward: a router and SwiGLU experts."""
+    """Mixture of SwiGLU experts with a router, instead of a dense feed-forward."""
 
     experts: Annotated[int, Field(ge=2, le=2**16)]
     experts_per_token: Count
     ffn_hidden_size: Width = Field(description="of one expert")
     shared_ffn_hidden_size: Width | None = Field(
-        default=None, description="of what every token passes besides; left out: there is none"
+        default=None, description="of the shared expert of all tokens; left out: none"
     )
     shared_gate: bool = written_unless(
-        False, "whether a learned gate scales the shared part for every token"
+        False, "a learned gate scales the shared expert's output per token"
     )
     selection_bias: bool = written_unless(
-        False, "whether a bias of each expert takes part in the choice alone (DeepSeek-V3)"
+        False, "a bias per expert counts in the top-k choice only (DeepSeek-V3)"
     )
     score: Literal["softmax", "sigmoid"] = written_unless("softmax", "of the router's logits")
-    normalized: bool = written_unless(True, "whether the weights of a token's experts add up to 1")
-    weight_factor: PositiveFloat = written_unless(1.0, "of the weights of routed experts")
+    normalized: bool = written_unless(True, "the weights of a token's experts sum to 1")
+    weight_factor: PositiveFloat = written_unless(1.0, "scales the weights of routed experts")
     auxiliary_loss: Annotated[float, Field(ge=0, le=1e3)] = written_unless(
         0.0,
-        "coefficient of the load-balancing loss of every layer: Switch Transformer's "
-        "over experts_per_token, as Megatron's, which even experts make 1. Transformers' "
+        "--moe-aux-loss-coeff of every layer, whose loss is 1 for balanced experts. Transformers' "
         "router_aux_loss_coef is this x layers with experts / experts_per_token",
     )
     imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = written_unless(
         1.2,
-        "tokens of the fullest expert-parallel rank over the mean, which time and "
-        "memory are planned for",
+        "max / mean tokens of expert-parallel ranks that time and memory are planned for",
     )
 
     @model_validator(mode="after")
-    def _uses_what_there_is(self) -> "ExpertsConfig":
+    def _fields_fit_together(self) -> "ExpertsConfig":
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} must not exceed experts {self.experts}"
             )
         if self.shared_gate and self.shared_ffn_hidden_size is None:
-            raise ValueError("shared_gate scales the shared part; give shared_ffn_hidden_size too")
+            raise ValueError("shared_gate needs shared_ffn_hidden_size")
         return self
 
 
 class LatentAttention(Frozen):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1); ignores `kv_heads`."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1); `kv_heads` is unused."""
 
     query_rank: Width | None = Field(
-        default=None, description="left out: q is made of the input in one product"
+        default=None, description="q_lora_rank; left out: q has one projection"
     )
-    key_value_rank: Width
-    head_size: Width = Field(description="of the part of q and k that is not rotated")
-    rotary_head_size: Width = Field(
-        description="of the part that is rotated, whose key all heads share"
-    )
-    value_head_size: Width
+    key_value_rank: Width = Field(description="kv_lora_rank")
+    head_size: Width = Field(description="qk_nope_head_dim")
+    rotary_head_size: Width = Field(description="qk_rope_head_dim; all heads share this key")
+    value_head_size: Width = Field(description="v_head_dim")
 
 
 class LinearAttention(Frozen):
-    """Gated delta rule: attention with cost linear in tokens.
+    """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) as in Qwen3-Next and Qwen3.5.
 
-    Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) as in Qwen3-Next and Qwen3.5: short causal
-    convolution of q, k and v, gated norm of the output.
+    Cost is linear in tokens; q, k and v pass a short causal convolution, the output a gated norm.
     """
 
     key_heads: Width
@@ -88,28 +83,25 @@ class LinearAttention(Frozen):
 
 
 class LayerKind(Frozen):
-    """Attention and feed-forward of a language layer, as overrides of the model's."""
+    """Attention and feed-forward of a language layer."""
 
     window: Count | None = Field(
-        default=None, description="tokens that each attends back to; left out: all of its sample"
+        default=None, description="sliding window in tokens; left out: full attention"
     )
     latent: LatentAttention | None = written_unless(None, "left out: grouped-query attention")
-    linear: LinearAttention | None = written_unless(
-        None, "left out: attention to all tokens before"
-    )
+    linear: LinearAttention | None = written_unless(None, "left out: softmax attention")
     experts: ExpertsConfig | None = Field(default=None, description="left out: dense feed-forward")
 
     @model_validator(mode="after")
-    def _attends_in_one_way(self) -> "LayerKind":
-        ways = {"window": self.window, "latent": self.latent, "linear": self.linear}
-        given = [name for name, way in ways.items() if way is not None]
+    def _has_one_attention(self) -> "LayerKind":
+        fields = {"window": self.window, "latent": self.latent, "linear": self.linear}
+        given = [name for name, value in fields.items() if value is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are two kinds of attention; give one")
+            raise ValueError(f"{' and '.join(given)} are exclusive kinds of attention; drop one")
         return self
 
     @property
     def attention(self) -> AttentionKind:
-        """Attention kind of the layer."""
         if self.window is not None:
             return "window"
         if self.latent is not None:
@@ -118,7 +110,7 @@ class LayerKind(Frozen):
 
     @property
     def name(self) -> str:
-        """Name of this layer kind, such as "language_layer_window1024"."""
+        """Name that keys costs, such as "language_layer_window1024"."""
         attention = {"full": "", "window": f"_window{self.window}"}.get(
             self.attention, f"_{self.attention}"
         )
@@ -133,7 +125,6 @@ class LayerRun(LayerKind):
 
     @property
     def kind(self) -> LayerKind:
-        """Kind of its layers."""
         return LayerKind(
             window=self.window, latent=self.latent, linear=self.linear, experts=self.experts
         )

@@ -1,4 +1,4 @@
-"""Limits of one micro-batch, one step and one device."""
+"""Limits of a micro-batch, a step and a device's memory."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Self
@@ -10,25 +10,22 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import Count
 from omnibal.model.config import ClusterConfig
 
-DEFAULT_MICRO_BATCHES = 8  # default packs of a rank in a step
-SEARCH_SAMPLES = 20_000  # samples for the search of caps and sizes; more do not change its duration
-IMAGE_TOKENS = 1_024
-"""Tokens per native-resolution image in synthetic packs: 1,024^2 pixels at 32 x 32 per token."""
-MAX_PACKS_PER_STEP = 1_000_000  # more is taken for a typing mistake
-USABLE_MEMORY_FRACTION = 0.9
-"""Share of device memory to plan with. The rest is for context, libraries and fragmentation."""
-FEATURE_NAME = "[a-z][a-z0-9_]*"  # pattern of feature names
+DEFAULT_MICRO_BATCHES = 8  # packs of a rank per step
+SEARCH_SAMPLES = 20_000  # drawn to search caps and sizes, so that data's size costs no time
+IMAGE_TOKENS = 1_024  # of an image in synthetic packs: 1,024 x 1,024 pixels, 32 x 32 per token
+MAX_PACKS_PER_STEP = 1_000_000  # more is a typo
+USABLE_MEMORY_FRACTION = 0.9  # of a device; the rest is for context, libraries, fragmentation
+FEATURE_NAME = "[a-z][a-z0-9_]*"  # regular expression
 _TOKENS, _LOSS_TOKENS = "tokens", "loss_tokens"
-_OWN_OPTIONS = ("tiles", _TOKENS)  # features with limit options of their own on the command line
+_OPTION_FEATURES = ("tiles", _TOKENS)  # limited by --max-tiles, --max-tokens, others by --limit
 
 _Key = Annotated[str, Field(pattern=f"^max_{FEATURE_NAME}$")]
 
 
 class Caps(RootModel[dict[_Key, Count]]):
-    """Largest sum of each limited feature in one micro-batch.
+    """Max sum of every limited feature in a micro-batch; JSON keys are `max_` and the name.
 
-    Order: items of encoders by name, then `loss_tokens`, then `tokens`. In JSON, keys are `max_`
-    and the name.
+    Order: items of encoders by name, then `loss_tokens`, then `tokens`.
 
     Example:
         >>> caps = Caps.of(tokens=4096, tiles=9)
@@ -50,12 +47,12 @@ class Caps(RootModel[dict[_Key, Count]]):
 
     @classmethod
     def of(cls, **limits: int) -> Self:
-        """Make caps of counts by feature name."""
+        """Return caps by feature name."""
         return cls({f"max_{name}": cap for name, cap in limits.items()})
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the limited features; the last is `tokens`."""
+        """Names of the limited features, `tokens` last."""
         return tuple(key.removeprefix("max_") for key in self.root)
 
     @property
@@ -74,16 +71,16 @@ class Caps(RootModel[dict[_Key, Count]]):
         return hash(tuple(self.root.items()))
 
     def __str__(self) -> str:
-        return self.words()
+        return self.join("and")
 
-    def words(self, before_last: str = "and") -> str:
-        """Every cap and its feature: "9 tiles and 4096 tokens"."""
+    def join(self, before_last: str) -> str:
+        """Return caps and features, such as "9 tiles or 4096 tokens" with `before_last` "or"."""
         return words([f"{self[name]} {name}" for name in self.names], before_last)
 
     @property
     def options(self) -> list[str]:
         """Command-line options for these caps, with values."""
-        return [_with_value(name, self[name]) for name in self.names]
+        return [_option_with_value(name, self[name]) for name in self.names]
 
 
 def in_canonical_order(names: Iterable[str]) -> list[str]:
@@ -92,22 +89,22 @@ def in_canonical_order(names: Iterable[str]) -> list[str]:
 
 
 def option_of(name: str) -> str:
-    """Command-line option that limits a feature, without its value."""
-    return f"--max-{name}" if name in _OWN_OPTIONS else f"--limit {name}"
+    """Return the command-line option that limits a feature, without its value."""
+    return f"--max-{name}" if name in _OPTION_FEATURES else f"--limit {name}"
 
 
-def _with_value(name: str, cap: int | str) -> str:
-    return f"{option_of(name)}{' ' if name in _OWN_OPTIONS else '='}{cap}"
+def _option_with_value(name: str, cap: int | str) -> str:
+    return f"{option_of(name)}{' ' if name in _OPTION_FEATURES else '='}{cap}"
 
 
 def check_limits(
     names: Collection[str], items: Iterable[str], whose: str, others: Iterable[str] = ()
 ) -> None:
-    """Raise if a limit names an unknown feature, or items or tokens have no limit.
+    """Raise UserError unless `items` and tokens are limited, and no unknown feature is.
 
     Args:
-        items: existing items; they and tokens must be limited.
-        whose: owner of the limits, for the message.
+        names: limited features.
+        whose: name of the model or data, for the message.
         others: items with optional limits.
     """
     needed = in_canonical_order([*items, _TOKENS])
@@ -117,12 +114,12 @@ def check_limits(
         given = words([option_of(name) for name in unknown])
         raise UserError(
             f"a limit is given for {words(unknown)}, which {whose} cannot have; leave out {given}: "
-            f"the limits are {words([_with_value(name, 'MAX') for name in needed])}, and "
-            f"{words([_with_value(name, 'MAX') for name in optional], 'or')} if wanted"
+            f"the limits are {words([_option_with_value(name, 'MAX') for name in needed])}, and "
+            f"{words([_option_with_value(name, 'MAX') for name in optional], 'or')} if wanted"
         )
     missing = [name for name in needed if name not in names]
     if missing:
-        options = words([_with_value(name, "MAX") for name in missing])
+        options = words([_option_with_value(name, "MAX") for name in missing])
         raise UserError(
             f"{words(needed)} of {whose} must be limited, and {words(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not; give {options}"
@@ -130,21 +127,20 @@ def check_limits(
 
 
 def words(parts: Sequence[str], before_last: str = "and") -> str:
-    """Join words by commas, the last by `before_last`."""
+    """Return `parts` joined by commas, the last by `before_last`."""
     return f" {before_last} ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def memory_cap_gib(cluster: ClusterConfig) -> float:
-    """Usable memory of one device, in GiB."""
+    """Return the memory of a device that plans may use, in GiB."""
     return USABLE_MEMORY_FRACTION * cluster.memory_gib
 
 
 def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
-    """Raise if a step has more than `MAX_PACKS_PER_STEP` packs."""
+    """Raise UserError if a step has more than `MAX_PACKS_PER_STEP` packs."""
     count = data_parallel * micro_batches
     if count > MAX_PACKS_PER_STEP:
         raise UserError(
-            f"a step of {data_parallel:,} ranks with {micro_batches:,} micro-batches each has "
-            f"{count:,} packs; it may have at most {MAX_PACKS_PER_STEP:,}: give fewer "
-            "micro-batches or ranks"
+            f"{data_parallel:,} ranks x {micro_batches:,} micro-batches are {count:,} packs per "
+            f"step; give at most {MAX_PACKS_PER_STEP:,}"
         )

@@ -1,4 +1,4 @@
-"""Supported trainers and their constraints on plans; docs/trainers.md lists sources."""
+"""Trainers that plans can be made for, and their constraints (sources: docs/trainers.md)."""
 
 from collections.abc import Collection, Iterator
 from enum import StrEnum
@@ -28,32 +28,29 @@ class RecomputeFreedom(StrEnum):
     """Granularity of recomputation, from finest to coarsest."""
 
     LAYERS = "layers"  # any layers of any stage
-    STAGES = "stages"  # one number n per stage: first min(n, held) layers of every tower
-    LANGUAGE = "language"
-    """One n for the language model: first min(n, held) per stage; encoders all or none."""
-    ALL = "all"  # all language layers or none. All layers of an encoder or none
+    STAGES = "stages"  # a number n per stage: first min(n, held) layers of every tower
+    LANGUAGE = "language"  # one n: first min(n, held) language layers per stage; encoders as ALL
+    ALL = "all"  # all layers or none, by tower
 
 
 class StageRules(Frozen):
     """Constraints on stages, recomputation and encoder division."""
 
-    encoders_on_first: bool = False
-    """Whether the first stage must hold all encoders and the language embed."""
-    encoders_whole: bool = False
-    """Whether encoders are replicated on tensor-parallel ranks instead of divided."""
-    head_on_all_tokens: bool = False
-    """Whether the head also computes logits of tokens without loss (Megatron, Transformers)."""
-    language_everywhere: bool = False  # whether every stage must hold a language layer
+    encoders_on_first: bool = False  # stage 0 must hold all encoders and the language embedding
+    encoders_whole: bool = False  # tensor-parallel ranks replicate encoders
+    head_on_all_tokens: bool = False  # logits of tokens without loss too (Megatron, Transformers)
+    language_everywhere: bool = False  # every stage must hold a language layer
     recompute: RecomputeFreedom = RecomputeFreedom.LAYERS
 
     @property
     def is_free(self) -> bool:
-        """Whether stages are unconstrained; encoder division and head tokens only affect cost."""
+        """Whether stages are unconstrained."""
+        # Encoder division and head tokens affect costs only.
         costs = {"encoders_whole": False, "head_on_all_tokens": False}
         return self.model_copy(update=costs) == FREE
 
 
-FREE = StageRules()  # no constraints, as in this project's trainer
+FREE = StageRules()  # this project's trainer
 
 
 class Padding(StrEnum):
@@ -64,77 +61,71 @@ class Padding(StrEnum):
     EVERYWHERE = "everywhere"
 
     def applies(self, pipeline: int) -> bool:
-        """Whether packs are padded with `pipeline` stages."""
+        """Return whether packs are padded with `pipeline` stages."""
         return self is Padding.EVERYWHERE or (self is Padding.PIPELINES and pipeline > 1)
 
 
 class PackRules(Frozen):
     """Constraints on packs."""
 
-    tokens_alone: bool = False  # whether packs are limited by tokens only, not by encoder items
-    next_fit: bool = False
-    """Whether the trainer packs samples itself by next-fit in the plan's order."""
-    one_medium: bool = False
-    """Whether text-only samples and samples with items must not share a pack."""
+    tokens_alone: bool = False  # tokens are the only cap, not encoder items
+    next_fit: bool = False  # the trainer packs by next fit, in the plan's order of samples
+    one_medium: bool = False  # text-only samples and samples with items must not share a pack
     padded: Padding = Padding.NOWHERE
-    full_steps: bool = False
-    """Whether every step has equally many packs and the remainder is dropped."""
+    full_steps: bool = False  # of equally many packs; the remainder is dropped
 
 
-ANY_PACKS = PackRules()  # no constraints, as in this project's trainer
+ANY_PACKS = PackRules()  # this project's trainer
 
 
 class TrainerConstraints(Frozen):
     """Constraints and step options of a trainer; defaults are this project's."""
 
-    name: TargetName | None = None  # None for this project's own
-    title: str = "OmniBal"  # name as its users write it
-    version: str = ""  # version or commit that was read, empty for this project's own
+    name: TargetName | None = None  # None: this project's
+    title: str = "OmniBal"  # as its users write it
+    version: str = ""  # version or commit that was read
     stages: StageRules = StageRules()
     packs: PackRules = PackRules()
-    shardings: tuple[WeightSharding, ...] = tuple(WeightSharding)  # supported weight shardings
-    runtime: RuntimeOptions = OWN_RUNTIME  # default step options if an export does not set them
-    schedules: frozenset[str] = frozenset({"1f1b"})
-    """Supported pipeline schedules (`omnibal.pipeline.schedules.ScheduleName`)."""
+    shardings: tuple[WeightSharding, ...] = tuple(WeightSharding)
+    runtime: RuntimeOptions = OWN_RUNTIME  # default step options, unless an export sets them
+    schedules: frozenset[str] = frozenset({"1f1b"})  # of `omnibal.pipeline.schedules`
+    # Interleaving needs micro-batches in multiples of the stages, as Megatron-core 0.16.1 by
+    # default (`core/pipeline_parallel/schedules.py:995-1015`).
     fills_groups: bool = True
-    """Whether interleaving needs a multiple of the stages as number of micro-batches, as
-    Megatron-core (`core/pipeline_parallel/schedules.py:995-1015` of 0.16.1) by default."""
-    most_pipeline: Annotated[int | None, Field(ge=1)] = None
-    """Max pipeline stages, or None if unlimited."""
-    most_tensor: Annotated[int | None, Field(ge=1)] = None
-    tensor_across_nodes: bool = False
-    """Whether tensor-parallel ranks may be on several nodes, as in a launch line that says so."""
-    has_experts: bool = True  # whether expert parallelism is supported
-    has_adapters: bool = False  # whether exports include adapter flags for a frozen language model
-    has_alibi: bool = True  # whether positions may be ALiBi's, which Megatron-core 0.16.1 has not
+    max_pipeline: Annotated[int | None, Field(ge=1)] = None  # stages, None if unlimited
+    max_tensor: Annotated[int | None, Field(ge=1)] = None
+    tensor_across_nodes: bool = False  # set for launch lines that do so
+    has_experts: bool = True  # expert parallelism
+    has_adapters: bool = False  # exports of LoRA on a frozen language model
+    has_alibi: bool = True  # Megatron-core 0.16.1 has none
 
     @property
     def always_shards(self) -> bool:
         """Whether weights are always sharded over all data-parallel ranks."""
         return self.shardings == _FULLY
 
-    def held(self, parallel: Parallel) -> Parallel:
-        """Return sizes with the trainer's default sharding."""
+    def with_default_sharding(self, parallel: Parallel) -> Parallel:
+        """Return the sizes with weights sharded over all ranks if the trainer always does so."""
         if not self.always_shards or parallel.sharded > 1:
             return parallel
         return parallel.model_copy(update={"sharded": parallel.data})
 
     def model_obstacle(self, model: ModelConfig) -> str | None:
-        """Explain why the trainer cannot build a model, or return None."""
+        """Return why the trainer cannot build a model, or None."""
         if self.has_alibi or model.language.positions != "alibi":
             return None
         return f"{model.name} has ALiBi positions, and {self.title} has none"
 
     def check_shardings(self, shardings: Collection[WeightSharding]) -> None:
-        """Raise unless the trainer supports any of these shardings."""
+        """Raise UserError unless the trainer supports one of these shardings."""
         if not set(shardings).intersection(self.shardings):
             raise UserError(
-                f"--sharding {', '.join(shardings)} was given for {self.title}, whose weights are "
-                f"{' or '.join(self.shardings)}: leave it out, or give one of these"
+                f"--sharding {', '.join(shardings)} was given for {self.title}, which supports "
+                f"{' or '.join(self.shardings)}: leave --sharding out or change it"
             )
 
     def schedule_obstacle(self, name: str, stages: int, micro_batches: int) -> str | None:
-        """Explain why a schedule with these micro-batches per rank cannot run, or return None."""
+        """Return why a schedule with these micro-batches per rank cannot run, or None."""
         if name not in self.schedules:
             return f"{self.title} runs {words(sorted(self.schedules))}"
         if name == "interleaved" and self.fills_groups and micro_batches % stages:
@@ -145,22 +136,22 @@ class TrainerConstraints(Frozen):
         return None
 
     def limit_sizes(self, parallel: Parallel) -> Iterator[tuple[str, str, int, int]]:
-        """Yield option, name, value and limit of every size that the trainer does not support."""
-        most_expert = None if self.has_experts else 1
-        for option, name, size, most in (
-            ("--pp", "pipeline", parallel.pipeline, self.most_pipeline),
-            ("--tp", "tensor-parallel", parallel.tensor, self.most_tensor),
-            ("--ep", "expert-parallel", parallel.expert, most_expert),
+        """Yield option, name, value and max of every size above the trainer's max."""
+        max_expert = None if self.has_experts else 1
+        for option, name, size, max_size in (
+            ("--pp", "pipeline", parallel.pipeline, self.max_pipeline),
+            ("--tp", "tensor-parallel", parallel.tensor, self.max_tensor),
+            ("--ep", "expert-parallel", parallel.expert, max_expert),
         ):
-            if most is not None and size > most:
-                yield option, name, size, most
+            if max_size is not None and size > max_size:
+                yield option, name, size, max_size
 
     def check_sizes(self, parallel: Parallel) -> None:
-        """Raise if the trainer does not support these parallel sizes."""
-        for option, name, size, most in self.limit_sizes(parallel):
+        """Raise UserError unless the trainer supports these parallel sizes."""
+        for option, name, size, max_size in self.limit_sizes(parallel):
             raise UserError(
-                f"{option} {size} was given for {self.title}, whose {name} size is at most "
-                f"{most}: plan with `omnibal plan --for {self.name} {option} {most}`"
+                f"{option} {size} was given for {self.title}, with {name} size {max_size} at most: "
+                f"plan with `omnibal plan --for {self.name} {option} {max_size}`"
             )
         if parallel.data > 1:
             self.check_shardings((parallel.sharding,))
@@ -184,7 +175,7 @@ _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 _MEGATRON: dict[str, Any] = {
     "shardings": (WeightSharding.REPLICATED,),
     "schedules": frozenset({"1f1b", "interleaved"}),
-    # Of Megatron-LM exports, which request overlap and a loss per token.
+    # Exports for Megatron-LM set overlap and a loss per token.
     "runtime": _ENGINE.model_copy(update={"fused_loss": False, "kept_logits": 2}),
     "has_alibi": False,
 }
@@ -192,8 +183,8 @@ _FULLY_SHARDED: dict[str, Any] = {
     "stages": StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL),
     "shardings": _FULLY,
     "runtime": RuntimeOptions(scatters_weights_precision=True),
-    "most_pipeline": 1,
-    "most_tensor": 1,
+    "max_pipeline": 1,
+    "max_tensor": 1,
     "has_experts": False,
 }
 
@@ -244,9 +235,8 @@ TARGETS = {
     )
     if target.name is not None
 }
-"""Other trainers by name."""
 
 
 def trainer_of(name: TargetName | None) -> TrainerConstraints:
-    """Constraints of the trainer in `made_for` of a plan, None is this project's."""
+    """Return the constraints of a plan's `made_for`; None is this project's trainer."""
     return OWN if name is None else TARGETS[name]

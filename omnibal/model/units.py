@@ -1,11 +1,11 @@
-"""The model as an ordered list of units, and the features that their costs depend on.
+"""The model as a list of units, and the features that unit costs are linear in.
 
     for every encoder: NAME_embed, NAME_layer * layers, its projector
     then: language_embed, language_layer * layers, head
 
-A stage is a contiguous run of units; units of one kind cost the same. A single encoder's projector
-is "projector", else "NAME_projector". Deepstack features cross every cut up to their language
-layer, so layers have one kind per number of carried features.
+A stage is a contiguous run of units; units of a kind cost the same. A single encoder's projector is
+"projector", else "NAME_projector". Stages pass deepstack features on up to their language layer, so
+a layer has a kind per number of carried features.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,109 +19,106 @@ from omnibal.model.levels import Level
 LANGUAGE = "language"
 LANGUAGE_EMBED = "language_embed"
 HEAD = "head"
-EXCHANGED = "exchanged_tokens"
-"""Feature of a share: tokens exchanged by attention, the maximum over the pack's ranks."""
+EXCHANGED = "exchanged_tokens"  # by attention of a shared pack: max over its ranks
+# Waits for data-parallel encoders before the first forward and after the last backward.
 ENCODER_WAITS_MS = ("beside_forward_ms", "beside_backward_ms")
-"""Waits for data-parallel encoders before the first forward and after the last backward."""
+# Exchange of sharded weights that forward and backward do not hide.
 EXPOSED_MS = ("exposed_forward_ms", "exposed_backward_ms")
-"""Features with sharded weights: exposed exchange in forward and backward, as times."""
 
 
 def host_features(layer: str) -> tuple[str, str]:
-    """Features of a kind of layer: waits for the host in forward and backward, as times."""
+    """Return the features of a layer kind's waits for kernel launches, forward and backward."""
     return f"host_forward_ms:{layer}", f"host_backward_ms:{layer}"
 
 
 def is_time(feature: str) -> bool:
-    """Whether a feature is a time, and no sum over samples."""
+    """Return whether a feature is a time, not a sum over samples."""
     return feature.partition(":")[0].endswith("_ms")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitKind:
-    """Kind of unit that a pipeline stage may hold."""
+    """Kind of unit of a pipeline stage."""
 
-    name: str  # name of the kind, such as "vision_layer"
+    name: str  # such as "vision_layer"
     tower: str  # name of the encoder, or "language"
-    part: str  # part trained or frozen as a unit: a tower or a projector
-    is_layer: bool  # whether it is a transformer layer, which can be recomputed
-    layer: LayerKind | None = None  # attention and feed-forward of a language layer, else None
-    is_windowed: bool = False  # whether an encoder layer attends within windows
-    has_deepstack: bool = False  # whether a deepstack projector takes an encoder layer's output
-    carried: int = 0  # deepstack features sent over a cut after the unit
-    without_carried: str = ""  # name shared by kinds that differ only in `carried`, empty: its own
-    period: int = 1  # period of the tower's layer kinds
+    part: str  # trained or frozen as a whole: a tower or a projector
+    is_layer: bool  # a transformer layer, which can be recomputed
+    layer: LayerKind | None = None  # of a language layer
+    is_windowed: bool = False  # encoder layer with window attention
+    has_deepstack: bool = False  # encoder layer with a deepstack projector
+    carried: int = 0  # deepstack features that a cut after the unit sends on
+    without_carried: str = ""  # name shared by kinds that differ only in `carried`; "": `name`
+    period: int = 1  # of the tower's layer kinds
     places: tuple[int, ...] = (0,)  # layers of the first period with this kind
 
     def is_like(self, other: "UnitKind") -> bool:
-        """Whether two kinds differ only in `carried`."""
+        """Return whether two kinds differ at most in `carried`."""
         return self.tower == other.tower and self.measured_name == other.measured_name
 
     @property
     def measured_name(self) -> str:
-        """Name for measurements, shared by kinds that differ only in `carried`."""
+        """Name in a profile, shared by kinds that differ only in `carried`."""
         return self.without_carried or self.name
 
     @property
     def is_embed(self) -> bool:
-        """Whether it is the first unit of its tower."""
         return self.name == f"{self.tower}_embed"
 
     @property
     def is_projector(self) -> bool:
-        """Whether it is an encoder's projector."""
         return self.name == self.part
 
     @property
-    def words(self) -> str:
-        """Name of a non-layer unit in words: "vision embed", "projector", "head"."""
+    def plan_name(self) -> str:
+        """Name in plan.json, except of layers: "vision embed", "projector", "head"."""
         first, _, last = self.name.rpartition("_")
         return f"{first} {last}".strip()
 
     def has_layer(self, number: int) -> bool:
-        """Whether layer `number` of the tower is of this kind."""
+        """Return whether layer `number` of the tower is of this kind."""
         return self.is_layer and number % self.period in self.places
 
 
 def unit_kinds(model: ModelConfig) -> tuple[UnitKind, ...]:
-    """List the model's unit kinds in order of first occurrence."""
-    return _units(model)[0]
+    """Return the model's unit kinds in order of first occurrence."""
+    return _kinds_and_names(model)[0]
 
 
 def unit_names(model: ModelConfig) -> tuple[str, ...]:
-    """List every unit's kind name, in model order."""
-    return _units(model)[1]
+    """Return the kind name of every unit, in model order."""
+    return _kinds_and_names(model)[1]
 
 
 def layer_names(model: ModelConfig, tower: str) -> tuple[str, ...]:
-    """List the measured name of every layer of a tower."""
+    """Return the measured name of every layer of a tower."""
     kinds = {kind.name: kind for kind in unit_kinds(model)}
     units = (kinds[name] for name in unit_names(model))
     return tuple(unit.measured_name for unit in units if unit.tower == tower and unit.is_layer)
 
 
-def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
+def _kinds_and_names(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
+    """Return all kinds, and every unit's kind name."""
     kinds: dict[str, UnitKind] = {}
     names: list[str] = []
-    carried = sum(each.deepstack_features for each in model.encoders_elsewhere.values())
+    carried = sum(tower.deepstack_features for tower in model.encoders_elsewhere.values())
     for name, tower in model.encoders.items():
         part = projector_name(model, name)
-        embed, *layers = _encoder_units(name, tower, carried)
+        embed, *layers = _encoder_kinds(name, tower, carried)
         carried = layers[-1].carried if layers else carried
         projector = UnitKind(name=part, tower=name, part=part, is_layer=False, carried=carried)
-        each = [embed, *layers, projector]
         kinds |= {kind.name: kind for kind in (embed, *_with_places(layers), projector)}
-        names += [kind.name for kind in each]
+        names += [kind.name for kind in (embed, *layers, projector)]
     embed, *layers, head = _language_units(model, carried)
+    # Carried features make the first layers differ, so their kinds have no period.
     period = None if carried else sum(run.layers for run in model.language.runs) or 1
     kinds |= {kind.name: kind for kind in (embed, *_with_places(layers, period), head)}
     names += [kind.name for kind in (embed, *layers, head)]
     return tuple(kinds.values()), tuple(names)
 
 
-def _encoder_units(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
-    """Embed and layers of an encoder; `carried` features of earlier encoders cross its cuts."""
-
+def _encoder_kinds(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
+    """Return embed and layers of an encoder; its cuts send on `carried` features of others."""
     embed = UnitKind(name=f"{name}_embed", tower=name, part=name, is_layer=False, carried=carried)
     base = UnitKind(name=f"{name}_layer", tower=name, part=name, is_layer=True, carried=carried)
     if not isinstance(tower, ImagesEncoder):
@@ -132,36 +129,36 @@ def _encoder_units(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
 def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
     windowed = tower.is_windowed(number)
     deepstack = number in tower.deepstack_layers
-    alike = f"{base.name}{'_window' * windowed}{'_deepstack' * deepstack}"
+    name = f"{base.name}{'_window' * windowed}{'_deepstack' * deepstack}"
     carried = base.carried + sum(layer <= number for layer in tower.deepstack_layers)
     return replace(
         base,
-        name=f"{alike}{_carrying(carried)}",
+        name=f"{name}{_carried_suffix(carried)}",
         is_windowed=windowed,
         has_deepstack=deepstack,
         carried=carried,
-        without_carried=alike,
+        without_carried=name,
     )
 
 
 def _language_units(model: ModelConfig, carried: int) -> list[UnitKind]:
-    """Units of the language model. The first `carried` layers take a deepstack feature each."""
     kinds = model.language.kinds
-    # Layers without carried features share one object.
-    alike = {id(layer): _language_kind(layer.name, layer=layer) for layer in kinds}
+    # Layers of a kind share an object: models have up to 1,000 layers, and are listed often.
+    plain = {id(layer): _language_kind(layer.name, layer=layer) for layer in kinds}
+    # Layer i takes deepstack feature i; a cut behind it sends on the others.
     carrying = [
         _language_kind(layer.name, layer=layer, carried=carried - 1 - number)
         for number, layer in enumerate(kinds[: max(carried - 1, 0)])
     ]
     embed = _language_kind(LANGUAGE_EMBED, carried=carried)
-    others = [alike[id(layer)] for layer in kinds[len(carrying) :]]
+    others = [plain[id(layer)] for layer in kinds[len(carrying) :]]
     return [embed, *carrying, *others, _language_kind(HEAD)]
 
 
 def _language_kind(name: str, *, layer: LayerKind | None = None, carried: int = 0) -> UnitKind:
     return UnitKind(
-        # There is one language embed.
-        name=f"{name}{_carrying(carried if layer else 0)}",
+        # The only embed needs no suffix.
+        name=f"{name}{_carried_suffix(carried if layer else 0)}",
         tower=LANGUAGE,
         part=LANGUAGE,
         is_layer=layer is not None,
@@ -171,12 +168,12 @@ def _language_kind(name: str, *, layer: LayerKind | None = None, carried: int = 
     )
 
 
-def _carrying(features: int) -> str:
+def _carried_suffix(features: int) -> str:
     return f"_carrying{features}" if features else ""
 
 
 def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[UnitKind]:
-    """Kinds of a tower's layers with their places in a period (default: all layers)."""
+    """Return the kinds of a tower's layers with their places in a period (default: all layers)."""
     period = period or len(layers) or 1
     if len({kind.name for kind in layers}) == 1:
         period = 1
@@ -192,15 +189,15 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deepstack:
-    """Output of a deepstack projector, from an encoder layer to an early language layer."""
+    """Output of an encoder layer's deepstack projector, added in an early language layer."""
 
-    name: str  # name of the features and of the projector: "vision_deepstack.0"
-    tower: str  # name of the encoder, which is trained or frozen with the projector
-    layer: int  # encoder layer number, from 0
+    name: str  # of the features and the projector: "vision_deepstack.0"
+    tower: str  # encoder that is trained or frozen with the projector
+    layer: int  # of the encoder, from 0
 
 
 def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
-    """List a model's (or separate language model's) deepstack features by consuming layer."""
+    """Return the deepstack features by consuming language layer, of encoders elsewhere too."""
     return tuple(
         Deepstack(name=f"{name}_deepstack.{index}", tower=name, layer=layer)
         for name, tower in (model.encoders_elsewhere | model.encoders).items()
@@ -210,42 +207,42 @@ def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
 
 
 def projector_name(model: ModelConfig, encoder: str) -> str:
-    """Name of an encoder's projector, also as a trained or frozen part."""
+    """Return the name of an encoder's projector, as unit kind and part."""
     return "projector" if len(model.encoders) == 1 else f"{encoder}_projector"
 
 
 def projector_unit(model: ModelConfig, encoder: str) -> str:
-    """Name of an encoder's projector among a stage's units, in words."""
+    """Return the name of an encoder's projector in plan.json."""
     return projector_name(model, encoder).replace("_", " ")
 
 
 def model_parts(model: ModelConfig) -> tuple[str, ...]:
-    """List the parts that can be frozen, in model order."""
+    """Return the parts that can be frozen, in model order."""
     return tuple(dict.fromkeys(kind.part for kind in unit_kinds(model)))
 
 
 def frozen_mistake(model: ModelConfig, frozen: Collection[str]) -> str | None:
-    """Error message for an invalid choice of frozen parts, else None."""
+    """Return an error message for an invalid choice of frozen parts, else None."""
     parts = model_parts(model)
     unknown = sorted(set(frozen) - set(parts))
     if unknown:
         return (
-            f"frozen names {', '.join(unknown)}, which {model.name} does not have; it may name "
-            f"{', '.join(parts)}: correct it or leave it out"
+            f"frozen names {', '.join(unknown)}, and {model.name} has only the parts "
+            f"{', '.join(parts)}"
         )
     if len(set(frozen)) == len(frozen) < len(parts):
         return None
     return (
-        f"frozen names {', '.join(frozen)}; it must name each part at most once and leave one to "
-        "train: leave one out"
+        f"frozen names {', '.join(frozen)}; it must name each part at most once and leave a part "
+        "to train: leave one out"
     )
 
 
 def feature_names(model: ModelConfig) -> tuple[str, ...]:
-    """List the micro-batch features that unit times and memory are linear in.
+    """Return the micro-batch features that unit times and memory are linear in.
 
-    One; items of every encoder, for images also squared tokens; tokens and squared sample tokens;
-    attended pairs per attention window; tokens with loss.
+    1; items of every encoder, of images also squared tokens; tokens and squared tokens of samples;
+    attended pairs per window size; tokens with loss.
     """
     squares = dict.fromkeys(tower.squares for tower in model.encoders.values() if tower.squares)
     windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
@@ -254,7 +251,7 @@ def feature_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def feature_names_at(features: Sequence[str], levels: Sequence[Level]) -> tuple[str, ...]:
-    """List the features of shares: the model's, plus exchanged tokens if any level shares packs."""
+    """Return the features of shares: with context parallelism, exchanged tokens too."""
     shared = any(level.context > 1 for level in levels)
     return (*features, EXCHANGED) if shared else tuple(features)
 
@@ -263,10 +260,10 @@ _SQUARED, _WINDOWED = "squared_tokens", "squared_tokens_window"
 
 
 def attended_feature(layer: LayerKind) -> str:
-    """Name of a layer's attention feature: t^2 - max(t - window, 0)^2 per sample."""
+    """Return a layer's attention feature: t^2 - max(t - window, 0)^2 per sample of t tokens."""
     return _SQUARED if layer.window is None else f"{_WINDOWED}{layer.window}"
 
 
 def window_of_feature(name: str) -> int | None:
-    """Attention window width of a feature, None for other features."""
+    """Return the window size of an attention feature, None for other features."""
     return int(name.removeprefix(_WINDOWED)) if name.startswith(_WINDOWED) else None

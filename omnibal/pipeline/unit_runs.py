@@ -33,7 +33,7 @@ def unit_spans(model: ModelConfig) -> tuple[Span, ...]:
             layer = next(numbers[kind.tower])
             spans.append(Span(kind.tower, range(layer, layer + 1)))
         else:
-            spans.append(Span(kind.words))
+            spans.append(Span(kind.plan_name))
     return tuple(spans)
 
 
@@ -43,7 +43,7 @@ def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
         [
             sum(map(kind.has_layer, stage.layers(kind.tower)))
             if kind.is_layer
-            else stage.holds(kind.words)
+            else stage.holds(kind.plan_name)
             for kind in kinds
         ],
         np.int64,
@@ -107,7 +107,7 @@ def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:
 
 def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
     if unit.layers is None:
-        return next(kind for kind in kinds if kind.words == unit.name)
+        return next(kind for kind in kinds if kind.plan_name == unit.name)
     (layer,) = unit.layers
     return next(kind for kind in kinds if kind.tower == unit.name and kind.has_layer(layer))
 

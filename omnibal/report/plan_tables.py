@@ -250,7 +250,7 @@ def plan_facts(
     if prediction.gpu_days is not None:
         entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
     if plan.adapters is not None:
-        entries.append(("adapters", plan.adapters.words))
+        entries.append(("adapters", plan.adapters.summary))
         known = {*plan.adapters.parts, *plan.frozen}
         fully = [part for part in model_parts(plan.model) if part not in known]
         entries.append(("fully trained", ", ".join(fully) or "nothing"))

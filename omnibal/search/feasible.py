@@ -229,7 +229,7 @@ def _kinds_of_request(
         text = f"--sharding auto instead of {WeightSharding.REPLICATED}"
         yield "--sharding auto", [(text, replace(request, job=divided))]
     ways = (WeightSharding.HYBRID, WeightSharding.FULL)
-    layouts = [layout for way in ways if (layout := parallel.held(way, job.cluster))]
+    layouts = [layout for way in ways if (layout := parallel.with_sharding(way, job.cluster))]
     more = [{"sharded": new.sharded} for new in layouts if new.sharded > parallel.sharded]
     yield "--sharding hybrid or full", _at_sizes(request, more)
     if job.trainer.stages.encoders_on_first:
@@ -278,7 +278,7 @@ def _at_sizes(
         if old.sharded == old.data > 1:
             usual["sharded"] = sizes.get("data", old.data)  # stays over all ranks
         with suppress(UserError):
-            new = job.trainer.held(old.changed(**{**usual, **sizes}))
+            new = job.trainer.with_default_sharding(old.with_sizes(**{**usual, **sizes}))
             changed = request
             if new.sharding is not old.sharding:
                 changed = replace(request, job=replace(job, encoder_shardings=(new.sharding,)))

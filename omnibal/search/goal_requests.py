@@ -139,7 +139,7 @@ class GoalRequests:
             return ()
         if self.goal.free.shardings is None:
             return (job.parallel,)
-        held = (job.parallel.held(way, job.cluster) for way in self.goal.shardings)
+        held = (job.parallel.with_sharding(way, job.cluster) for way in self.goal.shardings)
         every = tuple(dict.fromkeys(parallel for parallel in held if parallel is not None))
         allowed = tuple(parallel for parallel in every if job.allows(parallel))
         if every:

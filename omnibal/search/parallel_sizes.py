@@ -223,7 +223,7 @@ def layouts_of(
         for expert in expert_sizes(job.model, tensor, gpus // tensor // pipeline)
     ]
     # None: impossible
-    held = ((way, parallel.held(way, job.cluster)) for parallel in whole for way in ways)
+    held = ((way, parallel.with_sharding(way, job.cluster)) for parallel in whole for way in ways)
     always = job.trainer.always_shards
     # On one rank sharded and replicated are equal, unless the trainer always shards.
     return list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))

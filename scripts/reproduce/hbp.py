@@ -169,7 +169,7 @@ def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
         cluster=measured.name, products=1.33 * share, grouped=1.33 * share, attention=1.2 * share
     )
     peaks = measured.tflops(PRECISION), preset.tflops(PRECISION)
-    rates = measured.rates[PRECISION].of_peak(*peaks, scales)
+    rates = measured.rates[PRECISION].scale_to_peak(*peaks, scales)
     return preset.model_copy(update={"rates": {PRECISION: rates}, "host_us": 0.0})
 
 

@@ -104,7 +104,7 @@ def scheduled(packs: list[list[int]], lengths: Lengths, ranks: int, seed: int) -
 
 def files_for(target: TargetName, packs: ScheduledPacks, lengths: Lengths, ranks: int) -> PlanFiles:
     """A plan of one stage that trains these packs."""
-    parallel = TARGETS[target].held(Parallel(pipeline=1, data=ranks))
+    parallel = TARGETS[target].with_default_sharding(Parallel(pipeline=1, data=ranks))
     stages = stages_of(MODEL, MODEL.language.layers)
     files = plan_files(packs, lengths, stages, parallel=parallel, precision="bf16")
     plan = files.plan.model_copy(update={"made_for": target})

@@ -105,9 +105,9 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("towers", "frozen", "message"),
     [
-        ("vision language", "audio", "which small vision language does not have; it may be vision"),
+        ("vision language", "audio", "small vision language has only the parts vision"),
         ("vision audio language", "projector", "vision, vision_projector, audio, audio_projector,"),
-        ("language", "language", "the whole model"),
+        ("language", "language", "leaves no part to train"),
     ],
 )
 def test_parts_to_freeze_are_the_model_s(

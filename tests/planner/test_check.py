@@ -337,10 +337,10 @@ EDITS = [
     ("data.steps_sha256", "0" * 64, "steps_sha256 is 000000000000, and the packs' steps have"),
     ("data", None, "neither data nor shapes, so no steps"),
     ("parallel.pipeline", 3, "2 entries in stages for pipeline size 3, which needs 3"),
-    ("parallel.sharded", 3, "parallel: sharded 3, .* must divide data 2: choose a divisor of 2"),
+    ("parallel.sharded", 3, "parallel: sharded 3, .* must divide data 2"),
     ("cluster.memory_gib", 1e-3, "is predicted to need"),
-    ("frozen", ["vision", "vision"], "each part at most once and leave one to train"),
-    ("frozen", ["vision", "projector", "language"], "at most once and leave one to train"),
+    ("frozen", ["vision", "vision"], "each part at most once and leave a part to train"),
+    ("frozen", ["vision", "projector", "language"], "at most once and leave a part to train"),
     ("prediction.stages", [], r"0 entries for 2 stages.*remove `prediction`"),
     ("schema_version", 1, r"schema_version: .* 2 \(given: 1\); make the plan again"),
     ("schema_version", 3, r"plan\.json"),
@@ -364,7 +364,7 @@ LOCKSTEP = {"model.language.runs": [EXPERTS], "parallel.expert": 2}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"levels[1].context": 3}, "context is 3, and must be a power of two"),
+        ({"levels[1].context": 3}, "context 3 must be a power of two"),
         ({"levels[1].context": 8}, "context is 8, and must divide the 4 data-parallel ranks"),
         ({"levels[1].context": True}, "context"),
         ({"levels[1].context": 2.0}, "context"),

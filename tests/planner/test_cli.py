@@ -362,7 +362,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (PLAN + " --memory-gib inf -o p", "--memory-gib inf: must be a finite number"),
         (PLAN + " --network-gb-per-s inf -o p", "--network-gb-per-s inf: must be a finite"),
         (PLAN + " --max-tokens 99999999999 -o p", "less than or equal to 2147483647"),
-        (PLAN + " --dp 2 --micro-batches 1000000 -o p", "may have at most 1,000,000"),
+        (PLAN + " --dp 2 --micro-batches 1000000 -o p", "at most 1,000,000"),
         (PACK + " {lengths} --dp 2 -o .", "is a directory"),
         ("report absent -o new/r.html", "plan.json: no such file"),
         ("report absent --run {lengths} -o r.html", "give the directory of the run"),
@@ -548,7 +548,7 @@ def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch,
     output, mine = tmp_path / "profile.json", tmp_path / "mine.toml"
     command = f"{PROFILE} --precision fp32 -o {output} --cluster"
     assert "give both or none" in failure(capsys, f"{PROFILE} -o {output} --cluster h100-80g")
-    assert "are one file" in failure(capsys, f"{command} h100-80g --cluster-output {output}")
+    assert "are the same file" in failure(capsys, f"{command} h100-80g --cluster-output {output}")
     assert not mine.exists()
     run(f"{command} laptop-cpu --cluster-output", mine)
     plan = PLAN.replace("laptop-cpu", str(mine)) + " --precision fp32 --lengths"

@@ -96,10 +96,10 @@ def scaled(**changes):
     [
         (scaled(low_frequency_factor=4), "must be below high_frequency_factor"),
         (scaled(factor=0), "factor"),
-        (scaled() | {"rope_factor": 2.0}, "in two ways"),
+        (scaled() | {"rope_factor": 2.0}, "are exclusive"),
         (
             DIGITS.language.model_dump() | {"rope_factor": 2.0},
-            r"rope_factor 2\.0 scales RoPE beyond max_positions",
+            r"rope_factor 2\.0 needs max_positions",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_scalings_that_cannot_be_are_refused(language, expected):
 def test_an_encoder_has_a_name_of_its_own(name):
     """Prevents two parts of one name, and stages that cannot be read back from their words."""
     encoders = {name: DIGITS.vision.model_dump()}
-    with pytest.raises(ValueError, match="choose another, such as vision or audio"):
+    with pytest.raises(ValueError, match="letters and digits, such as vision"):
         ModelConfig(name="x", language=DIGITS.language, encoders=encoders)
 
 

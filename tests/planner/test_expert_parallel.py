@@ -50,7 +50,7 @@ TWO_KEY_HEADS = expert_model().with_tower("language", kv_heads=2)
         # Experts of width 5 are whole.
         (TWO_KEY_HEADS, parallel_of(2, 1, 1, 1), None),
         (TWO_KEY_HEADS, Parallel(tensor=2, pipeline=1), "without sequence parallelism"),
-        (MODEL, parallel_of(1, 1, 2, 2), "no experts to share out: leave --ep out"),
+        (MODEL, parallel_of(1, 1, 2, 2), "no experts: leave --ep out"),
     ],
 )
 def test_experts_are_shared_out_evenly(model, parallel, words):
@@ -73,13 +73,14 @@ def test_sizes_that_do_not_nest_are_refused():
 def test_groups_that_divide_weights_hold_whole_groups_of_experts_or_parts():
     """Prevents: ranks in lockstep with a part of another group, where sizes are changed."""
     three = Parallel(pipeline=1, data=48, expert=3)
-    assert three.held(WeightSharding.HYBRID, CLUSTER) is None
-    assert three.held(WeightSharding.FULL, CLUSTER).sharded == 48
+    assert three.with_sharding(WeightSharding.HYBRID, CLUSTER) is None
+    assert three.with_sharding(WeightSharding.FULL, CLUSTER).sharded == 48
     for expert in (2, 16):
-        held = Parallel(pipeline=1, data=48, expert=expert).held(WeightSharding.HYBRID, CLUSTER)
+        sizes = Parallel(pipeline=1, data=48, expert=expert)
+        held = sizes.with_sharding(WeightSharding.HYBRID, CLUSTER)
         assert held.sharded == 8
         with pytest.raises(UserError, match=r"sharded 8, .* must divide the 3 data-parallel ranks"):
-            held.changed(expert=3)
+            held.with_sizes(expert=3)
     lengths = Samples(lengths=example_lengths(), caps=Caps.of(tiles=8, tokens=320))
     twelve = LayerRun(layers=1, experts=EXPERTS.model_copy(update={"experts": 12}))
     model = MODEL.with_tower("language", runs=(twelve,))

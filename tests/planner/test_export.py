@@ -327,7 +327,7 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
         ((plan, "--to", data / "export"), "is not a directory"),
         ((plan, "--to", folder, "--data", tmp_path / "fewer.jsonl"), "has 299 samples, and the"),
         ((plan, "--to", folder, "--data", folder), "is or holds"),
-        ((plan, "--to", plan / "export"), f"lies in {plan}"),
+        ((plan, "--to", plan / "export"), f"is inside {plan}"),
         ((plan, "--to", folder, "--data", plan / "packs.parquet"), "is a Parquet file"),
         ((plan, "--to", folder, "--data", tmp_path / "counted"), "JSONL that it was made from"),
         ((plan, "--to", folder, "--data", plan), "is a folder"),

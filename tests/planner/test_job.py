@@ -40,9 +40,9 @@ MEASURED = CostSource(PROFILE)
             {"cost_source": MEASURED, "parallel": Parallel(tensor=2, pipeline=1)},
             "tensor size 1 but the plan has 2",
         ),
-        ({"frozen": ("vision", "projector", "language")}, "leave one to train"),
+        ({"frozen": ("vision", "projector", "language")}, "leave a part to train"),
         ({"frozen": ("vision", "vision")}, "at most once"),
-        ({"frozen": ("audio",)}, "audio, which .* does not have; .* vision, projector, language"),
+        ({"frozen": ("audio",)}, "audio, and .* has only the parts vision, projector, language"),
         (
             {"cluster": load_cluster("laptop-cpu").model_copy(update={"peak_tflops": {}})},
             "peak_tflops has no rate for fp32",

@@ -269,7 +269,7 @@ def test_versions_follow_content_and_time(tmp_path):
 def test_what_takes_no_url_says_so(capsys, tmp_path, monkeypatch, command, option):
     """Prevents results in a local folder named s3:, and errors about paths that nobody gave."""
     monkeypatch.chdir(tmp_path)
-    assert f"error: {option}: is a URL, by which only data is read" in failure(capsys, command)
+    assert f"error: {option}: only data may be a URL" in failure(capsys, command)
     assert not list(tmp_path.iterdir())
 
 
@@ -307,7 +307,7 @@ def test_processes_share_it(tmp_path):
             with (tmp_path / "bytes").open("r+b") as ledger:
                 fcntl.flock(ledger, fcntl.LOCK_EX)
                 held = sum(path.stat().st_size for path in tmp_path.glob("??/*"))
-            assert held <= cache.most_bytes
+            assert held <= cache.max_bytes
             for child in set(left):
                 done, status = os.waitpid(child, os.WNOHANG)
                 if done:

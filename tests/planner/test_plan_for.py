@@ -48,7 +48,7 @@ def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths
     """Prevents a trainer that no plan can be made for, a plan that other commands refuse or that is
     predicted to be faster under limits, and exports of other packs or steps."""
     target, plan, folder = TARGETS[name], tmp_path / "plan", tmp_path / "export"
-    sizes = "--dp 2" if target.most_pipeline == 1 else "--pp 2 --dp 2"
+    sizes = "--dp 2" if target.max_pipeline == 1 else "--pp 2 --dp 2"
     caps = "--max-tokens 512" if target.packs.tokens_alone else "--max-tokens 512 --max-tiles 8"
     options = f"{sizes} {caps} --micro-batches 3 --epochs 2 --packing isf --for {name} --lengths"
     summary, notes = run(capsys, f"{DIGITS} {options}", lengths_file, "-o", plan)
@@ -136,7 +136,7 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path, sizes):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--for xtuner --pp 2", "--pp 2 was given for XTuner v1, whose pipeline size is at most 1"),
+        ("--for xtuner --pp 2", "--pp 2 was given for XTuner v1, with pipeline size 1 at most"),
         ("--for ms-swift-deepspeed --tp 2", "`omnibal plan --for ms-swift-deepspeed --tp 1`"),
         ("--for ms-swift --max-tiles 8", "--max-tiles cannot be given with --for"),
         ("--for ms-swift --limit loss_tokens=99", "packs by tokens alone"),

@@ -7,7 +7,7 @@ from cli_cases import failure
 
 from omnibal.base.errors import StorageError
 from omnibal.base.printable import printable, without_secrets
-from omnibal.base.remote_path import RemotePath, _answering
+from omnibal.base.remote_path import RemotePath, _open_storage
 from omnibal.data.scan import BadSample, write_skipped
 
 CANARY = "c4n4ry"
@@ -63,6 +63,6 @@ def test_lists_of_skipped_samples_have_no_secrets(tmp_path):
 def test_backends_do_not_print_secrets(secret):
     """Prevents: a storage library's message repeats a part of the URL, and so its password."""
     path = RemotePath(f"memory://{secret}")
-    with pytest.raises(StorageError, match="bad name") as raised, _answering(path):
+    with pytest.raises(StorageError, match="bad name") as raised, _open_storage(path):
         raise ValueError(f"bad name {secret}")
     assert CANARY not in printable(str(raised.value))

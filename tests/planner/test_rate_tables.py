@@ -41,11 +41,11 @@ HEADS = "tokens = 4096, heads = 8, kv_heads = 8, head_size = 128, value_size = 1
         (f"tflops = 989\nattention = [{{{HEADS}, share = 2.1}}]", "share: .*than or equal to 2"),
         (
             f"products = [{{{SHAPE}, ms = 1}}, {{{SHAPE}, ms = 2}}]",
-            "products: rows 512, inner 1024, outer 1024 is given 2 times; keep one",
+            "products: rows 512, inner 1024, outer 1024 is given 2 times; drop",
         ),
-        (f"products = [{{{SHAPE}}}]", "either ms or share, one of the two"),
-        (f"tflops = 989\nproducts = [{{{SHAPE}, ms = 1, share = 0.5}}]", "either ms or share"),
-        (f"products = [{{{SHAPE}, share = 0.5}}]", "without the peak that they are of; add tflops"),
+        (f"products = [{{{SHAPE}}}]", "ms or share, not both"),
+        (f"tflops = 989\nproducts = [{{{SHAPE}, ms = 1, share = 0.5}}]", "ms or share, not"),
+        (f"products = [{{{SHAPE}, share = 0.5}}]", "need the peak that they refer to: add tflops"),
         (f"products = [{{{SHAPE}, ms = 1, of = 'sideways'}}]", "of: Input should be 'forward'"),
         ("collectives = [{kind = 'gossip', ranks = 2, bytes = 8, ms = 1}]", "kind: Input should"),
         ("collectives = [{kind = 'send', ranks = 2, bytes = 8}]", r"or latency_us and gb_per_s"),
@@ -184,5 +184,5 @@ def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
         assert one.share == pytest.approx(min(1.1 * other.share, 1))
     assert rates.grouped == RATES.grouped
     path = written(tmp_path, f"{plain}\n[rates_of]\ncluster = 'laptop-cpu'\n")
-    with pytest.raises(UserError, match=r"rates_of names laptop-cpu, which has no table of rates"):
+    with pytest.raises(UserError, match=r"rates_of names laptop-cpu, which has no rates"):
         load_cluster(str(path))

@@ -217,7 +217,7 @@ def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
     told = failure(capsys, *anew, tmp_path / "new", "--nodes", MAX_DEVICES)
     assert "a job has 1,000,000 at most: give fewer nodes" in told
     told = failure(capsys, *anew, tmp_path / "plan" / "new", "--gpus", 4)
-    assert "which this command reads" in told
+    assert "an input of this command" in told
 
 
 def test_devices_without_room_for_a_schedule_go_on_in_another(tmp_path):

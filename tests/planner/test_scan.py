@@ -481,7 +481,7 @@ def test_workers_that_end_badly(tmp_path):
     """Prevents a scan that waits for ever for a worker that the system killed, and tracebacks."""
     tasks = list("abcdefgh")
     assert sorted(map_unordered(work, tasks, 3)) == list("ABCDEFGH")
-    with pytest.raises(UserError, match=r"ended from outside \(SIGKILL\).*--processes"):
+    with pytest.raises(UserError, match=r"was killed \(SIGKILL\).*--processes"):
         list(map_unordered(work, [*tasks, "killed", *tasks], 3))
     with pytest.raises(FileNotFoundError, match=r"x\.jsonl") as error:
         list(map_unordered(work, [*tasks, "error"], 3))

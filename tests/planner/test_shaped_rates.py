@@ -15,7 +15,7 @@ from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, load_model
 from omnibal.model.parallel import Parallel
-from omnibal.model.rate_tables import CollectiveTime, Pass, ProductTime, Rates
+from omnibal.model.rate_tables import CollectiveTime, ProductPass, ProductTime, Rates
 from omnibal.model.units import feature_names
 
 pytestmark = pytest.mark.quick
@@ -51,7 +51,7 @@ def test_a_product_is_as_measured_or_between(measured, rows, inner, outer):
     rates = [2 * one.rows * one.inner * one.outer / one.ms for one in measured]
     rate = 2 * rows * inner * outer / times.ms("forward", rows, inner, outer)
     assert min(rates) * (1 - 1e-9) <= rate <= max(rates) * (1 + 1e-9)
-    for of in get_args(Pass):
+    for of in get_args(ProductPass):
         fitted = times.line(of, inner, outer)
         fitted_ms = fitted.fixed_ms + fitted.each_ms * rows
         assert fitted.fixed_ms >= 0

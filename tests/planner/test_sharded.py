@@ -317,10 +317,9 @@ def test_stages_of_divided_weights_send_over_the_links_of_the_whole_job() -> Non
 def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
     """Prevents: plans for FSDP refused as if every rank held the model whole."""
     large, data = load_model("internvl2-26b"), data_of(example_lengths(count=600), 32, tiles=40)
-    own, other = (
-        job(32, model=large, trainer=trainer, parallel=trainer.held(Parallel(pipeline=1, data=32)))
-        for trainer in (OWN, XTUNER)
-    )
+    sizes = Parallel(pipeline=1, data=32)
+    own = job(32, model=large, trainer=OWN, parallel=sizes)
+    other = job(32, model=large, trainer=XTUNER, parallel=XTUNER.with_default_sharding(sizes))
     with pytest.raises(UserError, match="needs"):
         make_plan(PlanRequest(job=own, data=data))
     prediction = make_plan(PlanRequest(job=other, data=data)).plan.prediction
@@ -356,8 +355,8 @@ def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> No
     ("changes", "message"),
     [
         ({"precision": "fp8"}, "--precision fp8 excludes sharded weights"),
-        ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, whose weights are replicated"),
-        ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, whose weights are full"),
+        ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, which supports replicated"),
+        ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, which supports full"),
         ({"trainer": XTUNER, "parallel": over(2, tensor=2)}, "--tp 2 was given"),
         ({"model": DIGITS, "trainer": XTUNER, "parallel": over(2, expert=2)}, "--ep 2 was given"),
     ],

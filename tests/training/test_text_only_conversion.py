@@ -205,7 +205,7 @@ def test_presets_are_what_the_published_configurations_say(name):
         ({"architectures": ["LlamaForSequenceClassification"]}, "must be one of LlamaForCausalLM"),
         ({"rope_parameters": SCALING | {"rope_type": "yarn"}}, "RoPE of type 'yarn'"),
         ({"rope_parameters": SCALING | {"factor": None}}, "type 'llama3' lacks factor"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters that differ"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters differ"),
         ({"rope_parameters": SCALING | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "type 'dynamic' lacks factor"),
         ({"rope_parameters": {"rope_type": "linear", "type": "default"}}, "RoPE of type 'linear'"),

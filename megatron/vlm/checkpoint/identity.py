@@ -142,7 +142,7 @@ def _adapter_shapes(model: ModelConfig, adapters: AdapterConfig) -> dict[str, An
         kind.part: ", ".join(
             piece.name
             for linear in adapted_linears(model, kind, adapters)
-            for piece in linear.adapted
+            for piece in linear.adapted_pieces
         )
         for kind in unit_kinds(model)
         if has_adapters(model, kind, adapters)

@@ -99,7 +99,7 @@ class Adapters(MegatronModule):
             self.tp_group = base.tp_group
             rows = OutputRows.of_linear(linear, len(base.weight), groups)
             widths = compress(rows.widths, rows.adapted)
-            for piece, width in zip(linear.adapted, widths, strict=True):
+            for piece, width in zip(linear.adapted_pieces, widths, strict=True):
                 adapter = Adapter(
                     adapters.rank,
                     base.weight.shape[1],
@@ -121,7 +121,7 @@ class Adapters(MegatronModule):
         hidden_SBI: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a linear and its adapters: [S, B, I] to [S, B, O], and the bias."""
-        own = [self.get_submodule(piece.name) for piece in linear.adapted]
+        own = [self.get_submodule(piece.name) for piece in linear.adapted_pieces]
         hidden_SBI, low_SBR = _Down.apply(hidden_SBI, *(adapter.lora_a for adapter in own))
         output_SBO, bias_O = forward(hidden_SBI)
         if base.tp_group.size() > 1:
