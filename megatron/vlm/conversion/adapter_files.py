@@ -71,7 +71,7 @@ def list_adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator
     for kind in unit_kinds(model):
         for linear in adapted_linears(model, kind, adapters):
             outputs = sum(part.outputs for part in linear.pieces)
-            for make, piece in product(_list_constructors(model, kind), linear.adapted):
+            for make, piece in product(_list_constructors(model, kind), linear.adapted_pieces):
                 name, tower = f"adapters.{piece.name}", model.encoders.get(kind.tower)
                 yield AdaptedPiece(
                     base=make(f"{linear.module}.weight", (outputs, piece.inputs)),
