@@ -50,9 +50,8 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, unit_names
 
+# Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1).
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
-"""Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1)."""
-
 # Functions of an encoder's embedding (encoder, device), of a layer (model, encoder, unit kind,
 # device) and of the projector (encoder, model, device).
 ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., CountedUnit], ...]] = {

@@ -20,8 +20,7 @@ MovingKind = Literal["element_wise", "cast", "permutation", "loss", "accumulatio
 KernelKind = Literal[
     "product", "low_rank", "attention", "other_attention", MovingKind, "ring", "all_to_all"
 ]
-"""`low_rank` is an adapter's product, `other_attention` is not softmax, `ring` is tensor-parallel,
-`all_to_all` expert-parallel."""
+"""An adapter's product is `low_rank`. A `ring` is tensor-parallel, an `all_to_all` expert-parallel."""
 # An input gradient runs if anything before is trained, a weight gradient if the unit is, other
 # backward kernels always; `repeated` is a recomputed forward.
 KernelPass = Literal[ProductPass, "backward", "repeated"]
@@ -59,7 +58,7 @@ class Kernel:
     passes: int = 1  # ring passes of all launches; two in an all-reduce
     waits: int = 0  # times that the host waits for its result
     name: str = ""  # linear's name as in `omnibal.model.adapter_settings.linears`, or `GATHERED`
-    given: str = ""  # name of the `Kept` line that is its input
+    given: str = ""  # the `Kept` line that is its input
     modules: tuple[str, ...] = ()  # that it is part of (`RecomputedModule`)
 
     @property

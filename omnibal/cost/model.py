@@ -51,7 +51,7 @@ class UnitCost:
     two_part_bytes: np.ndarray  # with deferred weight gradients, [moments, features]
     late_bytes: np.ndarray  # inputs, output gradients, working memory if deferred, [3, features]
     passing_bytes: np.ndarray  # held during forward through units without backward, else 0
-    shared_bytes: np.ndarray  # buffer shared by such units of a stage, for the largest pack
+    shared_bytes: np.ndarray  # gather buffer, one per stage, for its largest pack
     parameters: int  # parameters on this device, after tensor parallelism
     trained_parameters: int  # trained parameters on this device: all, adapters only, or 0 if frozen
     expert_parameters: int = 0  # replicated on other ranks than the unit's other parameters

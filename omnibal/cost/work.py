@@ -39,15 +39,15 @@ class Working:
 
 
 EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")  # grouped products
+# Kept lines of a layer: inputs of its two blocks.
 FIRST_OUTPUT, SECOND_OUTPUT = "first norm's output", "second norm's output"
-"""Kept lines of a layer: inputs of its two blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """Kernels and memory of a unit, or of its attention or feed-forward."""
 
-    kernels: Kernels  # Kernels of all passes. Products are in forward's order.
+    kernels: Kernels  # of all passes; products in forward's order
     kept: tuple[Kept, ...]  # activations kept if the unit has a backward, including its input
     working: tuple[Working, ...] = ()  # moments of backward, without what later blocks freed
     gathered_bytes: np.ndarray | float = 0.0  # widest; core has one such buffer per stage

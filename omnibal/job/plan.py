@@ -47,8 +47,7 @@ class Shapes(Frozen):
     caps: Caps
     micro_batches_per_step: Count  # max per data-parallel rank in a full step; one step may differ
     image_tokens: Count | None = written_unless(None)
-    """Tokens per image at native resolution, for packs of shapes, or None if each pack is one
-    image."""
+    """Tokens per image of shapes at native resolution, or None if each pack is one image."""
 
 
 class SourceSeen(Frozen):
@@ -99,8 +98,7 @@ class DataPlan(Shapes):
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
     packs_per_step: Count  # over all ranks, shared packs counted per rank; one step may differ
     samples_per_step: Count | None = written_unless(None)
-    """Mean samples per step; then packs and micro-batches per step are maxima. None if steps have
-    equally many packs."""
+    """Mean, with packs and micro-batches per step as maxima; None if steps have equal packs."""
     samples: Count
     left_out: NonNegativeInt = written_unless(0)
     """Samples of all epochs in no pack, as the target trainer runs only full steps."""
@@ -108,8 +106,7 @@ class DataPlan(Shapes):
     steps: Count
     curriculum_steps: NonNegativeInt = written_unless(0)  # first steps with the shortest level only
     window: Count | None = written_unless(None)
-    """Consecutive stream samples per step; then packs and micro-batches per step are maxima. None
-    if packs are matched into steps."""
+    """Consecutive samples per step of a stream, likewise with maxima, or None."""
     portions: tuple[DataPortion, ...] = written_unless(())
     """Portions packed and trained in turn, each with files, or empty if all are packed together."""
     fewest_packs: Count | None = written_unless(None)  # lower bound per epoch, None if not proven
@@ -117,8 +114,7 @@ class DataPlan(Shapes):
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
-    """SHA-256 of the samples of every step, for any ranks; if equal, plans can resume each other.
-    """
+    """SHA-256 of every step's samples, for any ranks. Plans with equal hashes can resume runs."""
     origin: LengthsOrigin | None
 
     @property
@@ -160,7 +156,7 @@ class DataPlan(Shapes):
         return first.model_copy(update=joined)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "DataPlan":
+    def _check_portions(self) -> "DataPlan":
         if self.window is not None and self.method == "isf":
             raise ValueError(
                 f"window is {self.window} and method 'isf'; with window, method must be balanced, "
@@ -243,7 +239,7 @@ class Plan(Frozen):
     prediction: Prediction | None = None
 
     @model_validator(mode="after")
-    def _trains_something_and_predicts_every_stage(self) -> "Plan":
+    def _check_trained_and_predicted(self) -> "Plan":
         mistake = frozen_mistake(self.model, self.frozen)
         mistake = mistake or adapter_mistake(self.model, self.frozen, self.adapters)
         if mistake is not None:
@@ -351,7 +347,7 @@ class Plan(Frozen):
         return any(level.context > 1 for level in self.levels)
 
     @model_validator(mode="after")
-    def _levels_fit(self) -> "Plan":
+    def _check_levels(self) -> "Plan":
         for index, (lower, level) in enumerate(pairwise(self.levels), start=1):
             if level.caps.names != lower.caps.names:
                 raise ValueError(
@@ -385,7 +381,7 @@ class Plan(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _beside_fits(self) -> "Plan":
+    def _check_encoders(self) -> "Plan":
         beside = self.beside
         if beside is None:
             return self

@@ -38,7 +38,7 @@ class PlanRequest:
     job: JobSpec
     data: PlanData
     split: SplitRule = JOINT
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD  # 1F1B unless the split is joint
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD  # others if joint only
 
     def __post_init__(self) -> None:
         self.data.check(self.job)

@@ -93,8 +93,7 @@ class StepRecord(Frozen):
     image_tokens: NonNegativeInt = written_unless(0)
     tokens: NonNegativeInt
     samples_sha256: str = written_unless("")
-    """First 16 digits of the SHA-256 of the ascending sample numbers, independent of packs and
-    ranks. Empty in earlier logs."""
+    """First 16 digits of the SHA-256 of ascending sample numbers. Empty in earlier logs."""
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0  # logging, checkpoints and validation since the last step
     mfu: NonNegativeFloat = 0.0  # model FLOPs utilization
