@@ -20,7 +20,7 @@ MovingKind = Literal["element_wise", "cast", "permutation", "loss", "accumulatio
 KernelKind = Literal[
     "product", "low_rank", "attention", "other_attention", MovingKind, "ring", "all_to_all"
 ]
-"""An adapter's product is `low_rank`. A `ring` is tensor-parallel, an `all_to_all` expert-parallel."""
+"""`low_rank` is an adapter's product, `ring` tensor-parallel, `all_to_all` expert-parallel."""
 # An input gradient runs if anything before is trained, a weight gradient if the unit is, other
 # backward kernels always; `repeated` is a recomputed forward.
 KernelPass = Literal[ProductPass, "backward", "repeated"]
