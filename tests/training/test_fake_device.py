@@ -139,7 +139,7 @@ def test_a_fake_stage_is_the_one_of_its_name(planned, tmp_path):
             gigabytes=1.0, contents=(), operations=(), host_reads=(), unaligned=(),
         )  # fmt: skip
         FAKE_REPLAY_FILES.file_of(tmp_path, stage).write_text(counted.model_dump_json())
-    with pytest.raises(UserError, match=r"_1\.json: holds stage 0, and by its name stage 1"):
+    with pytest.raises(UserError, match=r"_1\.json: holds stage 0, but is named for 1"):
         read_fake_stages(tmp_path, open_plan(planned).plan)
 
 
