@@ -118,7 +118,7 @@ def progress_total(request: StrategyRequest) -> int:
     sizings = len(possible_sizings(request))
     if request.caps is not None:
         return sizings + _MOST_PLANNED
-    moves = _FINALISTS * _MOVES_OF_CAPS + _MOST_MOVES_PLANNED
+    moves = 2 * _FINALISTS * _MOVES_OF_CAPS + _MOST_MOVES_PLANNED
     return sizings * MOST_IN_GRID + _MOST_PLANNED + moves
 
 
@@ -135,9 +135,12 @@ def search_strategies(
         trials.run(every, _MOST_PLANNED)
         if request.caps is None and trials.planned:
             finalists = trials.rank_strategies()[:_FINALISTS]
-            moves = space.moves(finalists[0].caps, _MOVE)
+            best_moves = space.moves(finalists[0].caps, _MOVE)
+            # Also around the finalist's own caps, as if its sizes were the only ones.
             moved = [
-                (strategy.sizing, caps) for strategy in finalists for caps in dict.fromkeys(moves)
+                (strategy.sizing, caps)
+                for strategy in finalists
+                for caps in dict.fromkeys(best_moves + space.moves(strategy.caps, _MOVE))
             ]
             trials.run(moved, _MOST_MOVES_PLANNED)
     if not trials.planned:

@@ -299,8 +299,8 @@ def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:
     [
         (MANY, "interleaved", {}, "here are 32 with 52 layers together"),
         (MANY, "interleaved", {"sizes": OF_MANY}, "here are 32 with 52 layers together"),
-        (IN_FP8, "zb-h1", {}, "products in FP8"),
-        (IN_FP8, "zb-v", {}, r"--schedule zb-v cannot be: products in FP8"),
+        (IN_FP8, "zb-h1", {}, "FP8 products"),
+        (IN_FP8, "zb-v", {}, r"--schedule zb-v cannot be: FP8 products"),
         ({"parallel": Parallel(pipeline=1, data=2)}, "interleaved", {}, "needs 2 pipeline stages"),
         ({"trainer": "megatron-lm"}, "zb-h1", {}, Feature.SCHEDULE.value),
     ],
