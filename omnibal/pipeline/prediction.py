@@ -1,5 +1,6 @@
 """Types of a plan's prediction: times, stage memory, lost time."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat
@@ -135,3 +136,18 @@ class Prediction(Frozen):
     """Data-parallel encoders, or None if stages hold them."""
     reading: ReadingPrediction | None = written_unless(None)
     """Reading of the data, or None if not profiled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedStep:
+    """Predicted step of a strategy, to compare it with plans."""
+
+    step_ms: float
+    samples_per_second_per_gpu: float | None
+    lost: LostTime
+
+
+def relative_ms(step: Prediction | PredictedStep) -> float:
+    """Return device time per sample, or the step time of plans without samples."""
+    per_second = step.samples_per_second_per_gpu
+    return step.step_ms if per_second is None else 1e3 / per_second

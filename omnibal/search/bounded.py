@@ -125,7 +125,8 @@ class BoundedTrials:
         others = [
             choice
             for choice, ms in likely_ms.items()
-            if self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms and ms <= _LIKELY * best_ms
+            if self.bounds[choice].share * self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms
+            and self.bounds[choice].share * ms <= _LIKELY * best_ms
         ]
         others.sort(key=lambda choice: (likely_ms[choice], self._order(choice)))
         self.advance(len(likely_ms) - len(others))
@@ -138,7 +139,26 @@ class BoundedTrials:
         for choice in near:
             first_of_sizes.setdefault(choice[0], choice)
         some = list(first_of_sizes.values())[: most - most // 2]  # caps vary less than sizes
-        return some + [choice for choice in near if choice not in some][: most - len(some)]
+        chosen = some + [choice for choice in near if choice not in some][: most - len(some)]
+        return chosen + self._faster_in_other_schedules(by_ms, chosen)[: most // 2]
+
+    def _faster_in_other_schedules(
+        self, by_ms: Sequence[Choice], chosen: Sequence[Choice]
+    ) -> list[Choice]:
+        """First choice of further sizes that other schedules may make faster than the best 1F1B."""
+        sizings = {choice[0] for choice in chosen}
+        ms = {choice: self.bounds[choice].share * self.estimated_ms[choice] for choice in by_ms}
+        faster = [
+            choice
+            for choice in sorted(by_ms, key=lambda choice: ms[choice])
+            if self.bounds[choice].share < 1 and ms[choice] <= self.estimated_ms[by_ms[0]]
+        ]
+        of_sizes = {choice[0]: choice for choice in reversed(faster)}  # fastest of each stays
+        return [
+            choice
+            for choice in faster
+            if of_sizes[choice[0]] == choice and choice[0] not in sizings
+        ]
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
         """Drop choices of kinds clearly slower than the best kind.
@@ -152,7 +172,13 @@ class BoundedTrials:
         limit_ms = _KIND_SLACK * min(best_ms.values(), default=math.inf)
         slow = {kind for kind, ms in best_ms.items() if ms > limit_ms}
         seen = set(map(_group_key, self.estimated_ms))
-        fast = [c for c in choices if _kind_key(c) not in slow or _group_key(c) not in seen]
+        fast = [
+            choice
+            for choice in choices
+            if _kind_key(choice) not in slow
+            or _group_key(choice) not in seen
+            or self.bounds[choice].share < 1  # another schedule may be faster
+        ]
         self.advance(
             sum(choice not in self.estimated_ms for choice in choices if choice not in fast)
         )

@@ -6,9 +6,9 @@ from typing import Self
 
 from omnibal.base.errors import UserError
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.prediction import PredictedStep, Prediction, relative_ms
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
-from omnibal.search.strategy import PredictedStep, StrategyRequest, relative_ms
+from omnibal.search.strategy import StrategyRequest
 
 _LISTED_CHANGES = 2  # longer sentences are not read
 _MIN_CHANGE = 0.002

@@ -18,18 +18,23 @@ from omnibal.job.planner import (
 )
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import are_plain
-from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.prediction import Prediction, relative_ms
 from omnibal.search.goal_requests import GoalRequests
 from omnibal.search.level_sets import MIN_LEVELS_GAIN, levels_in_use, shared_anew
 from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, placements_error, possible_sizings
-from omnibal.search.schedule_choice import ScheduleChoice, in_best_schedule, in_order
-from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, relative_ms
+from omnibal.search.schedule_choice import (
+    ScheduleChoice,
+    in_best_schedule,
+    in_order,
+    remaining_share,
+)
+from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
 _FINALIST_SLACK, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
-_SCHEDULE_GAINS, _PIPELINES = 1.1, 2
-"""Max slowdown and max count of further pipelines that are planned in other schedules."""
+_PIPELINES = 4
+"""Max further pipelines to plan in other schedules."""
 
 
 class RequestDoesNotFit(DoesNotFit):
@@ -63,7 +68,7 @@ class Finalists:
         """Plan the near-best strategies in their best schedules, and return the fastest."""
         left, first_error, first = found, None, None  # the first request's error is reported
         while True:
-            finalists = _finalists(request, left, other_schedules=bool(self.requests.schedules))
+            finalists = _finalists(request, left)
             requests = [self.requests.plan_request(request, strategy) for strategy in finalists]
             first = first or requests[0]  # of the fastest strategy
             # Micro-batches of a single finalist are ordered after its schedule is chosen.
@@ -211,32 +216,26 @@ def _neither(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
     return RequestDoesNotFit(first.request, DoesNotFit(str(both), first.advice))
 
 
-def _finalists(
-    request: StrategyRequest, found: StrategySearch, *, other_schedules: bool
-) -> list[Strategy]:
+def _finalists(request: StrategyRequest, found: StrategySearch) -> list[Strategy]:
     """Return near-best strategies, and pipelines that another schedule may make the best.
 
     Of given layouts, also the best with every placement of encoders.
     """
     best_ms = found.best.ms_per_sample
-    near = [
-        strategy
-        for strategy in found.ranking
-        if strategy.ms_per_sample <= _FINALIST_SLACK * best_ms
-    ]
+    limit_ms = _FINALIST_SLACK * best_ms
+    near = [strategy for strategy in found.ranking if strategy.ms_per_sample <= limit_ms]
     near = near[:_FINALISTS]
     if request.layouts:
         firsts = {strategy.placement: strategy for strategy in reversed(found.ranking)}
         near += [strategy for strategy in firsts.values() if strategy not in near]
-    pipelines = [
-        strategy
-        for strategy in found.ranking
-        if other_schedules
-        and strategy not in near
-        and strategy.parallel.pipeline > 1
-        and strategy.ms_per_sample <= _SCHEDULE_GAINS * best_ms
-    ]
-    return near + pipelines[:_PIPELINES]
+    possible: list[tuple[float, Strategy]] = []
+    for strategy in found.ranking if request.other_schedules else ():
+        job = request.job.with_sizes(strategy.parallel, strategy.placement)
+        share = remaining_share(job, request.other_schedules, strategy.micro_batches)
+        if share < 1 and strategy not in near and share * strategy.ms_per_sample <= best_ms:
+            possible.append((share * strategy.ms_per_sample, strategy))
+    possible.sort(key=lambda pair: pair[0])
+    return near + [strategy for _, strategy in possible[:_PIPELINES]]
 
 
 def _planned_each(requests: list[PlanRequest], is_ordered: bool) -> list[PlanResult | DoesNotFit]:

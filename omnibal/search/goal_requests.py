@@ -106,6 +106,7 @@ class GoalRequests:
             caps=caps,
             given=given,
             schedule=goal.free.schedule or ONE_FORWARD_ONE_BACKWARD.name,
+            other_schedules=self.schedules,
         )
 
     def with_step(self, request: StrategyRequest) -> tuple[StrategyRequest, str]:

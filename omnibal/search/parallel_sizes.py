@@ -117,9 +117,9 @@ def progress_total(request: StrategyRequest) -> int:
     """Total of the progress that `search_strategies` reports."""
     sizings = len(possible_sizings(request))
     if request.caps is not None:
-        return sizings + _MOST_PLANNED
-    moves = 2 * _FINALISTS * _MOVES_OF_CAPS + _MOST_MOVES_PLANNED
-    return sizings * MOST_IN_GRID + _MOST_PLANNED + moves
+        return sizings + 2 * _MOST_PLANNED
+    moves = 2 * _FINALISTS * _MOVES_OF_CAPS + 2 * _MOST_MOVES_PLANNED
+    return sizings * MOST_IN_GRID + 2 * _MOST_PLANNED + moves
 
 
 def search_strategies(

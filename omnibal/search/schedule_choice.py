@@ -20,9 +20,9 @@ from omnibal.job.planner import (
     search_chunks,
 )
 from omnibal.model.limits import words
+from omnibal.pipeline.prediction import relative_ms
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.workload import Workload
-from omnibal.search.strategy import relative_ms
 
 _QUICK_EFFORT = 0.1
 """Effort of the quick search. The fastest schedule is searched again in full."""
@@ -102,6 +102,19 @@ def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
     if job.parallel.lockstep_ranks > 1:
         return "ranks that share out experts or divide weights run 1f1b in lockstep"
     return job.split_obstacle(schedule)
+
+
+def remaining_share(job: JobSpec, names: Collection[str], micro_batches: float) -> float:
+    """Return the least share of a job's 1F1B time that remains in the best of some schedules.
+
+    1F1B of n micro-batches on p equal stages takes n + p - 1 passes. v chunks divide the bubble of
+    p - 1 by v (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), backwards in two parts by 3
+    (Qi et al. 2023, arXiv 2401.10241, table 1).
+    """
+    able = [s for s in schedules_of(names, job) if _obstacle_of_job(job, s) is None]
+    bubble, passes = job.parallel.pipeline - 1, max(micro_batches, 1.0)
+    divisor = max((schedule.chunks * (3 if schedule.in_two else 1) for schedule in able), default=1)
+    return (passes + bubble / divisor) / (passes + bubble)
 
 
 def may_run(job: JobSpec, name: str) -> bool:

@@ -21,11 +21,12 @@ from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
-from omnibal.pipeline.prediction import LostTime, Prediction
+from omnibal.pipeline.prediction import LostTime, PredictedStep
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import try_all
 from omnibal.search.memory_need import least_need_gib, least_state_gib
+from omnibal.search.schedule_choice import remaining_share
 from omnibal.search.trial import (
     MIN_STEPS,
     GivenTrial,
@@ -83,7 +84,9 @@ class StrategyRequest:
     split: SplitRule = JOINT
     """Rules for splitting the model over stages and choosing recomputed layers."""
     schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
-    """Schedule that sizes must allow. Sizes are compared in 1F1B."""
+    """Schedule that sizes must allow. Sizes are planned in 1F1B."""
+    other_schedules: frozenset[str] = frozenset()
+    """Names of schedules that may replace 1F1B."""
     caps: Caps | None = None
     """Caps of every strategy. None to search for caps."""
     fixed_caps: Mapping[str, int] = field(default_factory=dict)
@@ -144,21 +147,6 @@ class Sizing:
         """Command line options for these sizes."""
         beside = self.placement is EncoderPlacement.DATA_PARALLEL
         return self.parallel.options + (" --encoder data-parallel" if beside else "")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictedStep:
-    """Predicted step of a strategy, to compare it with plans."""
-
-    step_ms: float
-    samples_per_second_per_gpu: float | None
-    lost: LostTime
-
-
-def relative_ms(step: Prediction | PredictedStep) -> float:
-    """Return device time per sample, or the step time of plans without samples."""
-    per_second = step.samples_per_second_per_gpu
-    return step.step_ms if per_second is None else 1e3 / per_second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,6 +213,8 @@ class Bound:
     """Lower bound on the time per sample."""
     about_ms: float
     """Time per sample if steps and data-parallel encoders reach their bounds."""
+    share: float
+    """Share of the time in 1F1B that another schedule may leave. 1 if only 1F1B may run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -321,7 +311,10 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     # 0 in the pipeline
     before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, samples)
     least_ms = step_ms / samples
-    return choice, Bound(least_ms=least_ms + before_ms, about_ms=least_ms + encoders_ms)
+    share = remaining_share(job, request.other_schedules, setting.micro_batches(choice))
+    return choice, Bound(
+        least_ms=least_ms + before_ms, about_ms=least_ms + encoders_ms, share=share
+    )
 
 
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
