@@ -159,7 +159,7 @@ def deal_in_turn(
     step = np.repeat(np.arange(len(steps)), counts)
     place = np.arange(len(step)) - np.repeat(np.cumsum(counts) - counts, counts)  # within the step
     packs = Packs.from_lists([pack for packs in steps for pack in packs])
-    return ScheduledPacks.of(packs, lengths, step, place % dp, place // dp)
+    return ScheduledPacks.from_packs(packs, lengths, step, place % dp, place // dp)
 
 
 def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:

@@ -402,7 +402,7 @@ def micro_batches(
         count = rng.randint(1, 4)
         lists.append([order.pop() for _ in range(min(count, len(order)))])
     rows = np.arange(len(lists))
-    scheduled = ScheduledPacks.of(Packs.from_lists(lists), lengths, rows)
+    scheduled = ScheduledPacks.from_packs(Packs.from_lists(lists), lengths, rows)
     [stage] = stages_from_cuts(reader.model, ())
     return lists, PackDataset(reader, scheduled, lengths, rows, stage)
 

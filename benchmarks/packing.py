@@ -92,7 +92,7 @@ def schedule_isf(
     place = np.arange(len(packs) // per_step * per_step)  # without the incomplete step
     step, rank = place // per_step, place % RANKS
     slot = place % per_step // RANKS
-    scheduled = ScheduledPacks.of(packs.take(order[place]), lengths, step, rank, slot)
+    scheduled = ScheduledPacks.from_packs(packs.take(order[place]), lengths, step, rank, slot)
     return scheduled, len(packs)
 
 

@@ -66,7 +66,7 @@ def pack(folder: Path, caps: Caps, portion_samples: int) -> str:
         precision="bf16",
     )
     settings = PackSettings(portion_samples=portion_samples)
-    samples = PortionedSamples.of(read_lengths([folder / _LENGTHS]), settings)
+    samples = PortionedSamples.deal(read_lengths([folder / _LENGTHS]), settings)
     if samples is None:
         raise SystemExit("--samples must be more than a portion's")
     schedule = partial(schedule_portion, samples=samples, job=job, caps=caps)

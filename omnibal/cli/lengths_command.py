@@ -235,7 +235,7 @@ def _scan(
     from omnibal.data.data_index import DataIndex
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
-    from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
+    from omnibal.data.tokenizer import list_tokenizer_files, open_tokenizer
 
     keeps_files = not is_stream(output)  # a pipe has no folder for a journal to resume from
     skipped_list = output.with_name(f"{output.name}.skipped.txt")
@@ -243,7 +243,7 @@ def _scan(
     outputs: dict[str, Path | None] = {"-o": output, "--data-index": options.data_index}
     if keeps_files:
         outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
-    check_files(outputs, [meta, named_model_file(model), *tokenizer_files(tokenizer_path)])
+    check_files(outputs, [meta, named_model_file(model), *list_tokenizer_files(tokenizer_path)])
     print_notes(model_notes(model))
     tokenizer = open_tokenizer(tokenizer_path)
     with pool_options.open_pool() as pool:

@@ -77,7 +77,7 @@ class MeasureOptions:
     def data_files(self) -> list[Path]:
         """Return data and tokenizer files, empty without --data. Raise UserError if missing."""
         from omnibal.data.annotations import Annotations
-        from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
+        from omnibal.data.tokenizer import list_tokenizer_files, open_tokenizer
 
         _require_both_or_none(
             {"--data": self.data, "--tokenizer-model": self.tokenizer_model},
@@ -89,7 +89,7 @@ class MeasureOptions:
         return [
             self.data,
             *Annotations.open(self.data).files,
-            *tokenizer_files(self.tokenizer_model),
+            *list_tokenizer_files(self.tokenizer_model),
         ]
 
 

@@ -45,7 +45,7 @@ def part_features(
         nothing = np.zeros((len(packs), len(features) - whole.shape[1]))
         return np.hstack([whole, nothing])[:, None]
     pieces = cut_packs(lengths.tokens[packs.samples], packs.offsets, level)
-    shape, divided = (len(packs), level.context), pieces.divided
+    shape, divided = (len(packs), level.context), pieces.is_divided
     share = pieces.pack * level.context + pieces.rank
     sample = packs.samples[packs.offsets[pieces.pack] + pieces.sample]
 

@@ -1,4 +1,4 @@
-"""Training data, an annotation file or a meta JSON, as lazily read samples.
+"""Samples of an annotation file or a meta JSON, read on access.
 
     {source: {"root": folder of files, "annotation": file.jsonl, "repeat_time": 1, ...}}
     {source: {"annotation": array.json, ...}}       LLaVA: an array of records
@@ -12,7 +12,7 @@ The meta is InternVL's. Relative paths start at its folder. Only record position
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,9 +37,9 @@ from omnibal.base.remote_path import (
 from omnibal.data.data_index import DataFile, DataIndex, Holds
 from omnibal.data.forms import Naming
 from omnibal.data.messages import InvalidRecordError, Medium
-from omnibal.data.parquet_rows import Row, RowPlace, is_rows
+from omnibal.data.parquet_rows import ParquetRow, RowPlace, is_rows
 from omnibal.data.record_files import RecordIndex, holds_records, is_array
-from omnibal.data.records import Media, read_record
+from omnibal.data.records import RecordMedia, read_record
 from omnibal.data.sample import Sample, Video
 from omnibal.data.stored_files import (
     IMAGE_SUFFIXES,
@@ -51,9 +51,14 @@ from omnibal.data.stored_files import (
 )
 from omnibal.data.tar_shards import energon_shards, read_shard_sample, webdataset_shards
 
-_UNITS: dict[Holds, str] = {"lines": "line", "array": "sample", "rows": "row", "shard": "sample"}
-"""Noun for a record in messages."""
-_MOST_REPEATS = 10_000  # more is a mistake, and would fill memory with indices
+# Noun for a record in messages.
+_RECORD_NOUNS: dict[Holds, str] = {
+    "lines": "line",
+    "array": "sample",
+    "rows": "row",
+    "shard": "sample",
+}
+_MAX_REPEATS = 10_000  # more is a mistake, and would fill memory with indices
 
 
 class SourceMeta(Frozen):
@@ -69,13 +74,13 @@ class SourceMeta(Frozen):
     split: str | None = None
     data_augment: bool = False
     max_dynamic_patch: PositiveInt | None = None
-    repeat_time: float = Field(default=1, gt=0, le=_MOST_REPEATS, strict=True)
+    repeat_time: float = Field(default=1, gt=0, le=_MAX_REPEATS, strict=True)
     length: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _one_place(self) -> "SourceMeta":
-        given = (self.annotation, self.file_name, self.shards, self.energon)
-        if sum(place is not None for place in given) != 1:
+    def _check_fields(self) -> "SourceMeta":
+        places = (self.annotation, self.file_name, self.shards, self.energon)
+        if sum(place is not None for place in places) != 1:
             raise ValueError('one of "annotation", "shards" and "energon" must be given')
         if (self.formatting or self.columns or self.tags) and self.file_name is None:
             raise ValueError('"formatting", "columns" and "tags" go with "file_name" alone')
@@ -93,7 +98,7 @@ class SourceMeta(Frozen):
         return self.annotation or self.file_name
 
     def media_folder(self, folder: Path) -> Path:
-        """Folder of media or shards; relative paths start at `folder`."""
+        """Return the folder of media or shards; relative paths start at `folder`."""
         return folder / (self.root or self.energon or Path(self.shards or "").parent)
 
     @property
@@ -109,25 +114,21 @@ class SourceMeta(Frozen):
 class _Source:
     name: str
     root: Path
-    unit: str
-    """Noun for a record in messages."""
+    unit: str  # noun for a record in messages
     in_shards: bool
     meta: SourceMeta
-    below: Path | None
-    """Folder that media must be in. None for any."""
+    below: Path | None  # Folder that media must be in. None for any.
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    content: bytes
-    """JSON, perhaps with surrounding white space."""
-    name: str
-    """Key in a shard, otherwise the record number from 1."""
+    content: bytes  # JSON, perhaps with surrounding white space
+    name: str  # key in a shard, otherwise the record number from 1
     in_shard: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Folder(Media):
+class _Folder(RecordMedia):
     """Media in files outside the record."""
 
     root: Path
@@ -135,7 +136,6 @@ class _Folder(Media):
     below: Path | None
 
     def find(self, medium: Medium, name: str) -> ImageFile | Video | AudioFile:
-        """Return a file, or a folder of frames."""
         path = kept_below(named_from(self.root, name, self.cache), self.below)
         if medium != "video":
             return ImageFile(path) if medium == "image" else AudioFile(path)
@@ -150,27 +150,24 @@ class _Folder(Media):
 
 
 def video_at(path: Path) -> Video:
-    """Video from a file, or a folder of frames in numeric order."""
+    """Return the video of a file, or of a folder of frames in numeric order."""
     try:
         if is_video_file(path.name) or path.is_file():
             return Video(file=VideoFile(path))
-        found = list(path.iterdir()) if path.is_dir() else []
+        files = list(path.iterdir()) if path.is_dir() else []
     except OSError:  # reported when the image is read
-        found = []
+        files = []
     # macOS writes hidden metadata files next to frames.
-    frames = [
-        file
-        for file in found
-        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
-    ]
-    # An empty video is handled like a bad image: reported or skipped.
+    shown = (file for file in files if not file.name.startswith("."))
+    frames = [file for file in shown if file.suffix.lower() in IMAGE_SUFFIXES]
     frames.sort(key=lambda file: natural_order(file.name))
+    # An empty video is handled like a bad image: reported or skipped.
     return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(path),))
 
 
 @contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Turn errors of reading a record into user errors that name it."""
+def _name_record_errors(where: str) -> Iterator[None]:
+    """Raise errors of reading a record as user errors that name it."""
     try:
         yield
     except UserError:
@@ -190,31 +187,22 @@ class Annotations:
     Only positions of records are held; arrays are [samples].
     """
 
-    entries: tuple[_Source, ...]
-    """Sources, in meta-file order."""
+    entries: tuple[_Source, ...]  # sources, in meta-file order
+    # Of source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes of shard
+    # members. Folders, pixels and `data_augment` change no length.
     sha256: str
-    """Hash of source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes of
-    shard members, without folders, pixels or `data_augment`."""
     cache: BlockCache | None
     files: tuple[Path, ...]
-    versions: tuple[str, ...]
-    """File versions when indexed."""
-    keys: tuple[bytes, ...]
-    """Hash per file of records, source settings and media locations."""
-    source: np.ndarray
-    """Index into `sources`, int32."""
-    file: np.ndarray
-    """Index into `files`, int32."""
-    number: np.ndarray
-    """Record number in its file, from 0, int64."""
-    start: np.ndarray
-    """First byte, int64."""
-    size: np.ndarray
-    """Bytes, int64."""
+    versions: tuple[str, ...]  # file versions when indexed
+    keys: tuple[bytes, ...]  # hash per file of records, source settings and media locations
+    source: np.ndarray  # index into `sources`, int32
+    file: np.ndarray  # index into `files`, int32
+    number: np.ndarray  # record number in its file, from 0, int64
+    start: np.ndarray  # first byte, int64
+    size: np.ndarray  # bytes, int64
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources."""
         return tuple(entry.name for entry in self.entries)
 
     @property
@@ -224,7 +212,7 @@ class Annotations:
 
     @property
     def augmented_sources(self) -> tuple[str, ...]:
-        """Sources with tile augmentation."""
+        """Names of sources with tile augmentation."""
         return tuple(entry.name for entry in self.entries if entry.meta.data_augment)
 
     @classmethod
@@ -235,9 +223,11 @@ class Annotations:
         cache: BlockCache | None = None,
         below: Path | None = None,
     ) -> "Annotations":
-        """Index all files of a meta, or an annotation file; records are checked on access.
+        """Index all files of a meta, or an annotation file. Records are checked on access.
 
-        All files must be `below` a folder or bucket, links followed. `index` has known positions.
+        Args:
+            index: known record positions.
+            below: folder or bucket that all files must be in, links followed.
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)
@@ -250,22 +240,25 @@ class Annotations:
         of_files: list[int] = []
         for name, entry in entries.items():
             folder = meta_path.parent
-            source, found = _open_source(name, entry, folder, index or DataIndex(), cache, below)
-            sha256 = _sha256(found, source.in_shards)
-            records = sum(map(len, found))
+            source, parts = _open_source(name, entry, folder, index or DataIndex(), cache, below)
+            # Hash of records, independent of how samples are spread over shards.
+            sha256 = parts[0].digest.hex()
+            if source.in_shards or len(parts) > 1:
+                sha256 = hashlib.sha256(b"".join(part.digest for part in parts)).hexdigest()
+            records = sum(map(len, parts))
             if entry.length not in (None, records):
-                more = f" and {len(found) - 1} more shard(s)" if found[1:] else ""
+                more = f" and {len(parts) - 1} more shard(s)" if parts[1:] else ""
                 raise UserError(
-                    f"{found[0].path}{more}: holds {records} {source.unit}s, but {meta_path} "
+                    f"{parts[0].path}{more}: holds {records} {source.unit}s, but {meta_path} "
                     f"states length {entry.length} for {name!r}; complete the data or correct the "
                     "length"
                 )
             chosen.append(sum(map(len, indexes)) + _repeat_indices(records, entry.repeat_time))
-            of_files += [len(sources)] * len(found)
+            of_files += [len(sources)] * len(parts)
             sources.append(source)
-            indexes += found
+            indexes += parts
             root = real_path(source.root)
-            keys += [_key(record_index, source, root) for record_index in found]
+            keys += [_hash_count_inputs(part, source, root) for part in parts]
             # Without data_augment, which changes no length and is checked by the trainer.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
@@ -292,7 +285,7 @@ class Annotations:
         return len(self.file)
 
     def take(self, indices: np.ndarray) -> "Annotations":
-        """Samples at `indices`, without unused files: small enough to send to another process."""
+        """Select samples, without unused files: small enough to send to another process."""
         used, file = np.unique(self.file[indices], return_inverse=True)
         return replace(
             rows_of(self, indices),
@@ -315,15 +308,15 @@ class Annotations:
                 raise change_error(path)
 
     def where(self, index: int) -> str:
-        """File and record number, the prefix of error messages."""
+        """Return file and record number, the prefix of error messages."""
         unit = self.entries[self.source[index]].unit
         return f"{self.files[self.file[index]]}: {unit} {self.number[index] + 1}"
 
     def __getitem__(self, index: int) -> Sample:
         source = self.entries[self.source[index]]
         where = self.where(index)
-        with _naming(where):
-            content, media, name = self._content(index)
+        with _name_record_errors(where):
+            content, media, name = self._read_content(index)
             record = json.loads(content)
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
@@ -340,22 +333,22 @@ class Annotations:
             )
 
     def read_stored(self, index: int) -> StoredRecord:
-        """Return a record, unchecked."""
+        """Return a record's JSON, unchecked, for other trainers' files."""
         in_shard = self.entries[self.source[index]].in_shards
-        with _naming(self.where(index)):
-            content, media, name = self._content(index)
-        if isinstance(media, Row) and media.holds_files:
+        with _name_record_errors(self.where(index)):
+            content, media, name = self._read_content(index)
+        if isinstance(media, ParquetRow) and media.holds_files:
             raise UserError(
                 f"{self.where(index)} has images or recordings inside, and other trainers' files "
                 "name them; write them as files, or as tar shards, and scan these"
             )
         return StoredRecord(content, name, in_shard)
 
-    def _content(self, index: int) -> tuple[bytes, Media, str]:
-        """JSON, media and name of a record."""
+    def _read_content(self, index: int) -> tuple[bytes, RecordMedia, str]:
+        """Return JSON, media and name of a record."""
         source, version = self.entries[self.source[index]], self.versions[self.file[index]]
         path, start, size = self.files[self.file[index]], int(self.start[index]), self.size[index]
-        # Checking a local file each time costs too much. Remote versions are cached.
+        # Local files are not checked: a stat per record costs too much. Remote versions are cached.
         if isinstance(path, RemotePath):
             path.check_version(version)
         if source.in_shards:
@@ -364,7 +357,7 @@ class Annotations:
         media, name = _Folder(source.root, self.cache, source.below), str(self.number[index] + 1)
         if is_rows(path):
             place = RowPlace(path, version, start)
-            row = Row(place, place.values(), media)
+            row = ParquetRow(place, place.values(), media)
             return row.record(), row, name
         with path.open("rb") as file:
             file.seek(start)
@@ -372,14 +365,14 @@ class Annotations:
 
 
 def read_meta(path: Path) -> dict[str, SourceMeta]:
-    """Read what a meta says of each source, by name."""
+    """Read the entries of a meta by source name, one entry for an annotation file."""
     remedy = "pass an annotation file (no pipe or device), or the JSON that names some"
     try:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "no such file"
             raise UserError(f"{path}: {what}; {remedy}")
         if holds_records(path):
-            # The query of a URL may hold a secret.
+            # Without the query of a URL, which may hold a secret.
             return {Path(path.name.partition("?")[0]).stem: SourceMeta(annotation=path.name)}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
@@ -404,7 +397,7 @@ def _open_source(
     cache: BlockCache | None,
     below: Path | None,
 ) -> tuple[_Source, list[RecordIndex]]:
-    """Open a source and index its records."""
+    """Return a source and the records of its files."""
     if entry.naming is not None:
         entry.naming.check(name)
     if entry.in_file is not None:
@@ -436,13 +429,13 @@ def _open_source(
         ]
         indexes = index.find_records(files)
         root = shards[0].path.parent
-    # Of blank lines that are passed over. Samples have other numbers than lines then.
+    # Blank lines are skipped, so that samples have other numbers than lines.
     first = indexes[0]
     gaps = first.start > np.append(0, first.start + first.size)[:-1]
     source = _Source(
         name=name,
         root=root,
-        unit=_UNITS["array" if gaps.any() else files[0].holds],
+        unit=_RECORD_NOUNS["array" if gaps.any() else files[0].holds],
         in_shards=files[0].holds == "shard",
         meta=entry,
         below=below,
@@ -450,33 +443,24 @@ def _open_source(
     return source, indexes
 
 
-def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
-    """Hash of all inputs of a file's counts except model and tokenizer."""
+def _hash_count_inputs(index: RecordIndex, source: _Source, root: Path) -> bytes:
+    """Hash all inputs of a file's counts except model and tokenizer."""
     meta = source.meta
-    given = (
+    inputs = (
         *(str(index.path.absolute()), str(root)),
         hashlib.sha256(index.digest).hexdigest(),
         *(source.name, meta.max_dynamic_patch),
         None if meta.naming is None else meta.naming.model_dump(),
     )
-    return hashlib.sha256(json.dumps(given).encode()).digest()
-
-
-def _sha256(indexes: Sequence[RecordIndex], in_shards: bool) -> str:
-    """Hash of records, independent of how samples are spread over shards."""
-    if not in_shards and len(indexes) == 1:
-        return indexes[0].digest.hex()
-    return hashlib.sha256(b"".join(index.digest for index in indexes)).hexdigest()
+    return hashlib.sha256(json.dumps(inputs).encode()).digest()
 
 
 def _repeat_indices(records: int, repeat_time: float) -> np.ndarray:
-    """Indices of records, repeated `repeat_time` times: whole passes, then the first records,
-    int64.
-
-    Follows InternVL below 1 and for whole numbers; InternVL rejects other fractions.
+    """Return indices of records for `repeat_time` passes, the last one partial, int64.
 
     Example:
         >>> _repeat_indices(4, 1.5).tolist()
         [0, 1, 2, 3, 0, 1]
     """
+    # As InternVL below 1 and for whole numbers; it rejects other fractions.
     return np.arange(int(records * repeat_time)) % records

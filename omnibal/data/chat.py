@@ -1,4 +1,4 @@
-"""Tokenize conversations with a loss mask, by the model's chat template.
+"""Tokenize conversations, with a loss mask, by the model's chat template.
 
     internlm2-chat, Hermes-2   <|im_start|>user\\n{question}<|im_end|><|im_start|>assistant\\n...
     phi3-chat                  <|user|>\\n{question}<|end|><|assistant|>\\n{answer}<|end|>...
@@ -7,7 +7,7 @@
 
 Answers and their closing piece carry loss. The first three templates tokenize the conversation as a
 single string. Its mask begins after the tokens of `assistant\\n` alone, even if a token straddles
-that border (InternVL drops the loss of some samples). Other templates tokenize each message alone,
+that border (InternVL then drops the sample's loss). Other templates tokenize each message alone,
 keep an empty system message, and learn a greeting before the first question.
 """
 
@@ -48,30 +48,22 @@ _QWEN_SYSTEM_MESSAGE = "You are Qwen, created by Alibaba Cloud. You are a helpfu
 class EncodedSample:
     """Token ids and loss mask of a conversation, both [tokens]."""
 
-    token_ids: np.ndarray
-    """int64."""
-    loss_mask: np.ndarray
-    """Whether each token is a target, bool (not shifted)."""
+    token_ids: np.ndarray  # int64
+    loss_mask: np.ndarray  # whether each token is a target, bool (not shifted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Format:
-    """How an InternVL template is written and tokenized."""
+    """Text and tokenization of an InternVL template."""
 
-    file: str = "chatml"
-    """File in `omnibal/data/templates/`, without suffix."""
+    file: str = "chatml"  # file in `omnibal/data/templates/`, without suffix
     system_message: str = _SYSTEM_MESSAGE
-    end: str = _END
-    """Piece that closes a message."""
+    end: str = _END  # piece that closes a message
     pieces: tuple[str, ...] = (_START, _END)
-    bos: bool | None
-    """Whether BOS comes first, None to follow the tokenizer's settings."""
-    strips: bool = False
-    """Whether questions and answers are stripped in training."""
-    strips_all: bool = False
-    """Whether all texts are stripped, in chats too."""
-    always_system: bool = False
-    """Whether an empty system message is written if a sample has no system message."""
+    bos: bool | None  # whether BOS comes first, None to follow the tokenizer's settings
+    strips: bool = False  # whether questions and answers are stripped in training
+    strips_all: bool = False  # whether all texts are stripped, in chats too
+    always_system: bool = False  # whether an absent system message is written empty
     message_by_message: bool = False
 
     def write(self, role: str, content: str) -> str:
@@ -82,7 +74,7 @@ class _Format:
         return render_chat(packaged_template(self.file), [], prompt=True)
 
 
-_FORMATS: dict[ChatTemplateName, _Format] = {
+_TEMPLATE_FORMATS: dict[ChatTemplateName, _Format] = {
     "internlm2-chat": _Format(bos=True, strips=True),
     "Hermes-2": _Format(bos=False),
     "phi3-chat": _Format(
@@ -111,8 +103,8 @@ _FORMATS: dict[ChatTemplateName, _Format] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _NamedTemplate:
-    """Template of InternVL for a model, like `OwnTemplate` for a tokenizer's own."""
+class _InternVLTemplate:
+    """InternVL's template for a model, with the interface of `OwnTemplate`."""
 
     format: _Format
     model: ModelConfig
@@ -151,19 +143,28 @@ class _NamedTemplate:
         return (*self.bos, *self.text_pieces)
 
     def conversation(self, sample: Sample, chatting: bool) -> Conversation:
-        """Return a sample's messages: unstripped, after the system message of chats, to chat."""
+        """Return a sample's messages. `chatting` has another system message and strips less."""
         self._check(sample)
         strips = self.format.strips_all or (self.format.strips and not chatting)
         questions = [turn.question.strip() if strips else turn.question for turn in sample.turns]
-        contents = self._with_items(questions, sample)
+        system, has_empty_turn = self.model.system_message, self.format.always_system
+        system = self.format.system_message if system is None else system
+        if sample.system is not None:
+            system, has_empty_turn = sample.system, self.format.message_by_message
+        elif chatting and self.model.chat_system_message is not None:
+            system, has_empty_turn = self.model.chat_system_message, True
+        system = system.strip() if self.format.strips_all else system
         if not self.format.message_by_message:
             sample = replace(sample, greeting=None)
         return Conversation.from_sample(
-            sample, self._system(sample, chatting), contents, strips=strips
+            sample,
+            system if system or has_empty_turn else None,
+            self._write_items(questions, sample),
+            strips=strips,
         )
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int64 [tokens], each item's once, and the loss mask, bool."""
+        """Return token ids, int64 [tokens], with one per item, and the loss mask, bool."""
         texts = [self.format.write(**message) for message in conversation.messages]
         apart = self.format.message_by_message
         encoded = list(map(self.tokenizer.encode, texts if apart else ["".join(texts)]))
@@ -176,7 +177,7 @@ class _NamedTemplate:
         header = _count_header_tokens(self.format, self.tokenizer)
         learned = np.zeros(len(token_ids), bool)
         for answer in conversation.learned:
-            # A piece with `rstrip` takes the line end away.
+            # No loss on the line end after the closing piece, unless its `rstrip` removed it.
             has_line_end = token_ids[stops[answer] - 1] != end
             start = stops[answer - 1] if answer else 0
             learned[start + header : stops[answer] - has_line_end] = True
@@ -184,7 +185,7 @@ class _NamedTemplate:
         return np.append(bos, token_ids), np.append(np.zeros(len(bos), bool), learned)
 
     def encode_prompt(self, conversation: Conversation, turn: int) -> np.ndarray:
-        """Return token ids before the answer of `turn`, int64 [tokens], each item's once."""
+        """Return token ids before the answer of `turn`, int64 [tokens], with one per item."""
         asked = conversation.before_answer(turn)
         texts = [*(self.format.write(**message) for message in asked), self.format.prompt]
         texts = texts if self.format.message_by_message else ["".join(texts)]
@@ -192,21 +193,21 @@ class _NamedTemplate:
         return np.array([*self._bos_ids(), *ids], np.int64)
 
     def miscount(self, where: str, *_: int) -> UserError:
-        """Return the error of a conversation with more or fewer control tokens than written."""
+        """Return the error of more or fewer control tokens than the template wrote."""
         return UserError(
             f"{where}: the tokenizer makes control tokens of the chat template from its text; "
             "spell or remove what looks like <|im_end|>, <|end|>, <img> or <IMG_CONTEXT>"
         )
 
     def _check(self, sample: Sample) -> None:
-        """Raise if the sample has what the template cannot write, or reserved pieces."""
+        """Raise on tools and reasoning, which the template cannot write, and on reserved pieces."""
         calls = any(turn.calls or turn.results for turn in sample.turns)
         reasons = any(turn.reasoning is not None for turn in sample.turns)
         has_tools = sample.tools is not None or calls
-        given = [*["tools"] * has_tools, *['"reasoning_content"'] * reasons]
-        if given:
+        refused = [*["tools"] * has_tools, *['"reasoning_content"'] * reasons]
+        if refused:
             raise UserError(
-                f"{sample.where}: has {' and '.join(given)}, which chat_template "
+                f"{sample.where}: has {' and '.join(refused)}, which chat_template "
                 f"{self.model.chat_template!r} cannot write; put them into its texts, or leave it "
                 "out"
             )
@@ -217,19 +218,8 @@ class _NamedTemplate:
             marked += f", a recording with {AUDIO}"
         self.tokenizer.check_text("\n".join(texts), sample.where, self.text_pieces, marked)
 
-    def _system(self, sample: Sample, chatting: bool) -> str | None:
-        """System message, empty for an empty turn, None without a system turn."""
-        model, has_empty_turn = self.model, self.format.always_system
-        given = self.format.system_message if model.system_message is None else model.system_message
-        if sample.system is not None:
-            given, has_empty_turn = sample.system, self.format.message_by_message
-        elif chatting and model.chat_system_message is not None:
-            given, has_empty_turn = model.chat_system_message, True
-        given = given.strip() if self.format.strips_all else given
-        return given if given or has_empty_turn else None
-
-    def _with_items(self, questions: Sequence[str], sample: Sample) -> list[str]:
-        """Questions with the template's text for images, videos and recordings."""
+    def _write_items(self, questions: Sequence[str], sample: Sample) -> list[str]:
+        """Replace marks in questions by the template's text for images, videos and recordings."""
         rule, image = self.model.images, IMAGE_START + IMAGE_CONTEXT + IMAGE_END
         if rule is not None:
             texts = iter([video.text(rule) for video in seen_videos(sample, rule)])
@@ -245,7 +235,7 @@ class _NamedTemplate:
 
 @lru_cache(maxsize=16)
 def _count_header_tokens(form: _Format, tokenizer: Tokenizer) -> int:
-    """Tokens of an answer before its text."""
+    """Return the tokens of an answer before its text."""
     if form.message_by_message:
         return len(tokenizer.encode(form.prompt))
     # Encode after another message: some tokenizers treat the beginning of a text differently.
@@ -253,26 +243,25 @@ def _count_header_tokens(form: _Format, tokenizer: Tokenizer) -> int:
     return len(opening) - opening.index(tokenizer.require_id(form.end)) - 1
 
 
-def _template(model: ModelConfig, tokenizer: Tokenizer) -> _NamedTemplate | OwnTemplate:
+def _open_template(model: ModelConfig, tokenizer: Tokenizer) -> _InternVLTemplate | OwnTemplate:
     if model.chat_template == "tokenizer":
         return own_template(tokenizer, model.images)
-    return _NamedTemplate(_FORMATS[model.chat_template], model, tokenizer)
+    return _InternVLTemplate(_TEMPLATE_FORMATS[model.chat_template], model, tokenizer)
 
 
 def chatml_texts(model: ModelConfig) -> tuple[str, str] | None:
-    """Return the system message of chats and the text behind <|im_end|>, or None for a template
-    with other marks."""
-    form = _FORMATS.get(model.chat_template)
+    """Return chats' system message and the text after <|im_end|>, None for other templates."""
+    form = _TEMPLATE_FORMATS.get(model.chat_template)
     if form is None or form.end != _END:
         return None
-    given = (model.chat_system_message, model.system_message, form.system_message)
-    message = next(text for text in given if text is not None)
+    texts = (model.chat_system_message, model.system_message, form.system_message)
+    message = next(text for text in texts if text is not None)
     return message, form.write("user", "").partition(_END)[2]
 
 
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise if the tokenizer lacks pieces of the chat template, or has more than the model."""
-    needed = _template(model, tokenizer).control_pieces
+    needed = _open_template(model, tokenizer).control_pieces
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -287,15 +276,15 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
 
 
 def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """SHA-256 of the tokenizer files that determine token ids."""
+    """Return the SHA-256 of the tokenizer files that determine token ids."""
     if model.chat_template != "tokenizer":
         return tokenizer.sha256
     return hashlib.sha256(f"{tokenizer.sha256}{tokenizer.template}".encode()).hexdigest()
 
 
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    """Id that closes an answer and stops generation."""
-    end = _template(model, tokenizer).answer_end or tokenizer.named_pieces.get("eos_token")
+    """Return the token id that closes an answer and stops generation."""
+    end = _open_template(model, tokenizer).answer_end or tokenizer.named_pieces.get("eos_token")
     if end is None:
         raise UserError(
             f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
@@ -305,8 +294,8 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
 
 
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Answer text as a trained model would generate it."""
-    return text.strip() if _template(model, tokenizer).strips_answers else text
+    """Return an answer's text as a trained model would generate it."""
+    return text.strip() if _open_template(model, tokenizer).strips_answers else text
 
 
 def encode_sample(
@@ -316,9 +305,9 @@ def encode_sample(
     tokenizer: Tokenizer,
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
-    """Encode a conversation, with each image repeated by its tiles and each recording by its clips.
+    """Encode a conversation, with image tokens by tiles and audio tokens by clips.
 
-    At native resolution, `tiles_per_image` holds tokens per image or video segment, minimum 1.
+    At native resolution, `tiles_per_image` has the tokens per image or video segment, at least 1.
     """
     given = (len(tiles_per_image), len(clips_per_recording))
     needed = (image_places(sample, model), len(sample.recordings))
@@ -327,10 +316,14 @@ def encode_sample(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
             f"were given for {needed[0]} and {needed[1]}"
         )
-    template = _template(model, tokenizer)
-    token_ids, learned = template.encode(_conversation(sample, template, model, chatting=False))
+    template = _open_template(model, tokenizer)
+    token_ids, learned = template.encode(
+        _make_conversation(sample, template, model, chatting=False)
+    )
     where = sample.where
-    repeats = _repeats(token_ids, where, tiles_per_image, clips_per_recording, template, model)
+    repeats = _count_repeats(
+        token_ids, where, tiles_per_image, clips_per_recording, template, model
+    )
     return EncodedSample(
         token_ids=np.repeat(token_ids, repeats), loss_mask=np.repeat(learned, repeats)
     )
@@ -345,17 +338,17 @@ def encode_prompt(
     chatting: bool = False,
     clips_per_recording: Sequence[int] = (),
 ) -> np.ndarray:
-    """Token ids before the answer of `turn`, with earlier reference answers, int64 [tokens].
+    """Return token ids before the answer of `turn`, with earlier reference answers, int64 [tokens].
 
-    Equal to the start of the whole conversation unless a token straddles the prompt's end, or if
-    `chatting`: InternVL's `chat` has unstripped texts and its own system message.
+    `encode_sample`'s begin with them, unless a token straddles the prompt's end, or `chatting`:
+    InternVL's `chat` has unstripped texts and its own system message.
     """
-    template = _template(model, tokenizer)
-    conversation = _conversation(sample, template, model, chatting)
+    template = _open_template(model, tokenizer)
+    conversation = _make_conversation(sample, template, model, chatting)
     token_ids = template.encode_prompt(conversation, turn)
     tiles = tiles_per_image[: image_places(sample, model, turn)]
     clips = clips_per_recording[: sample.items_until(AUDIO, turn)]
-    repeats = _repeats(token_ids, sample.where, tiles, clips, template, model)
+    repeats = _count_repeats(token_ids, sample.where, tiles, clips, template, model)
     return np.repeat(token_ids, repeats)
 
 
@@ -370,10 +363,10 @@ def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) ->
     return images + sum(video.count_places(rule) for video in videos)
 
 
-def _conversation(
-    sample: Sample, template: _NamedTemplate | OwnTemplate, model: ModelConfig, chatting: bool
+def _make_conversation(
+    sample: Sample, template: _InternVLTemplate | OwnTemplate, model: ModelConfig, chatting: bool
 ) -> Conversation:
-    """Return a sample's messages. Raise if the model or template cannot use its recordings."""
+    """Return a sample's messages. Raise if the model or template takes no recordings."""
     recordings = f"{sample.where}: has {len(sample.recordings)} recording(s)"
     if isinstance(template, OwnTemplate):
         if sample.recordings:
@@ -391,15 +384,15 @@ def _conversation(
     return template.conversation(sample, chatting)
 
 
-def _repeats(
+def _count_repeats(
     token_ids: np.ndarray,
     where: str,
     tiles: Sequence[int],
     clips: Sequence[int],
-    template: _NamedTemplate | OwnTemplate,
+    template: _InternVLTemplate | OwnTemplate,
     model: ModelConfig,
 ) -> np.ndarray:
-    """Repeats of each token, int64 [tokens]: 1, or tokens per image or recording."""
+    """Return repeats of each token, int64 [tokens]: tokens of an image or recording, else 1."""
     repeats, required = np.ones(len(token_ids), np.int64), template.tokenizer.require_id
     items = [
         (template.repeated_pieces, tiles, model.vision.tokens_per_item if model.takes_images else 1)

@@ -23,16 +23,17 @@ class Columns:
     remedy: str
 
     @classmethod
-    def read(cls, path: Path, names: Sequence[str], remedy: str) -> "Columns":
+    def open(cls, path: Path, names: Sequence[str], remedy: str) -> "Columns":
+        """Open a file. Raise unless it has these columns."""
         check_ends(path, remedy)
-        with _reading(path, remedy), pq.ParquetFile(path) as file:
+        with _convert_read_errors(path, remedy), pq.ParquetFile(path) as file:
             schema = file.schema_arrow
         columns = cls(schema, path, remedy)
         columns.require(names)
         return columns
 
     def _column(self, name: str) -> pa.ChunkedArray:
-        with _reading(self.path, self.remedy), pq.ParquetFile(self.path) as file:
+        with _convert_read_errors(self.path, self.remedy), pq.ParquetFile(self.path) as file:
             return file.read(columns=[name]).column(name)
 
     def require(self, names: Iterable[str]) -> None:
@@ -42,21 +43,21 @@ class Columns:
             raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
 
     def once(self, names: Sequence[str]) -> list[str]:
-        """Names that the file has; raises if duplicate."""
-        found = [name for name in names if name in self.schema.names]
-        for name in found:
+        """Return the names that the file has. Raise if one is duplicate."""
+        present = [name for name in names if name in self.schema.names]
+        for name in present:
             if self.schema.names.count(name) > 1:
                 raise UserError(f"{self.path}: has column {name} more than once; {self.remedy}")
-        return found
+        return present
 
     def integers(self, name: str, kind: pa.DataType) -> np.ndarray:
-        """Integer column checked to fit `kind`. [rows]"""
+        """Read an integer column as `kind`, [rows]. Raise if a value does not fit."""
         column = self._column(name)
         self._require(name, pa.types.is_integer(column.type), "integers", column.null_count)
         return self._cast(name, column, kind).to_numpy()
 
     def integer_lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Concatenated entries and list sizes, both int64."""
+        """Read a column of integer lists: concatenated entries and list sizes, both int64."""
         column = self._column(name)
         kind = column.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
@@ -67,7 +68,7 @@ class Columns:
         return pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
 
     def categories(self, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Codes (int32 [rows]) and names of a string column."""
+        """Read a string column as codes, int32 [rows], and names."""
         column = self._column(name).combine_chunks()
         if not pa.types.is_dictionary(column.type):
             column = column.dictionary_encode()
@@ -93,8 +94,8 @@ class Columns:
 
 
 @contextmanager
-def _reading(path: Path, remedy: str) -> Iterator[None]:
-    """Convert read errors to one-line user errors."""
+def _convert_read_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Raise read errors as user errors of one line."""
     try:
         yield
     except FileNotFoundError as error:
@@ -104,5 +105,5 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
 
 
 def no_items(count: int) -> np.ndarray:
-    """Read-only zeros, int32, for an absent item."""
+    """Return read-only zeros, int32, for an absent item."""
     return np.broadcast_to(np.int32(0), count)

@@ -1,4 +1,4 @@
-"""Record positions of a dataset's files, in a resumable log keyed by path and version."""
+"""Record positions of a dataset's files, in a resumable log by path and version."""
 
 import hashlib
 import json
@@ -19,12 +19,12 @@ from omnibal.data.parquet_rows import index_rows
 from omnibal.data.record_files import RecordIndex, index_array, index_lines
 from omnibal.data.tar_shards import Shard, index_shard
 
+# Starts a progress display (title, total) and yields its update function.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Starts a progress display (title, total) and yields its update function."""
 
 _TITLE, _FORM = b"omnibal data index ", b"1"
-_NAMED = "an index of `omnibal lengths`, which keeps there where samples are"
-_SIZES = struct.Struct("<IQ")
+_INDEX_NOUN = "an index of `omnibal lengths`, which keeps there where samples are"
+_ENTRY_HEAD = struct.Struct("<IQ")
 
 
 Holds = Literal["lines", "array", "rows", "shard"]
@@ -37,63 +37,65 @@ class DataFile:
     path: Path
     holds: Holds
     shard: Shard | None = None
-    """Shard details."""
 
     def index(self) -> RecordIndex:
         """Read the file to find its records; raises UserError."""
         if self.shard is not None:
             return index_shard(self.shard)
-        found = {"lines": index_lines, "array": index_array, "rows": index_rows}
-        return found[self.holds](self.path)
+        readers = {"lines": index_lines, "array": index_array, "rows": index_rows}
+        return readers[self.holds](self.path)
 
     def key(self, version: str) -> bytes:
-        """Hash of all inputs of the index."""
-        known = () if self.shard is None else (self.shard.samples, sorted(self.shard.excluded))
-        given = (str(self.path.absolute()), version, self.holds, *known)
-        return hashlib.sha256(json.dumps(given).encode()).digest()
+        """Hash all inputs of the index."""
+        of_shard = () if self.shard is None else (self.shard.samples, sorted(self.shard.excluded))
+        inputs = (str(self.path.absolute()), version, self.holds, *of_shard)
+        return hashlib.sha256(json.dumps(inputs).encode()).digest()
 
 
 @contextmanager
-def _silent(title: str, total: int) -> Iterator[Callable[[int], None]]:
+def _show_nothing(title: str, total: int) -> Iterator[Callable[[int], None]]:
     yield lambda done: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DataIndex:
-    """Finds the records of files."""
+    """Positions of files' records, from an earlier run or by reading the files."""
 
-    log: RecordLog | None = None
-    """Log to write to, if any."""
-    known: dict[bytes, memoryview] = field(default_factory=dict)
-    """Known indexes by file key."""
-    complete: Path | None = None
-    """Complete index that forbids reading files, if any."""
-    pool: Pool = field(default_factory=LocalPool)
-    """Pool that reads files."""
-    progress: Progress = _silent
+    log: RecordLog | None = None  # log to write to, if any
+    known: dict[bytes, memoryview] = field(default_factory=dict)  # known indexes by file key
+    complete: Path | None = None  # complete index that forbids reading files, if any
+    pool: Pool = field(default_factory=LocalPool)  # reads files
+    progress: Progress = _show_nothing
 
     @classmethod
-    def resume(cls, path: Path, pool: Pool, progress: Progress = _silent) -> "DataIndex":
-        """Open an index for writing and keep its records."""
+    def resume(cls, path: Path, pool: Pool, progress: Progress = _show_nothing) -> "DataIndex":
         log = RecordLog(path, _TITLE, _FORM)
-        records, _ = log.read(_NAMED)
+        records, _ = log.read(_INDEX_NOUN)
         log.begin(records)
-        return cls(log=log, known=_by_key(records), pool=pool, progress=progress)
+        return cls(log=log, known=_split_keys(records), pool=pool, progress=progress)
 
     @classmethod
-    def read(cls, path: Path) -> "DataIndex":
-        """Open a complete index, to read no data files."""
+    def open_complete(cls, path: Path) -> "DataIndex":
+        """Open a complete index, so that no data file is read."""
         if not path.is_file():
             raise UserError(
                 f"{path}: no such index; name the file that `omnibal lengths --data-index` wrote"
             )
-        records, _ = RecordLog(path, _TITLE, _FORM).read(_NAMED)
-        return cls(known=_by_key(records), complete=path)
+        records, _ = RecordLog(path, _TITLE, _FORM).read(_INDEX_NOUN)
+        return cls(known=_split_keys(records), complete=path)
 
     def find_records(self, files: Sequence[DataFile]) -> list[RecordIndex]:
-        """Records of every file; raises OSError if unreadable."""
-        found = self._known_indexes(files) if self.known else {}
-        left = [number for number in range(len(files)) if number not in found]
+        """Return the records of every file; raises OSError if unreadable."""
+        indexes: dict[int, RecordIndex] = {}
+        try:
+            versions = versions_of([file.path for file in files]) if self.known else []
+        except OSError:
+            versions = []  # reading the files reports the missing file
+        for number, version in enumerate(versions):
+            key = files[number].key(version)
+            if key in self.known:
+                indexes[number] = _decode_index(self.known[key], files[number].path, version)
+        left = [number for number in range(len(files)) if number not in indexes]
         if left and self.complete is not None:
             raise UserError(
                 f"{self.complete}: knows nothing of {files[left[0]].path} as it is now"
@@ -103,49 +105,35 @@ class DataIndex:
         tasks = [(number, files[number]) for number in left]
         title = "finding samples, by files"
         with (
-            (self.progress if len(left) > 1 else _silent)(title, len(left)) as advance,
-            closing(self.pool.map_unordered(_index, tasks, len(left))) as results,
+            (self.progress if len(left) > 1 else _show_nothing)(title, len(left)) as advance,
+            closing(self.pool.map_unordered(_index_file, tasks, len(left))) as results,
         ):
             for number, index in results:
-                found[number] = index
+                indexes[number] = index
                 if self.log is not None:
                     key = files[number].key(index.version)
-                    self.log.append(key + _encode(index))
+                    self.log.append(key + _encode_index(index))
                 advance(1)
-        return [found[number] for number in range(len(files))]
-
-    def _known_indexes(self, files: Sequence[DataFile]) -> dict[int, RecordIndex]:
-        """Known indexes of unchanged files, by file number."""
-        try:
-            versions = versions_of([file.path for file in files])
-        except OSError:
-            return {}  # reading the files reports the missing file
-        keys = [file.key(version) for file, version in zip(files, versions, strict=True)]
-        return {
-            number: _decode(self.known[key], files[number].path, versions[number])
-            for number, key in enumerate(keys)
-            if key in self.known
-        }
+        return [indexes[number] for number in range(len(files))]
 
 
-def _index(task: tuple[int, DataFile]) -> tuple[int, RecordIndex]:
+def _index_file(task: tuple[int, DataFile]) -> tuple[int, RecordIndex]:
     number, file = task
     return number, file.index()
 
 
-def _by_key(records: Sequence[memoryview]) -> dict[bytes, memoryview]:
+def _split_keys(records: Sequence[memoryview]) -> dict[bytes, memoryview]:
     size = hashlib.sha256().digest_size
     return {bytes(record[:size]): record[size:] for record in records}
 
 
-def _encode(index: RecordIndex) -> bytes:
-    digest = index.digest
-    numbers = _SIZES.pack(len(digest), len(index))
-    return numbers + digest + index.start.tobytes() + index.size.tobytes()
+def _encode_index(index: RecordIndex) -> bytes:
+    head = _ENTRY_HEAD.pack(len(index.digest), len(index))
+    return head + index.digest + index.start.tobytes() + index.size.tobytes()
 
 
-def _decode(record: memoryview, path: Path, version: str) -> RecordIndex:
-    digest_bytes, records = _SIZES.unpack_from(record)
-    digest = record[_SIZES.size :][:digest_bytes]
-    start, size = np.frombuffer(record[_SIZES.size + digest_bytes :], np.int64).reshape(2, records)
-    return RecordIndex(path, version, start, size, bytes(digest))
+def _decode_index(record: memoryview, path: Path, version: str) -> RecordIndex:
+    digest_bytes, records = _ENTRY_HEAD.unpack_from(record)
+    content = record[_ENTRY_HEAD.size :]
+    start, size = np.frombuffer(content[digest_bytes:], np.int64).reshape(2, records)
+    return RecordIndex(path, version, start, size, bytes(content[:digest_bytes]))

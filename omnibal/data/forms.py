@@ -12,6 +12,7 @@ from omnibal.base.frozen import Frozen
 from omnibal.data.messages import LISTS, InvalidRecordError
 
 _PREFERENCE = "which is preference data (DPO, KTO, rewards), and answers alone are learned here"
+# Keys of other trainers that are not read, and why.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "chosen rejected rejected_images rejected_messages rejected_response negative_messages "
@@ -23,7 +24,6 @@ REFUSED: dict[str, str] = {
     ),
     "objects": 'whose places each model writes in its own way; write them into "messages"',
 }
-"""Keys of other trainers that are not read, and why."""
 
 
 class Form(NamedTuple):
@@ -31,13 +31,12 @@ class Form(NamedTuple):
 
     asked: str
     answered: str
-    more: tuple[str, ...]
-    """Optional keys."""
+    more: tuple[str, ...]  # optional keys
     read: Callable[[dict[str, Any], str, str], list[dict[str, Any]]]
 
 
 def _read_texts(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
-    """Messages of "history", pairs of texts, and a last pair. An "input" ends the question."""
+    """Return the messages of "history" and of the last question, with its "input", and answer."""
     pairs = record.get("history") or []
     if isinstance(pairs, str):  # as CSV files have it
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -59,7 +58,7 @@ def _are_texts(given: Any, count: int) -> bool:
 
 
 def _read_lists(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
-    """Messages of a prompt and a completion, the second alone learned."""
+    """Return the messages of a prompt and a completion; only the completion is learned."""
     for key in (asked, answered):
         if not isinstance(record[key], list) or not all(isinstance(m, dict) for m in record[key]):
             raise InvalidRecordError(
@@ -69,23 +68,23 @@ def _read_lists(record: dict[str, Any], asked: str, answered: str) -> list[dict[
     return [*unlearned, *record[answered]]
 
 
+# Forms by their keys, as in the table of `docs/data.md`.
 FORMS = (
     Form("query", "response", ("history",), _read_texts),  # ms-swift
     Form("instruction", "output", ("input", "history"), _read_texts),  # Alpaca
     Form("prompt", "completion", (), _read_lists),  # TRL
 )
-"""Forms by their keys, as in the table of `docs/data.md`."""
 
 
 def with_messages(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with "messages" in place of the keys of its form."""
-    given = {key for key, value in record.items() if value is not None}
-    forms = [form for form in FORMS if form.asked in given and not given & LISTS.keys()]
+    """Return the record with "messages" instead of the keys of its form."""
+    keys = {key for key, value in record.items() if value is not None}
+    forms = [form for form in FORMS if form.asked in keys and not keys & LISTS.keys()]
     used = {key for form in forms for key in (form.asked, form.answered, *form.more)}
     for key in record:
         # A boolean "label" marks preference data; other labels are names.
         is_preference = key == "label" and isinstance(record[key], bool)
-        if key in given - used and (key in REFUSED or is_preference):
+        if key in keys - used and (key in REFUSED or is_preference):
             raise InvalidRecordError(f'has "{key}", {REFUSED.get(key, _PREFERENCE)}; remove it')
     if not forms:
         return record
@@ -94,10 +93,10 @@ def with_messages(record: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRecordError(
             f'has "{form.asked}" and "{forms[1].asked}"; leave one of them out'
         )
-    if form.answered not in given:
+    if form.answered not in keys:
         raise InvalidRecordError(f'has "{form.asked}" without "{form.answered}"; add it')
-    said = form.read(record, form.asked, form.answered)
-    return {key: record[key] for key in record if key not in used} | {"messages": said}
+    messages = form.read(record, form.asked, form.answered)
+    return {key: record[key] for key in record if key not in used} | {"messages": messages}
 
 
 _ALPACA_KEYS = {
@@ -107,6 +106,7 @@ _ALPACA_KEYS = {
     "history": "history",
 }
 _NAMED_COLUMNS = ("system", "tools", "images", "videos", "audios")
+# Role tags: default tag and role.
 _TAGS = {
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
@@ -114,22 +114,20 @@ _TAGS = {
     "function_tag": ("function_call", "tool_call"),
     "system_tag": ("system", "system"),
 }
-"""Role tags: default tag and role."""
 
 
 class Naming(Frozen):
     """LLaMA-Factory's key and role names."""
 
-    alpaca: bool = Field(default=False, exclude=True)
-    """Whether columns have Alpaca's names."""
+    alpaca: bool = Field(default=False, exclude=True)  # whether columns have Alpaca's names
     columns: dict[str, str] = Field(default={})
     tags: dict[str, str] = Field(default={})
 
     def check(self, where: str) -> None:
         """Raise UserError on unknown names."""
-        own = _ALPACA_KEYS if self.alpaca else ("messages",)
+        texts = _ALPACA_KEYS if self.alpaca else ("messages",)
         tables = (
-            ("columns", self.columns, (*own, *_NAMED_COLUMNS)),
+            ("columns", self.columns, (*texts, *_NAMED_COLUMNS)),
             ("tags", self.tags, ("role_tag", "content_tag", *_TAGS)),
         )
         for table, given, names in tables:
@@ -140,7 +138,7 @@ class Naming(Frozen):
                     )
 
     def rename_keys(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Record with standard names; raises InvalidRecordError if a named column is missing."""
+        """Return a record with standard names; raises InvalidRecordError if a column is missing."""
         renamed = dict(record)
         for column, key in self.columns.items():
             if key not in record:
@@ -150,17 +148,17 @@ class Naming(Frozen):
         renamed |= {names.get(column, column): record[key] for column, key in self.columns.items()}
         key = "messages" if "messages" in self.columns else "conversations"
         if isinstance(renamed.get(key), list):
-            said = renamed.pop(key)
-            renamed["messages"] = [self._message(m) if isinstance(m, dict) else m for m in said]
+            messages = renamed.pop(key)
+            renamed["messages"] = [self._rename(m) if isinstance(m, dict) else m for m in messages]
         return renamed
 
-    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _rename(self, message: dict[str, Any]) -> dict[str, Any]:
         speaker = self.tags.get("role_tag", "from")
         text = self.tags.get("content_tag", "value")
         if speaker not in message and not self.tags:
             return message  # another supported format
         roles = {self.tags.get(tag, usual): role for tag, (usual, role) in _TAGS.items()}
-        rest = {key: value for key, value in message.items() if key not in (speaker, text)}
+        others = {key: value for key, value in message.items() if key not in (speaker, text)}
         role = message.get(speaker)
         role = roles.get(role, role) if isinstance(role, str) else role
-        return rest | {"role": role, "content": message.get(text)}
+        return others | {"role": role, "content": message.get(text)}

@@ -1,4 +1,4 @@
-"""Read image sizes from headers. Pixels are decoded if the end of the file proves nothing."""
+"""Image sizes from headers. Pixels are decoded only if the end of the file proves nothing."""
 
 import math
 import warnings
@@ -9,7 +9,7 @@ from PIL import ExifTags, Image
 from omnibal.base.errors import StorageError
 from omnibal.data.stored_files import HeldFile, ImageFile, why_unreadable
 
-# Of files that are read all the same, or refused in a line.
+# Pillow warns about files that are read nevertheless, or refused with an error.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
@@ -17,23 +17,21 @@ _TAIL_BYTES = 1024  # file tail with the end marker
 _DEEP_MODES = ("I", "F")  # prefixes of modes above 8 bits, which Pillow clips to white
 _WEBP_HEADER_BYTES = 30  # up to the size in extended files
 _WEBP_METADATA = 0x0C  # EXIF and XMP flags of extended files
-_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_TURNED_ORIENTATIONS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _LATE_BYTES = 2**17  # PNG tail with EXIF after the pixels
 
 
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Width and height of a complete WebP (RFC 9649, section 2), otherwise None.
-
-    Pillow, the fallback, reads a whole WebP for its size, and refuses one above its limit.
-    """
+    """Return width and height of a complete WebP (RFC 9649, section 2), otherwise None."""
+    # Pillow, the fallback, reads the whole file for its size, and refuses sizes above its limit.
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
     if not is_webp or len(head) < _WEBP_HEADER_BYTES:
         return None
-    whole = file.seek(0, 2)
+    file_bytes = file.seek(0, 2)
     file.seek(0)
-    if whole < int.from_bytes(head[4:8], "little") + 8:
+    if file_bytes < int.from_bytes(head[4:8], "little") + 8:
         return None
     match head[12:16]:
         case b"VP8X":  # extended: both sides less one, in 24 bits each
@@ -54,7 +52,7 @@ class BadImage(ValueError):
 
 
 def upright_size(file: BinaryIO) -> tuple[int, int]:
-    """Width and height in pixels after EXIF rotation; raises Pillow's errors."""
+    """Return width and height in pixels after EXIF rotation; raises Pillow's errors."""
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
     has_metadata = head[12:16] == b"VP8X" and head[20] & _WEBP_METADATA
@@ -63,33 +61,24 @@ def upright_size(file: BinaryIO) -> tuple[int, int]:
         return webp
     with Image.open(file) as header:
         width, height = header.size
-        return (height, width) if _is_turned(header, file) else (width, height)
-
-
-def _is_turned(header: Image.Image, file: BinaryIO) -> bool:
-    """Whether EXIF swaps rows and columns."""
-    if header.format == "TIFF":
-        return False  # Pillow already rotated its size
-    if header.format != "PNG" or "exif" in header.info or _has_late_exif(file):
-        exif = header.getexif()
-    else:
-        exif = Image.Image.getexif(header)  # PNG's own getexif decodes the image
-    return exif.get(ExifTags.Base.Orientation) in _TURNED
-
-
-def _has_late_exif(file: BinaryIO) -> bool:
-    """Whether EXIF or XMP may follow a PNG's pixels, which is rare."""
-    place = file.tell()
-    file.seek(max(0, file.seek(0, 2) - _LATE_BYTES))
-    end = file.read()
-    file.seek(place)
-    return b"eXIf" in end or b"adobe.xmp" in end
+        if header.format == "TIFF":
+            return width, height  # already rotated by Pillow
+        may_have_exif = header.format != "PNG" or "exif" in header.info
+        if not may_have_exif:
+            # EXIF or XMP rarely follow a PNG's pixels.
+            place = file.tell()
+            file.seek(max(0, file.seek(0, 2) - _LATE_BYTES))
+            end = file.read()
+            file.seek(place)
+            may_have_exif = b"eXIf" in end or b"adobe.xmp" in end
+        # PNG's own getexif decodes the image.
+        exif = header.getexif() if may_have_exif else Image.Image.getexif(header)
+        is_turned = exif.get(ExifTags.Base.Orientation) in _TURNED_ORIENTATIONS
+        return (height, width) if is_turned else (width, height)
 
 
 def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
-    """Stored width and height in pixels of a complete image; raises BadImage or
-    IsADirectoryError.
-    """
+    """Return the stored size of a complete image; raises BadImage or IsADirectoryError."""
     try:
         with image.open() as file:
             webp = webp_size(file)
@@ -129,17 +118,15 @@ def _check_depth(image: Image.Image) -> None:
 
 
 def ends_as_whole(header: Image.Image, file: BinaryIO) -> bool:
-    """Whether a file ends with its format's marker; raises ValueError if it has none anywhere.
-
-    A marker further in may belong to an embedded preview, so the image must be decoded.
-    """
+    """Return whether a file ends with its format's marker; raises ValueError if it has none."""
+    # A marker further in may belong to an embedded preview, so the caller decodes the image.
     marker, place = _END_MARKERS.get(header.format or ""), file.tell()
     if marker is None:
         return False
     file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-    found = marker in file.read()
+    is_at_end = marker in file.read()
     file.seek(0)
-    if not found and marker not in file.read():
+    if not is_at_end and marker not in file.read():
         raise ValueError("is truncated")
     file.seek(place)
-    return found
+    return is_at_end

@@ -1,26 +1,23 @@
-"""Tokens of images and videos by sample. An image, or a time of a video, attends together."""
+"""Tokens of images and videos by sample. Attention is within an image, or a time of a video."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+# Image or video: patches in time (1 for an image), and tokens per patch.
 IMAGE = np.dtype([("times", "<i4"), ("tokens", "<i4")])
-"""Image or video: patches in time (1 for an image), and tokens per patch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ImageSizes:
     """Native-resolution images and videos of samples, in token order."""
 
-    images: np.ndarray
-    """IMAGE [images]."""
-    counts: np.ndarray
-    """Images and videos per sample, int64 [samples]."""
+    images: np.ndarray  # IMAGE [images]
+    counts: np.ndarray  # images and videos per sample, int64 [samples]
 
     @classmethod
     def join(cls, parts: Sequence["ImageSizes"]) -> "ImageSizes":
-        """Concatenate samples."""
         return cls(
             images=np.concatenate([np.empty(0, IMAGE), *(part.images for part in parts)]),
             counts=np.concatenate([np.empty(0, np.int64), *(part.counts for part in parts)]),
@@ -28,7 +25,7 @@ class ImageSizes:
 
     @classmethod
     def none(cls, samples: int) -> "ImageSizes":
-        """Sizes of `samples` samples without images."""
+        """Return the sizes of `samples` samples without images."""
         return cls(images=np.empty(0, IMAGE), counts=np.zeros(samples, np.int64))
 
     def __len__(self) -> int:
@@ -41,10 +38,10 @@ class ImageSizes:
         )
 
     def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens per image or video time, concatenated, and their number per sample, int64."""
-        own = self.take(rows)
-        times = own.images["times"].astype(np.int64)
-        return np.repeat(own.images["tokens"].astype(np.int64), times), own._sums(times)
+        """Return tokens per image or video time, and their number per sample, both int64."""
+        chosen = self.take(rows)
+        times = chosen.images["times"].astype(np.int64)
+        return np.repeat(chosen.images["tokens"].astype(np.int64), times), chosen._sums(times)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -62,7 +59,7 @@ class ImageSizes:
 
 
 def numbers_of_runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenated ranges of `counts` numbers from `starts`.
+    """Return concatenated ranges of `counts` numbers from `starts`.
 
     Example:
         >>> numbers_of_runs(np.array([4, 0]), np.array([2, 3])).tolist()

@@ -1,7 +1,7 @@
 """Render Jinja chat templates as Transformers does, without importing it (and torch).
 
 A checkpoint's template is untrusted code. A rendering is limited in iterations, macro and block
-calls, and characters, so that it ends alike on every machine, as a time limit would not.
+calls, and characters: unlike a time limit, it ends alike on every machine.
 """
 
 import functools
@@ -27,28 +27,29 @@ from omnibal.base.errors import UserError
 
 # Private-use characters, absent from ordinary text.
 BEGIN, END = "\U000f0000", "\U000f0001"
-_MAX_ROUNDS, _MAX_CHARACTERS = 1_000_000, 50_000_000
-"""Limits of a rendering: iterations, macro and block calls, and text written or joined."""
+# Limits of a rendering: iterations, macro and block calls, and text written or joined.
+_MAX_ITERATIONS, _MAX_CHARACTERS = 1_000_000, 50_000_000
 _MAX_BITS, _SIZED = 4096, (str, bytes, list, tuple)  # of a number; types that may grow
+# Max characters that a rendering's filters and methods read, and the cost of a list item.
 _MAX_READ, _ITEM = 300_000_000, 100
-"""Max characters that a rendering's filters and methods read, and the cost of a list item."""
-_ABSENT = ("lipsum", "pprint", "random", "urlize", "wordwrap")  # slow, or drawn by chance
-_PADDED = {"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "slice", "batch", "tojson"}
-"""Filters and methods whose result grows with a number among their arguments."""
-_FORMATTED = {"format", "format_map", "remainder"}
-_WIDE = re.compile(r"[%{][^%a-z}]*(?:\d{5}|[*{])")  # of a format, for a result of any length
+_REMOVED = ("lipsum", "pprint", "random", "urlize", "wordwrap")  # slow, or drawn by chance
+# Filters and methods whose result grows with a number among their arguments.
+_PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "slice", "batch", "tojson"}
+_FORMATTING = {"format", "format_map", "remainder"}
+_WIDE_FORMAT = re.compile(r"[%{][^%a-z}]*(?:\d{5}|[*{])")  # of a format, for a result of any length
 
 
 def render_chat(
-    chat: "ChatTemplate",
+    chat: "CompiledTemplate",
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: list | None = None,
     prompt: bool = False,
     pieces: Mapping[str, str] | None = None,
 ) -> str:
-    """Render messages, and the beginning of an answer for a `prompt`. Templates may raise any
-    exception. `pieces` are tokens by role, such as "eos_token".
+    """Render messages, for a `prompt` with the beginning of an answer; raises any exception.
+
+    `pieces` are tokens by role, such as "eos_token".
     """
     chat.limits.rounds = chat.limits.characters = chat.limits.read = 0
     return chat.template.render(
@@ -61,33 +62,33 @@ def render_chat(
 
 
 @functools.lru_cache(maxsize=16)
-def packaged_template(name: str) -> "ChatTemplate":
+def packaged_template(name: str) -> "CompiledTemplate":
     path = files("omnibal").joinpath("data", "templates", f"{name}.jinja")
     return compiled_template(path.read_text("utf-8"), str(path))
 
 
 @functools.lru_cache(maxsize=16)
-def compiled_template(template: str, path: str) -> "ChatTemplate":
-    limits = _Limits()
+def compiled_template(template: str, path: str) -> "CompiledTemplate":
+    limits = _RenderLimits()
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
         finalize=limits.output,
     )
-    for name in _ABSENT:
+    for name in _REMOVED:
         environment.filters.pop(name, None)
         environment.globals.pop(name, None)
     environment.filters = limits.filters(environment.filters)
     environment.call = limits.limit(environment.call)  # type: ignore[method-assign]
     environment.filters["tojson"] = limits.limit(_to_json, "tojson")
     # No strftime_now, on purpose: tokens must not depend on the date.
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _stop_rendering
     try:
         # Like `from_string`, but with globals in a single table, which halves rendering time.
-        code = environment.compile(_WithLimits().visit(environment.parse(template)))
+        code = environment.compile(_LimitOperators().visit(environment.parse(template)))
         rendered = jinja2.Template.from_code(environment, code, dict(environment.globals))
-        return ChatTemplate(rendered, limits)
+        return CompiledTemplate(rendered, limits)
     except jinja2.TemplateSyntaxError as error:
         why = f"{error.message}, line {error.lineno}"
     except (RecursionError, SyntaxError, MemoryError):
@@ -96,32 +97,32 @@ def compiled_template(template: str, path: str) -> "ChatTemplate":
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTemplate:
+class CompiledTemplate:
     """Compiled template, with the counters of its current rendering."""
 
     template: jinja2.Template
-    limits: "_Limits"
+    limits: "_RenderLimits"
 
 
 @dataclass(slots=True)
-class _Limits:
-    """Operations of a template that may run or grow without bound; each raises TemplateError."""
+class _RenderLimits:
+    """Operations that may run or grow without bound, limited: they raise TemplateError."""
 
     rounds: int = 0
     characters: int = 0
     read: int = 0
 
-    def filters(self, own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        """Return Jinja's, limited, and operations by the name of the node that each replaces."""
+    def filters(self, builtins: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """Return limited filters: Jinja's, and operations by their names in `_OPERATIONS`."""
         remainder = self.limit(operator.mod, "remainder")  # also formats text
         operations = (self.count_round, self.add, self.multiply, self.power, self.join, remainder)
-        filters = {name: self.limit(operation, name) for name, operation in own.items()}
+        filters = {name: self.limit(operation, name) for name, operation in builtins.items()}
         return filters | dict(zip(_OPERATIONS.values(), operations, strict=True))
 
     def count(self, characters: int) -> None:
         self.characters += max(0, characters)
         if self.characters > _MAX_CHARACTERS:
-            _refuse(f"it writes more than {_MAX_CHARACTERS:,} characters")
+            _stop_rendering(f"it writes more than {_MAX_CHARACTERS:,} characters")
 
     def limit(self, operation: Callable[..., Any], name: str = "call") -> Callable[..., Any]:
         @functools.wraps(operation)
@@ -135,7 +136,7 @@ class _Limits:
         return call
 
     def check(self, name: str, arguments: Sequence[Any]) -> None:
-        """Refuse operands of a filter or call that are, or make, too much to read or write."""
+        """Raise TemplateError if a filter or call would read or write too much."""
         if name == "call":
             called, name = arguments[1], ""
             if isinstance(called, FunctionType) and "__wrapped__" in vars(called):
@@ -150,14 +151,16 @@ class _Limits:
             self.read += sum(len(item) for item in items if isinstance(item, str))
         elif name == "replace" and len(texts) >= 3:
             self.read += texts[0].count(texts[1]) * len(texts[2])
-        elif name in _PADDED:
+        elif name in _PADDING:
             numbers = [abs(number) for number in arguments if isinstance(number, int)]
             lengths = [1 + len(text) for text in sized]
             self.read += max(numbers, default=0) * math.prod(lengths)
-        elif name in _FORMATTED and texts and _WIDE.search(texts[0]):
-            _refuse("a format has a width above 9,999, or one that is an argument")
+        elif name in _FORMATTING and texts and _WIDE_FORMAT.search(texts[0]):
+            _stop_rendering("a format has a width above 9,999, or one that is an argument")
         if self.read > _MAX_READ:
-            _refuse(f"its filters and calls read or write more than {_MAX_READ:,} characters")
+            _stop_rendering(
+                f"its filters and calls read or write more than {_MAX_READ:,} characters"
+            )
 
     @jinja2.pass_context  # else Jinja writes constants without a call
     def output(self, context: Context | None, value: Any) -> str:
@@ -170,8 +173,8 @@ class _Limits:
     def count_round(self, context: Context, characters: int) -> None:
         """Count an iteration or macro call that writes some literal text."""
         self.rounds += 1
-        if self.rounds > _MAX_ROUNDS:
-            _refuse(f"it runs more than {_MAX_ROUNDS:,} iterations and macro calls")
+        if self.rounds > _MAX_ITERATIONS:
+            _stop_rendering(f"it runs more than {_MAX_ITERATIONS:,} iterations and macro calls")
         self.count(characters)
 
     def join(self, *values: Any) -> str:
@@ -188,16 +191,17 @@ class _Limits:
         if isinstance(times, int):
             self.count(len(items) * times if isinstance(items, _SIZED) else 0)
             if isinstance(items, int) and items.bit_length() + times.bit_length() > _MAX_BITS:
-                _refuse("the result of * is too large")
+                _stop_rendering("the result of * is too large")
         return left * right
 
     def power(self, left: Any, right: Any) -> Any:
         whole = isinstance(left, int) and isinstance(right, int)
         if whole and left.bit_length() * abs(right) > _MAX_BITS:
-            _refuse("the result of ** may be too large")
+            _stop_rendering("the result of ** may be too large")
         return left**right
 
 
+# Filters of `_RenderLimits`, as Jinja calls a filter without a detour.
 _OPERATIONS: dict[type[nodes.Node], str] = {
     nodes.For: "_count_round",
     nodes.Add: "_add",
@@ -206,26 +210,25 @@ _OPERATIONS: dict[type[nodes.Node], str] = {
     nodes.Concat: "_join",
     nodes.Mod: "_remainder",
 }
-"""Filters of `_Limits`, as Jinja calls a filter without a detour."""
 
 
-class _WithLimits(NodeTransformer):
-    """Replace operators by operations of `_Limits`, and count rounds of loops, macros, blocks."""
+class _LimitOperators(NodeTransformer):
+    """Replace operators by filters of `_RenderLimits`, and count runs of loops, macros, blocks."""
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:
         super().generic_visit(node, *arguments, **named)
         if isinstance(node, nodes.For | nodes.Macro | nodes.Block):
             written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-            node.body.insert(0, nodes.ExprStmt(_operation(nodes.For, nodes.Const(written))))
+            node.body.insert(0, nodes.ExprStmt(_replace_by_filter(nodes.For, nodes.Const(written))))
         elif isinstance(node, nodes.Concat):
-            return _operation(nodes.Concat, *node.nodes)
+            return _replace_by_filter(nodes.Concat, *node.nodes)
         elif isinstance(node, nodes.BinExpr) and type(node) in _OPERATIONS:
-            return _operation(type(node), node.left, node.right)
+            return _replace_by_filter(type(node), node.left, node.right)
         return node
 
 
-def _operation(of: type[nodes.Node], *operands: nodes.Expr) -> nodes.Expr:
-    return nodes.Filter(operands[0], _OPERATIONS[of], list(operands[1:]), [], None, None)
+def _replace_by_filter(kind: type[nodes.Node], *operands: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(operands[0], _OPERATIONS[kind], list(operands[1:]), [], None, None)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -247,5 +250,5 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _refuse(message: str) -> None:
+def _stop_rendering(message: str) -> None:
     raise jinja2.TemplateError(message)

@@ -3,7 +3,7 @@
 A row has `tokens`, `loss_tokens`, and a column per item kind: `tiles` (with thumbnail), `clips`, or
 `image_tokens` with `squared_image_tokens` (sum of squared tokens per image and frame). Lists
 `image_times` (1 for an image) and `tokens_per_time` have an entry per image or video. `sample` is
-the annotation index, present only if samples were skipped, selected or repeated.
+the annotation index, if samples were skipped, selected or repeated.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ from omnibal.model.encoders import (
 from omnibal.model.limits import words
 
 _METADATA_KEY = b"omnibal"
+# Metadata key: `sample` indexes rows of a plan's data (a subset, or with repeats).
 _ROWS_KEY = b"omnibal_rows"
-"""Metadata key: `sample` indexes rows of a plan's data (a subset, or with repeats)."""
 _REPEATED = b"repeated"
-_SAMPLE = "sample"
+_SAMPLE_COLUMN = "sample"
 _TOKENS = ("tokens", "loss_tokens")
-_IMAGE_TOKENS = ImagesEncoder.feature
-_SIZES = {"times": "image_times", "tokens": "tokens_per_time"}
-"""List columns by `ImageSizes` field."""
+_IMAGE_FEATURE = ImagesEncoder.feature
+# List columns by `ImageSizes` field.
+_LIST_COLUMNS = {"times": "image_times", "tokens": "tokens_per_time"}
 _Int32 = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
 
 
@@ -62,8 +62,7 @@ class _MetaEntry(BaseModel):
 class ClipSizes(Frozen):
     """Clip length in frames and tokens."""
 
-    frames: int
-    """Log-mel frames per clip, 10 ms apart."""
+    frames: int  # log-mel frames per clip, 10 ms apart
     tokens_per_clip: int
 
     def __str__(self) -> str:
@@ -71,25 +70,21 @@ class ClipSizes(Frozen):
 
 
 class LengthsOrigin(Frozen):
-    """Identity of a scan's inputs; training rejects different data or tokenizers."""
+    """Identity of a scan's inputs. Training refuses other data or tokenizers."""
 
-    data_sha256: str
-    """SHA-256 of source names, repeats and annotation bytes, without image folders or pixels."""
+    data_sha256: str  # `Annotations.sha256`
     tokenizer_sha256: str
     image_size: int | None
     tokens_per_tile: int | None
-    tiling: TilingConfig | None
-    """Tiling. None, like the two fields above, if the model takes no images."""
-    clips: ClipSizes | None = written_unless(None)
-    """None if the model takes no recordings."""
-    images: ImageRule | None = written_unless(None)
-    """Native-resolution rule, None if the model has none."""
+    tiling: TilingConfig | None  # None, like the two fields above, without tiles
+    clips: ClipSizes | None = written_unless(None)  # None without recordings
+    images: ImageRule | None = written_unless(None)  # native-resolution rule
     chat_template: ChatTemplateName
     system_message: str | None
 
 
 def check_same_data(name: str, given: str, planned: str) -> None:
-    """Raise if data or tokenizer differ from the plan's."""
+    """Raise unless data or tokenizer are the plan's, by hash."""
     if planned != given:
         raise UserError(
             f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
@@ -99,21 +94,21 @@ def check_same_data(name: str, given: str, planned: str) -> None:
 
 
 def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
-    """Pixels and tokens of a tile, None without images."""
+    """Return the side in pixels and the tokens of a tile, None without tiles."""
     if not model.takes_images:
         return None, None
     return model.vision.image_size, model.vision.tokens_per_item
 
 
 def clip_sizes(model: ModelConfig) -> ClipSizes | None:
-    """Frames and tokens of a clip, None without recordings."""
+    """Return frames and tokens of a clip, None without recordings."""
     if not model.takes_audio:
         return None
     return ClipSizes(frames=model.audio.frames, tokens_per_clip=model.audio.tokens_per_item)
 
 
 def image_rule(model: ModelConfig) -> ImageRule | None:
-    """Native-resolution rule of the model, None if absent."""
+    """Return the model's native-resolution rule, None if absent."""
     return model.images.image_rule if model.images is not None else None
 
 
@@ -121,23 +116,18 @@ def image_rule(model: ModelConfig) -> ImageRule | None:
 class Lengths:
     """Arrays of equal length with an entry per sample, in meta-file order; int32 by default."""
 
-    items: dict[str, np.ndarray]
-    """Items per sample by name, such as `tiles`."""
+    items: dict[str, np.ndarray]  # by name, such as `tiles`
     tokens: np.ndarray
     loss_tokens: np.ndarray
     source: np.ndarray
     source_names: tuple[str, ...]
-    origin: LengthsOrigin | None = None
-    """None if not from a scan; training data cannot then be matched."""
+    origin: LengthsOrigin | None = None  # None if not from a scan; data cannot then be checked
+    # Sums of squares per image or frame, int64, such as `squared_image_tokens`. If absent, one
+    # image per sample is assumed.
     squares: dict[str, np.ndarray] = field(default_factory=dict)
-    """Sums of squared items per image or frame, int64, by name such as `squared_image_tokens`. If
-    absent, one image per sample is assumed."""
-    sample: np.ndarray | None = None
-    """Annotation index of each row, int64, ascending, None if equal to the row index."""
-    repeats: bool = False
-    """Whether `sample` may repeat an index, as in a mixture."""
-    image_sizes: ImageSizes | None = None
-    """Tokens of every native-resolution image and video, if counted."""
+    sample: np.ndarray | None = None  # annotation index, int64, ascending; None if the row's
+    repeats: bool = False  # whether `sample` may repeat an index, as in a mixture
+    image_sizes: ImageSizes | None = None  # of every native-resolution image and video
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -162,47 +152,43 @@ class Lengths:
             digest.update(self.image_sizes.images.tobytes())
         digest.update(np.ascontiguousarray(self.source, dtype="<i4").tobytes())
         if self.sample is not None:
-            digest.update(_SAMPLE.encode())
+            digest.update(_SAMPLE_COLUMN.encode())
             digest.update(np.ascontiguousarray(self.sample, dtype="<i8").tobytes())
         return digest.hexdigest()
 
     def column(self, name: str) -> np.ndarray:
-        """Count of a feature per sample, int32 [samples], or int64 for squares.
-
-        `name` is `tokens`, `loss_tokens`, an item or its squares, 0 if not counted.
-        """
+        """Return a feature per sample, int32 [samples], int64 for squares, 0 if not counted."""
         if name in self.squares:
             return self.squares[name]
-        if name in SQUARED_FEATURES:  # an upper bound, as not counted
+        if name in SQUARED_FEATURES:  # not counted: as of one image, an upper bound
             return self.column(name.removeprefix("squared_")).astype(np.int64) ** 2
         columns = {**self.items, "tokens": self.tokens, "loss_tokens": self.loss_tokens}
         return columns[name] if name in columns else no_items(len(self))
 
     @property
     def without_squares(self) -> tuple[str, ...]:
-        """Names of items that lack squares."""
         counted = [name for name in self.item_names if squares_of(name) in SQUARED_FEATURES]
         return tuple(name for name in counted if squares_of(name) not in self.squares)
 
     @property
     def is_without_image_sizes(self) -> bool:
         """Whether per-image tokens are needed but were not counted."""
-        return _IMAGE_TOKENS in self.items and self.image_sizes is None
+        return _IMAGE_FEATURE in self.items and self.image_sizes is None
 
     def pieces_of_images(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens and squared tokens per indivisible piece, and pieces per sample, int64.
+        """Return tokens and squares per indivisible piece, and pieces per sample, int64.
 
-        A piece is an image or a time of a video, or a whole sample if not counted separately.
+        A piece is an image, a time of a video, or a sample if its images were not counted.
         """
         if self.image_sizes is not None:
             tokens, counts = self.image_sizes.pieces(samples)
             return tokens, tokens**2, counts
-        tokens = self.column(_IMAGE_TOKENS)[samples].astype(np.int64)
-        squares = self.column(squares_of(_IMAGE_TOKENS))[samples]
+        tokens = self.column(_IMAGE_FEATURE)[samples].astype(np.int64)
+        squares = self.column(squares_of(_IMAGE_FEATURE))[samples]
         return tokens, squares, np.ones(len(samples), np.int64)
 
     def sizes(self, names: Sequence[str]) -> np.ndarray:
-        """Features per sample, int64 [names, samples]."""
+        """Return features of every sample, int64 [names, samples]."""
         return np.stack([self.column(name) for name in names]).astype(np.int64)
 
     def take(self, rows: np.ndarray) -> "Lengths":
@@ -218,38 +204,34 @@ class Lengths:
         )
 
     def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
-        """Annotation indices of the rows, int64 [rows]."""
+        """Return the annotation indices of rows, int64 [rows]."""
         return rows if self.sample is None else self.sample[rows]
 
 
-_SHORTER = (
+_SHORTEN = (
     "shorten or leave out longer samples, or take max_positions (and rope_factor, if there) out of "
     "the model's TOML to go on"
 )
 
 
 def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
-    """Draw at most `samples` samples at random, in their original order."""
     if samples >= len(lengths):
         return lengths
     return lengths.take(np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples]))
 
 
-def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTER) -> None:
-    """Raise if a sample exceeds the model's RoPE range (no length-dependent scaling).
-
-    Positions restart at each sample of a pack, so only samples are limited.
-    """
-    most = model.language.max_positions
-    if most is not None and tokens > most:
+def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTEN) -> None:
+    """Raise if a sample exceeds the model's RoPE range, as RoPE is not scaled by length."""
+    # Positions restart at each sample of a pack, so that packs are not limited.
+    limit = model.language.max_positions
+    if limit is not None and tokens > limit:
         raise UserError(
             f"{what} has {tokens:,} tokens, but language.max_positions of {model.name} is "
-            f"{most:,}, as RoPE is not scaled beyond it here; {remedy}"
+            f"{limit:,}, as RoPE is not scaled beyond it here; {remedy}"
         )
 
 
 def write_lengths(lengths: Lengths, path: Path) -> None:
-    """Write lengths as Parquet, with the columns of this module's docstring."""
     source = pa.DictionaryArray.from_arrays(
         pa.array(lengths.source, pa.int32()), pa.array(lengths.source_names, pa.string())
     )
@@ -262,7 +244,7 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
     lists: dict[str, pa.Array] = {}
     if lengths.image_sizes is not None:
         offsets = pa.array(np.append(0, np.cumsum(lengths.image_sizes.counts)), pa.int64())
-        for name, column in _SIZES.items():
+        for name, column in _LIST_COLUMNS.items():
             entries = np.ascontiguousarray(lengths.image_sizes.images[name])
             values = pa.array(entries, pa.int32())
             lists[column] = pa.LargeListArray.from_arrays(offsets, values)
@@ -271,7 +253,7 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
     if lengths.origin is not None:
         metadata[_METADATA_KEY] = lengths.origin.model_dump_json().encode()
     if lengths.sample is not None:
-        table = table.append_column(_SAMPLE, pa.array(lengths.sample, pa.int64()))
+        table = table.append_column(_SAMPLE_COLUMN, pa.array(lengths.sample, pa.int64()))
         if lengths.repeats or lengths.origin is None:
             metadata[_ROWS_KEY] = _REPEATED if lengths.repeats else b"once"
     with atomic(path) as temporary:
@@ -288,7 +270,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         raise UserError(
             f"{', '.join(map(str, paths))}: holds no sample; planning needs at least one"
         )
-    _check_counts(lengths, paths)
+    _check_item_counts(lengths, paths)
     return lengths
 
 
@@ -306,6 +288,14 @@ def _join_parts(parts: Sequence[Lengths]) -> Lengths:
     def join_column(name: str) -> np.ndarray:
         return np.concatenate([part.column(name) for part in parts])
 
+    sizes = None
+    counted = [part.image_sizes for part in parts]
+    if any(s is not None for s in counted) and not any(
+        part.is_without_image_sizes for part in parts
+    ):
+        pairs = zip(parts, counted, strict=True)
+        sizes = ImageSizes.join([ImageSizes.none(len(p)) if s is None else s for p, s in pairs])
+
     return Lengths(
         items={name: join_column(name) for name in item_names},
         tokens=join_column("tokens"),
@@ -313,17 +303,8 @@ def _join_parts(parts: Sequence[Lengths]) -> Lengths:
         source=np.concatenate(codes),
         source_names=names,
         squares={name: join_column(name) for name in squares},
-        image_sizes=_join_image_sizes(parts),
+        image_sizes=sizes,
     )
-
-
-def _join_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
-    """Join image sizes, None unless every part with image tokens has them."""
-    counted = [part.image_sizes for part in parts]
-    if all(sizes is None for sizes in counted) or any(p.is_without_image_sizes for p in parts):
-        return None
-    pairs = zip(parts, counted, strict=True)
-    return ImageSizes.join([ImageSizes.none(len(p)) if s is None else s for p, s in pairs])
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
@@ -331,19 +312,21 @@ def length_files(paths: Sequence[Path]) -> list[Path]:
     named = [
         named
         for path in paths
-        if path.suffix == ".json" and path.is_file() and _is_meta(text := _read_text(path))
-        for named in _named_files(text, path).values()
+        if path.suffix == ".json" and path.is_file() and _is_meta(text := _read_lengths_text(path))
+        for named in _list_named_files(text, path).values()
     ]
     return [*paths, *named]
 
 
-def _check_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
+def _check_item_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
+    """Raise if a row's counts contradict each other or are negative."""
+    files = ", ".join(map(str, paths))
     counted = {name: lengths.column(name) for name in (*lengths.item_names, *_TOKENS)}
     bad = np.any([column < (name == "tokens") for name, column in counted.items()], axis=0)
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         raise UserError(
-            f"{', '.join(map(str, paths))}: row {row} has "
+            f"{files}: row {row} has "
             f"{', '.join(f'{name} {column[row]}' for name, column in counted.items())}; "
             f"{words([*lengths.item_names, 'loss_tokens'])} must be at least 0 and tokens at least "
             "1; rebuild the file with `omnibal lengths`"
@@ -354,24 +337,21 @@ def _check_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
         if wrong.any():
             row = int(wrong.argmax())
             raise UserError(
-                f"{', '.join(map(str, paths))}: row {row} has {name} {squares[row]}; of "
-                f"{items[row]} {name.removeprefix('squared_')} it must be at least as much and at "
-                "most the square; rebuild the file with `omnibal lengths`"
+                f"{files}: row {row} has {name} {squares[row]}; of {items[row]} "
+                f"{name.removeprefix('squared_')} it must be {items[row]} to {items[row] ** 2}; "
+                "rebuild the file with `omnibal lengths`"
             )
-    if lengths.image_sizes is not None:
-        _check_image_sizes(lengths, lengths.image_sizes, paths)
-
-
-def _check_image_sizes(lengths: Lengths, sizes: ImageSizes, paths: Sequence[Path]) -> None:
-    """Raise if image lists contradict the samples' sums."""
-    are_counts = all((sizes.images[name] > 0).all() for name in _SIZES)
-    for name, found in ((_IMAGE_TOKENS, sizes.tokens), (squares_of(_IMAGE_TOKENS), sizes.squares)):
-        wrong = lengths.column(name) != found
+    sizes = lengths.image_sizes
+    if sizes is None:
+        return
+    are_counts = all((sizes.images[name] > 0).all() for name in _LIST_COLUMNS)
+    for name, sums in ((_IMAGE_FEATURE, sizes.tokens), (squares_of(_IMAGE_FEATURE), sizes.squares)):
+        wrong = lengths.column(name) != sums
         if wrong.any() or not are_counts:
             row = int(wrong.argmax())
             raise UserError(
-                f"{', '.join(map(str, paths))}: row {row} has {name} {lengths.column(name)[row]}, "
-                f"and by {words(list(_SIZES.values()))} {found[row]}; entries must be at least 1 "
+                f"{files}: row {row} has {name} {lengths.column(name)[row]}, and by "
+                f"{words(list(_LIST_COLUMNS.values()))} {sums[row]}; entries must be at least 1 "
                 "and their sums the same; rebuild the file with `omnibal lengths`"
             )
 
@@ -382,16 +362,21 @@ def _read_file(path: Path) -> list[Lengths]:
             f"{path}: no such lengths file; make one with `omnibal lengths META -o {path}`"
         )
     if path.suffix == ".json":
-        text = _read_text(path)
+        text = _read_lengths_text(path)
         if not _is_meta(text):
-            return [_from_records(text, path, path.stem)]
-        named = _named_files(text, path).items()
-        return [_from_records(_read_text(file), file, name) for name, file in named]
+            return [_parse_records(text, path, path.stem)]
+        named = _list_named_files(text, path).items()
+        return [_parse_records(_read_lengths_text(file), file, name) for name, file in named]
     remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
-    columns = Columns.read(path, [*_TOKENS, "source"], remedy)
+    columns = Columns.open(path, [*_TOKENS, "source"], remedy)
     names = columns.once(ITEM_FEATURES)
     source, source_names = columns.categories("source")
-    origin = _origin(columns)
+    metadata = columns.schema.metadata or {}
+    origin = None
+    if _METADATA_KEY in metadata:
+        where, repair = f"{path}: origin", "rebuild it with `omnibal lengths`"
+        origin = parse_json_model(LengthsOrigin, metadata[_METADATA_KEY], where, repair)
+    kind = metadata.get(_ROWS_KEY)  # None if `sample` has annotation indices
     return [
         Lengths(
             items={name: columns.integers(name, pa.int32()) for name in names},
@@ -403,54 +388,41 @@ def _read_file(path: Path) -> list[Lengths]:
                 name: columns.integers(name, pa.int64()) for name in columns.once(SQUARED_FEATURES)
             },
             origin=origin,
-            sample=_sample(columns) if origin is not None or _rows(columns) else None,
-            repeats=_rows(columns) == _REPEATED,
-            image_sizes=_image_sizes(columns),
+            sample=_read_rows(columns, kind == _REPEATED) if origin is not None or kind else None,
+            repeats=kind == _REPEATED,
+            image_sizes=_read_image_sizes(columns),
         )
     ]
 
 
-def _origin(columns: Columns) -> LengthsOrigin | None:
-    metadata = (columns.schema.metadata or {}).get(_METADATA_KEY)
-    if metadata is None:
+def _read_image_sizes(columns: Columns) -> ImageSizes | None:
+    if not set(_LIST_COLUMNS.values()) & set(columns.schema.names):
         return None
-    where = f"{columns.path}: origin"
-    return parse_json_model(LengthsOrigin, metadata, where, "make it anew with `omnibal lengths`")
-
-
-def _image_sizes(columns: Columns) -> ImageSizes | None:
-    if not set(_SIZES.values()) & set(columns.schema.names):
-        return None
-    columns.require(_SIZES.values())
-    (times, counts), (tokens, others) = (columns.integer_lists(name) for name in _SIZES.values())
+    first, second = _LIST_COLUMNS.values()
+    columns.require((first, second))
+    (times, counts), (tokens, others) = columns.integer_lists(first), columns.integer_lists(second)
     if (counts != others).any():
         row = int((counts != others).argmax())
         raise UserError(
-            f"{columns.path}: row {row} has {counts[row]} entries of {_SIZES['times']} and "
-            f"{others[row]} of {_SIZES['tokens']}; both must have one for every image and video; "
-            "make it anew with `omnibal lengths`"
+            f"{columns.path}: row {row} has {counts[row]} entries of {first} and {others[row]} of "
+            f"{second}; both need one for every image and video; rebuild it with `omnibal lengths`"
         )
     images = np.empty(len(times), IMAGE)
     images["times"], images["tokens"] = times, tokens
     return ImageSizes(images=images, counts=counts)
 
 
-def _rows(columns: Columns) -> bytes | None:
-    """Metadata on plan rows in `sample`, None for annotation indices."""
-    return (columns.schema.metadata or {}).get(_ROWS_KEY)
-
-
-def _sample(columns: Columns) -> np.ndarray | None:
-    if _SAMPLE not in columns.schema.names:
+def _read_rows(columns: Columns, repeats: bool) -> np.ndarray | None:
+    if _SAMPLE_COLUMN not in columns.schema.names:
         return None
-    sample = columns.integers(_SAMPLE, pa.int64())
-    wrong = np.diff(sample, prepend=-1) < (0 if _rows(columns) == _REPEATED else 1)
+    sample = columns.integers(_SAMPLE_COLUMN, pa.int64())
+    wrong = np.diff(sample, prepend=-1) < (0 if repeats else 1)
     wrong[:1] |= sample[:1] < 0
     if wrong.any():
         row = int(wrong.argmax())
         raise UserError(
-            f"{columns.path}: column {_SAMPLE} holds {sample[row]} in row {row}; it must ascend "
-            "from 0 or more, as each sample has one row; make it anew with `omnibal lengths`"
+            f"{columns.path}: column {_SAMPLE_COLUMN} holds {sample[row]} in row {row}; it must "
+            "ascend from 0 or more, a row per sample; rebuild it with `omnibal lengths`"
         )
     return sample
 
@@ -459,8 +431,8 @@ def _is_meta(text: str) -> bool:
     return text.lstrip().startswith("{")
 
 
-def _named_files(text: str, path: Path) -> dict[str, Path]:
-    """Length files by source, named in a meta JSON."""
+def _list_named_files(text: str, path: Path) -> dict[str, Path]:
+    """Return the length files that a meta JSON names, by source."""
     entries = parse_json_model(
         dict[str, _MetaEntry],
         text,
@@ -473,12 +445,12 @@ def _named_files(text: str, path: Path) -> dict[str, Path]:
     return {name: path.parent / entry.token_lengths for name, entry in entries.items()}
 
 
-def _read_text(path: Path) -> str:
+def _read_lengths_text(path: Path) -> str:
     return read_text(path, "correct the path to the lengths, which are Parquet or .json")
 
 
-def _from_records(text: str, path: Path, source_name: str) -> Lengths:
-    """Lengths from OmniBal's public format, which has no loss counts (0)."""
+def _parse_records(text: str, path: Path, source_name: str) -> Lengths:
+    """Return lengths from OmniBal's public format, which has no loss counts (0)."""
     records = parse_json_model(
         list[_Record],
         text,

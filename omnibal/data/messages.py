@@ -1,4 +1,4 @@
-"""Read a record's messages from any usual trainer's format.
+"""Messages of a record, in any usual trainer's format.
 
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT, LLaVA, LLaMA-Factory
     {"messages": [{"role": "user", "content": "..."}, ...]}          ms-swift, chat templates
@@ -25,28 +25,22 @@ class InvalidRecordError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
+class ChatMessage:
     role: Role
     text: str
-    learned: bool = True
-    """Whether an assistant message is trained on."""
-    reasoning: str | None = None
-    """The assistant's reasoning before its text."""
-    calls: tuple[str, ...] = ()
-    """Tool calls, as JSON objects with "name" and "arguments"."""
+    learned: bool = True  # whether an assistant message is trained on
+    reasoning: str | None = None  # the assistant's reasoning before its text
+    calls: tuple[str, ...] = ()  # tool calls, as JSON objects with "name" and "arguments"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Messages:
-    """Messages of a record and the media named in their parts."""
+class RecordMessages:
+    """Messages of a record, and the media named in their parts."""
 
-    messages: tuple[Message, ...]
-    speakers: tuple[str, ...]
-    """Roles as written in the record."""
-    key: str
-    """The record's key of these messages."""
-    items: dict[Medium, list[Any]] = field(default_factory=dict)
-    """Media named in parts, in order."""
+    messages: tuple[ChatMessage, ...]
+    speakers: tuple[str, ...]  # roles as written in the record
+    key: str  # the record's key of these messages
+    items: dict[Medium, list[Any]] = field(default_factory=dict)  # media named in parts, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +49,19 @@ class _Form:
     text: str
 
 
+# Keys of message lists, with their usual format.
 LISTS = {"conversations": _Form("from", "value"), "messages": _Form("role", "content")}
-"""Message list keys and their usual format."""
-_ROLES: dict[str, Role] = {
+_ROLE_OF: dict[str, Role] = {
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "tool", "tool_response"), "tool"),
 }
-_CALLING = ("function_call", "tool_call")
-"""Assistant roles with text that is a tool call or a list of calls."""
-_UNSPOKEN = ("id", "name", "tool_call_id")
-"""Message keys that no template writes."""
-_PARTS: dict[str, tuple[Medium, tuple[str, ...]]] = {
+# Assistant roles with text that is a tool call or a list of calls.
+_CALL_ROLES = ("function_call", "tool_call")
+_IGNORED_KEYS = ("id", "name", "tool_call_id")  # message keys that no template writes
+# Media part types and the keys that may name the file.
+_MEDIA_PARTS: dict[str, tuple[Medium, tuple[str, ...]]] = {
     "image": ("image", ("image", "path", "url")),
     "image_url": ("image", ("image_url",)),
     "video": ("video", ("video", "path", "url")),
@@ -75,19 +69,23 @@ _PARTS: dict[str, tuple[Medium, tuple[str, ...]]] = {
     "audio": ("audio", ("audio", "path", "url")),
     "audio_url": ("audio", ("audio_url",)),
 }
-"""Media part types and the keys that may name the file."""
-_NAMED = re.compile(r"<img>(?P<image>[^<>\n]+)</img>|<audio>(?P<audio>[^<>\n]+\.\w{2,4})</audio>")
-"""Files that Qwen-VL's and Qwen-Audio's texts name."""
+# Files that Qwen-VL's and Qwen-Audio's texts name.
+_FILE_TAGS = re.compile(
+    r"<img>(?P<image>[^<>\n]+)</img>|<audio>(?P<audio>[^<>\n]+\.\w{2,4})</audio>"
+)
 
 
-def read_messages(record: dict[str, Any]) -> Messages:
-    """Read the messages; raises InvalidRecordError, which names the key."""
-    found = [key for key in LISTS if record.get(key) is not None]
-    if len(found) > 1:
+def read_messages(record: dict[str, Any]) -> RecordMessages:
+    """Read a record's messages; raises InvalidRecordError, which names the key."""
+    keys = [key for key in LISTS if record.get(key) is not None]
+    if len(keys) > 1:
         raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
-    key = found[0] if found else "conversations"
-    given = record.get(key)
-    form = _form_of(given, key)
+    key = keys[0] if keys else "conversations"
+    given, form = record.get(key), LISTS[key]
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, dict) and form.speaker not in first:
+        # Either key may hold either format.
+        form = next((other for other in LISTS.values() if other.speaker in first), form)
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise InvalidRecordError(
             f'must have "{key}": a list of {{"{form.speaker}", "{form.text}"}}, each with a role '
@@ -101,49 +99,42 @@ def read_messages(record: dict[str, Any]) -> Messages:
         except InvalidRecordError as error:
             raise InvalidRecordError(f'has in "{key}" as message {number} {error}') from None
     speakers = tuple(str(message.get(form.speaker)) for message in given)
-    return Messages(messages=tuple(messages), speakers=speakers, key=key, items=items)
+    return RecordMessages(messages=tuple(messages), speakers=speakers, key=key, items=items)
 
 
-def _form_of(given: Any, key: str) -> _Form:
-    """Format of the first message, by default the key's."""
-    first = given[0] if isinstance(given, list) and given else None
-    usual = LISTS[key]
-    if not isinstance(first, dict) or usual.speaker in first:
-        return usual
-    return next((form for form in LISTS.values() if form.speaker in first), usual)
-
-
-def _read_message(message: dict[str, Any], form: _Form, items: dict[Medium, list[Any]]) -> Message:
+def _read_message(
+    message: dict[str, Any], form: _Form, items: dict[Medium, list[Any]]
+) -> ChatMessage:
     """Read a message and add its media to `items`."""
-    said = {key: value for key, value in message.items() if value is not None}
-    speaker = said.pop(form.speaker, None)
-    role = _ROLES.get(speaker) if isinstance(speaker, str) else None
+    fields = {key: value for key, value in message.items() if value is not None}
+    speaker = fields.pop(form.speaker, None)
+    role = _ROLE_OF.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise InvalidRecordError(
-            f'"{form.speaker}" {json.dumps(speaker)}; it must be one of {", ".join(_ROLES)}'
+            f'"{form.speaker}" {json.dumps(speaker)}; it must be one of {", ".join(_ROLE_OF)}'
         )
-    content = said.pop(form.text, None)
+    content = fields.pop(form.text, None)
     more: dict[str, Any] = {}
-    for key, (name, reader) in _FIELDS.items():
-        if key in said:
-            given = said.pop(key)
-            if role != "assistant" and given:
+    for key, (name, reader) in _ASSISTANT_KEYS.items():
+        if key in fields:
+            value = fields.pop(key)
+            if role != "assistant" and value:
                 raise InvalidRecordError(f'"{key}", which only an assistant\'s may have')
-            more[name] = reader(given)
-    unknown = [key for key in said if key not in _UNSPOKEN]
+            more[name] = reader(value)
+    unknown = [key for key in fields if key not in _IGNORED_KEYS]
     if unknown:
         raise InvalidRecordError(f'"{unknown[0]}", which is not understood; remove it')
-    if speaker in _CALLING:
+    if speaker in _CALL_ROLES:
         more["calls"] = (*more.get("calls", ()), *_read_calls(content))
-        return Message(role=role, text="", **more)
+        return ChatMessage(role=role, text="", **more)
     if content is None and more.get("calls"):
-        return Message(role=role, text="", **more)
-    return Message(role=role, text=_read_text(content, form, items), **more)
+        return ChatMessage(role=role, text="", **more)
+    return ChatMessage(role=role, text=_read_content(content, form, items), **more)
 
 
-def _read_text(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> str:
+def _read_content(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> str:
     if isinstance(content, str):
-        return _NAMED.sub(lambda found: _read_named(found, items), content)
+        return _FILE_TAGS.sub(lambda found: _read_file_tag(found, items), content)
     if not isinstance(content, list) or not content:
         raise InvalidRecordError(
             f'an odd "{form.text}"; it must be a text, or a list of parts with a "type"'
@@ -151,27 +142,27 @@ def _read_text(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> str
     return "".join(_read_part(part, items) for part in content)
 
 
-def _read_named(found: re.Match[str], items: dict[Medium, list[Any]]) -> str:
-    """Mark of a file that a text names; adds it to `items`."""
+def _read_file_tag(found: re.Match[str], items: dict[Medium, list[Any]]) -> str:
+    """Add a file that a text names to `items`, and return its mark."""
     medium: Medium = "image" if found["image"] else "audio"
     items.setdefault(medium, []).append(found[medium])
     return MARK_OF[medium]
 
 
 def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
-    """Text or media mark of a part; adds its media to `items`."""
+    """Return the text or mark of a part, and add its media to `items`."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     given = {} if kind is None else {k: v for k, v in part.items() if v is not None and k != "type"}
     if kind == "text" and isinstance(given.get("text"), str) and len(given) == 1:
         return given["text"]
-    if not isinstance(kind, str) or kind not in _PARTS:
+    if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
         raise InvalidRecordError(
             f'a part of "type" {json.dumps(kind)}; it must be {{"type": "text", "text"}}, or of '
-            f"type {', '.join(_PARTS)}"
+            f"type {', '.join(_MEDIA_PARTS)}"
         )
-    medium, names = _PARTS[kind]
+    medium, names = _MEDIA_PARTS[kind]
     unknown = [key for key in given if key not in names]
     if unknown:
         raise InvalidRecordError(
@@ -186,18 +177,18 @@ def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
     return MARK_OF[medium]
 
 
-def _read_as(kind: type, problem: str) -> Callable[[Any], Any]:
-    def read(given: Any) -> Any:
+def _require_type(kind: type, problem: str) -> Callable[[Any], Any]:
+    def check(given: Any) -> Any:
         if not isinstance(given, kind):
             raise InvalidRecordError(problem.format(json.dumps(given)))
         return given
 
-    return read
+    return check
 
 
 def _read_calls(given: Any) -> tuple[str, ...]:
-    """Parse tool calls from JSON or its text, a single call or a list."""
-    calls, found = _parse_json(given), []
+    """Read tool calls, from JSON or its text, a single call or a list."""
+    calls, texts = _parse_json(given), []
     for call in calls if isinstance(calls, list) else [calls]:
         inner = call.get("function", call) if isinstance(call, dict) else None
         inner = inner if isinstance(inner, dict) else {}
@@ -207,19 +198,19 @@ def _read_calls(given: Any) -> tuple[str, ...]:
                 'an odd call of a tool; it must be {"name", "arguments"}, in "function" or alone, '
                 "with arguments that are an object"
             )
-        found.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
-    return tuple(found)
+        texts.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
+    return tuple(texts)
 
 
-_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "loss": ("learned", _read_as(bool, 'a "loss" of {}; it must be true or false')),
+# Optional assistant keys: message field and reader.
+_ASSISTANT_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "loss": ("learned", _require_type(bool, 'a "loss" of {}; it must be true or false')),
     "reasoning_content": (
         "reasoning",
-        _read_as(str, 'an odd "reasoning_content"; it must be a text'),
+        _require_type(str, 'an odd "reasoning_content"; it must be a text'),
     ),
     "tool_calls": ("calls", _read_calls),
 }
-"""Optional assistant keys: message field and reader."""
 
 
 def _parse_json(given: Any) -> Any:

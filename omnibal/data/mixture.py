@@ -1,4 +1,4 @@
-"""Mixtures of sources, by epochs or weight.
+"""Mixtures of sources, by weight or epochs.
 
     samples = 1_000_000      # of the whole mixture (default: all of the weighted sources)
     most_epochs = 4          # max epochs of a weighted source
@@ -35,11 +35,11 @@ class SourceRule(Frozen):
     """Weight or epochs of a source."""
 
     weight: _Times | None = None
+    # Passes over the source, 0 to drop it.
     epochs: Annotated[float, Field(ge=0, allow_inf_nan=False, le=1e6)] | None = None
-    """Passes over the source, 0 to drop it."""
 
     @model_validator(mode="after")
-    def _is_one_of_both(self) -> "SourceRule":
+    def _check_rule(self) -> "SourceRule":
         if (self.weight is None) == (self.epochs is None):
             raise ValueError("a source has either a weight or epochs")
         return self
@@ -47,8 +47,7 @@ class SourceRule(Frozen):
 
 class Mixture(Frozen):
     samples: Count | None = None
-    most_epochs: _Times | None = None
-    """Max passes over a weighted source. The excess goes to other weighted sources."""
+    most_epochs: _Times | None = None  # max passes; other weighted sources get the excess
     sources: dict[str, SourceRule]
 
 
@@ -58,13 +57,13 @@ def read_mixture(path: Path) -> Mixture:
 
 
 def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> np.ndarray:
-    """Samples drawn per source, int64 [sources], given the number available."""
+    """Return the samples drawn per source, int64 [sources], from the number available."""
     missing = [name for name in names if name not in mixture.sources]
     unknown = [name for name in mixture.sources if name not in names]
     if missing or unknown:
-        what, of = ("no rule for", missing) if missing else ("a rule for", unknown)
+        problem, wrong = ("no rule for", missing) if missing else ("a rule for", unknown)
         raise UserError(
-            f"the mixture has {what} {', '.join(of[:5])}; it must name every source of the "
+            f"the mixture has {problem} {', '.join(wrong[:5])}; it must name every source of the "
             f"lengths, which are {', '.join(names[:20])}: epochs = 0 leaves one out"
         )
     rules = [mixture.sources[name] for name in names]
@@ -93,41 +92,43 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
 
 
 def _max_samples(mixture: Mixture, available: np.ndarray) -> np.ndarray:
-    """Max samples per weighted source, as whole numbers, infinite if unlimited."""
-    most = math.inf if mixture.most_epochs is None else mixture.most_epochs
-    return np.floor(most * available + 1e-9)  # 0.29 x 100 is 28.999...
+    """Return the max samples per weighted source, as whole numbers, infinite if unlimited."""
+    max_epochs = math.inf if mixture.most_epochs is None else mixture.most_epochs
+    return np.floor(max_epochs * available + 1e-9)  # 0.29 x 100 is 28.999...
 
 
 def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> list[str]:
-    """Sentences on how the result deviates from the mixture's weights and samples."""
-    seen, most, found = samples_of_sources(mixture, names, available), mixture.most_epochs, []
-    rules = [mixture.sources[name] for name in names]
-    if most is not None:
+    """Return notes on how the samples deviate from the mixture's weights and number."""
+    seen, max_epochs = samples_of_sources(mixture, names, available), mixture.most_epochs
+    rules, notes = [mixture.sources[name] for name in names], []
+    if max_epochs is not None:
         full = seen == _max_samples(mixture, available)
-        cut = [
+        limited = [
             name
             for name, rule, is_full in zip(names, rules, full, strict=True)
             if rule.weight is not None and is_full
         ]
-        if cut:
-            found.append(f"most_epochs = {most:g} limits {words(cut)}, whatever the weights are")
+        if limited:
+            limit = f"most_epochs = {max_epochs:g}"
+            notes.append(f"{limit} limits {words(limited)}, whatever the weights are")
     if mixture.samples is not None and seen.sum() < mixture.samples:
-        found.append(
+        notes.append(
             f"the mixture has {seen.sum():,} samples in place of {mixture.samples:,}, as no "
             "weighted source may be seen more often"
         )
-    none = [
+    unseen = [
         name
         for name, rule, samples in zip(names, rules, seen.tolist(), strict=True)
         if not samples and (rule.weight or rule.epochs)
     ]
-    if none:
-        found.append(f"no sample of {words(none)} is seen: of so few, the share is less than one")
-    return found
+    if unseen:
+        notes.append(f"no sample of {words(unseen)} is seen: of so few, the share is less than one")
+    return notes
 
 
 def _split_by_weight(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Split samples by weight, capped by `most`, as whole numbers, [sources]."""
+    """Return samples per source by weight, at most `most`, as whole numbers, [sources]."""
+    # Sources above their limit are fixed there, and the others share the remainder again.
     share, free = np.zeros(len(weight)), np.ones(len(weight), bool)
     while free.any():
         left = samples - share[~free].sum()
@@ -145,17 +146,17 @@ def _split_by_weight(samples: float, weight: np.ndarray, most: np.ndarray) -> np
 
 
 def mix_samples(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
-    """Samples of a mixture in order, repeated by epochs; partial epochs are drawn at random."""
+    """Return the mixture's samples in order, with repeats; partial epochs are drawn at random."""
     sources = len(lengths.source_names)
     available = np.bincount(lengths.source, minlength=sources)
     seen = samples_of_sources(mixture, lengths.source_names, available)
     copies = np.zeros(len(lengths), np.int64)
-    for source, (wanted, there) in enumerate(zip(seen.tolist(), available.tolist(), strict=True)):
-        if not there:
+    for source, (wanted, samples) in enumerate(zip(seen.tolist(), available.tolist(), strict=True)):
+        if not samples:
             continue
         rows = np.flatnonzero(lengths.source == source)
-        copies[rows] = wanted // there
+        copies[rows] = wanted // samples
         rng = np.random.default_rng([seed, source])
-        copies[rng.permutation(rows)[: wanted % there]] += 1
+        copies[rng.permutation(rows)[: wanted % samples]] += 1
     rows = np.repeat(np.arange(len(lengths)), copies)
     return replace(lengths.take(rows), repeats=bool((copies > 1).any()))

@@ -1,4 +1,4 @@
-"""Tokens and text of native-resolution images and videos, by the released models' own rules.
+"""Tokens and text of native-resolution images and videos, by the released models' rules.
 
 Qwen2-VL (arXiv 2409.12191, section 2.1), Qwen3-VL, GLM-4.5V (arXiv 2507.01006), Kimi-VL (arXiv
 2504.07491) and Gemma 3 (arXiv 2503.19786, section 2.1); tests compare with Transformers.
@@ -19,8 +19,7 @@ from omnibal.data.stored_files import ImageFile
 from omnibal.data.video_files import BadVideo, read_video_header
 from omnibal.model.encoders import ImageRule, VideoConfig
 
-MAX_ASPECT_RATIO = 200
-"""Max ratio of longest to shortest side of Qwen's and GLM's processors."""
+MAX_ASPECT_RATIO = 200  # max ratio of longest to shortest side of Qwen's and GLM's processors
 
 
 class OddImage(ValueError):
@@ -28,10 +27,9 @@ class OddImage(ValueError):
 
 
 class Grid(NamedTuple):
-    """Patches of an image or video. Patches of a cell are adjacent."""
+    """Patches of an image or video; `merge_size`^2 adjacent patches are a cell, of one token."""
 
-    times: int
-    """Groups of frames that share patches, 1 for an image."""
+    times: int  # groups of frames that share patches, 1 for an image
     rows: int
     columns: int
 
@@ -41,11 +39,10 @@ class Grid(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Image or video of a sample."""
+    """Image or video of a sample, as patches."""
 
     grid: Grid
-    seconds: float | None = None
-    """Seconds between patches of a video, None for an image."""
+    seconds: float | None = None  # seconds between patches of a video, None for an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,7 @@ class Segments:
     """Runs of tokens that attend to each other: an image, or a frame group of a video."""
 
     number: int
-    tokens: int
-    """Tokens per run."""
+    tokens: int  # per run
 
     @property
     def all_tokens(self) -> int:
@@ -67,7 +63,7 @@ class Segments:
 
 
 def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
-    """Tokens of a `width` x `height` pixel image; raises OddImage if too long and narrow.
+    """Return the tokens of a `width` x `height` pixel image; raises OddImage if too narrow.
 
     Example:
         >>> image_segments(640, 480, ImageRule(patch_size=14))
@@ -77,7 +73,7 @@ def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
 
 
 def segments_of(grid: Grid, rule: ImageRule) -> Segments:
-    """Tokens of an image or video from its patches."""
+    """Return the tokens of an image or video from its patches."""
     return Segments(grid.times, grid.rows * grid.columns // rule.merge_size**2)
 
 
@@ -89,7 +85,7 @@ def sizes_of(shown: Sequence[Sequence[Segments]]) -> ImageSizes:
 
 @lru_cache(maxsize=65_536)
 def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
-    """Patches of a `width` x `height` pixel image; raises OddImage if too long and narrow."""
+    """Return the patches of a `width` x `height` pixel image; raises OddImage if too narrow."""
     cell = rule.cell_pixels
     match rule.resize:
         case "fixed":
@@ -101,12 +97,12 @@ def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
         case "repeated":
             limits, frames = (rule.min_pixels, rule.max_pixels), rule.frames_per_patch
             size = _fit_pixels(*_enlarge(width, height, cell), cell, limits, frames, frames)
-    return _grid(1, size, rule)
+    return _count_patches(1, size, rule)
 
 
 @lru_cache(maxsize=65_536)
 def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
-    """Patches of a video, last frame repeated to whole patches; raises OddImage if too narrow."""
+    """Return the patches of a video, its last frame repeated; raises OddImage if too narrow."""
     if rule.video is None:
         return image_grid(width, height, rule)._replace(times=frames)
     cell, together = rule.cell_pixels, rule.frames_per_patch
@@ -117,10 +113,10 @@ def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
         size = _fit_pixels(*_enlarge(width, height, cell), cell, limits, frames, rounded)
     else:
         size = _fit_pixels(width, height, cell, limits)
-    return _grid(groups, size, rule)
+    return _count_patches(groups, size, rule)
 
 
-def _grid(times: int, size: tuple[int, int], rule: ImageRule) -> Grid:
+def _count_patches(times: int, size: tuple[int, int], rule: ImageRule) -> Grid:
     width, height = size
     return Grid(times, rows=height // rule.patch_size, columns=width // rule.patch_size)
 
@@ -133,7 +129,7 @@ def _fit_pixels(
     frames: int = 1,
     rounded_frames: int = 1,
 ) -> tuple[int, int]:
-    """Round both sides to whole cells, within pixel limits of all frames.
+    """Return both sides rounded to whole cells, within limits on the pixels of all frames.
 
     `rounded_frames` is `frames` rounded to whole patches.
     """
@@ -141,20 +137,20 @@ def _fit_pixels(
     if ratio > MAX_ASPECT_RATIO:
         raise OddImage(f"is {ratio:.0f} times as long as it is wide, and may be {MAX_ASPECT_RATIO}")
     sides = tuple(round(side / cell) * cell for side in (width, height))
-    pixels, (least, most) = rounded_frames * sides[0] * sides[1], limits
-    if pixels > most:
-        shrink = math.sqrt(frames * height * width / most)
-        return _map_sides(
-            width, height, lambda side: max(cell, math.floor(side / shrink / cell) * cell)
+    pixels, (min_pixels, max_pixels) = rounded_frames * sides[0] * sides[1], limits
+    if pixels > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
+        sides = tuple(
+            max(cell, math.floor(side / shrink / cell) * cell) for side in (width, height)
         )
-    if pixels < least:
-        grow = math.sqrt(least / (frames * height * width))
-        return _map_sides(width, height, lambda side: math.ceil(side * grow / cell) * cell)
+    elif pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
+        sides = tuple(math.ceil(side * grow / cell) * cell for side in (width, height))
     return sides[0], sides[1]
 
 
 def _enlarge(width: int, height: int, cell: int) -> tuple[int, int]:
-    """Scale both sides up to one cell or more."""
+    """Return both sides scaled up to at least one cell."""
     if min(width, height) >= cell:
         return width, height
     scale = max(cell / height, cell / width)
@@ -162,7 +158,7 @@ def _enlarge(width: int, height: int, cell: int) -> tuple[int, int]:
 
 
 def _pad_sides(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
-    """Sides shrunk to the max number of patches and padded to whole cells."""
+    """Return both sides shrunk to the max number of patches and padded to whole cells."""
     patch, cell = rule.patch_size, rule.cell_pixels
     patches = max(1, width // patch) * max(1, height // patch)
     scale = min(1.0, math.sqrt(rule.max_pixels // patch**2 / patches))
@@ -174,15 +170,11 @@ def _pad_sides(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
         shrunk = max(1, int(side * scale))
         return -(-(shrunk if longest is None else min(shrunk, longest)) // cell) * cell
 
-    return _map_sides(width, height, pad)
-
-
-def _map_sides(width: int, height: int, change: Callable[[int], int]) -> tuple[int, int]:
-    return change(width), change(height)
+    return pad(width), pad(height)
 
 
 def seen_frames(frames: int, video: VideoConfig) -> list[int]:
-    """Indices of frames shown to the model, evenly spread.
+    """Return the indices of frames shown to the model, evenly spread.
 
     Example:
         >>> seen_frames(9, VideoConfig(max_frames=3))
@@ -194,8 +186,8 @@ def seen_frames(frames: int, video: VideoConfig) -> list[int]:
     return [round(step * place) for place in range(video.max_frames)]
 
 
-def check_frames(frames: int, rule: ImageRule) -> None:
-    """Raise OddImage if a video has fewer frames than a patch, as Qwen3-VL's processor does."""
+def check_frames_of_patch(frames: int, rule: ImageRule) -> None:
+    """Raise OddImage if a video has fewer frames than share a patch, as Qwen3-VL's processor."""
     together = rule.frames_per_patch
     if frames < together:
         raise OddImage(f"has {frames} frame(s), and {together} share a patch; name it as an image")
@@ -204,47 +196,43 @@ def check_frames(frames: int, rule: ImageRule) -> None:
 def sampled_frames(
     frames: int, frames_per_second: float, video: VideoConfig, rule: ImageRule
 ) -> list[int]:
-    """Sample `video.frames_per_second` frames per second of a video file, as Qwen's processors do.
+    """Return indices of `video.frames_per_second` frames per second, as Qwen's processors sample.
 
-    Equal steps from the first frame (Qwen2-VL), or even from first to last (Qwen3-VL); raises
-    OddImage if the video has fewer frames than a patch.
+    Equal steps from the first frame (Qwen2-VL), or even from first to last (Qwen3-VL). Raises
+    OddImage if the video has fewer frames than share a patch.
     """
-    check_frames(frames, rule)
+    check_frames_of_patch(frames, rule)
     together = rule.frames_per_patch
     wanted = frames / frames_per_second * video.frames_per_second
     if video.sampling == "ends":
         number = min(max(int(wanted), video.min_frames), video.max_frames, frames)
         return np.linspace(0, frames - 1, number).round().astype(int).tolist()
-    most = min(video.max_frames, frames) // together * together
-    number = math.floor(min(max(wanted, video.min_frames), most) / together) * together
+    limit = min(video.max_frames, frames) // together * together
+    number = math.floor(min(max(wanted, video.min_frames), limit) / together) * together
     # float32 as in torch.arange, which may yield an extra frame past the end.
     steps = (np.arange(number) * (frames / number)).astype(np.float32)
     return steps.astype(int).tolist()
 
 
 def repeated_tokens(rule: ImageRule) -> tuple[str, ...]:
-    """Pieces repeated for image and video tokens."""
+    """Return the pieces repeated for image and video tokens."""
     pieces = (rule.image_text, *((rule.video.text,) if rule.video else ()))
     return tuple(dict.fromkeys(text.each for text in pieces))
 
 
-ImageSize = Callable[[ImageFile], tuple[int, int]]
-"""Upright width and height in pixels."""
+ImageSize = Callable[[ImageFile], tuple[int, int]]  # upright width and height in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class SeenVideo:
-    """Part of a video shown to the model."""
+    """Frames of a video shown to the model."""
 
-    frames: tuple[int, ...]
-    """Indices of shown frames, from 0, ascending."""
-    total: int
-    """Frames of the whole video."""
-    frames_per_second: float
-    """Rate of the whole video."""
+    frames: tuple[int, ...]  # indices of shown frames, from 0, ascending
+    total: int  # frames of the whole video
+    frames_per_second: float  # rate of the whole video
 
     def text(self, rule: ImageRule) -> str:
-        """Text of the video, with a token per segment. Without a rule, every frame is an image."""
+        """Return the video's text, with a token per segment. Without a rule, frames are images."""
         video, together = rule.video, rule.frames_per_patch
         if video is None:
             return rule.image_text.text * len(self.frames)
@@ -260,18 +248,18 @@ class SeenVideo:
         return video.around[0] + "".join(texts) + video.around[1]
 
     def count_places(self, rule: ImageRule) -> int:
-        """Number of placeholder tokens in the text."""
+        """Count the placeholder tokens in the text."""
         if rule.video is None:
             return len(self.frames)
         return 1 if rule.video.times == "none" else -(-len(self.frames) // rule.frames_per_patch)
 
 
 def seen_videos(sample: Sample, rule: ImageRule) -> list[SeenVideo]:
-    """Videos of a sample as shown to the model."""
-    return [_seen_video(video, sample, rule) for video in sample.videos]
+    """Choose the frames of a sample's videos that are shown to the model."""
+    return [_choose_frames(video, sample, rule) for video in sample.videos]
 
 
-def _seen_video(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
+def _choose_frames(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
     if video.file is None and rule.video is None:
         total = len(video.frames)
         return SeenVideo(tuple(range(total)), total, 1.0)
@@ -286,7 +274,7 @@ def _seen_video(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
             if total == 1 and not path.is_file():
                 why = "holds no frames; fill it" if path.is_dir() else "does not exist; correct it"
                 raise BadVideo(f"{why} or remove the sample")
-            check_frames(total, rule)
+            check_frames_of_patch(total, rule)
             shown = tuple(seen_frames(total, rule.video))
             return SeenVideo(shown, total, rule.video.frames_per_second)
         header = read_video_header(video.file)
@@ -297,23 +285,23 @@ def _seen_video(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
 
 
 def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Shown]:
-    """Patches of images and videos in token order. Videos without a rule are images per frame."""
+    """List images and videos in token order. Without a rule for videos, frames are images."""
     seen = iter(seen_videos(sample, rule))
-    found: list[Shown] = []
+    shown: list[Shown] = []
     for item in sample.shown_in_order:
         try:
             if isinstance(item, Video):
-                found += _shown_video(item, next(seen), sample, rule, image_size)
+                shown += _list_video_patches(item, next(seen), sample, rule, image_size)
             else:
-                found.append(Shown(image_grid(*image_size(item), rule)))
+                shown.append(Shown(image_grid(*image_size(item), rule)))
         except OddImage as error:
             raise UserError(
                 f"{sample.where}: {item} {error}; crop it or remove the sample"
             ) from error
-    return found
+    return shown
 
 
-def _shown_video(
+def _list_video_patches(
     video: Video, seen: SeenVideo, sample: Sample, rule: ImageRule, image_size: ImageSize
 ) -> list[Shown]:
     if video.file is not None:
@@ -324,7 +312,7 @@ def _shown_video(
         sizes = [image_size(file) for file in files]
         if rule.video is None:
             return [Shown(image_grid(*size, rule)) for size in sizes]
-        other = next((place for place, each in enumerate(sizes) if each != sizes[0]), None)
+        other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
         if other is not None:
             raise UserError(
                 f"{sample.where}: frame {files[other]} has {sizes[other]} pixels, and the video's "
@@ -338,7 +326,7 @@ def _shown_video(
 
 
 def tokens_of_places(shown: Sequence[Shown], rule: ImageRule) -> list[int]:
-    """Tokens of each placeholder in the text."""
+    """Return the tokens of each placeholder in the text."""
     tokens: list[int] = []
     for grid, seconds in shown:
         cells = grid.rows * grid.columns // rule.merge_size**2

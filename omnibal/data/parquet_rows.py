@@ -1,7 +1,7 @@
-"""Samples that are Parquet rows, as in Hugging Face datasets.
+"""Samples in Parquet rows, as in Hugging Face datasets.
 
 Images and recordings are named as in any record, or stored as bytes or `{"bytes", "path"}`, alone
-or in a list, in the columns `image(s)` and `audio(s)`. Random access reads a whole row group.
+or in a list, in the columns `image(s)` and `audio(s)`. Random access reads a row group at a time.
 """
 
 import hashlib
@@ -20,44 +20,38 @@ from omnibal.base.errors import UserError
 from omnibal.base.remote_path import version_of
 from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
-from omnibal.data.records import Media
+from omnibal.data.records import RecordMedia
 from omnibal.data.stored_files import AudioFile, ImageFile, StoredFile
 
-_INSIDE: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
+# File types and columns with stored bytes, by medium.
+_STORED_COLUMNS: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
     "image": (ImageFile, ("image", "images")),
     "audio": (AudioFile, ("audio", "audios")),
 }
-"""File types and columns with stored bytes, by medium."""
-_GROUPS = 2  # cached row groups: ordered reads cross from a group to the next
-_FILES = 256  # with cached row-group offsets
+_CACHED_GROUPS = 2  # cached row groups: ordered reads cross from a group to the next
+_CACHED_FILES = 256  # with cached row-group offsets
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Row of a file at a version."""
-
     path: Path
-    version: str
-    """Changes with the file."""
-    number: int
-    """Row number, from 0."""
+    version: str  # changes with the file
+    number: int  # from 0
 
     def values(self) -> dict[str, Any]:
-        """Columns with a value."""
+        """Read the row's columns that have a value."""
         try:
-            first = _first_rows(self.path, self.version)
+            first = _read_first_rows(self.path, self.version)
             group = int(np.searchsorted(first, self.number, side="right")) - 1
-            rows = _group(self.path, self.version, group)
+            rows = _read_group(self.path, self.version, group)
             (row,) = rows.slice(self.number - int(first[group]), 1).to_pylist()
         except (pa.ArrowException, ValueError, IndexError) as error:
-            raise _broken(self.path, error) from error
+            raise _unreadable_error(self.path, error) from error
         return {name: value for name, value in row.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class HeldContent:
-    """File stored in a row."""
-
     place: RowPlace
     columns: tuple[str, ...]
     index: int
@@ -67,49 +61,43 @@ class HeldContent:
 
     def __call__(self) -> BinaryIO:
         """Read the row and open its bytes; raises OSError and UserError."""
-        return io.BytesIO(_contents(self.place.values(), self.columns)[self.index])
+        return io.BytesIO(_list_contents(self.place.values(), self.columns)[self.index])
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Media):
+class ParquetRow(RecordMedia):
     """Record of a row, with stored or named media."""
 
     place: RowPlace
     values: dict[str, Any]
-    folder: Media
-    """Resolves named media."""
+    folder: RecordMedia  # resolves named media
 
     @property
     def holds_files(self) -> bool:
-        """Whether media are stored in the row."""
         return any(
-            _stores_files(value) for name, value in self.values.items() if _is_of_files(name)
+            _stores_files(value) for name, value in self.values.items() if _may_store_files(name)
         )
 
     def record(self) -> bytes:
-        """JSON of all columns without stored files; unknown bytes are a key "bytes"."""
-        shown = {
-            name: _plain(value)
+        """Return the JSON of all columns without stored files."""
+        columns = {
+            name: _simplify(value)
             for name, value in self.values.items()
-            if not (_is_of_files(name) and _stores_files(value))
+            if not (_may_store_files(name) and _stores_files(value))
         }
         try:
-            return json.dumps(shown, default=str).encode()
+            return json.dumps(columns, default=str).encode()
         except (TypeError, ValueError) as error:
             raise InvalidRecordError(f"cannot be a record ({error})") from error
 
     def find(self, medium: Medium, name: str) -> Any:
-        """Return a file of the folder."""
         return self.folder.find(medium, name)
 
     def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """Return the files that are stored in the row."""
-        kind, columns = _INSIDE.get(medium, (ImageFile, ()))
-        held = [
-            HeldContent(self.place, columns, index)
-            for index in range(len(_contents(self.values, columns)))
-        ]
-        return tuple(kind(self.place.path, str(content), opener=content) for content in held)
+        kind, columns = _STORED_COLUMNS.get(medium, (ImageFile, ()))
+        count = len(_list_contents(self.values, columns))
+        contents = [HeldContent(self.place, columns, index) for index in range(count)]
+        return tuple(kind(self.place.path, str(content), opener=content) for content in contents)
 
 
 def is_rows(path: Path) -> bool:
@@ -117,14 +105,14 @@ def is_rows(path: Path) -> bool:
 
 
 def index_rows(path: Path) -> RecordIndex:
-    """Number the rows and hash the file; `start` is the row number, `size` 1."""
+    """Index a file's rows, and hash it; `start` is the row number, `size` 1."""
     if not path.is_file():
         raise UserError(f"{path}: no such Parquet file; correct the path in the meta")
     version = version_of(path)
     try:
-        rows = int(_first_rows(path, version)[-1])
+        rows = int(_read_first_rows(path, version)[-1])
     except (pa.ArrowException, ValueError) as error:
-        raise _broken(path, error) from error
+        raise _unreadable_error(path, error) from error
     if not rows:
         raise UserError(f"{path}: has no row; it must hold at least one sample")
     with path.open("rb") as file:
@@ -133,59 +121,56 @@ def index_rows(path: Path) -> RecordIndex:
     return RecordIndex(path, version, np.arange(rows), ones, digest.digest())
 
 
-@lru_cache(maxsize=_FILES)
-def _first_rows(path: Path, version: str) -> np.ndarray:
-    """First row of each row group and the total, int64."""
+@lru_cache(maxsize=_CACHED_FILES)
+def _read_first_rows(path: Path, version: str) -> np.ndarray:
+    """Return the first row of each row group, and the total, int64 [groups + 1]."""
     with path.open("rb") as file:
-        found = pq.ParquetFile(file).metadata
-    rows = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
+        metadata = pq.ParquetFile(file).metadata
+    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     return np.cumsum([0, *rows], dtype=np.int64)
 
 
-@lru_cache(maxsize=_GROUPS)
-def _group(path: Path, version: str, group: int) -> pa.Table:
+@lru_cache(maxsize=_CACHED_GROUPS)
+def _read_group(path: Path, version: str, group: int) -> pa.Table:
     # Single-threaded: there are many reader processes, and forks lose threads.
     with path.open("rb") as file:
         return pq.ParquetFile(file).read_row_group(group, use_threads=False)
 
 
-def _is_of_files(column: str) -> bool:
-    return any(column in columns for _, columns in _INSIDE.values())
+def _may_store_files(column: str) -> bool:
+    return any(column in columns for _, columns in _STORED_COLUMNS.values())
 
 
-def _contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[bytes]:
-    return [
-        held
-        for name, value in values.items()
-        if name in columns
-        for held in _stored_contents(value)
-    ]
+def _list_contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[bytes]:
+    stored = [value for name, value in values.items() if name in columns]
+    return [content for value in stored for content in _split_contents(value)]
 
 
-def _stored_contents(value: Any) -> list[bytes]:
-    """Stored file contents in a value: a single file or a list."""
+def _split_contents(value: Any) -> list[bytes]:
+    """Return the file contents stored in a value: a single file or a list."""
     parts = value if isinstance(value, list) else [value]
     contents = (part.get("bytes") if isinstance(part, dict) else part for part in parts)
     return [content for content in contents if isinstance(content, bytes)]
 
 
 def _stores_files(value: Any) -> bool:
-    """Whether a value stores files; raises InvalidRecordError if it also names files."""
-    held = len(_stored_contents(value))
-    if held and held != len(value if isinstance(value, list) else [value]):
+    """Return whether a value stores files; raises InvalidRecordError if it also names files."""
+    count = len(_split_contents(value))
+    if count and count != len(value if isinstance(value, list) else [value]):
         raise InvalidRecordError("has some of its files inside, and names others; it must do one")
-    return bool(held)
+    return bool(count)
 
 
-def _plain(value: Any) -> Any:
-    """Value without the null keys Arrow adds to lists of structs. A named file becomes its path."""
+def _simplify(value: Any) -> Any:
+    """Return a value for JSON: a named file's path, the length of bytes, structs without nulls."""
+    # Arrow gives every struct of a list the keys of all.
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_simplify(item) for item in value]
     if not isinstance(value, dict):
         return {"bytes": len(value)} if isinstance(value, bytes) else value
-    given = {name: _plain(each) for name, each in value.items() if each is not None}
-    return given["path"] if value.keys() == {"bytes", "path"} and "path" in given else given
+    fields = {name: _simplify(item) for name, item in value.items() if item is not None}
+    return fields["path"] if value.keys() == {"bytes", "path"} and "path" in fields else fields
 
 
-def _broken(path: Path, error: Exception) -> UserError:
+def _unreadable_error(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: cannot be read as Parquet ({error}); restore the file")

@@ -1,4 +1,4 @@
-"""Byte ranges of records in JSONL lines or JSON array elements, read again on each access."""
+"""Byte ranges of records: JSONL lines or JSON array elements, read again on each access."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ from omnibal.base.remote_path import version_of
 from omnibal.data.forms import FORMS
 
 _CHUNK_BYTES = 1 << 24  # large enough that reading dominates
-_LONGEST_LINE = 1 << 28  # that tells a record from a meta
+_MAX_LINE = 1 << 28  # max bytes read to distinguish a record from a meta
 _OPENING_BYTES = 80  # of a line, enough to see an array begin
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
-_DECODER = json.JSONDecoder()
+_JSON_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,19 +29,17 @@ class RecordIndex:
     """Byte ranges of a file's records, or Parquet rows; int64 [records]."""
 
     path: Path
-    version: str
-    """Changes with the file (`version_of`)."""
+    version: str  # changes with the file (`version_of`)
     start: np.ndarray
     size: np.ndarray
-    digest: bytes
-    """SHA-256 of the file, or of each sample of a shard."""
+    digest: bytes  # SHA-256 of the file, or of each sample of a shard
 
     def __len__(self) -> int:
         return len(self.start)
 
 
 def is_array(path: Path) -> bool:
-    """Whether a .json file holds an array (LLaVA) and not lines."""
+    """Return whether a .json file holds an array (LLaVA) and not lines."""
     if path.suffix.lower() != ".json" or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -49,7 +47,7 @@ def is_array(path: Path) -> bool:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file is an annotation file and not a meta, by name or first bytes."""
+    """Return whether a file is an annotation file and not a meta, by name or first line."""
     if path.suffix.lower() in (".jsonl", ".parquet") or is_array(path):
         return True
     with path.open("rb") as file:
@@ -59,7 +57,7 @@ def holds_records(path: Path) -> bool:
                 f"with `gunzip {path.name}`"
             )
         file.seek(0)
-        first = file.readline(_LONGEST_LINE).removeprefix(_BYTE_ORDER_MARK)
+        first = file.readline(_MAX_LINE).removeprefix(_BYTE_ORDER_MARK)
     # A meta's values are objects. A record has a list of messages, or a form's keys.
     try:
         record = json.loads(first)
@@ -72,7 +70,7 @@ def holds_records(path: Path) -> bool:
 
 
 def index_lines(path: Path) -> RecordIndex:
-    """Index lines, without blank ones, and hash the file in a single pass."""
+    """Index lines that are not blank, and hash the file, in a single pass."""
     if not path.is_file():
         raise UserError(f"{path}: no such annotation file, or a pipe; correct the meta's path")
     version = version_of(path)
@@ -83,7 +81,7 @@ def index_lines(path: Path) -> RecordIndex:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             codes = np.frombuffer(chunk, np.uint8)
-            places = np.flatnonzero(np.append(begins, codes == _NEWLINE))
+            places = np.flatnonzero(np.append(begins, codes == _NEWLINE))  # first bytes of lines
             places = places[places < len(codes)]
             starts.append(places + size)
             firsts.append(codes[places])
@@ -93,6 +91,7 @@ def index_lines(path: Path) -> RecordIndex:
         file.seek(0)
         if file.readline(_OPENING_BYTES).removeprefix(_BYTE_ORDER_MARK).strip() == b"[":
             raise UserError(f"{path}: is a JSON array of several lines; name it .json")
+        # Only a line that begins with white space may be blank.
         kept = np.ones(len(start), bool)
         for line in np.flatnonzero(np.isin(np.concatenate(firsts), list(b" \t\r\n"))):
             file.seek(start[line])
@@ -109,20 +108,20 @@ def index_array(path: Path) -> RecordIndex:
     with path.open("rb") as file:
         content = file.read()
     digest = hashlib.sha256(content).digest()
-    # latin-1 maps each byte to a character, so text positions are byte offsets; quotes in JSON are
-    # ASCII and never part of a longer character.
+    # latin-1 maps each byte to a character, so text positions are byte offsets. JSON's syntax is
+    # ASCII, which is never part of a longer UTF-8 character.
     text = str(content, "latin-1")
     del content
     starts, ends = array("q"), array("q")
     try:
-        for start, end in _elements(text):
+        for start, end in _iterate_elements(text):
             starts.append(start)
             ends.append(end)
     except json.JSONDecodeError as error:
         line = text.count("\n", 0, error.pos) + 1
         raise UserError(
             f"{path}: not a JSON array of samples: {error.msg} at byte {error.pos}, line {line}; "
-            "mend it there, or write one sample a line as .jsonl, where a bad one can be left out"
+            "mend it there, or write a sample per line as .jsonl, to leave out bad samples"
         ) from None
     if not starts:
         raise UserError(f"{path}: is an empty array; it must hold at least one sample")
@@ -130,33 +129,29 @@ def index_array(path: Path) -> RecordIndex:
     return RecordIndex(path, version, start_of, end_of - start_of, digest)
 
 
-def _elements(text: str) -> Iterator[tuple[int, int]]:
+def _iterate_elements(text: str) -> Iterator[tuple[int, int]]:
     """Yield begin and end of each array element; raises JSONDecodeError."""
-    place = _after_blank(text, text.index("[") + 1)
+    place = _skip_blank(text, text.index("[") + 1)
     more = text[place : place + 1] != "]"
     while more:
-        end = _end_of_value(text, place)
+        try:
+            end = _JSON_DECODER.raw_decode(text, place)[1]
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
+            raise json.JSONDecodeError(str(error), text, place) from None
         yield place, end
-        place = _after_blank(text, end)
+        place = _skip_blank(text, end)
         more = text[place : place + 1] == ","
         if more:
-            place = _after_blank(text, place + 1)
+            place = _skip_blank(text, place + 1)
     if text[place : place + 1] != "]":
         raise json.JSONDecodeError("expecting ',' or ']'", text, place)
-    place = _after_blank(text, place + 1)
+    place = _skip_blank(text, place + 1)
     if place < len(text):
         raise json.JSONDecodeError("extra data", text, place)
 
 
-def _end_of_value(text: str, place: int) -> int:
-    try:
-        return _DECODER.raw_decode(text, place)[1]
-    except json.JSONDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
-        raise json.JSONDecodeError(str(error), text, place) from None
-
-
-def _after_blank(text: str, place: int) -> int:
+def _skip_blank(text: str, place: int) -> int:
     blank = _BLANK.match(text, place)
     return blank.end() if blank else place

@@ -1,4 +1,4 @@
-"""Read recordings: duration from the header, samples of clips, and their log-mel features.
+"""Recordings: duration from the header, clips, and their log-mel features.
 
 A recording is cut into equal clips at 16 kHz, the last padded with silence. Each clip is decoded
 and resampled on its own. Features are Whisper's (Radford et al. 2022, arXiv 2212.04356, 2.2): 25 ms
@@ -20,23 +20,17 @@ import soundfile
 
 from omnibal.data.stored_files import AudioFile
 
-RATE_HZ = 16_000
-"""Whisper's sample rate (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
-SAMPLES_PER_FRAME = 160
-"""Samples between log-mel frames: 10 ms."""
+RATE_HZ = 16_000  # Whisper's sample rate (Radford et al. 2022, arXiv 2212.04356, section 2.2).
+SAMPLES_PER_FRAME = 160  # samples between log-mel frames: 10 ms
 
-_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
-_LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64  # range of recorders
+_SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
+_MIN_HZ, _MAX_HZ, _MAX_CHANNELS = 1_000, 384_000, 64  # range of recorders
+# WAV data sizes of piped files or above 4 GiB: data extends to the end of the file.
 _UNKNOWN_SIZES = (2**32 - 1, 2**31 - 1, 2**31 - 4096)
-"""WAV data sizes of piped files or above 4 GiB: data extends to the end of the file."""
-_UNKNOWN_SAMPLES = 2**63 - 1
-"""libsndfile's length of a FLAC without a stated length."""
-_FILTER_REACH = 10
-"""Half-width of scipy's filter, in samples at the lower rate."""
-
-
-_WINDOW = 400  # samples, 25 ms, as Whisper has them
-_LEAST_POWER = 1e-10  # Whisper's floor
+_UNKNOWN_SAMPLES = 2**63 - 1  # libsndfile's length of a FLAC without a stated length
+_FILTER_REACH = 10  # half-width of scipy's filter, in samples at the lower rate
+_WINDOW_SAMPLES = 400  # 25 ms, as in Whisper
+_MIN_POWER = 1e-10  # Whisper's floor
 _DECADES = 8.0  # Whisper's dynamic range
 # Slaney's scale: linear up to 1 kHz, then 27 steps per factor of 6.4.
 _HZ_PER_MEL, _LINEAR_HZ, _MELS_PER_NATURAL = 200 / 3, 1_000.0, 27 / np.log(6.4)
@@ -53,12 +47,11 @@ class BadRecording(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    samples: int
-    """Samples per channel, at least 1."""
+    samples: int  # samples per channel, at least 1
     rate_hz: int
 
     def clips(self, frames: int) -> int:
-        """Number of clips of `frames` frames, at least 1.
+        """Count the clips of `frames` frames, at least 1.
 
         Example:
             >>> Duration(samples=44_100 * 61, rate_hz=44_100).clips(3_000)
@@ -71,7 +64,7 @@ class Duration:
 def read_duration(recording: AudioFile) -> Duration:
     """Return the duration from the header; only the end of a FLAC is decoded."""
     with _open_sound(recording) as sound:
-        _check_header(sound)
+        _check_sound(sound)
         duration = Duration(sound.frames, sound.samplerate)
         try:
             sound.seek(sound.frames - 1)
@@ -79,25 +72,25 @@ def read_duration(recording: AudioFile) -> Duration:
         except soundfile.LibsndfileError as error:
             raise _truncated_error() from error
     with recording.open() as file:
-        data = _wav_data(file)
+        data = _find_wav_data(file)
     if not has_end or (data is not None and data.is_cut):
         raise _truncated_error()
     return duration
 
 
 def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
-    """Decode clips, averaged over channels: 16 kHz, float32 [C, S], padded with 0."""
-    # Imported here, as scans read only headers and would wait for it in each process.
+    """Decode clips at 16 kHz, mean of channels, float32 [C, S], padded with 0."""
+    # Imported here: slow to import, and scans read only headers.
     from scipy.signal import resample_poly
 
     waves_CS = np.zeros((len(wanted), frames * SAMPLES_PER_FRAME), np.float32)
     with _open_sound(recording) as sound:
-        _check_header(sound)
+        _check_sound(sound)
         common = gcd(RATE_HZ, sound.samplerate)
         up, down = RATE_HZ // common, sound.samplerate // common
         reach = -(-_FILTER_REACH * max(up, down) // up) + 1
         for wave_S, number in zip(waves_CS, wanted, strict=True):
-            # Equals a slice of the resampled recording: starts on an output sample, with margins.
+            # A slice of the resampled recording: starts on an output sample, with filter margins.
             start, samples = number * len(wave_S), len(wave_S)
             first = max(0, start * down // up - reach) // down * down
             stop = min(sound.frames, -(-(start + samples) * down // up) + reach)
@@ -108,8 +101,8 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
             if not np.isfinite(decoded).all():
                 raise BadRecording("has samples that are not finite")
             offset = start - first // down * up
-            found = resample_poly(decoded.mean(axis=1), up, down)[offset : offset + samples]
-            wave_S[: len(found)] = found
+            part = resample_poly(decoded.mean(axis=1), up, down)[offset : offset + samples]
+            wave_S[: len(part)] = part
     return waves_CS
 
 
@@ -117,7 +110,7 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 def _open_sound(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     try:
         with recording.open() as file:
-            data = _wav_data(file)
+            data = _find_wav_data(file)
             file.seek(0)
             never_stated = data is not None and data.was_never_stated
             given = _SizeUnknown(file, data.start - 4) if data and never_stated else file
@@ -128,14 +121,14 @@ def _open_sound(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     except IsADirectoryError as error:
         raise BadRecording("is a folder", "name a recording in it") from error
     except soundfile.LibsndfileError as error:
-        # Without its prefix, the address of the file object.
+        # `error_string` is without the prefix, the address of the file object.
         raise BadRecording(f"cannot be read ({error.error_string})") from error
     except OSError as error:
         raise BadRecording(f"cannot be read ({error.strerror})") from error
 
 
-def _check_header(sound: soundfile.SoundFile) -> None:
-    if sound.format not in _FORMATS:
+def _check_sound(sound: soundfile.SoundFile) -> None:
+    if sound.format not in _SOUND_FORMATS:
         raise BadRecording(
             f"is {sound.format}, and must be WAV or FLAC",
             "convert it, as with `ffmpeg -i IN a.flac`",
@@ -146,10 +139,10 @@ def _check_header(sound: soundfile.SoundFile) -> None:
         )
     if sound.frames < 1:
         raise BadRecording("has no samples")
-    if not _LEAST_HZ <= sound.samplerate <= _MOST_HZ or sound.channels > _MOST_CHANNELS:
+    if not _MIN_HZ <= sound.samplerate <= _MAX_HZ or sound.channels > _MAX_CHANNELS:
         raise BadRecording(
             f"has {sound.samplerate} samples per second in {sound.channels} channel(s), and must "
-            f"have {_LEAST_HZ} to {_MOST_HZ} in at most {_MOST_CHANNELS}"
+            f"have {_MIN_HZ} to {_MAX_HZ} in at most {_MAX_CHANNELS}"
         )
 
 
@@ -173,8 +166,8 @@ class _WavData:
         return not self.stated and self.start < self.file and self.stated_of_file < self.file
 
 
-def _wav_data(file: BinaryIO) -> _WavData | None:
-    """Find the data of a WAV, None if not WAV or without data chunk."""
+def _find_wav_data(file: BinaryIO) -> _WavData | None:
+    """Return the data chunk of a WAV, None if not WAV or without data chunk."""
     size = file.seek(0, 2)
     file.seek(0)
     head = file.read(8)
@@ -194,7 +187,7 @@ def _wav_data(file: BinaryIO) -> _WavData | None:
 
 
 class _SizeUnknown:
-    """WAV with its data size replaced by unknown instead of 0."""
+    """WAV that never stated its data size: reads as unknown, so that all data is decoded."""
 
     def __init__(self, file: BinaryIO, place: int) -> None:
         self._file, self._place = file, place
@@ -202,10 +195,10 @@ class _SizeUnknown:
 
     def read(self, count: int) -> bytes:
         start = self._file.tell()
-        found = bytearray(self._file.read(count))
-        for place in range(max(self._place - start, 0), min(self._place + 4 - start, len(found))):
-            found[place] = 0xFF
-        return bytes(found)
+        content = bytearray(self._file.read(count))
+        for place in range(max(self._place - start, 0), min(self._place + 4 - start, len(content))):
+            content[place] = 0xFF
+        return bytes(content)
 
 
 def _truncated_error() -> BadRecording:
@@ -213,23 +206,25 @@ def _truncated_error() -> BadRecording:
 
 
 def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
-    """Features of a 16 kHz clip, float32 [B, F]; S is a multiple of 160, at least 320."""
-    mirrored = np.pad(wave_S.astype(np.float64), _WINDOW // 2, mode="reflect")
-    windows_FW = np.lib.stride_tricks.sliding_window_view(mirrored, _WINDOW)[::SAMPLES_PER_FRAME]
-    # The last frame, centred on the end of the clip, is dropped.
-    hann_W = np.sin(np.pi * np.arange(_WINDOW) / _WINDOW) ** 2  # periodic
+    """Return log-mel features of a 16 kHz clip, float32 [B, F]; S is a multiple of 160, >= 320."""
+    mirrored = np.pad(wave_S.astype(np.float64), _WINDOW_SAMPLES // 2, mode="reflect")
+    windows_FW = np.lib.stride_tricks.sliding_window_view(mirrored, _WINDOW_SAMPLES)[
+        ::SAMPLES_PER_FRAME
+    ]
+    # Without the last frame, which is centred on the end of the clip.
+    hann_W = np.sin(np.pi * np.arange(_WINDOW_SAMPLES) / _WINDOW_SAMPLES) ** 2  # periodic
     spectrum_FQ = np.fft.rfft(windows_FW[:-1] * hann_W)
     power_FQ = spectrum_FQ.real**2 + spectrum_FQ.imag**2
     power_BF = mel_filters(mel_bins) @ power_FQ.T
-    decades_BF = np.log10(np.maximum(power_BF, _LEAST_POWER))
+    decades_BF = np.log10(np.maximum(power_BF, _MIN_POWER))
     raised_BF = np.maximum(decades_BF, decades_BF.max() - _DECADES)
     return ((raised_BF + 4) / 4).astype(np.float32)
 
 
 @lru_cache
 def mel_filters(mel_bins: int) -> np.ndarray:
-    """Equal-area triangular filters from 0 to 8 kHz, float64 [B, Q]."""
-    frequencies_Q = np.fft.rfftfreq(_WINDOW, 1 / RATE_HZ)
+    """Return triangular filters of equal area from 0 to 8 kHz, float64 [B, Q]."""
+    frequencies_Q = np.fft.rfftfreq(_WINDOW_SAMPLES, 1 / RATE_HZ)
     most_mels = _LINEAR_HZ / _HZ_PER_MEL + np.log(RATE_HZ / 2 / _LINEAR_HZ) * _MELS_PER_NATURAL
     mels, linear = np.linspace(0, most_mels, mel_bins + 2), _LINEAR_HZ / _HZ_PER_MEL
     above = np.exp(np.maximum(mels - linear, 0) / _MELS_PER_NATURAL)

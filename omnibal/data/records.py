@@ -1,8 +1,9 @@
-"""Read and check a sample's JSON record: images, videos, recordings and conversation."""
+"""Samples from JSON records, checked: images, videos, recordings and conversation."""
 
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -13,10 +14,10 @@ from urllib.parse import unquote
 from omnibal.data.forms import with_messages
 from omnibal.data.messages import (
     MARK_OF,
+    ChatMessage,
     InvalidRecordError,
     Medium,
-    Message,
-    Messages,
+    RecordMessages,
     read_messages,
 )
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Sample, Turn, Video
@@ -24,71 +25,72 @@ from omnibal.data.stored_files import (
     AUDIO_SUFFIXES,
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
-    ImageFile,
     is_video_file,
 )
 
-_PATHS = "a path, a list of paths, or absent"
-_VIDEO = "a file, a folder of frames, or a list of their paths"
+_PATHS_RULE = "a path, a list of paths, or absent"
+_VIDEO_RULE = "a file, a folder of frames, or a list of their paths"
+# Record keys for media: InternVL's, then ms-swift's and LLaMA-Factory's.
 _ITEM_KEYS: dict[Medium, tuple[str, str]] = {
     "image": ("image", "images"),
     "video": ("video", "videos"),
     "audio": ("audio", "audios"),
 }
-"""Record keys for media: InternVL's, then ms-swift's and LLaMA-Factory's."""
 _KEYS = (
     *("conversations", "messages", "system", "tools", "kinds"),
     *(key for keys in _ITEM_KEYS.values() for key in keys),
     "id",
 )
 _FILE_SCHEME = "file://"
-_NO_FILES = ("data:", "http:", "https:", "oss:", "s3:")
+_NOT_FILES = ("data:", "http:", "https:", "oss:", "s3:")
 _MAX_NAME = 1024
-_ENCODED = re.compile(
+# Files in base64, by their first bytes or length.
+_BASE64_FILE = re.compile(
     r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z]{2}|SUkq|TU0A|GkXf|ZkxhQ|AAAA[A-Za-z0-9]{2}Z0eX)"
     r"[A-Za-z0-9+/\s]{24}|[A-Za-z0-9+/]{256}"
 )
-"""Files in base64, by their first bytes or length."""
+# Keys that name a medium.
 _MEDIUM_KEY = re.compile(
     r"(?:(?:\w+_)?(?:(?P<image>image|img|pic|picture|photo|screenshot|frame)"
     r"|(?P<video>video|vid|movie)|(?P<audio>audio|wav|sound|recording))|file|path|media)s?"
     r"(?:_?(?:path|file|filename|folder|dir|name|url|uri|list|bytes|data|base64|b64|src)s?)?_?\d*"
 )
-"""Keys that name a medium."""
+# Suffixes that make a text the name of a file.
 _SUFFIXES: dict[Medium, frozenset[str]] = {
     "image": IMAGE_SUFFIXES | {".heic", ".svg"},
     "video": VIDEO_SUFFIXES,
     "audio": AUDIO_SUFFIXES | {".aac", ".m4a", ".mp3", ".ogg", ".opus"},
 }
-"""Suffixes that make a text the name of a file."""
 
 
-_Said = tuple[str | None, Message | None, tuple[Turn, ...]]
-"""System message, greeting and turns."""
+# System message, greeting and turns.
+_Conversation = tuple[str | None, ChatMessage | None, tuple[Turn, ...]]
 
 
-class Media(Protocol):
+class RecordMedia(Protocol):
     """Images (also frames), videos and recordings of a record."""
 
     def find(self, medium: Medium, name: str) -> Any:
         """Return the ImageFile, Video or AudioFile of a name; a video may be a folder of frames."""
 
     def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """Media of a record that names none of this kind."""
+        """Return the media of a record that names none of this kind."""
 
 
-def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
+def read_record(record: dict[str, Any], media: RecordMedia, **known: Any) -> Sample:
     """Read and check a record; raises InvalidRecordError, which names the key."""
     record = with_messages(record)
     _check_keys(record)
     messages = read_messages(record)
-    images, videos = _read_images(record, messages, media)
-    named = _named_items(record, messages, "audio")
-    recordings = (
-        media.list_unnamed("audio")
-        if named is None
-        else tuple(media.find("audio", name) for name in named)
-    )
+    named_videos, names = _read_videos(record, messages), _read_items(record, messages, "image")
+    images = tuple(media.find("image", name) for name in names or ())
+    videos = tuple(_read_video(video, media) for video in named_videos)
+    if not named_videos and names is None:
+        images, videos = media.list_unnamed("image"), media.list_unnamed("video")
+    names = _read_items(record, messages, "audio")
+    recordings = tuple(media.find("audio", name) for name in names or ())
+    if names is None:
+        recordings = media.list_unnamed("audio")
     counts = len(images), len(videos), len(recordings)
     system, greeting, turns = _read_conversation(record, messages, *counts)
     return Sample(
@@ -105,18 +107,18 @@ def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
-    """Raise on misspelt keys and on unknown keys that name or hold files."""
+    """Raise on misspelt keys, and on unknown keys that name or hold files."""
     for key in record:
         if record[key] is None or key in _KEYS:
             continue
         meant = _similar_key(key)
         if meant is None:
-            # The medium of the files or bytes that the key holds, by their names or its own. The
-            # URL that a named file came from is none.
+            # The medium of the key's files or bytes, by their names or the key's. Other keys may
+            # have the URL that a named file came from.
             names_files = any(record.get(known) for keys in _ITEM_KEYS.values() for known in keys)
             texts = [
                 text
-                for text in _texts_in(record[key])
+                for text in _iterate_texts(record[key])
                 if not (names_files and text.startswith(("http:", "https:")))
             ]
             meant = next((medium for medium in map(_medium_of_file, texts) if medium), None)
@@ -129,43 +131,31 @@ def _check_keys(record: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=1024)
 def _similar_key(key: str) -> str | None:
-    """Known key that this key may misspell."""
+    """Return the known key that this key may misspell."""
     return next(iter(get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)), None)
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         yield from ["data:"] * (isinstance(value, dict) and value.get("bytes") is not None)
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts_in(item)
+            yield from _iterate_texts(item)
 
 
 def _medium_of_file(name: str) -> Medium | None:
-    """Medium of a file's name or encoded bytes, None for other texts."""
-    if name.startswith("data:") or _ENCODED.match(name):
-        found: list[Medium] = [medium for medium in MARK_OF if name.startswith(f"data:{medium}")]
-        return (*found, "image")[0]
+    """Return the medium of a file's name or encoded bytes, None for other texts."""
+    if name.startswith("data:") or _BASE64_FILE.match(name):
+        return next((medium for medium in MARK_OF if name.startswith(f"data:{medium}")), "image")
     suffix = PurePath(name.partition("?")[0][-_MAX_NAME:]).suffix.lower()
     return next((medium for medium, known in _SUFFIXES.items() if suffix in known), None)
 
 
-def _read_images(
-    record: dict[str, Any], messages: Messages, media: Media
-) -> tuple[tuple[ImageFile, ...], tuple[Video, ...]]:
-    videos = _named_videos(record, messages)
-    images = _named_items(record, messages, "image")
-    if not videos and images is None:
-        return media.list_unnamed("image"), media.list_unnamed("video")
-    named = tuple(media.find("image", name) for name in images or ())
-    return named, tuple(_read_video(video, media) for video in videos)
-
-
-def _read_video(video: Any, media: Media) -> Video:
+def _read_video(video: Any, media: RecordMedia) -> Video:
     if isinstance(video, str):
         return media.find("video", video)
-    frames = _read_names(video, "video", _VIDEO)
+    frames = _read_names(video, "video", _VIDEO_RULE)
     if not frames:
         raise InvalidRecordError(
             "has a video that is an empty list; name its frames or remove the video"
@@ -178,9 +168,9 @@ def _read_video(video: Any, media: Media) -> Video:
     return Video(frames=tuple(media.find("image", name) for name in frames))
 
 
-def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:
-    """Videos: a file, a folder of frames, or a list of frame paths."""
-    key, named = _items_given(record, messages, "video")
+def _read_videos(record: dict[str, Any], messages: RecordMessages) -> list[Any]:
+    """Return a record's videos: each a file, a folder of frames, or a list of frame paths."""
+    key, named = _find_items(record, messages, "video")
     if not named:
         return []
     are_files = isinstance(named, list) and all(
@@ -189,24 +179,28 @@ def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:
     if isinstance(named, str | dict) or (key == "video" and not are_files):
         named = [named]
     if not isinstance(named, list):
-        raise _odd_value_error(key, f"a list of videos, each {_VIDEO}")
+        raise _odd_value_error(key, f"a list of videos, each {_VIDEO_RULE}")
     return [_read_path(video, key) if isinstance(video, dict | str) else video for video in named]
 
 
-def _named_items(record: dict[str, Any], messages: Messages, medium: Medium) -> list[str] | None:
-    """Paths of images or recordings, None if absent."""
-    key, named = _items_given(record, messages, medium)
-    return None if named is None else _read_names(named or [], key, _PATHS)
+def _read_items(
+    record: dict[str, Any], messages: RecordMessages, medium: Medium
+) -> list[str] | None:
+    """Return the paths of images or recordings, None if absent."""
+    key, named = _find_items(record, messages, medium)
+    return None if named is None else _read_names(named or [], key, _PATHS_RULE)
 
 
-def _items_given(record: dict[str, Any], messages: Messages, medium: Medium) -> tuple[str, Any]:
-    """Key and value of a record's media of one kind, None if absent."""
+def _find_items(
+    record: dict[str, Any], messages: RecordMessages, medium: Medium
+) -> tuple[str, Any]:
+    """Return the key and value of a record's media of one kind, None if absent."""
     in_parts = messages.items.get(medium)
     keys = [key for key in _ITEM_KEYS[medium] if record.get(key)]
-    given = [f'"{key}"' for key in keys] + [f'"{messages.key}"'] * (in_parts is not None)
-    if len(given) > 1:
+    places = [f'"{key}"' for key in keys] + [f'"{messages.key}"'] * (in_parts is not None)
+    if len(places) > 1:
         raise InvalidRecordError(
-            f"names what it shows or says in {' and in '.join(given)}; give each item in one place"
+            f"names what it shows or says in {' and in '.join(places)}; give each item in one place"
         )
     if in_parts is not None:
         return f"{medium}s", in_parts
@@ -230,17 +224,17 @@ def _odd_value_error(key: str, remedy: str) -> InvalidRecordError:
 
 
 def _read_path(name: Any, key: str) -> Any:
-    """Path of an item, unwrapped from {"path", "bytes"} or a URL."""
+    """Return the path of an item, unwrapped from {"path", "bytes"} or a file's URL."""
     if isinstance(name, dict):
-        given = {field: value for field, value in name.items() if value is not None}
-        if list(given) != ["path"]:
+        fields = {field: value for field, value in name.items() if value is not None}
+        if list(fields) != ["path"]:
             raise InvalidRecordError(
-                f'has in "{key}" an item with {", ".join(given) or "nothing"}; it must be a path, '
+                f'has in "{key}" an item with {", ".join(fields) or "nothing"}; it must be a path, '
                 "or have a path alone: write bytes to a file"
             )
-        name = given["path"]
+        name = fields["path"]
     if isinstance(name, str) and (
-        name.startswith(_NO_FILES) or _ENCODED.match(name) or len(name) > _MAX_NAME
+        name.startswith(_NOT_FILES) or _BASE64_FILE.match(name) or len(name) > _MAX_NAME
     ):
         raise InvalidRecordError(
             f'has in "{key}" {name[:40]!r}, which is no file; write it to a file and name that'
@@ -251,11 +245,9 @@ def _read_path(name: Any, key: str) -> Any:
 
 
 def _read_tools(record: dict[str, Any]) -> str | None:
-    given = record.get("tools")
-    try:
-        tools = json.loads(given) if isinstance(given, str) and given else given
-    except (ValueError, RecursionError):
-        tools = given
+    tools = record.get("tools")
+    with suppress(ValueError, RecursionError):
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -264,12 +256,19 @@ def _read_tools(record: dict[str, Any]) -> str | None:
 
 
 def _read_conversation(
-    record: dict[str, Any], messages: Messages, images: int, videos: int, recordings: int
-) -> _Said:
-    said = _assemble_turns(record, messages)
-    system, greeting, asked = said
+    record: dict[str, Any], messages: RecordMessages, images: int, videos: int, recordings: int
+) -> _Conversation:
+    """Return system message, greeting and turns, with a mark for every item in the questions."""
+    system, greeting, asked = _assemble_turns(record, messages)
+    others = [system or "", "" if greeting is None else greeting.text]
+    for turn in asked:
+        others += [turn.answer, *turn.results, turn.reasoning or "", *turn.calls]
+    for mark in MARK_OF.values():
+        if any(mark in text for text in others):
+            raise InvalidRecordError(
+                f"has {mark} in an answer or system message; only questions may have it"
+            )
     questions = [turn.question for turn in asked]
-    _check_marks(said)
     _place_marks(questions, AUDIO, recordings, "recording")
     questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
     _place_marks(questions, VIDEO, videos, "video")
@@ -290,21 +289,8 @@ def _read_conversation(
     return system, greeting, turns
 
 
-def _check_marks(said: _Said) -> None:
-    """Raise if marks appear outside questions."""
-    system, greeting, turns = said
-    others = [system or "", "" if greeting is None else greeting.text]
-    for turn in turns:
-        others += [turn.answer, *turn.results, turn.reasoning or "", *turn.calls]
-    for mark in MARK_OF.values():
-        if any(mark in text for text in others):
-            raise InvalidRecordError(
-                f"has {mark} in an answer or system message; it may stand only in a question"
-            )
-
-
 def _place_marks(questions: list[str], mark: str, count: int, noun: str) -> None:
-    """Prepend the mark of a single item if no question has it."""
+    """Add the mark of a single item if no question has one. Raise unless each item has one."""
     placed = sum(question.count(mark) for question in questions)
     if count == 1 and placed == 0:
         questions[0] = f"{mark}\n{questions[0]}"
@@ -316,45 +302,44 @@ def _place_marks(questions: list[str], mark: str, count: int, noun: str) -> None
         )
 
 
-def _assemble_turns(record: dict[str, Any], messages: Messages) -> _Said:
-    rest = list(messages.messages)
-    for message in rest:
+def _assemble_turns(record: dict[str, Any], messages: RecordMessages) -> _Conversation:
+    left = list(messages.messages)
+    for message in left:
         _check_text(message)
     system = record.get("system") or None
     if system is not None and not isinstance(system, str):
         raise InvalidRecordError('has an odd "system"; it must be a text')
     if system is not None:
-        _check_text(Message(role="system", text=system))
-    if rest[0].role == "system":
+        _check_text(ChatMessage(role="system", text=system))
+    if left[0].role == "system":
         if system is not None:
             raise InvalidRecordError(f'has "system" and a system message in "{messages.key}"')
-        system = rest.pop(0).text
-    greeting = rest.pop(0) if rest and rest[0].role == "assistant" else None
+        system = left.pop(0).text
+    greeting = left.pop(0) if left and left[0].role == "assistant" else None
     if greeting is not None and (greeting.calls or greeting.reasoning):
         raise _alternation_error(messages)
     turns = []
-    while rest:
-        turns.append(_next_turn(rest, messages))
+    while left:
+        turns.append(_pop_turn(left, messages))
     if not turns:
         raise _alternation_error(messages)
     return system, greeting, tuple(turns)
 
 
-def _next_turn(rest: list[Message], messages: Messages) -> Turn:
+def _pop_turn(left: list[ChatMessage], messages: RecordMessages) -> Turn:
     """Pop a turn's messages: a question or tool results, then the answer and its calls."""
-    asked = []
-    while rest and rest[0].role == "tool":
-        asked.append(rest.pop(0).text)
-    results = tuple(asked)
+    question, results = "", []
+    while left and left[0].role == "tool":
+        results.append(left.pop(0).text)
     if not results:
-        if not rest or rest[0].role != "user":
+        if not left or left[0].role != "user":
             raise _alternation_error(messages)
-        asked.append(rest.pop(0).text)
-    if not rest or rest[0].role != "assistant":
+        question = left.pop(0).text
+    if not left or left[0].role != "assistant":
         raise _alternation_error(messages)
-    answer = rest.pop(0)
-    while rest and rest[0].role == "assistant" and rest[0].calls and not rest[0].text:
-        more = rest.pop(0)  # calls as separate messages
+    answer = left.pop(0)
+    while left and left[0].role == "assistant" and left[0].calls and not left[0].text:
+        more = left.pop(0)  # calls as separate messages
         if more.learned != answer.learned:
             raise InvalidRecordError(
                 f'has in "{messages.key}" an answer and its call with different "loss"; give both '
@@ -362,25 +347,25 @@ def _next_turn(rest: list[Message], messages: Messages) -> Turn:
             )
         answer = replace(answer, calls=(*answer.calls, *more.calls))
     return Turn(
-        question="" if results else asked[0],
+        question=question,
         answer=answer.text,
         kind=None,
-        results=results,
+        results=tuple(results),
         reasoning=answer.reasoning,
         calls=answer.calls,
         learned=answer.learned,
     )
 
 
-def _alternation_error(messages: Messages) -> InvalidRecordError:
+def _alternation_error(messages: RecordMessages) -> InvalidRecordError:
     user, model = ("human", "gpt") if messages.key == "conversations" else ("user", "assistant")
     return InvalidRecordError(
         f'has "{messages.key}" from {", ".join(messages.speakers)}; {user} and {model} must '
-        f"alternate, {user} first and {model} last; what tools answer may stand in place of {user}"
+        f"alternate, {user} first and {model} last; tools' results may replace {user}"
     )
 
 
-def _check_text(message: Message) -> None:
+def _check_text(message: ChatMessage) -> None:
     texts = (message.text, message.reasoning or "", *message.calls)
     try:
         "".join(texts).encode()

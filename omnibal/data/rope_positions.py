@@ -1,8 +1,8 @@
 """Time, row and column position of every token for the multimodal RoPE of Qwen2-VL and later.
 
 As Transformers 5.23 `get_rope_index` (Qwen2-VL, arXiv 2409.12191, 2.1; Qwen2.5-VL, arXiv
-2502.13923, 2.1.2; Qwen3-VL, arXiv 2511.21631). Text advances all three equally; text after an image
-continues from its longer side. Shapes: S tokens.
+2502.13923, 2.1.2; Qwen3-VL, arXiv 2511.21631). Text advances all three equally, and after an image
+it continues from the longer side. Shapes: S tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,13 @@ from omnibal.model.encoders import ImageRule
 def rope_positions(
     item_S: np.ndarray, shown: Sequence[Shown], rule: ImageRule, answered: int = 0
 ) -> np.ndarray:
-    """RoPE positions of a sample with its images and videos in token order, int64 [3, S].
+    """Return RoPE positions (time, row, column) of a sample, int64 [3, S].
 
-    `item_S` is 0 for text, otherwise an id of the image or video kind. The last `answered` tokens
-    are generated: they continue from the largest position as in Transformers' `generate`.
+    Args:
+        item_S: 0 for text, otherwise an id of the image or video kind.
+        shown: images and videos in token order.
+        answered: last tokens, which are generated: they continue from the largest position, as in
+            Transformers' `generate`.
     """
     asked_S = item_S[: len(item_S) - answered]
     starts = np.flatnonzero(np.diff(asked_S, prepend=-1))
@@ -32,21 +35,23 @@ def rope_positions(
             place += stop - start
             continue
         grid, interval = next(grids, (Grid(0, 0, 0), 1.0))
-        cells = _cell_positions(grid, interval, rule.merge_size)
+        # Truncated to 32 bits as in torch.
+        times = (np.arange(grid.times, dtype=np.float32) * np.float32(interval)).astype(np.int64)
+        sides = (np.arange(side // rule.merge_size) for side in (grid.rows, grid.columns))
+        cells = np.stack(np.meshgrid(times, *sides, indexing="ij")).reshape(3, -1)
         if cells.shape[1] != stop - start:
-            raise ValueError(f"{stop - start} tokens stand for {cells.shape[1]} cells of {grid}")
+            raise ValueError(f"{stop - start} tokens for {cells.shape[1]} cells of {grid}")
         parts.append(cells + place)
         place += max(grid.rows, grid.columns) // rule.merge_size
     if next(grids, None) is not None:
         raise ValueError(f"{len(shown)} images and videos have no tokens for all of their cells")
-    found = np.concatenate(parts, axis=1)
-    return np.concatenate(
-        [found, _text_positions(int(found.max(initial=-1)) + 1, answered)], axis=1
-    )
+    asked = np.concatenate(parts, axis=1)
+    generated = _text_positions(int(asked.max(initial=-1)) + 1, answered)
+    return np.concatenate([asked, generated], axis=1)
 
 
 def _split_runs(shown: Sequence[Shown], rule: ImageRule) -> Iterator[tuple[Grid, float]]:
-    """Patches and time interval of every run of tokens."""
+    """Yield the patches and time interval of every run of tokens."""
     video = rule.video
     for grid, seconds in shown:
         if seconds is not None and video is not None and video.times != "none":
@@ -58,13 +63,6 @@ def _split_runs(shown: Sequence[Shown], rule: ImageRule) -> Iterator[tuple[Grid,
             yield grid, 1.0
 
 
-def _cell_positions(grid: Grid, interval: float, merge: int) -> np.ndarray:
-    """Positions of every cell, int64 [3, cells], truncated to 32 bits as in torch."""
-    times = (np.arange(grid.times, dtype=np.float32) * np.float32(interval)).astype(np.int64)
-    rows, columns = np.arange(grid.rows // merge), np.arange(grid.columns // merge)
-    return np.stack(np.meshgrid(times, rows, columns, indexing="ij")).reshape(3, -1)
-
-
 def _text_positions(first: int, tokens: int) -> np.ndarray:
-    """Text positions, int64 [3, tokens]."""
+    """Return text positions from `first`, int64 [3, tokens]."""
     return np.broadcast_to(np.arange(first, first + tokens), (3, tokens))

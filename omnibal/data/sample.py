@@ -1,4 +1,4 @@
-"""Training samples."""
+"""Samples to train on: conversations with images, videos and recordings."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,11 +12,8 @@ from omnibal.data.stored_files import AudioFile, ImageFile, StoredFile, VideoFil
 from omnibal.model.encoders import TilingConfig
 
 IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
-VIDEO_LINE = f"{VIDEO}\n"
-"""Mark of a video's frames in the first question."""
-
-
-_SHOWN = re.compile(f"{IMAGE}|{VIDEO}")
+VIDEO_LINE = f"{VIDEO}\n"  # mark of a video's frames in the first question
+_SHOWN_MARK = re.compile(f"{IMAGE}|{VIDEO}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,54 +33,37 @@ class Turn:
 
     question: str
     answer: str
-    kind: str | None
-    """Question kind for reported accuracy, from the record's "kinds"."""
-    results: tuple[str, ...] = ()
-    """Tool results instead of a question, which is then empty."""
-    reasoning: str | None = None
-    """Separate reasoning before the answer, if any."""
-    calls: tuple[str, ...] = ()
-    """Tool calls, as JSON objects with "name" and "arguments"."""
-    learned: bool = True
-    """Whether the answer is trained on."""
+    kind: str | None  # question kind for reported accuracy, from the record's "kinds"
+    results: tuple[str, ...] = ()  # tool results instead of a question, which is then empty
+    reasoning: str | None = None  # separate reasoning before the answer, if any
+    calls: tuple[str, ...] = ()  # tool calls, as JSON objects with "name" and "arguments"
+    learned: bool = True  # whether the answer is trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """Conversation with images, videos and recordings."""
 
-    identity: str
-    """Source name and record "id" (key or number if absent)."""
+    identity: str  # source name and record "id" (key or number if absent)
     source: str
-    where: str
-    """File and record number for messages."""
-    images: tuple[ImageFile, ...]
-    """In the order of `<image>` in the questions."""
+    where: str  # file and record number for messages
+    images: tuple[ImageFile, ...]  # in the order of `<image>` in the questions
     turns: tuple[Turn, ...]
-    videos: tuple[Video, ...] = ()
-    """In the order of `<video>`."""
-    recordings: tuple[AudioFile, ...] = ()
-    """In the order of `<audio>`."""
-    system: str | None = None
-    """System message, overrides the template's."""
-    greeting: str | None = None
-    """Assistant message before the first question."""
-    greeting_learned: bool = True
-    """Whether the greeting is trained on, if the template writes it."""
-    tools: str | None = None
-    """Callable tools, as a JSON list."""
-    of_frames: bool = False
-    """Whether the images are frames of a video, for a tiling model."""
-    augment: bool = False
-    """`data_augment` of the meta: degrade tiles at random in training."""
-    max_dynamic_patch: int | None = None
-    """The meta's max tiles per image, None for the model's."""
+    videos: tuple[Video, ...] = ()  # in the order of `<video>`
+    recordings: tuple[AudioFile, ...] = ()  # in the order of `<audio>`
+    system: str | None = None  # system message, overrides the template's
+    greeting: str | None = None  # assistant message before the first question
+    greeting_learned: bool = True  # whether the greeting is trained on, if the template writes it
+    tools: str | None = None  # callable tools, as a JSON list
+    of_frames: bool = False  # whether the images are frames of a video, for a tiling model
+    augment: bool = False  # `data_augment` of the meta: degrade tiles at random in training
+    max_dynamic_patch: int | None = None  # the meta's max tiles per image, None for the model's
 
     def tiling(self, tiling: TilingConfig) -> TilingConfig:
-        """Tiling per image: images share the max tiles (InternVL), a frame is 1 tile."""
-        most = self.max_dynamic_patch or tiling.max_dynamic_patch
+        """Return the tiling per image: images share the max tiles (InternVL), a frame is 1 tile."""
+        max_tiles = self.max_dynamic_patch or tiling.max_dynamic_patch
         images = 1 if tiling.by_processor else max(1, len(self.images))
-        return _limit_tiles(tiling, 1 if self.of_frames else max(1, most // images))
+        return _limit_tiles(tiling, 1 if self.of_frames else max(1, max_tiles // images))
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
@@ -92,35 +72,29 @@ class Sample:
 
     @property
     def shown_in_order(self) -> tuple[ImageFile | Video, ...]:
-        """Images and videos in question order."""
         if not self.videos:
             return self.images
         left: dict[str, list] = {IMAGE: [*self.images], VIDEO: [*self.videos]}
-        marks = [mark for turn in self.turns for mark in _SHOWN.findall(turn.question)]
+        marks = [mark for turn in self.turns for mark in _SHOWN_MARK.findall(turn.question)]
         return tuple(left[mark].pop(0) for mark in marks)
 
     def items_until(self, mark: str, turn: int) -> int:
         """Count marks in the questions up to and including `turn`."""
-        # Without any, marks of videos and recordings are text.
+        # Marks of a medium that the sample lacks are text.
         if not {IMAGE: self.images, VIDEO: self.videos, AUDIO: self.recordings}[mark]:
             return 0
         return sum(asked.question.count(mark) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig | None) -> "Sample":
         """Replace a video by the frames shown to a tiling model, each an image; idempotent."""
-        shown = len(self.images) + len(self.videos)
-        if shown and tiling is None:
+        images = len(self.images) + len(self.videos)
+        if images and tiling is None:
             raise UserError(
-                f"{self.where}: has {shown} image(s), but the model has no encoder for "
+                f"{self.where}: has {images} image(s), but the model has no encoder for "
                 "them; leave the sample out, or choose a model with a vision encoder"
             )
         if not self.videos or tiling is None:
             return self
-        frames = self._frames_of_only_video()
-        chosen = middle_frames(len(frames), tiling.max_frames_per_video)
-        return self.with_frames(tuple(frames[frame] for frame in chosen))
-
-    def _frames_of_only_video(self) -> tuple[ImageFile, ...]:
         [video, *others] = self.videos
         if others or self.images or VIDEO not in self.turns[0].question:
             raise UserError(
@@ -135,25 +109,24 @@ class Sample:
                 f"first, as with `mkdir -p {folder} && ffmpeg -i {name} -vf fps=2 "
                 f"{folder}/%05d.jpg`, and name {folder} instead"
             )
-        return video.frames
+        chosen = middle_frames(len(video.frames), tiling.max_frames_per_video)
+        return self.with_frames(tuple(video.frames[frame] for frame in chosen))
 
     def with_frames(self, frames: tuple[ImageFile, ...]) -> "Sample":
         """Replace the video by named frames, as InternVL does."""
         first, *others = self.turns
-        question = first.question.replace(VIDEO_LINE, VIDEO).replace(
-            VIDEO, frame_lines(len(frames))
-        )
-        asked = replace(first, question=question)
-        return replace(self, images=frames, videos=(), of_frames=True, turns=(asked, *others))
+        question = first.question.replace(VIDEO_LINE, VIDEO)
+        first = replace(first, question=question.replace(VIDEO, frame_lines(len(frames))))
+        return replace(self, images=frames, videos=(), of_frames=True, turns=(first, *others))
 
 
 def frame_lines(frames: int) -> str:
-    """Text of a video's frames, as InternVL writes it."""
+    """Return the text of a video's frames, as InternVL writes it."""
     return "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, frames + 1))
 
 
 def middle_frames(frames: int, most: int) -> list[int]:
-    """All frames, or the middle frame of each of `most` equal intervals.
+    """Return the indices of all frames, or of the middle ones of `most` equal intervals.
 
     Example:
         >>> middle_frames(9, 3)

@@ -1,7 +1,7 @@
-"""Scan a dataset: items and tokens per sample, from headers and text alone.
+"""Scan of a dataset: items and tokens per sample, from headers and text.
 
-Decodes pixels only if a file's end looks wrong, and sound only at the end of a FLAC. Results do not
-depend on the pool, its size or resumption.
+Pixels are decoded only if a file's end looks wrong, and sound only at the end of a FLAC. Results do
+not depend on the pool, its size or resumption.
 """
 
 import hashlib
@@ -45,25 +45,19 @@ Before = TypeVar("Before")
 After = TypeVar("After")
 File = TypeVar("File", bound=StoredFile)
 
-OnError = Literal["stop", "skip"]
-"""Treatment of bad samples: raise with the first few, or skip all."""
+OnError = Literal["stop", "skip"]  # treatment of bad samples: raise with the first few, or skip all
 
 _SAMPLES_PER_TASK = 256  # per process at a time
 _MAX_MISTAKES = 5  # listed in an error
+# Sample indices in the annotations, int64, and annotations of these samples.
 _Task = tuple[np.ndarray, Annotations]
-"""Sample indices in the annotations, int64, and annotations of these samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadSample:
-    """Untrainable sample."""
-
-    index: int
-    """Index in the annotations, with repeats."""
-    where: str
-    """Annotation file and line."""
-    message: str
-    """Error message, prefixed by `where`."""
+    index: int  # index in the annotations, with repeats
+    where: str  # annotation file and line
+    message: str  # error message, prefixed by `where`
 
     @property
     def reason(self) -> str:
@@ -74,8 +68,7 @@ class BadSample:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scan:
     lengths: Lengths
-    skipped: tuple[BadSample, ...]
-    """Skipped samples in annotation order."""
+    skipped: tuple[BadSample, ...]  # skipped samples in annotation order
 
 
 def scan_lengths(
@@ -88,10 +81,11 @@ def scan_lengths(
     on_error: OnError = "stop",
     journal: ScanJournal | None = None,
 ) -> Scan:
-    """Count items, tokens and loss tokens of every sample, without building them.
+    """Count items, tokens and loss tokens of every sample, without decoding them.
 
-    Samples in the journal, opened with `scan_key`, are skipped, and new ones added to it.
-    `on_progress` gets the number of newly scanned samples.
+    Args:
+        on_progress: called with the number of newly scanned samples.
+        journal: opened with `scan_key`. Its samples are not scanned, and new samples are added.
     """
     _check_item_kinds(model)
     check_tokenizer(model, tokenizer)
@@ -138,7 +132,7 @@ def scan_lengths(
         loss_tokens=columns["loss_tokens"],
         source=annotations.source[indices],
         source_names=annotations.sources,
-        origin=_origin(annotations.sha256, model, tokenizer),
+        origin=_make_origin(annotations.sha256, model, tokenizer),
         sample=indices if len(indices) < len(annotations) else None,
         image_sizes=None if model.images is None else good.image_sizes,
     )
@@ -146,17 +140,14 @@ def scan_lengths(
 
 
 def scan_key(model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Hash of the settings that counts depend on."""
-    given = (
-        VERSION,
-        _origin("", model, tokenizer).model_dump_json(),
-        model.language.max_positions,
-    )
-    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+    """Hash the settings that counts depend on."""
+    origin = _make_origin("", model, tokenizer).model_dump_json()
+    inputs = (VERSION, origin, model.language.max_positions)
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
 def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
-    """Write index, place and reason per sample, tab-separated, unless empty."""
+    """Write index, place and reason of every sample, tab-separated; without samples, no file."""
     if not skipped:
         path.unlink(missing_ok=True)
         return
@@ -167,7 +158,7 @@ def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
 
 
 def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
-    """Messages about skipped samples and the file that lists them."""
+    """Return notes on skipped samples and the file that lists them."""
     if not skipped:
         return []
     listed = "" if path is None else f", listed in {path}"
@@ -177,26 +168,24 @@ def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scanner:
-    """Scans samples, with a cache of file headers."""
+    """Scanner of a task's samples, with a cache of file headers."""
 
     model: ModelConfig
     tokenizer: Tokenizer
-    rule: ImageRule | None
-    """Native-resolution rule of the model, None if absent."""
+    rule: ImageRule | None  # native-resolution rule of the model, None if absent
+    # Size of an image in pixels, Duration of a recording, or an error message.
     headers: dict[StoredFile, Any] = field(default_factory=dict)
-    """Size of an image in pixels, Duration of a recording, or an error message."""
 
     def __call__(self, task: _Task) -> tuple[Counted, list[BadSample]]:
-        given, samples = task
+        indices, samples = task[0].tolist(), task[1]
         samples.check_unchanged()
         mistakes: dict[int, str] = {}
-        places = {place: place for place in range(len(given))}
+        places = {place: place for place in range(len(indices))}
         read = _apply_step(samples.__getitem__, places, mistakes)
         if self.rule is None:
             read = _apply_step(lambda sample: sample.shown(self.model.tiling), read, mistakes)
-        counted = _apply_step(self._text_tokens, read, mistakes)
-        counts = _apply_step(lambda text: self._counts(*text), counted, mistakes)
-        indices = given.tolist()
+        texts = _apply_step(self._count_text, read, mistakes)
+        counts = _apply_step(lambda text: self._count_items(*text), texts, mistakes)
         bad = [
             BadSample(index=indices[place], where=samples.where(place), message=message)
             for place, message in sorted(mistakes.items())
@@ -206,20 +195,19 @@ class _Scanner:
         samples.check_unchanged()
         return Counted(rows=np.array(rows, COUNTED), image_sizes=sizes_of(shown)), bad
 
-    def _text_tokens(self, sample: Sample) -> tuple[Sample, int, int]:
-        """Sample with its text tokens (without items) and loss tokens."""
-        places = image_places(sample, self.model)
-        # Placeholder tokens: 1 per native-resolution image, none per tiled image.
-        standing = [1 if self.rule else 0] * places
-        silent = [0] * len(sample.recordings)
-        text = encode_sample(sample, standing, self.model, self.tokenizer, silent)
+    def _count_text(self, sample: Sample) -> tuple[Sample, int, int]:
+        """Return a sample with its text tokens, without items', and its loss tokens."""
+        # 1 placeholder token per native-resolution image, none per tiled image or recording.
+        images = [1 if self.rule else 0] * image_places(sample, self.model)
+        clips = [0] * len(sample.recordings)
+        text = encode_sample(sample, images, self.model, self.tokenizer, clips)
         loss_tokens = np.count_nonzero(text.loss_mask)
-        return sample, len(text.token_ids) - sum(standing), int(loss_tokens)
+        return sample, len(text.token_ids) - sum(images), int(loss_tokens)
 
-    def _counts(
+    def _count_items(
         self, sample: Sample, tokens: int, loss_tokens: int
     ) -> tuple[tuple[int, ...], list[Segments]]:
-        """COUNTED's fields without the index, and native-resolution segments."""
+        """Return COUNTED's fields without the index, and native-resolution segments."""
         tiles, segments = 0, list[Segments]()
         if self.rule is not None:
             shown = shown_of(sample, self.rule, lambda image: self._image_size(image, sample))
@@ -236,7 +224,9 @@ class _Scanner:
         if sample.recordings:
             audio = self.model.audio
             for recording in sample.recordings:
-                clips += self._header(recording, sample, read_duration).clips(audio.frames)
+                clips += self._read_header_once(recording, sample, read_duration).clips(
+                    audio.frames
+                )
             tokens += clips * audio.tokens_per_item
         tokens += image_tokens
         check_positions(tokens, self.model, f"{sample.where}: the sample")
@@ -245,16 +235,15 @@ class _Scanner:
     def _image_size(self, image: ImageFile, sample: Sample) -> tuple[int, int]:
         try:
             # As stored: EXIF rotation does not change the token count.
-            return self._header(image, sample, image_size)
+            return self._read_header_once(image, sample, image_size)
         except IsADirectoryError as error:
             of_video = sample.of_frames or any(image in v.frames for v in sample.videos)
-            wrong = "holds no frames; fill it" if of_video else "is no image; name one"
+            problem = "holds no frames; fill it" if of_video else "is no image; name one"
             raise UserError(
-                f"{sample.where}: folder {image} {wrong} or remove the sample"
+                f"{sample.where}: folder {image} {problem} or remove the sample"
             ) from error
 
-    def _header(self, file: File, sample: Sample, read: Callable[[File], After]) -> After:
-        """Read the header of a file once."""
+    def _read_header_once(self, file: File, sample: Sample, read: Callable[[File], After]) -> After:
         header = self.headers.get(file)
         if header is None:
             try:
@@ -272,20 +261,21 @@ class _Scanner:
 def _apply_step(
     step: Callable[[Before], After], given: dict[int, Before], mistakes: dict[int, str]
 ) -> dict[int, After]:
-    """Apply a step to all good samples of a task: cache locality saves a fifth of the time."""
-    found = {}
+    """Apply a step to all good samples of a task, and collect the mistakes of others."""
+    # All samples of a step, not all steps of a sample: cache locality saves a fifth of the time.
+    results = {}
     for place, value in given.items():
         try:
-            found[place] = step(value)
+            results[place] = step(value)
         except StorageError:
             raise
         except UserError as error:
             mistakes[place] = str(error)
-    return found
+    return results
 
 
 def _check_item_kinds(model: ModelConfig) -> None:
-    """Raise if the model has items that scans do not count."""
+    """Raise unless a scan counts all of the model's items."""
     assert COUNTED.names is not None
     others = [name for name in model.item_features if name not in COUNTED.names]
     if others:
@@ -295,7 +285,7 @@ def _check_item_kinds(model: ModelConfig) -> None:
         )
 
 
-def _origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
+def _make_origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
     image_size, tokens_per_tile = tile_sizes(model)
     return LengthsOrigin(
         data_sha256=data_sha256,
@@ -311,16 +301,15 @@ def _origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> Lengt
 
 
 def _unique_messages(bad: Sequence[BadSample]) -> list[str]:
-    """Messages in sample order, without duplicates."""
     return list(dict.fromkeys(sample.message for sample in bad))
 
 
 def _summary_error(mistakes: list[str]) -> UserError:
     if len(mistakes) == 1:
         return UserError(f"{mistakes[0]}; or leave it out with --on-error skip")
-    found = f"{len(mistakes)} bad samples were found"
+    title = f"{len(mistakes)} bad samples were found"
     if len(mistakes) >= _MAX_MISTAKES:
-        found = f"the scan stopped at the first {_MAX_MISTAKES} bad samples"
+        title = f"the scan stopped at the first {_MAX_MISTAKES} bad samples"
     numbered = enumerate(mistakes[:_MAX_MISTAKES], start=1)
     listed = " ".join(f"({number}) {text}" for number, text in numbered)
-    return UserError(f"{found}: {listed}; or leave them out with --on-error skip")
+    return UserError(f"{title}: {listed}; or leave them out with --on-error skip")

@@ -16,14 +16,13 @@ from omnibal.base.remote_path import RemotePath, SeekableBytes
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGIT_RUNS = re.compile(r"(\d+)")
 
+# Suffixes of images not named in a record.
 IMAGE_SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jp2 .jpeg .jpg .png .ppm .tga .tif .tiff .webp".split()
 )
-"""Suffixes of images not named in a record."""
-AUDIO_SUFFIXES = frozenset((".flac", ".wav"))
-"""Suffixes of recordings not named in a record."""
+AUDIO_SUFFIXES = frozenset((".flac", ".wav"))  # suffixes of recordings not named in a record
 VIDEO_SUFFIXES = frozenset(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .webm .wmv".split())
 
 
@@ -31,16 +30,11 @@ VIDEO_SUFFIXES = frozenset(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .webm .wmv"
 class StoredFile:
     """File opened on demand."""
 
-    path: Path
-    """File, or the shard that contains it."""
-    name: str | None = None
-    """Member name in the shard, None for a separate file."""
-    offset: int = 0
-    """Byte offset in the shard."""
-    size: int = 0
-    """Bytes in the shard, 0 for a separate file."""
-    opener: Callable[[], BinaryIO] | None = None
-    """Opens a file stored in a row, otherwise None."""
+    path: Path  # file, or the shard that contains it
+    name: str | None = None  # member name in the shard, None for a separate file
+    offset: int = 0  # byte offset in the shard
+    size: int = 0  # bytes in the shard, 0 for a separate file
+    opener: Callable[[], BinaryIO] | None = None  # opens a file stored in a row, otherwise None
 
     def __str__(self) -> str:
         return str(self.path) if self.name is None else f"{self.path}: {self.name}"
@@ -79,8 +73,8 @@ def open_range(path: Path, offset: int, size: int) -> BinaryIO:
 
 
 def natural_order(name: str) -> tuple[list[str | int], str]:
-    """Sort key that puts frame2 before frame10."""
-    parts: list[str | int] = list(_DIGITS.split(name))
+    """Return a sort key that puts frame2 before frame10."""
+    parts: list[str | int] = list(_DIGIT_RUNS.split(name))
     parts[1::2] = map(int, parts[1::2])
     return parts, name
 
@@ -93,10 +87,10 @@ class _ByteRange(SeekableBytes):
         self._file, self._offset = file, offset
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        whole = memoryview(buffer)
-        wanted = max(0, min(len(whole), self.size - self.place))
+        view = memoryview(buffer)
+        wanted = max(0, min(len(view), self.size - self.place))
         self._file.seek(self._offset + self.place)
-        read = self._file.readinto(whole[:wanted])
+        read = self._file.readinto(view[:wanted])
         self.place += read
         return read
 
@@ -129,5 +123,5 @@ class VideoFile(StoredFile):
 
 
 def why_unreadable(error: Exception) -> str:
-    """Image error message without object addresses."""
+    """Return an image error's message without object addresses."""
     return "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)

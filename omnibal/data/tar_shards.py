@@ -1,4 +1,4 @@
-"""Samples in tar shards (webdataset, Megatron-Energon): all files of a key.
+"""Samples in tar shards (webdataset, Megatron-Energon): a sample is all files of a key.
 
     000017.json   the record, as in JSONL
     000017.jpg    or 000017.0.jpg, 000017.1.jpg, ...: images
@@ -34,7 +34,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath, named_from, version_of
 from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
-from omnibal.data.records import Media
+from omnibal.data.records import RecordMedia
 from omnibal.data.sample import Video
 from omnibal.data.stored_files import (
     AUDIO_SUFFIXES,
@@ -51,15 +51,13 @@ from omnibal.data.stored_files import (
 
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
-_META = re.compile(r"__[^/]*__($|/)")
-_READ_BYTES = 1 << 20
-_MAX_SHARDS = 1_000_000
-"""Shards of a source."""
+_SKIPPED_MEMBER = re.compile(r"__[^/]*__($|/)")
+_CHECK_BYTES = 1 << 20
+_MAX_SHARDS = 1_000_000  # of a source
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
-_NUMBERS = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
-_LETTERS = 58  # from A to z
-_MAX_DIGITS = 18
-"""Digits of a range's limits that are read: enough to see that it is too large."""
+_NUMBER_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
+_LETTER_RANGE = 58  # from A to z
+_MAX_DIGITS = 18  # digits of a range's limits that are read: enough to see that it is too large
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
 _META_FOLDER = ".nv-meta"
 _INFO, _DATABASE = ".info.json", "index.sqlite"
@@ -68,22 +66,22 @@ _FILES_OF_SHARD = (
     "FROM samples s JOIN sample_parts p USING (tar_file_id, sample_index) WHERE tar_file_id = ? "
     "ORDER BY sample_index, p.content_byte_offset"
 )
-_TAR_BLOCK = 512
-"""Tar block size in bytes."""
+_TAR_BLOCK = 512  # tar block size in bytes
 
-_FILES: dict[Medium, tuple[type[StoredFile], frozenset[str]]] = {
+# Type and suffixes of each medium's files.
+_FILE_KINDS: dict[Medium, tuple[type[StoredFile], frozenset[str]]] = {
     "image": (ImageFile, IMAGE_SUFFIXES),
     "video": (VideoFile, VIDEO_SUFFIXES),
     "audio": (AudioFile, AUDIO_SUFFIXES),
 }
-"""Type and suffixes of each medium's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
+    """File in a shard."""
+
     name: str
-    header: int
-    """Byte offset of its tar header; in Energon's index, of its sample."""
+    header: int  # byte offset of its tar header; in Energon's index, of its sample
     offset: int
     size: int
 
@@ -99,26 +97,23 @@ class Member:
         return suffix.lower() if stem else ""
 
 
-Samples = list[tuple[str, list[Member]]]
-"""Key and members of each sample of a shard, in order."""
+# Key and members of each sample of a shard, in order.
+ListedSamples = list[tuple[str, list[Member]]]
 
 
 @dataclass(frozen=True, slots=True)
 class EnergonIndex:
-    """Energon's index of a shard."""
-
     database: Path
-    number: int
-    """Shard number in the dataset."""
+    number: int  # shard number in the dataset
 
-    def read_samples(self, shard: Path) -> tuple[Samples, int]:
-        """Unchecked samples of the shard, and the end of its last entry."""
+    def read_samples(self, shard: Path) -> tuple[ListedSamples, int]:
+        """Read the shard's samples, unchecked, and the end of its last entry."""
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
             with _open_database(self.database) as database:
                 rows = database.execute(_FILES_OF_SHARD, (self.number,))
-                found = [
+                samples = [
                     (key, [Member(f"{key}.{suffix}", start, *at) for _, _, suffix, *at in files])
                     for (key, start), files in groupby(rows, key=lambda row: row[:2])
                 ]
@@ -127,9 +122,9 @@ class EnergonIndex:
                 f"{offsets} and {self.database}: cannot be read ({error}); run `energon prepare` "
                 "again"
             ) from error
-        if not borders or borders[:-1] != [members[0].header for _, members in found]:
+        if not borders or borders[:-1] != [members[0].header for _, members in samples]:
             raise stale_error(shard, "its .tar.idx has samples at other places than index.sqlite")
-        return found, borders[-1]
+        return samples, borders[-1]
 
 
 def _open_database(database: Path) -> closing[sqlite3.Connection]:
@@ -144,14 +139,12 @@ class Shard:
 
     path: Path
     samples: int | None = None
-    excluded: frozenset[str] = frozenset()
-    """Keys of excluded samples."""
-    listed: EnergonIndex | None = None
-    """Energon's index of its samples, if any."""
+    excluded: frozenset[str] = frozenset()  # keys of excluded samples
+    listed: EnergonIndex | None = None  # Energon's index of its samples, if any
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSample(Media):
+class ShardSample(RecordMedia):
     """Members of a sample, at least 1."""
 
     shard: Path
@@ -164,17 +157,17 @@ class ShardSample(Media):
         return name[: len(name) - len(self.members[0].suffix) - 1]
 
     def record(self) -> bytes:
-        """JSON record; raises InvalidRecordError if absent."""
-        found = [member for member in self.members if member.suffix == _RECORD]
-        if not found:
+        """Read the JSON record; raises InvalidRecordError if absent."""
+        record = next((member for member in self.members if member.suffix == _RECORD), None)
+        if record is None:
             raise InvalidRecordError(
-                f"has no {self.key}.{_RECORD}; each key needs one, with its conversations"
+                f"has no {self.key}.{_RECORD}; every key needs one, with its conversations"
             )
-        with open_range(self.shard, found[0].offset, found[0].size) as file:
+        with open_range(self.shard, record.offset, record.size) as file:
             return file.read()
 
     def find(self, medium: Medium, name: str) -> Any:
-        """Member by full name, by name without folder, or by suffix after the key."""
+        """Return a member by full name, name without folder, or suffix after the key."""
         if medium == "video" and not is_video_file(name):
             raise InvalidRecordError(
                 f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
@@ -183,23 +176,23 @@ class ShardSample(Media):
         for member in self.members:
             if name in (member.name, PurePath(member.name).name, member.suffix):
                 return self._file(medium, member)
-        held = ", ".join(member.name for member in self.members)
+        members = ", ".join(member.name for member in self.members)
         raise InvalidRecordError(
-            f"names {name!r}, but the members of its key are {held}; name those, or leave the "
+            f"names {name!r}, but the members of its key are {members}; name these, or leave the "
             f'names out: then "{medium}" is all of them'
         )
 
     def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """Members of a medium, 2.jpg before 10.jpg, without videos if there is an image."""
+        """Return the members of a medium, 2.jpg before 10.jpg; no videos if there is an image."""
         if medium == "video" and self.list_unnamed("image"):
             return ()
-        suffixes = _FILES[medium][1]
+        suffixes = _FILE_KINDS[medium][1]
         members = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
         members.sort(key=lambda member: natural_order(PurePath(member.suffix).stem))
         return tuple(self._file(medium, member) for member in members)
 
     def _file(self, medium: Medium, member: Member) -> Any:
-        file = _FILES[medium][0](self.shard, member.name, member.offset, member.size)
+        file = _FILE_KINDS[medium][0](self.shard, member.name, member.offset, member.size)
         return Video(file=file) if isinstance(file, VideoFile) else file
 
 
@@ -208,8 +201,8 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
     try:
         from webdataset.shardlists import expand_urls
     except ImportError as error:
-        raise _missing("webdataset", error) from error
-    if (count := _max_shards(notation)) > _MAX_SHARDS:
+        raise _missing_error("webdataset", error) from error
+    if (count := _bound_shards(notation)) > _MAX_SHARDS:
         raise UserError(
             f'"shards": {notation!r} expands to {count:,} names, and a source may have '
             f"{_MAX_SHARDS:,}; name fewer"
@@ -224,28 +217,28 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
     return [Shard(named_from(folder, name, cache)) for name in names]
 
 
-def _max_shards(notation: str) -> int:
+def _bound_shards(notation: str) -> int:
     """Return an upper bound on the names that braces, innermost first, expand to."""
     count = 1
     while (braces := _INNERMOST_BRACES.search(notation)) is not None:
-        limits = _NUMBERS.fullmatch(braces[1])
+        limits = _NUMBER_RANGE.fullmatch(braces[1])
         if limits is not None:
             count *= abs(int(limits[1][:_MAX_DIGITS]) - int(limits[2][:_MAX_DIGITS])) + 1
         else:
-            count *= _LETTERS if ".." in braces[1] else braces[1].count(",") + 1
+            count *= _LETTER_RANGE if ".." in braces[1] else braces[1].count(",") + 1
         notation = notation[: braces.start()] + notation[braces.end() :]
     return count
 
 
 def energon_shards(folder: Path, split: str) -> list[Shard]:
-    """Shards of a split prepared by `energon prepare`."""
+    """Return the shards of a split that `energon prepare` prepared."""
     try:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
     except ImportError as error:
-        raise _missing("energon", error) from error
+        raise _missing_error("energon", error) from error
     try:
-        with _energon_meta(folder) as local:
+        with _copy_energon_meta(folder) as local:
             meta = WebdatasetMeta.from_config(EPath(local), split_part=split)
     except UserError:
         raise
@@ -272,7 +265,7 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
 
 
 def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | None]:
-    """Energon's index per shard, None if it lists no files or the shard is remote."""
+    """Return Energon's index of each shard, None if it lists no files or the shard is remote."""
     nothing: list[EnergonIndex | None] = [None] * len(shards)
     database = folder / _META_FOLDER / _DATABASE
     if isinstance(folder, RemotePath) or not database.is_file():
@@ -299,8 +292,8 @@ def stale_error(shard: Path, why: str) -> UserError:
 
 
 @contextmanager
-def _energon_meta(folder: Path) -> Iterator[Path]:
-    """Local copy of Energon's shard and split metadata."""
+def _copy_energon_meta(folder: Path) -> Iterator[Path]:
+    """Yield a local folder with Energon's shard and split metadata, copied if remote."""
     if not isinstance(folder, RemotePath):
         yield folder.absolute()
         return
@@ -322,9 +315,9 @@ def index_shard(shard: Shard) -> RecordIndex:
             raise UserError(f"{path}: no such shard; correct the path in the meta, or fetch it")
         version = version_of(path)
         with path.open("rb") as file:
-            for key, members in _samples(shard, file):
+            for key, members in _iterate_samples(shard, file):
                 if key in keys:
-                    raise tarfile.ReadError(f"files of {key} stand apart")
+                    raise tarfile.ReadError(f"files of {key} are apart")
                 keys.add(key)
                 if key in shard.excluded:
                     continue
@@ -332,16 +325,16 @@ def index_shard(shard: Shard) -> RecordIndex:
                 size.append(members[-1].end - members[0].header)
                 digest = hashlib.sha256()
                 for member in members:
-                    digest.update(_content(file, member))
+                    digest.update(_hashed_content(file, member))
                 digests += digest.digest()
     except UserError:
         raise
     except (OSError, ValueError, tarfile.TarError) as error:
         # webdataset appends to the arguments of exceptions that pass through it.
-        what = error if isinstance(error, OSError) else error.args[0]
+        problem = error if isinstance(error, OSError) else error.args[0]
         raise UserError(
-            f"{path}: cannot be read as a shard ({what}); it must be a whole tar, not compressed, "
-            "in which the files of a key stand together"
+            f"{path}: cannot be read as a shard ({problem}); it must be a complete tar, not "
+            "compressed, with the files of a key in a row"
         ) from error
     if shard.samples not in (None, len(keys)):
         raise UserError(
@@ -353,18 +346,18 @@ def index_shard(shard: Shard) -> RecordIndex:
     )
 
 
-def _samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[Member]]]:
-    """Key and members of each sample, by Energon's index or grouped by webdataset."""
+def _iterate_samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[Member]]]:
+    """Yield key and members of each sample, by Energon's index or grouped by webdataset."""
     if shard.listed is not None:
         yield from _list_samples(file, shard.path, *shard.listed.read_samples(shard.path))
         return
     try:
         from webdataset.tariterators import group_by_keys
     except ImportError as error:
-        raise _missing("webdataset", error) from error
+        raise _missing_error("webdataset", error) from error
     files = (
         {"fname": member.name, "data": member, "__url__": str(shard.path)}
-        for member in _all_members(file)
+        for member in _iterate_whole_tar(file)
     )
     for sample in group_by_keys(files):
         yield sample["__key__"], [part for part in sample.values() if isinstance(part, Member)]
@@ -375,7 +368,7 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
         with open_range(shard, start, size) as file:
             members = tuple(
                 Member(member.name, start + member.header, start + member.offset, member.size)
-                for member in _members(file)
+                for member in _iterate_members(file)
                 if member.suffix
             )
         if not members:
@@ -388,33 +381,31 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
 
 
 def _list_samples(
-    file: BinaryIO, path: Path, samples: Samples, end: int
+    file: BinaryIO, path: Path, samples: ListedSamples, end: int
 ) -> Iterator[tuple[str, list[Member]]]:
-    """Key and members of each sample from Energon's index.
+    """Yield key and members of each sample from Energon's index.
 
     First and last sample, all record headers and the end of the shard are checked.
     """
     for number, (key, members) in enumerate(samples):
         if number in (0, len(samples) - 1):
-            _check_members(path, members)
+            start = members[0].header
+            stored = read_shard_sample(path, start, members[-1].end - start).members
+            if [(m.name, m.offset, m.size) for m in stored] != [
+                (m.name, m.offset, m.size) for m in members
+            ]:
+                raise stale_error(path, f"it has no {members[0].name} at byte {start}")
         for member in members:
             if member.suffix == _RECORD:
-                _check_header(file, path, member)
+                _check_tar_header(file, path, member)
         yield key, members
     file.seek(end)
     if _is_cut_off(file):
         raise stale_error(path, f"it does not end at byte {end}")
 
 
-def _check_members(shard: Path, members: list[Member]) -> None:
-    start = members[0].header
-    there = read_shard_sample(shard, start, members[-1].end - start).members
-    if [(m.name, m.offset, m.size) for m in there] != [(m.name, m.offset, m.size) for m in members]:
-        raise stale_error(shard, f"it has no {members[0].name} at byte {start}")
-
-
-def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
-    """Raise unless a header of the member's size precedes it; keeps the file position."""
+def _check_tar_header(file: BinaryIO, shard: Path, member: Member) -> None:
+    """Raise unless the tar header before a member has its size."""
     file.seek(member.offset - _TAR_BLOCK)
     # Parsed by hand: tarfile's parser takes a third of the total time.
     header = file.read(_TAR_BLOCK)
@@ -427,11 +418,11 @@ def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
         )
 
 
-def _members(file: BinaryIO) -> Iterator[Member]:
-    """Yield members that both libraries read, and leave the file at their end."""
+def _iterate_members(file: BinaryIO) -> Iterator[Member]:
+    """Yield the members that both libraries read, and leave the file at their end."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for entry in tar:
-            if not entry.isreg() or _META.match(entry.name):
+            if not entry.isreg() or _SKIPPED_MEMBER.match(entry.name):
                 continue
             if entry.issparse():
                 raise tarfile.ReadError(f"{entry.name} is stored as a sparse file")
@@ -439,21 +430,21 @@ def _members(file: BinaryIO) -> Iterator[Member]:
         file.seek(tar.offset)
 
 
-def _all_members(file: BinaryIO) -> Iterator[Member]:
+def _iterate_whole_tar(file: BinaryIO) -> Iterator[Member]:
     """Yield all members; raises tarfile.ReadError if truncated or followed by another tar."""
-    yield from _members(file)
+    yield from _iterate_members(file)
     place = file.tell()
     if _is_cut_off(file):
         raise tarfile.ReadError(f"cut off or damaged at byte {place}")
 
 
 def _is_cut_off(file: BinaryIO) -> bool:
-    """Whether no block of zeros is next; raises tarfile.ReadError if more than zeros follow."""
+    """Return whether no block of zeros is next. Raise if anything but zeros follows it."""
     if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
         return True
     end = file.tell()
-    while behind := file.read(_READ_BYTES):
-        if any(behind):
+    while content := file.read(_CHECK_BYTES):
+        if any(content):
             raise tarfile.ReadError(
                 f"it goes on behind its end at byte {end}, as two tars joined by cat do; join "
                 "them with `tar --concatenate`, or name both"
@@ -461,16 +452,16 @@ def _is_cut_off(file: BinaryIO) -> bool:
     return False
 
 
-def _content(file: BinaryIO, member: Member) -> bytes:
-    """Member bytes for the hash of lengths and texts."""
-    named = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
+def _hashed_content(file: BinaryIO, member: Member) -> bytes:
+    """Return a member's name and size, and a record's content, for the data's hash."""
+    head = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
     if member.suffix != _RECORD:
-        return named
+        return head
     file.seek(member.offset)
-    return named + file.read(member.size)
+    return head + file.read(member.size)
 
 
-def _missing(extra: str, error: ImportError) -> UserError:
+def _missing_error(extra: str, error: ImportError) -> UserError:
     return UserError(
         f"shards are read with the library {extra}, which is not there ({error}); install it: "
         f'pip install "omnibal[{extra}]"'

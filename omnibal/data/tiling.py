@@ -7,7 +7,7 @@ from omnibal.model.encoders import TilingConfig
 
 @lru_cache(maxsize=65_536)
 def tile_grid(width: int, height: int, tiling: TilingConfig, image_size: int) -> tuple[int, int]:
-    """Columns and rows of the tile grid closest to the image's aspect ratio.
+    """Return columns and rows of the tile grid closest to the image's aspect ratio.
 
     Ties go to a larger grid only if the image covers more than half of its pixels.
 
@@ -26,7 +26,7 @@ def tile_grid(width: int, height: int, tiling: TilingConfig, image_size: int) ->
 
 
 def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -> int:
-    """Tiles of an image, with the thumbnail if more than 1."""
+    """Count the tiles of an image, with the thumbnail if more than 1."""
     columns, rows = tile_grid(width, height, tiling, image_size)
     tiles = columns * rows
     return tiles + 1 if tiling.use_thumbnail and tiles > 1 else tiles
@@ -34,12 +34,10 @@ def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -
 
 @lru_cache
 def _candidate_grids(tiling: TilingConfig) -> tuple[tuple[int, int], ...]:
-    """Every (columns, rows) of min to max tiles, fewest first.
-
-    Ties follow the iteration order of InternVL's Python set, so the same set is built in the same
-    order: an image of ratio 5:2 is as near to (2, 2) as to (4, 1). Transformers' have fewer columns
-    first.
-    """
+    """Return every (columns, rows) of min to max tiles, fewest tiles first."""
+    # Equal numbers of tiles follow the iteration order of InternVL's Python set, so the same set is
+    # built in the same order: an image of ratio 5:2 is as near to (2, 2) as to (4, 1). The
+    # processors of Transformers have fewer columns first.
     min_tiles, max_tiles = tiling.min_dynamic_patch, tiling.max_dynamic_patch
     grids = {
         (columns, rows)

@@ -1,4 +1,4 @@
-"""Tokenizers from SentencePiece (InternVL, as Hugging Face's slow ones) or `tokenizer.json`."""
+"""Tokenizers of SentencePiece (as Hugging Face's slow tokenizers) or `tokenizer.json`."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model
 
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
+# Audio tokens of Qwen2-Audio and Qwen2.5-Omni.
 AUDIO_START, AUDIO_CONTEXT, AUDIO_END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"
-"""Audio tokens of Qwen2-Audio and Qwen2.5-Omni."""
 
 FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
@@ -28,32 +28,25 @@ _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # `normalizer_spec.add_dummy_prefix = false`: the last value of a repeated protobuf field wins.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-_PLACE = re.compile(
+# Tokens of places in an image, which answers have, and marks of items, checked elsewhere.
+_PLACE_PIECE = re.compile(
     r"<(/?(ref|box|quad)|image|video|audio|\|(object_ref|box|quad|\w+_of_box)(_\w+)?\|)>"
 )
-"""Tokens of places in an image, which answers have, and marks of items, checked elsewhere."""
-_NEVER = "(?!)"  # never matches
-_FATAL = 3  # SentencePiece's level of logging
+_MATCH_NOTHING = "(?!)"  # never matches
+_FATAL_LEVEL = 3  # SentencePiece's level of logging
 
 
 class Tokenizer(ABC):
     """Picklable text-to-ids interface."""
 
-    path: Path
-    """Tokenizer model file."""
-    sha256: str
-    """SHA-256 of model, added tokens and settings."""
-    vocab_size: int
-    """Highest id + 1."""
-    add_bos: bool
-    """Whether the tokenizer's settings prepend `bos_piece`."""
+    path: Path  # tokenizer model file
+    sha256: str  # SHA-256 of model, added tokens and settings
+    vocab_size: int  # highest id + 1
+    add_bos: bool  # whether the tokenizer's settings prepend `bos_piece`
     bos_piece: str
-    template: str | None
-    """Jinja chat template next to the tokenizer, not covered by `sha256`."""
-    named_pieces: dict[str, str]
-    """Pieces by role, such as "eos_token"."""
-    special_pieces: tuple[str, ...]
-    """Special added tokens."""
+    template: str | None  # Jinja chat template next to the tokenizer, not covered by `sha256`
+    named_pieces: dict[str, str]  # pieces by role, such as "eos_token"
+    special_pieces: tuple[str, ...]  # special added tokens
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -65,88 +58,83 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def id_of(self, piece: str) -> int | None:
-        """Id of a single-token piece, None if absent."""
+        """Return the id of a piece, None if it is no token."""
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of `text` and the first character of each."""
+        """Return the ids of `text` and the first character of each."""
         raise UserError(
-            f"{self.path}: does not tell which characters a token is of, which loss by the "
-            f"tokenizer's own chat template needs; save it as {FAST_FILE} (save_pretrained of a "
-            "fast tokenizer does)"
+            f"{self.path}: has no character offsets of tokens, which loss by the tokenizer's own "
+            f"chat template needs; save it as {FAST_FILE} (save_pretrained of a fast tokenizer "
+            "does)"
         )
 
     def require_id(self, piece: str) -> int:
-        """Id of a piece; raises UserError if absent."""
-        found = self.id_of(piece)
-        if found is None:
+        """Return the id of a piece; raises UserError if absent."""
+        number = self.id_of(piece)
+        if number is None:
             raise UserError(f"{self.path}: {lacking_pieces([piece])}")
-        return found
+        return number
 
     def check_text(self, text: str, where: str, pieces: Sequence[str], media: str) -> None:
-        """Raise UserError if a text has special tokens, or others of these pieces.
-
-        Tokens that mark places in an image are no control tokens.
-        """
-        found = _find_reserved(self.special_pieces, tuple(pieces)).search(text)
-        if found is not None:
+        """Raise UserError if a text has `pieces`, or special tokens other than places in images."""
+        match = _find_reserved(self.special_pieces, tuple(pieces)).search(text)
+        if match is not None:
             raise UserError(
-                f"{where}: has {found[0]!r} in its text, which only the chat template may write; "
+                f"{where}: has {match[0]!r} in its text, which only the chat template may write; "
                 f"mark {media}, and spell or remove any other use"
             )
 
     @property
     def image_context(self) -> int:
-        """Id replaced by vision embeddings."""
         return self.require_id(IMAGE_CONTEXT)
 
     @property
     def audio_context(self) -> int:
-        """Id replaced by audio embeddings."""
         return self.require_id(AUDIO_CONTEXT)
 
 
 @lru_cache(maxsize=64)
 def _find_reserved(special: tuple[str, ...], pieces: tuple[str, ...]) -> re.Pattern[str]:
-    found = {*special, *pieces} - {mark for mark in special if _PLACE.fullmatch(mark)}
-    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or _NEVER)
-
-
-def lacking_pieces(pieces: Sequence[str]) -> str:
-    """Error message for missing pieces."""
-    return (
-        f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "
-        "the tokenizer of the released checkpoint, with its tokenizer_config.json or "
-        "added_tokens.json beside it, add them to it, or choose another chat_template"
+    found = {*special, *pieces} - {mark for mark in special if _PLACE_PIECE.fullmatch(mark)}
+    return re.compile(
+        "|".join(map(re.escape, sorted(found, key=len, reverse=True))) or _MATCH_NOTHING
     )
 
 
-def tokenizer_files(path: Path) -> list[Path]:
-    """Files that `open_tokenizer` may read, existing or not."""
+def lacking_pieces(pieces: Sequence[str]) -> str:
+    return (
+        f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "
+        "the tokenizer in the folder of the released checkpoint, with its tokenizer_config.json or "
+        "added_tokens.json, add them to it, or choose another chat_template"
+    )
+
+
+def list_tokenizer_files(path: Path) -> list[Path]:
+    """List the files that `open_tokenizer` may read, existing or not."""
     folder = path if path.is_dir() else path.parent
     names = (CONFIG_FILE, ADDED_FILE, TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
-    beside = [folder / name for name in names]
     models = [folder / FAST_FILE, folder / _SENTENCEPIECE_FILE] if path.is_dir() else [path]
-    return [*models, *beside]
+    return [*models, *(folder / name for name in names)]
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Open tokenizer.json, tokenizer.model, or a folder with one of them, the first preferred.
+    """Open tokenizer.json, tokenizer.model, or a folder with either, the first preferred.
 
     Settings come from tokenizer_config.json, otherwise added_tokens.json, in the same folder.
     """
     if path.is_dir():
-        held = [at for at in (path / FAST_FILE, path / _SENTENCEPIECE_FILE) if at.is_file()]
-        if not held:
+        models = [at for at in (path / FAST_FILE, path / _SENTENCEPIECE_FILE) if at.is_file()]
+        if not models:
             raise UserError(
                 f"{path}: holds neither {FAST_FILE} nor {_SENTENCEPIECE_FILE}; pass a folder with "
                 f"one, or save the tokenizer as {FAST_FILE} (save_pretrained of a fast tokenizer "
                 "does)"
             )
-        path = held[0]
+        path = models[0]
     if not path.is_file():
         raise UserError(
             f"{path}: no such tokenizer; pass a SentencePiece {_SENTENCEPIECE_FILE}, a "
-            f"{FAST_FILE}, or the folder of a checkpoint with one of them"
+            f"{FAST_FILE}, or the folder of a checkpoint with either"
         )
     content, settings = path.read_bytes(), _read_settings(path)
     if path.suffix == ".json":
@@ -155,21 +143,16 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 class AddedToken(BaseModel):
-    """Added token in Hugging Face's format."""
-
     content: str = Field(min_length=1)
-    lstrip: bool = False
-    """Whether spaces before the token are removed."""
-    rstrip: bool = False
-    """Whether spaces after the token are removed."""
+    lstrip: bool = False  # whether spaces before the token are removed
+    rstrip: bool = False  # whether spaces after the token are removed
     normalized: bool = False
     special: bool = False
-    single_word: bool = False
-    """Whether the token is matched only at word boundaries."""
+    single_word: bool = False  # whether the token is matched only at word boundaries
 
 
-_Named = str | AddedToken | None
-_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TokenSetting = str | AddedToken | None
+_TOKEN_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class _Settings(BaseModel):
@@ -178,13 +161,13 @@ class _Settings(BaseModel):
     added_tokens_decoder: dict[int, AddedToken] | None = None
     additional_special_tokens: list[str | AddedToken] | None = None
     extra_special_tokens: list[str | AddedToken] | dict[str, str | AddedToken] | None = None
-    bos_token: _Named = None
-    eos_token: _Named = None
-    unk_token: _Named = None
-    sep_token: _Named = None
-    pad_token: _Named = None
-    cls_token: _Named = None
-    mask_token: _Named = None
+    bos_token: _TokenSetting = None
+    eos_token: _TokenSetting = None
+    unk_token: _TokenSetting = None
+    sep_token: _TokenSetting = None
+    pad_token: _TokenSetting = None
+    cls_token: _TokenSetting = None
+    mask_token: _TokenSetting = None
     add_bos_token: bool | None = None
     tokenizer_class: str | None = None
     legacy: bool | None = None
@@ -192,15 +175,15 @@ class _Settings(BaseModel):
 
     @property
     def bos_piece(self) -> str:
-        return _name(self.bos_token) or _BOS
+        return _content_of_setting(self.bos_token) or _BOS
 
     @property
     def unknown_piece(self) -> str:
-        return _name(self.unk_token) or _UNKNOWN
+        return _content_of_setting(self.unk_token) or _UNKNOWN
 
     @property
     def named_pieces(self) -> dict[str, str]:
-        pieces = {role: _name(vars(self)[role]) for role in _ROLES}
+        pieces = {role: _content_of_setting(vars(self)[role]) for role in _TOKEN_ROLES}
         return {role: piece for role, piece in pieces.items() if piece is not None}
 
     @property
@@ -208,18 +191,17 @@ class _Settings(BaseModel):
         """Special tokens in Hugging Face's order of new ids: roles first."""
         others = self.extra_special_tokens or self.additional_special_tokens or []
         others = list(others.values()) if isinstance(others, dict) else others
-        given = (*(vars(self)[role] for role in _ROLES), *others)
+        given = (*(vars(self)[role] for role in _TOKEN_ROLES), *others)
         tokens = [AddedToken(content=t) if isinstance(t, str) else t for t in given if t]
         return [token.model_copy(update={"special": True}) for token in tokens]
 
     @property
     def special_pieces(self) -> list[str]:
-        """Special tokens, with default pieces for required roles."""
-        usual = (self.bos_piece, self.unknown_piece, _name(self.eos_token) or _EOS)
+        usual = (self.bos_piece, self.unknown_piece, _content_of_setting(self.eos_token) or _EOS)
         return [*usual, *(token.content for token in self.special_tokens)]
 
 
-class _NamedTemplate(BaseModel):
+class _TemplateEntry(BaseModel):
     name: str
     template: str
 
@@ -227,7 +209,7 @@ class _NamedTemplate(BaseModel):
 class _TemplateHolder(BaseModel):
     """Chat templates in a JSON file; other fields are ignored."""
 
-    chat_template: str | list[_NamedTemplate] | None = None
+    chat_template: str | list[_TemplateEntry] | None = None
 
     @property
     def text(self) -> str | None:
@@ -238,7 +220,7 @@ class _TemplateHolder(BaseModel):
 
 
 def _read_template(path: Path) -> str | None:
-    """First chat template found, in Transformers' order."""
+    """Return the first chat template present, in Transformers' order."""
     alone = path.with_name(TEMPLATE_FILE)
     if alone.is_file():
         try:
@@ -248,25 +230,25 @@ def _read_template(path: Path) -> str | None:
     for name in (CONFIG_FILE, _OLD_TEMPLATE_FILE):
         file = path.with_name(name)
         if file.is_file():
-            held = read_json_model(_TemplateHolder, file, f"restore the checkpoint's own {name}")
-            if held.text is not None:
-                return held.text
+            holder = read_json_model(_TemplateHolder, file, f"restore the checkpoint's own {name}")
+            if holder.text is not None:
+                return holder.text
     return None
 
 
-def _name(token: _Named) -> str | None:
+def _content_of_setting(token: _TokenSetting) -> str | None:
     return token.content if isinstance(token, AddedToken) else token
 
 
 def _read_settings(path: Path) -> _Settings | None:
-    """Settings next to the model, None if absent."""
+    """Return the settings in the model's folder, None if absent."""
     config, added = path.with_name(CONFIG_FILE), path.with_name(ADDED_FILE)
     settings = None
     if config.is_file():
         remedy = f"restore the checkpoint's own {CONFIG_FILE}"
         settings = read_json_model(_Settings, config, remedy)
-    told = settings is not None and settings.added_tokens_decoder is not None
-    if told or not added.is_file():
+    has_tokens = settings is not None and settings.added_tokens_decoder is not None
+    if has_tokens or not added.is_file():
         return settings
     settings = settings or _Settings()
     ids = read_json_model(dict[str, int], added, f"restore the checkpoint's own {ADDED_FILE}")
@@ -285,17 +267,26 @@ class _SentencePiece(Tokenizer):
 
     def __init__(self, path: Path, content: bytes, settings: _Settings | None) -> None:
         self.path = path
-        self.sha256 = _sha256(content, settings)
+        self.sha256 = _hash_files(content, settings)
         self._settings = settings or _Settings()
         # Llama's `legacy: false`: text begins with a single space.
         llama = self._settings.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
         self._keeps_first_space = llama and self._settings.legacy is False
-        self._model = _load(path, content + _NO_DUMMY_PREFIX * self._keeps_first_space)
+        SetMinLogLevel(_FATAL_LEVEL)  # otherwise the library logs the error too
+        self._model = SentencePieceProcessor()
+        try:
+            suffix = _NO_DUMMY_PREFIX * self._keeps_first_space
+            self._model.LoadFromSerializedProto(content + suffix)
+        except RuntimeError as error:
+            raise UserError(
+                f"{path}: not a SentencePiece model; pass the {_SENTENCEPIECE_FILE} of the "
+                f"language model, or a {FAST_FILE}"
+            ) from error
         self._pieces: int = self._model.GetPieceSize()
-        self._added = {} if settings is None else self._added_tokens()
+        self._added = {} if settings is None else self._list_added_tokens()
         self._content_of = {number: piece for piece, (number, _) in self._added.items()}
         longest_first = sorted(map(re.escape, self._added), key=len, reverse=True)
-        self._borders = re.compile(f"({'|'.join(longest_first) or _NEVER})")
+        self._borders = re.compile(f"({'|'.join(longest_first) or _MATCH_NOTHING})")
         self.vocab_size = max([self._pieces - 1, *self._content_of]) + 1
         self.bos_piece = self._settings.bos_piece
         self.add_bos = self._settings.add_bos_token is not False
@@ -311,9 +302,10 @@ class _SentencePiece(Tokenizer):
         if first_space:
             text = text.replace(_SPACE, " ")
             text = text if self._settings.add_prefix_space is False else _SPACE + text
-        parts = self._parts(text)
+        parts = self._split_added(text)
         encoded = [
-            [self._added[part][0]] if part in self._added else self._run(part) for part in parts
+            [self._added[part][0]] if part in self._added else self._encode_run(part)
+            for part in parts
         ]
         if first_space and parts[1:] and parts[1] in self._settings.special_pieces:
             # Llama's tokenizer removes that space again, but only before these pieces.
@@ -336,24 +328,24 @@ class _SentencePiece(Tokenizer):
         number = self._model.PieceToId(piece)
         return number if self._model.IdToPiece(number) == piece else None
 
-    def _added_tokens(self) -> dict[str, tuple[int, AddedToken]]:
-        """Id and flags of added and built-in special tokens, by content."""
-        own = {piece: self._model.PieceToId(piece) for piece in self._settings.special_pieces}
-        added = {
+    def _list_added_tokens(self) -> dict[str, tuple[int, AddedToken]]:
+        """Return id and flags of added and built-in special tokens, by content."""
+        numbers = {piece: self._model.PieceToId(piece) for piece in self._settings.special_pieces}
+        special = {
             piece: (number, AddedToken(content=piece, special=True))
-            for piece, number in own.items()
+            for piece, number in numbers.items()
             if self._model.IdToPiece(number) == piece
         }
-        given = self._settings.added_tokens_decoder or {}
-        single = [token.content for token in given.values() if token.single_word]
+        added = self._settings.added_tokens_decoder or {}
+        single = [token.content for token in added.values() if token.single_word]
         if single:
             raise UserError(
                 f"{self.path.with_name(CONFIG_FILE)}: has {single[0]} as a single_word token, "
-                f"which is followed beside a {FAST_FILE} alone; save the tokenizer as one"
+                f"which only a {FAST_FILE} supports; save the tokenizer as {FAST_FILE}"
             )
-        return added | {token.content: (number, token) for number, token in given.items()}
+        return special | {token.content: (number, token) for number, token in added.items()}
 
-    def _parts(self, text: str) -> list[str]:
+    def _split_added(self, text: str) -> list[str]:
         """Split text into added tokens and runs between them."""
         parts = list(filter(None, self._borders.split(text)))
         for place, part in enumerate(parts):
@@ -366,7 +358,7 @@ class _SentencePiece(Tokenizer):
                 parts[place - 1] = parts[place - 1].rstrip()
         return parts
 
-    def _run(self, text: str) -> list[int]:
+    def _encode_run(self, text: str) -> list[int]:
         if not (self._keeps_first_space and text.startswith((_SPACE, " "))):
             return self._model.EncodeAsIds(text)
         # The model would strip leading spaces, except after a piece.
@@ -374,25 +366,12 @@ class _SentencePiece(Tokenizer):
         return self._model.EncodeAsIds(unknown + text)[len(self._model.EncodeAsIds(unknown)) :]
 
 
-def _load(path: Path, content: bytes) -> SentencePieceProcessor:
-    SetMinLogLevel(_FATAL)  # otherwise the library logs the error too
-    model = SentencePieceProcessor()
-    try:
-        model.LoadFromSerializedProto(content)
-    except RuntimeError as error:
-        raise UserError(
-            f"{path}: not a SentencePiece model; pass the {_SENTENCEPIECE_FILE} of the language "
-            f"model, or a {FAST_FILE}"
-        ) from error
-    return model
-
-
 class _Fast(Tokenizer):
     """Hugging Face tokenizer.json with tokens from tokenizer_config.json."""
 
     def __init__(self, path: Path, content: bytes, settings: _Settings) -> None:
         self.path = path
-        self.sha256 = _sha256(content, settings)
+        self.sha256 = _hash_files(content, settings)
         try:
             self._model = FastModel.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
@@ -402,7 +381,7 @@ class _Fast(Tokenizer):
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
-        self._add(settings)
+        self._add_missing_tokens(settings)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_piece = settings.bos_piece
         self.add_bos = settings.add_bos_token is True
@@ -424,8 +403,8 @@ class _Fast(Tokenizer):
     def id_of(self, piece: str) -> int | None:
         return self._model.token_to_id(piece)
 
-    def _add(self, settings: _Settings) -> None:
-        """Add missing tokens and set flags of existing tokens."""
+    def _add_missing_tokens(self, settings: _Settings) -> None:
+        """Add tokens of the settings that the model lacks, and set flags of the others."""
         decoder = self._model.get_added_tokens_decoder()
         names = [name for name in AddedToken.model_fields if name != "content"]
         flags_of = {
@@ -439,12 +418,12 @@ class _Fast(Tokenizer):
             if flags != known:
                 self._add_token(token.content, flags)
             flags_of[token.content] = flags
-            found = self._model.token_to_id(token.content)
-            if found != number:
+            own_number = self._model.token_to_id(token.content)
+            if own_number != number:
                 raise UserError(
-                    f"{self.path}: has {token.content} as token {found}, but {CONFIG_FILE} or "
-                    f"{ADDED_FILE} beside it as {number}; both must be of one checkpoint: restore "
-                    "them"
+                    f"{self.path}: has {token.content} as token {own_number}, but {CONFIG_FILE} or "
+                    f"{ADDED_FILE} in its folder as {number}; both must be of one checkpoint: "
+                    "restore them"
                 )
         for token in settings.special_tokens:
             if token.content not in flags_of:
@@ -461,7 +440,7 @@ def _stated_flags(token: AddedToken) -> dict[str, bool]:
     return token.model_dump(exclude={"content"}, exclude_unset=True)
 
 
-def _sha256(content: bytes, settings: _Settings | None) -> str:
+def _hash_files(content: bytes, settings: _Settings | None) -> str:
     digest = hashlib.sha256(content)
     if settings is not None:
         # Sorted, so that the order of added tokens does not change the hash.

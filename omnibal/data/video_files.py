@@ -1,4 +1,4 @@
-"""Read video headers and wanted frames with PyAV (extra `video`).
+"""Video headers and frames, read with PyAV (extra `video`).
 
 Shapes: F frames, H rows and W columns of pixels, C channels.
 """
@@ -15,14 +15,16 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.stored_files import VideoFile
 
-_REMEDY = "replace the file or remove the sample"
+_VIDEO_REMEDY = "replace the file or remove the sample"
 _HEAD_BYTES = 128  # with the sizes of all formats
-_UNKNOWN = 0xFFFFFFFF  # size of an AVI in a non-seekable output
+_UNKNOWN_SIZE = 0xFFFFFFFF  # size of an AVI in a non-seekable output
 _EBML = b"\x1a\x45\xdf\xa3"  # first bytes of Matroska. The next name has 4 too
-_BOXES = frozenset(b"ftyp styp moov moof mdat mfra sidx free skip wide uuid meta udta pnot".split())
-"""Parts of an MP4 or MOV."""
+# Parts of an MP4 or MOV.
+_BOX_NAMES = frozenset(
+    b"ftyp styp moov moof mdat mfra sidx free skip wide uuid meta udta pnot".split()
+)
 _MAX_BOXES = 100_000
-_HEADERS = 4_096  # cached: a pack's samples, and part of a scan
+_CACHED_HEADERS = 4_096  # cached: a pack's samples, and part of a scan
 
 
 class BadVideo(ValueError):
@@ -35,77 +37,76 @@ class VideoHeader:
 
     frames: int
     frames_per_second: float
-    width: int
-    """Decoded size in pixels, like `height`."""
+    width: int  # decoded size in pixels, like `height`
     height: int
 
 
-@lru_cache(maxsize=_HEADERS)
+@lru_cache(maxsize=_CACHED_HEADERS)
 def read_video_header(video: VideoFile) -> VideoHeader:
-    """Frames (or packets), rate and size of a video, without decoding; raises BadVideo."""
+    """Return frames (or packets), rate and size of a video, without decoding; raises BadVideo."""
     with _open_video(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
-        found = {"frames": frames, "rate": rate, "size": stream.width * stream.height}
-        missing = [name for name, value in found.items() if not value]
+        fields = {"frames": frames, "rate": rate, "size": stream.width * stream.height}
+        missing = [name for name, value in fields.items() if not value]
         if missing:
-            raise BadVideo(f"has no {' and no '.join(missing)}; {_REMEDY}")
+            raise BadVideo(f"has no {' and no '.join(missing)}; {_VIDEO_REMEDY}")
         return VideoHeader(frames, float(rate), stream.width, stream.height)
 
 
 def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
     """Decode frames by ascending indices, RGB, uint8 [F, H, W, C]."""
-    found: list[np.ndarray] = []
+    frames: list[np.ndarray] = []
     left = list(wanted)
     with _open_video(video) as (container, stream):
         for number, frame in enumerate(container.decode(stream)):
             while left and left[0] == number:
-                found.append(frame.to_ndarray(format="rgb24"))
+                frames.append(frame.to_ndarray(format="rgb24"))
                 left.pop(0)
             if not left:
                 break
     if left:
-        raise BadVideo(f"ends before frame {left[0]}, which its header counts; {_REMEDY}")
-    if len({frame.shape for frame in found}) > 1:
-        raise BadVideo(f"has frames of different sizes; {_REMEDY}")
-    return np.stack(found)
+        raise BadVideo(f"ends before frame {left[0]}, which its header counts; {_VIDEO_REMEDY}")
+    if len({frame.shape for frame in frames}) > 1:
+        raise BadVideo(f"has frames of different sizes; {_VIDEO_REMEDY}")
+    return np.stack(frames)
 
 
-def _stated_end(file: IO[bytes]) -> int:
-    """Size of an AVI, a Matroska or an MP4 by its header, 0 if unknown."""
-    head, end = _bytes_at(file, 0), 0
+def _read_stated_end(file: IO[bytes]) -> int:
+    """Return the size of an AVI, a Matroska or an MP4 by its header, 0 if unknown."""
+    head, end = _read_head(file, 0), 0
     if head.startswith(b"RIFF"):
         size = int.from_bytes(head[4:8], "little")
-        return 0 if size == _UNKNOWN else size + 8
+        return 0 if size == _UNKNOWN_SIZE else size + 8
     if head.startswith(_EBML):
-        start, size = _matroska_size(head, len(_EBML))
-        start, size = _matroska_size(head, start + size + len(_EBML))
+        start, size = _read_matroska_size(head, len(_EBML))
+        start, size = _read_matroska_size(head, start + size + len(_EBML))
         return start + size if size else 0
     for _ in range(_MAX_BOXES):
-        box = _bytes_at(file, end)
+        box = _read_head(file, end)
         size = int.from_bytes(box[:4]) if box[:4] != b"\0\0\0\1" else int.from_bytes(box[8:16])
-        if box[4:8] not in _BOXES or size < 8:  # 0: the last, to the end
+        if box[4:8] not in _BOX_NAMES or size < 8:  # 0: the last, to the end
             break
         end += size
     return end
 
 
-def _bytes_at(file: IO[bytes], place: int) -> bytes:
+def _read_head(file: IO[bytes], place: int) -> bytes:
     file.seek(place)
     return file.read(_HEAD_BYTES)
 
 
-def _matroska_size(head: bytes, place: int) -> tuple[int, int]:
+def _read_matroska_size(head: bytes, place: int) -> tuple[int, int]:
     """Return the end of a size of variable width, and the size, 0 if unknown."""
     width = 9 - int.from_bytes(head[place : place + 1]).bit_length()
-    most = (1 << 7 * width) - 1
-    size = int.from_bytes(head[place : place + width]) & most
-    return place + width, 0 if size == most else size
+    unknown = (1 << 7 * width) - 1  # all ones
+    size = int.from_bytes(head[place : place + width]) & unknown
+    return place + width, 0 if size == unknown else size
 
 
 @contextmanager
 def _open_video(video: VideoFile) -> Iterator[tuple[Any, Any]]:
-    """Container and first video stream."""
+    """Open a video's container and first video stream; raises BadVideo."""
     try:
         import av
     except ImportError as error:
@@ -115,18 +116,18 @@ def _open_video(video: VideoFile) -> Iterator[tuple[Any, Any]]:
         ) from error
     try:
         with video.open() as file:
-            stated = _stated_end(file)
+            stated = _read_stated_end(file)
             if file.seek(0, os.SEEK_END) < stated:
-                raise BadVideo(f"is cut off; {_REMEDY}")
+                raise BadVideo(f"is cut off; {_VIDEO_REMEDY}")
             file.seek(0)
             with av.open(file) as container:
                 streams = container.streams.video
                 if not streams:
-                    raise BadVideo(f"has no video stream; {_REMEDY}")
+                    raise BadVideo(f"has no video stream; {_VIDEO_REMEDY}")
                 yield container, streams[0]
     except FileNotFoundError as error:
         raise BadVideo("does not exist; correct the path, or root in the meta") from error
     except IsADirectoryError as error:
         raise BadVideo("is a folder; name a file in it") from error
     except (av.FFmpegError, OSError) as error:
-        raise BadVideo(f"cannot be read ({error.strerror}); {_REMEDY}") from error
+        raise BadVideo(f"cannot be read ({error.strerror}); {_VIDEO_REMEDY}") from error

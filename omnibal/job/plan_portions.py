@@ -78,7 +78,7 @@ def write_portions(
 def bound_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
     """Return a lower bound of packs over all portions, at most `found`."""
     counts = (
-        SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
+        SizeCounts.from_sizes(samples.samples(n).sizes(caps.names)) for n in range(samples.count)
     )
     return bound_of_counts(SizeCounts.join(counts), caps, found=found)
 

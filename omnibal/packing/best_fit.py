@@ -1,8 +1,8 @@
-"""Best fit decreasing on exact sizes.
+"""Best fit, first fit and nearest fit on exact sizes.
 
 Used if size types are too coarse: packs of two or three samples, or samples left by patterns.
-Shelves hold samples of equal items, sorted by tokens. The largest fitting sample is found by
-bisection, skipping used samples by union-find: microseconds per placement. Item counts are compared
+Best fit takes microseconds per placement. Shelves hold samples of equal items, sorted by tokens;
+bisection finds the largest that fits, and union-find skips packed samples. Item counts are compared
 at once, as bit fields of an integer (`_Fields`).
 """
 
@@ -14,82 +14,80 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 
 _MAX_SHELVES = 32  # of open packs by free items
-_TRIES = 12
-"""Max samples tried on a shelf of several item counts."""
+_TRIES = 12  # max samples tried on a shelf of several item counts
 
 
 def pack_best_fit(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> list[list[int]]:
-    """Packs as lists of indices into the arguments. Every sample fits alone.
+    """Return packs as lists of sample indices, by best fit decreasing. Every sample fits alone.
 
-    The sample highest in `first` opens the next pack. The largest samples of shelves with the
-    highest positive value follow. Both are float64 [samples].
+    The sample highest in `first` opens the next pack. The most valuable of the shelves' largest
+    fitting samples follows, while its value is positive. Both are float64 [samples].
     """
     samples = sizes.shape[1]
     if not samples:
         return []
     fields = _Fields(caps[:-1])
     items, tokens = fields.numbers(sizes[:-1]), sizes[-1].tolist()
-    shelves = _shelves(sizes, values, fields)
-    place = np.empty((2, samples), np.int64)
+    shelves = _build_shelves(sizes, values, fields)
+    place = np.empty((2, samples), np.int64)  # shelf, and rank on it from 1
     for number, shelf in enumerate(shelves):
-        ranks = np.arange(1, len(shelf.samples) + 1)  # counted from 1
-        place[0, shelf.samples], place[1, shelf.samples] = number, ranks
-    shelf_of, rank_of = place.tolist()
-    whole = fields.numbers(caps[:-1, None])[0] + fields.spare
+        place[0, shelf.samples] = number
+        place[1, shelf.samples] = np.arange(1, len(shelf.below))
+    shelf_of, rank_of = place.tolist()  # lists: faster to index than arrays
+    full = fields.numbers(caps[:-1, None])[0] + fields.spare
     packs: list[list[int]] = []
     for sample in np.argsort(-first, kind="stable").tolist():
         shelf = shelves[shelf_of[sample]]
         if shelf.below[rank_of[sample]] != rank_of[sample]:
             continue  # already packed
         pack: list[int] = []
-        items_left, tokens_left = whole, int(caps[-1])
+        items_left, tokens_left = full, int(caps[-1])
         chosen: int | None = sample
         while chosen is not None:
             shelves[shelf_of[chosen]].below[rank_of[chosen]] = rank_of[chosen] - 1  # removed
             pack.append(chosen)
             items_left -= items[chosen]
             tokens_left -= tokens[chosen]
-            # The most valuable sample that the shelves offer, None if none fits.
-            most, chosen = 0.0, None
-            for offering in shelves:
-                if offering.first > items_left:
+            best_value, chosen = 0.0, None
+            for shelf in shelves:
+                if shelf.first > items_left:
                     break  # later shelves have more items of a feature than are left
-                rank = offering.best(items_left, tokens_left, fields.spare)
-                if rank and offering.values[rank - 1] > most:
-                    most, chosen = offering.values[rank - 1], offering.samples[rank - 1]
+                rank = shelf.largest_fit(items_left, tokens_left, fields.spare)
+                if rank and shelf.values[rank - 1] > best_value:
+                    best_value, chosen = shelf.values[rank - 1], shelf.samples[rank - 1]
         packs.append(pack)
     return packs
 
 
 class _Fields:
-    """Item counts as an integer, a bit field per feature with a spare bit above.
+    """Item counts as one integer: a bit field per feature up to its cap, with a spare bit above.
 
     A sample fits if subtracting its number from the free capacity borrows from no spare bit.
     """
 
     def __init__(self, caps: np.ndarray):
-        """Create fields for counts up to the caps, int64 [features]."""
         self._widths = [int(cap).bit_length() + 1 for cap in caps]
         self.spare = sum(1 << sum(self._widths[i:]) - 1 for i in range(len(self._widths)))
 
     def numbers(self, counts: np.ndarray) -> list[int]:
         """Encode counts, int64 [features, samples], each at most its cap."""
-        wide = sum(self._widths) >= 63
-        numbers = np.zeros(counts.shape[1], object if wide else np.int64)
+        is_wide = sum(self._widths) >= 63  # Python integers if int64 overflows
+        numbers = np.zeros(counts.shape[1], object if is_wide else np.int64)
         for row, width in zip(counts, self._widths, strict=True):
             numbers = numbers << width | row.astype(numbers.dtype)
         return numbers.tolist()
 
 
 def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> list[list[int]]:
-    """First fit decreasing: place each sample in the first pack that fits, or open a pack.
+    """Pack by first fit: each sample joins the first pack that fits, or opens one.
 
-    Sizes are int64 [features, samples], each fits alone; `first` float64 [samples] sets the order.
+    Sizes are int64 [features, samples], each fits alone. Samples come by descending `first`,
+    float64 [samples].
     """
     packs: list[list[int]] = []
-    room = np.zeros_like(sizes)
+    room = np.zeros_like(sizes)  # free capacity, [features, packs]
     for sample in np.argsort(-first, kind="stable").tolist():
         size = sizes[:, sample]
         fits = (room[:, : len(packs)] >= size[:, None]).all(axis=0)
@@ -131,41 +129,38 @@ def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
 class _Shelf:
     """Samples of equal or similar item counts, sorted by tokens."""
 
-    first: int
-    """First sample number in item order, with the spare bits."""
-    most: int
-    """Max items per feature, encoded."""
+    first: int  # min of its samples' numbers, with the spare bits
+    most: int  # max items per feature, encoded
     samples: list[int]
     items: list[int]
     tokens: list[int]
     values: list[float]
-    below: list[int]
-    """Union-find: below[k] leads to the last remaining sample at or before k, 0 if none."""
+    below: list[int]  # Union-find: below[k] leads to the last free sample up to k, or 0
 
-    def last_of(self, rank: int) -> int:
-        """Rank of the last remaining sample at or before `rank`."""
+    def last_free(self, rank: int) -> int:
+        """Return the last free rank up to `rank`, 0 if none."""
         below = self.below
         root = rank
         while below[root] != root:
             root = below[root]
-        while below[rank] != root:
+        while below[rank] != root:  # path compression
             below[rank], rank = root, below[rank]
         return root
 
-    def best(self, items_left: int, tokens_left: int, spare: int) -> int:
-        """Rank of the largest fitting sample, 0 if none found."""
-        rank = self.last_of(bisect_right(self.tokens, tokens_left))
+    def largest_fit(self, items_left: int, tokens_left: int, spare: int) -> int:
+        """Return the rank of the largest sample that fits, 0 if none was found."""
+        rank = self.last_free(bisect_right(self.tokens, tokens_left))
         if (items_left - self.most) & spare == spare:
             return rank
         for _ in range(_TRIES):
             if rank == 0 or (items_left - self.items[rank - 1]) & spare == spare:
                 return rank
-            rank = self.last_of(rank - 1)
+            rank = self.last_free(rank - 1)
         return 0
 
 
-def _shelves(sizes: np.ndarray, values: np.ndarray, fields: _Fields) -> list[_Shelf]:
-    """Shelves in item order, by equal items up to a limit."""
+def _build_shelves(sizes: np.ndarray, values: np.ndarray, fields: _Fields) -> list[_Shelf]:
+    """Return shelves in item order, one per item count or, if there are many, per range of them."""
     keys, tokens = size_keys(sizes[:-1]), sizes[-1]
     distinct = np.unique(keys)
     groups = np.array_split(distinct, min(len(distinct), _MAX_SHELVES))

@@ -1,8 +1,8 @@
 """HBP's packing by level (arXiv 2503.07680, section 4).
 
 Each sample belongs to the smallest level that holds it. Levels are packed from longest to shortest,
-and free capacity of long packs is filled with shorter samples. `may_fill` restricts this, as
-samples of a shared pack may have to be exchanged between ranks.
+and free capacity of long packs is filled with shorter samples, as far as `may_fill` allows: in a
+pack shared by context-parallel ranks, a short sample may cost an exchange.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,18 +16,17 @@ from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 
-_LOOKED_AT = 1024
-"""Max samples considered per pack, which keeps the work linear."""
+_LOOKAHEAD = 1024  # max samples considered per pack, which keeps the work linear
 
 
 def levels_of_samples(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Smallest level that holds each sample, int32 [samples]."""
+    """Return the smallest level that holds each sample, int32 [samples]."""
     check_samples_fit(lengths, largest_caps(levels))
     return _smallest_that_hold(levels, len(lengths), lengths.column)
 
 
 def levels_of_packs(packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Smallest level that holds each pack, int32 [packs]: the level it was made for."""
+    """Return the smallest level that holds each pack, int32 [packs]: the level it was packed at."""
     sums = cache(lambda name: packs.sums(lengths.column(name)))
     return _smallest_that_hold(levels, len(packs), sums)
 
@@ -52,8 +51,9 @@ def pack_by_level(
 ) -> Packs:
     """Pack every sample at its level, or into free capacity of a longer level's pack.
 
-    Levels come by rising caps. `may_fill`, bool [levels, samples], are samples that may join a
-    longer level, by default all.
+    Args:
+        levels: by ascending caps.
+        may_fill: samples that may join each longer level, bool [levels, samples], default all.
     """
     own_level = levels_of_samples(lengths, levels)
     order_seed, *pack_seeds = seed.spawn(len(levels) + 1)
@@ -62,11 +62,11 @@ def pack_by_level(
     sizes = lengths.sizes(levels[-1].caps.names)
     packed: list[Packs] = []
     for level in reversed(range(len(levels))):
-        own = np.sort(left[level])
-        if not len(own):
+        rows = np.sort(left[level])
+        if not len(rows):
             continue
         caps = levels[level].caps
-        packs = pack_samples(lengths.take(own), caps, method, pack_seeds[level]).of_rows(own)
+        packs = pack_samples(lengths.take(rows), caps, method, pack_seeds[level]).of_rows(rows)
         allowed = None if may_fill is None else may_fill[level]
         filled, left[:level] = fill_packs(packs, caps.values, left[:level], sizes, allowed)
         packed.append(filled)
@@ -80,12 +80,17 @@ def fill_packs(
     sizes: np.ndarray,
     allowed: np.ndarray | None,
 ) -> tuple[Packs, list[np.ndarray]]:
-    """Fill packs with the first fitting samples, longest level first; return remaining queues too.
+    """Fill packs with the first samples that fit, longest level first.
 
-    `queues` are samples per shorter level in the order tried, `allowed` is [samples], default all.
+    Args:
+        queues: samples of every shorter level, in the order tried.
+        allowed: samples that may be taken, bool [samples], default all.
+
+    Returns:
+        The filled packs, and the samples left in every queue.
     """
     waiting = [_Queue(queue, sizes, allowed) for queue in queues]
-    room = caps[:, None] - np.stack([packs.sums(row) for row in sizes])
+    room = caps[:, None] - np.stack([packs.sums(row) for row in sizes])  # [features, packs]
     members = []
     for pack in range(len(packs)):
         taken = [packs[pack]]
@@ -94,28 +99,29 @@ def fill_packs(
             room[:, pack] -= sizes[:, fitting].sum(axis=1)
             taken.append(fitting)
         members.append(np.concatenate(taken))
-    return Packs.from_lists(members), [queue.left() for queue in waiting]
+    return Packs.from_lists(members), [queue.list_left() for queue in waiting]
 
 
 class _Queue:
-    """Queue of samples with a bounded lookahead."""
+    """Queue of one level's samples, of which only a window is tried per pack."""
 
     def __init__(self, samples: np.ndarray, sizes: np.ndarray, allowed: np.ndarray | None):
         self._sizes = sizes
         mask = np.ones(len(samples), bool) if allowed is None else allowed[samples]
-        self._refused, self._rest = samples[~mask], samples[mask]
-        self._next = 0
-        self._window = self._rest[:0]
+        self._refused, self._allowed = samples[~mask], samples[mask]
+        self._next = 0  # first sample of `_allowed` after the window
+        self._window = self._allowed[:0]
 
     def take_first_fits(self, room: np.ndarray) -> np.ndarray:
-        """Take each queued sample that fits in turn. `room` is [features]."""
-        wanted = _LOOKED_AT - len(self._window)
-        self._window = np.concatenate([self._window, self._rest[self._next : self._next + wanted]])
-        self._next = min(self._next + wanted, len(self._rest))
+        """Remove and return each sample of the window that fits in turn. `room` is [features]."""
+        wanted = _LOOKAHEAD - len(self._window)
+        more = self._allowed[self._next : self._next + wanted]
+        self._window, self._next = np.concatenate([self._window, more]), self._next + len(more)
         place = np.arange(len(self._window))
         sizes = self._sizes[:, self._window]
         taken: list[np.ndarray] = []
         room = room.copy()
+        # Each round takes the longest prefix of fitting samples that fits as a whole.
         while len(place := place[(sizes[:, place] <= room[:, None]).all(axis=0)]):
             sums = np.cumsum(sizes[:, place], axis=1)
             fit = (sums <= room[:, None]).all(axis=0)
@@ -127,5 +133,5 @@ class _Queue:
         samples, self._window = self._window[chosen], np.delete(self._window, chosen)
         return samples
 
-    def left(self) -> np.ndarray:
-        return np.concatenate([self._window, self._rest[self._next :], self._refused])
+    def list_left(self) -> np.ndarray:
+        return np.concatenate([self._window, self._allowed[self._next :], self._refused])

@@ -1,7 +1,7 @@
-"""Level packing for many samples per pack, with the number of packs set by the sums of sizes.
+"""Packs of equal sums, for many samples per pack; the sums of sizes set the number of packs.
 
-Samples are dealt longest first (Graham, SIAM Journal on Applied Mathematics 17, 1969), then
-exchanges even out the rest. All packs are mixtures of the same lengths.
+Longest processing time first (Graham, SIAM Journal on Applied Mathematics 17, 1969), then
+exchanges of samples with equal items. All packs are mixtures of the same lengths.
 """
 
 import heapq
@@ -14,34 +14,34 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 from omnibal.packing.packs import Packs
 
-_MIN_ROUNDS = 5  # of exchanges
-_MAX_ROUNDS = 15  # while a pack exceeds its cap
-_MOST_KINDS = 256
-"""Max kinds of samples that are exchanged; with more, as with image tokens, most kinds are rare."""
+_MIN_EXCHANGE_ROUNDS = 5  # of exchanges
+_MAX_EXCHANGE_ROUNDS = 15  # while a pack exceeds its cap
+_MAX_EXCHANGED_KINDS = 256  # max kinds exchanged; with more (image tokens), most kinds are rare
 
+# Sort key of a pack: load, sum of its shares of the caps, shares, pack.
 _Load = tuple[float, float, tuple[float, ...], int]
-"""Sort key of a pack: load, sum of its shares of the caps, shares, pack."""
 
 
 class Leading(StrEnum):
-    """Quantity that samples are dealt by; exchanges then level the tokens."""
+    """Quantity that samples are dealt by, before exchanges equalize the tokens."""
 
-    ITEMS = "items"
-    """Items are exactly level. Best if all caps are nearly reached."""
-    LARGER = "larger"
-    """Larger of the item and token shares. Best with a few giant samples."""
+    ITEMS = "items"  # equal items in all packs; best if all caps are nearly reached
+    LARGER = "larger"  # larger of the item and token shares; best with a few giant samples
 
 
 def deal_level(
     sizes: np.ndarray, packs: int, caps: np.ndarray, leading: Leading, rng: np.random.Generator
 ) -> Packs:
-    """Deal samples to `packs` non-empty packs, level in all features. A few may exceed a cap."""
+    """Deal samples to `packs` packs with similar sums of all features; a few may exceed a cap.
+
+    Sizes are int64 [features, samples]. Packs without samples are dropped.
+    """
     samples = sizes.shape[1]
     shares = sizes / caps[:, None]
     shuffled = rng.permutation(samples)
     *items, tokens = range(len(caps))
     if leading is Leading.ITEMS:
-        # Texts have no items, and are dealt by tokens last.
+        # Texts have no items. Dealt last, by tokens, they fill up packs of few tokens.
         has_items = np.any(sizes[:-1] > 0, axis=0)[shuffled]
         parts = [(shuffled[has_items], items), (shuffled[~has_items], [tokens])]
     else:
@@ -51,41 +51,43 @@ def deal_level(
     for part, features in parts:
         if not len(part):
             continue
-        # Longest first, to the least loaded pack by its max share of these features.
-        own = shares.take(part, axis=1)
-        longest_first = np.lexsort((-own.sum(axis=0), -own[features].max(axis=0)))
-        load = _largest_of(features, len(shares))
-        heap = [(load(held), total, held, pack) for _, total, held, pack in heap]
+        # The load of a pack is its max share of these features.
+        part_shares = shares.take(part, axis=1)
+        longest_first = np.lexsort((-part_shares.sum(axis=0), -part_shares[features].max(axis=0)))
+        load = _load_key(features, len(shares))
+        heap = [(load(used), total, used, pack) for _, total, used, pack in heap]
         heapq.heapify(heap)
-        taken_by = []
-        for size in zip(*own[:, longest_first].tolist(), strict=True):
-            _, _, held, pack = heap[0]
-            held = tuple(map(add, held, size))
-            heapq.heapreplace(heap, (load(held), sum(held), held, pack))
-            taken_by.append(pack)
-        pack_of[part[longest_first]] = taken_by
+        packs_in_turn = []
+        for size in zip(*part_shares[:, longest_first].tolist(), strict=True):
+            _, _, used, pack = heap[0]
+            used = tuple(map(add, used, size))
+            heapq.heapreplace(heap, (load(used), sum(used), used, pack))
+            packs_in_turn.append(pack)
+        pack_of[part[longest_first]] = packs_in_turn
     by_pack = np.argsort(pack_of, kind="stable")
     counts = np.bincount(pack_of, minlength=packs)
     dealt = Packs.from_counts(by_pack, counts[counts > 0])
-    # Only samples of equal items are exchanged, so items stay level.
-    return even_out(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
+    # Only samples of equal items are exchanged, so items stay equal.
+    return even_out_tokens(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
 
 
-def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], float]:
-    if len(features) == of:
+def _load_key(features: list[int], all_features: int) -> Callable[[tuple[float, ...]], float]:
+    # Called once per sample, so a built-in if possible.
+    if len(features) == all_features:
         return max
     if len(features) == 1:
         return itemgetter(features[0])
-    return lambda held: max(held[feature] for feature in features)
+    return lambda used: max(used[feature] for feature in features)
 
 
-def even_out(
+def even_out_tokens(
     packs: Packs, kind: np.ndarray, tokens: np.ndarray, max_tokens: int, rng: np.random.Generator
 ) -> Packs:
-    """Exchange samples of equal kind, int64 [samples], until hardly any pack exceeds the token cap.
+    """Exchange samples of equal `kind`, int64 [samples], until no pack exceeds the token cap.
 
-    In each round every pack offers a sample of a kind. The largest offer goes to the pack with the
-    smallest remainder, which minimizes the maximum. Only the 256 most frequent kinds are exchanged.
+    In each round every pack offers a random sample of a kind. The largest offer goes to the pack
+    with the smallest remainder, which minimizes the maximum. Packs above the cap may be left after
+    the last round.
     """
     if not len(packs):
         return packs
@@ -95,27 +97,24 @@ def even_out(
     by_kind = np.argsort(kind[sample], kind="stable")
     borders = np.flatnonzero(np.diff(kind[sample][by_kind])) + 1
     slots_of_kinds = np.split(by_kind, borders)
-    if len(slots_of_kinds) > _MOST_KINDS:
-        slots_of_kinds = sorted(slots_of_kinds, key=len, reverse=True)[:_MOST_KINDS]
+    if len(slots_of_kinds) > _MAX_EXCHANGED_KINDS:
+        slots_of_kinds = sorted(slots_of_kinds, key=len, reverse=True)[:_MAX_EXCHANGED_KINDS]
     offers = [_Offers(slots, pack_of_slot) for slots in slots_of_kinds]
-    for number in range(_MAX_ROUNDS):
+    for number in range(_MAX_EXCHANGE_ROUNDS):
         for offer in offers:
             slot, pack = offer.draw(rng), offer.packs
-            given = tokens[sample[slot]]
-            rest = pack_tokens[pack] - given
-            smallest_rest_first, largest_given_first = _ascending(rest), _ascending(given)[::-1]
-            source, target = slot[largest_given_first], slot[smallest_rest_first]
-            sample[target] = sample[source]
-            pack_tokens[pack[smallest_rest_first]] = (
-                rest[smallest_rest_first] + given[largest_given_first]
-            )
-        if number + 1 >= _MIN_ROUNDS and pack_tokens.max() <= max_tokens:
+            offered = tokens[sample[slot]]
+            remainder = pack_tokens[pack] - offered
+            smallest_first, largest_first = _argsort(remainder), _argsort(offered)[::-1]
+            sample[slot[smallest_first]] = sample[slot[largest_first]]
+            pack_tokens[pack[smallest_first]] = remainder[smallest_first] + offered[largest_first]
+        if number + 1 >= _MIN_EXCHANGE_ROUNDS and pack_tokens.max() <= max_tokens:
             break
     return Packs(samples=sample, offsets=packs.offsets)
 
 
 class _Offers:
-    """Slots of a kind. Each pack with any offers a random slot."""
+    """Slots of a kind of samples: each pack with any offers a random slot."""
 
     def __init__(self, slots: np.ndarray, pack_of_slot: np.ndarray):
         packs = pack_of_slot[slots]
@@ -126,6 +125,7 @@ class _Offers:
         return self._slots[self._first + rng.integers(self._counts)]
 
 
-def _ascending(values: np.ndarray) -> np.ndarray:
-    """Stable ascending order, equal on any processor."""
+def _argsort(values: np.ndarray) -> np.ndarray:
+    """Return the stable ascending order of tokens."""
+    # The index in the low 32 bits breaks ties, so numpy's fastest sort is as good as a stable one.
     return np.sort(values << 32 | np.arange(len(values))) & 0xFFFFFFFF

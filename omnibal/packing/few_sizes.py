@@ -1,6 +1,6 @@
-"""Packs of few distinct sizes by a linear program over exact sizes, rounded down.
+"""Packs of few distinct sizes: column generation over exact sizes, rounded down.
 
-With caps on several kinds of items the pattern grid is coarse and only guides the search.
+With caps on several kinds of items a knapsack table is coarse, and only guides the search.
 """
 
 import numpy as np
@@ -8,43 +8,43 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 from omnibal.packing.pack_bound import SizeCounts
 from omnibal.packing.packs import Packs
-from omnibal.packing.patterns import Grid, knapsack_table, solve_master
+from omnibal.packing.patterns import CapGrid, knapsack_table, solve_master
 from omnibal.packing.rest import Rest
 
-_MAX_CELLS = 1 << 16  # of the guiding table
-_MAX_ROUNDS = 100
-_MAX_PARTIAL = 1000
-"""Max partial packs extended at a time."""
-_ROUNDING = 1e-6
+_MAX_GUIDE_CELLS = 1 << 16  # of the guiding table
+_MAX_PRICING_ROUNDS = 100
+_MAX_PARTIAL = 1000  # packs extended at a time
+_WORTH_ROUNDING = 1e-6
 
 
 def pack_few_sizes(
     sizes: np.ndarray, caps: np.ndarray, packs: Packs, rng: np.random.Generator
 ) -> Packs:
     """Return fewer packs if patterns of exact sizes need fewer, otherwise the given packs."""
-    distinct = SizeCounts.of(sizes)
+    distinct = SizeCounts.from_sizes(sizes)
     size_of = np.searchsorted(size_keys(distinct.amounts), size_keys(sizes))
-    held = packs.pack_of_sample * len(distinct) + size_of[packs.samples]
-    columns = np.bincount(held, minlength=len(packs) * len(distinct)).reshape(len(packs), -1)
-    columns = np.unique(columns, axis=0)
+    cells = packs.pack_of_sample * len(distinct) + size_of[packs.samples]
+    columns = np.bincount(cells, minlength=len(packs) * len(distinct)).reshape(len(packs), -1)
+    columns = np.unique(columns, axis=0)  # [patterns, sizes]
     master = solve_master(columns, distinct.counts)
-    for _ in range(_MAX_ROUNDS):
-        most, patterns = _valuable_patterns(distinct, caps, master.values)
-        if not len(patterns) or master.packs / most > len(packs) - 1:
+    for _ in range(_MAX_PRICING_ROUNDS):
+        max_worth, patterns = _valuable_patterns(distinct, caps, master.values)
+        # Farley's bound: no packing has fewer than packs / max_worth.
+        if not len(patterns) or master.packs / max_worth > len(packs) - 1:
             break
         columns = np.vstack([columns, patterns])
         master = solve_master(columns, distinct.counts)
     if master.packs > len(packs) - 1:
         return packs
-    times = np.floor(master.times + _ROUNDING).astype(np.int64)
+    times = np.floor(master.times + _WORTH_ROUNDING).astype(np.int64)
     by_size = [rng.permutation(np.flatnonzero(size_of == size)) for size in range(len(distinct))]
     made = []
     for pattern in np.repeat(columns, times, axis=0):
         taken = []
         for size in np.flatnonzero(pattern):
             # Patterns may cover more samples than there are.
-            own, by_size[size] = np.split(by_size[size], [pattern[size]])
-            taken.append(own)
+            chosen, by_size[size] = np.split(by_size[size], [pattern[size]])
+            taken.append(chosen)
         made.append(np.concatenate(taken))
     left = np.concatenate(by_size)
     rest = Rest(sizes.take(left, axis=1), caps).pack(master.values[size_of[left]], rng)
@@ -55,11 +55,11 @@ def pack_few_sizes(
 def _valuable_patterns(
     distinct: SizeCounts, caps: np.ndarray, values: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Return an upper bound on the value of a pack, and packs worth more than 1, [packs, sizes].
+    """Return an upper bound on the worth of a pack, and packs worth more than 1, [packs, sizes].
 
-    Packs are built size by size, bounded by a table of rounded-down sizes.
+    Beam search: packs grow size by size, and a table of rounded-down sizes bounds their worth.
     """
-    grid = Grid.of(caps, _MAX_CELLS)
+    grid = CapGrid.from_caps(caps, _MAX_GUIDE_CELLS)
     units = distinct.amounts // grid.units[:, None]
     units[-1] = np.maximum(units[-1], 1)
     table = knapsack_table(values, units, grid).ravel()
@@ -68,18 +68,18 @@ def _valuable_patterns(
     last, worth = np.zeros(1, np.int64), np.zeros(1)
     valuable = [packs[:0]]
     while len(packs):
-        after = left[:, :, None] - distinct.amounts[:, None]
+        after = left[:, :, None] - distinct.amounts[:, None]  # [features, packs, sizes]
         fits = (after >= 0).all(axis=0) & (sizes >= last[:, None]) & (packs < distinct.counts)
         pack, added = np.nonzero(fits)
         left, worth = after[:, pack, added], worth[pack] + values[added]
         reach = worth + table[grid.places(left // grid.units[:, None])]
-        kept = np.flatnonzero(reach > 1 + _ROUNDING)
+        kept = np.flatnonzero(reach > 1 + _WORTH_ROUNDING)
         kept = kept[np.argsort(-reach[kept], kind="stable")[:_MAX_PARTIAL]]
         packs, left, last, worth = packs[pack[kept]], left[:, kept], added[kept], worth[kept]
         packs[np.arange(len(kept)), last] += 1
-        valuable.append(packs[worth > 1 + _ROUNDING])
+        valuable.append(packs[worth > 1 + _WORTH_ROUNDING])
     patterns = np.concatenate(valuable)
-    # Best pattern per size: the overall best are nearly identical.
+    # The best pattern per size, as the overall best are nearly identical.
     best = np.where(patterns > 0, (patterns @ values)[:, None], 0.0)
     chosen = np.unique(best.argmax(axis=0)) if len(patterns) else slice(0)
     return float(max(table[-1], 1)), patterns[chosen]

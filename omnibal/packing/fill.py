@@ -1,26 +1,25 @@
-"""Fill up to some hundred packs in turn with the most valuable samples, by knapsack or by pairs."""
+"""Fill packs in turn with the most valuable samples left, by knapsack or by pairs."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 from omnibal.packing.fit import size_keys
-from omnibal.packing.patterns import Grid, no_more_items
+from omnibal.packing.patterns import CapGrid, limit_item_caps
 
-_MAX_CELLS = 1 << 14  # of a knapsack table
-_MAX_PAIRED = 160
-"""Max samples to try all pairs of: half the largest, half the smallest."""
+_MAX_FILL_CELLS = 1 << 14  # of a knapsack table
+_MAX_PAIRED = 160  # samples to try all pairs of: half the largest, half the smallest
 
 
 def fill_one_by_one(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray | None, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield packs [samples] of indices into the arguments, each of maximal value.
+    """Yield packs of sample indices, each with the max value by a 0/1 knapsack.
 
-    The sample highest in `first` opens the next pack, if given (Gupta and Ho, Production Planning &
-    Control 10, 1999, as modified by Fleszar and Hindi, Computers & Operations Research 29, 2002).
+    The sample highest in `first`, if given, opens the next pack (Gupta and Ho, Production Planning
+    & Control 10, 1999; Fleszar and Hindi, Computers & Operations Research 29, 2002).
     """
-    grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)), _MAX_CELLS)
+    grid = CapGrid.from_caps(limit_item_caps(caps, sizes.sum(axis=1)), _MAX_FILL_CELLS)
     units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
     # Samples of equal units and similar value are copies of an item.
     order = np.lexsort((-values, *units[::-1]))
@@ -31,7 +30,7 @@ def fill_one_by_one(
         if first is not None:
             largest = int(np.argmax([first[queue[0]] for queue in queues]))
             opened, queues[largest] = np.split(queues[largest], [1])
-        bundles = [(index, n) for index, queue in enumerate(queues) for n in _doubling(len(queue))]
+        bundles = [(i, n) for i, queue in enumerate(queues) for n in _split_doubling(len(queue))]
         item = np.array([index for index, _ in bundles], np.int64)
         copies = np.array([n for _, n in bundles], np.int64)
         head = np.array([queue[0] if len(queue) else -1 for queue in queues])[item]
@@ -49,9 +48,9 @@ def fill_one_by_one(
 def fill_by_pairs(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield packs [samples] of indices, each opened by the sample highest in `first`.
+    """Yield packs of sample indices, each opened by the sample highest in `first`.
 
-    Best pairs fill it, which is optimal for packs of two or three samples.
+    The most valuable pairs that fit follow, which is optimal for packs of two or three samples.
     """
     left = np.argsort(-first, kind="stable")
     while len(left):
@@ -63,30 +62,24 @@ def fill_by_pairs(
                 break
             if len(fits) > _MAX_PAIRED:
                 fits = np.concatenate([fits[: _MAX_PAIRED // 2], fits[-_MAX_PAIRED // 2 :]])
-            chosen = fits[_best_pair(sizes.take(fits, axis=1), values[fits], room)]
+            is_single = np.eye(len(fits), dtype=bool)  # the diagonal of [samples, samples]
+            size, value = sizes.take(fits, axis=1)[:, :, None], values[fits][:, None]
+            pair_size = np.where(is_single, size, size + size.swapaxes(1, 2))
+            pair_value = np.where(is_single, value, value + value.T)
+            fitting = (pair_size <= room[:, None, None]).all(axis=0)
+            best = int(np.where(fitting, pair_value, -1.0).argmax())
+            chosen = fits[sorted(set(divmod(best, len(fits))))]
             pack.append(chosen)
             room -= sizes[:, chosen].sum(axis=1)
             left = left[~np.isin(left, chosen)]
         yield np.concatenate(pack)
 
 
-def _best_pair(sizes: np.ndarray, values: np.ndarray, room: np.ndarray) -> list[int]:
-    """Most valuable single sample or pair within `room`. Each fits alone."""
-    alone = np.eye(len(values), dtype=bool)
-
-    def pairs(sizes: np.ndarray) -> np.ndarray:
-        return np.where(alone, sizes, sizes[:, None] + sizes)
-
-    fits = np.all([pairs(row) <= most for row, most in zip(sizes, room, strict=True)], axis=0)
-    best = int(np.where(fits, pairs(values), -1.0).argmax())
-    return sorted(set(divmod(best, len(values))))
-
-
-def _doubling(count: int) -> list[int]:
-    """Bundle sizes 1, 2, 4, ... and a remainder, with subset sums 0 to `count`.
+def _split_doubling(count: int) -> list[int]:
+    """Return bundle sizes 1, 2, 4, ... and a remainder, with subset sums 0 to `count`.
 
     Example:
-        >>> _doubling(10)
+        >>> _split_doubling(10)
         [1, 2, 4, 3]
     """
     bundles: list[int] = []
@@ -97,19 +90,19 @@ def _doubling(count: int) -> list[int]:
 
 
 def _best_bundles(values: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> list[int]:
-    """Indices of the most valuable set of bundles within `room` (0/1 knapsack)."""
-    table = np.zeros(room + 1, np.float32)
+    """Return indices of the most valuable bundles within `room`, by a 0/1 knapsack."""
+    table = np.zeros(room + 1, np.float32)  # max value within every capacity
     fits = np.flatnonzero((sizes <= room[:, None]).all(axis=0))
-    taken = np.zeros((len(fits), *table.shape), bool)
+    taken = np.zeros((len(fits), *table.shape), bool)  # whether the best set has the bundle
     for row, bundle in enumerate(fits):
-        held = tuple(slice(size, None) for size in sizes[:, bundle].tolist())
-        below = table[held]
+        holding = tuple(slice(size, None) for size in sizes[:, bundle].tolist())
+        below = table[holding]
         with_it = table[tuple(map(slice, below.shape))] + np.float32(values[bundle])
-        np.greater(with_it, below, out=taken[row][held])
+        np.greater(with_it, below, out=taken[row][holding])
         np.maximum(below, with_it, out=below)
     chosen = []
     left = room.copy()
-    for row in range(len(fits) - 1, -1, -1):
+    for row in range(len(fits) - 1, -1, -1):  # trace the table back
         if taken[row][tuple(left)]:
             chosen.append(int(fits[row]))
             left -= sizes[:, fits[row]]

@@ -1,4 +1,4 @@
-"""Input checks and plain sizes for packing rules."""
+"""Checks that samples fit, and sizes as integer arrays, for all packing rules."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ _MAX_KEY = 1 << 62  # int64 without overflow of a sum of two
 
 
 def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
-    """Raise if a sample exceeds a pack's caps."""
+    """Raise unless every sample fits into a pack."""
     over = [lengths.column(name) > caps[name] for name in caps.names]
     large = np.flatnonzero(np.any(over, axis=0))
     if not len(large):
@@ -34,9 +34,9 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
 
 
 def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes int64 [features, samples] and caps int64 [features], in units of each feature's GCD.
+    """Return sizes [features, samples] and caps [features], int64, in units of each feature's GCD.
 
-    Features are in the caps' order with `tokens` last. Caps are rounded down.
+    Features are in the caps' order, `tokens` last. Caps are rounded down.
     """
     sizes = lengths.sizes(caps.names)
     units = np.maximum(np.gcd.reduce(sizes, axis=1), 1)
@@ -44,11 +44,11 @@ def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarra
 
 
 def size_keys(sizes: np.ndarray) -> np.ndarray:
-    """Keys int64 [samples] in lexicographic order of sizes, int64 [features, samples] >= 0."""
+    """Return int64 keys [samples] in the lexicographic order of sizes [features, samples] >= 0."""
     keys = np.zeros(sizes.shape[1], np.int64)
     for row in sizes:
         span = int(row.max(initial=0)) + 1
         if (int(keys.max(initial=0)) + 1) * span > _MAX_KEY:
-            _, keys = np.unique(keys, return_inverse=True)
+            _, keys = np.unique(keys, return_inverse=True)  # keeps the order, without gaps
         keys = keys * span + row
     return keys

@@ -1,4 +1,4 @@
-"""Packing of samples under two caps, image tiles and language tokens."""
+"""Pack samples under caps by either method, all together or by medium."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -23,30 +23,32 @@ def pack_samples(
     method: PackingMethod,
     seed: Seed,
     *,
-    most_types: int | None = None,
+    max_types: int | None = None,
 ) -> Packs:
-    """Pack every sample by `method`. Fewer `most_types` make `balanced` faster, with more packs."""
+    """Pack every sample by `method`.
+
+    Args:
+        max_types: size types of `balanced`. Fewer are faster and need more packs.
+    """
     # Imported here: scipy is slow to import for commands that only name a method.
     from omnibal.packing.balanced import pack_balanced
 
     match method:
         case PackingMethod.BALANCED:
-            return pack_balanced(lengths, caps, seed, most_types=most_types)
+            return pack_balanced(lengths, caps, seed, max_types=max_types)
         case PackingMethod.ISF:
             return pack_isf(lengths, caps, seed)
 
 
-def media_of(lengths: Lengths) -> np.ndarray:
-    """Medium id per sample, int64 [samples], equal for samples of the same encoders, 0 for text."""
-    has_items = [lengths.items[name] > 0 for name in lengths.item_names]
+def number_media(lengths: Lengths) -> np.ndarray:
+    """Return a medium id per sample, int64 [samples]: equal for the same encoders, 0 for text."""
+    has_items = [lengths.items[name] > 0 for name in lengths.item_names]  # [encoders, samples]
     keys = size_keys(np.array(has_items, np.int64).reshape(len(has_items), len(lengths)))
     return np.unique(keys, return_inverse=True)[1]
 
 
-def pack_apart(lengths: Lengths, pack: Callable[[Lengths], Packs]) -> Packs:
-    medium = media_of(lengths)
-    parts = []
-    for number in range(int(medium.max()) + 1):
-        rows = np.flatnonzero(medium == number)
-        parts.append(pack(lengths.take(rows)).of_rows(rows))
-    return Packs.join(parts)
+def pack_media_apart(lengths: Lengths, pack: Callable[[Lengths], Packs]) -> Packs:
+    """Pack samples of every medium separately, for trainers that cannot mix media in a pack."""
+    medium = number_media(lengths)
+    media = [np.flatnonzero(medium == number) for number in range(int(medium.max()) + 1)]
+    return Packs.join([pack(lengths.take(rows)).of_rows(rows) for rows in media])

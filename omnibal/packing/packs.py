@@ -1,7 +1,4 @@
-"""Packs of samples, and the step, rank and slot of each micro-batch.
-
-`packs.parquet` has a row per micro-batch. Samples are concatenated in the order given.
-"""
+"""Packs of samples, with the step, rank and slot of each micro-batch, and `packs.parquet`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,19 +17,22 @@ from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.data.lengths import Lengths
 from omnibal.model.encoders import ITEM_FEATURES
 
-_PLACE = {"step": pa.int64(), "dp_rank": pa.int32(), "slot": pa.int32(), "epoch": pa.int32()}
+_PLACE_COLUMNS = {
+    "step": pa.int64(),
+    "dp_rank": pa.int32(),
+    "slot": pa.int32(),
+    "epoch": pa.int32(),
+}
 _LEVEL, _SAMPLES = "level", "samples"
-_COLUMNS = _PLACE | {_LEVEL: pa.int32()}
+_COLUMNS = _PLACE_COLUMNS | {_LEVEL: pa.int32()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packs:
     """Ragged lists of sample indices: pack i holds `samples[offsets[i]:offsets[i + 1]]`."""
 
-    samples: np.ndarray
-    """Indices into the lengths, int64."""
-    offsets: np.ndarray
-    """int64 [packs + 1], from 0 to len(samples)."""
+    samples: np.ndarray  # indices into the lengths, int64
+    offsets: np.ndarray  # int64 [packs + 1], from 0 to len(samples)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -41,12 +41,13 @@ class Packs:
         return self.samples[self.offsets[pack] : self.offsets[pack + 1]]
 
     def sums(self, per_sample: np.ndarray) -> np.ndarray:
-        """Sum per pack of a per-sample quantity, int64 [packs]; packs must not be empty."""
+        """Sum a per-sample quantity by pack, int64 [packs]. Packs must not be empty."""
+        # reduceat returns an element, not 0, for an empty pack.
         return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
 
     @staticmethod
     def from_counts(samples: np.ndarray, counts: np.ndarray) -> "Packs":
-        """Build from concatenated samples and the count per pack."""
+        """Build packs from concatenated samples and the count per pack."""
         return Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(counts)]))
 
     def of_rows(self, rows: np.ndarray) -> "Packs":
@@ -76,30 +77,25 @@ class Packs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScheduledPacks:
-    """Micro-batches of a run, sorted by (step, dp_rank, slot); arrays are [packs]."""
+    """Micro-batches of a run, sorted by (step, dp_rank, slot); arrays are [packs].
+
+    A pack shared by several ranks has one entry, for its first rank, and the same slot on all.
+    """
 
     packs: Packs
-    step: np.ndarray
-    """int64, counted over all epochs."""
-    dp_rank: np.ndarray
-    """int32."""
-    slot: np.ndarray
-    """Position among the rank's micro-batches of the step, int32, from 0 without gaps."""
-    epoch: np.ndarray
-    """int32."""
-    items: dict[str, np.ndarray]
-    """Items per pack, int32, by name such as `tiles`."""
-    tokens: np.ndarray
-    """Language tokens, int32."""
-    level: np.ndarray
-    """Index into the plan's levels, int32. A pack shared by several ranks has an entry for its
-    first rank, with the same slot on all."""
+    step: np.ndarray  # int64, counted over all epochs
+    dp_rank: np.ndarray  # int32
+    slot: np.ndarray  # position among the rank's micro-batches of a step, int32, without gaps
+    epoch: np.ndarray  # int32
+    items: dict[str, np.ndarray]  # items per pack, int32, by name such as `tiles`
+    tokens: np.ndarray  # language tokens, int32
+    level: np.ndarray  # index into the plan's levels, int32
 
     def __len__(self) -> int:
         return len(self.packs)
 
     @classmethod
-    def of(
+    def from_packs(
         cls,
         packs: Packs,
         lengths: Lengths,
@@ -110,11 +106,11 @@ class ScheduledPacks:
         level: np.ndarray | int = 0,
     ) -> "ScheduledPacks":
         """Sort packs by step, rank and slot, and count their items and tokens."""
-        given = np.broadcast_arrays(step, dp_rank, slot, epoch, level)
-        order = np.lexsort((given[2], given[1], given[0]))
+        places = np.broadcast_arrays(step, dp_rank, slot, epoch, level)
+        order = np.lexsort((places[2], places[1], places[0]))
         columns = {
             name: column[order].astype(kind.to_pandas_dtype(), copy=False)
-            for (name, kind), column in zip(_COLUMNS.items(), given, strict=True)
+            for (name, kind), column in zip(_COLUMNS.items(), places, strict=True)
         }
         packs = packs.take(order)
         counts = {
@@ -134,12 +130,11 @@ class ScheduledPacks:
         return cls(packs=Packs.join([part.packs for part in parts]), items=items, **columns)
 
     def column(self, name: str) -> np.ndarray:
-        """`tokens` or items per pack, int32 [packs], 0 if not counted."""
+        """Return `tokens` or items per pack, int32 [packs], 0 if not counted."""
         columns = {**self.items, "tokens": self.tokens}
         return columns[name] if name in columns else no_items(len(self))
 
     def take(self, rows: np.ndarray) -> "ScheduledPacks":
-        """Select packs in the order of `rows`."""
         items = {name: items[rows] for name, items in self.items.items()}
         return replace(rows_of(self, rows), packs=self.packs.take(rows), items=items)
 
@@ -149,7 +144,8 @@ class ScheduledPacks:
 
     @property
     def sha256(self) -> str:
-        """Hash of samples, items and schedule."""
+        """Hash of samples and schedule."""
+        # Plans without levels keep the hash that they had before levels.
         level = [(self.level, "<i4")] if self.level.any() else []
         return sha256_of_columns(
             (self.step, "<i8"),
@@ -163,7 +159,7 @@ class ScheduledPacks:
 
 
 def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
-    """Hash of arrays, each converted to its given type."""
+    """Hash arrays, each converted to its type such as "<i8"."""
     digest = hashlib.sha256()
     for column, kind in columns:
         digest.update(np.ascontiguousarray(column, dtype=kind).tobytes())
@@ -172,7 +168,7 @@ def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
 
 def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
     """Write `packs.parquet` deterministically, with a level column if any level is not 0."""
-    kinds = _COLUMNS if scheduled.level.any() else _PLACE
+    kinds = _COLUMNS if scheduled.level.any() else _PLACE_COLUMNS
     columns = {name: pa.array(getattr(scheduled, name), kind) for name, kind in kinds.items()}
     for name in (*sorted(scheduled.items), "tokens"):
         columns[name] = pa.array(scheduled.column(name), pa.int32())
@@ -183,18 +179,19 @@ def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
 
 
 def read_packs(path: Path) -> ScheduledPacks:
-    remedy = "make it anew with `omnibal plan` or `omnibal pack`"
-    columns = Columns.read(path, [*_PLACE, "tokens", _SAMPLES], remedy)
+    """Read `packs.parquet`. Raise if a column is missing or a pack is empty."""
+    remedy = "rebuild it with `omnibal plan` or `omnibal pack`"
+    columns = Columns.open(path, [*_PLACE_COLUMNS, "tokens", _SAMPLES], remedy)
     samples, sizes = columns.integer_lists(_SAMPLES)
     if not sizes.all():
         raise UserError(
-            f"{path}: row {int(sizes.argmin())} has no samples; every pack must hold one; {remedy}"
+            f"{path}: row {int(sizes.argmin())} has no samples; every pack needs one; {remedy}"
         )
     has_levels = _LEVEL in columns.schema.names
     level = columns.integers(_LEVEL, pa.int32()) if has_levels else no_items(len(sizes))
     return ScheduledPacks(
         packs=Packs.from_counts(samples, sizes),
-        **{name: columns.integers(name, kind) for name, kind in _PLACE.items()},
+        **{name: columns.integers(name, kind) for name, kind in _PLACE_COLUMNS.items()},
         items={name: columns.integers(name, pa.int32()) for name in columns.once(ITEM_FEATURES)},
         tokens=columns.integers("tokens", pa.int32()),
         level=level,

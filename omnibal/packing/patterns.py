@@ -1,12 +1,12 @@
 """Patterns of sample sizes in a pack, by column generation.
 
-A pattern is a number of samples per size. The master problem covers all samples with minimal packs,
-the knapsack prices new patterns (Gilmore and Gomory, Operations Research 9, 1961, and 11, 1963,
-here with several capacities). Any row values prove a bound (Farley, Operations Research 38, 1990).
+A pattern is a number of samples per size. The master problem covers all samples with the fewest
+packs; a multi-dimensional knapsack prices new patterns (Gilmore and Gomory, Operations Research 9,
+1961, and 11, 1963). Any row values prove a lower bound (Farley, Operations Research 38, 1990).
 Cost depends on the number of sizes, not samples.
 
-Items make up patterns and cover rows of the master, perhaps several in parts. Features are coarse
-items such as tiles, and last the tokens. A knapsack table has an axis per feature.
+Patterns consist of items, and every item covers one or more rows of the master, each by a share.
+Features are coarse items such as tiles, then tokens. A knapsack table has an axis per feature.
 """
 
 import heapq
@@ -20,37 +20,33 @@ from scipy.optimize import linprog
 
 from omnibal.packing.fit import size_keys
 
-_MAX_CELLS = 1 << 17
-"""Max cells of a knapsack table: fits in the L2 cache as float64."""
-_MAX_ITEM_CELLS = 512
-"""Max units of all items together."""
+_MAX_TABLE_CELLS = 1 << 17  # max cells of a knapsack table: fits in the L2 cache as float64
+_MAX_ITEM_CELLS = 512  # max units of all items together
 _MAX_ITEM_LEVELS = 40  # of distinct item counts
+_MAX_GAP = 2e-4  # relative gap of packs and bound that ends column generation
 _MIN_IMPROVEMENT = 1e-7  # relative; less is rounding
 _EMPTY = 1e-12  # smaller shares and values are rounding errors
 _UNLIMITED = np.iinfo(np.int64).max
-_MORE_PACKS = 2e-4
-"""Max share of packs spent on mixing."""
+_MORE_PACKS = 2e-4  # max share of packs spent on mixing
 _MAX_RANDOM = 1200  # random packs added to mixtures
-_FOLLOWING = 0.1
-"""Share of all but one feature in most first guesses of values."""
+_FOLLOWING = 0.1  # weight of all features but one in most first guesses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Grid:
+class CapGrid:
     """Knapsack capacities in whole units, for a small table."""
 
-    units: np.ndarray
-    """Amount per unit, int64 [features]."""
-    cells: np.ndarray
-    """Capacity in units, int64 [features]."""
+    units: np.ndarray  # amount per unit, int64 [features]
+    cells: np.ndarray  # capacity in units, int64 [features]
 
     @classmethod
-    def of(cls, caps: np.ndarray, max_cells: int = _MAX_CELLS) -> "Grid":
-        """Finest grid of about `max_cells` cells, for caps [features]."""
+    def from_caps(cls, caps: np.ndarray, max_cells: int = _MAX_TABLE_CELLS) -> "CapGrid":
+        """Return the finest grid of about `max_cells` cells, for caps [features]."""
         units = np.ones_like(caps)
         coarse_cells = 1
         smallest_first = np.argsort(caps[:-1], kind="stable").tolist()
         for rank, feature in enumerate(smallest_first):
+            # An equal share of the cells left; small caps need fewer and leave more to later ones.
             share = (_MAX_ITEM_CELLS / coarse_cells) ** (1 / (len(smallest_first) - rank))
             units[feature] = max(-(-int(caps[feature]) // max(int(share), 1)), 1)
             coarse_cells *= int(caps[feature] // units[feature]) + 1
@@ -58,15 +54,15 @@ class Grid:
         return cls(units=units, cells=caps // units)
 
     def places(self, amounts: np.ndarray) -> np.ndarray:
-        """Flat table indices of amounts in units, int64 [features, ...]."""
+        """Return flat table indices of amounts in units, int64 [features, ...]."""
         index = amounts[0]
         for cells, amount in zip(self.cells[1:].tolist(), amounts[1:], strict=True):
             index = index * (cells + 1) + amount
         return index
 
 
-def no_more_items(caps: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Caps [features], with item caps at most the totals [features]."""
+def limit_item_caps(caps: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Return caps [features] with item caps at most the totals [features], for a smaller grid."""
     return np.append(np.minimum(caps, totals)[:-1], caps[-1])
 
 
@@ -74,34 +70,29 @@ def no_more_items(caps: np.ndarray, totals: np.ndarray) -> np.ndarray:
 class SizeTypes:
     """Samples grouped by equal items and similar tokens, sorted by size."""
 
-    members: np.ndarray
-    """Sample indices by type, int64 [samples]."""
-    bounds: np.ndarray
-    """int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]."""
-    items: np.ndarray
-    """Size without tokens, int64 [features - 1, types]."""
-    mean_tokens: np.ndarray
-    """float64 [types]."""
+    members: np.ndarray  # sample indices by type, int64 [samples]
+    bounds: np.ndarray  # int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]
+    items: np.ndarray  # size without tokens, int64 [features - 1, types]
+    mean_tokens: np.ndarray  # float64 [types]
 
     def __len__(self) -> int:
         return len(self.mean_tokens)
 
     @property
     def counts(self) -> np.ndarray:
-        """Samples per type, int64 [types]."""
         return np.diff(self.bounds)
 
 
-def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
-    """Group samples into at most `max_types` types, or more if there are more item counts.
+def group_similar_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
+    """Group samples into `max_types` types of equal items, or more if there are more item counts.
 
-    The type with the largest token spread, count * std ** 1.5, is split at its mean, repeatedly.
-    The exponent balances many samples (1) and a few long samples (2).
+    Repeatedly splits the type with the largest `count * std ** 1.5` of tokens at its mean. The
+    exponent balances many samples (1) and a few long samples (2).
     """
     order = np.argsort(size_keys(sizes), kind="stable")
     *items, sorted_tokens = sizes.take(order, axis=1)
     sums = np.concatenate([[0], np.cumsum(sorted_tokens)])
-    # float64: squares of a million tokens overflow int64 with millions of samples.
+    # Prefix sums. float64: squares of a million tokens overflow int64 with millions of samples.
     squares = np.concatenate([[0], np.cumsum(sorted_tokens.astype(np.float64) ** 2)])
 
     def candidate(first: int, last: int) -> tuple[float, int, int, int]:
@@ -109,7 +100,7 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
         mean = (sums[last] - sums[first]) / count
         middle = first + int(np.searchsorted(sorted_tokens[first:last], mean, side="right"))
         variance = max((squares[last] - squares[first]) / count - mean**2, 0.0)
-        return -count * variance**0.75, first, last, middle
+        return -count * variance**0.75, first, last, middle  # variance**0.75 = std**1.5
 
     changes = [np.flatnonzero(np.diff(row)) + 1 for row in items]
     edges = np.unique(np.concatenate([[0], *changes, [len(order)]])).astype(int).tolist()
@@ -128,36 +119,32 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
     )
 
 
-def item_levels(items: np.ndarray) -> np.ndarray:
-    """Item counts rounded up to few levels, int64 [features - 1, samples]."""
-    most = _MAX_ITEM_LEVELS
-    leveled = _round_up(items, most)
-    while len(items) > 1 and len(np.unique(size_keys(leveled))) > 2 * _MAX_ITEM_LEVELS:
-        most -= most // 4
-        leveled = _round_up(items, most)
-    return leveled
+def round_up_items(items: np.ndarray) -> np.ndarray:
+    """Return item counts rounded up to few quantiles, int64 [features - 1, samples]."""
+    levels = _MAX_ITEM_LEVELS
+    while True:
+        rounded = items.copy()
+        for row in rounded:
+            if len(np.unique(row)) > levels:
+                ends = np.unique(np.quantile(row, np.linspace(0, 1, levels), method="higher"))
+                row[:] = ends[np.searchsorted(ends, row)]
+        # Combinations of several features multiply, so each gets fewer levels.
+        if len(items) <= 1 or len(np.unique(size_keys(rounded))) <= 2 * _MAX_ITEM_LEVELS:
+            return rounded
+        levels -= levels // 4
 
 
-def _round_up(items: np.ndarray, most: int) -> np.ndarray:
-    rounded = items.copy()
-    for row in rounded:
-        if len(np.unique(row)) > most:
-            levels = np.unique(np.quantile(row, np.linspace(0, 1, most), method="higher"))
-            row[:] = levels[np.searchsorted(levels, row)]
-    return rounded
+def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: CapGrid) -> np.ndarray:
+    """Return the max value within every capacity, float64 [cells + 1 per feature].
 
-
-def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: Grid) -> np.ndarray:
-    """Max value within every combination of capacities, float64 [cells + 1 per feature].
-
-    Values are float64 [items]; items without are never taken. Sizes are int64 [features, items] in
-    grid units, none all zero.
+    Unbounded multi-dimensional knapsack by dynamic programming. Values are float64 [items], and
+    items of value 0 are not taken. Sizes are int64 [features, items] in grid units, none all zero.
     """
     table = np.zeros(grid.cells + 1)
-    columns = (values, sizes.T, most_copies(sizes, grid))
+    columns = (values, sizes.T, count_copies(sizes, grid))
     for value, size, fitting in zip(*(column.tolist() for column in columns), strict=True):
         copies = 1
-        # Doubling: after 1, 2, 4, ... copies, any number was tried.
+        # Adding 1, 2, 4, ... copies in turn reaches any number in log steps.
         while value > 0 and copies <= fitting:
             below = table[tuple(slice(copies * amount, None) for amount in size)]
             kept = table[tuple(map(slice, below.shape))] + copies * value
@@ -166,8 +153,8 @@ def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: Grid) -> np.ndar
     return table
 
 
-def most_copies(sizes: np.ndarray, grid: Grid) -> np.ndarray:
-    """Copies of every size [features, sizes], in grid units, that fit a pack, [sizes]."""
+def count_copies(sizes: np.ndarray, grid: CapGrid) -> np.ndarray:
+    """Return how many copies of each size [features, sizes], in grid units, fit a pack, [sizes]."""
     by_feature = grid.cells[:, None] // np.maximum(sizes, 1)
     return np.where(sizes > 0, by_feature, _UNLIMITED).min(axis=0)
 
@@ -176,17 +163,16 @@ def most_copies(sizes: np.ndarray, grid: Grid) -> np.ndarray:
 class Items:
     """Sizes that make up patterns, in grid units, and the rows they cover."""
 
-    grid: Grid
-    sizes: np.ndarray
-    """int64 [features, items]; not 0 in all features, and each fits alone."""
-    cover: sparse.csr_array
-    """Row coverage per sample, float64 [items, rows]."""
-    row: np.ndarray
-    """Main row of each item, int64 [items]."""
+    grid: CapGrid
+    sizes: np.ndarray  # int64 [features, items]; not 0 in all features, and each fits alone
+    cover: sparse.csr_array  # row coverage per sample, float64 [items, rows]
+    row: np.ndarray  # main row of each item, int64 [items]
 
     @classmethod
-    def with_own_rows(cls, grid: Grid, items: np.ndarray, tokens: np.ndarray) -> "Items":
-        """Items with a row each: `items` [features - 1, items] rounded up, tokens to nearest."""
+    def with_own_rows(cls, grid: CapGrid, items: np.ndarray, tokens: np.ndarray) -> "Items":
+        """Build items with a row each, from `items` [features - 1, items] and tokens [items]."""
+        # Few item units per pack: rounding up keeps patterns feasible. Many token units per pack:
+        # rounding to nearest averages out, and callers trim patterns above the cap.
         coarse = -(-items // grid.units[:-1, None])
         fine = np.rint(tokens / grid.units[-1]).astype(np.int64)
         sizes = np.minimum(np.vstack([coarse, np.maximum(fine, 1)]), grid.cells[:, None])
@@ -198,16 +184,11 @@ class Items:
 class Mix:
     """Columns that fractionally cover a demand."""
 
-    columns: np.ndarray
-    """Coverage per pack, float64 [columns, rows]."""
-    times: np.ndarray
-    """Uses of each column, float64 [columns]."""
-    values: np.ndarray
-    """Value of each row in packs, float64 [rows], such that no pack is worth more than 1."""
-    packs: float
-    """Sum of `times`."""
-    bound: float
-    """Lower bound on fractional packs (Farley 1990)."""
+    columns: np.ndarray  # coverage per pack, float64 [columns, rows]
+    times: np.ndarray  # uses of each column, float64 [columns]
+    values: np.ndarray  # value per row, float64 [rows]: no pack is worth more than 1
+    packs: float  # sum of `times`
+    bound: float  # lower bound on fractional packs (Farley 1990)
 
 
 def generate_mix(
@@ -219,35 +200,36 @@ def generate_mix(
     *,
     max_rounds: int,
     max_new_columns: int,
-    tolerance: float,
 ) -> Mix:
-    """Cover a demand with the minimal number of packs, by column generation.
+    """Cover a demand [rows] with the fewest fractional packs, by column generation.
 
     Args:
         columns: float64 [columns, rows] that can cover the demand.
         guesses: float64 [guesses, rows], initial values.
         trim: restricts new patterns [patterns, items] to packs.
         max_rounds: of pricing, after the guesses.
-        tolerance: relative gap of packs and bound to stop at.
+        max_new_columns: per round.
     """
     bound, best_values = 0.0, np.zeros(len(demand))
 
     def price(values: np.ndarray) -> np.ndarray:
         nonlocal bound, best_values
-        most, patterns = _price(items, values, max_new_columns)
-        if values @ demand > bound * most:
-            bound, best_values = float(values @ demand / most), values / most
+        worth, patterns = _price_patterns(items, values, max_new_columns)
+        # Farley's bound: values divided by the max worth of a pack are dual feasible.
+        if values @ demand > bound * worth:
+            bound, best_values = float(values @ demand / worth), values / worth
         return trim(patterns) @ items.cover
 
     for guess in guesses:
-        columns = _with_new(columns, price(guess))
+        columns = _append_new(columns, price(guess))
     master = solve_master(columns, demand)
     for _ in range(max_rounds):
         # Packs are whole, so stop when the rounded-up bound is reached.
-        if bound >= master.packs * (1 - tolerance) or np.ceil(bound) >= master.packs:
+        if bound >= master.packs * (1 - _MAX_GAP) or np.ceil(bound) >= master.packs:
             break
-        found = price(master.values)
-        improved = _with_new(columns, found[found @ master.values > 1 + _MIN_IMPROVEMENT])
+        priced = price(master.values)
+        # A column improves the master if its reduced cost, 1 - worth, is negative.
+        improved = _append_new(columns, priced[priced @ master.values > 1 + _MIN_IMPROVEMENT])
         if len(improved) == len(columns):
             break
         columns = improved
@@ -262,16 +244,19 @@ def generate_mix(
     )
 
 
-def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray) -> Mix:
-    """Replace patterns by more mixed ones, for hardly more packs.
+def mix_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray) -> Mix:
+    """Return the mix that is closest to the mean of all packs, for at most 0.02 % more packs.
 
-    Solutions of the master are extreme: some packs hold a single kind. Of patterns worth a whole
-    pack, this picks the least deviation from the mean of all packs (chi-squared over the kinds).
-    `random` has extra columns from random packs, [columns, rows], `kind` is [rows], without gaps.
+    Solutions of the master are extreme points: some packs hold a single kind. A linear program over
+    patterns worth a whole pack minimizes the chi-squared distance of their kinds from the mean.
+
+    Args:
+        random: further columns, from random packs, [columns, rows].
+        kind: item counts' index of every row, without gaps, [rows].
     """
     worth_a_pack = random[random @ mix.values >= 1 - _MORE_PACKS]
-    columns = _with_new(mix.columns, worth_a_pack[:_MAX_RANDOM])
-    of_kind = sparse.csr_array((np.ones(len(kind)), (np.arange(len(kind)), kind)))
+    columns = _append_new(mix.columns, worth_a_pack[:_MAX_RANDOM])
+    of_kind = sparse.csr_array((np.ones(len(kind)), (np.arange(len(kind)), kind)))  # [rows, kinds]
     mean = demand @ of_kind / mix.packs
     solution = linprog(
         ((columns @ of_kind - mean) ** 2 / mean).sum(axis=1),
@@ -285,55 +270,55 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
     return replace(mix, columns=columns[used], times=solution.x[used])
 
 
-def _with_new(columns: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Append columns that are new."""
+def _append_new(columns: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     new = {row.tobytes(): row for row in candidates}
     for row in columns:
         new.pop(row.tobytes(), None)
     return np.concatenate([columns, np.array(list(new.values())).reshape(-1, columns.shape[1])])
 
 
-def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, np.ndarray]:
-    """Max worth of a pack and the best patterns of valuable rows, int64 [patterns, items]."""
+def _price_patterns(
+    items: Items, values: np.ndarray, max_patterns: int
+) -> tuple[float, np.ndarray]:
+    """Return the max worth of a pack, and the best pattern per valuable row, [patterns, items]."""
     item_values = items.cover @ values
     table = knapsack_table(item_values, items.sizes, items.grid)
-    left = items.grid.cells[:, None] - items.sizes
+    left = items.grid.cells[:, None] - items.sizes  # [features, items]
     best = table.ravel()
     worth = item_values + best[items.grid.places(left)]
     by_row = np.lexsort((-worth, items.row))
     best_of_row = by_row[np.diff(items.row[by_row], prepend=-1) > 0]
     most_first = np.argsort(-worth[best_of_row], kind="stable")[:max_patterns]
     forced = best_of_row[most_first]
-    # The most valuable pattern with each forced item.
+    # Patterns that contain each row's best item: different columns, unlike the overall best.
     counts = np.zeros((len(forced), len(item_values)), np.int64)
     counts[np.arange(len(forced)), forced] = 1
     left = left[:, forced]
     useful = np.flatnonzero(item_values > 0)
     sizes, places = items.sizes[:, useful], items.grid.places(items.sizes[:, useful])
     rows = np.flatnonzero(best[items.grid.places(left)] > _EMPTY)
+    # Trace the table back: take an item that loses no value, until the capacity has none.
     while len(rows):
         room = left.take(rows, axis=1)
         fits = np.ones((len(rows), len(useful)), bool)
-        for has, needed in zip(room, sizes, strict=True):
-            fits &= has[:, None] >= needed
+        for free, needed in zip(room, sizes, strict=True):  # one feature at a time saves memory
+            fits &= free[:, None] >= needed
         after = np.where(fits, items.grid.places(room)[:, None] - places, 0)
         worth = np.where(fits, best[after] + item_values[useful], -1.0)
         item = useful[worth.argmax(axis=1)]
-        copies = _copies(best, item_values, items, item, room)
+        copies = _double_copies(best, item_values, items, item, room)
         counts[rows, item] += copies
         left[:, rows] -= copies * items.sizes[:, item]
         rows = rows[best[items.grid.places(left.take(rows, axis=1))] > _EMPTY]
     return float(table.flat[-1]), counts
 
 
-def _copies(
+def _double_copies(
     best: np.ndarray, values: np.ndarray, items: Items, item: np.ndarray, room: np.ndarray
 ) -> np.ndarray:
-    """Copies of item[i] to take at once, int64 [rows]: the max power of two without loss of value.
-
-    Single steps would be slow for packs of thousands of samples.
-    """
-    all_of_it = best[items.grid.places(room)]
+    """Return copies of item[i] to take at once, [rows]: the max power of 2 that loses no value."""
+    # Single copies are slow for packs of thousands of samples.
+    full_worth = best[items.grid.places(room)]
     size = items.sizes[:, item]
     copies = np.ones(len(item), np.int64)
     grows = np.ones(len(item), bool)
@@ -341,8 +326,8 @@ def _copies(
         tried = 2 * copies
         after = room - tried * size
         grows &= (after >= 0).all(axis=0)
-        rest = best[items.grid.places(np.maximum(after, 0))]
-        grows &= tried * values[item] + rest >= all_of_it - _EMPTY
+        left_worth = best[items.grid.places(np.maximum(after, 0))]
+        grows &= tried * values[item] + left_worth >= full_worth - _EMPTY
         copies[grows] = tried[grows]
     return copies
 
@@ -351,10 +336,8 @@ def _copies(
 class Master:
     """Solution of the covering problem: min sum of x with columns.T @ x >= demand, x >= 0."""
 
-    times: np.ndarray
-    """Solution x, float64 [columns]."""
-    values: np.ndarray
-    """Dual values, float64 [rows]."""
+    times: np.ndarray  # solution x, float64 [columns]
+    values: np.ndarray  # dual values, float64 [rows]
     packs: float
 
 
@@ -369,14 +352,18 @@ def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
     if not solution.success:
         raise RuntimeError(f"the master problem was not solved: {solution.message}")
     return Master(
-        times=solution.x, values=np.maximum(-solution.ineqlin.marginals, 0), packs=solution.fun
+        # scipy's marginals of A_ub x <= b_ub are <= 0.
+        times=solution.x,
+        values=np.maximum(-solution.ineqlin.marginals, 0),
+        packs=solution.fun,
     )
 
 
 def first_guesses(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Initial values [guesses, sizes] from shares of the caps, of sizes [features, sizes].
+    """Return initial values [guesses, sizes]: weighted shares of the caps, from [features, sizes].
 
-    Tokens dominate the first, shares are equal in the second, then each other feature dominates.
+    Tokens have most weight in the first, weights are equal in the second, then every other feature
+    has most weight in turn.
     """
     features = len(caps)
     weights = np.full((features + 1, features), _FOLLOWING / max(features - 1, 1))

@@ -127,7 +127,7 @@ class ItemShares:
         """Return items encoded on the node that embeds their tokens: per rank for its own pipeline
         and all, int64 [S * B, L, R] each, and per pipeline, [S * B, L]."""
         node = np.tile(cost.nodes(self.pipelines), (len(self.steps), 1))
-        homes, held = Homes.of(node, cost.ranks_of_pipeline), self.held[name]
+        homes, held = Homes.from_nodes(node, cost.ranks_of_pipeline), self.held[name]
         if name in self.samples:
             items = self.samples[name].at_home(homes)
         else:

@@ -119,7 +119,7 @@ def _split_portions(goal: Goal) -> PortionedSamples | None:
     """Samples in portions. None if few enough to be packed together."""
     if not isinstance(goal.data, Samples):
         return None
-    return PortionedSamples.of(goal.data.lengths, goal.data.settings)
+    return PortionedSamples.deal(goal.data.lengths, goal.data.settings)
 
 
 def _planned_in_portions(

@@ -287,7 +287,7 @@ def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:
     """Pack the samples under these caps, for any parallel sizes."""
     data = setting.request.sample_data((Level(caps=caps),))
     (packs,) = pack_epochs(
-        data.lengths, data.settings, data.levels, rules=data.rules, most_types=_TRIAL_TYPES
+        data.lengths, data.settings, data.levels, rules=data.rules, max_types=_TRIAL_TYPES
     )
     return caps, packs
 

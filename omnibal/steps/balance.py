@@ -1,7 +1,7 @@
-"""Assignment of items to ranks with a small max load.
+"""Assignment of items to ranks with a small max load (multiway number partitioning).
 
-The better of longest processing time first (LPT: Graham, SIAM Journal on Applied Mathematics 17,
-1969) and the largest differencing method (Karmarkar and Karp, The differencing method of set
+The better of longest processing time first (Graham, SIAM Journal on Applied Mathematics 17, 1969)
+and the largest differencing method (Karmarkar and Karp, The differencing method of set
 partitioning, 1982), both improved by exchanges. Weights are float64 [items], ranks int64 [items].
 """
 
@@ -9,54 +9,49 @@ import heapq
 
 import numpy as np
 
-_FEW = 1 << 21
-"""Max items x ranks for slower methods."""
-_PARTNERS = 4
-"""Ranks with minimal load that the busiest rank exchanges with first."""
-_OTHERS_PAIRS = 1 << 17
-"""Max pairs of items to compare with further ranks."""
-_MAX_WORK = 1 << 24
-"""Max pairs of items to compare in total."""
-_ROUNDING = 1e-12
-"""Relative error of sums of weights."""
+_MAX_SLOW_CELLS = 1 << 21  # items x ranks for differencing without equal counts
+_PARTNERS = 4  # ranks with minimal load that the busiest rank exchanges with first
+_MAX_FURTHER_PAIRS = 1 << 17  # of items, with further ranks, per exchange
+_MAX_PAIRS = 1 << 24  # of items, in total
+_LOAD_ROUNDING = 1e-12  # relative error of sums of weights
 
 
 def load_bound(weight: np.ndarray, ranks: int) -> float:
-    """Max of three lower bounds on the max load. Integral if all weights are.
+    """Return the max of three lower bounds on the max load, rounded up if all weights are integers.
 
-    The mean, the heaviest item, and for k >= 1: of the k d + 1 heaviest items some rank of d has k
-    + 1, with at least the weight of the k + 1 lightest of them. (Graham's argument, with sums
-    instead of multiples of the lightest.)
+    The mean, the heaviest item, and for k >= 1: of the `k d + 1` heaviest items one of d ranks has
+    `k + 1`, which weigh at least as much as the `k + 1` lightest of them (Graham's argument, with
+    sums instead of multiples of the lightest).
     """
     if not len(weight):
         return 0.0
     sums = np.concatenate([[0.0], np.cumsum(np.sort(weight.astype(np.float64))[::-1])])
-    per_rank = np.arange(1, (len(weight) - 1) // ranks + 1)
+    per_rank = np.arange(1, (len(weight) - 1) // ranks + 1)  # k
     last = per_rank * ranks + 1
     crowded = sums[last] - sums[last - per_rank - 1]
     # Rounding errors of sums must not raise the bound.
-    bound = max(sums[-1] / ranks, sums[1], crowded.max(initial=0.0)) * (1 - _ROUNDING)
+    bound = max(sums[-1] / ranks, sums[1], crowded.max(initial=0.0)) * (1 - _LOAD_ROUNDING)
     return float(np.ceil(bound) if (weight == np.floor(weight)).all() else bound)
 
 
 def balance(weight: np.ndarray, ranks: int) -> np.ndarray:
-    """Assign items with max load at most 4/3 - 1/(3 ranks) of the optimum."""
+    """Return the rank of every item, with max load at most 4/3 - 1/(3 ranks) of the optimum."""
     weight = np.asarray(weight, np.float64)
     bound, best_load, best = load_bound(weight, ranks), np.inf, np.zeros(len(weight), np.int64)
-    equal_counts = len(weight) * ranks > _FEW
+    equal_counts = len(weight) * ranks > _MAX_SLOW_CELLS
     starts = longest_first(weight, ranks), assign_by_differencing(weight, ranks, equal_counts)
     for start in starts:
-        rank = even_out(weight, start, ranks, bound)
+        rank = lower_max_load(weight, start, ranks, bound)
         load = float(np.bincount(rank, weight, ranks).max())
         if load < best_load:
             best_load, best = load, rank
-        if best_load <= bound * (1 + _ROUNDING):
+        if best_load <= bound * (1 + _LOAD_ROUNDING):
             break
     return best
 
 
 def longest_first(weight: np.ndarray, ranks: int) -> np.ndarray:
-    """Assign every item to the rank with minimal load, heaviest item first."""
+    """Return the rank of every item: heaviest item first, to the rank with minimal load."""
     order = np.argsort(-weight, kind="stable")
     heap = [(0.0, rank) for rank in range(ranks)]
     rank_of = np.empty(len(weight), np.int64)
@@ -68,12 +63,14 @@ def longest_first(weight: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def assign_by_differencing(weight: np.ndarray, ranks: int, equal_counts: bool) -> np.ndarray:
-    """Assign items by joining partial assignments, a weight-sorted set per rank.
+    """Return the rank of every item, by the largest differencing method.
 
-    Of those with the widest spread, the heaviest set is joined with the lightest. With
-    `equal_counts`, which starts with an item per rank, item counts differ by at most one (Michiels,
-    Korst, Aarts and van Leeuwen, STACS 2003), and time and memory are O(items), else O(items x
-    ranks).
+    A partial assignment has a set of items per rank, sorted by weight. The two with the widest
+    spread are joined, the heaviest set of one with the lightest of the other, and so on.
+
+    With `equal_counts`, partial assignments start with an item per rank: counts differ by at most 1
+    (Michiels, Korst, Aarts and van Leeuwen, STACS 2003), and time and memory are O(items), else
+    O(items x ranks).
     """
     items = len(weight)
     rank = np.zeros(items, np.int64)
@@ -81,11 +78,11 @@ def assign_by_differencing(weight: np.ndarray, ranks: int, equal_counts: bool) -
         return rank
     heaviest_first = np.argsort(-weight, kind="stable")
     # Sets of every partial assignment, heaviest first. Weights are negative, empty sets 0.
-    together = ranks if equal_counts else 1
+    together = ranks if equal_counts else 1  # items of a partial assignment at the start
     number = -(-items // together)
-    given, sets = np.zeros(number * together), np.zeros((number, ranks))
-    given[:items] = -weight[heaviest_first]
-    sets[:, :together] = given.reshape(number, together)
+    padded, sets = np.zeros(number * together), np.zeros((number, ranks))
+    padded[:items] = -weight[heaviest_first]
+    sets[:, :together] = padded.reshape(number, together)
     rows = list(sets)
     heap = [(spread, row) for row, spread in enumerate((sets[:, 0] - sets[:, -1]).tolist())]
     heapq.heapify(heap)
@@ -108,49 +105,49 @@ def assign_by_differencing(weight: np.ndarray, ranks: int, equal_counts: bool) -
     return rank
 
 
-def even_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:
-    """Exchange items of the busiest rank until no exchange lowers its load.
+def lower_max_load(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:
+    """Return the rank of every item after exchanges that lower the busiest rank's load.
 
-    Picks the exchange with the smallest max load of both ranks. Sorted loads decrease strictly, so
-    it terminates; it also stops at the lower bound `enough`.
+    Local search: each exchange, of two items or of one item for none, has the smallest max load of
+    both ranks. Sorted loads decrease strictly, so it terminates; it also stops at load `enough`.
     """
     rank, load = rank.copy(), np.bincount(rank, weight, ranks)
     # A move is an exchange for the sentinel item of weight 0, which ends every rank's items.
-    nothing, weight = len(weight), np.append(weight, 0.0)
+    sentinel, weight = len(weight), np.append(weight, 0.0)
     ends = np.cumsum(np.bincount(rank, minlength=ranks))
     by_rank = np.split(np.argsort(rank, kind="stable"), ends[:-1])
-    held = [np.append(items, nothing) for items in by_rank]
-    work = 0
-    while work < _MAX_WORK:
+    items_of = [np.append(items, sentinel) for items in by_rank]
+    pairs = 0
+    while pairs < _MAX_PAIRS:
         busiest = int(load.argmax())
-        if load[busiest] <= enough * (1 + _ROUNDING):
+        if load[busiest] <= enough * (1 + _LOAD_ROUNDING):
             break
-        given = held[busiest][:-1]
+        given = items_of[busiest][:-1]
         # A stable sort, to agree on all machines.
         by_load = np.argsort(load, kind="stable")
-        first, others = (part[part != busiest] for part in np.split(by_load, [_PARTNERS]))
+        first, further = (part[part != busiest] for part in np.split(by_load, [_PARTNERS]))
         pairs_of_rank = len(given) * (len(rank) / ranks + 1)
-        for partners in (first, others[: int(_OTHERS_PAIRS / max(pairs_of_rank, 1)) + 1]):
+        for partners in (first, further[: int(_MAX_FURTHER_PAIRS / max(pairs_of_rank, 1)) + 1]):
             if not len(partners) or not len(given):
                 continue
-            offers = [held[partner] for partner in partners.tolist()]
+            offers = [items_of[partner] for partner in partners.tolist()]
             taken = np.concatenate(offers)
             partner = partners.repeat([len(offer) for offer in offers])
-            work += len(given) * len(taken)
-            change = weight[given][:, None] - weight[taken]
+            pairs += len(given) * len(taken)
+            change = weight[given][:, None] - weight[taken]  # [given, taken]
             after = np.maximum(load[busiest] - change, load[partner] + change)
             best = int(after.argmin())
-            if after.flat[best] < load[busiest] * (1 - _ROUNDING):
+            if after.flat[best] < load[busiest] * (1 - _LOAD_ROUNDING):
                 break
         else:
             break
         row, column = divmod(best, len(taken))
         other = int(partner[column])
-        trades = ((int(given[row]), busiest, other), (int(taken[column]), other, busiest))
-        for item, source, target in trades:
-            if item != nothing:
-                held[source] = held[source][held[source] != item]
-                held[target] = np.concatenate([held[target][:-1], [item, nothing]])
+        moves = ((int(given[row]), busiest, other), (int(taken[column]), other, busiest))
+        for item, source, target in moves:
+            if item != sentinel:
+                items_of[source] = items_of[source][items_of[source] != item]
+                items_of[target] = np.concatenate([items_of[target][:-1], [item, sentinel]])
                 rank[item] = target
                 load[source] -= weight[item]
                 load[target] += weight[item]

@@ -17,8 +17,7 @@ from omnibal.steps.cut import Pieces
 from omnibal.steps.item_shares import bounds_of_items
 from omnibal.steps.shares import Shares, pieces_of, shares_of
 
-_MODEL_PARTS = {"tiles": "vision", "tokens": "language"}
-"""Names of dist ratios in JSON by feature, after model parts."""
+_MODEL_PARTS = {"tiles": "vision", "tokens": "language"}  # JSON names of dist ratios by feature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,32 +27,23 @@ class PackMetrics:
     samples: int
     packed: int
     packs: int
-    packs_lower_bound: int
-    """Lower bound on the packs of all epochs under these caps."""
-    gap: float
-    """Excess of packs over the lower bound, relative to it."""
+    packs_lower_bound: int  # for all epochs
+    gap: float  # packs / packs_lower_bound - 1
     samples_per_pack: float
-    fill: dict[str, float]
-    """Fill ratio of all packs by limited feature, relative to the cap of their level."""
+    fill: dict[str, float]  # sum / caps of all packs, by limited feature
     pad_ratio: float
-    dist_ratio: dict[str, float]
-    """Dist ratio of every limited feature."""
-    attention_balance_ratio: float
-    """Dist ratio of the sum of squared sample tokens, the cost of block-diagonal attention."""
+    dist_ratio: dict[str, float]  # by limited feature
+    attention_balance_ratio: float  # dist ratio of squared sample tokens, attention's cost
+    # Lower bound for any assignment to steps, 0 (unproven) with several packs per rank.
     least_attention_balance_ratio: float
-    """Lower bound for any assignment to steps. 0 (unproven) with several packs per rank."""
-    communication_ratio: float
-    """Share of tokens in packs shared by ranks, mean over steps (CR)."""
-    exchanged_ratio: float
-    """Share of tokens of samples divided over ranks, which attention must exchange."""
-    tokens_per_rank: float
-    """Mean tokens per rank and step (Ave-T)."""
-    straggler_factor: float
-    """Max over mean load of a step's ranks."""
+    communication_ratio: float  # share of tokens in context-parallel packs, mean over steps (CR)
+    exchanged_ratio: float  # share of tokens of samples divided over ranks, which are exchanged
+    tokens_per_rank: float  # mean over ranks and steps (Ave-T)
+    straggler_factor: float  # max over mean load of a step's ranks
     steps: int
 
     def as_dict(self) -> dict[str, float]:
-        """Metrics by the keys of `omnibal pack --json`."""
+        """Return metrics by the keys of `omnibal pack --json`."""
         figures: dict[str, float] = {}
         for name, value in asdict(self).items():
             match name:
@@ -79,7 +69,9 @@ def measure_packs(
 ) -> PackMetrics:
     """Compute all metrics of a schedule over `dp` data-parallel ranks.
 
-    `load` is of every pack per rank, such as its predicted milliseconds.
+    Args:
+        load: of every pack on each of its ranks, such as predicted milliseconds, [packs].
+        lower_bound: on the packs of an epoch.
     """
     packs, samples = len(scheduled), len(scheduled.packs.samples)
     epochs = int(scheduled.epoch[-1]) + 1
@@ -121,21 +113,23 @@ def _cut_sums(
     levels: Sequence[Level],
     shares: Shares,
 ) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
-    """Return every share's sums of limited features and its squared tokens, [shares] each, and the
-    tokens of divided samples."""
-    of_packs = {name: scheduled.packs.sums(lengths.column(name)) for name in names}
-    sums = {name: values[shares.pack] for name, values in of_packs.items()}
+    """Return sums of limited features and squared tokens per share, and tokens of divided samples.
+
+    Sums are [shares].
+    """
+    sums = {name: scheduled.packs.sums(lengths.column(name))[shares.pack] for name in names}
     squared_tokens = scheduled.packs.sums(lengths.tokens.astype(np.int64) ** 2)
     squared = squared_tokens.astype(np.float64)[shares.pack]
     exchanged = 0
+    # So far of unshared packs. Shares of context-parallel packs differ.
     for index, level in enumerate(levels):
         rows = np.flatnonzero(scheduled.level == index)
         if level.context == 1 or not len(rows):
             continue
         pieces, here = pieces_of(scheduled, lengths, rows, level), shares.level == index
-        place = np.searchsorted(rows, shares.pack[here]), shares.part[here]
+        place = np.searchsorted(rows, shares.pack[here]), shares.part[here]  # into [rows, context]
         squared[here] = _attention(pieces, len(rows), level)[place]
-        exchanged += int(pieces.tokens[pieces.divided].sum())
+        exchanged += int(pieces.tokens[pieces.is_divided].sum())
         for name in names:
             if name == "tokens":
                 parts = _sum_parts(pieces, pieces.tokens, len(rows), level.context)
@@ -148,12 +142,13 @@ def _cut_sums(
 
 
 def _attention(pieces: Pieces, packs: int, level: Level) -> np.ndarray:
-    """Squared tokens that each rank of packs attends to, [packs, context]."""
+    """Return the squared tokens of attention on each rank of packs, [packs, context]."""
     squares = pieces.stop**2 - pieces.first**2
     if level.exchange is ContextExchange.GATHER:
         return _sum_parts(pieces, squares, packs, level.context)
-    whole = _sum_parts(pieces, squares * ~pieces.divided, packs, level.context)
-    divided = _sum_parts(pieces, squares * pieces.divided, packs, level.context)
+    # An exchange of heads gives every rank an equal part of divided samples' attention.
+    whole = _sum_parts(pieces, squares * ~pieces.is_divided, packs, level.context)
+    divided = _sum_parts(pieces, squares * pieces.is_divided, packs, level.context)
     return whole + divided.mean(axis=1, keepdims=True)
 
 
@@ -163,31 +158,31 @@ def _sum_parts(pieces: Pieces, values: np.ndarray, packs: int, context: int) -> 
 
 
 def communication_ratio(scheduled: ScheduledPacks, shared: np.ndarray) -> float:
-    """Share of tokens in `shared` packs, mean over steps: HBP's CR (section 3)."""
+    """Return the share of tokens in `shared` packs, mean over steps: HBP's CR (section 3)."""
     tokens = np.bincount(scheduled.step, weights=scheduled.tokens)
     in_shared = np.bincount(scheduled.step, weights=scheduled.tokens * shared)
     return float(np.mean(in_shared / tokens))
 
 
 def least_dist_ratio(loads: np.ndarray, members: int) -> float:
-    """Lower bound on the dist ratio of loads [n] for any assignment to steps of `members`.
+    """Return a lower bound on the dist ratio of loads [n] in any order, in steps of `members`.
 
-    The max loads of steps are distinct. Given its max, a step is best balanced by the next smaller
-    loads, so n / members steps balance no better than the best runs of sorted loads.
+    Steps have different loads as their max. Given its max, a step is best balanced by the next
+    smaller loads, so `n / members` steps balance no better than the best runs of sorted loads.
     """
     steps = -(-len(loads) // members)
     largest_first = np.sort(loads)[::-1].astype(np.float64)
     ends = np.concatenate([[0.0], np.cumsum(np.append(largest_first, np.zeros(members)))])
-    runs = ends[members : members + len(loads)] - ends[: len(loads)]
+    runs = ends[members : members + len(loads)] - ends[: len(loads)]  # sums of `members` loads
     busiest = members * largest_first
     share = np.divide(runs, busiest, out=np.ones(len(loads)), where=busiest > 0)
     return max(float(1 - np.sort(share)[::-1][:steps].mean()), 0.0)
 
 
 def pad_ratio(row_tokens: np.ndarray, offsets: np.ndarray) -> float:
-    """Eq. 1: sum_i (t_max - t_i) / (t_max * B), mean over mini-batches of B rows each.
+    """Return Eq. 1: `sum_i (t_max - t_i) / (t_max * B)`, mean over mini-batches of B rows each.
 
-    `row_tokens` are [rows] of all mini-batches, `offsets` their bounds. None is empty.
+    `row_tokens` are [rows] of all mini-batches, `offsets` their bounds. No mini-batch is empty.
     """
     longest = np.maximum.reduceat(row_tokens, offsets[:-1])
     padded = longest * np.diff(offsets)
@@ -195,38 +190,36 @@ def pad_ratio(row_tokens: np.ndarray, offsets: np.ndarray) -> float:
 
 
 def dist_ratio(loads: np.ndarray) -> float:
-    """Eq. 2: sum_i (T_max - T_i) / (T_max * N), mean over steps, for loads [steps, N devices].
+    """Return Eq. 2: `sum_i (T_max - T_i) / (T_max * N)`, mean over steps, of loads [steps, N].
 
-    As printed in the paper. Its Figure 2 divides by N - 1 instead (1 - min / max for two devices).
     Steps without load count as balanced.
     """
+    # As printed in the paper. Its Figure 2 divides by N - 1: 1 - min / max for two devices.
     busiest = loads.max(axis=1)
     share = np.divide(loads.mean(axis=1), busiest, out=np.ones(len(loads)), where=busiest > 0)
     return float(np.mean(1 - share))
 
 
 def straggler_factor(loads: np.ndarray) -> float:
-    """max_i(T_i) / mean_i(T_i), mean over nonempty steps, for loads [steps, N devices]."""
+    """Return `max_i(T_i) / mean_i(T_i)`, mean over nonempty steps, for loads [steps, ranks]."""
     return float(np.mean(loads.max(axis=1) / loads.mean(axis=1)))
 
 
 def imbalance(loads: np.ndarray) -> float:
-    """Max over mean load of ranks, both summed over steps, for loads [steps, ranks]. 1 if none."""
+    """Return max over mean load of ranks, both summed over steps, for loads [steps, ranks]."""
     return over_mean(float(loads.max(axis=1).sum()), loads)
 
 
 def over_mean(busiest: float, loads: np.ndarray) -> float:
-    """Busiest ranks' load over the mean of loads [steps, ranks], both summed over steps."""
+    """Return the busiest ranks' load over the mean of loads [steps, ranks], summed over steps."""
     mean = float(loads.mean(axis=1).sum())
-    # Prevent values below 1 by rounding.
+    # Rounding may give less than 1.
     return max(busiest / mean, 1.0) if mean else 1.0
 
 
 def rank_sums(packs: ScheduledPacks | Shares, per_pack: np.ndarray, dp: int) -> np.ndarray:
-    """Sum a per-pack or per-share quantity over each rank's micro-batches, float64 [steps, dp].
-
-    Ranks synchronize once per step, so only these sums need balancing.
-    """
+    """Sum a per-pack or per-share quantity over each rank's micro-batches, float64 [steps, dp]."""
+    # Ranks synchronize once per step, so these sums, not slots, need balancing.
     steps = int(packs.step[-1]) + 1
     rank = packs.step * dp + packs.dp_rank
     return np.bincount(rank, weights=per_pack, minlength=steps * dp).reshape(steps, dp)
@@ -236,15 +229,14 @@ _MILESTONES = 10  # parts of a run to report, one line each
 
 
 def milestones(steps: int) -> tuple[int, ...]:
-    """Steps to report samples seen at, ending with `steps`."""
+    """Return the steps at which to report samples seen, ending with `steps`."""
     return tuple(sorted({-(-steps * part // _MILESTONES) for part in range(1, _MILESTONES + 1)}))
 
 
 def seen_by_step(packs: ScheduledPacks, lengths: Lengths, by_step: Sequence[int]) -> np.ndarray:
-    """Count samples of every source trained after each number of steps, with repeats.
+    """Count samples of every source in the first `by_step[i]` steps, int64 [len(by_step), sources].
 
-    Steps of packs and `by_step`, ascending, count from the start of the run.
-    int64 [len(by_step), sources].
+    `by_step` ascends. Repeats count.
     """
     sources = len(lengths.source_names)
     step = np.repeat(packs.step, np.diff(packs.packs.offsets))

@@ -1,4 +1,4 @@
-"""Cut of shared packs: the tokens of each sample that every rank of a pack computes.
+"""Cut of context-parallel packs: the tokens of each sample that every rank of a pack computes.
 
 Used by planner and trainer. A pack of context size c is cut into shares of c ranks, each a list of
 pieces (runs of tokens of one sample), as a function of the samples' token counts in pack order.
@@ -13,8 +13,7 @@ import numpy as np
 from omnibal.base.arrays import rows_of
 from omnibal.model.levels import CutRule, Level
 
-SHORT_SHARE = 0.25
-"""Max share of a rank's mean cost for `whole` to keep a sample whole."""
+SHORT_SHARE = 0.25  # max share of a rank's mean cost for `whole` to keep a sample whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,27 +23,22 @@ class Pieces:
     Every token of every pack is in exactly one piece.
     """
 
-    pack: np.ndarray
-    """Index of the pack."""
-    rank: np.ndarray
-    """Rank within the pack's ranks."""
-    sample: np.ndarray
-    """Position of the sample within its pack."""
-    first: np.ndarray
-    """First token within the sample."""
-    stop: np.ndarray
-    """End token (exclusive) within the sample."""
+    pack: np.ndarray  # index of the pack
+    rank: np.ndarray  # rank within the pack's ranks
+    sample: np.ndarray  # position of the sample within its pack
+    first: np.ndarray  # first token within the sample
+    stop: np.ndarray  # end token (exclusive) within the sample
 
     def __len__(self) -> int:
         return len(self.pack)
 
     @property
     def tokens(self) -> np.ndarray:
-        """Number of tokens, at least 1."""
+        """Tokens of each piece, at least 1."""
         return self.stop - self.first
 
     @property
-    def divided(self) -> np.ndarray:
+    def is_divided(self) -> np.ndarray:
         """Whether other ranks have tokens of the same sample, bool [pieces]."""
         key = self.pack * (self.sample.max(initial=0) + 1) + self.sample
         lowest = np.full(key.max(initial=-1) + 1, np.iinfo(np.int64).max)
@@ -54,7 +48,6 @@ class Pieces:
         return (highest > lowest)[key]
 
     def take(self, chosen: np.ndarray) -> "Pieces":
-        """Select pieces by mask or indices."""
         return rows_of(self, chosen)
 
     @classmethod
@@ -66,21 +59,21 @@ class Pieces:
         first: np.ndarray,
         stop: np.ndarray,
     ) -> "Pieces":
-        """Sort pieces and drop empty pieces. All int64 [pieces]."""
+        """Sort pieces and drop the empty, from int64 [pieces]."""
         order = np.lexsort((first, sample, rank, pack))
         order = order[(stop > first)[order]]
         return cls(pack=pack, rank=rank, sample=sample, first=first, stop=stop).take(order)
 
 
 def cut_pack(sample_tokens: Sequence[int] | np.ndarray, level: Level) -> Pieces:
-    """Cut one pack of samples with these token counts, in pack order."""
+    """Cut one pack, from its samples' token counts in pack order."""
     tokens = np.asarray(sample_tokens, np.int64)
     return cut_packs(tokens, np.array([0, len(tokens)]), level)
 
 
 def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> Pieces:
-    """Cut packs of one level: token counts >= 1, pack after pack, and the packs' bounds."""
-    samples = _Samples(np.asarray(sample_tokens, np.int64), np.asarray(offsets, np.int64))
+    """Cut packs of one level, from token counts >= 1, pack after pack, and the packs' bounds."""
+    samples = _PackedSamples(np.asarray(sample_tokens, np.int64), np.asarray(offsets, np.int64))
     match level.cut:
         case CutRule.CONTIGUOUS:
             return _cut_in_order(samples, level.context, 0.0)
@@ -92,7 +85,7 @@ def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> P
             return _cut_long(samples, level.context, level.attention_weight)
 
 
-def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
+def keep_samples_whole(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
     """Keep every sample of an unshared pack whole."""
     tokens = np.asarray(sample_tokens, np.int64)
     zeros = np.zeros(len(tokens), np.int64)
@@ -100,18 +93,18 @@ def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
 
 
 def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
-    """Bounds of a pack's items by rank: rank r has entry r to r + 1, int64 [..., context + 1]."""
+    """Return bounds of a pack's items by rank, int64 [..., context + 1]: rank r has r to r + 1."""
     return first_item(np.asarray(items, np.int64)[..., None], np.arange(context + 1), context)
 
 
 def first_item(items: np.ndarray, part: np.ndarray, context: np.ndarray | int) -> np.ndarray:
-    """First item of a pack that rank `part` of `context` encodes."""
+    """Return the first item of a pack that rank `part` of `context` encodes."""
     first: np.ndarray = items * part // context
     return first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Samples:
+class _PackedSamples:
     tokens: np.ndarray
     offsets: np.ndarray
 
@@ -131,15 +124,15 @@ class _Samples:
         return self.tokens + attention_weight * self.tokens.astype(np.float64) ** 2
 
 
-def _cut_in_order(samples: _Samples, context: int, attention_weight: float) -> Pieces:
-    """Cut packs into parts of equal cost, keeping the order of tokens."""
+def _cut_in_order(samples: _PackedSamples, context: int, attention_weight: float) -> Pieces:
+    """Cut packs into `context` contiguous parts of equal cost."""
     ends = np.concatenate([[0], np.cumsum(samples.tokens)])
-    cuts = _equal_cuts(samples, context, attention_weight)  # [packs, context + 1]
+    cuts = _equal_cuts(samples, context, attention_weight)
     borders = np.union1d(ends, cuts.ravel())
     first, stop = borders[:-1], borders[1:]
     sample = np.searchsorted(ends, first, "right") - 1
     pack = samples.pack[sample]
-    # The last of equal cuts, because the shares before it are empty.
+    # The last of equal cuts: the shares before it are empty.
     flat = cuts[:, :-1].ravel()
     rank = np.searchsorted(flat, first, "right") - 1 - pack * context
     return Pieces.in_order(
@@ -147,8 +140,8 @@ def _cut_in_order(samples: _Samples, context: int, attention_weight: float) -> P
     )
 
 
-def _equal_cuts(samples: _Samples, context: int, attention_weight: float) -> np.ndarray:
-    """Cuts of each pack in the tokens of all packs, int64 [packs, context + 1]."""
+def _equal_cuts(samples: _PackedSamples, context: int, attention_weight: float) -> np.ndarray:
+    """Return cuts of each pack, counted in the tokens of all packs, int64 [packs, context + 1]."""
     ends = np.concatenate([[0], np.cumsum(samples.tokens)])
     bounds = ends[samples.offsets]
     if not attention_weight:
@@ -159,18 +152,19 @@ def _equal_cuts(samples: _Samples, context: int, attention_weight: float) -> np.
     last = samples.offsets[1:, None] - 1
     sample = np.searchsorted(costs, target.ravel(), "right").reshape(target.shape) - 1
     sample = np.clip(sample, samples.offsets[:-1, None], last)
-    rest = np.maximum(target - costs[sample], 0)
-    # Solve x + w x^2 = rest for x tokens.
-    within = 2 * rest / (1 + np.sqrt(1 + 4 * attention_weight * rest))
+    excess = np.maximum(target - costs[sample], 0)
+    # Solve x + w x^2 = excess for x tokens, in the form without cancellation for small w.
+    within = 2 * excess / (1 + np.sqrt(1 + 4 * attention_weight * excess))
     cuts = ends[sample] + np.minimum(np.rint(within).astype(np.int64), samples.tokens[sample])
     cuts[:, 0], cuts[:, -1] = bounds[:-1], bounds[1:]
     return cuts
 
 
-def _cut_zigzag(samples: _Samples, chosen: np.ndarray, context: int) -> Pieces:
-    """Cut the chosen samples into 2 c pieces: rank r gets the r-th from both ends."""
+def _cut_zigzag(samples: _PackedSamples, chosen: np.ndarray, context: int) -> Pieces:
+    """Cut the chosen samples into `2 c` pieces: rank r gets the r-th from both ends."""
+    # Causal attention costs more for later tokens; pairs from both ends cost the same.
     parts = 2 * context
-    borders = item_bounds(samples.tokens[chosen], parts)
+    borders = item_bounds(samples.tokens[chosen], parts)  # [samples, parts + 1]
     place = np.arange(parts)
     rank = np.minimum(place, parts - 1 - place)
     # The two middle pieces are one piece of the last rank.
@@ -186,8 +180,8 @@ def _cut_zigzag(samples: _Samples, chosen: np.ndarray, context: int) -> Pieces:
     )
 
 
-def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Pieces:
-    """Keep short samples whole, on the rank of minimal cost, and cut long samples by zigzag."""
+def _cut_long(samples: _PackedSamples, context: int, attention_weight: float) -> Pieces:
+    """Cut long samples by zigzag, and keep short samples whole, on the rank of minimal cost."""
     cost = samples.cost(attention_weight)
     mean = np.add.reduceat(cost, samples.offsets[:-1]) / context
     is_short = cost <= SHORT_SHARE * mean[samples.pack]
@@ -196,10 +190,10 @@ def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Piece
     most_first = most_first[is_short[most_first]]
     bounds = np.searchsorted(samples.pack[most_first], np.arange(samples.packs + 1))
     for pack in range(samples.packs):
-        least = [(0.0, rank) for rank in range(context)]
+        loads = [(0.0, part) for part in range(context)]
         for sample in most_first[bounds[pack] : bounds[pack + 1]].tolist():
-            load, rank[sample] = least[0]
-            heapq.heapreplace(least, (load + float(cost[sample]), int(rank[sample])))
+            load, rank[sample] = loads[0]
+            heapq.heapreplace(loads, (load + float(cost[sample]), int(rank[sample])))
     short = np.flatnonzero(is_short)
     long = _cut_zigzag(samples, np.flatnonzero(~is_short), context)
     return Pieces.in_order(

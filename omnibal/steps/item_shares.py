@@ -1,4 +1,4 @@
-"""Items of shared packs: the items of a pack that each of its ranks encodes.
+"""Items of context-parallel packs: the items of a pack that each of its ranks encodes.
 
 Tiles and clips are dealt evenly. Attention keeps an image at native resolution, or each time of a
 video, on one rank, so ranks get runs of images in pack order with near-minimal max cost: at most
@@ -19,28 +19,25 @@ from omnibal.model.levels import Level
 from omnibal.packing.packs import Packs
 from omnibal.steps.cut import item_bounds
 
-_UNITS = 16
-"""Units of cost per token. Limits rounding errors to 1/16 token per image."""
-_MOST_UNITS = 1 << 40
-"""Max units of a piece, so that sums over all packs fit 64-bit integers."""
-_HALVINGS = 8
-"""Bisection steps for the max cost: precise to 1/256 of the largest image."""
+_UNITS_PER_TOKEN = 16  # Units of cost per token. Limits rounding errors to 1/16 token per image.
+_MAX_PIECE_UNITS = 1 << 40  # max units of a piece, so that sums over all packs fit 64-bit integers
+_HALVINGS = 8  # bisection steps for the max cost: precise to 1/256 of the largest image
 
 
 def bounds_of_items(packs: Packs, lengths: Lengths, level: Level, feature: str) -> np.ndarray:
-    """Bounds of the items that every rank encodes of packs of one level.
+    """Return bounds of the items that every rank encodes, for packs of one level.
 
-    Rank r encodes entry r to entry r + 1 of a pack's items, int64 [packs, context + 1].
+    Rank r encodes items bounds[r] to bounds[r + 1] of a pack, int64 [packs, context + 1].
     """
     if squares_of(feature) not in SQUARED_FEATURES or level.context == 1:
         return item_bounds(packs.sums(lengths.column(feature)), level.context)
-    pieces = ImagePieces.of(packs, lengths)
+    pieces = ImagePieces.from_packs(packs, lengths)
     return pieces.tokens_before(pieces.bounds(level))
 
 
 def squares_of_shares(packs: Packs, lengths: Lengths, level: Level) -> np.ndarray:
-    """Sum of squares of each rank's images at native resolution, int64 [packs, context]."""
-    pieces = ImagePieces.of(packs, lengths)
+    """Return the sum of squares of each rank's native-resolution images, [packs, context]."""
+    pieces = ImagePieces.from_packs(packs, lengths)
     return np.diff(np.append(0, np.cumsum(pieces.squares))[pieces.bounds(level)])
 
 
@@ -50,14 +47,12 @@ class ImagePieces:
 
     tokens: np.ndarray
     squares: np.ndarray
-    sample: np.ndarray
-    """Index of the piece's sample among all packs."""
-    offsets: np.ndarray
-    """Bounds of every pack's pieces, [packs + 1]."""
+    sample: np.ndarray  # index of the piece's sample among all packs
+    offsets: np.ndarray  # bounds of every pack's pieces, [packs + 1]
 
     @classmethod
-    def of(cls, packs: Packs, lengths: Lengths) -> "ImagePieces":
-        """List the images of packs. Samples count as one image if lengths do not count images."""
+    def from_packs(cls, packs: Packs, lengths: Lengths) -> "ImagePieces":
+        """List the images of packs; one per sample if lengths do not count images."""
         tokens, squares, counts = lengths.pieces_of_images(packs.samples)
         return cls(
             tokens=tokens,
@@ -67,42 +62,39 @@ class ImagePieces:
         )
 
     def bounds(self, level: Level) -> np.ndarray:
-        """Bounds of ranks' pieces, int64 [packs, context + 1], by bisecting the max cost."""
-        cost = np.rint(_UNITS * (self.tokens + level.image_weight * self.squares))
-        cost = np.minimum(cost, _MOST_UNITS).astype(np.int64)
+        """Return bounds of ranks' pieces, int64 [packs, context + 1], by bisecting the max cost."""
+        cost = np.rint(_UNITS_PER_TOKEN * (self.tokens + level.image_weight * self.squares))
+        cost = np.minimum(cost, _MAX_PIECE_UNITS).astype(np.int64)
         before = np.append(0, np.cumsum(cost))
         first, stop = self.offsets[:-1], self.offsets[1:]
         total = before[stop] - before[first]
-        largest = _max_costs(np.diff(before), self.offsets)
+        largest, has_any = np.zeros(len(total), np.int64), stop > first
+        if has_any.any():
+            largest[has_any] = np.maximum.reduceat(cost, first[has_any])
         mean = -(-total // level.context)
-        # Not below 0, also for packs without items: no limit moves a bound back.
+        # Filling in order up to mean + largest always succeeds. Not below 0, also for packs without
+        # items: no limit moves a bound back.
         low, high = np.maximum(np.maximum(mean, largest) - 1, 0), mean + largest
         for _ in range(_HALVINGS):
             middle = (low + high) // 2
-            holds = _fill_in_order(before, first, stop, middle, level.context)[:, -1] == stop
-            low, high = np.where(holds, low, middle), np.where(holds, middle, high)
+            fits = _fill_in_order(before, first, stop, middle, level.context)[:, -1] == stop
+            low, high = np.where(fits, low, middle), np.where(fits, middle, high)
         return _fill_in_order(before, first, stop, high, level.context)
 
     def tokens_before(self, bounds: np.ndarray) -> np.ndarray:
-        """Tokens of a pack before given pieces, int64. `bounds` has a row per pack."""
+        """Return tokens of a pack before the pieces in `bounds`, [packs, ...]."""
         before = np.append(0, np.cumsum(self.tokens))
         return before[bounds] - before[self.offsets[:-1], None]
-
-
-def _max_costs(cost: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Max cost of a piece of every pack, int64 [packs]. 0 if empty."""
-    largest, has_any = np.zeros(len(offsets) - 1, np.int64), np.diff(offsets) > 0
-    if has_any.any():
-        largest[has_any] = np.maximum.reduceat(cost, offsets[:-1][has_any])
-    return largest
 
 
 def _fill_in_order(
     before: np.ndarray, first: np.ndarray, stop: np.ndarray, limit: np.ndarray, context: int
 ) -> np.ndarray:
-    """Bounds of runs that take pieces in order up to each pack's limit, int64 [packs, context + 1].
+    """Return bounds of runs that take pieces up to each pack's limit, int64 [packs, context + 1].
 
-    `before` is the cumulative cost of all pieces, [pieces + 1], `first` and `stop` bound packs.
+    Args:
+        before: cumulative cost of all pieces, [pieces + 1].
+        first: first piece of every pack, with `stop` as its end, [packs].
     """
     bounds = [first]
     for _ in range(context):

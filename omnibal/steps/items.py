@@ -1,15 +1,14 @@
-"""Items shared: the rank of an encoding group that encodes each tile or clip of a step's packs.
+"""The rank of an encoding group that encodes each tile or clip of a step's packs.
 
 Shapes: P packs, G groups (steps, and blocks of pipelines), L pipelines of a group, R ranks of a
 pipeline, N = L x R ranks of a group.
 
-Item counts per rank are settled first: encoders by descending item time, each deals its items to
-the ranks with minimal load. With two encoders the busiest rank is at most one shorter item above
-the optimum. Then items are assigned as runs, preferably to ranks on their *home*: the node of the
-pipeline's first stage, which embeds tokens, so that features need no network.
+Item counts per rank come first: encoders by descending item time, each deals its items to the ranks
+with minimal load. With two encoders the busiest rank is at most one shorter item above the optimum.
+Then items are assigned as runs, preferably to ranks on their *home*: the node of the pipeline's
+first stage, which embeds tokens, so that features stay within the node.
 
-Encoders with attention between items take whole samples, which `omnibal.steps.whole_samples`
-deals first.
+Encoders with attention between items take whole samples, dealt before (`steps/whole_samples.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,36 +18,32 @@ from typing import Self
 
 import numpy as np
 
-_LONGEST = 1 << 20
-"""Units of time of the longest item. Integers make all machines agree."""
-HEAVIEST = 1 << 40
-"""Max units of a sample or item, so that sums fit 64-bit integers."""
-NO_LOAD = np.zeros((), np.int64)
-"""Load of ranks without items."""
+_LONGEST_UNITS = 1 << 20  # time of the longest item; integers make all machines agree
+MAX_UNITS = 1 << 40  # max units of a sample or item, so that sums fit 64-bit integers
+NO_LOAD = np.zeros((), np.int64)  # load of ranks without items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Homes:
     """Pipelines and nodes of ranks, and homes of pipelines, numbered over all groups, int64."""
 
-    pipeline: np.ndarray
-    node: np.ndarray
-    home: np.ndarray
-    """Node of every pipeline's first rank, ascending."""
+    pipeline: np.ndarray  # of every rank, [G N]
+    node: np.ndarray  # of every rank, [G N]
+    home: np.ndarray  # node of every pipeline's first rank, ascending, [G L]
 
     @classmethod
-    def of(cls, node: np.ndarray, ranks_of_pipeline: int) -> Self:
-        """Build from the nodes of every group's ranks, [groups, N]."""
+    def from_nodes(cls, node: np.ndarray, ranks_of_pipeline: int) -> Self:
+        """Build from the nodes of every group's ranks, [G, N]."""
         groups = len(node)
         inside = node - node.min(axis=1, keepdims=True)
-        of_group = int(inside.max(initial=0)) + 1
-        numbers = (inside + of_group * np.arange(groups)[:, None]).ravel()
+        nodes_of_group = int(inside.max(initial=0)) + 1
+        numbers = (inside + nodes_of_group * np.arange(groups)[:, None]).ravel()
         pipeline = np.arange(node.size) // ranks_of_pipeline
         return cls(pipeline=pipeline, node=numbers, home=numbers[::ranks_of_pipeline])
 
     @property
     def is_home(self) -> np.ndarray:
-        """Whether a rank is on its own pipeline's home, [ranks]."""
+        """Whether each rank is on its pipeline's home, bool [G N]."""
         return self.node == self.home[self.pipeline]
 
 
@@ -59,14 +54,10 @@ class ItemRuns:
     Sorted by rank, then pack, then first item.
     """
 
-    pack: np.ndarray
-    """Index of the pack."""
-    first: np.ndarray
-    """First item of the run within the pack's items of this encoder, in sample order."""
-    count: np.ndarray
-    """Items of the run, at least 1."""
-    rank: np.ndarray
-    """Rank of the group that encodes them."""
+    pack: np.ndarray  # index of the pack
+    first: np.ndarray  # first item, among the pack's items of this encoder in sample order
+    count: np.ndarray  # items of the run, at least 1
+    rank: np.ndarray  # rank of the group that encodes them
 
     def __len__(self) -> int:
         return len(self.pack)
@@ -75,7 +66,7 @@ class ItemRuns:
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
     """Return the unit of time for dealing, a fraction of the longest item. 0 without times."""
     whole = [item_ms[name] + per_square_ms for name, per_square_ms in square_ms.items()]
-    return max(whole or item_ms.values(), default=0.0) / _LONGEST
+    return max(whole or item_ms.values(), default=0.0) / _LONGEST_UNITS
 
 
 def share_items(
@@ -89,9 +80,9 @@ def share_items(
     unit_ms: float | None = None,
     node: np.ndarray | None = None,
 ) -> dict[str, ItemRuns]:
-    """Deal the items of one step's packs to the ranks of an encoding group.
+    """Deal the items of one step's packs to the ranks of an encoding group, as runs by encoder.
 
-    Every item is in one run. Deterministic, so planner and ranks agree without communication.
+    Deterministic, so planner and ranks agree without communication.
 
     Args:
         items: of every pack by encoder, int [P], possibly 0 or empty.
@@ -103,18 +94,22 @@ def share_items(
         node: of every rank, int64 [N]. None if all are on one node.
     """
     pipeline_of_pack = np.asarray(pipeline_of_pack, np.int64)
-    held = {
+    of_pipelines = {
         name: np.bincount(pipeline_of_pack, counts, pipelines).astype(np.int64)[None]
         for name, counts in items.items()
     }
     shares = shares_of_ranks(
-        held, ranks_of_pipeline=ranks_of_pipeline, item_ms=item_ms, load=load, unit_ms=unit_ms
+        of_pipelines,
+        ranks_of_pipeline=ranks_of_pipeline,
+        item_ms=item_ms,
+        load=load,
+        unit_ms=unit_ms,
     )
     if node is None:
         node = np.zeros(pipelines * ranks_of_pipeline, np.int64)
-    homes = Homes.of(node[None], ranks_of_pipeline)
+    homes = Homes.from_nodes(node[None], ranks_of_pipeline)
     return {
-        name: _runs(np.asarray(counts, np.int64), pipeline_of_pack, shares[name][0], homes)
+        name: _assign_runs(np.asarray(counts, np.int64), pipeline_of_pack, shares[name][0], homes)
         for name, counts in items.items()
     }
 
@@ -127,13 +122,13 @@ def shares_of_ranks(
     load: np.ndarray = NO_LOAD,
     unit_ms: float | None = None,
 ) -> dict[str, np.ndarray]:
-    """Item counts of `share_items` per rank, int64 [G, N], from items held, int64 [G, L]."""
+    """Return `share_items`' item counts per rank, [G, N], from pipelines' items `held`, [G, L]."""
     if unit_ms is None:
         unit_ms = unit_of_time({name: item_ms[name] for name in held}, {})
     shares: dict[str, np.ndarray] = {}
     for name in sorted(held, key=lambda name: (-item_ms[name], name)):
         if item_ms[name] and unit_ms:
-            units = min(max(round(item_ms[name] / unit_ms), 1), HEAVIEST)
+            units = min(max(round(item_ms[name] / unit_ms), 1), MAX_UNITS)
             shares[name] = _fill_ranks(held[name], load, ranks_of_pipeline, units)
             load = load + units * shares[name]
         else:
@@ -144,20 +139,19 @@ def shares_of_ranks(
 def _fill_ranks(
     held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: int
 ) -> np.ndarray:
-    """Deal every group's items [G, L] to the ranks with minimal load so far, int64 [G, N].
+    """Return items per rank, [G, N], by water filling of `load` [G, N] with items `held` [G, L].
 
-    Water filling: all ranks are filled to a level in whole items, and the lowest ranks get one
-    more.
+    All ranks are filled to one level in whole items, and the lowest ranks get one more.
     """
     groups, pipelines = held.shape
     ranks = pipelines * ranks_of_pipeline
     load = np.broadcast_to(load, (groups, ranks))
     total = held.sum(axis=1, keepdims=True)
-    # Level if the k lowest ranks hold everything. The minimum over k is right.
+    # The level if the k lowest ranks get all items, for every k. The smallest is the right one.
     levels = (np.cumsum(np.sort(load, axis=1), axis=1) + total * units) // np.arange(1, ranks + 1)
     counts = np.maximum((levels.min(axis=1, keepdims=True) - load) // units, 0)
     missing = total - counts.sum(axis=1, keepdims=True)
-    # Ties prefer ranks of pipelines with unassigned items of their own.
+    # Of equally loaded ranks, prefer ranks of pipelines with unassigned items.
     height = (load + counts * units).reshape(groups, pipelines, ranks_of_pipeline)
     place = np.argsort(np.argsort(height, axis=2, kind="stable"), axis=2)
     over = held[..., None] - counts.reshape(height.shape).sum(axis=2, keepdims=True)
@@ -176,41 +170,32 @@ def items_at_home(
     Returns items per rank for its own pipeline, per rank in total, and per pipeline.
     """
     pipeline = np.arange(len(held))
+    # The first two rounds are at home.
     (here, own, _), (more, others, _) = islice(nearest_first(held, pipeline, share, homes), 2)
     return own, own + others, here + more
 
 
-def _runs(
+def _assign_runs(
     items: np.ndarray, pipeline_of_pack: np.ndarray, share: np.ndarray, homes: Homes
 ) -> ItemRuns:
-    """Assign the items of packs [P] to ranks with these shares [N], nearest ranks first."""
+    """Assign the items of packs, [P], to ranks' shares, [N], nearest ranks first."""
     packs = np.argsort(pipeline_of_pack, kind="stable")
     items, start, parts = items[packs], np.zeros(len(packs), np.int64), []
     for here, taken, order in nearest_first(items, pipeline_of_pack[packs], share, homes):
         some, ranks = np.flatnonzero(here), order[taken[order] > 0]
-        part = _match_in_order(here[some], start[some], taken[ranks])
-        part[0], part[3] = packs[some[part[0]]], ranks[part[3]]
-        parts.append(part)
+        # Both sides have equal sums, so runs end where an entry of either side ends.
+        pack_ends, rank_ends = np.cumsum(here[some]), np.cumsum(taken[ranks])
+        ends = np.union1d(pack_ends, rank_ends)
+        ends = ends[ends > 0]
+        begins = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+        entry = np.searchsorted(pack_ends, begins, side="right")
+        rank = ranks[np.searchsorted(rank_ends, begins, side="right")]
+        first = start[some][entry] + begins - (pack_ends - here[some])[entry]
+        parts.append(np.stack([packs[some[entry]], first, ends - begins, rank]))
         start = start + here
     pack, first, count, rank = np.concatenate(parts, axis=1)
     order = np.lexsort((first, pack, rank))
     return ItemRuns(pack=pack[order], first=first[order], count=count[order], rank=rank[order])
-
-
-def _match_in_order(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Match packs' items, numbered from `start`, with ranks' room in order. Both have equal sums.
-
-    Returns:
-        Pack, first item, count and rank of every run, int64 [4, runs].
-    """
-    pack_ends, rank_ends = np.cumsum(items), np.cumsum(room)
-    ends = np.union1d(pack_ends, rank_ends)
-    ends = ends[ends > 0]
-    begins = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
-    pack = np.searchsorted(pack_ends, begins, side="right")
-    rank = np.searchsorted(rank_ends, begins, side="right")
-    first = start[pack] + begins - (pack_ends - items)[pack]
-    return np.stack([pack, first, ends - begins, rank])
 
 
 def nearest_first(
@@ -222,12 +207,12 @@ def nearest_first(
     rank (within one group only). No matching leaves fewer items away from home.
 
     Args:
-        items: of every entry.
-        pipeline: of every entry, ascending.
-        room: capacity of every rank, with the same sum as items.
+        items: of every entry (a pack or a pipeline), [entries].
+        pipeline: of every entry, ascending, [entries].
+        room: items that every rank takes, with the same sum, [ranks].
 
     Yields:
-        Matched items of every entry, matched capacity of every rank, and the order of ranks.
+        Matched items of every entry and of every rank, and the order of ranks in the round.
     """
     nowhere = len(homes.home)
     own_at_home = np.where(homes.is_home, homes.pipeline, nowhere)
@@ -237,19 +222,20 @@ def nearest_first(
         (pipeline, homes.pipeline),
         (np.zeros_like(pipeline), np.zeros_like(homes.node)),
     )
+    # An entry may go to ranks with an equal key.
     for of_entry, of_rank in rounds:
         order = np.argsort(of_rank, kind="stable")
         keys = max(nowhere, int(homes.node.max())) + 1
-        both = np.bincount(of_entry, items, keys), np.bincount(of_rank, room, keys)
-        limit = np.minimum(*both).astype(np.int64)
-        here, taken = first_of_each(items, of_entry, limit), np.empty_like(room)
-        taken[order] = first_of_each(room[order], of_rank[order], limit)
+        sums = np.bincount(of_entry, items, keys), np.bincount(of_rank, room, keys)
+        limit = np.minimum(*sums).astype(np.int64)
+        here, taken = take_first(items, of_entry, limit), np.empty_like(room)
+        taken[order] = take_first(room[order], of_rank[order], limit)
         yield here, taken, order
         items, room = items - here, room - taken
 
 
-def first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Part of each entry's counts within the first `limit` of its group. Groups ascend."""
+def take_first(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Return the part of each entry's count within the first `limit` of its group, ascending."""
     before = np.cumsum(counts) - counts
     of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
     before_in_group = before - (np.cumsum(of_group) - of_group)[group]

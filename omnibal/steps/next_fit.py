@@ -1,5 +1,5 @@
-"""Packs of a trainer that packs by next fit in sample order, as ms-swift's `sequential` packing
-does (`calculate_matched_group` of `swift/dataset/packing.py`, 4.6.0).
+"""Packs of a trainer that packs by next fit in sample order: ms-swift's `sequential` packing
+(`calculate_matched_group` of `swift/dataset/packing.py`, 4.6.0).
 
 A pack ends if it is full or the next sample does not fit, so planned packs merge if the next pack's
 first sample fits. To prevent this, the cap is the plan's largest pack, packs start with their
@@ -16,24 +16,23 @@ from omnibal.data.lengths import Lengths
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import size_of_step
 
-_MOST_MERGING = 0.1
-"""Share of merging packs above which swaps are useless."""
-_MOST_ROUNDS = 3  # rounds of swaps
+_MAX_SWAPPED_SHARE = 0.1  # share of merging packs above which swaps are useless
+_MAX_SWAP_ROUNDS = 3  # rounds of swaps
 
 
 def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
-    """Bounds of next-fit packs of samples in this order, int64 [packs + 1].
+    """Return bounds of next-fit packs of samples in this order, int64 [packs + 1].
 
     A sample longer than a pack of `packing_length` tokens is packed alone.
 
         >>> next_fit_packs(np.array([3, 3, 4, 9]), 6).tolist()
         [0, 2, 3, 4]
     """
-    held = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
-    wanted = held[:-1] + packing_length
-    # At `packing_length` tokens the pack ends, there or before the last sample.
-    full = np.searchsorted(held, wanted)
-    is_over = held[np.minimum(full, len(tokens))] > wanted
+    before = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
+    limit = before[:-1] + packing_length
+    # The end of a pack from every start: at `packing_length` tokens, or before the sample above it.
+    full = np.searchsorted(before, limit)
+    is_over = before[np.minimum(full, len(tokens))] > limit
     end = np.maximum(full - is_over, np.arange(1, len(tokens) + 1))
     ends = np.minimum(end, len(tokens)).tolist()
     bounds = [0]
@@ -45,47 +44,46 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
 def cut_full_steps(
     tokens: np.ndarray, packing_length: int, packs_per_step: int, ranks: int
 ) -> np.ndarray:
-    """Bounds of an epoch's next-fit packs that lose least in an incomplete last step.
+    """Return bounds of an epoch's next-fit packs that drop the fewest samples of the last step.
 
-    Packing lengths up to `packing_length` are bisected towards the longest that fills one more
-    step of `packs_per_step` packs, a multiple of `ranks`. Ties prefer fewer packs.
+    Bisects packing lengths up to `packing_length` for the longest that fills one more step of
+    `packs_per_step` packs, a multiple of `ranks`. Ties prefer fewer packs.
     """
     bounds = next_fit_packs(tokens, packing_length)
     packs = len(bounds) - 1
     # A run shorter than a step gets one smaller step.
     of_step = packs_per_step if packs >= packs_per_step else ranks
-    most = (packs // of_step + 1) * of_step
-    if not packs % of_step or most > len(tokens):
+    wanted = (packs // of_step + 1) * of_step
+    if not packs % of_step or wanted > len(tokens):
         return bounds
     candidates = [bounds]
     low, high = max(int(tokens.max()), 1) - 1, packing_length
     while high - low > 1:
         middle = (low + high) // 2
         tried = next_fit_packs(tokens, middle)
-        if len(tried) - 1 < most:
+        if len(tried) - 1 < wanted:
             high = middle
         else:
             low = middle
-        if len(tried) - 1 < most + of_step:
+        if len(tried) - 1 < wanted + of_step:
             candidates.append(tried)
 
-    def trained(bounds: np.ndarray) -> int:
+    def count_trained(bounds: np.ndarray) -> int:
         packs = len(bounds) - 1
         size = size_of_step(packs, packs_per_step, ranks)
         return int(bounds[packs // size * size]) if size else 0
 
-    return min(candidates, key=lambda bounds: (-trained(bounds), len(bounds)))
+    return min(candidates, key=lambda bounds: (-count_trained(bounds), len(bounds)))
 
 
 def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
-    """Sort the samples of every pack by descending tokens."""
     pack = packs.pack_of_sample
     order = np.lexsort((-tokens[packs.samples].astype(np.int64), pack))
     return replace(packs, samples=packs.samples[order])
 
 
 def find_merges(held: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Whether packs merge with the next pack under a cap equal to the largest pack, bool [packs].
+    """Return whether each pack merges with the next under a cap of the largest pack, bool [packs].
 
     `held` are tokens of every pack in reading order, `first` of its first sample.
     """
@@ -96,15 +94,15 @@ def find_merges(held: np.ndarray, first: np.ndarray) -> np.ndarray:
 def order_without_merges(
     step: np.ndarray, held: np.ndarray, first: np.ndarray, load: np.ndarray
 ) -> np.ndarray:
-    """Order of packs with few or no merges, int64 [packs].
+    """Return an order of packs with few or no merges, int64 [packs].
 
-    A merging pack swaps with a pack of its step: among the most helpful, the nearest in load, which
-    stays balanced over ranks. Arguments are [packs] in reading order, as of `find_merges`.
+    A merging pack swaps with the pack of its step that avoids most merges, nearest in load to keep
+    ranks balanced. Arguments are [packs] in reading order, as in `find_merges`.
     """
     places = _Places(step, held, first, load)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_SWAP_ROUNDS):
         wrong = np.flatnonzero(find_merges(held[places.order], first[places.order]))
-        if not 0 < len(wrong) <= _MOST_MERGING * len(held):
+        if not 0 < len(wrong) <= _MAX_SWAPPED_SHARE * len(held):
             break
         # A list, because all swaps must be tried.
         if not any([places.improve(at) for at in wrong.tolist()]):  # noqa: C419
@@ -123,7 +121,7 @@ class _Places:
         self._end_of_step = np.searchsorted(step, step, side="right")
         self._load = load
         self._full = int(held.max())
-        # A sentinel pack at both ends never merges.
+        # A sentinel pack before the first and after the last place, which never merges.
         self._held = np.append(held.astype(np.int64), self._full)
         self._first = np.append(first.astype(np.int64), self._full + 1)
 
@@ -136,30 +134,30 @@ class _Places:
         return True
 
     def _best_trade(self, at: int) -> tuple[int, float, int, int]:
-        """Change in merges, difference in load, and both places."""
+        """Return the change in merges, the difference in load, and both places."""
         others = np.arange(self._first_of_step[at], self._end_of_step[at])
-        others = others[np.abs(others - at) > 1]
+        others = others[np.abs(others - at) > 1]  # neighbours share a border: counts would be wrong
         if not len(others):
             return 0, 0.0, at, at
         here, there = self._pack(at), self._pack(others)
-        change = self._joins(at, there) - self._joins(at, here)
-        change += self._joins(others, here) - self._joins(others, there)
+        change = self._count_merges(at, there) - self._count_merges(at, here)
+        change += self._count_merges(others, here) - self._count_merges(others, there)
         unlike = np.abs(self._load[there] - self._load[here])
         best = int(np.lexsort((unlike, change))[0])
         return int(change[best]), float(unlike[best]), at, int(others[best])
 
     def _pack(self, place: int | np.ndarray) -> np.ndarray:
-        """Packs at these places. The sentinel outside of the range."""
+        """Return packs at these places, the sentinel outside of the range."""
         place = np.asarray(place)
         is_inside = (place >= 0) & (place < len(self.order))
         return np.where(is_inside, self.order[np.where(is_inside, place, 0)], len(self.order))
 
-    def _joins(self, place: int | np.ndarray, pack: np.ndarray) -> np.ndarray:
-        """Number of merges with both neighbours for a pack at a place."""
+    def _count_merges(self, place: int | np.ndarray, pack: np.ndarray) -> np.ndarray:
+        """Count the merges with both neighbours for a pack at a place."""
         before, after = self._pack(np.asarray(place) - 1), self._pack(np.asarray(place) + 1)
-        return self._join(before, pack).astype(int) + self._join(pack, after)
+        return self._merges(before, pack).astype(int) + self._merges(pack, after)
 
-    def _join(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    def _merges(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         is_open = self._held[left] < self._full
         return is_open & (self._held[left] + self._first[right] <= self._full)
 
@@ -167,10 +165,10 @@ class _Places:
 def form_next_fit_packs(
     packs: ScheduledPacks, lengths: Lengths, load: np.ndarray, ranks: int, packs_per_step: int
 ) -> ScheduledPacks:
-    """Next-fit packs of a plan's samples, read by step, slot and rank.
+    """Return the packs that next fit makes of a plan's samples, read by step, slot and rank.
 
-    A step is `packs_per_step` consecutive packs of an epoch, a multiple of `ranks`. The last may
-    have fewer. `load` of every pack, [packs].
+    A step is `packs_per_step` consecutive packs of an epoch, a multiple of `ranks`; an epoch's last
+    may have fewer. `load` is of every planned pack, [packs].
     """
     read = np.lexsort((packs.dp_rank, packs.slot, packs.step))
     tokens, dealt = lengths.tokens, largest_first(packs.packs.take(read), lengths.tokens)
@@ -195,10 +193,10 @@ def form_next_fit_packs(
     sizes = np.bincount(epoch)
     if (sizes[:-1] % packs_per_step).any():
         raise UserError(
-            f"an epoch has {sizes[0]:,} packs, which are not whole steps of {packs_per_step:,}, so "
-            "that the trainer would fill a step with packs of the next epoch: give --epochs 1, or "
-            "other --micro-batches or --max-tokens"
+            f"an epoch has {sizes[0]:,} packs, not a multiple of {packs_per_step:,} per step, so "
+            "the trainer would fill a step with packs of the next epoch: give --epochs 1, or other "
+            "--micro-batches or --max-tokens"
         )
     step, in_step = np.divmod(np.arange(len(formed)), packs_per_step)
     slot, rank = np.divmod(in_step, ranks)
-    return ScheduledPacks.of(formed, lengths, step, rank, slot, epoch)
+    return ScheduledPacks.from_packs(formed, lengths, step, rank, slot, epoch)

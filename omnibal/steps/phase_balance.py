@@ -1,7 +1,7 @@
 """Balance of a step's phases: each encoder and the language model, over the ranks that run it.
 
-A phase is one modality's computation of a batch (OrchMLLM, arXiv 2503.23830). Its imbalance is the
-max over mean load of ranks, before and after dispatch, with a lower bound.
+A phase is one modality's computation of a batch (OrchMLLM, arXiv 2503.23830). Its imbalance is
+`max load / mean load` of ranks, before and after dispatch, with a lower bound.
 
 Shapes: S steps, D data-parallel ranks (pipelines), R ranks of a pipeline.
 """
@@ -26,14 +26,10 @@ LANGUAGE_PHASE = "language"
 class PhaseBalance:
     """Max over mean load of ranks, both summed over steps."""
 
-    phase: str
-    """Name of the encoder, "encoders" for all together, or "language"."""
-    imbalance_before: float
-    """Imbalance if each pipeline encodes its own packs."""
-    imbalance_after: float | None
-    """Imbalance as planned. None if each pipeline encodes its own packs."""
-    bound: float
-    """Lower bound over assignments of items (encoders) or packs (language model)."""
+    phase: str  # name of the encoder, "encoders" for all together, or "language"
+    imbalance_before: float  # imbalance if each pipeline encodes its own packs
+    imbalance_after: float | None  # As planned. None if each pipeline encodes its own packs.
+    bound: float  # lower bound over assignments of items (encoders) or packs (language model)
 
 
 def encoder_balances(
@@ -43,21 +39,22 @@ def encoder_balances(
     whole: Mapping[str, SampleItems],
     pipeline: np.ndarray,
 ) -> list[PhaseBalance]:
-    """Balance of every encoder, and of all together if several are data-parallel.
+    """Return the balance of every encoder, and of all together if several are data-parallel.
 
     Args:
         held: items by encoder of every pipeline's packs, int64 [S, D].
-        beside: data-parallel encoders. None if pipelines run their own, to balance pipelines.
-        whole: samples of encoders that take whole samples, to balance time.
+        beside: data-parallel encoders, None if every pipeline runs its own.
+        whole: samples of encoders that take whole samples, balanced by time.
         pipeline: of every row of `whole` among all steps' pipelines, step x D + rank, int64.
     """
     if beside is None:
         return [
-            _balance(name, items, None, float(_fewest(items).sum())) for name, items in held.items()
+            _balance(name, items, None, float(_mean_items(items).sum()))
+            for name, items in held.items()
         ]
     # Loads [S, D * R] are in items, or in units of time for whole samples.
-    before, after, least = _rank_loads(held, ranks_of_pipeline, beside, whole, pipeline)
-    balances = [_balance(n, before[n], after[n], float(least[n].sum())) for n in held]
+    before, after, bounds = _rank_loads(held, ranks_of_pipeline, beside, whole, pipeline)
+    balances = [_balance(n, before[n], after[n], float(bounds[n].sum())) for n in held]
     if len(held) > 1:
         unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
         ms = {name: unit_ms if name in whole else beside.item_ms[name] for name in held}
@@ -65,9 +62,10 @@ def encoder_balances(
             sum((ms[name] * load for name, load in loads.items()), np.zeros(1))
             for loads in (before, after)
         )
-        least_ms = np.max([ms[name] * load for name, load in least.items()], axis=0)
-        least_ms = np.maximum(before_ms.mean(axis=1), least_ms)
-        balances.append(_balance(ALL_ENCODERS, before_ms, after_ms, float(least_ms.sum())))
+        # The busiest rank takes at least the mean, and at least the bound of any encoder.
+        bound_ms = np.max([ms[name] * load for name, load in bounds.items()], axis=0)
+        bound_ms = np.maximum(before_ms.mean(axis=1), bound_ms)
+        balances.append(_balance(ALL_ENCODERS, before_ms, after_ms, float(bound_ms.sum())))
     return balances
 
 
@@ -78,9 +76,9 @@ def _rank_loads(
     whole: Mapping[str, SampleItems],
     pipeline: np.ndarray,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Loads of every rank by encoder before and after dispatch, [S, D * R], and bounds, [S]."""
+    """Return ranks' loads by encoder before and after dispatch, [S, D * R], and bounds, [S]."""
     unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
-    before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
+    before, after, bounds = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
     load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
     for name, samples in whole.items():
         shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
@@ -95,12 +93,12 @@ def _rank_loads(
             loads[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
         load = load + after[name].reshape(by_group)
         steps = np.split(dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0])))
-        least[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
+        bounds[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
     equal = {name: items for name, items in held.items() if name not in whole}
     share = partial(shares_of_ranks, ranks_of_pipeline=ranks_of_pipeline)
-    own = share(
+    alone = share(
         {name: items.reshape(-1, 1) for name, items in equal.items()},
-        # Without times, so that encoders are shared independently.
+        # Without times, encoders are shared independently.
         item_ms=dict.fromkeys(equal, 0.0),
     )
     dispatched = share(
@@ -111,34 +109,34 @@ def _rank_loads(
     )
     for name, items in equal.items():
         before[name], after[name] = (
-            shares[name].reshape(len(items), -1) for shares in (own, dispatched)
+            shares[name].reshape(len(items), -1) for shares in (alone, dispatched)
         )
-        least[name] = _fewest(before[name])
-    return before, after, least
+        bounds[name] = _mean_items(before[name])
+    return before, after, bounds
 
 
 def language_balance(
     step: np.ndarray, rank: np.ndarray, load_ms: np.ndarray, ranks: int
 ) -> PhaseBalance:
-    """Balance of the language model over D ranks, for packs [packs] with ascending steps."""
+    """Return the balance of the language model over D ranks, for [packs] with ascending steps."""
     _, first, number = np.unique(step, return_index=True, return_inverse=True)
     loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
-    least_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))
-    return _balance(LANGUAGE_PHASE, loads, None, least_ms)
+    bound_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))
+    return _balance(LANGUAGE_PHASE, loads, None, bound_ms)
 
 
 def _balance(
-    phase: str, before: np.ndarray, after: np.ndarray | None, least: float
+    phase: str, before: np.ndarray, after: np.ndarray | None, bound: float
 ) -> PhaseBalance:
-    """Balance of loads [S, ranks] before and after, with a lower bound summed over steps."""
+    """Return the balance of loads [S, ranks], with a lower bound summed over steps."""
     return PhaseBalance(
         phase=phase,
         imbalance_before=imbalance(before),
         imbalance_after=None if after is None else imbalance(after),
-        bound=over_mean(least, before),
+        bound=over_mean(bound, before),
     )
 
 
-def _fewest(items: np.ndarray) -> np.ndarray:
-    """Lower bound on max items per rank, for items [S, ranks], [S]."""
+def _mean_items(items: np.ndarray) -> np.ndarray:
+    """Return the mean items per rank, rounded up, [S]: a lower bound, for items [S, ranks]."""
     return np.negative(-items.sum(axis=1) // items.shape[1])

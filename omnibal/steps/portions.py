@@ -1,7 +1,7 @@
-"""Portions: pack, store and train large datasets a few million samples at a time.
+"""Portions: large datasets are packed, stored and trained a few million samples at a time.
 
 Samples are dealt to portions at random. Portions are packed separately and trained in sequence, so
-memory is bounded by the portion.
+a portion bounds the memory.
 """
 
 from dataclasses import dataclass, replace
@@ -14,15 +14,13 @@ from omnibal.steps.pack_settings import PackSettings
 
 _PLACE_TYPE = np.uint16
 _DEAL = 1  # key of its seed, unlike any epoch
-_DEALT_AT_ONCE = 1 << 22
-"""Samples to draw portions for at once, to bound memory."""
+_DEALT_AT_ONCE = 1 << 22  # samples to draw portions for at once, to bound memory
 
 
 @dataclass(frozen=True, slots=True)
 class PortionPlace:
     epoch: int
-    number: int
-    """Portion of the data, with the same samples in every epoch."""
+    number: int  # portion of the data, with the same samples in every epoch
 
 
 FIRST_PORTION = PortionPlace(epoch=0, number=0)
@@ -32,25 +30,21 @@ FIRST_PORTION = PortionPlace(epoch=0, number=0)
 class PortionedSamples:
     lengths: Lengths
     settings: PackSettings
-    portion: np.ndarray
-    """Portion of every sample, uint16 [samples]."""
+    portion: np.ndarray  # portion of every sample, uint16 [samples]
     count: int
 
     @classmethod
-    def of(cls, lengths: Lengths, settings: PackSettings) -> Self | None:
-        """Deal samples to the min number of portions of about the settings' size.
-
-        None if one portion has all samples. The first has the samples with max items and tokens.
-        """
+    def deal(cls, lengths: Lengths, settings: PackSettings) -> Self | None:
+        """Deal samples to the fewest portions of about `portion_samples`. None if one suffices."""
         count = -(-len(lengths) // settings.portion_samples)
         if count < 2:
             return None
         rng = np.random.default_rng([settings.seed, _DEAL, count])
         portion = np.empty(len(lengths), _PLACE_TYPE)
         for first in range(0, len(portion), _DEALT_AT_ONCE):
-            some = portion[first : first + _DEALT_AT_ONCE]
-            some[:] = rng.integers(count, size=len(some))
-        # Caps and levels are chosen on the first portion, and must fit all.
+            chunk = portion[first : first + _DEALT_AT_ONCE]
+            chunk[:] = rng.integers(count, size=len(chunk))
+        # Caps and levels are chosen on the first portion, so it has the largest samples.
         for name in (*lengths.item_names, "tokens", "loss_tokens"):
             portion[int(lengths.column(name).argmax())] = 0
         return cls(lengths=lengths, settings=settings, portion=portion, count=count)
@@ -60,11 +54,11 @@ class PortionedSamples:
         return self.settings.epochs
 
     def samples(self, number: int) -> Lengths:
-        """Samples of a portion in order, with their rows in the data as `sample`."""
+        """Return the samples of a portion in order, with their rows in the data as `sample`."""
         return self.lengths.take(np.flatnonzero(self.portion == number))
 
     def settings_of(self, place: PortionPlace) -> PackSettings:
-        """Settings to pack a portion: one epoch with a separate seed."""
+        """Return the settings to pack a portion for one epoch, with a seed of its own."""
         if place == FIRST_PORTION:
             return replace(self.settings, epochs=1)
         key = [self.settings.seed, place.epoch, place.number]

@@ -1,7 +1,7 @@
 """Shares: each data-parallel rank's part of the packs of a schedule.
 
-An unshared pack is one share. A shared pack has a share on each rank of its block. Times, memory
-and the simulation use shares.
+An unshared pack is one share. A context-parallel pack has a share on each rank of its block. Times,
+memory and the simulation are of shares.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,12 @@ from omnibal.steps.cut import Pieces, cut_packs
 class Shares:
     """Shares sorted by step, rank and slot, [shares], int32 except `pack` and `step` (int64)."""
 
-    pack: np.ndarray
-    """Row of the pack in the schedule, int64."""
-    part: np.ndarray
-    """Rank within the pack's block, from 0, int32."""
+    pack: np.ndarray  # row of the pack in the schedule, int64
+    part: np.ndarray  # rank within the pack's block, from 0, int32
     context: np.ndarray
     step: np.ndarray
     dp_rank: np.ndarray
-    slot: np.ndarray
-    """Position among that rank's micro-batches of the step, int32."""
+    slot: np.ndarray  # position among that rank's micro-batches of the step, int32
     level: np.ndarray
 
     def __len__(self) -> int:
@@ -35,9 +32,8 @@ class Shares:
 
 
 def shares_of(packs: ScheduledPacks, levels: Sequence[Level]) -> Shares:
-    """List the shares of all packs. If no pack is shared, in the order of packs."""
-    contexts = np.array([level.context for level in levels], np.int32)
-    context = contexts[packs.level]
+    """List the shares of all packs: in the order of packs if no pack is shared."""
+    context = np.array([level.context for level in levels], np.int32)[packs.level]
     pack = np.repeat(np.arange(len(packs)), context)
     part = np.arange(len(pack)) - np.repeat(np.cumsum(context) - context, context)
     dp_rank = packs.dp_rank[pack] + part
@@ -62,12 +58,11 @@ def pieces_of(packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, level: 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EmptySlots:
-    """Empty micro-batches by step, rank and slot, [empty slots], int32 except `step` (int64)."""
+    """Slots without a micro-batch in lockstep groups, [slots], int32 except `step` (int64)."""
 
     step: np.ndarray
     dp_rank: np.ndarray
-    slot: np.ndarray
-    """Position among that rank's micro-batches of the step, int32."""
+    slot: np.ndarray  # position among that rank's micro-batches of the step, int32
 
     def __len__(self) -> int:
         return len(self.step)
@@ -76,14 +71,14 @@ class EmptySlots:
 def empty_slots(
     step: np.ndarray, dp_rank: np.ndarray, ranks: int, lockstep_ranks: int
 ) -> EmptySlots:
-    """Find the empty micro-batches of a schedule, from its micro-batches' steps and ranks.
+    """Find the empty slots of a schedule, from its micro-batches' steps and ranks.
 
     >>> empty = empty_slots(np.array([0, 0, 0]), np.array([0, 0, 1]), ranks=4, lockstep_ranks=2)
     >>> empty.dp_rank.tolist(), empty.slot.tolist()
     ([1], [1])
     """
     numbers, index = np.unique(step, return_inverse=True)
-    counts = np.bincount(index * ranks + dp_rank, minlength=len(numbers) * ranks)
+    counts = np.bincount(index * ranks + dp_rank, minlength=len(numbers) * ranks)  # [steps x ranks]
     blocks = counts.reshape(-1, lockstep_ranks)
     missing = (blocks.max(axis=1, keepdims=True, initial=0) - blocks).ravel()
     place = np.repeat(np.arange(len(counts)), missing)

@@ -2,7 +2,7 @@
 
 The packs of a step do not depend on ranks, so a run can resume with another number of ranks; only
 the deal to ranks changes. A step consists of rows. The packs of a row have equal items and similar
-predicted time, so ranks that take one pack each do not wait. Rows are shuffled into steps, because
+predicted time, so that ranks with one pack each do not wait. Rows are shuffled into steps, because
 steps of one kind of sample train worse.
 """
 
@@ -19,7 +19,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
 from omnibal.packing.fit import size_keys
-from omnibal.packing.packing import pack_apart, pack_samples
+from omnibal.packing.packing import pack_media_apart, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks, sha256_of_columns
 from omnibal.steps.deal import deal_by_speed, deal_in_rounds, deal_rows
 from omnibal.steps.full_steps import level_to_fill, split_to_fill
@@ -35,20 +35,16 @@ class Steps:
     """
 
     packs: Packs
-    step: np.ndarray
-    """Step of every pack, int64 [packs], counted through all epochs."""
-    epoch: np.ndarray
-    """Epoch of every pack, int32 [packs]."""
+    step: np.ndarray  # step of every pack, int64 [packs], counted through all epochs
+    epoch: np.ndarray  # epoch of every pack, int32 [packs]
 
     @classmethod
-    def of(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":
-        """Sort packs into steps."""
+    def from_packs(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":
         order = np.lexsort((packs.samples[packs.offsets[:-1]], step))
         return cls(packs=packs.take(order), step=step[order], epoch=epoch[order])
 
     @property
     def steps(self) -> int:
-        """Number of steps of all epochs."""
         return int(self.step[-1]) + 1
 
     @property
@@ -65,10 +61,9 @@ class Steps:
     def window_sha256(self) -> str:
         """Hash of the samples of every step, independent of packs and ranks.
 
-        A step's gradient is a sum over its samples, and random numbers are drawn per sample, so
-        this identifies the training. Windows of a stream are repacked for other ranks; other steps
-        keep their packs, which `sha256` covers.
+        Identifies the training on windows of a stream, which are repacked for other ranks.
         """
+        # A step's gradient is a sum over its samples, and random numbers are drawn per sample.
         sizes = np.diff(self.packs.offsets)
         step, epoch = np.repeat(self.step, sizes), np.repeat(self.epoch, sizes)
         order = np.lexsort((self.packs.samples, step))
@@ -84,12 +79,15 @@ def pack_epochs(
     may_fill: np.ndarray | None = None,
     *,
     rules: PackRules = ANY_PACKS,
-    most_types: int | None = None,
+    max_types: int | None = None,
 ) -> list[Packs]:
-    """Packs of every epoch, drawn from (seed, epoch), under the limits of levels by ascending caps.
+    """Return packs of every epoch, drawn from (seed, epoch).
 
-    `may_fill` are samples allowed in packs of a longer level, bool [levels, samples], by default
-    all. `rules` and `most_types` (see `pack_samples`) are for unshared packs of one level.
+    Args:
+        levels: by ascending caps.
+        may_fill: samples allowed in packs of each longer level, [levels, samples], default all.
+        rules: of a trainer, for unshared packs of one level.
+        max_types: as in `pack_samples`, for unshared packs of one level.
     """
     seeds = [_seeds(settings, epoch)[0] for epoch in range(settings.epochs)]
     if not are_plain(levels):
@@ -100,9 +98,10 @@ def pack_epochs(
     caps = levels[0].caps
     if rules.tokens_alone:
         caps = Caps.of(tokens=caps["tokens"])
-    pack = partial(pack_samples, caps=caps, method=settings.packing, most_types=most_types)
-    packs = [partial(pack, seed=seed) for seed in seeds]
-    return [pack_apart(lengths, of) if rules.one_medium else of(lengths) for of in packs]
+    pack = partial(pack_samples, caps=caps, method=settings.packing, max_types=max_types)
+    if rules.one_medium:
+        return [pack_media_apart(lengths, partial(pack, seed=seed)) for seed in seeds]
+    return [pack(lengths, seed=seed) for seed in seeds]
 
 
 def draw_steps(
@@ -144,7 +143,7 @@ def draw_steps(
         items, load_ms = _item_keys(packs, lengths, caps.names[:-1]), load(packs)
         samples = np.diff(packs.offsets)
         if are_plain(levels) and rows.samples_per_step is None:
-            of_epoch = match_packs(
+            step_of_pack = match_packs(
                 items,
                 load_ms,
                 packs_per_step,
@@ -155,23 +154,22 @@ def draw_steps(
             )
         else:
             level = levels_of_packs(packs, lengths, levels)
-            later = replace(rows, curriculum_steps=0)
-            rows_of_epoch = later if epoch else rows
-            of_epoch = match_rows(level, items, load_ms, samples, rows_of_epoch, seed)
+            # The curriculum is in the first epoch only.
+            request = replace(rows, curriculum_steps=0) if epoch else rows
+            step_of_pack = match_rows(level, items, load_ms, samples, request, seed)
         parts[epoch] = packs
-        step.append(of_epoch + first_step)
+        step.append(step_of_pack + first_step)
         first_step = int(step[-1].max()) + 1
     epochs = np.repeat(np.arange(len(parts), dtype=np.int32), list(map(len, parts)))
-    return Steps.of(Packs.join(parts), np.concatenate(step), epochs)
+    return Steps.from_packs(Packs.join(parts), np.concatenate(step), epochs)
 
 
 def _seeds(settings: PackSettings, epoch: int) -> list[np.random.SeedSequence]:
-    """Seeds of an epoch's packing and order."""
     return np.random.SeedSequence([settings.seed, epoch]).spawn(2)
 
 
 def _item_keys(packs: Packs, lengths: Lengths, names: Sequence[str]) -> np.ndarray:
-    """Keys that sort packs like their sums of these features, int64 [packs]."""
+    """Return int64 keys [packs] in the lexicographic order of their sums of these features."""
     sums = [packs.sums(lengths.column(name)) for name in names]
     return size_keys(np.array(sums, np.int64).reshape(len(names), len(packs)))
 
@@ -187,14 +185,17 @@ def deal_steps(
 ) -> ScheduledPacks:
     """Deal the packs of every step to `dp` data-parallel ranks.
 
-    Packs are dealt by longest processing time first, with counts that differ by at most one
-    (`deal_in_rounds`), for ranks of unequal speed by `deal_by_speed`, and shared packs by context
-    size (`deal_rows`). A rank runs its lightest packs first and last, as other stages idle during
-    pipeline fill and drain. `lockstep_ranks` neighbours run slots together, e.g. for expert
-    parallelism. `slowness` is relative, [dp], and None with several levels or lockstep.
+    Packs are dealt in rounds (`deal_in_rounds`), for ranks of unequal speed by `deal_by_speed`, and
+    with context-parallel packs by `deal_rows`. A rank runs its lightest packs first and last, as
+    other stages idle during pipeline fill and drain.
+
+    Args:
+        load: returns the load of every pack.
+        lockstep_ranks: neighbours that run slots together, e.g. for expert parallelism.
+        slowness: relative time of every rank, [dp]. None with several levels or lockstep.
     """
     level = levels_of_packs(steps.packs, lengths, levels)
-    context = np.array([given.context for given in levels])[level]
+    context = np.array([part.context for part in levels])[level]
     fewest = int(np.bincount(steps.epoch, weights=context).min())
     if fewest < dp:
         raise UserError(
@@ -204,7 +205,7 @@ def deal_steps(
     weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
     usual = int(np.median(np.bincount(steps.step)))
-    # Nearly all steps have the same size.
+    # Steps of equal contexts at once: nearly all steps have the same size.
     for rows in _steps_of_equal_contexts(steps.step, context):
         if not are_plain(levels):
             dealt = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
@@ -217,20 +218,22 @@ def deal_steps(
         _, rank, position = np.nonzero(by_rank >= 0)
         dp_rank[by_rank[by_rank >= 0]] = rank
         slot[by_rank[by_rank >= 0]] = position
-    return ScheduledPacks.of(steps.packs, lengths, steps.step, dp_rank, slot, steps.epoch, level)
+    return ScheduledPacks.from_packs(
+        steps.packs, lengths, steps.step, dp_rank, slot, steps.epoch, level
+    )
 
 
 def most_slots(packs_per_step: int, dp: int) -> int:
-    """Max packs of a rank per step: 1.5 times its share, as in an epoch's largest step."""
+    """Return the max packs of a rank per step: 1.5 times its share, as in the largest step."""
     return -(-3 * packs_per_step // (2 * dp))
 
 
 def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.ndarray]:
-    """Pack indices by step, sorted by context, as [steps, packs] per combination of contexts."""
+    """Return packs of steps, [steps, packs], by combination of contexts, sorted by context."""
     by_context = np.lexsort((context, step))
     values, code = np.unique(context, return_inverse=True)
     counts = np.bincount(step * len(values) + code, minlength=(int(step[-1]) + 1) * len(values))
-    counts = counts.reshape(-1, len(values))
+    counts = counts.reshape(-1, len(values))  # [steps, contexts]
     first = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
     _, kind = np.unique(counts, axis=0, return_inverse=True)
     groups = []
@@ -242,11 +245,11 @@ def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.n
 
 
 def steps_of(scheduled: ScheduledPacks) -> Steps:
-    """Steps of a schedule, before packs were dealt to ranks."""
-    return Steps.of(scheduled.packs, scheduled.step, scheduled.epoch)
+    """Return the steps of a schedule, before packs were dealt to ranks."""
+    return Steps.from_packs(scheduled.packs, scheduled.step, scheduled.epoch)
 
 
 def size_load(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Load of packs without a model: all features have equal totals."""
+    """Return the load of packs without a cost model: all features have equal totals."""
     sums = [packs.sums(lengths.column(name)) for name in (*lengths.item_names, "tokens")]
     return np.sum([per_pack / max(per_pack.sum(), 1) for per_pack in sums], axis=0)

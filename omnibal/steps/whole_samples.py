@@ -1,12 +1,11 @@
-"""Whole samples dealt: the rank of an encoding group that encodes each sample's images.
+"""The rank of an encoding group that encodes each sample's images, for encoders of whole samples.
 
 Attention within an image keeps it on one rank, and lengths count images per sample, so samples are
 dealt whole by predicted time. A pipeline's ranks first take its own samples, longest first, up to
 the lower bound of the max load. The remainder goes to the ranks with minimal load, and exchanges
 then lower the maximum. Integer weights and stable sorts make all machines agree.
 
-A share of a shared pack has the parts of samples that it encodes (`omnibal.steps.item_shares`), so
-its items are a run of the pack's.
+A context-parallel pack's samples are divided over its ranks beforehand (`steps/item_shares.py`).
 
 A pass has consecutive samples within an item limit, or one larger sample. Activations of a rank's
 first samples are kept within another limit, and no pass mixes kept and other samples.
@@ -29,36 +28,32 @@ from omnibal.model.data_parallel_encoders import (
 from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.balance import even_out, load_bound
+from omnibal.steps.balance import load_bound, lower_max_load
 from omnibal.steps.item_shares import ImagePieces
-from omnibal.steps.items import HEAVIEST, NO_LOAD, Homes, unit_of_time
+from omnibal.steps.items import MAX_UNITS, NO_LOAD, Homes, unit_of_time
 from omnibal.steps.shares import Shares, shares_of
 
-_NEAR = 1e-3
-"""Max excess of the busiest rank over the bound, worth it to keep samples in their pipeline."""
+_HOME_SLACK = 1e-3  # max excess over the bound to keep samples on their pipeline's ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DealtSamples:
     """Samples by rank, int64 [samples]."""
 
-    rank: np.ndarray
-    """Index of the rank among all groups."""
-    place: np.ndarray
-    """Index of the input sample."""
+    rank: np.ndarray  # index of the rank among all groups
+    place: np.ndarray  # index of the input sample
     items: np.ndarray
     squares: np.ndarray
     weight: np.ndarray
-    pipeline: np.ndarray
-    """Index of the sample's pipeline among all groups."""
+    pipeline: np.ndarray  # index of the sample's pipeline among all groups
 
     def of_ranks(self, of_sample: np.ndarray, ranks: int) -> np.ndarray:
-        """Sum over samples of every rank, int64 [ranks]."""
-        # Integer sums are exact below 2^53.
+        """Sum a quantity of samples over every rank's, int64 [ranks]."""
+        # bincount sums in float64, exact for integers below 2^53.
         return np.bincount(self.rank, of_sample, ranks).astype(np.int64)
 
     def at_home(self, homes: Homes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items at home: per rank for its own pipeline, per rank in total, and per pipeline."""
+        """Count items at home: per rank for its own pipeline, per rank in total, per pipeline."""
         near = self.items * (homes.node[self.rank] == homes.home[self.pipeline])
         own = near * (homes.pipeline[self.rank] == self.pipeline)
         ranks = len(homes.node)
@@ -75,19 +70,23 @@ def deal_samples(
     pipelines: int,
     ranks_of_pipeline: int,
 ) -> DealtSamples:
-    """Deal samples of many independent groups to their groups' ranks, all int64 [samples].
+    """Deal samples of many independent groups to their groups' ranks.
 
-    `pipeline` counts through all groups of L = `pipelines`, `weight` is at least 1, and rank r of
-    all belongs to pipeline r // R, R = `ranks_of_pipeline`. Deterministic, so planner and ranks
-    agree without communication.
+    Deterministic, so planner and ranks agree without communication. Arrays are int64 [samples].
+
+    Args:
+        pipeline: of every sample, counted through all groups.
+        weight: at least 1.
+        pipelines: of a group.
+        ranks_of_pipeline: R. Rank r of all belongs to pipeline r // R.
     """
     group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
     by_group = np.argsort(group, kind="stable")
     bounds = np.flatnonzero(np.diff(group[by_group])) + 1
-    for own in np.split(by_group, bounds) if len(items) else ():
-        first = group[own[0]] * pipelines
-        dealt = deal_group(weight[own], pipeline[own] - first, pipelines, ranks_of_pipeline)
-        rank[own] = first * ranks_of_pipeline + dealt
+    for members in np.split(by_group, bounds) if len(items) else ():
+        first = group[members[0]] * pipelines
+        dealt = deal_group(weight[members], pipeline[members] - first, pipelines, ranks_of_pipeline)
+        rank[members] = first * ranks_of_pipeline + dealt
     place = np.argsort(rank, kind="stable")
     return DealtSamples(
         rank=rank[place],
@@ -100,19 +99,19 @@ def deal_samples(
 
 
 def weights_of(sample_ms: np.ndarray, unit_ms: float) -> np.ndarray:
-    """Convert times to units, at least 1, int64 [...]."""
-    return np.clip(np.rint(sample_ms / unit_ms), 1, HEAVIEST).astype(np.int64)
+    """Return times as units, int64, at least 1."""
+    return np.clip(np.rint(sample_ms / unit_ms), 1, MAX_UNITS).astype(np.int64)
 
 
 def deal_group(
     weight: np.ndarray, pipeline: np.ndarray, pipelines: int, ranks_of_pipeline: int
 ) -> np.ndarray:
-    """Rank of every sample of one group, from 0, int64 [samples]."""
+    """Return the rank of every sample within its group, int64 [samples]."""
     ranks, rank = pipelines * ranks_of_pipeline, np.zeros(len(weight), np.int64)
     if ranks == 1:
         return rank
-    enough = load_bound(weight, ranks) * (1 + _NEAR)
-    entries = [(0, number) for number in range(ranks)]
+    enough = load_bound(weight, ranks) * (1 + _HOME_SLACK)
+    entries = [(0, number) for number in range(ranks)]  # load and rank; sorted, so a heap
     heaps = [entries[first : first + ranks_of_pipeline]
              for first in range(0, ranks, ranks_of_pipeline)]  # fmt: skip
     weights, homes, over = weight.tolist(), pipeline.tolist(), []
@@ -128,24 +127,20 @@ def deal_group(
     for sample in over:
         load, rank[sample] = all_ranks[0]
         heapq.heapreplace(all_ranks, (load + weights[sample], all_ranks[0][1]))
-    return even_out(weight.astype(np.float64), rank, ranks, enough)
+    return lower_max_load(weight.astype(np.float64), rank, ranks, enough)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleItems:
-    """Samples with items, or their parts, by row. A row is a share, in the order of `shares_of`."""
+    """Samples with items, or their parts, by row. Rows are shares, in the order of `shares_of`."""
 
-    rows: Packs
-    """Samples of every row, as indices into `items` and `squares`. Rows may be empty."""
-    items: np.ndarray
-    """Items of every sample, and of every part of a divided sample, int64."""
-    squares: np.ndarray
-    """Sum of squared items per image and frame, int64."""
-    _dealt: dict[object, DealtSamples] = field(default_factory=dict, repr=False)
-    """Cache of dealt samples, for repeated queries of a search."""
+    rows: Packs  # Samples of every row, as indices into `items` and `squares`. Rows may be empty.
+    items: np.ndarray  # items of every sample, and of every part of a divided sample, int64
+    squares: np.ndarray  # sum of squared items per image and frame, int64
+    _dealt: dict[object, DealtSamples] = field(default_factory=dict, repr=False)  # by arguments
 
     @classmethod
-    def of(
+    def from_packs(
         cls,
         packs: ScheduledPacks,
         lengths: Lengths,
@@ -153,27 +148,28 @@ class SampleItems:
         feature: str,
         shares: Shares | None = None,
     ) -> Self:
-        """Samples with items of a feature in every share."""
+        """List the samples of every share with items of `feature`."""
         shares = shares_of(packs, levels) if shares is None else shares
         context = np.array([level.context for level in levels])[packs.level]
         first = np.cumsum(context) - context
         row_of_part = np.empty(int(context.sum()), np.int64)
         row_of_part[first[shares.pack] + shares.part] = np.arange(len(shares))
         whole = [lengths.column(name).astype(np.int64) for name in (feature, squares_of(feature))]
-        held, parts = [], [np.stack(whole)]
+        # Places are [pack, part, entry of counts], counts are [items, squares].
+        places, counts = [], [np.stack(whole)]
         for number, level in enumerate(levels):
             chosen = np.flatnonzero(packs.level == number)
-            some = packs.packs.take(chosen)
+            level_packs = packs.packs.take(chosen)
             if level.context == 1:
-                place = some.pack_of_sample
-                held.append(np.stack([chosen[place], 0 * place, some.samples]))
+                place = level_packs.pack_of_sample
+                places.append(np.stack([chosen[place], 0 * place, level_packs.samples]))
             else:
-                place, part, *sums = _parts(ImagePieces.of(some, lengths), level)
-                numbers = sum(each.shape[1] for each in parts) + np.arange(len(place))
-                held.append(np.stack([chosen[place], part, numbers]))
-                parts.append(np.stack(sums))
-        items, squares = np.concatenate(parts, axis=1)
-        pack, part, sample = np.concatenate(held, axis=1)
+                place, part, *sums = _divide(ImagePieces.from_packs(level_packs, lengths), level)
+                entries = sum(part.shape[1] for part in counts) + np.arange(len(place))
+                places.append(np.stack([chosen[place], part, entries]))
+                counts.append(np.stack(sums))
+        items, squares = np.concatenate(counts, axis=1)
+        pack, part, sample = np.concatenate(places, axis=1)
         has_any = items[sample] > 0
         pack, part, sample = pack[has_any], part[has_any], sample[has_any]
         row = row_of_part[first[pack] + part]
@@ -183,7 +179,6 @@ class SampleItems:
         return cls(rows=rows, items=items, squares=squares)
 
     def take(self, rows: np.ndarray) -> Self:
-        """Select rows by mask or indices."""
         indices = np.flatnonzero(rows) if rows.dtype == bool else rows
         return replace(self, rows=self.rows.take(indices), _dealt={})
 
@@ -193,12 +188,11 @@ class SampleItems:
 
     @property
     def row(self) -> np.ndarray:
-        """Row of every sample of `rows`."""
         return np.repeat(np.arange(len(self.rows)), np.diff(self.rows.offsets))
 
     @property
     def of_rows(self) -> np.ndarray:
-        """Items of every row, int64 [rows]."""
+        """Sum of items of every row, int64 [rows]."""
         return np.diff(np.append(0, np.cumsum(self.items[self.rows.samples]))[self.rows.offsets])
 
     def deal(
@@ -211,9 +205,10 @@ class SampleItems:
         unit_ms: float,
     ) -> DealtSamples:
         """Deal samples to their groups' ranks. `pipeline`, int64 [rows], is equal in all calls."""
+        # Cached without `pipeline`: a search asks again and again for a few sizes.
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
-            items, squares = (each[self.rows.samples] for each in (self.items, self.squares))
+            items, squares = self.items[self.rows.samples], self.squares[self.rows.samples]
             self._dealt[sizes] = deal_samples(
                 pipeline[self.row],
                 items,
@@ -233,15 +228,19 @@ def deal_whole_samples(
     ranks_of_pipeline: int,
     groups: int,
 ) -> tuple[dict[str, DealtSamples], np.ndarray]:
-    """Deal samples, by whole-sample encoder, to the ranks of their groups.
+    """Deal samples of whole-sample encoders to the ranks of their groups.
 
-    `pipeline` of each row counts through all groups, int64 [rows]. Also returns the load of every
-    rank in units of `unit_of_time`, int64 [groups, ranks of a group], or `NO_LOAD`.
+    Args:
+        pipeline: of every row, counted through all groups, int64 [rows].
+
+    Returns:
+        Samples by encoder, and the load of every rank in units of `unit_of_time`, int64
+        [groups, ranks of a group], `NO_LOAD` without samples.
     """
     dealt, load = dict[str, DealtSamples](), NO_LOAD
     size = beside.pipelines * ranks_of_pipeline
-    for name, of_rows in samples.items():
-        dealt[name] = of_rows.deal(
+    for name, rows in samples.items():
+        dealt[name] = rows.deal(
             pipeline,
             pipelines=beside.pipelines,
             ranks_of_pipeline=ranks_of_pipeline,
@@ -260,84 +259,77 @@ def samples_of_shares(
     levels: Sequence[Level],
     shares: Shares,
 ) -> dict[str, SampleItems]:
-    """Samples of every share, by feature of whole-sample encoders."""
+    """List the samples of every share, by feature of whole-sample encoders."""
     whole = {model.encoders[name].feature for name in takes_whole_samples(model)}
-    return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
+    return {name: SampleItems.from_packs(packs, lengths, levels, name, shares) for name in whole}
 
 
-def _parts(pieces: ImagePieces, level: Level) -> np.ndarray:
-    """Parts of shared packs' samples: pack, rank in its block, items, squares, int64 [4, parts]."""
-    bounds = pieces.bounds(level)
-    pack, part = np.indices(np.diff(bounds).shape).reshape(2, -1)
-    pack, part = (np.repeat(each, np.diff(bounds).ravel()) for each in (pack, part))
-    share = pack * level.context + part
-    is_first = (np.diff(pieces.sample, prepend=-1) != 0) | (np.diff(share, prepend=-1) != 0)
-    first = np.flatnonzero(is_first)
-    sums = [np.add.reduceat(each, first) if len(first) else each
-            for each in (pieces.tokens, pieces.squares)]  # fmt: skip
-    return np.stack([pack[first], part[first], *sums])
+def _divide(pieces: ImagePieces, level: Level) -> np.ndarray:
+    """Divide samples over packs' ranks: pack, rank in block, items, squares, int64 [4, parts]."""
+    counts = np.diff(pieces.bounds(level))  # [packs, context]
+    share = np.repeat(np.arange(counts.size), counts.ravel())  # of every piece
+    first = np.flatnonzero(_begins(pieces.sample) | _begins(share))
+    sums = [values[:0] if not len(first) else np.add.reduceat(values, first)
+            for values in (pieces.tokens, pieces.squares)]  # fmt: skip
+    return np.stack([*divmod(share[first], level.context), *sums])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplePasses:
     """Passes of all ranks, by rank and in running order, [passes]."""
 
-    rank: np.ndarray
-    """Index of the rank as dealt, int64, like the next four."""
-    first: np.ndarray
-    """First dealt sample of the pass."""
-    stop: np.ndarray
-    """End (exclusive) of its samples."""
+    rank: np.ndarray  # index of the rank as dealt, int64, like the next four
+    first: np.ndarray  # first dealt sample of the pass
+    stop: np.ndarray  # end (exclusive) of its samples
     items: np.ndarray
     squares: np.ndarray
-    is_kept: np.ndarray
-    """Whether activations are kept for the backward, bool."""
+    is_kept: np.ndarray  # whether activations are kept for the backward, bool
 
     def __len__(self) -> int:
         return len(self.rank)
 
     @property
     def number(self) -> np.ndarray:
-        """Index of every pass among its rank's kept or not kept passes."""
+        """Index of every pass among its rank's kept or other passes."""
         begins = _begins(2 * self.rank + ~self.is_kept)
         return np.arange(len(self)) - _of_run(np.flatnonzero(begins), begins)
 
 
 def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int) -> SamplePasses:
-    """Passes of dealt samples. A rank keeps activations of at most `kept_items` items."""
+    """Group dealt samples into passes. A rank keeps activations of at most `kept_items` items."""
     ends, items = np.cumsum(dealt.items), dealt.items
     begins = _begins(dealt.rank)
     before_rank = _of_run((ends - items)[begins], begins)
     is_kept = ends - before_rank <= kept_items
     begins_run = _begins(2 * dealt.rank + ~is_kept)
-    run_firsts = np.flatnonzero(begins_run)
+    run_firsts = np.flatnonzero(begins_run)  # runs of a rank's kept or other samples
     run_stop = _of_run(np.append(run_firsts[1:], len(items)), begins_run)
     firsts, stops = [], []
     at = run_firsts
-    # One more pass for every run with samples left.
+    # In each round, one more pass of every run with samples left.
     while len(at):
         stop = np.searchsorted(ends, (ends - items)[at] + items_per_pass, "right")
         stop = np.minimum(np.maximum(stop, at + 1), run_stop[at])
         firsts.append(at)
         stops.append(stop)
         at = stop[stop < run_stop[at]]
-    first, stop = (np.sort(np.concatenate([run_firsts[:0], *each])) for each in (firsts, stops))
-    sums = [np.append(0, np.cumsum(each)) for each in (items, dealt.squares)]
+    first, stop = (np.sort(np.concatenate([run_firsts[:0], *ats])) for ats in (firsts, stops))
+    item_sums, square_sums = (np.append(0, np.cumsum(values)) for values in (items, dealt.squares))
     return SamplePasses(
         rank=dealt.rank[first],
         first=first,
         stop=stop,
-        items=sums[0][stop] - sums[0][first],
-        squares=sums[1][stop] - sums[1][first],
+        items=item_sums[stop] - item_sums[first],
+        squares=square_sums[stop] - square_sums[first],
         is_kept=is_kept[first],
     )
 
 
 def _begins(key: np.ndarray) -> np.ndarray:
-    """Whether a run of equal keys begins, bool."""
+    """Return whether a run of equal keys begins at each element."""
     return np.diff(key, prepend=-1) != 0
 
 
 def _of_run(values: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Value of each element's run."""
+    """Return the value of each element's run, from values of runs."""
     return values[np.cumsum(begins) - 1]

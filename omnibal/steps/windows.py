@@ -1,10 +1,10 @@
-"""Windows of a stream, for samples that must stay in order: pack and deal within each step.
+"""Windows of a stream, for samples that must stay in order: packed and dealt within each step.
 
-A window of consecutive samples is one step. As the gradient is a sum over the step, ranks and packs
-within it are free, so each rank gets and packs an equal share of the window's predicted time
+A window of consecutive samples is one step. The gradient is a sum over the step, so ranks and packs
+within it are free: each rank gets and packs an equal share of the window's predicted time
 (post-balancing, as in OrchMLLM, arXiv 2503.23830). For ranks in lockstep (expert parallelism),
-similar packs are aligned in slots. Undispatched windows are packed by next fit and dealt round
-robin.
+similar packs are aligned in slots. Windows that are not dispatched are packed by next fit and dealt
+round robin.
 """
 
 import heapq
@@ -24,8 +24,7 @@ from omnibal.steps.balance import balance
 from omnibal.steps.deal import lightest_at_the_ends
 
 _Pack = list[int]
-_Ranks = list[list[_Pack]]
-"""Packs of every rank, in slot order."""
+_Ranks = list[list[_Pack]]  # packs of every rank, in slot order
 
 
 def schedule_windows(
@@ -49,13 +48,13 @@ def schedule_windows(
         is_dispatched: whether ranks get equal shares of a window, instead of packs in stream order.
     """
     check_samples_fit(lengths, caps)
-    samples, ranks = _Samples(lengths, caps, parallel, load), parallel.data
+    samples, ranks = _StreamSamples(lengths, caps, parallel, load), parallel.data
     dealt = []
     for first in range(0, len(lengths), window):
         rows = range(first, min(first + window, len(lengths)))
-        packs = samples.as_read(rows, ranks)
+        packs = samples.pack_in_order(rows, ranks)
         if is_dispatched:
-            packs = min(samples.balanced(rows, ranks), packs, key=samples.busiest_ms)
+            packs = min(samples.share_equally(rows, ranks), packs, key=samples.busiest_ms)
         dealt.append(packs)
     places = [
         (step, rank, slot, pack)
@@ -66,11 +65,11 @@ def schedule_windows(
     step, rank, slot = (np.array([place[i] for place in places] * epochs) for i in range(3))
     joined = Packs.from_lists([place[3] for place in places] * epochs)
     epoch = np.repeat(np.arange(epochs), len(places))
-    return ScheduledPacks.of(joined, lengths, step + epoch * len(dealt), rank, slot, epoch)
+    return ScheduledPacks.from_packs(joined, lengths, step + epoch * len(dealt), rank, slot, epoch)
 
 
-class _Samples:
-    """Sizes and times of a stream's samples, and packs of its windows."""
+class _StreamSamples:
+    """Sizes and predicted times of a stream's samples, to pack its windows."""
 
     def __init__(
         self,
@@ -80,20 +79,20 @@ class _Samples:
         load: Callable[[Packs], np.ndarray],
     ) -> None:
         self.stages, self.lockstep_ranks = parallel.pipeline, parallel.lockstep_ranks
+        # int64 [features, samples], [features]
+        # int64 [features, samples], [features]
         self.sizes, self.caps = in_common_units(lengths, caps)
-        """Sizes in units of the caps, int64 [features, samples], and the caps."""
         self.columns = list(zip(*self.sizes.tolist(), strict=True))
         count = len(lengths)
         alone_ms = load(Packs(samples=np.arange(count), offsets=np.arange(count + 1)))
-        # The fixed time is what two packs take more than one pack with the same samples.
+        # The fixed time of a pack: two packs take it once more than one pack with both samples.
         twice = load(Packs.from_lists([[0], [0], [0, 0]]))
         self.pack_ms = max(float(twice[0] + twice[1] - twice[2]), 0.0)
-        """Fixed time per pack."""
+        # Time that each sample adds to a pack.
         self.ms: list[float] = np.maximum(alone_ms - self.pack_ms, 0).tolist()
-        """Time that each sample adds to a pack."""
 
     def busiest_ms(self, ranks: _Ranks) -> float:
-        """Time of the busiest rank or lockstep group."""
+        """Return the time of the busiest rank or lockstep group."""
         return max(map(self._lockstep_ms, self._groups(ranks)))
 
     def _groups(self, ranks: _Ranks) -> list[_Ranks]:
@@ -103,58 +102,55 @@ class _Samples:
         ]
 
     def _lockstep_ms(self, group: _Ranks) -> float:
-        """Time of a lockstep group in equal stages, with fill and drain, times their number.
-
-        Missing packs are empty slots.
-        """
-        slots = zip_longest(*group, fillvalue=[])
+        """Return the time of a lockstep group in p equal stages: `sum + (p - 1) * max` of slots."""
+        slots = zip_longest(*group, fillvalue=[])  # missing packs are empty slots
         times = [max(map(self._time_ms, slot)) for slot in slots]
         return sum(times) + (self.stages - 1) * max(times, default=0.0)
 
     def _time_ms(self, pack: _Pack) -> float:
         return self.pack_ms + sum(self.ms[sample] for sample in pack)
 
-    def as_read(self, window: range, ranks: int) -> _Ranks:
-        """Next-fit packs in stream order, dealt round robin."""
+    def pack_in_order(self, window: range, ranks: int) -> _Ranks:
+        """Pack a window by next fit in stream order, and deal packs round robin."""
         bounds = cut_groups(self.sizes[:, window.start : window.stop], self.caps) + window.start
         packs = [list(range(*ends)) for ends in pairwise(bounds.tolist())]
         return [packs[rank::ranks] for rank in range(ranks)]
 
-    def balanced(self, window: range, ranks: int) -> _Ranks:
-        """Equal shares of the window's time, each packed separately."""
+    def share_equally(self, window: range, ranks: int) -> _Ranks:
+        """Give every rank an equal share of the window's time, packed separately."""
         share = (self.sizes[:, window.start : window.stop] / self.caps[:, None]).max(axis=0)
+        # A sample causes a part of a pack's fixed time, by its share of the caps.
         weight_ms = np.array(self.ms[window.start : window.stop]) + self.pack_ms * share
         dealt = balance(weight_ms, ranks)
         longest_first = np.argsort(-weight_ms, kind="stable")
-        shares = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
-        given = [(window.start + share).tolist() for share in shares]
-        packed = [self._pack_share(share) for share in given]
-        return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
-
-    def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
-        """Return the faster of separate packing and equal counts. Shares are longest first."""
-        best = self._alike_in_lockstep(packed)
+        places = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
+        shares = [(window.start + place).tolist() for place in places]
+        packed = [self._pack_share(share) for share in shares]
+        if self.lockstep_ranks == 1:
+            return packed
+        # Equal counts leave no slots empty, but may need larger packs.
+        best = self._align_slots(packed)
         for count in sorted({len(packs) for packs in packed}):
-            level = [self._pack_evenly(share, count) for share in shares]
-            ranks = [packs for packs in level if packs is not None]
-            if len(ranks) == len(shares):
-                best = min(best, self._alike_in_lockstep(ranks), key=self.busiest_ms)
+            equal = [self._pack_evenly(share, count) for share in shares]
+            feasible = [packs for packs in equal if packs is not None]
+            if len(feasible) == len(shares):
+                best = min(best, self._align_slots(feasible), key=self.busiest_ms)
         return best
 
-    def _alike_in_lockstep(self, ranks: _Ranks) -> _Ranks:
-        """Deal shares to ranks, and packs to slots, so that concurrent packs are similar."""
+    def _align_slots(self, ranks: _Ranks) -> _Ranks:
+        """Deal shares to ranks, and packs to slots, so that packs of a slot are similar."""
         heavy_first = [sorted(packs, key=self._time_ms, reverse=True) for packs in ranks]
         heavy_first.sort(key=lambda packs: [len(packs), *map(self._time_ms, packs)], reverse=True)
         ordered = []
         for group in self._groups(heavy_first):
             most, fewest = len(group[0]), len(group[-1])
-            # Empty slots must be last, so slots that only some ranks fill go there, heaviest first.
+            # Empty slots must be last: slots that only some ranks fill follow, heaviest first.
             slots = [*lightest_at_the_ends(fewest), *range(fewest, most)]
             ordered += [[packs[place] for place in slots[: len(packs)]] for packs in group]
         return ordered
 
     def _pack_share(self, share: list[int]) -> list[_Pack]:
-        """Pack one rank's samples, sorted longest first, into the best number of equal packs."""
+        """Pack one rank's samples, sorted longest first, into the best number of similar packs."""
         if not share:
             return []
         sizes = self.sizes[:, share]
@@ -174,22 +170,22 @@ class _Samples:
         return [heaviest_first[place] for place in lightest_at_the_ends(len(best))]
 
     def _pack_evenly(self, share: list[int], count: int) -> list[_Pack] | None:
-        """Pack into `count` packs, each sample into the shortest that fits. None if impossible."""
+        """Pack into `count` packs, each sample into the shortest that fits, or return None."""
         heap = [(0.0, pack) for pack in range(count)]
         room = [tuple(self.caps.tolist())] * count
         packs: list[_Pack] = [[] for _ in range(count)]
         for sample in share:
-            full = []
+            too_full = []
             while heap:
-                held_ms, pack = heapq.heappop(heap)
+                pack_ms, pack = heapq.heappop(heap)
                 left = tuple(map(int.__sub__, room[pack], self.columns[sample]))
                 if min(left) >= 0:
                     break
-                full.append((held_ms, pack))
+                too_full.append((pack_ms, pack))
             else:
                 return None
             packs[pack].append(sample)
             room[pack] = left
-            for entry in (*full, (held_ms + self.ms[sample], pack)):
+            for entry in (*too_full, (pack_ms + self.ms[sample], pack)):
                 heapq.heappush(heap, entry)
         return packs if all(packs) else None

@@ -143,7 +143,7 @@ def in_order(packs: Packs, lengths: Lengths, ranks: int) -> ScheduledPacks:
     """The packs in this order of reading, with `MICRO_BATCHES` of a rank in every step."""
     step, within = np.divmod(np.arange(len(packs)), MICRO_BATCHES * ranks)
     slot, rank = np.divmod(within, ranks)
-    return ScheduledPacks.of(packs, lengths, step, rank, slot)
+    return ScheduledPacks.from_packs(packs, lengths, step, rank, slot)
 
 
 def places_of(packs: ScheduledPacks) -> dict[tuple[int, int, int], list[int]]:

@@ -305,7 +305,7 @@ def test_a_gap_on_a_rank_that_only_shares_is_found(tmp_path, missing):
     dp_rank, slot, level = np.array([row[:3] for row in rows], np.int32).T
     packs = Packs.from_lists([row[3] for row in rows])
     given = packs, long_and_short(25), 0 * slot, dp_rank, slot
-    made = planned_with_levels(ScheduledPacks.of(*given, level=level), len(ranks) + 6)
+    made = planned_with_levels(ScheduledPacks.from_packs(*given, level=level), len(ranks) + 6)
     roomy = tuple(
         level.model_copy(update={"caps": Caps.of(tiles=100, tokens=tokens)})
         for level, tokens in zip(made.plan.levels, (4_000, 5_000), strict=True)

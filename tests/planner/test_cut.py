@@ -66,7 +66,7 @@ def test_a_sample_is_divided_where_two_ranks_have_tokens_of_it(rule: CutRule) ->
         tokens = random_pack(rng)
         pieces = cut_pack(tokens, level(rule, 4))
         several = [len(np.unique(ranks)) > 1 for ranks in owners(pieces, tokens)]
-        np.testing.assert_array_equal(pieces.divided, np.array(several)[pieces.sample])
+        np.testing.assert_array_equal(pieces.is_divided, np.array(several)[pieces.sample])
 
 
 def test_ranks_have_equal_tokens_cost_or_attention() -> None:

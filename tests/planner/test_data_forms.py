@@ -411,7 +411,7 @@ def test_an_index_knows_rows(written, tmp_path):
     meta = written[0] / "meta.json"
     meta.write_text('{"a": {"annotation": "inside.parquet"}}')
     first = Annotations.open(meta, DataIndex.resume(tmp_path / "data.index", LocalPool()))
-    again = Annotations.open(meta, DataIndex.read(tmp_path / "data.index"))
+    again = Annotations.open(meta, DataIndex.open_complete(tmp_path / "data.index"))
     assert again.sha256 == first.sha256
     assert files_of(again, 22) == files_of(first, 22)
 

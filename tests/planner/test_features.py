@@ -30,7 +30,7 @@ from omnibal.packing.fit import size_keys
 from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import read_packs, write_packs
-from omnibal.packing.patterns import Grid, knapsack_table
+from omnibal.packing.patterns import CapGrid, knapsack_table
 from omnibal.search.caps import CapSpace
 from omnibal.steps.balance_metrics import measure_packs
 from omnibal.steps.pack_settings import PackSettings
@@ -275,7 +275,7 @@ def test_knapsacks_equal_all_packs(features):
     for _ in range(25):
         sizes, caps = some_kinds(features, rng)
         values = rng.random(sizes.shape[1]) * (0.2 + sizes[-1] / 300)
-        table = knapsack_table(values, sizes, Grid.of(caps, 1 << 18))
+        table = knapsack_table(values, sizes, CapGrid.from_caps(caps, 1 << 18))
         fitting = all_patterns(sizes, caps)
         for room in rng.integers(0, caps + 1, (4, features)):
             inside = fitting[(fitting @ sizes.T <= room).all(axis=1)]

@@ -165,7 +165,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         with pytest.raises(UserError, match="is a pipe or a device"):
             read_text(path, "give a file")
         with pytest.raises(UserError, match="is a pipe or a device"):
-            Columns.read(path, [], "give a file")
+            Columns.open(path, [], "give a file")
         with pytest.raises(UserError, match="is a pipe or a device"):
             RecordLog(path, b"title", b"key").read("a log")
 

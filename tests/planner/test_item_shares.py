@@ -93,7 +93,7 @@ def test_packs_without_images_have_empty_runs(samples: int) -> None:
     lengths = lengths_with([*texts, [Segments(1, 50)] * 9, *texts], listed=False)
     packs = Packs.from_lists([[*range(samples)], [samples], [*range(samples + 1, 2 * samples + 1)]])
     level = Level(caps=CAPS, context=2)
-    bounds = ImagePieces.of(packs, lengths).bounds(level)
+    bounds = ImagePieces.from_packs(packs, lengths).bounds(level)
     assert (np.diff(bounds) >= 0).all() and bounds[:, -1].tolist() == packs.offsets[1:].tolist()
     assert bounds_of_items(packs, lengths, level, "image_tokens")[::2].tolist() == [[0, 0, 0]] * 2
 

@@ -37,7 +37,7 @@ def test_ratios_are_the_paper_s_equations_1_and_2():
 def test_figures_of_a_small_schedule():
     """Prevents figures taken over the wrong ranks, epochs or caps."""
     packs, step = Packs.from_lists([[0, 1], [2], [3]]), np.array([0, 0, 1])
-    scheduled = ScheduledPacks.of(packs, FOUR, step, np.array([0, 1, 1]))
+    scheduled = ScheduledPacks.from_packs(packs, FOUR, step, np.array([0, 1, 1]))
     levels, load = [Level(caps=Caps.of(tiles=4, tokens=50))], np.array([1.0, 3.0, 5.0])
     metrics = measure_packs(scheduled, FOUR, levels, 2, load, lower_bound=2)
     expected = {
@@ -71,7 +71,7 @@ def shared_schedule(cut: CutRule) -> tuple[ScheduledPacks, tuple[Level, ...]]:
     """Sample 3 alone on two ranks, beside packs of one rank each in another step."""
     packs, level = Packs.from_lists([[3], [0, 1], [2]]), np.array([1, 0, 0])
     step, rank = np.array([0, 1, 1]), np.array([0, 0, 1])
-    packs = ScheduledPacks.of(packs, FOUR, step, rank, level=level)
+    packs = ScheduledPacks.from_packs(packs, FOUR, step, rank, level=level)
     short, long = Caps.of(tiles=4, tokens=30), Caps.of(tiles=4, tokens=40)
     return packs, (Level(caps=short), Level(caps=long, context=2, cut=cut))
 

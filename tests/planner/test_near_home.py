@@ -62,7 +62,7 @@ def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) ->
     assert at_home == max(states.values())
     # What the planner counts without laying items on ranks.
     held = np.bincount(home, items, pipelines).astype(int)
-    homes = Homes.of(node[None], of_pipeline)
+    homes = Homes.from_nodes(node[None], of_pipeline)
     own, near, of_pipelines = items_at_home(held, share.astype(int), homes)
     is_near = node[found.rank] == target[home[found.pack]]
     is_own = is_near & (found.rank // of_pipeline == home[found.pack])
@@ -74,7 +74,7 @@ def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) ->
 
 def test_samples_of_different_groups_keep_to_their_own_nodes() -> None:
     """Prevents: nodes of one group that count as another's where steps are dealt together."""
-    homes = Homes.of(np.array([[2, 2, 3, 3], [0, 1, 0, 1]]), 2)
+    homes = Homes.from_nodes(np.array([[2, 2, 3, 3], [0, 1, 0, 1]]), 2)
     assert homes.pipeline.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len({*homes.node[:4]} | {*homes.node[4:]}) == 4
     assert homes.home.tolist() == homes.node[::2].tolist()

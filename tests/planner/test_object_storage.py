@@ -144,20 +144,20 @@ def test_a_whole_index_reads_no_file(made, bucket, tmp_path):
     meta, index = location(f"{bucket}/shards.json"), tmp_path / "index"
     whole = open_indexed(meta, tmp_path)
     Watched.read.clear()
-    again = Annotations.open(meta, DataIndex.read(index))
+    again = Annotations.open(meta, DataIndex.open_complete(index))
     assert again.sha256 == whole.sha256
     assert not tars_read()
     assert [each.identity for each in again] == [each.identity for each in whole]
     put(tmp_path, "train-001.tar", (made[1].parent / "train-001.tar").read_bytes())
     with pytest.raises(UserError, match=r"knows nothing of .*train-001\.tar as it is now"):
-        Annotations.open(meta, DataIndex.read(index))
+        Annotations.open(meta, DataIndex.open_complete(index))
     with pytest.raises(StorageError, match=r"train-001\.tar: has changed"):
         again.check_unchanged()
     index.write_text("my notes")
     with pytest.raises(UserError, match="is not an index of `omnibal lengths`"):
-        DataIndex.read(index)
+        DataIndex.open_complete(index)
     with pytest.raises(UserError, match="no such index"):
-        DataIndex.read(tmp_path / "none")
+        DataIndex.open_complete(tmp_path / "none")
 
 
 def test_indexed_samples_are_opened_without_reading_them(tmp_path):
@@ -168,7 +168,7 @@ def test_indexed_samples_are_opened_without_reading_them(tmp_path):
     open_indexed(path, tmp_path)
     path.write_bytes(b"x" * len(lines))
     os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-    again = Annotations.open(path, DataIndex.read(tmp_path / "index"))
+    again = Annotations.open(path, DataIndex.open_complete(tmp_path / "index"))
     path.write_bytes(lines)
     assert len(again) == 1000 and again.read_stored(999).content == lines[:22]
 

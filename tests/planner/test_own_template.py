@@ -37,7 +37,7 @@ from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn, Video
 from omnibal.data.stored_files import ImageFile
 from omnibal.data.tiling import tile_count
-from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
+from omnibal.data.tokenizer import list_tokenizer_files, open_tokenizer
 from omnibal.families.hub import read_hub_config
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
 
@@ -378,7 +378,7 @@ def test_what_a_template_cannot_write_is_refused(folders, template, sample, mess
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages | length }}" + TEMPLATES["chatml"], "message 2 otherwise once more follows"),
+        ("{{ messages | length }}" + TEMPLATES["chatml"], "message 2 otherwise if more messages"),
         ("{% if %}", "its chat template is not Jinja"),
     ],
 )
@@ -395,7 +395,7 @@ def test_where_templates_are_found(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     bare = open_tokenizer(tmp_path)
     assert bare.template is None
-    with pytest.raises(UserError, match="has no chat template beside it"):
+    with pytest.raises(UserError, match="has no chat template in its folder"):
         check_tokenizer(MODEL, bare)
     named = [{"name": "tool_use", "template": "1"}, {"name": "default", "template": "2"}]
     found = []
@@ -406,7 +406,7 @@ def test_where_templates_are_found(tmp_path):
         ("chat_template.jinja", "4"),
     ):
         (tmp_path / name).write_text(content)
-        assert tmp_path / name in tokenizer_files(tmp_path)
+        assert tmp_path / name in list_tokenizer_files(tmp_path)
         found.append(open_tokenizer(tmp_path))
     assert [tokenizer.template for tokenizer in found] == ["0", "2", "3", "4"]
     assert len({text_sha256(MODEL, tokenizer) for tokenizer in found[2:]}) == 2

@@ -138,7 +138,7 @@ def test_a_gap_to_packs_at_hand_is_narrowed():
     """Prevents: a bound percents too low where tiles do not tell tokens, or above packs at hand."""
     lengths, caps = unlike(1500), Caps.of(tiles=12, tokens=4096)
     packs = len(pack_samples(lengths, caps, PackingMethod.BALANCED, 0))
-    counted = SizeCounts.of(lengths.sizes(caps.names))
+    counted = SizeCounts.from_sizes(lengths.sizes(caps.names))
     usual, finer = bound_of_counts(counted, caps), bound_of_counts(counted, caps, found=packs)
     assert 1.005 * usual < finer <= packs
 
@@ -148,9 +148,9 @@ def test_many_samples_are_told_apart_by_finer_types(monkeypatch):
     lengths, caps = unlike(6000), Caps.of(tiles=12, tokens=4096)
     for name, types in (("MAX_TYPES", 20), ("_FINE_TYPES", 100), ("_SAMPLES_PER_FINE_TYPE", 60)):
         monkeypatch.setattr(balanced, name, types)
-    monkeypatch.setattr(balanced, "_best_fit_where_fewer", lambda packs, *_: packs)
+    monkeypatch.setattr(balanced, "_try_best_fit", lambda packs, *_: packs)
     finer = pack_balanced(lengths, caps, 0)
-    usual = pack_balanced(lengths, caps, 0, most_types=20)
+    usual = pack_balanced(lengths, caps, 0, max_types=20)
     assert_valid(finer, lengths, caps)
     assert len(finer) < 0.995 * len(usual)
 

@@ -15,7 +15,7 @@ from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
-from omnibal.packing.patterns import group_sizes
+from omnibal.packing.patterns import group_similar_sizes
 from omnibal.packing.rest import Rest
 from tools.make_lengths import make_lengths as make_mixture
 
@@ -169,7 +169,7 @@ def test_types_are_split_where_tokens_spread_most(most):
         mean = sizes[1, widest].mean()
         groups.append([sample for sample in widest if sizes[1, sample] <= mean])
         groups.append([sample for sample in widest if sizes[1, sample] > mean])
-    types = group_sizes(sizes, most)
+    types = group_similar_sizes(sizes, most)
     members = np.split(types.members, types.bounds[1:-1])
     assert {frozenset(group.tolist()) for group in members} == set(map(frozenset, groups))
     assert types.counts.tolist() == [len(group) for group in members]

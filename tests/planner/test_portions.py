@@ -61,18 +61,18 @@ def to_train(in_portions) -> PlanFiles:
 def test_counts_of_portions_are_those_of_all(seed):
     """Prevents: a size that two portions have from being counted once, or kept twice."""
     sizes = samples(500, seed).sizes(["tiles", "tokens"])
-    joined = SizeCounts.join([SizeCounts.of(part) for part in np.split(sizes, [80, 300], axis=1)])
+    joined = SizeCounts.join(map(SizeCounts.from_sizes, np.split(sizes, [80, 300], axis=1)))
     amounts, counts = np.unique(sizes, axis=1, return_counts=True)
     np.testing.assert_array_equal(joined.amounts, amounts)
     np.testing.assert_array_equal(joined.counts, counts)
     np.testing.assert_array_equal(joined.sums, sizes.sum(axis=1))
-    np.testing.assert_array_equal(np.unique(joined.thinned(100), axis=1), amounts)
+    np.testing.assert_array_equal(np.unique(joined.thin(100), axis=1), amounts)
 
 
 def test_samples_are_dealt_once_and_the_largest_first():
     """Prevents: a sample in no portion or in two, and caps chosen without the longest sample."""
     every = samples(1000, 5)
-    dealt = PortionedSamples.of(every, PackSettings(portion_samples=300, epochs=3))
+    dealt = PortionedSamples.deal(every, PackSettings(portion_samples=300, epochs=3))
     assert dealt.count == 4
     rows = [dealt.samples(number).sample for number in range(4)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(1000))
@@ -80,7 +80,7 @@ def test_samples_are_dealt_once_and_the_largest_first():
         assert dealt.samples(0).column(name).max() == every.column(name).max()
     places = [PortionPlace(epoch, number) for epoch in range(3) for number in range(4)]
     assert len({dealt.settings_of(place).seed for place in places}) == 12
-    assert PortionedSamples.of(every, PackSettings(portion_samples=1000)) is None
+    assert PortionedSamples.deal(every, PackSettings(portion_samples=1000)) is None
 
 
 def test_every_sample_is_trained_once_an_epoch(in_portions):

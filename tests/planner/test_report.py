@@ -75,7 +75,7 @@ def make_packs(lengths: Lengths) -> ScheduledPacks:
     samples = np.arange(len(lengths))
     packs = Packs(samples=samples, offsets=np.append(samples[::3], len(samples)))
     step, within = np.divmod(np.arange(len(packs)), DP * MICRO_BATCHES)
-    return ScheduledPacks.of(packs, lengths, step, *np.divmod(within, MICRO_BATCHES))
+    return ScheduledPacks.from_packs(packs, lengths, step, *np.divmod(within, MICRO_BATCHES))
 
 
 LENGTHS = make_lengths()

@@ -397,7 +397,7 @@ def test_a_torn_journal_holds_what_was_whole(tmp_path):
 def test_a_journal_of_other_settings_is_thrown_away(tmp_path):
     """Prevents counts of other data or another tiling from being mixed in."""
     path, before = tmp_path / "journal", recorded(9)
-    note = f"note: {path} is of other data or settings; the scan begins anew"
+    note = f"note: {path} is of other data or settings; the scan starts again"
     for key, data in (("a" * 64, recorded(9, keys=(b"b" * 32,))), ("b" * 64, before)):
         ScanJournal.open(path, "a" * 64, before).append(rows_of(1))
         journal = ScanJournal.open(path, key, data)

@@ -55,7 +55,7 @@ def random_schedule(
     tokens = (rng.pareto(1.0, samples) * 20).astype(np.int32).clip(0, 400) + 1
     tiles = rng.integers(0, 5, samples)
     lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=rng.integers(0, tokens + 1))
-    return ScheduledPacks.of(packs, lengths, step, dp_rank, slot, level=index), lengths
+    return ScheduledPacks.from_packs(packs, lengths, step, dp_rank, slot, level=index), lengths
 
 
 def counted(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: int, window: int):

@@ -47,7 +47,7 @@ def schedule(tokens: np.ndarray, dp: int, micro_batches: int, seed: int = 0) -> 
     packs, lengths = single_sample_packs(tokens)
     load = packs.sums(lengths.tokens).astype(float)
     step = match_packs(packs.sums(lengths.column("tiles")), load, dp * micro_batches, dp, seed)
-    steps = Steps.of(packs, step, np.zeros(len(packs), np.int32))
+    steps = Steps.from_packs(packs, step, np.zeros(len(packs), np.int32))
     return deal_steps(steps, lengths, lambda packs: packs.sums(lengths.tokens) * 1.0, dp, LEVELS)
 
 

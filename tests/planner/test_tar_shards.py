@@ -104,7 +104,7 @@ def test_odd_members_go_where_webdataset_puts_them(tmp_path, tar_format):
     assert len(annotations) == len(found)
     for index, expected in enumerate(found):
         if "json" not in expected:
-            with pytest.raises(UserError, match=rf"sample {index + 1} has no .*\.json; each key"):
+            with pytest.raises(UserError, match=rf"sample {index + 1} has no .*\.json; every key"):
                 _ = annotations[index]
             continue
         names = [name for name in expected if name.rpartition(".")[2] in ("png", "jpg")]
@@ -250,7 +250,7 @@ def test_damaged_shards(tmp_path, damage):
     ("members", "notation", "message"),
     [
         ("1.json 1.b.png 1.B.png", "a.tar", r"a\.tar: .*duplicate file name"),
-        ("1.json 2.json 1.png 2.png", "a.tar", r"a\.tar: .*files of 1 stand apart"),
+        ("1.json 2.json 1.png 2.png", "a.tar", r"a\.tar: .*files of 1 are apart"),
         ("", "train-{001..002}.tar", r"train-001\.tar: no such shard"),
         ("", "nowhere://a/train.tar", r"nowhere://a/train.tar: cannot be read \(Protocol not"),
         ("", "train-{001..002.tar", "is not what webdataset expands"),

@@ -18,7 +18,7 @@ from omnibal.model.config import load_model
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, PackRules
-from omnibal.packing.packing import PackingMethod, media_of, pack_apart
+from omnibal.packing.packing import PackingMethod, number_media, pack_media_apart
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import split_to_fill
 from omnibal.steps.next_fit import (
@@ -150,7 +150,7 @@ def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> No
     assert sizes[0] == data.packs_per_step or len(sizes) == data.settings.epochs
     assert (order.dp_rank == np.arange(len(packs)) % ranks).all()
     if rules.one_medium:
-        medium = media_of(lengths)
+        medium = number_media(lengths)
         assert all(len(set(medium[order.packs[pack]])) == 1 for pack in range(len(packs)))
     tokens = lengths.tokens[order.packs.samples].tolist()
     planned = [tokens[first:end] for first, end in pairwise(order.packs.offsets.tolist())]
@@ -218,7 +218,7 @@ def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
     epoch, in_epoch = np.divmod(np.arange(2 * half), half)
     step, slot = np.divmod(in_epoch, packs_per_step)
     step += epoch * -(-half // packs_per_step)
-    packs = ScheduledPacks.of(listed, lengths, step, 0, slot, epoch)
+    packs = ScheduledPacks.from_packs(listed, lengths, step, 0, slot, epoch)
     return form_next_fit_packs(packs, lengths, packs.tokens.astype(float), 1, packs_per_step)
 
 
@@ -229,7 +229,7 @@ def test_two_epochs_that_come_together_are_refused():
     assert apart.step.tolist() == [0, 0, 1, 1] and apart.epoch.tolist() == [0, 0, 1, 1]
     with pytest.raises(UserError, match="samples of two epochs into one pack"):
         formed([[6], [3], [3], [6]], packs_per_step=2)
-    with pytest.raises(UserError, match="an epoch has 3 packs, which are not whole steps of 2"):
+    with pytest.raises(UserError, match="an epoch has 3 packs, not a multiple of 2 per step"):
         formed([[6], [6], [6], [6], [6], [6]], packs_per_step=2)
 
 
@@ -265,8 +265,8 @@ def test_caps_of_items_never_limit_packs_of_tokens():
 def test_media_are_told_apart():
     """Prevents samples of text from sharing packs with images, and images with recordings."""
     lengths = make_lengths([(0, 5), (2, 5), (0, 6), (3, 9)])
-    assert media_of(lengths).tolist() == [0, 1, 0, 1]
+    assert number_media(lengths).tolist() == [0, 1, 0, 1]
     both = lengths_of(tiles=[0, 2, 0, 1], clips=[0, 0, 1, 1], tokens=[1] * 4)
-    assert len(set(media_of(both).tolist())) == 4
-    packs = pack_apart(lengths, lambda given: Packs.from_lists([range(len(given))]))
+    assert len(set(number_media(both).tolist())) == 4
+    packs = pack_media_apart(lengths, lambda given: Packs.from_lists([range(len(given))]))
     assert [sorted(packs[pack].tolist()) for pack in range(len(packs))] == [[0, 2], [1, 3]]

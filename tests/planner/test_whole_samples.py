@@ -160,10 +160,10 @@ def test_ranks_that_share_a_pack_have_their_images_of_it(context: int) -> None:
     lengths = replace(lengths, image_sizes=sizes)
     lists = np.split(np.arange(60), [20, 21, 45])
     step, rank = np.array([0, 0, 1, 1]), np.array([0, 4, 0, 4])
-    packs = ScheduledPacks.of(Packs.from_lists(lists), lengths, step, rank)
+    packs = ScheduledPacks.from_packs(Packs.from_lists(lists), lengths, step, rank)
     levels = [Level(caps=Caps.of(tokens=10_000), context=context)]
     shares = shares_of(packs, levels)
-    found = SampleItems.of(packs, lengths, levels, "image_tokens")
+    found = SampleItems.from_packs(packs, lengths, levels, "image_tokens")
     assert len(found.rows) == len(shares) == 4 * context
     bounds = bounds_of_items(packs.packs, lengths, levels[0], "image_tokens")
     for pack, samples in enumerate(lists):

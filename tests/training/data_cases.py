@@ -42,8 +42,8 @@ class Data:
     def dataset(self, packs, stage=None, options=MicroBatchOptions(), epoch=0) -> PackDataset:  # noqa: B008
         """These lists of samples as micro-batches of one rank."""
         rows = np.arange(len(packs))
-        scheduled = ScheduledPacks.of(Packs.from_lists(packs), self.lengths, rows, epoch=epoch)
-        return PackDataset(self.reader, scheduled, self.lengths, rows, stage or self.whole, options)
+        packs = ScheduledPacks.from_packs(Packs.from_lists(packs), self.lengths, rows, epoch=epoch)
+        return PackDataset(self.reader, packs, self.lengths, rows, stage or self.whole, options)
 
 
 def noisy_pictures(folder: Path, tokenizer) -> Data:

@@ -57,10 +57,10 @@ def dealt(
     """Steps of packs, one of all of them if no number is given, of which every data-parallel rank
     has every `ranks`-th."""
     number = np.arange(len(packs))
-    step, place = np.divmod(number, packs_per_step or len(packs))
+    step, at = np.divmod(number, packs_per_step or len(packs))
     counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "clips", "tokens")}
     members = Packs.from_lists([[one] for one in number])
-    return ScheduledPacks.of(members, lengths_of(**counts), step, place % ranks, place // ranks)
+    return ScheduledPacks.from_packs(members, lengths_of(**counts), step, at % ranks, at // ranks)
 
 
 def shares_of(

@@ -32,7 +32,7 @@ def scheduled_step(number, ranks):
     )
     ends = np.cumsum([len(packs[each]) for each in place])
     members = Packs(samples=np.arange(len(cells)), offsets=np.append(0, ends))
-    found = ScheduledPacks.of(members, lengths, 0 * place, place % ranks, place // ranks)
+    found = ScheduledPacks.from_packs(members, lengths, 0 * place, place % ranks, place // ranks)
     return found, lengths, place
 
 

@@ -186,7 +186,7 @@ def own_batches(plan, number, rows):
         placed.sort(key=lambda one: one[:2])
         first_ranks, slot, levels, packs = zip(*placed, strict=True)
         counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "tokens")}
-        scheduled = ScheduledPacks.of(
+        scheduled = ScheduledPacks.from_packs(
             Packs.from_lists([[row] for row in range(len(packs))]), lengths_of(**counts),
             np.zeros(len(packs)), np.array(first_ranks), np.array(slot), level=np.array(levels),
         )  # fmt: skip

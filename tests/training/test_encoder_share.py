@@ -47,7 +47,7 @@ def random_packs(random, data, steps):
     }
     lengths = lengths_of(**items, tokens=0 * samples + 50)
     packs = Packs(samples=samples, offsets=offsets)
-    return ScheduledPacks.of(packs, lengths, step, rank, slot), lengths
+    return ScheduledPacks.from_packs(packs, lengths, step, rank, slot), lengths
 
 
 def shares_of_all(seed):

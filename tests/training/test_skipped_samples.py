@@ -26,7 +26,7 @@ def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
     good = [k for k in range(len(annotations)) if k not in bad]
     assert bad and len(lengths) == len(good)
     reader, rows = SampleReader(annotations, tokenizer, MODEL), np.arange(len(lengths))
-    packs = ScheduledPacks.of(Packs.from_lists([[row] for row in rows]), lengths, rows)
+    packs = ScheduledPacks.from_packs(Packs.from_lists([[row] for row in rows]), lengths, rows)
     dataset = PackDataset(reader, packs, lengths, rows, WHOLE)
     for row, index in enumerate(good):
         sample, loaded = annotations[index], dataset[row]

@@ -36,7 +36,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.sample import Sample
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.stage_units import Stage
-from omnibal.steps.cut import Pieces, whole_samples
+from omnibal.steps.cut import Pieces, keep_samples_whole
 
 
 class LossWeighting(StrEnum):
@@ -154,14 +154,14 @@ class PackDataset(torch.utils.data.Dataset):
                 items = {name: share.own_items(name) for name in _ITEM_FEATURES}
                 return self._load(row, _OwnPart(pieces=share.own_pieces, items=items, share=share))
             items = {name: range(self.scheduled.column(name)[row]) for name in _ITEM_FEATURES}
-            pieces = whole_samples(self.lengths.tokens[self.scheduled.packs[row]])
+            pieces = keep_samples_whole(self.lengths.tokens[self.scheduled.packs[row]])
             return self._load(row, _OwnPart(pieces=pieces, items=items, share=None))
         except UserError as error:
             return error
 
     def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
         """Return items of a pack by feature and number, without tokens."""
-        no_pieces = whole_samples(np.zeros(0, np.int64))
+        no_pieces = keep_samples_whole(np.zeros(0, np.int64))
         all_items = {**dict.fromkeys(_ITEM_FEATURES, range(0)), **items}
         return self._load(row, _OwnPart(pieces=no_pieces, share=None, items=all_items))
 

@@ -75,7 +75,7 @@ class ShareLayout:
     @classmethod
     def of_share(cls, share: PackShare, padding: int) -> "ShareLayout":
         """Return the layout of a share, with `padding` tokens at the end."""
-        divided = share.pieces.divided
+        divided = share.pieces.is_divided
         is_own = share.pieces.rank == share.part
         own = share.pieces.take(is_own)
         return cls(

@@ -79,7 +79,7 @@ def pack_validation(
     packs = pack_isf(lengths, caps, _PACKING_SEED)
     slot, block = np.divmod(np.arange(len(packs)), data_parallel // level.context)
     return ValidationPacks(
-        scheduled=ScheduledPacks.of(packs, lengths, 0 * slot, block * level.context, slot),
+        scheduled=ScheduledPacks.from_packs(packs, lengths, 0 * slot, block * level.context, slot),
         lengths=lengths,
         level=level,
         left_out=scanned - len(lengths),

@@ -188,7 +188,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: RankLaunch) ->
     root = storage.data_root
     if not arguments.skip_train:
         assert arguments.data is not None
-        index = None if storage.data_index is None else DataIndex.read(storage.data_index)
+        index = None if storage.data_index is None else DataIndex.open_complete(storage.data_index)
         training_data = Annotations.open(arguments.data, index, cache, root)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from another run's weights is a new run: its step count starts at 0.
