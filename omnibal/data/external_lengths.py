@@ -153,11 +153,11 @@ def _iterate_images(folder: Path) -> Iterator[list[Picture]]:
                         f"{folder}: row {number} has {name}, and the dataset does not count their "
                         "items; scan the data itself with `omnibal lengths`"
                     )
-            yield [_open_image(image, folder, number) for image in media.get("images", ())]
+            yield [_locate_image(image, folder, number) for image in media.get("images", ())]
             number += 1
 
 
-def _open_image(image: Any, folder: Path, row: int) -> Picture:
+def _locate_image(image: Any, folder: Path, row: int) -> Picture:
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, str):

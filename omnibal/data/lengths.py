@@ -264,7 +264,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     """Read and join length files: Parquet, OmniBal's list of lengths or its meta JSON."""
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
-    parts = [part for path in paths for part in _read_file(path)]
+    parts = [part for path in paths for part in _read_lengths_file(path)]
     lengths = parts[0] if len(parts) == 1 else _join_parts(parts)
     if not len(lengths):
         raise UserError(
@@ -356,7 +356,7 @@ def _check_item_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
             )
 
 
-def _read_file(path: Path) -> list[Lengths]:
+def _read_lengths_file(path: Path) -> list[Lengths]:
     if not path.is_file():
         raise UserError(
             f"{path}: no such lengths file; make one with `omnibal lengths META -o {path}`"
@@ -364,9 +364,9 @@ def _read_file(path: Path) -> list[Lengths]:
     if path.suffix == ".json":
         text = _read_lengths_text(path)
         if not _is_meta(text):
-            return [_parse_records(text, path, path.stem)]
+            return [_parse_public(text, path, path.stem)]
         named = _list_named_files(text, path).items()
-        return [_parse_records(_read_lengths_text(file), file, name) for name, file in named]
+        return [_parse_public(_read_lengths_text(file), file, name) for name, file in named]
     remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
     columns = Columns.open(path, [*_TOKENS, "source"], remedy)
     names = columns.once(ITEM_FEATURES)
@@ -449,7 +449,7 @@ def _read_lengths_text(path: Path) -> str:
     return read_text(path, "correct the path to the lengths, which are Parquet or .json")
 
 
-def _parse_records(text: str, path: Path, source_name: str) -> Lengths:
+def _parse_public(text: str, path: Path, source_name: str) -> Lengths:
     """Return lengths from OmniBal's public format, which has no loss counts (0)."""
     records = parse_json_model(
         list[_Record],

@@ -47,7 +47,7 @@ _JOURNAL_NOUN = "a journal of `omnibal lengths`, which keeps there what it has f
 _COUNT_FIELDS = [*_SQUARES, *_COUNTS]
 # Stored sample: file index in the record, number in the file, counts.
 _STORED_SAMPLE = np.dtype([("file", "<i4"), ("number", "<i8"), *COUNTED.descr[1:]])
-_RECORD_HEAD = struct.Struct("<III")
+_SAMPLES_HEAD = struct.Struct("<III")
 _KEY_BYTES = 32
 
 
@@ -83,7 +83,7 @@ class ScanJournal:
         rows = read.rows[row]
         rows["index"] = order[numbers_of_runs(first, stop - first)]
         repeated = Counted(rows=rows, image_sizes=read.image_sizes.take(row))
-        stored = sum(_RECORD_HEAD.unpack_from(record)[1] for record in records)
+        stored = sum(_SAMPLES_HEAD.unpack_from(record)[1] for record in records)
         return cls(
             log=log,
             data=data,
@@ -119,9 +119,9 @@ class ScanJournal:
 
 def _decode_samples(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> Counted:
     """Read a record's samples of current files, with `_number_records` as index."""
-    files, samples, images = _RECORD_HEAD.unpack_from(record)
+    files, samples, images = _SAMPLES_HEAD.unpack_from(record)
     parts = (
-        *(_RECORD_HEAD.size, files * _KEY_BYTES, samples * _STORED_SAMPLE.itemsize),
+        *(_SAMPLES_HEAD.size, files * _KEY_BYTES, samples * _STORED_SAMPLE.itemsize),
         *(8 * samples, images * IMAGE.itemsize),
     )
     keys, stored, counts, shown = (record[a:b] for a, b in pairwise(np.cumsum(parts)))
@@ -149,7 +149,7 @@ def _encode_samples(samples: Counted, data: Annotations) -> bytes:
     stored[_COUNT_FIELDS] = rows[_COUNT_FIELDS]
     return b"".join(
         (
-            _RECORD_HEAD.pack(len(files), len(rows), len(sizes.images)),
+            _SAMPLES_HEAD.pack(len(files), len(rows), len(sizes.images)),
             *(data.keys[file] for file in files),
             stored.tobytes(),
             sizes.counts.astype("<i8").tobytes(),
