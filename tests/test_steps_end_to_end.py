@@ -90,7 +90,7 @@ def test_portions_train_as_one_plan_of_the_same_steps(lengths, digits, tmp_path)
     """Prevents: another loss, or a lost step, where a portion ends, a run goes on in one."""
     options = ("--dp", "2", "--portion-samples", "30", "--epochs", "2")
     portions = plan_of(lengths, tmp_path / "portions", *options)
-    assert "portions of 2 epochs hold" in succeed("-m", "omnibal", "check", portions)
+    assert "portions of 2 epochs are valid" in succeed("-m", "omnibal", "check", portions)
     files = open_plan(portions)
     packs, every = files.steps
     # The same steps of joined portions, as if others had packed them.

@@ -24,16 +24,12 @@ from omnibal.search.strategy import (
 CLEARLY_WORSE = 1.15
 """Factor over the best time for a choice's bound to exclude it from the ranking."""
 
-_MAX_EXTRA = 8
-"""Strategies to plan although their bounds rule them out."""
+_MAX_EXTRA = 8  # strategies to plan although their bounds rule them out
 _ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
 """Factors over the group's minimal estimate that bounds and likely times must not exceed."""
-_KIND_SLACK = 1.04
-"""Factor over the minimal estimate above which all choices of a kind are dropped."""
-_MOST_ESTIMATED = 48
-"""Max further choices to estimate that fit."""
-_PLANNED_SLACK = 1.1
-"""Factor over the minimal estimate above which a choice is not planned."""
+_KIND_SLACK = 1.04  # factor over the minimal estimate above which all choices of a kind are dropped
+_MOST_ESTIMATED = 48  # max further choices to estimate that fit
+_PLANNED_SLACK = 1.1  # factor over the minimal estimate above which a choice is not planned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

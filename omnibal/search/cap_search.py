@@ -23,8 +23,7 @@ from omnibal.steps.balance_metrics import dist_ratio
 
 CapRule = Literal["time", "paper"]
 
-_MOVE_FACTORS = (2**0.25, 2**0.125)
-"""Factors of the moves around the best caps, by round."""
+_MOVE_FACTORS = (2**0.25, 2**0.125)  # factors of the moves around the best caps, by round
 _PAPER_TOKENS = 4096  # start of OmniBal's public code
 _PAPER_ALIGNMENT = 256  # its rounding of tokens
 _PAPER_RANKS = 8  # ranks of its dist ratios
@@ -69,8 +68,7 @@ class CapSearch:
 
     candidates: tuple[CapCandidate, ...]
     """Candidates that fit, the chosen one first, in the order of the rule."""
-    infeasible: dict[Caps, str]
-    """Reasons why caps cannot be trained, in the order found."""
+    infeasible: dict[Caps, str]  # reasons why caps cannot be trained, in the order found
     is_largest: bool
     """Whether the chosen token cap is the largest tried. A larger one might be better."""
 

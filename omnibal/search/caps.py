@@ -20,18 +20,15 @@ _GRID_FACTORS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the minimum."""
 MOST_IN_GRID = len(_GRID_FACTORS)
 """Max caps of a grid: some are equal where tokens have few steps or a fixed cap."""
-_TOKEN_STEPS = 8
-"""Min number of token steps, a power of two each, in the smallest token cap."""
-_COMMON_SHARE = 1 / 8
-"""Min share of all items for a per-sample count to be common."""
+_TOKEN_STEPS = 8  # min number of token steps, a power of two each, in the smallest token cap
+_COMMON_SHARE = 1 / 8  # min share of all items for a per-sample count to be common
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CapSpace:
     """Caps that a search by time may reach. Every sample fits the smallest."""
 
-    items: dict[str, "_ItemAxis"]
-    """Caps of every limited feature except tokens."""
+    items: dict[str, "_ItemAxis"]  # caps of every limited feature except tokens
     tokens: np.ndarray
     """Token caps, int64, ascending multiples of a power of two, up to 4 times the minimum."""
     of_tokens: Callable[[int], Caps] | None = None
@@ -110,10 +107,8 @@ class _ItemAxis:
 
     caps: np.ndarray
     """Caps, int64, ascending: the max items of a sample, and larger sums of common counts."""
-    per_token: float
-    """Mean items per token."""
-    main: int
-    """Per-sample count that covers the most items; 1 if there are no items."""
+    per_token: float  # mean items per token
+    main: int  # per-sample count that covers the most items; 1 if there are no items
 
     @classmethod
     def from_lengths(cls, lengths: Lengths, name: str, most_tokens: int) -> "_ItemAxis":

@@ -11,8 +11,7 @@ from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
 from omnibal.search.strategy import StrategyRequest
 
 _LISTED_CHANGES = 2  # longer sentences are not read
-_MIN_CHANGE = 0.002
-"""Min share of the step for a cause to be named."""
+_MIN_CHANGE = 0.002  # min share of the step for a cause to be named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -21,8 +20,7 @@ class PlacementChoice:
 
     chosen: EncoderPlacement
     predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]
-    refused: dict[EncoderPlacement, str]
-    """Reasons against impossible placements."""
+    refused: dict[EncoderPlacement, str]  # reasons against impossible placements
 
     def step_ms(self, placement: EncoderPlacement) -> float | None:
         """Predicted step time of a placement. None if not planned."""

@@ -49,8 +49,7 @@ class Trials(Generic[Task, Found]):
     work: Callable[[Task], tuple[Task, Found | UserError]]
     """Picklable trial that returns a result or the error."""
     processes: int
-    on_done: Callable[[int], None]
-    """Called with the number of newly finished trials."""
+    on_done: Callable[[int], None]  # called with the number of newly finished trials
     found: dict[Task, Found] = field(default_factory=dict)
     failed: dict[Task, UserError] = field(default_factory=dict)
 

@@ -35,8 +35,7 @@ from omnibal.search.memory_need import gib_text, least_need_gib, least_state_gib
 from omnibal.search.parallel_sizes import layouts_of, possible_sizings
 from omnibal.search.strategy import Setting, StrategyRequest, possible_choices
 
-SAMPLES = 20_000
-"""Max samples that changes of given sizes are tried on, unless steps are given."""
+SAMPLES = 20_000  # max samples that changes of given sizes are tried on, unless steps are given
 
 _CAP_UNIT = 256
 """Unit of token caps to try. Smaller for small caps."""
@@ -44,8 +43,7 @@ _CAP_STEPS = 16  # steps to lower caps in
 _LARGER_DATA = (2, 3, 4)  # factors: more ranks shard optimizer state
 _MOST_SAME_DEVICES, _MOST_FREE = 4, 12
 """Max sizes to try per change, by ascending state, which dominates there."""
-_EVERY_PIPELINE = 16
-"""Every pipeline size is tried up to this and up to twice the given size."""
+_EVERY_PIPELINE = 16  # every pipeline size is tried up to this and up to twice the given size
 _MOST_DEVICES = 4  # max factor on free devices
 _LORA_RANK = 16
 _ROOMIER = "a preset device with more memory"
@@ -57,8 +55,7 @@ class Change:
 
     text: str
     request: PlanRequest
-    need_gib: float
-    """Memory of one device in the split with minimal peak."""
+    need_gib: float  # memory of one device in the split with minimal peak
 
     @classmethod
     def if_it_fits(cls, text: str, request: PlanRequest, tried: PlanRequest) -> "Change | None":
@@ -78,8 +75,7 @@ class Advice:
     """Changes that would make a job fit, and the kinds of changes tried."""
 
     changes: tuple[Change, ...]
-    tried: tuple[str, ...]
-    """Kinds of changes tried, successful or not."""
+    tried: tuple[str, ...]  # kinds of changes tried, successful or not
 
     def message(self, error: DoesNotFit) -> str:
         """Format the error with changes that would fit, or with kinds tried in vain."""

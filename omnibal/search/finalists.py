@@ -33,8 +33,7 @@ from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
 _FINALIST_SLACK, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
-_PIPELINES = 4
-"""Max further pipelines to plan in other schedules."""
+_PIPELINES = 4  # max further pipelines to plan in other schedules
 
 
 class RequestDoesNotFit(DoesNotFit):
@@ -51,8 +50,7 @@ class PlannedFinalists:
     """Fastest of the planned strategies."""
 
     result: PlanResult
-    strategies: StrategySearch
-    """The search, with the fastest first."""
+    strategies: StrategySearch  # the search, with the fastest first
     schedule: ScheduleChoice
     predicted: Mapping[EncoderPlacement, Prediction]
     """Predictions of the fastest 1F1B plans, by placement of encoders."""

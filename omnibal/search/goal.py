@@ -74,8 +74,7 @@ class Stream:
     lengths: Lengths
     window: int
     caps: Caps | None = None
-    is_dispatched: bool = True
-    """Whether ranks get equal shares of a window."""
+    is_dispatched: bool = True  # whether ranks get equal shares of a window
     epochs: int = 1
 
     def __post_init__(self) -> None:
@@ -112,8 +111,7 @@ class Free:
 
     sizes: FreeSizes | None = None
     """Devices and fixed parallel sizes. None to keep the job's sizes."""
-    levels: LevelRule = ANY_LEVELS
-    """Sets of levels to choose from."""
+    levels: LevelRule = ANY_LEVELS  # sets of levels to choose from
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
     """Encoder placements to choose from."""
     shardings: tuple[WeightSharding, ...] | None = None
@@ -150,8 +148,7 @@ class Goal:
             not support the shardings or the schedule.
     """
 
-    job: JobSpec
-    """Job, with its parallel sizes if they are not free."""
+    job: JobSpec  # job, with its parallel sizes if they are not free
     data: GoalData
     free: Free = field(default_factory=Free)
 

@@ -44,10 +44,8 @@ from omnibal.search.step_size import (
 from omnibal.search.strategy import FreeSizes, Sizing, Strategy, StrategyRequest
 from omnibal.steps.pack_settings import PackSettings
 
-_USUAL_SAMPLES_PER_PACK = 4.5
-"""Middle of the range in OmniBal's paper."""
-_SMALL_COPY = 0.05
-"""Share of device memory below which a sizes search keeps encoders whole."""
+_USUAL_SAMPLES_PER_PACK = 4.5  # middle of the range in OmniBal's paper
+_SMALL_COPY = 0.05  # share of device memory below which a sizes search keeps encoders whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

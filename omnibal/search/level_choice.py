@@ -30,12 +30,10 @@ _FORMS = (
     (CutRule.CONTIGUOUS, ContextExchange.HEADS),
 )
 """Cuts and exchanges to try. With head exchange attention is balanced anyway."""
-_LEAST_SHARE_TOKENS = 1_024
-"""Min tokens per rank of a full pack."""
+_LEAST_SHARE_TOKENS = 1_024  # min tokens per rank of a full pack
 GOOD_SHARE_TOKENS = 4_096
 """Min tokens per rank if memory allows: kernels have fixed times. Smallest in HBP's table 19."""
-_MOST_WORSE = 2
-"""Consecutive slower context sizes that end the search."""
+_MOST_WORSE = 2  # consecutive slower context sizes that end the search
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,18 +41,14 @@ class WholeModel:
     """Time and memory of all units on one share. Vectors have one coefficient per feature."""
 
     cost: CostModel
-    pass_ms: np.ndarray
-    """Forward and backward without recomputation, [features]."""
+    pass_ms: np.ndarray  # forward and backward without recomputation, [features]
     recompute_ms: np.ndarray
     """Added time for recomputing all layers of a kind, [layer kinds, features]."""
-    kept_bytes: np.ndarray
-    """Activations kept without recomputation, [features]."""
+    kept_bytes: np.ndarray  # activations kept without recomputation, [features]
     saved_bytes: np.ndarray
     """Activations saved by recomputing all layers of a kind, [layer kinds, features]."""
-    working_bytes: np.ndarray
-    """Working memory of every moment of every unit, [moments, features]."""
-    state_bytes: float
-    """Weights, gradients and optimizer state of all stages."""
+    working_bytes: np.ndarray  # working memory of every moment of every unit, [moments, features]
+    state_bytes: float  # weights, gradients and optimizer state of all stages
 
     @classmethod
     def from_job(cls, job: JobSpec, cost: CostModel) -> Self:
@@ -187,8 +181,7 @@ def good_forms(
     return found
 
 
-_CHUNK = 1 << 17
-"""Chunk of samples, to bound memory."""
+_CHUNK = 1 << 17  # chunk of samples, to bound memory
 
 
 def least_ms_per_sample(job: JobSpec, lengths: Lengths) -> float:

@@ -29,23 +29,18 @@ from omnibal.search.level_choice import (
     possible_contexts,
 )
 
-MAX_SEARCHED = 4
-"""Max levels of a set, as in HBP."""
+MAX_SEARCHED = 4  # max levels of a set, as in HBP
 _SAMPLES_PER_PACK = 4.5
 """Min samples of median length in the shortest packs: fewer leave a rank too little work."""
 _MAX_CAPS = 7  # halved caps to consider
-_ESTIMATED_SAMPLES = 3_000
-"""Max samples for estimating a level."""
+_ESTIMATED_SAMPLES = 3_000  # max samples for estimating a level
 _FORM_SLACK = 1.5
 """Max ratio to a level's fastest form: context parallelism is slower but makes more rows."""
-_FORMS_OF_SET = 3
-"""Max combinations of forms per set of caps."""
+_FORMS_OF_SET = 3  # max combinations of forms per set of caps
 _CAP_MOVES = (2**-0.5, 2**0.5)  # halfway to the next halved caps, either way
-_TOKENS_UNIT = 64
-"""Unit of moved token caps."""
+_TOKENS_UNIT = 64  # unit of moved token caps
 
-CapRange = tuple[Caps | None, Caps]
-"""Caps of a level and of the level below, if any."""
+CapRange = tuple[Caps | None, Caps]  # caps of a level and of the level below, if any
 Packed = dict[CapRange, tuple[Packs, Lengths] | None]
 """Packs of sampled samples by step. None without samples."""
 
@@ -56,8 +51,7 @@ class LevelRule:
 
     count: int | None = None
     """Number of levels. None for any."""
-    is_hbp: bool = False
-    """Whether levels follow HBP's Algorithm 1."""
+    is_hbp: bool = False  # whether levels follow HBP's Algorithm 1
 
     def __post_init__(self) -> None:
         if self.count is not None and not 1 <= self.count <= MAX_SEARCHED:
@@ -91,16 +85,11 @@ class LevelEstimates:
 
     job: JobSpec
     data: SampleData
-    caps: tuple[Caps, ...]
-    """Possible caps of levels, ascending."""
-    tokens_per_step: float
-    """Tokens per rank and step."""
-    work_ms: np.ndarray
-    """Time of every sample on the whole model, [samples]."""
-    needs_rows: bool
-    """Whether a set fails if `tokens_per_step` is less than a row of packs."""
-    packed: Packed
-    """Cache of packs by step, shared between jobs of other sizes."""
+    caps: tuple[Caps, ...]  # possible caps of levels, ascending
+    tokens_per_step: float  # tokens per rank and step
+    work_ms: np.ndarray  # time of every sample on the whole model, [samples]
+    needs_rows: bool  # whether a set fails if `tokens_per_step` is less than a row of packs
+    packed: Packed  # cache of packs by step, shared between jobs of other sizes
 
     @classmethod
     def for_job(
@@ -398,12 +387,9 @@ def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
 class ProfiledLength:
     """Time to train packs of one length with one context size."""
 
-    tokens: int
-    """Length of a pack."""
-    context: int
-    """Ranks that share a pack."""
-    ms: float
-    """Time for the same tokens at every length, with the minimal recomputation that fits."""
+    tokens: int  # length of a pack
+    context: int  # ranks that share a pack
+    ms: float  # time for the same tokens at every length, with the minimal recomputation that fits
 
 
 def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...]:

@@ -38,14 +38,10 @@ from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, sear
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
 from omnibal.search.trial import encoders_ms_per_sample
 
-_SIMULATED_SAMPLES = 12_000
-"""Samples of a simulation: more change packs by about 1 %."""
-_MOVE_ROUNDS = 2
-"""Rounds of moves around the best set."""
-MIN_LEVELS_GAIN = 0.01
-"""Share of time that a set of levels must save over one level."""
-_SHARED_PACKS = 2_000
-"""Max packs of a level of given steps for choosing its form."""
+_SIMULATED_SAMPLES = 12_000  # samples of a simulation: more change packs by about 1 %
+_MOVE_ROUNDS = 2  # rounds of moves around the best set
+MIN_LEVELS_GAIN = 0.01  # share of time that a set of levels must save over one level
+_SHARED_PACKS = 2_000  # max packs of a level of given steps for choosing its form
 _MOST_OF_SIZING = 4
 """Max sets of levels to simulate per choice of sizes, before moves. `_MOST_SIMULATED` if sizes are
 given."""
@@ -55,8 +51,7 @@ _SIMULATED_SLACK = 1.2
 """Max ratio to the minimal estimate for simulation, as estimates assume even stages."""
 _LEAST_ROWS = 1.04
 """Min rows of packs in a step of a trial: plans make a few percent fewer packs than its ISF."""
-_SIZINGS_OF_BEST = 4
-"""Further sizes to try the best set of levels at."""
+_SIZINGS_OF_BEST = 4  # further sizes to try the best set of levels at
 
 LevelChoice = tuple[Sizing, tuple[Level, ...]]
 
@@ -66,13 +61,10 @@ class LevelSetting:
     """Picklable samples for trials of levels at all sizes."""
 
     setting: Setting
-    some: Setting
-    """Fewer samples, which are packed by ISF, for simulations."""
-    data: SampleData
-    """Samples with the caps of the longest packs."""
+    some: Setting  # fewer samples, which are packed by ISF, for simulations
+    data: SampleData  # samples with the caps of the longest packs
     rule: LevelRule
-    longest: Caps
-    """Min caps that fit every sample of the plan."""
+    longest: Caps  # min caps that fit every sample of the plan
     packed: Packed = field(default_factory=dict)
 
     @classmethod

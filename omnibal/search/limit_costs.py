@@ -31,13 +31,11 @@ from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
 from omnibal.steps.pack_settings import PackSettings
 
-NAMED_COST = 0.002
-"""Min share of the rate for a limit to be named as a reason."""
+NAMED_COST = 0.002  # min share of the rate for a limit to be named as a reason
 _MOST_NAMED = 3  # longer sentences are not read
 _COMPARED_SAMPLES, _COMPARED_STEPS = 8_000, 8
 """Max samples to compare limits on, and min full steps."""
-_MOST_OF_IT = 0.6
-"""Min share of the total cost for named limits to be called the reason."""
+_MOST_OF_IT = 0.6  # min share of the total cost for named limits to be called the reason
 
 
 class LimitName(StrEnum):
@@ -121,8 +119,7 @@ def binding_limits(
 class Cost:
     limit: LimitName
     words: str
-    slower: float
-    """Share of the rate lost, at least 0."""
+    slower: float  # share of the rate lost, at least 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +129,9 @@ class CostOfLimits:
     title: str
     rate: float
     """Samples per second and device of the plan. Packs if it has no samples."""
-    free_rate: float
-    """Rate without limits, at least the plan's."""
-    limits: tuple[Cost, ...]
-    """Limits that may have a cost, in the order of `LimitName`."""
-    gap: float
-    """Max share of time that a better search without limits may still save."""
+    free_rate: float  # rate without limits, at least the plan's
+    limits: tuple[Cost, ...]  # limits that may have a cost, in the order of `LimitName`
+    gap: float  # max share of time that a better search without limits may still save
 
     @classmethod
     def compare(
@@ -337,8 +331,7 @@ def rates_lifted(
     return rates
 
 
-_Packed = dict[tuple[object, ...], list[Packs]]
-"""Packs of the same samples, by their settings."""
+_Packed = dict[tuple[object, ...], list[Packs]]  # packs of the same samples, by their settings
 
 
 def _rate(request: PlanRequest, most: int | None, packed: _Packed) -> float:

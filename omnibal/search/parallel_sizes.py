@@ -36,12 +36,9 @@ _MOVE = 2**0.25  # halfway between two caps of the grid
 _MOVES_OF_CAPS = 6  # for two kinds of caps: either and both, smaller and larger
 _FINALISTS = 3  # sizes to refine caps for
 _LISTED_CAUSES = 2  # longer lists are not read
-_MIN_CAUSE = 0.01
-"""Min share of the best time per sample for a cause to be named."""
-_NAMED_GAIN = 0.005
-"""Min possible gain of unplanned sizes to say how to plan them."""
-_DIGIT_TOLERANCE = 1e-6
-"""Tolerance before rounding down, as a share of the last digit shown."""
+_MIN_CAUSE = 0.01  # min share of the best time per sample for a cause to be named
+_NAMED_GAIN = 0.005  # min possible gain of unplanned sizes to say how to plan them
+_DIGIT_TOLERANCE = 1e-6  # tolerance before rounding down, as a share of the last digit shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +70,11 @@ class StrategySearch:
 
     gpus: int
     samples_per_step: int
-    ranking: tuple[Strategy, ...] = ()
-    """Planned strategies, fastest first."""
+    ranking: tuple[Strategy, ...] = ()  # planned strategies, fastest first
     ruled_out: tuple[RuledOut, ...] = ()
     """Strategies slower by their bounds, then strategies that do not fit, by memory."""
-    choices: int
-    """Tried combinations of sizes and caps."""
-    planned: int
-    """Planned choices that may win by their bounds."""
+    choices: int  # tried combinations of sizes and caps
+    planned: int  # planned choices that may win by their bounds
     gap: float
     """Gap between the best time per sample and the lowest bound of an unplanned choice, relative to
     that time. Bounds ignore memory and recomputation, so the gap overstates the possible loss.

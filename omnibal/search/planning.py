@@ -35,10 +35,8 @@ class Planned:
     """Plan for a goal, its alternatives and the proven gap."""
 
     result: PlanResult
-    placement: PlacementChoice
-    """Chosen placement of encoders and prediction of the alternative."""
-    sharding: ShardingChoice
-    """Chosen weight sharding and why alternatives lost."""
+    placement: PlacementChoice  # chosen placement of encoders and prediction of the alternative
+    sharding: ShardingChoice  # chosen weight sharding and why alternatives lost
     schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
     """Chosen schedule and the schedules it was compared with."""
     strategies: StrategySearch | None = None

@@ -23,24 +23,18 @@ from omnibal.search.strategy import Choice, Setting, StrategyRequest
 
 _RECIPE_STEPS = ((32, 128), (128, 256))
 """Max number of GPUs, and samples per step of recipes for it."""
-_MOST_SAMPLES = 512
-"""Samples per step of recipes for more GPUs."""
-MIN_MICRO_BATCHES = 4
-"""Micro-batches of a rank per step below which the default step is larger."""
-_CAP_HEADROOM = 1.25
-"""Max tokens of the smallest compared packs, relative to the longest sample."""
-_STEP_FACTORS = (0.5, 2, 4)
-"""Step sizes to compare, relative to the plan's."""
+_MOST_SAMPLES = 512  # samples per step of recipes for more GPUs
+MIN_MICRO_BATCHES = 4  # micro-batches of a rank per step below which the default step is larger
+_CAP_HEADROOM = 1.25  # max tokens of the smallest compared packs, relative to the longest sample
+_STEP_FACTORS = (0.5, 2, 4)  # step sizes to compare, relative to the plan's
 COMPARED_SIZES = len(_STEP_FACTORS)
 _COMPARED_SAMPLES = SEARCH_SAMPLES // 4
 _COMPARED, _COMPARED_SHORT, _PLANNED = 2, 12, 2
 """Max near-best layouts and layouts short of packs to compare, and choices to plan, at a step."""
-_LARGER = 2**0.5
-"""Factor on the best caps that larger steps may fill."""
+_LARGER = 2**0.5  # factor on the best caps that larger steps may fill
 _COMPARED_SLACK = 1.3
 """Max ratio of the estimated time to the best for sizes to be compared at other steps."""
-_MIN_REMARKED_GAIN = 1.1
-"""Min gain of another step size for a remark."""
+_MIN_REMARKED_GAIN = 1.1  # min gain of another step size for a remark
 _OFF, _UNEVEN = 0.05, 0.15
 """Relative differences of the mean, and of nine of ten steps, above which to warn."""
 
@@ -57,14 +51,10 @@ class StepRate:
 class StepSamples:
     """Samples and tokens of a plan's steps."""
 
-    samples: float
-    """Mean samples per step."""
-    low: int
-    """5 % quantile of the samples of a step."""
-    high: int
-    """95 % quantile."""
-    tokens: float
-    """Mean tokens per step."""
+    samples: float  # mean samples per step
+    low: int  # 5 % quantile of the samples of a step
+    high: int  # 95 % quantile
+    tokens: float  # mean tokens per step
 
     @classmethod
     def count(cls, packs: ScheduledPacks) -> Self:

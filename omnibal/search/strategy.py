@@ -42,8 +42,7 @@ from omnibal.steps.steps import pack_epochs
 
 _TRIAL_EFFORT = 0.4
 """Effort of the stage search in trials. Less misjudges data-parallel encoders by 5 to 18 %."""
-_TRIAL_TYPES = 64
-"""Number of distinct sample sizes when packing for trials."""
+_TRIAL_TYPES = 64  # number of distinct sample sizes when packing for trials
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +84,7 @@ class StrategyRequest:
     """Rules for splitting the model over stages and choosing recomputed layers."""
     schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
     """Schedule that sizes must allow. Sizes are planned in 1F1B."""
-    other_schedules: frozenset[str] = frozenset()
-    """Names of schedules that may replace 1F1B."""
+    other_schedules: frozenset[str] = frozenset()  # names of schedules that may replace 1F1B
     caps: Caps | None = None
     """Caps of every strategy. None to search for caps."""
     fixed_caps: Mapping[str, int] = field(default_factory=dict)
@@ -96,8 +94,7 @@ class StrategyRequest:
     """Data with given steps, which all strategies train. A stream's packs follow the caps."""
     settings: PackSettings = field(default_factory=PackSettings)
     rules: PackRules = ANY_PACKS
-    samples_per_step: int
-    """Samples per step of all data-parallel ranks."""
+    samples_per_step: int  # samples per step of all data-parallel ranks
     samples: int
     """Random samples to compare strategies on. More for large steps, all if fewer."""
     all_samples: int = 0
@@ -156,22 +153,16 @@ class Strategy:
     parallel: Parallel
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
     levels: tuple[Level, ...]
-    micro_batches: int
-    """Micro-batches per rank and step, rounded to the nearest whole number."""
-    samples_per_second: float
-    """Samples per second of all devices."""
+    micro_batches: int  # micro-batches per rank and step, rounded to the nearest whole number
+    samples_per_second: float  # samples per second of all devices
     ms_per_sample: float
     """Time per sample of all devices. Multiply by their number for device time."""
     lost: LostTime
     """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""
-    peak_gib: float
-    """Peak memory per device of the fullest stage, at `micro_batches`."""
-    bubble_fraction: float
-    """Idle share of device time, for any cause, at `micro_batches`."""
-    recomputed_layers: int
-    """Recomputed layers of all stages, at `micro_batches`."""
-    why: str
-    """Causes of the slowdown relative to the best strategy."""
+    peak_gib: float  # peak memory per device of the fullest stage, at `micro_batches`
+    bubble_fraction: float  # idle share of device time, for any cause, at `micro_batches`
+    recomputed_layers: int  # recomputed layers of all stages, at `micro_batches`
+    why: str  # causes of the slowdown relative to the best strategy
 
     @property
     def caps(self) -> Caps:
@@ -209,10 +200,8 @@ class Need:
 class Bound:
     """Bounds on the time per sample."""
 
-    least_ms: float
-    """Lower bound on the time per sample."""
-    about_ms: float
-    """Time per sample if steps and data-parallel encoders reach their bounds."""
+    least_ms: float  # lower bound on the time per sample
+    about_ms: float  # time per sample if steps and data-parallel encoders reach their bounds
     share: float
     """Share of the time in 1F1B that another schedule may leave. 1 if only 1F1B may run."""
 
@@ -221,11 +210,9 @@ class Bound:
 class Setting:
     """Picklable samples and packs for trials of strategies."""
 
-    request: StrategyRequest
-    """Request with the drawn samples."""
+    request: StrategyRequest  # request with the drawn samples
     packs: dict[Caps, Packs]
-    jobs: dict[Sizing, JobSpec] = field(default_factory=dict)
-    """Cache of jobs by sizes."""
+    jobs: dict[Sizing, JobSpec] = field(default_factory=dict)  # cache of jobs by sizes
 
     def job(self, sizing: Sizing) -> JobSpec:
         """Return the job with these sizes and placement, cached."""

@@ -25,11 +25,9 @@ from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
 
-MIN_STEPS = 8
-"""Min number of steps in the evaluation samples."""
+MIN_STEPS = 8  # min number of steps in the evaluation samples
 _ESTIMATED_STEPS = 4  # steps to simulate for an estimate
-_ESTIMATE_EFFORT = 0.003
-"""Effort of the stage search for estimates."""
+_ESTIMATE_EFFORT = 0.003  # effort of the stage search for estimates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -134,8 +132,7 @@ class Timed:
     """Plan of a trial, and its predicted time per sample."""
 
     plan: Plan
-    micro_batches: int
-    """Mean micro-batches per rank and step, rounded."""
+    micro_batches: int  # mean micro-batches per rank and step, rounded
     ms_per_sample: float
     lost: LostTime
     """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""

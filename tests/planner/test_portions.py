@@ -99,7 +99,7 @@ def test_every_sample_is_trained_once_an_epoch(in_portions):
         assert packs_of_epoch >= data.fewest_packs
     assert data.steps == sum(each.steps for each in data.portions)
     sentences = check_plan(in_portions)
-    for told in ("portions of 2 epochs hold", "above the"):
+    for told in ("portions of 2 epochs are valid", "above the"):
         assert told in "\n".join(sentences)
 
 
@@ -172,7 +172,7 @@ def test_other_ranks_take_over_steps_in_portions(in_portions, to_train, tmp_path
     assert samples_of_steps(tmp_path / "plan") == samples_of_steps(in_portions)
     assert open_plan(tmp_path / "plan").steps[0].dp_rank.max() == data_parallel - 1
     assert made.prediction.gpu_days > 0
-    assert any("portions of 2 epochs hold" in line for line in check_plan(tmp_path / "plan"))
+    assert any("portions of 2 epochs are valid" in line for line in check_plan(tmp_path / "plan"))
 
 
 def test_steps_in_portions_need_their_directory(to_train):
