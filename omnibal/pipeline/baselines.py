@@ -39,8 +39,7 @@ from omnibal.pipeline.workload import Workload
 
 BMP_RADIUS = 3  # max units that a cut moves, enough in the paper
 BMP_RUNS = 15  # splits that are run, as in the paper
-BMP_STEPS = 200
-"""Steps of each BMP run, spread evenly over the data (3 in the paper)."""
+BMP_STEPS = 200  # steps of each BMP run, spread evenly over the data (3 in the paper)
 _TIE_TOLERANCE = 1e-9
 
 Cuts = tuple[int, ...]
@@ -57,8 +56,7 @@ class PartitionMethod(StrEnum):
 class RecomputeRule(StrEnum):
     """Rule for the layers that a stage recomputes."""
 
-    CHEAPEST = "cheapest"
-    """Min time that fits, searched together with the split."""
+    CHEAPEST = "cheapest"  # min time that fits, searched together with the split
     FRONT = "front"
     FULL = "full"
     NONE = "none"

@@ -137,8 +137,7 @@ class WholePasses:
         return np.stack(sums, axis=-1)[self.place]
 
 
-EncoderPasses = EqualPasses | WholePasses
-"""Passes of an encoder in a step."""
+EncoderPasses = EqualPasses | WholePasses  # passes of an encoder in a step
 
 
 def encoding_ms(cost: EncoderCost, passes: EncoderPasses) -> np.ndarray:

@@ -14,8 +14,7 @@ class StageMemory(Frozen):
     weights_gib: NonNegativeFloat
     gradients_gib: NonNegativeFloat
     optimizer_gib: NonNegativeFloat
-    activations_gib: NonNegativeFloat
-    """Activations of all micro-batches in flight."""
+    activations_gib: NonNegativeFloat  # activations of all micro-batches in flight
     transient_gib: NonNegativeFloat
     """Working memory at the peak beyond the max activations, and library buffers."""
 
@@ -58,10 +57,8 @@ class LostTime(Frozen):
     """Compute on padding: heads to a multiple of TP, and tokens to the longest pack."""
     stage_imbalance_ms: float
     """Unequal stages, or 0 if equal stages would be no faster, as with few micro-batches."""
-    bubble_ms: float
-    """Pipeline fill and drain, and unequal micro-batches."""
-    ideal_ms: float
-    """Needed work, spread evenly over all devices without waiting."""
+    bubble_ms: float  # pipeline fill and drain, and unequal micro-batches
+    ideal_ms: float  # needed work, spread evenly over all devices without waiting
 
     def causes(self) -> dict[str, float]:
         """Return entries from the ideal up by display name, without absent causes."""
@@ -75,18 +72,15 @@ class LostTime(Frozen):
 class DataParallelExchange(Frozen):
     """Data-parallel gradient reduction and weight all-gather, in a mean step."""
 
-    total_ms: NonNegativeFloat
-    """Time of the slowest stage without overlap."""
-    exposed_ms: float
-    """Exposed time in the step."""
+    total_ms: NonNegativeFloat  # time of the slowest stage without overlap
+    exposed_ms: float  # exposed time in the step
 
 
 class StagePrediction(Frozen):
     """Mean times per micro-batch, over all packs and the stage's chunks, and memory."""
 
     forward_ms: NonNegativeFloat
-    backward_ms: NonNegativeFloat
-    """Backward time including recomputation."""
+    backward_ms: NonNegativeFloat  # backward time including recomputation
     wait_fraction: Annotated[float, Field(ge=0, le=1)]
     """Idle share of the stage: no compute, exchange or update."""
     memory: StageMemory
@@ -95,8 +89,7 @@ class StagePrediction(Frozen):
 class ReadingPrediction(Frozen):
     """Processor time of loader processes for a mean step."""
 
-    stage_ms: tuple[NonNegativeFloat, ...]
-    """Time for one rank of each stage."""
+    stage_ms: tuple[NonNegativeFloat, ...]  # time for one rank of each stage
     cores_ms: NonNegativeFloat
     """Min time for a node's cores to read the step, and to compute it if on CPU."""
 
@@ -105,14 +98,11 @@ class EncoderPhasePrediction(Frozen):
     """Data-parallel encoders: mean times of the slowest group's busiest rank, and memory."""
 
     forward_ms: NonNegativeFloat
-    backward_ms: NonNegativeFloat
-    """Backward time, including recomputed forwards of items not kept."""
-    exchange_ms: NonNegativeFloat
-    """Both exchanges of features between encoders and pipelines."""
+    backward_ms: NonNegativeFloat  # backward time, including recomputed forwards of items not kept
+    exchange_ms: NonNegativeFloat  # both exchanges of features between encoders and pipelines
     busiest: NonNegativeFloat
     """Encoding time of the busiest rank over the mean, or 1 if nothing is encoded."""
-    memory: StageMemory
-    """Memory of a device that embeds tokens; part of every stage's memory."""
+    memory: StageMemory  # memory of a device that embeds tokens; part of every stage's memory
 
 
 class Prediction(Frozen):
@@ -121,15 +111,13 @@ class Prediction(Frozen):
     cost_source: str
     """"analytic:<cluster>, <whose> rates" or "profile:<device>, <n> processes,
     provider <provider>"."""
-    step_ms: NonNegativeFloat
-    """Mean step time over the simulated steps."""
+    step_ms: NonNegativeFloat  # mean step time over the simulated steps
     lost: LostTime
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
     """Idle share of device time for any cause, mean over stages and steps."""
     samples_per_second_per_gpu: NonNegativeFloat | None
     """Samples per second per GPU. None, as `gpu_days`, for a plan of shapes only."""
-    gpu_days: NonNegativeFloat | None
-    """GPU-days of all planned epochs."""
+    gpu_days: NonNegativeFloat | None  # GPU-days of all planned epochs
     exchange: DataParallelExchange
     stages: tuple[StagePrediction, ...]
     beside: EncoderPhasePrediction | None = written_unless(None)

@@ -39,8 +39,7 @@ class ChunkPass:
     chunk: int = 0
 
 
-StageOperations = tuple[ChunkPass, ...]
-"""Operations of one stage in a step, in order."""
+StageOperations = tuple[ChunkPass, ...]  # operations of one stage in a step, in order
 
 
 class Placement(StrEnum):
@@ -290,8 +289,7 @@ class PipelineSchedule(Frozen):
     """The schedule of a plan."""
 
     name: ScheduleName = "1f1b"
-    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = written_unless(1)
-    """Chunks per stage."""
+    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = written_unless(1)  # chunks per stage
 
     @model_validator(mode="after")
     def _has_such_chunks(self) -> "PipelineSchedule":

@@ -100,8 +100,7 @@ class Stage(Frozen):
     """A contiguous run of the model's units, in model order."""
 
     units: tuple[SpanText, ...]
-    recompute: tuple[SpanText, ...] = ()
-    """Layers with activation recomputation."""
+    recompute: tuple[SpanText, ...] = ()  # layers with activation recomputation
 
     @classmethod
     def parse(cls, *units: str, recompute: Sequence[str] = ()) -> Self:

@@ -179,7 +179,15 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
     by pad ratio (0, as packs are not padded) plus dist ratios of vision and language over 8 ranks,
     one pack each. If no caps reach 4 to 5 samples, the nearest are returned.
     """
-    per_tile = _paper_tokens_per_tile(lengths)  # the public code's names: Qv tiles, Qt tokens
+    mean_tiles = float(lengths.column("tiles").mean())
+    if not mean_tiles:
+        raise UserError(
+            "the paper's rule needs to know how many tokens go with an image tile, and none of "
+            f"{len(lengths)} samples has a tile; choose caps by predicted time (--rule time)"
+        )
+    aligned = -(-lengths.tokens.astype(np.int64) // _PAPER_ALIGNMENT) * _PAPER_ALIGNMENT
+    # At least 16, even with many tiles and few tokens.
+    per_tile = max(int((float(aligned.mean()) // mean_tiles + 1) // 16) * 16, 16)
     start_tiles = _PAPER_TOKENS // per_tile
     first = max(least["tiles"] - start_tiles, -(-(least["tokens"] - _PAPER_TOKENS) // per_tile))
     packed: dict[Caps, Packs] = {}
@@ -208,18 +216,6 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
     return sorted(  # fewest tokens of equal dist ratios
         found, key=lambda caps: (_dist_ratios(packed[caps], lengths, seed), caps["tokens"])
     )
-
-
-def _paper_tokens_per_tile(lengths: Lengths) -> int:
-    mean_tiles = float(lengths.column("tiles").mean())
-    if not mean_tiles:
-        raise UserError(
-            "the paper's rule needs to know how many tokens go with an image tile, and none of "
-            f"{len(lengths)} samples has a tile; choose caps by predicted time (--rule time)"
-        )
-    aligned = -(-lengths.tokens.astype(np.int64) // _PAPER_ALIGNMENT) * _PAPER_ALIGNMENT
-    # At least 16, even with many tiles and few tokens.
-    return max(int((float(aligned.mean()) // mean_tiles + 1) // 16) * 16, 16)
 
 
 def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:

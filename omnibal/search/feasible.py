@@ -239,7 +239,11 @@ def _kinds_of_request(
         yield "other sizes on the same devices", _at_sizes(request, same)
     same_devices = len(found)
     tensors = range(parallel.tensor + 1, job.cluster.gpus_per_node + 1)
-    pipelines = _larger_pipelines(job)
+    # Consecutive pipeline sizes, then doubled ones.
+    layers, dense = job.pipeline_model.layers, max(2 * parallel.pipeline, _EVERY_PIPELINE)
+    pipelines = list(range(parallel.pipeline + 1, min(dense, layers) + 1))
+    while (dense := 2 * dense) <= layers:
+        pipelines.append(dense)
     yield "a larger --tp", _at_sizes(request, [{"tensor": size} for size in tensors])
     yield "a larger --pp", _at_sizes(request, [{"pipeline": size} for size in pipelines])
     ranks_of_data = [factor * parallel.data for factor in _LARGER_DATA]
@@ -283,16 +287,6 @@ def _at_sizes(
             text = " ".join(f"{options[name]} {now}" for name, (_, now) in pairs.items())
             before = words([str(size) for size, _ in pairs.values()])
             yield f"{text} instead of {before}", changed.with_sizes(new)
-
-
-def _larger_pipelines(job: JobSpec) -> list[int]:
-    """Larger pipeline sizes: consecutive, then doubling, up to the number of layers."""
-    layers, size = job.pipeline_model.layers, job.parallel.pipeline
-    dense = max(2 * size, _EVERY_PIPELINE)
-    sizes = list(range(size + 1, min(dense, layers) + 1))
-    while (dense := 2 * dense) <= layers:
-        sizes.append(dense)
-    return sizes
 
 
 def _same_devices(request: PlanRequest) -> list[Parallel]:

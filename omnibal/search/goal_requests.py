@@ -71,11 +71,21 @@ class GoalRequests:
         has_choice = bool(job.model.encoders) and is_ours
         if isinstance(data, Stream):
             lengths, caps, samples_per_step = data.lengths, data.caps, data.window
-            given = _stream_data(data, smallest_caps(lengths, limited_features(job.model)))
+            given = StreamData(
+                lengths=lengths,
+                caps=smallest_caps(lengths, limited_features(job.model)),
+                window=data.window,
+                is_dispatched=data.is_dispatched,
+                epochs=data.epochs,
+            )
         elif isinstance(data, Earlier):
             given = self._earlier(job)
             caps, lengths = given.caps, given.lengths
-            samples_per_step = _samples_of_step(given)
+            if isinstance(given, StreamData):
+                samples_per_step = given.window
+            else:
+                assert given.steps is not None
+                samples_per_step = max(round(len(given.steps.packs.samples) / given.steps.steps), 1)
         elif isinstance(data, ShapesAlone):
             packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
             if goal.free.sizes is None:
@@ -308,20 +318,3 @@ def _micro_batches_of_shapes(data: ShapesAlone, ranks: int) -> int:
     if data.packs_per_step:
         return max(data.packs_per_step // ranks, 1)
     return data.micro_batches or DEFAULT_MICRO_BATCHES
-
-
-def _stream_data(data: Stream, caps: Caps) -> StreamData:
-    return StreamData(
-        lengths=data.lengths,
-        caps=caps,
-        window=data.window,
-        is_dispatched=data.is_dispatched,
-        epochs=data.epochs,
-    )
-
-
-def _samples_of_step(data: StreamData | SampleData) -> int:
-    if isinstance(data, StreamData):
-        return data.window
-    assert data.steps is not None
-    return max(round(len(data.steps.packs.samples) / data.steps.steps), 1)

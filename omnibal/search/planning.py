@@ -197,9 +197,14 @@ def _search_goal(requests: GoalRequests) -> Planned:
     """Search sizes, sharding, encoder placement, caps and levels together, then schedules."""
     request, source = requests.with_step(requests.strategy_request())
     requests.check_curriculum(request)
+    has_levels = requests.may_have_levels(request)
+    rule = requests.goal.free.levels if has_levels else LevelRule(count=1)
+    total = progress_total(request) + (levels_total(request) if has_levels else 0)
     finalists = Finalists(requests=requests)  # plans on all data
     try:
-        best = finalists.plan(request, _strategies(requests, request))
+        with requests.listener.progress("trying strategies", total) as advance:
+            strategies = search_with_levels(request, rule, advance, usable_cores())
+        best = finalists.plan(request, strategies)
     except UserError:
         if not request.layouts:
             raise
@@ -224,14 +229,6 @@ def _search_goal(requests: GoalRequests) -> Planned:
         strategies=None if request.layouts else found,
         step_source=source,
     )
-
-
-def _strategies(requests: GoalRequests, request: StrategyRequest) -> StrategySearch:
-    has_levels = requests.may_have_levels(request)
-    total = progress_total(request) + (levels_total(request) if has_levels else 0)
-    rule = requests.goal.free.levels if has_levels else LevelRule(count=1)
-    with requests.listener.progress("trying strategies", total) as advance:
-        return search_with_levels(request, rule, advance, usable_cores())
 
 
 def _with_advice(goal: Goal, error: DoesNotFit, listener: Listener) -> UserError:

@@ -38,7 +38,7 @@ def test_every_docstring_stands_alone():
     paths = [*(ROOT / "omnibal").rglob("*.py"), *(ROOT / "megatron" / "vlm").rglob("*.py")]
     trees = {path: ast.parse(path.read_text()) for path in sorted(paths)}
     found = [(path, line, text) for path in trees for line, text in docstrings(trees[path])]
-    assert len(found) > 4_000
+    assert len(found) > 3_500
     begin = ((f"{path}:{line}: {text[:60]}", text) for path, line, text in found)
     wrong = [told for told, text in begin if text.startswith(MIDDLES)]
     assert not wrong, "\n".join(wrong)

@@ -354,8 +354,8 @@ def test_plans_are_written_checked_and_counted_anew_where_they_are_edited(tmp_pa
     for changed, told in (
         ({"kept_items": {"vision": 7}}, "prediction"),
         ({"pipelines": 1 if result.plan.beside.pipelines == 2 else 2}, "prediction"),
-        ({"square_ms": {}}, "beside.square_ms is of no encoder"),
-        ({"square_ms": {"vision": 1.0, "audio": 1.0}}, "beside.square_ms is of audio and vision"),
+        ({"square_ms": {}}, "beside.square_ms has no encoder"),
+        ({"square_ms": {"vision": 1.0, "audio": 1.0}}, "beside.square_ms has audio and vision"),
     ):
         path.write_text(json.dumps(written | {"beside": written["beside"] | changed}))
         with pytest.raises(UserError, match=told):

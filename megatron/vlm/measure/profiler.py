@@ -453,7 +453,7 @@ class KeptActivations:
             yield
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Also count a tensor until it is freed."""
+        """Count a tensor, too, until it is freed."""
         weakref.finalize(tensor, self._release, *self._acquire(tensor))
 
     def _pack(self, tensor: torch.Tensor) -> "_Saved":
