@@ -1,4 +1,4 @@
-"""Answers about images and videos at their native resolution, beside Transformers' own."""
+"""Answers about native-resolution images and videos, compared with Transformers' generation."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 def samples_of(folder: Path) -> list[Sample]:
-    """An image, two around a video, and text alone."""
+    """Return samples with one image, two images and a video, and text only."""
     (folder / "clip").mkdir()
     sizes = {"0": (30, 22), "1": (9, 40), **{f"clip/{number}": (20, 28) for number in range(5)}}
     for seed, (name, size) in enumerate(sizes.items()):
@@ -42,8 +42,8 @@ def samples_of(folder: Path) -> list[Sample]:
     ]  # fmt: skip
 
 
-def theirs(model, reader: SampleReader, sample: Sample) -> list[int]:
-    """The answer of Transformers' generation to the same tokens and patches."""
+def transformers_answer(model, reader: SampleReader, sample: Sample) -> list[int]:
+    """Return token ids that Transformers generates from equal tokens and patches."""
     shown = reader.list_shown(sample)
     prompt = reader.prompt(sample, 0, NEW_TOKENS, chatting=True)
     ids, patches = torch.from_numpy(prompt.token_ids)[None], reader.patches(sample, shown)
@@ -68,7 +68,7 @@ def theirs(model, reader: SampleReader, sample: Sample) -> list[int]:
 
 @pytest.mark.parametrize("name", ["qwen3-vl-tied", "qwen2.5-vl-tied"])
 def test_answers_are_those_of_transformers(tmp_path, name):
-    """Prevents: patches, places or positions that differ between a prompt and its answer."""
+    """Prevents patches, grids or positions that differ between a prompt and its answer."""
     model, released = transformers_model(name), tmp_path / "released"
     model.save_pretrained(released)
     write_companions(released)
@@ -79,7 +79,9 @@ def test_answers_are_those_of_transformers(tmp_path, name):
         (released / file).write_text(json.dumps(settings))
     run = imported(released, tmp_path / "run")
     samples = samples_of(tmp_path)
-    expected = [theirs(model, reader_of_run(run, sample), sample) for sample in samples]
+    expected = [
+        transformers_answer(model, reader_of_run(run, sample), sample) for sample in samples
+    ]
     [found] = run_ranks(Parallel(pipeline=1), answers, run, samples, NEW_TOKENS)
     assert found == expected
     assert any(expected)

@@ -1,4 +1,4 @@
-"""Micro-batches of images and videos at their native resolution, beside Transformers."""
+"""Micro-batches of native-resolution images and videos, compared with Transformers' processors."""
 
 import os
 import subprocess
@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(params=["qwen3-vl", "qwen2.5-vl"])
 def data(request, tmp_path, tokenizer) -> NativeData:
-    """Six samples, for one of both families."""
+    """Six samples for each model family."""
     return data_of(request.param, tmp_path, tokenizer)
 
 
 def test_all_is_as_transformers_processors_make_it():
-    """Prevents: token ids, patches, grids or positions of RoPE on which released models were not
-    trained, of images and videos of any kind."""
+    """Prevents token ids, patches, grids or RoPE positions other than those the released models
+    were trained on."""
     script = [sys.executable, str(ROOT / "benchmarks/native_parity.py")]
     sizes = ["--images", "30", "--clips", "6", "--seed", "3"]
     places = [ROOT, Path(__file__).parent / "fake_tv", *filter(None, [os.getenv("PYTHONPATH")])]
@@ -49,8 +49,8 @@ def test_all_is_as_transformers_processors_make_it():
     assert ran.stdout.count("different: nothing") == 2
 
 
-def assert_tensors_of(batch: MicroBatch, whole: MicroBatch) -> None:
-    """All tensors that a stage has are those of the whole model's micro-batch."""
+def assert_stage_tensors(batch: MicroBatch, whole: MicroBatch) -> None:
+    """Assert that each tensor loaded for a stage equals the tensor of the full model's batch."""
     for name, value in vars(batch).items():
         if torch.is_tensor(value):
             assert torch.equal(value, vars(whole)[name]), name
@@ -58,14 +58,14 @@ def assert_tensors_of(batch: MicroBatch, whole: MicroBatch) -> None:
 
 
 def test_positions_begin_anew_with_every_sample(data):
-    """Prevents: positions that depend on what a sample is packed with."""
+    """Prevents positions that depend on other samples of the pack."""
     together, *alone = (data.load(pack).rope_positions_3S for pack in ([3, 2, 0], [3], [2], [0]))
     assert torch.equal(together, torch.cat(alone, dim=1))
     assert torch.equal(alone[1], torch.arange(alone[1].shape[1]).expand(3, -1))
 
 
 def test_another_image_than_planned_is_an_error(data, tmp_path):
-    """Prevents: stages that exchange tensors of another size than the plan has."""
+    """Prevents exchanges between stages of sizes other than planned."""
     picture(90, 90).save(tmp_path / "0.png")
     stages = stages_of(data.reader.model, *CUTS)
     for stage in (stages[0], stages[1], stages[3]):
@@ -85,8 +85,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["3.png", "clip/2.png"])
 def test_stages_come_to_one_verdict_about_what_cannot_be_read(data, tmp_path, damage, name):
-    """Prevents: a stage that learns of an image that another has blanked, or a pack of another
-    size than planned."""
+    """Prevents loss on an image that another stage has blanked, and packs of unplanned size."""
     pack = [2, 3, 0]
     before = data.load(pack)
     start, stop = np.cumsum(before.segment_tokens)[:2]
@@ -97,7 +96,7 @@ def test_stages_come_to_one_verdict_about_what_cannot_be_read(data, tmp_path, da
     after = data.load(pack, options=SKIP)
     assert after.shape == before.shape and after.segment_tokens == before.segment_tokens
     assert len(after.unreadable) == 1
-    # Of a frame that is gone nothing is known but that there are too few.
+    # A removed frame has no known name. The message counts frames instead.
     assert name in after.unreadable[0] or (damage == "removed" and "restore frames" in str(stopped))
     assert not ((after.loss_positions_L >= start) & (after.loss_positions_L < stop)).any()
     outside = (before.loss_positions_L < start) | (before.loss_positions_L >= stop)
@@ -108,14 +107,14 @@ def test_stages_come_to_one_verdict_about_what_cannot_be_read(data, tmp_path, da
     assert not after.patches_YX[:-last].any()
     assert len(after.image_positions_M) == after.image_tokens
     for stage in stages_of(data.reader.model, *CUTS):
-        assert_tensors_of(data.load(pack, stage, SKIP), after)
+        assert_stage_tensors(data.load(pack, stage, SKIP), after)
 
 
 @pytest.mark.parametrize("damage", ["half of the pixels", "all"])
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
 def test_broken_clips_keep_their_place(tmp_path, name, damage):
-    """Prevents: one broken clip that ends a run which was asked to go on, or stages that disagree
-    about one whose header alone is whole."""
+    """Prevents a broken clip from ending a run with --on-bad-sample skip, and stages that disagree
+    on a clip with an intact header."""
     av = pytest.importorskip("av")
     clip = tmp_path / "a.mp4"
     with av.open(str(clip), "w") as container:
@@ -133,7 +132,7 @@ def test_broken_clips_keep_their_place(tmp_path, name, damage):
     start, moov, kept, rest = content.index(b"mdat") + 4, content.index(b"moov") - 4, 0, b""
     if damage == "half of the pixels":
         kept, rest = (start + moov) // 2, content[moov:]
-    read_video_header.cache_clear()  # as another process would read the file
+    read_video_header.cache_clear()  # as in a new process
     clip.write_bytes(content[:kept] + bytes(len(content) - kept - len(rest)) + rest)
     stopped = data.load([0, 1])
     assert isinstance(stopped, UserError) and "a.mp4" in str(stopped) and "\n" not in str(stopped)
@@ -143,12 +142,12 @@ def test_broken_clips_keep_their_place(tmp_path, name, damage):
     assert (whole.image_grids == before.image_grids) == (damage == "half of the pixels")
     assert len(whole.labels_L) == len(data.load([1]).labels_L)
     for stage in stages_of(data.reader.model, *CUTS):
-        assert_tensors_of(data.load([0, 1], stage, SKIP), whole)
+        assert_stage_tensors(data.load([0, 1], stage, SKIP), whole)
 
 
 def test_answers_go_on_from_the_largest_position(data):
-    """Prevents: an answer at positions of which its image's rows and columns are, and questions
-    that show images of later turns. By hand, as Transformers' `rope_deltas` has it."""
+    """Prevents answers at positions of image rows or columns, and questions that show images of
+    later turns. Positions are by hand, as Transformers' `rope_deltas`."""
     reader = data.reader
     questions = list(_list_questions(reader, 6, 3))
     samples = [question.sample for question in questions]
@@ -156,7 +155,7 @@ def test_answers_go_on_from_the_largest_position(data):
     before = question_batch(questions, media, reader)
     lengths = [question.tokens for question in questions]
     for question in questions:
-        # A model may answer with the word for an image's tokens.
+        # A model may generate the image token.
         question.answer_ids.extend([reader.tokenizer.require_id("<|image_pad|>"), 5])
     after = question_batch(questions, media, reader)
     assert after.shape == _shape(questions)

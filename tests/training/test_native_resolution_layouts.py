@@ -1,5 +1,5 @@
-"""Models of images at their native resolution on four processes, their encoders in the pipeline or
-data-parallel, against one process that has everything: same loss, every gradient, same weights."""
+"""Native-resolution models on four processes, with pipelined or data-parallel encoders, against one
+process: equal losses, gradients and weights."""
 
 import pytest
 from data_parallel_cases import data_parallel_plan
@@ -31,7 +31,7 @@ IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
 def plan_of(name, cuts=(), **options):
-    """A plan, with data-parallel encoders if it counts pipelines that share them."""
+    """Return a plan, with data-parallel encoders if `options` has `pipelines`."""
     if "pipelines" in options:
         return data_parallel_plan(MODELS[name], cuts, **{"per_pass": 9, "kept": 7} | options)
     return cut_plan(MODELS[name], *cuts, **options)
@@ -39,9 +39,9 @@ def plan_of(name, cuts=(), **options):
 
 SOME = {"vision": (1, 2), "language": (0,)}
 ENCODER = ("vision", "projector")
-# A cut is the position of the first unit after it. Units: 0 vision embed, 1-5 vision layers of
-# which the second and fourth have deepstack features, 6 projector, 7 language embed, 8-10 language
-# layers of which two take them, 11 head.
+# A cut is the position of the first unit after it. Units: 0 vision embed, 1-5 vision layers (2 and
+# 4 output deepstack features), 6 projector, 7 language embed, 8-10 language layers (8 and 9 add the
+# features), 11 head.
 PLANS = {
     "of-four": ("Qwen3-VL", {"cuts": (3, 6, 9)}),
     "of-four-tied": ("tied", {"cuts": (5, 8, 10), "recompute": SOME}),
@@ -62,8 +62,8 @@ PLANS = {
     "windows-of-four": ("Qwen2.5-VL", {"cuts": (2, 6, 7)}),
     "windows-divided": ("Qwen2.5-VL", {"tensor": 2, "data": 2, "sharded": 2}),
 }  # fmt: skip
-# Units of the language model: 0 embed, 1-3 layers, of which Qwen3-VL's first two take deepstack
-# features, 4 head.
+# Units of the language model: 0 embed, 1-3 layers (Qwen3-VL's 1 and 2 add deepstack features), 4
+# head.
 BESIDE = {
     "features-sent-on": ("Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 2, "divided": 4}),
     "of-four": (
@@ -91,8 +91,8 @@ TOLD = {"rel": 2e-5, "feed": Feed(packs_of, own_stream)}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def made_before_ranks_fork():
-    """Sets up once what every rank's samples need."""
+def fill_position_cache():
+    """Compute RoPE positions once, before ranks are forked."""
     for model in MODELS.values():
         rope_positions(model, [WORD], ())
 
@@ -103,9 +103,8 @@ def made_before_ranks_fork():
     ids=[*PLANS, *map("beside-{}".format, BESIDE)],
 )
 def test_same_training_as_one_process(model, options):
-    """Prevents: deepstack features or their gradients lost or mixed up over a cut or on their way
-    to first stages and back, patches in another order on another stage, padded heads or divided
-    weights that change a gradient, an image encoded in parts or for another pack."""
+    """Prevents lost or swapped deepstack features or gradients, patches reordered between stages,
+    gradients changed by padded heads or sharded weights, and split or misassigned images."""
     compare_with_one_process(plan_of(model, **options), STEPS, **TOLD)
 
 
@@ -121,14 +120,14 @@ def test_same_training_as_one_process(model, options):
     ],
 )  # fmt: skip
 def test_resumes_under_another_layout(tmp_path, name, before, after):
-    """Prevents: a checkpoint that has no deepstack projectors, or parts of them, or biases of a
-    gate and a value that change places."""
+    """Prevents checkpoints without all deepstack projectors, or with gate and value biases
+    swapped."""
     layouts = (plan_of(name, **before), 1), (plan_of(name, **after), 2)
     compare_resumed(tmp_path, *layouts, steps=STEPS[:3], **TOLD)
 
 
-def evaluated(links, plan):
-    """Loss of a pack in training and in evaluation, on the last stage."""
+def train_and_eval_losses(links, plan):
+    """Return the last stage's losses of a pack in training and in evaluation mode."""
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     stage, found = trainer.stage, []
     for is_training in (True, False):
@@ -140,7 +139,7 @@ def evaluated(links, plan):
 
 
 def test_held_out_packs_have_deepstack_features_too():
-    """Prevents: a loss on held-out data without what core's own loop over layers leaves out."""
+    """Prevents evaluation losses without deepstack features, which core's own layer loop omits."""
     plan = plan_of("Qwen3-VL", cuts=(9,))
-    trained, held_out = run_ranks(plan.parallel, evaluated, plan)[-1]
+    trained, held_out = run_ranks(plan.parallel, train_and_eval_losses, plan)[-1]
     assert len(trained) == len(STEPS[0]) and held_out == pytest.approx(trained, rel=1e-6)

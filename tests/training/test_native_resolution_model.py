@@ -1,4 +1,4 @@
-"""Layers of models of images at their native resolution; test_qwen_vl_parity.py has the whole."""
+"""Layers of native-resolution models; test_qwen_vl_parity.py has the full models."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from omnibal.data.native_resolution import Grid
 from omnibal.model.parallel import Parallel
 
 ONE = Parallel(pipeline=1)
-# Two images, one of which is no whole number of windows; a video; an image alone.
+# Samples: two images (partial windows), text only, a video, an image.
 SAMPLES = [
     ((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((), 7), ((Grid(3, 4, 6),), 8), ((Grid(1, 10, 14),), 6),
 ]  # fmt: skip
@@ -28,7 +28,7 @@ MODELS = pytest.mark.parametrize(
 
 
 def loss_and_gradients(links, model, samples, *recomputed):
-    """Loss and gradients of a pack for each set of recomputed layers."""
+    """Return loss and gradients of a pack for each set of recomputed layers."""
     batch, found = pack_of([sample_of(model, *one, seed=i) for i, one in enumerate(samples)]), []
     for recompute in recomputed:
         stage = build_stage(cut_plan(model, recompute=recompute), 0)
@@ -41,8 +41,8 @@ def loss_and_gradients(links, model, samples, *recomputed):
 
 @MODELS
 def test_recomputed_equals_not_recomputed(model):
-    """Prevents: a layer that is recomputed without its deepstack projector, or on memory that a
-    projector has kept and the recomputation has let go of."""
+    """Prevents layers recomputed without their deepstack projector, or on memory that the
+    recomputation has freed."""
     some = {"vision": (1, 2), "language": (0,)}
     [(plain, *again)] = run_ranks(ONE, loss_and_gradients, model, SAMPLES, {}, some, EVERY)
     for loss, gradients in again:
@@ -52,7 +52,7 @@ def test_recomputed_equals_not_recomputed(model):
 
 @MODELS
 def test_packs_without_images_give_every_parameter_a_gradient(model):
-    """Prevents: a step that waits for gradients of an encoder that a pack has no image for."""
+    """Prevents steps that hang on encoder gradients when a pack has no image."""
     [[(_, gradients)]] = run_ranks(ONE, loss_and_gradients, model, [((), 5), ((), 8)], {})
     for name, gradient in gradients.items():
         assert gradient is not None, name
@@ -62,8 +62,8 @@ def test_packs_without_images_give_every_parameter_a_gradient(model):
 
 @pytest.mark.in_own_process
 def test_places_are_transformers_places():
-    """Prevents: learned positions or windows that only agree with the released ones in a square
-    image, or where all windows are whole."""
+    """Prevents learned positions or windows that match the released models only for square images
+    or full windows."""
     grids = [Grid(1, 6, 4), Grid(2, 10, 14), Grid(1, 2, 2), Grid(1, 8, 16)]
     grid_thw = torch.tensor(grids)
     expected = get_vision_interpolation_indices_and_weights(

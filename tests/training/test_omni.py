@@ -1,4 +1,4 @@
-"""A model that sees and hears, cut anywhere: losses, gradients and weights of one process."""
+"""A vision and audio model, cut anywhere: losses, gradients and weights of one process."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from omnibal.model.units import model_parts
 from omnibal.pipeline.unit_runs import stage_units
 
 MODEL = toy_omni_model()
-# Samples of (tiles, text tokens, clips): packs of both, of one, and of neither.
+# Samples of (tiles, text tokens, clips), in packs with tiles and clips, one kind, or none.
 STEPS = [
     [[(2, 9, 1), (1, 14, 0)], [(0, 12, 0), (0, 7, 0)], [(3, 5, 0)], [(0, 8, 3), (0, 6, 1)]],
     [[(0, 20, 2)], [(1, 6, 2), (4, 10, 0)], [(2, 8, 1)]],
@@ -40,14 +40,14 @@ PLANS = {
 
 @pytest.mark.parametrize(("cuts", "sizes"), PLANS.values(), ids=PLANS)
 def test_split_equals_one_process(cuts, sizes):
-    """Prevents: features or gradients of one encoder lost or taken for the other's, a rank that
-    waits for a recording that its packs lack, and heads or norms that ranks cannot share."""
+    """Prevents lost or swapped features or gradients of the two encoders, ranks that hang on packs
+    without recordings, and wrongly split heads or norms."""
     recompute = {"vision": (1,), "audio": (0, 2), "language": (1,)}
     compare_with_one_process(cut_plan(MODEL, *cuts, recompute=recompute, **sizes), STEPS)
 
 
 def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():
-    """Prevents: a stage that waits for an empty tensor, or weights without a gradient."""
+    """Prevents stages that wait for an empty tensor, and weights without gradients."""
     steps = [[[(0, 12, 0)], [(0, 9, 0)]], [[(2, 8, 0)], [(0, 6, 0)]], [[(0, 7, 2)]]]
     plan = cut_plan(MODEL, 3, 9)
     compare_with_one_process(plan, steps)
@@ -60,7 +60,7 @@ def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():
 
 
 def test_keys_of_the_audio_encoder_get_no_bias():
-    """Prevents: a bias that Whisper does not have, made of Adam's steps along rounding errors."""
+    """Prevents a key bias, absent in Whisper, that Adam trains on rounding errors."""
     _, gradients, weights = alone(cut_plan(MODEL), STEPS)
     names = [name for name in weights if name.startswith("audio.") and name.endswith("qkv.bias")]
     assert len(names) == MODEL.audio.layers
@@ -73,25 +73,25 @@ def test_keys_of_the_audio_encoder_get_no_bias():
 
 
 def count_sent(links, plan, step):
-    """Bytes that this stage sends in a training step: (to the next stage, to the one before)."""
+    """Return (bytes to the next stage, bytes to the previous stage), moved parameters, loss."""
     sent = {links.activations: 0, links.gradients: 0}
     isend = dist.isend
 
-    def counted(tensor, target, group):
+    def count_and_send(tensor, target, group):
         sent[group] += tensor.nbytes
         return isend(tensor, target, group=group)
 
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(step)]
-    links_module.dist.isend = counted
+    links_module.dist.isend = count_and_send
     result = train_step(trainer, MicroBatchStream.of(batches))
     moved = {n: not torch.equal(before[n], p) for n, p in trainer.stage.named_parameters()}
     return tuple(sent.values()), moved, result.loss
 
 
 def planned_bytes(cost, plan, step):
-    """Bytes over every cut of a step's micro-batches, by the planner's costs."""
+    """Return the bytes over each cut in a step, (forward, backward), by the planner's costs."""
     batches = [toy_batch(plan.model, pack, seed=0) for pack in step]
     totals = {
         name: sum(vars(one)[name] for one in batches) for name in ("tiles", "clips", "tokens")
@@ -117,8 +117,8 @@ def planned_bytes(cost, plan, step):
     ids=lambda parts: "+".join(parts) or "none",
 )
 def test_what_crosses_cuts_is_what_the_planner_counts_and_frozen_parts_stay(frozen):
-    """Prevents: a planner that prices other messages than are sent; gradients of frozen encoders on
-    the way back; a frozen part that moves, or a trained one that does not."""
+    """Prevents planned message sizes other than the sent ones, gradients sent to frozen encoders,
+    frozen parts that move, and trained parts that do not."""
     plan, one = cut_plan(MODEL, 4, 6, 9, frozen=frozen), cut_plan(MODEL)
     [(_, _, expected)] = run_ranks(one.parallel, count_sent, one, STEPS[0])
     ranks = run_ranks(plan.parallel, count_sent, plan, STEPS[0])
@@ -132,7 +132,7 @@ def test_what_crosses_cuts_is_what_the_planner_counts_and_frozen_parts_stay(froz
 
 
 def part_of(parameter: str) -> str:
-    """Part of the model that a parameter is of, by its name."""
+    """Return the model part of a parameter, by its name."""
     first = parameter.split(".")[0].removesuffix("_embedding")
     part = "vision_projector" if first == "projector" else first
     return part if part in model_parts(MODEL) else "language"

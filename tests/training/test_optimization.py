@@ -1,4 +1,4 @@
-"""What the optimizer's options and the loss's weighting do, against their formulas."""
+"""Optimizer options and loss weighting, against their formulas."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from megatron.vlm.step.train import build_trainer, train_step
 
 
 def run_steps(links, plan, options, steps, total):
-    """Rates of the steps, and the weights before and after them."""
+    """Return the steps' learning rates, and the weights before and after."""
     trainer = build_trainer(plan, links, options, steps=total, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batch = toy_batch(plan.model, [(1, 9), (0, 6)], seed=0)
@@ -24,7 +24,7 @@ def run_steps(links, plan, options, steps, total):
     return rates, before, {name: p.detach() for name, p in trainer.stage.named_parameters()}
 
 
-def trained(steps=1, **changes):
+def train_one_rank(steps=1, **changes):
     plain = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0}
     options = replace(OPTIONS, **plain | changes)
     [result] = run_ranks(pipeline_plan().parallel, run_steps, pipeline_plan(), options, steps, 10)
@@ -32,7 +32,7 @@ def trained(steps=1, **changes):
 
 
 def expected_rate(style, step, total, warmup):
-    """Of step `step`, counted from 1: up over `warmup`, then down over one more than are left."""
+    """Return the rate of step `step` (from 1): linear warm-up, then decay."""
     if step <= warmup:
         return OPTIONS.lr * step / warmup
     share = (step - warmup) / (total + 1 - warmup)
@@ -44,20 +44,20 @@ def expected_rate(style, step, total, warmup):
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "constant"])
 def test_rate_warms_up_and_decays(style):
-    """Prevents: a schedule over other steps than the run's, or a first or last one that is lost."""
-    rates, _, _ = trained(steps=10, lr_decay_style=style, lr_warmup_fraction=0.2)
+    """Prevents a schedule over another number of steps, or without its first or last step."""
+    rates, _, _ = train_one_rank(steps=10, lr_decay_style=style, lr_warmup_fraction=0.2)
     assert rates == pytest.approx([expected_rate(style, step, 10, 2) for step in range(1, 11)])
 
 
 def test_weight_decay_spares_vectors():
-    """Prevents: norms, biases, layer scales and the class token shrunk towards 0.
+    """Prevents weight decay of norms, biases, layer scales and the class token.
 
-    AdamW (Loshchilov and Hutter 2019, algorithm 2) takes rate * decay of a weight, apart from its
-    gradient: two runs that differ in the decay differ by just that.
+    AdamW (Loshchilov and Hutter 2019, algorithm 2) subtracts rate * decay * weight, independent of
+    the gradient. Two runs that differ in decay differ by this term.
     """
     decay = 0.3
     (_, before, without), (_, _, decayed) = (
-        trained(adam_eps=1e-3, weight_decay=one) for one in (0.0, decay)
+        train_one_rank(adam_eps=1e-3, weight_decay=one) for one in (0.0, decay)
     )
     vectors = {name for name, weight in before.items() if weight.dim() == 1}
     assert {"vision_embedding.class_token", "language.final_layernorm.weight"} < vectors
@@ -69,11 +69,11 @@ def test_weight_decay_spares_vectors():
 
 
 def test_clipping_bounds_the_step():
-    """Prevents: a norm that is reported and not applied. SGD-like: a large epsilon of Adam."""
+    """Prevents a reported norm that is not applied. A large epsilon makes Adam act like SGD."""
     norms = []
     for clip in (0.0, 0.05):
         sgd = {"adam_eps": 1e4, "weight_decay": 0.0, "lr": 100.0, "min_lr": 0.0}
-        _, before, after = trained(clip_grad=clip, **sgd)
+        _, before, after = train_one_rank(clip_grad=clip, **sgd)
         squares = [float((before[name] - after[name]).square().sum()) for name in before]
         norms.append(math.sqrt(sum(squares)))
     # An update is the rate times the gradient over epsilon.
@@ -81,27 +81,27 @@ def test_clipping_bounds_the_step():
     assert norms[0] > 2 * norms[1]
 
 
-# (tiles, text tokens); two tokens of each carry no loss.
+# (tiles, text tokens); two tokens per sample carry no loss.
 SAMPLES = [(0, 3), (1, 9), (0, 40), (2, 5), (1, 20), (0, 12)]
 LOSS_TOKENS = [text_tokens - 2 for _, text_tokens in SAMPLES]
 
 
 def gradients_of(links, plan, step, weighting):
-    """Loss and unclipped gradients of one step, which lists each rank's packs of sample numbers."""
+    """Return loss, norm and gradients of a step: sample numbers by rank and pack."""
     options = replace(OPTIONS, clip_grad=0.0, loss_weighting=weighting)
     trainer = build_trainer(plan, links, options, steps=10, seed=3)
     samples = [toy_sample(plan.model, *sizes, seed=i) for i, sizes in enumerate(SAMPLES)]
     own = step[parallel_state.get_data_parallel_rank()]
     batches = [pack([samples[i] for i in one], weighting) for one in own]
     result = train_step(trainer, MicroBatchStream.of(batches))
-    # Of several ranks each holds a part of the sum.
+    # With several ranks, each holds a partial sum.
     own = trainer.stage.named_parameters() if plan.parallel.data == 1 else ()
     return result.loss, result.grad_norm, {name: p.main_grad.clone() for name, p in own}
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Mean loss and its gradient of every sample by itself."""
+def sample_results():
+    """Loss, norm and gradients of each sample trained by itself."""
     plan = pipeline_plan()
     return [
         run_ranks(plan.parallel, gradients_of, plan, [[[i]]], LossWeighting.TOKEN)[0]
@@ -109,8 +109,8 @@ def alone():
     ]
 
 
-def shares_of(weighting, packs):
-    """What the samples' own means are multiplied by in the loss, as the literature writes it."""
+def sample_weights(weighting, packs):
+    """Return the weights of the samples' mean losses, as defined in the literature."""
     total, roots = sum(LOSS_TOKENS), [n**0.5 for n in LOSS_TOKENS]
     held = {i: sum(LOSS_TOKENS[j] for j in one) for one in packs for i in one}
     of_tokens = [n / total for n in LOSS_TOKENS]  # the mean over all tokens
@@ -118,34 +118,37 @@ def shares_of(weighting, packs):
         "token": of_tokens,
         "sum": of_tokens,
         "sample": [1 / len(SAMPLES)] * len(SAMPLES),  # the mean over samples
-        "sqrt": [root / sum(roots) for root in roots],  # a sample weighs sqrt(n) as a whole
-        # The mean over packs of each one's mean over tokens.
+        "sqrt": [root / sum(roots) for root in roots],  # a sample's n tokens weigh sqrt(n) in total
+        # Mean over packs of the mean over a pack's tokens.
         "micro-batch": [n / held[i] / len(packs) for i, n in enumerate(LOSS_TOKENS)],
     }[weighting]
 
 
-def mean_of(alone, weighting, packs):
-    """Loss, gradient norm and gradients by the formula."""
-    shares = shares_of(weighting, packs)
-    loss = sum(share * one[0] for share, one in zip(shares, alone, strict=True))
+def weighted_mean(sample_results, weighting, packs):
+    """Return loss, gradient norm and gradients by the formula."""
+    shares = sample_weights(weighting, packs)
+    loss = sum(share * one[0] for share, one in zip(shares, sample_results, strict=True))
     factor = sum(LOSS_TOKENS) if weighting == "sum" else 1  # gradients of the sum over tokens
     gradients = {
-        name: factor * sum(share * one[2][name] for share, one in zip(shares, alone, strict=True))
-        for name in alone[0][2]
+        name: factor
+        * sum(share * one[2][name] for share, one in zip(shares, sample_results, strict=True))
+        for name in sample_results[0][2]
     }
     norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
     return loss, norm, gradients
 
 
 @pytest.mark.parametrize("weighting", LossWeighting)
-def test_gradient_is_the_weighted_mean_of_the_samples_own(alone, weighting):
-    """Prevents: weights that count per rank or pack, and a divisor that is not their sum."""
-    # Two ranks have different numbers of samples, and of packs.
+def test_gradient_is_the_weighted_mean_of_the_samples_own(sample_results, weighting):
+    """Prevents weights that depend on ranks or packs, and a divisor other than their sum."""
+    # The two ranks have different numbers of samples and of packs.
     two_ranks = [[[5, 4, 3]], [[1, 2], [0]]]
     for step in ([[[5, 3, 0, 1, 2, 4]]], [[[4], [2, 0], [1], [5, 3]]], two_ranks):
         cuts = (4,) if len(step) > 1 else ()
         plan = pipeline_plan(*cuts, data=len(step))
-        loss, norm, gradients = mean_of(alone, weighting, [one for rank in step for one in rank])
+        loss, norm, gradients = weighted_mean(
+            sample_results, weighting, [one for rank in step for one in rank]
+        )
         for got_loss, got_norm, got in run_ranks(
             plan.parallel, gradients_of, plan, step, weighting
         ):
@@ -156,7 +159,7 @@ def test_gradient_is_the_weighted_mean_of_the_samples_own(alone, weighting):
 
 
 def test_published_names_are_understood():
-    """Prevents: a name of HBP's table 10 that is refused, or means another normalization."""
+    """Prevents names of HBP's table 10 that are refused or select another normalization."""
     names = {"Ave-Token": "token", "sample-mean": "sample", "Token-Mean": "micro-batch"}
     for name, value in {**names, "Sum": "sum", "sqrt": "sqrt"}.items():
         assert LossWeighting(name).value == value

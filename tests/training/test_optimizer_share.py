@@ -1,5 +1,5 @@
-"""A resume reads and holds of the optimizer's state what the rank updates, to the bit; also with an
-optimizer that keeps its state as Transformer Engine's FusedAdam does."""
+"""A resume reads and holds only the rank's own shard of optimizer state, bit for bit, also with an
+optimizer that stores state as Transformer Engine's FusedAdam does."""
 
 import weakref
 from dataclasses import asdict
@@ -24,19 +24,19 @@ from omnibal.job.runlog import checkpoint_path
 from omnibal.model.parallel import Parallel
 
 _ROWS = 3 * 2 * 2 * 4 * 16384
-"""Bytes of the rows that two parameters are cut in, at both ends of a share; three tensors each."""
+"""Bytes of the partial rows at both ends of a shard, in two parameters of three tensors."""
 _CUTS = 3 * 2 * 2 * 2
-"""Blocks more that are read there, each of two parts where tensor-parallel ranks have stored it."""
+"""Extra blocks read there; two parts per block if saved by tensor-parallel ranks."""
 
 
-# Its largest parameters, gated and not, are each longer than a quarter of the model.
+# Its largest parameters, gated or not, exceed a quarter of the model.
 WIDE = toy_model(layers=1, ffn_hidden_size=16384).with_tower(
     "language", layers=1, ffn_hidden_size=8192
 )
 
 
 class HostMemory(TorchDispatchMode):
-    """Bytes of storages that were made meanwhile and live, now and at most."""
+    """Counts current and peak bytes of CPU storages allocated inside the context."""
 
     def __init__(self):
         super().__init__()
@@ -54,10 +54,10 @@ class HostMemory(TorchDispatchMode):
             self._known.add(key)
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._freed, key, storage.nbytes())
+            weakref.finalize(storage, self._count_free, key, storage.nbytes())
         return result
 
-    def _freed(self, key, size):
+    def _count_free(self, key, size):
         self._known.discard(key)
         self.now -= size
 
@@ -67,14 +67,14 @@ def plain(leaf):
 
 
 def read_bytes():
-    """Bytes that this process has read of files, as Linux counts them."""
+    """Return the bytes this process has read from files, as counted by Linux."""
     [line] = [one for one in Path("/proc/self/io").read_text().splitlines() if "rchar" in one]
     return int(line.split()[1])
 
 
-def resumed(links, plan, load, save):
-    """Resume from one directory and save in another; returns bytes: read, at most, of the rank's
-    share and of every float32 parameter; and the number of stored tensors."""
+def resume_result(links, plan, load, save):
+    """Load one checkpoint, save another. Return bytes read, peak bytes, bytes of the rank's shard
+    and of each fp32 parameter, and the number of stored tensors."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=5)
     parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     memory, before = HostMemory(), read_bytes()
@@ -92,7 +92,7 @@ def resumed(links, plan, load, save):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints after a step, by tensor-parallel size."""
+    """Checkpoints after one step, by tensor-parallel size."""
     folders = {tensor: tmp_path_factory.mktemp(f"tensor{tensor}") for tensor in (1, 2)}
     for tensor, folder in folders.items():
         plan = pipeline_plan(model=WIDE, tensor=tensor)
@@ -111,18 +111,18 @@ def content(links, path):
     ids=["four-ranks", "tensor-parallel", "from-tensor-parallel", "to-tensor-parallel"],
 )
 def test_resume_reads_its_own_share(saved, tmp_path, before, tensor, data):
-    """Prevents: room for other ranks' state at a resume, or values of another place."""
+    """Prevents allocation of other ranks' state on resume, and values read from wrong offsets."""
     plan = pipeline_plan(model=WIDE, data=data, tensor=tensor)
     checkpoint = checkpoint_path(saved[before], 1)
-    # Files that describe the checkpoint.
+    # Metadata files.
     described = sum((checkpoint / name).stat().st_size for name in (".metadata", "common.pt"))
     files = [file for file in sorted(checkpoint.iterdir()) if file.name != CHECKSUMS_FILE]
-    ranks = run_ranks(plan.parallel, resumed, plan, saved[before], tmp_path)
+    ranks = run_ranks(plan.parallel, resume_result, plan, saved[before], tmp_path)
     for rank, (read, peak, share, weights, stored) in enumerate(ranks):
         assert share < 3 * sum(weights) / data * 1.1
-        # Without the moments themselves, which a CPU has in the same memory.
+        # Excludes the moments, which are in host memory too without a GPU.
         assert peak - share * 2 // 3 < share + max(weights) + _ROWS
-        if before >= tensor:  # else of each row only some columns are a rank's
+        if before >= tensor:  # otherwise a rank owns only some columns of a row
             about_files = 6 * 1024 * (stored + _CUTS) + 4 * described
             checked = sum(file.stat().st_size for file in files[rank :: len(ranks)])
             assert read < sum(weights) + share + checked + about_files + _ROWS
@@ -132,7 +132,7 @@ def test_resume_reads_its_own_share(saved, tmp_path, before, tensor, data):
     )
     assert found.keys() == expected.keys()
     for name in expected:
-        rows = min(len(found[name]), len(expected[name]))  # words are padded to 128 a rank
+        rows = min(len(found[name]), len(expected[name]))  # vocabulary padded to 128 per rank
         assert torch.equal(found[name][:rows], expected[name][:rows]), name
 
 
@@ -140,8 +140,8 @@ SAVED_STEP = 3
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW whose moments are by parameter, under two names and no other, and whose step is the
-    group's, which has none before the first one; groups without parameters are passed over."""
+    """AdamW with two fp32 moments per parameter and the step in its group, absent before the first
+    step. Groups without parameters are skipped."""
 
     steps_taken: tuple[int, ...] = ()
 
@@ -182,7 +182,7 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             assert group["bias_correction"]
             group["step"] = group["step"] + 1 if "step" in group else 1
-            assert isinstance(group["step"], int)  # as the kernel's argument is
+            assert isinstance(group["step"], int)  # the kernel takes an int
             for parameter in group["params"]:
                 self.update(parameter, group)
         FusedAdam.steps_taken += (group["step"],)
@@ -202,7 +202,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def train_with(links, is_fused, *arguments):
-    """As `train_range`, and the step counts that FusedAdam corrected its moments by."""
+    """Return `train_range`'s results and the step counts used in FusedAdam's bias correction."""
     if is_fused:
         core_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
         core_optimizer.USING_PYTORCH_OPTIMIZER = False
@@ -218,33 +218,35 @@ def run_range(plan, is_fused, *arguments):
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
-    """Prevents: a KeyError on "step" at every resume, and a bias correction that begins again."""
+    """Prevents a KeyError on "step" at resume, and a restarted bias correction."""
     plan = pipeline_plan(4, data=2)
     losses, weights, _ = run_range(plan, True, 0, TOTAL_STEPS, None, None)
     first, _, steps = run_range(plan, True, 0, SAVED_STEP, None, tmp_path)
     assert steps == (1, 2, 3)
-    rest, resumed, steps = run_range(plan, True, SAVED_STEP, TOTAL_STEPS, tmp_path, None)
+    rest, resume_result, steps = run_range(plan, True, SAVED_STEP, TOTAL_STEPS, tmp_path, None)
     assert steps == (4, 5, 6)
     assert first + rest == losses
-    assert [name for name in weights if not torch.equal(resumed[name], weights[name])] == []
+    assert [name for name in weights if not torch.equal(resume_result[name], weights[name])] == []
 
 
 @pytest.mark.parametrize("fused_first", [True, False], ids=["fused-to-torch", "torch-to-fused"])
 def test_resumes_with_the_other_optimizer(tmp_path, fused_first):
-    """Prevents: checkpoints that are lost with the image of the cluster that wrote them."""
+    """Prevents checkpoints that load only with the optimizer that wrote them."""
     plan = pipeline_plan(4)
     losses, weights, _ = run_range(plan, fused_first, 0, TOTAL_STEPS, None, None)
     run_range(plan, fused_first, 0, SAVED_STEP, None, tmp_path)
-    rest, resumed, _ = run_range(plan, not fused_first, SAVED_STEP, TOTAL_STEPS, tmp_path, None)
+    rest, resume_result, _ = run_range(
+        plan, not fused_first, SAVED_STEP, TOTAL_STEPS, tmp_path, None
+    )
     assert rest == pytest.approx(losses[SAVED_STEP:], rel=1e-5)
-    torch.testing.assert_close(resumed, weights, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(resume_result, weights, rtol=1e-4, atol=1e-5)
 
 
 def test_state_before_the_first_step_is_saved_and_resumed(tmp_path):
-    """Prevents: a failed first save where every step so far was skipped."""
+    """Prevents a failed first save if all steps were skipped."""
     plan = pipeline_plan(4)
     losses, _, _ = run_range(plan, True, 0, TOTAL_STEPS, None, None)
     run_range(plan, True, 0, 0, None, tmp_path)
-    resumed, _, steps = run_range(plan, True, 0, TOTAL_STEPS, tmp_path, None)
+    resume_result, _, steps = run_range(plan, True, 0, TOTAL_STEPS, tmp_path, None)
     assert steps == (1, 2, 3, 4, 5, 6)
-    assert resumed == losses
+    assert resume_result == losses

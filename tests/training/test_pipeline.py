@@ -1,4 +1,4 @@
-"""The pipeline against the single-process run: same losses, same gradients, same weights after."""
+"""The pipeline against one process: equal losses, gradients and trained weights."""
 
 import datetime
 import math
@@ -28,7 +28,7 @@ from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 
-# Data-parallel ranks get different counts of micro-batches and of loss tokens.
+# Data-parallel ranks get different numbers of micro-batches and loss tokens.
 SPLITS = {
     "inside-the-vision-encoder": (pipeline_plan(3), STEPS),
     "between-projector-and-language-embed": (pipeline_plan(6), STEPS),
@@ -36,7 +36,7 @@ SPLITS = {
     "four-stages-embed-and-head-alone": (pipeline_plan(1, 5, 10), STEPS),
     "two-ranks": (pipeline_plan(data=2), STEPS),
     "two-pipelines": (pipeline_plan(4, data=2), STEPS),
-    # As at the end of an epoch, when packs are fewer than ranks.
+    # As at the end of an epoch with fewer packs than ranks.
     "no-micro-batch-for-one-rank": (
         pipeline_plan(4, data=2), [[[(1, 9)]], [[(2, 5)], [(0, 8)], [(1, 6)]]],
     ),
@@ -45,13 +45,13 @@ SPLITS = {
 
 @pytest.mark.parametrize(("plan", "steps"), SPLITS.values(), ids=SPLITS)
 def test_split_equals_one_process(plan, steps):
-    """Prevents: a boundary that loses a gradient, a shape, or the order of micro-batches; a loss or
-    gradient that depends on how packs are spread over ranks; pipelines that mix their tensors."""
+    """Prevents stage boundaries that lose gradients, shapes or the order of micro-batches; losses
+    or gradients that depend on the distribution of packs; tensors swapped between pipelines."""
     compare_with_one_process(plan, steps)
 
 
 def group_timeouts(links):
-    """Of groups made where torch's own default is as short as NCCL's."""
+    """Return timeouts of groups created while torch's default timeout is as short as NCCL's."""
     dist.distributed_c10d._get_default_timeout = lambda backend: datetime.timedelta(minutes=10)
     again = create_pipeline_links()
     tied = _group_tied_copies(pipeline_plan(10, model=TIED), again)
@@ -60,13 +60,13 @@ def group_timeouts(links):
 
 
 def test_every_group_has_the_jobs_timeout():
-    """Prevents: a run that ends while a stage waits, rightly, for a neighbour that saves."""
+    """Prevents a timeout while a stage waits for a neighbour that saves."""
     for timeouts in run_ranks(Parallel(pipeline=2), group_timeouts):
         assert timeouts == [COLLECTIVE_TIMEOUT] * 4
 
 
 def test_bf16_pipeline_trains_with_fp32_master_weights():
-    """Prevents: a bf16 run whose small updates vanish, or whose loss is of another model."""
+    """Prevents bf16 training that loses small updates or computes another loss."""
     steps = [STEPS[0]] * 8
     same = {"feed": Feed(lambda model, number, packs: batches_of(model, 0, packs))}
     plan = pipeline_plan(4).model_copy(update={"precision": "bf16"})
@@ -78,28 +78,28 @@ def test_bf16_pipeline_trains_with_fp32_master_weights():
     assert all(weight.dtype == torch.bfloat16 for _, _, own in ranks for weight in own.values())
 
 
-def plainly_packed(model, number, packs):
+def toy_batches(model, number, packs):
     return [toy_batch(model, pack, seed=number) for pack in packs]
 
 
-def kept_by(trainer):
-    """Copies of a rank's weights and of its optimizer's state, of encoders beside stages too."""
+def copy_state(trainer):
+    """Copy the rank's weights and optimizer state, of data-parallel encoders too."""
     encoders = [] if trainer.encoders is None else [trainer.encoders.data_parallel]
     holders = [trainer.data_parallel, *encoders]
     kept = [tensor for one in holders for tensor in (*one.weights(), *one.optimizer_state())]
     return [tensor.detach().clone() for tensor in kept]
 
 
-def is_as_before(trainer, before):
+def is_unchanged(trainer, before):
     trainer.wait_for_weights()
-    after = kept_by(trainer)
+    after = copy_state(trainer)
     return len(after) == len(before) and all(map(torch.equal, before, after))
 
 
-def poisoned(links, plan, factor):
-    """Loss of the step after one of pixels that are no numbers, or of one rank's huge gradient."""
+def step_after_bad_step(links, plan, factor):
+    """Return the loss of the step after a step with NaN pixels or a scaled gradient on one rank."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    before, hooks = kept_by(trainer), []
+    before, hooks = copy_state(trainer), []
     packs = [toy_batch(plan.model, [(1, 9)], seed=0)] * plan.parallel.data
     spoilt = replace(packs[0], pixels_TCPP=packs[0].pixels_TCPP * math.nan)
     if factor is not None and dist.get_rank() == 1:
@@ -109,11 +109,11 @@ def poisoned(links, plan, factor):
     result = train_step(trainer, own_stream(plan, 0, given))
     assert result.skipped and math.isfinite(result.loss) == (factor is not None)
     assert factor is not None or math.isnan(result.grad_norm)
-    assert is_as_before(trainer, before)
+    assert is_unchanged(trainer, before)
     for hook in hooks:
         hook.remove()
     after = train_step(trainer, own_stream(plan, 0, packs))
-    assert not is_as_before(trainer, before)
+    assert not is_unchanged(trainer, before)
     return after.loss, after.skipped
 
 
@@ -129,7 +129,7 @@ BESIDE = {
     for sharded in (1, 2)
 }
 FACTORS = {"loss": None, "gradient": math.inf, "norm": 1e25}
-"""Each gradient of the last is finite, and the sum of their squares is not."""
+""""norm": each gradient is finite, their sum of squares overflows."""
 POISONED = [
     *((name, factor) for name in WHOLE for factor in FACTORS),
     *((name, "loss") for name in DIVIDED | BESIDE),
@@ -138,11 +138,10 @@ POISONED = [
 
 @pytest.mark.parametrize(("name", "factor"), POISONED)
 def test_step_that_is_not_finite_is_skipped_on_every_rank(small_buckets, name, factor):
-    """Prevents: weights, moments or copies spoilt by one batch, ranks that disagree about it, and
-    exchanges of a skipped step that go on into the next one, which gives the loss of untouched
-    weights; a part that is updated while its rank alone sees numbers."""
+    """Prevents weights, moments or replicas corrupted by one batch, updates on only some ranks or
+    parts, and exchanges of a skipped step that leak into the next step."""
     plan = (WHOLE | DIVIDED | BESIDE)[name]
-    [(loss, _, _)] = alone(plan, [[[(1, 9)]]], feed=Feed(plainly_packed))[0]
-    for after_loss, skipped in run_ranks(plan.parallel, poisoned, plan, FACTORS[factor]):
+    [(loss, _, _)] = alone(plan, [[[(1, 9)]]], feed=Feed(toy_batches))[0]
+    for after_loss, skipped in run_ranks(plan.parallel, step_after_bad_step, plan, FACTORS[factor]):
         assert after_loss == pytest.approx(loss, rel=1e-5)
         assert not skipped

@@ -1,4 +1,4 @@
-"""What the profiler measures, against real steps and what a fit needs; no bounds on times."""
+"""Profiler measurements, against real steps and the needs of a fit; times are not bounded."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -52,7 +52,7 @@ OMNI, TEXT = toy_omni_model(), toy_text_model(rope_base=20)
 
 
 def features_of(names, batches):
-    """[packs, features], counted from the tensors themselves."""
+    """Return features [packs, features], counted from the tensors."""
     columns = [
         {
             "fixed": 1,
@@ -69,12 +69,12 @@ def features_of(names, batches):
 
 @pytest.mark.in_own_process
 def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
-    """Prevents memory that is counted twice, with the weights, or for ever."""
+    """Prevents storages counted twice, as weights, or after their release."""
     layer, x = torch.nn.Linear(8, 8, bias=False), torch.randn(100, 8)
     kept = KeptActivations(layer)
     with kept.recording():
-        exponential = layer(x).exp()  # the linear layer keeps its input, exp its own output
-        loss = (exponential * exponential.view(-1, 8)).sum()  # which the product keeps as well
+        exponential = layer(x).exp()  # linear saves its input, exp its output
+        loss = (exponential * exponential.view(-1, 8)).sum()  # saved by the product too
     assert kept.now_bytes == kept.peak_bytes == 2 * x.nbytes
     loss.backward()
     assert (kept.now_bytes, kept.peak_bytes) == (0, 2 * x.nbytes)
@@ -86,8 +86,8 @@ def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
     assert kept.now_bytes == 0
 
 
-def by_unit_and_whole(stage, batch):
-    """Bytes that units keep one by one, and those that the stage keeps of a forward."""
+def unit_and_stage_bytes(stage, batch):
+    """Return activation bytes saved by each unit alone, and by the stage's forward."""
     kept = KeptActivations(stage)
     with kept.recording():
         loss = stage(batch)
@@ -102,14 +102,14 @@ def units_and_stage(links, plan):
     sizes = [(3, (20, 40), 7), (1, (30,), 30), (6, (50, 9, 41), 1)]
     tiled = plan.model.takes_images
     return [
-        by_unit_and_whole(stage, random_batch(plan.model, tiles * tiled, *each))
+        unit_and_stage_bytes(stage, random_batch(plan.model, tiles * tiled, *each))
         for tiles, *each in sizes
     ]
 
 
 @pytest.mark.parametrize("model", [MODEL, TEXT], ids=["tiles", "text"])
 def test_units_add_up_to_what_a_whole_stage_keeps(model):
-    """Prevents tensors between units that count for both, or for none."""
+    """Prevents tensors between units that are counted twice or never."""
     [found] = run_ranks(Parallel(pipeline=1), units_and_stage, pipeline_plan(model=model))
     for by_unit, whole in found:
         assert set(by_unit) == set(unit_names(model))
@@ -118,7 +118,7 @@ def test_units_add_up_to_what_a_whole_stage_keeps(model):
 
 def units_and_profile(links, plan, options, *sizes, **items):
     batch = random_batch(plan.model, *sizes, **items)
-    by_unit, whole = by_unit_and_whole(build_stage(plan, 0), batch)
+    by_unit, whole = unit_and_stage_bytes(build_stage(plan, 0), batch)
     profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return by_unit, whole, profiler.result([profiler.round()])
 
@@ -132,15 +132,15 @@ IMAGES = (0, (90, 10), 7), {"images": (24, 16, 12)}, OF_IMAGES
     ("model", "batch", "item", "tolerance", "ratios"),
     [
         (OMNI, CLIPS, "audio clips", {"abs": 9}, (0.65, 1.35)),
-        # Means of layers that are not all alike: the first language layers add features. And plain
-        # torch keeps more than fused operations.
+        # Means over unequal layers: the first language layers add features. Plain torch saves more
+        # than fused operations.
         (qwen3_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
         (qwen2_5_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
     ],
     ids=["audio", "Qwen3-VL", "Qwen2.5-VL"],
 )
 def test_units_of_encoders_add_up_and_are_measured(model, batch, item, tolerance, ratios):
-    """Prevents units measured as others or free, and deepstack projectors that count for none."""
+    """Prevents swapped or free encoder units, and uncounted deepstack projectors."""
     (sizes, items, options), (tower, feature) = batch, item.split()
     plan = toy_plan(model, stages_of(model))
     work = partial(units_and_profile, **items)
@@ -176,7 +176,7 @@ PEAKS = {
     "cut-in-the-vision-tower": (pipeline_plan(3), PACKS, PROFILE, 0.03),
     "cut-before-the-language-embed": (pipeline_plan(6), PACKS, PROFILE, 0.03),
     BOTH: (pipeline_plan(4, vision=(1,), language=(0, 1, 2)), PACKS, PROFILE, 0.03),
-    # Features of images are held while a stage of audio layers passes them, and not kept.
+    # A stage of audio layers frees the image features once they are sent.
     "two-encoders": (
         toy_plan(OMNI, stages_of(OMNI, 8, vision=(0, 2), audio=(0,))),
         [[*one, (0, 6, 1 + place)] for place, one in enumerate(PACKS)],
@@ -193,7 +193,7 @@ def peaks_and_profiles(name):
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_predicted_peak_activations_are_those_of_a_step(name):
-    """Prevents plans that do not fit, or recompute in vain, in a 1F1B step of unequal packs."""
+    """Prevents plans that exceed memory or recompute needlessly in a 1F1B step of unequal packs."""
     (plan, packs, _, rel), ranks = PEAKS[name], peaks_and_profiles(name)
     cost = CostSource(ranks[0][1]).costs(plan.model, plan.cluster, plan.parallel, "fp32")
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
@@ -206,7 +206,7 @@ def test_predicted_peak_activations_are_those_of_a_step(name):
 
 
 def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
-    """Prevents a profile that lacks a part, or differs from process to process."""
+    """Prevents profiles that lack a part or differ between processes."""
     (_, profile), (_, other) = peaks_and_profiles(BOTH)
     assert profile == other and profile.processes == 2
     for unit in unit_names(MODEL):
@@ -216,21 +216,21 @@ def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
     assert len({m.bytes for m in profile.links}) >= 3
 
 
-def profiled_shares(links, plan):
+def profile_shares(links, plan):
     options = replace(PROFILE, max_tokens=128, contexts=(2,))
     profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return profiler.result([profiler.round()]).shares
 
 
 def test_layers_are_measured_on_shares_of_packs():
-    """Prevents a profile that lacks an exchange, or says of a share what another rank has."""
-    ranks = run_ranks(Parallel(pipeline=2), profiled_shares, pipeline_plan(4))
+    """Prevents profiles that lack a context exchange, or attribute another rank's shard sizes."""
+    ranks = run_ranks(Parallel(pipeline=2), profile_shares, pipeline_plan(4))
     assert ranks[0] == ranks[1]
     for exchange in ContextExchange:
         shares = [one for one in ranks[0] if one.exchange is exchange]
         assert {(one.unit, one.context) for one in shares} == {("language_layer", 2)}
-        # Whole packs of one sample: rank 0 has the first and the last quarter, of as much attention
-        # as the two between them; and packs of 24 or so tokens a sample, of which one is cut.
+        # Packs of one sample: rank 0 has the first and last quarter, with half of the attention.
+        # Packs of about 24 tokens per sample: one sample is cut.
         sizes = [(one.tokens, one.squared_tokens, one.exchanged_tokens) for one in shares]
         assert sizes[0] == (32, 64**2 / 2, 32)
         assert sizes[2] == (8, 16**2 / 2, 8)
@@ -238,24 +238,24 @@ def test_layers_are_measured_on_shares_of_packs():
         assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in shares)
 
 
-def slowdowns(links):
+def measure_slowdowns(links):
     with mock.patch("os.sched_getaffinity", side_effect=[{0}, {0, 1}]):
         return [_slowdown(10.0 * (1 + dist.get_rank())) for _ in range(2)]
 
 
 def test_processes_that_share_cores_take_as_long_as_the_slowest():
-    """Prevents costs of those that had a core to themselves while others waited for one."""
-    found = run_ranks(Parallel(pipeline=1, data=2), slowdowns)
+    """Prevents costs of processes with an own core while others share one."""
+    found = run_ranks(Parallel(pipeline=1, data=2), measure_slowdowns)
     assert found == [pytest.approx([2.0, 1.0]), pytest.approx([1.0, 1.0])]
 
 
 def test_context_sizes_leave_no_process_over():
-    """Prevents a measurement that hangs, or that some processes sit out."""
+    """Prevents measurements that hang or exclude some processes."""
     found = {count: context_sizes(count) for count in (1, 2, 6, 8, 12)}
     assert found == {1: (), 2: (2,), 6: (2,), 8: (2, 4, 8), 12: (2, 4)}
 
 
-def runs_of_layers(links, plan):
+def count_layer_runs(links, plan):
     profiler, runs = Profiler(JobSpec.of_plan(plan), links, PROFILE), []
     stage = profiler._trainer.stage
     for layer in (*stage.vision.layers, *stage.language.layers):
@@ -267,11 +267,11 @@ def runs_of_layers(links, plan):
 
 
 def test_layers_are_also_measured_recomputed():
-    """Prevents a cost of recomputation of something else, and weights that drift with updates."""
+    """Prevents wrong recomputation costs, and weights changed by the timed updates."""
     plan = pipeline_plan()
-    [(profile, with_graph, without, unchanged)] = run_ranks(plan.parallel, runs_of_layers, plan)
+    [(profile, with_graph, without, unchanged)] = run_ranks(plan.parallel, count_layer_runs, plan)
     layers, packs = 4, len({(m.tiles, m.tokens) for m in profile.measurements})
-    # Plain; and forward without a graph, then again with one.
+    # Once plain; once recomputed (forward without a graph, then with one).
     assert (with_graph, without) == (layers * packs * 2, layers * packs)
     assert unchanged
     recomputed = {m.unit for m in profile.measurements if m.recompute_ms is not None}
@@ -283,7 +283,7 @@ def test_layers_are_also_measured_recomputed():
     [(12, 448, 57), (6, 384, 73), (16, 4096, 700), (8, 120, 100), (0, 448, 57)],
 )
 def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
-    """Prevents packs in which one size follows from the others, so that a fit mixes up costs."""
+    """Prevents collinear pack sizes, which leave costs undetermined in a fit."""
     options = ProfileOptions(
         max_tiles=max_tiles, max_tokens=max_tokens, tokens_per_sample=tokens_per_sample,
         repetitions=1, layers=1,
@@ -310,7 +310,7 @@ def measure(links):
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_rates_are_of_all_processes(processes):
-    """Prevents: groups that wait for each other, sizes left out, collectives of one process."""
+    """Prevents deadlocked groups, skipped sizes, and collectives of one process."""
     ranks = run_ranks(Parallel(pipeline=processes), measure)
     assert all(rates == ranks[0] for rates in ranks)
     sizes = [(one.rows, one.inner, one.outer) for one in ranks[0].products]
@@ -325,10 +325,10 @@ def test_rates_are_of_all_processes(processes):
     assert [one.bytes for one in ranks[0].copies] == [1 << 27]
     assert (ranks[0].hidden is None) == (processes == 1)
     small, large = ranks[0].products[0], ranks[0].products[-1]
-    # 2,048 times the operations; a core may be lost for a moment.
+    # 2,048 times the operations, minus noise of a shared core.
     assert large.ms > 5 * small.ms
 
 
 def test_group_sizes_are_those_of_tensor_parallelism():
-    """Prevents: groups that no job has, and a group of one."""
+    """Prevents groups of one process, and sizes that no job uses."""
     assert [*map(collective_group_sizes, (1, 2, 6, 8))] == [[], [2], [2, 4, 6], [2, 4, 8]]

@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine, over a stand-in for it: the real one cannot be had without CUDA."""
+"""Transformer Engine layers, over a stand-in for the package, which needs CUDA."""
 
 import sys
 from pathlib import Path
@@ -19,14 +19,14 @@ TRAINER = ("pretrain_vlm.py", "--plan", "none", "--provider", "te")
 
 
 def test_both_providers_make_the_same_model():
-    """Prevents: parameters of other names or shapes, checkpoints that the other cannot load."""
+    """Prevents different parameter names, shapes or checkpoints between providers."""
     program = HERE / "provider_checks.py"
     result = run_program("-W", "ignore", program, imports=(HERE / "fake_te",))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_a_provider_that_is_not_installed_is_refused(monkeypatch):
-    """Prevents: a traceback from Megatron-core after all ranks have joined."""
+    """Prevents a traceback from Megatron-core after all ranks have joined."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_provider("local")
     with pytest.raises(UserError, match=r"Transformer Engine.*not installed.*omnibal\[cuda\]"):
@@ -34,7 +34,7 @@ def test_a_provider_that_is_not_installed_is_refused(monkeypatch):
 
 
 def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
-    """Prevents: a plan in FP8 trained in bf16, or refused only when all ranks have joined."""
+    """Prevents FP8 plans that train in bf16, or fail only after all ranks have joined."""
     plan = pipeline_plan().model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError, match=r"fp8.*--provider te"):
         build_stage(plan, 0)
@@ -54,7 +54,7 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
     "mode", ["--dry-run", "--data meta.json --tokenizer-model none --save none"]
 )
 def test_the_trainer_refuses_it_at_once(mode):
-    """Prevents: a dry run that says nothing of what ends the run itself."""
+    """Prevents a dry run that passes although the run itself fails."""
     ended = launcher().run(*TRAINER, *mode.split())
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert "error: --provider te needs Transformer Engine, which is not installed" in ended.stderr
@@ -62,7 +62,7 @@ def test_the_trainer_refuses_it_at_once(mode):
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
 def test_why_a_package_cannot_be_imported_is_kept(tmp_path, monkeypatch, error):
-    """Prevents: a package that raises what it likes, left half-imported for core to find."""
+    """Prevents uncaught import errors, and half-imported packages left in sys.modules."""
     package = f"broken_by_{error}"
     (tmp_path / f"{package}.py").write_text(f'raise {error}("libcudnn.so.9: not found\\nat all")')
     monkeypatch.syspath_prepend(tmp_path)
@@ -72,7 +72,7 @@ def test_why_a_package_cannot_be_imported_is_kept(tmp_path, monkeypatch, error):
 
 
 def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path):
-    """Prevents: Megatron-core's own traceback over a broken shared library, for any provider."""
+    """Prevents Megatron-core's traceback about a broken shared library."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text('raise OSError("libcudnn.so.9: not found\\nat all")')

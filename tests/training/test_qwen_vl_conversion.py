@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL by transformers: imported and exported without loss."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL of Transformers: lossless import and export."""
 
 import copy
 import json
@@ -39,8 +39,8 @@ from omnibal.model.config import config_toml, load_model
 IMAGE = IDS["image_token_id"]
 
 
-def released(name: str, folder: Path, shard_size="20KB", dtype=torch.float32, own_names=False):
-    """A folder as transformers writes it, with names of releases or its own, and companions."""
+def save_release(name: str, folder: Path, shard_size="20KB", dtype=torch.float32, own_names=False):
+    """Save a Transformers folder with released or own tensor names, and its companion files."""
     model = transformers_model(name).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard_size, save_original_format=not own_names)
     write_companions(folder)
@@ -60,9 +60,9 @@ def released(name: str, folder: Path, shard_size="20KB", dtype=torch.float32, ow
 def test_import_knows_the_model_and_export_gives_the_same_bytes(
     tmp_path, name, shard_size, dtype, own_names
 ):
-    """Prevents: a size or a kind of layer that an import forgets, or a tensor, a name or a file
-    that comes back otherwise, of released names and of Transformers' own."""
-    source = released(name, tmp_path / "released", shard_size, dtype, own_names)
+    """Prevents imports that lose a size or layer type, and exports with changed tensors, names or
+    files, for released and for Transformers' names."""
+    source = save_release(name, tmp_path / "released", shard_size, dtype, own_names)
     run = comes_back(source, tmp_path)
     assert load_model(str(run / "model.toml")) == KINDS[name].model
     assert (run / "model.toml").read_text() == config_toml(KINDS[name].model)
@@ -77,8 +77,8 @@ def test_import_knows_the_model_and_export_gives_the_same_bytes(
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name.endswith("tied")])
 def test_a_tied_heads_copy_stays(tmp_path, name):
-    """Prevents: a tied model that other tools do not load, as they look for the head's tensor."""
-    source = released(name, tmp_path / "released", "1GB")
+    """Prevents tied models that other tools cannot load because the head's tensor is missing."""
+    source = save_release(name, tmp_path / "released", "1GB")
     tensors = tensors_of(source)
     [embedding] = [value for key, value in tensors.items() if key.endswith("embed_tokens.weight")]
     save_tensors(source, tensors | {"lm_head.weight": embedding.clone()})
@@ -86,15 +86,15 @@ def test_a_tied_heads_copy_stays(tmp_path, name):
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path):
-    """Prevents: a trained head replaced by the embedding, where Transformers 5 loads it."""
-    source = released("qwen2-vl", tmp_path / "released")
+    """Prevents a trained head replaced by the embedding although Transformers 5 loads it."""
+    source = save_release("qwen2-vl", tmp_path / "released")
     edit_config(tie_word_embeddings=True)(source)
     assert not open_released(source).model.language.tied_head
 
 
 def test_experts_are_read_turned_stacked_and_apart(tmp_path):
-    """Prevents: rows of experts' matrices taken for columns, gate for up, or experts in another
-    order, in released files, those of Transformers 5 and those of tools that keep experts apart."""
+    """Prevents transposed expert matrices, swapped gate and up, and reordered experts, in released
+    files, Transformers 5 files and files with one tensor per expert."""
     model = transformers_model("qwen3-vl-moe")
     own = {key: value.detach() for key, value in model.named_parameters()}
     forms = {
@@ -103,7 +103,7 @@ def test_experts_are_read_turned_stacked_and_apart(tmp_path):
         TensorLayout.QWEN3_VL_MOE_APART: dict(experts_apart(own)),
     }
     for layout, tensors in forms.items():
-        source = released("qwen3-vl-moe", tmp_path / layout / "there")
+        source = save_release("qwen3-vl-moe", tmp_path / layout / "there")
         save_tensors(source, tensors)
         run = comes_back(source, tmp_path / layout)
         assert open_released(source).layout == layout
@@ -114,8 +114,8 @@ def test_experts_are_read_turned_stacked_and_apart(tmp_path):
 
 @pytest.mark.parametrize("inner", [12, 24])
 def test_square_experts_are_told_apart_by_the_other_stack(tmp_path, inner):
-    """Prevents: matrices that look alike turned the wrong way, or written as files that
-    Transformers 5, which goes by each one's shape, reads otherwise."""
+    """Prevents square matrices transposed by mistake, or exported in a layout that Transformers 5,
+    which decides by shape, misreads."""
     config = copy.deepcopy(KINDS["qwen3-vl-moe"].config)
     config.text_config.moe_intermediate_size = inner
     model = Qwen3VLMoeForConditionalGeneration(config)
@@ -137,19 +137,19 @@ def test_square_experts_are_told_apart_by_the_other_stack(tmp_path, inner):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("form", ["as released", "own names"])
 def test_export_of_a_layout_is_what_transformers_loads(tmp_path, name, form):
-    """Prevents: a config.json of another model than the weights were trained as."""
+    """Prevents a config.json that does not match the trained weights."""
     model, kind = transformers_model(name), KINDS[name]
-    run = imported(released(name, tmp_path / "released"), tmp_path / "run")
+    run = imported(save_release(name, tmp_path / "released"), tmp_path / "run")
     layout = TensorLayout(kind.layout.removesuffix("-stacked"))
     if form == "own names":
-        layout = open_released(released(name, tmp_path / "own", own_names=True)).layout
+        layout = open_released(save_release(name, tmp_path / "own", own_names=True)).layout
     out = exported(run, layout, tmp_path / "out")
     again = loaded_by_transformers(out)
     assert type(again) is type(model)
     assert_equal_tensors(dict(again.named_parameters()), dict(model.named_parameters()))
     assert {key: again.config.to_dict()[key] for key in IDS} == IDS
     assert again.generation_config.eos_token_id == again.config.text_config.eos_token_id == 3
-    # A sample with an image of 2 x 4 cells.
+    # An image of 2 x 4 cells.
     ids = torch.tensor([[8, IDS["vision_start_token_id"], *[IMAGE] * 8, 5, 9, 10, 9]])
     size = kind.model.images.values_per_patch
     given = {
@@ -159,7 +159,7 @@ def test_export_of_a_layout_is_what_transformers_loads(tmp_path, name, form):
         "image_grid_thw": torch.tensor([[1, 4, 8]]),
     }
     with torch.no_grad():
-        # Equal weights elsewhere in memory may be added up in another order.
+        # Sums may be ordered by the weights' memory alignment.
         torch.testing.assert_close(again(**given).logits, model(**given).logits)
     found = open_released(out)
     assert found.model == kind.model.model_copy(update={"name": "out"})
@@ -210,8 +210,8 @@ GATE_UP = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path, name, change, message):
-    """Prevents: weights left as they were drawn, or an import of another function."""
-    source = released(name, tmp_path / "released")
+    """Prevents weights left at random values, and imports of another architecture."""
+    source = save_release(name, tmp_path / "released")
     change(source)
     with pytest.raises(UserError, match=message) as refused:
         open_released(source)
@@ -220,11 +220,11 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, name, change, messag
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return released("qwen3-vl-tied", tmp_path_factory.mktemp("tied") / "released")
+    return save_release("qwen3-vl-tied", tmp_path_factory.mktemp("tied") / "released")
 
 
 @pytest.fixture(scope="module")
-def stored(source) -> CheckpointIdentity:
+def checkpoint(source) -> CheckpointIdentity:
     return open_newest(imported(source, source.parent / "run"))
 
 
@@ -241,19 +241,21 @@ def stored(source) -> CheckpointIdentity:
         ({"positions_per_second": 3.0}, TensorLayout.QWEN3_VL, "per_second is 3.0 and None"),
     ],
 )
-def test_a_model_that_a_layout_has_not_is_not_exported(stored, changes, layout, message):
-    """Prevents: a folder that Transformers loads as another model than was trained."""
-    model = stored.model
+def test_a_model_that_a_layout_has_not_is_not_exported(checkpoint, changes, layout, message):
+    """Prevents a folder that Transformers loads as another model."""
+    model = checkpoint.model
     if "positions_per_second" in changes:
         changes = {"video": model.images.video.model_copy(update=changes)}
-    planned = replace(stored, model=model.with_tower("vision", **changes))
+    planned = replace(checkpoint, model=model.with_tower("vision", **changes))
     with pytest.raises(UserError, match=message):
         plan_export_as(planned, layout, None, None, 10**9)
 
 
-def test_other_pixels_export_like_the_release(source, stored):
-    """Prevents: a model trained on smaller images that is taken for another than the release's."""
-    smaller = replace(stored, model=stored.model.with_tower("vision", max_pixels=128 * 128 * 9))
+def test_other_pixels_export_like_the_release(source, checkpoint):
+    """Prevents refusing a model that was trained on smaller images than the release."""
+    smaller = replace(
+        checkpoint, model=checkpoint.model.with_tower("vision", max_pixels=128 * 128 * 9)
+    )
     planned = plan_export_like(smaller, open_released(source), None)
     assert planned.bytes == sum(value.nbytes for value in tensors_of(source).values())
     made = plan_export_as(smaller, TensorLayout.QWEN3_VL, None, None, 10**9).made

@@ -1,4 +1,4 @@
-"""Imported Qwen-VL models against transformers: logits, loss, gradients, and a trained step."""
+"""Imported Qwen-VL models against Transformers: logits, losses, gradients and a trained step."""
 
 import functools
 import json
@@ -51,13 +51,13 @@ KINDS = {
     "qwen2.5-vl": (qwen2_5_vl(kv_heads=2), TensorLayout.QWEN2_5_VL_PREFIXED),
     "qwen2-vl": (qwen2_vl(kv_heads=2), TensorLayout.QWEN2_VL_PREFIXED),
 }
-"""Models, and layouts with the names of Transformers' modules."""
+"""Models, and layouts with Transformers' module names."""
 MODELS = {name: model for name, (model, _) in KINDS.items()}
 GATED = {"qwen2.5-vl": ("language.", "vision.")}
 
 
 def packs_of(model: ModelConfig) -> list[list[ImageSample]]:
-    """Images, of which some are no whole number of windows, a video, and text; then text alone."""
+    """Return packs of images (some with partial windows), a video and text, and of text only."""
     first = [((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((), 7), ((Grid(3, 4, 6),), 8)]
     rows = [first, [((Grid(1, 10, 14),), 6)], [((), 5), ((), 4)]]
     return [
@@ -74,14 +74,14 @@ def batches_of(name: str) -> list[MicroBatch]:
     return [*map(pack_of, packs_of(MODELS[name]))]
 
 
-def run_of(name: str, folder: Path) -> Path:
-    """The run directory of a folder that transformers has written."""
+def import_run(name: str, folder: Path) -> Path:
+    """Import a Transformers folder; return the run directory."""
     theirs(name).save_pretrained(folder / "released", max_shard_size="30KB")
     return imported(folder / "released", folder / "run")
 
 
 def logits_of(model: torch.nn.Module, sample: ImageSample) -> torch.Tensor:
-    """Logits of the positions whose next token is learned."""
+    """Return the logits at positions before a token with loss."""
     asked = predicting_positions(sample)
     return model(input_ids=torch.tensor([sample.ids]), **pixel_arguments(sample)).logits[0, asked]
 
@@ -95,8 +95,8 @@ def computed_by_transformers(links, name: str) -> Computed:
     return computed_by(theirs(name), packs_of(MODELS[name]), logits_of)
 
 
-# Units: 0 vision embed, 1-5 vision layers of which the second and fourth have deepstack features,
-# 6 projector, 7 language embed, 8-10 language layers, 11 head.
+# Units: 0 vision embed, 1-5 vision layers (2 and 4 output deepstack features), 6 projector, 7
+# language embed, 8-10 language layers, 11 head.
 LAYOUTS = {
     "one-process": ((), {}),
     "pp2-tp2": ((3,), {"tensor": 2}),
@@ -109,12 +109,12 @@ CASES += [(name, "pp2-tp2-sp") for name in ("qwen3-vl-tied", "qwen3-vl-moe", "qw
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_imported_model_computes_what_transformers_does(tmp_path, name, layout):
-    """Prevents: rows of q, k, v or of gate and up in another order, experts, mergers or norms in
-    the place of others, and another epsilon, activation, window or RoPE than the folder's."""
+    """Prevents reordered q, k, v or gate and up rows, swapped experts, mergers or norms, and an
+    epsilon, activation, window or RoPE other than the folder's."""
     cuts, sizes = LAYOUTS[layout]
     if (layout, name) == ("pp2-tp2-sp", "qwen3-vl-moe"):
         sizes = sizes | {"expert": 2}
-    run = run_of(name, tmp_path)
+    run = import_run(name, tmp_path)
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
     ranks = run_ranks(plan.parallel, observed, plan, run, batches_of(name))
@@ -142,14 +142,14 @@ def logits_of_packs(theirs: torch.nn.Module, model: ModelConfig) -> list[torch.T
     ],
 )
 def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts, tensor):
-    """Prevents: an export of the weights before training, of optimizer state, of one stage alone,
-    or with a config.json that makes another model of them."""
-    run, trained = run_of(name, tmp_path), tmp_path / "trained"
+    """Prevents exports of untrained weights, optimizer state or one stage only, and a config.json
+    of another model."""
+    run, trained = import_run(name, tmp_path), tmp_path / "trained"
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
     ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(name))
     exported(trained, layout, tmp_path / "out")
-    # Ids of images' tokens would be those of a tokenizer.
+    # Image token ids come from a tokenizer, absent here.
     config = json.loads((tmp_path / "released" / "config.json").read_text())
     ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
     edit_config(**ids)(tmp_path / "out")
@@ -180,10 +180,9 @@ def with_adapter(links, folder: Path, name: str):
     ],
 )
 def test_an_exported_adapter_computes_what_training_does(tmp_path, name, layout):
-    """Prevents: adapters beside a tower at native resolution under names of files, and not of the
-    modules that PEFT looks for, or with rows of q, k and v in another order; and a merged model
-    that is another."""
-    run, trained = run_of(name, tmp_path), tmp_path / "trained"
+    """Prevents adapters under file names that PEFT cannot match to modules, reordered q, k, v rows,
+    and a merged model with other outputs."""
+    run, trained = import_run(name, tmp_path), tmp_path / "trained"
     like = open_released(tmp_path / "released")
     adapters = AdapterConfig(rank=4, alpha=64, parts=("vision", "projector", "language"))
     plan = toy_plan(like.model, stages_of(like.model)).model_copy(update={"adapters": adapters})

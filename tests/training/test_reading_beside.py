@@ -1,4 +1,4 @@
-"""Data that is read while layers are timed: how much, by whom, and what it is said to take."""
+"""Reading of data while layers are timed: its amount, its process priority and its times."""
 
 import os
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.quick
 
 
 def test_draws_read_each_sample_once(data):
-    """Prevents: a mean over some of the samples, or over other tiles and tokens than they have."""
+    """Prevents means over some samples only, or over wrong counts of tiles and tokens."""
     lengths = data.lengths
     assert len(lengths) % 5 == 0
     drawn = [SampleDraws(data.reader, 5)[item] for item in range(len(lengths) // 5)]
@@ -39,7 +39,7 @@ def test_draws_read_each_sample_once(data):
 
 
 def test_images_at_their_native_resolution_are_read(tmp_path):
-    """Prevents: a profile of such a model that ends, or one that takes patches for tokens."""
+    """Prevents profiles that fail for native resolution or count patches as tokens."""
     make_dataset(tmp_path / "made", samples=20, heldout_samples=10, seed=0)
     tokenizer = open_tokenizer(tmp_path / "made" / "tokenizer")
     data = Data(tmp_path / "made/train/meta.json", tokenizer, load_model("qwen3-vl-digits"))
@@ -50,7 +50,7 @@ def test_images_at_their_native_resolution_are_read(tmp_path):
 
 
 def items_of(rank: int):
-    """Five tokens at a time, of known times."""
+    """Yield items of two samples and five tokens, with known times."""
     while True:
         counts, ms = np.array([1.0, 0, 0, 5]), np.array([3.0 + rank, 0, 0, 10])
         yield ReadSamples(content=(), samples=2, counts=counts, ms=ms)
@@ -64,21 +64,21 @@ def read_and_average(links):
 
 
 def test_rates_are_means_over_samples_of_all_processes():
-    """Prevents: a rate of one process, of each draw alike, or of items that the data does not
-    have."""
+    """Prevents rates of one process, unweighted means over draws, and rates of absent item
+    kinds."""
     for found in run_ranks(Parallel(pipeline=2), read_and_average):
         assert (found.samples, found.item_ms, found.token_ms) == (2 * 3 * 2, {"tiles": 3.5}, 2.0)
         assert found.is_shared == (not has_cuda())
 
 
 def test_sample_that_cannot_be_read_ends_the_profile():
-    """Prevents: a profile of the samples that are left."""
+    """Prevents a profile that ignores unreadable samples."""
     with pytest.raises(UserError, match="gone"):
         Reading(iter([UserError("gone")])).take(1)
 
 
-def tokens_taken_in_a_round(links, plan):
-    """Tokens that a round has read, and what a profile says of reading that has none."""
+def count_read_tokens(links, plan):
+    """Return tokens read in a round, and the profile's reading if nothing is read."""
     taken = []
     reading = SimpleNamespace(take=taken.append, result=Reading(items_of(0)).result)
     profiler = Profiler(JobSpec.of_plan(plan), links, PROFILE, reading)
@@ -89,18 +89,18 @@ def tokens_taken_in_a_round(links, plan):
 
 
 def test_profile_reads_as_much_as_it_trains():
-    """Prevents: layers timed while nobody reads, or while more is read than in training; and rates
-    of reading that were never measured."""
+    """Prevents timing layers with less or more concurrent reading than in training, and rates of
+    reading that were not measured."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model))
-    passes = 2  # the second time with every layer recomputed
+    passes = 2  # the second with full recomputation
     expected = passes * sum(batch.tokens for batch in make_profiled_batches(model, PROFILE))
-    found = run_ranks(Parallel(pipeline=1), tokens_taken_in_a_round, plan)
+    found = run_ranks(Parallel(pipeline=1), count_read_tokens, plan)
     assert found == [(expected, None)]
 
 
 class Niceness(torch.utils.data.Dataset):
-    """Items that say how willingly their reader gives its core away."""
+    """Items that return the niceness of the reading process."""
 
     def __len__(self) -> int:
         return 3
@@ -110,7 +110,7 @@ class Niceness(torch.utils.data.Dataset):
 
 
 def test_loader_processes_yield_to_what_computes():
-    """Prevents: a reader that takes half of the core that a stage computes on."""
+    """Prevents loader processes that compete with a stage for its core."""
     own = os.nice(0)
     [theirs] = set(read_ahead(Niceness(), 1, lambda item: item))
     assert theirs == min(own + 10, 19)
@@ -118,8 +118,8 @@ def test_loader_processes_yield_to_what_computes():
 
 
 def test_handing_over_is_part_of_reading(data, monkeypatch):
-    """Prevents: loaders that are thought to be free while they pack what they have read."""
-    # Of two items, with 4 s between them.
+    """Prevents counting a loader's packing of read items as free."""
+    # Two items, 4 s apart.
     clock = iter([0.0, 1.0, 1.0, 1.0, 3.0, 7.0, 8.0, 8.0, 8.0, 10.0])
     monkeypatch.setattr("megatron.vlm.measure.reading.time.process_time", lambda: next(clock))
     draws = SampleDraws(data.reader, 2)

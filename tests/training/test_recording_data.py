@@ -30,14 +30,14 @@ from omnibal.pipeline.stage_units import Stage
 _VISION, _ENCODERS = OMNI.vision.layers + 2, OMNI.vision.layers + AUDIO.layers + 4
 SEES, HEARS, EMBEDS, HEAD = stages_of(OMNI, _VISION, _ENCODERS, _ENCODERS + 3)
 PACK = [3, 1, 11, 0, 6, 4]
-"""Samples of 3, 1, 3, 0, 2 and 0 recordings."""
+"""Samples with 3, 1, 3, 0, 2 and 0 recordings."""
 
 
 class SpeechData(Data):
-    """The samples that show and say something, their lengths, and packs of them."""
+    """Speech samples, their lengths, and packs of them."""
 
     def load(self, stage: Stage, options=MicroBatchOptions(), pack: list[int] = PACK):  # noqa: B008
-        """One pack as a stage has it."""
+        """Return a pack as loaded for a stage."""
         batch = super().load(pack, stage, options)
         if isinstance(batch, UserError):
             raise batch
@@ -54,7 +54,7 @@ def data(digits, tmp_path) -> SpeechData:
 
 
 def features_by_whisper(sample: Sample) -> list[np.ndarray]:
-    """Features of each clip, from whole files resampled at once and Transformers' own code."""
+    """Return each clip's features, by Transformers from fully resampled files."""
     whisper = WhisperFeatureExtractor(feature_size=AUDIO.mel_bins)
     samples = AUDIO.frames * 160
     found = []
@@ -69,7 +69,7 @@ def features_by_whisper(sample: Sample) -> list[np.ndarray]:
 
 
 def test_a_pack_has_the_features_of_its_clips(data):
-    """Prevents: clips out of order, of another sample, or in places of other tokens."""
+    """Prevents clips in wrong order, of another sample, or at positions of other tokens."""
     batch = data.load(WHOLE)
     expected = [
         clip for index in PACK for clip in features_by_whisper(data.reader.annotations[index])
@@ -80,7 +80,7 @@ def test_a_pack_has_the_features_of_its_clips(data):
     packs = data.dataset([PACK]).scheduled
     assert MicroBatchShape.of_rows(packs, np.array([0])) == [batch.shape]
     assert str(batch.shape).startswith(f"{batch.tiles} tiles, {len(expected)} clips and")
-    # Each sample's audio tokens are within it, as many as its clips make.
+    # Each sample's audio tokens are within it. Their number follows from its clips.
     is_audio = batch.token_ids_S == data.reader.tokenizer.audio_context
     assert torch.equal(batch.audio_positions_N, is_audio.nonzero().squeeze(1))
     by_sample = [int(part.sum()) for part in is_audio.split(list(batch.segment_tokens))]
@@ -89,7 +89,7 @@ def test_a_pack_has_the_features_of_its_clips(data):
 
 
 def test_each_stage_reads_what_it_holds(data):
-    """Prevents: recordings that are decoded where nobody hears them, or stages that disagree."""
+    """Prevents decoding recordings on stages without audio layers, and unequal shapes."""
     whole = data.load(WHOLE)
     sees, hears, embeds, head = map(data.load, (SEES, HEARS, EMBEDS, HEAD))
     assert torch.equal(sees.pixels_TCPP, whole.pixels_TCPP) and sees.frames_CBF is None
@@ -102,7 +102,7 @@ def test_each_stage_reads_what_it_holds(data):
 
 
 def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
-    """Prevents: a share of a pack's items that differs from the pack, or decodes other files."""
+    """Prevents partial loads that differ from the full pack or decode other files."""
     dataset = data.dataset([PACK], HEARS)
     whole = data.load(HEARS)
     for start in range(whole.clips):
@@ -115,7 +115,7 @@ def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
     seen = data.load(SEES).pixels_TCPP
     assert torch.equal(both.pixels_TCPP, seen[1:3])
     assert torch.equal(both.frames_CBF, whole.frames_CBF[2:4])
-    # As a pass of data-parallel encoders joins them.
+    # As data-parallel encoders join them in a pass.
     runs = [dataset.load_items(0, {"clips": items}) for items in (range(5, 6), range(2))]
     joined = join_items(runs)
     assert torch.equal(joined.frames_CBF, whole.frames_CBF[[5, 0, 1]])
@@ -138,9 +138,9 @@ def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_unreadable_recordings(data, damage):
-    """Prevents: stages that disagree on what is learned, and a bad sample that nobody tells of."""
+    """Prevents stages that disagree on skipped samples, and unreported bad samples."""
     before = data.load(WHOLE)
-    path = data.path(1)  # a sample that shows one image, and says this alone
+    path = data.path(1)  # a sample of one image, and this recording
     users = {k for k in PACK if path in [r.path for r in data.reader.annotations[k].recordings]}
     assert 1 in users and users != set(PACK)
     if damage == "missing":
@@ -169,7 +169,7 @@ def test_unreadable_recordings(data, damage):
 
 
 def test_a_sample_that_only_speaks_is_told_of_by_the_first_stage(data):
-    """Prevents: a bad recording that no rank counts, as only the first stage's word is taken."""
+    """Prevents uncounted bad recordings, as only the first stage reports unreadable samples."""
     samples = enumerate(data.reader.annotations)
     speaks = next(k for k, sample in samples if sample.recordings and not sample.images)
     data.path(speaks).unlink()
@@ -178,35 +178,35 @@ def test_a_sample_that_only_speaks_is_told_of_by_the_first_stage(data):
 
 
 def test_recordings_that_changed_after_the_plan(data):
-    """Prevents: tensors of other shapes than neighbouring stages wait for."""
+    """Prevents tensor shapes that neighbouring stages do not expect."""
     write_sound(data.path(1), 5.0, 16_000, 1)
     with pytest.raises(UserError, match="clips where the plan counted"):
         data.load(HEARS)
 
 
-def evaluated(links, plan, reader):
+def evaluate(links, plan, reader):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
     parts = trainer, Caps.of(tiles=20, clips=20, tokens=900), reader, 0, lambda *done: None
     return evaluate_answers(*parts, samples=8, max_new_tokens=4)
 
 
-def generated(links, plan, reader, samples):
+def generate_texts(links, plan, reader, samples):
     stage = build_trainer(plan, links, OPTIONS, steps=1, seed=1).stage.eval()
     return [reader.tokenizer.decode(list(generate(stage, reader, one, 4))) for one in samples]
 
 
 def test_answers_to_what_is_said(data):
-    """Prevents: questions answered with recordings of others, of later turns, or with none."""
+    """Prevents answers to recordings of other samples or later turns, or without recordings."""
     plan = toy_plan(OMNI, stages_of(OMNI, _VISION + 2))
-    evaluation, _ = run_ranks(plan.parallel, evaluated, plan, data.reader)
+    evaluation, _ = run_ranks(plan.parallel, evaluate, plan, data.reader)
     whole = toy_plan(OMNI, stages_of(OMNI))
     shown = np.linspace(0, 11, 8).round().astype(int)
-    # Each question alone, with the conversation before it.
+    # Each question with the conversation before it.
     asked = [
         replace(sample, turns=sample.turns[: turn + 1])
         for sample in (data.reader.annotations[int(index)] for index in shown)
         for turn in range(len(sample.turns))
     ]
-    [expected] = run_ranks(whole.parallel, generated, whole, data.reader, asked)
+    [expected] = run_ranks(whole.parallel, generate_texts, whole, data.reader, asked)
     assert [answer.answered for answer in evaluation.examples] == expected
     assert len(set(expected)) > 1

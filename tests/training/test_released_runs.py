@@ -1,4 +1,4 @@
-"""`omnibal run`, without any option, on a released checkpoint of every format."""
+"""`omnibal run` with default options, on a released checkpoint of each format."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def save(name: str, folder: Path) -> torch.nn.Module:
 
 @torch.inference_mode()
 def loss_of(model: torch.nn.Module, folder: Path, data: Path) -> float:
-    """Mean loss of Transformers' model over the loss tokens of all samples."""
+    """Return the mean loss per loss token of Transformers' model over all samples."""
     ours, samples = open_released(folder).model, Annotations.open(data)
     reader, sums = SampleReader(samples, open_tokenizer(folder), ours), torch.zeros(2)
     for sample in map(samples.__getitem__, range(len(samples))):
@@ -104,8 +104,8 @@ def loss_of(model: torch.nn.Module, folder: Path, data: Path) -> float:
 def test_training_begins_and_ends_with_the_weights_that_transformers_has(
     name, tmp_path, monkeypatch
 ):
-    """Prevents: a fine-tune of other weights, tokens or images than the released model's, one that
-    more epochs begin again, and a folder with other weights than were trained."""
+    """Prevents fine-tuning wrong weights, tokens or images, a restart when epochs are added, and
+    exports of untrained weights."""
     folder, data, job = tmp_path / "released", tmp_path / "data.jsonl", tmp_path / "job"
     model, shows = save(name, folder), "-vl" in name or "internvl" in name
     records = []
@@ -125,7 +125,7 @@ def test_training_begins_and_ends_with_the_weights_that_transformers_has(
     assert {path.name for path in (job / "hf").iterdir()} == {
         path.name for path in folder.iterdir()
     }
-    if name == "qwen3-vl":  # of the first epoch
+    if name == "qwen3-vl":  # after the first epoch
         trained = AutoModelForImageTextToText.from_pretrained(job / "hf-1")
         assert losses(job / "run")[1] == pytest.approx(loss_of(trained, folder, data), abs=1e-4)
         assert losses(job / "run")[1] < losses(job / "run")[0]

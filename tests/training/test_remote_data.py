@@ -1,4 +1,4 @@
-"""Micro-batches of remote data: those of local files, and no sample passed over for a storage."""
+"""Micro-batches of remote data equal those of local files; storage errors skip no sample."""
 
 import shutil
 
@@ -14,8 +14,8 @@ from omnibal.data.annotations import Annotations
 
 
 def test_remote_samples_train_as_local_ones(digits, tokenizer, tmp_path):
-    """Prevents other pixels or tokens than those of the same files on a disk, and a network that
-    fails from being trained on as samples without loss."""
+    """Prevents pixels or tokens that differ from local files, and network failures treated as
+    skipped samples."""
     shutil.copytree(digits / "train", tmp_path / "data")
     files = fsspec.filesystem("memory")
     files.put(str(tmp_path / "data"), "/training", recursive=True)
@@ -29,11 +29,13 @@ def test_remote_samples_train_as_local_ones(digits, tokenizer, tmp_path):
         assert_same(got, expected)
     assert len(list((tmp_path / "cache").glob("??/*"))) > 3
 
-    def failing(path: str, **options: object) -> bytes:
+    def raise_connection_error(path: str, **options: object) -> bytes:
         raise ConnectionError("no route to host")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(files), "cat_file", lambda self, path, **options: failing(path))
+        patched.setattr(
+            type(files), "cat_file", lambda self, path, **options: raise_connection_error(path)
+        )
         error = remote.dataset([[20, 21, 22, 23]], options=SKIP)[0]
     assert isinstance(error, StorageError)
     assert "no route to host" in str(error)

@@ -1,5 +1,5 @@
-"""In which order a stage receives, computes and sends, on links that only record; and schedules
-against Megatron-core's own, 1F1B and interleaved, on the same stages."""
+"""Order of receives, computation and sends of a stage, on recording links; and 1F1B and interleaved
+schedules against Megatron-core's on equal stages."""
 
 from functools import partial
 
@@ -30,8 +30,8 @@ IN_BOTH = pytest.mark.parametrize("training", [True, False], ids=["training", "v
 def test_nothing_is_on_its_way_while_a_first_forward_is_launched(
     monkeypatch, size, rank, frozen, training
 ):
-    """Prevents: a first step that hangs under NCCL, where a receive's kernel spins on the device
-    and what waits for the device comes before the forward that the receive depends on."""
+    """Prevents a deadlock under NCCL at the first step: a receive's kernel spins on the device, and
+    a device synchronization precedes the forward it depends on."""
     plan = plan_of(size).model_copy(update={"frozen": frozen})
     events = events_of(monkeypatch, plan, rank, training)
     assert coming_at(events, FIRST["forward"]) == set()
@@ -41,7 +41,7 @@ def test_nothing_is_on_its_way_while_a_first_forward_is_launched(
 
 @pytest.mark.parametrize(("size", "rank"), POSITIONS)
 def test_later_receives_are_on_their_way_while_a_stage_computes(monkeypatch, size, rank):
-    """Prevents: transfers that begin only when a stage stands idle for them."""
+    """Prevents receives that are posted only when a stage is idle."""
     events = events_of(monkeypatch, plan_of(size), rank)
     received = {"forward": "activations"} if rank else {}
     received |= {"backward": "gradients"} if rank < size - 1 else {}
@@ -53,7 +53,7 @@ def test_later_receives_are_on_their_way_while_a_stage_computes(monkeypatch, siz
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("draining", [["forward"], ["backward"], [*FIRST]], ids="-".join)
 def test_no_stage_hangs_that_waits_for_its_device_at_first_launches(monkeypatch, size, draining):
-    """Prevents: stages that wait for each other in a ring when each of them loads its kernels."""
+    """Prevents a circular wait between stages when each synchronizes to load kernels."""
     programs = [events_of(monkeypatch, plan_of(size), rank) for rank in range(size)]
     assert hosts_that_hang(programs, [FIRST[one] for one in draining]) == []
 
@@ -61,7 +61,7 @@ def test_no_stage_hangs_that_waits_for_its_device_at_first_launches(monkeypatch,
 @IN_BOTH
 @pytest.mark.parametrize(("size", "rank"), POSITIONS)
 def test_a_stage_launches_what_its_list_says(monkeypatch, size, rank, training):
-    """Prevents: a step in another order than the one that is simulated and counted for memory."""
+    """Prevents an execution order other than the simulated order, used for memory too."""
     rule = one_forward_one_backward if training else forward_only
     listed = rule(size, 1, len(BATCHES)).operations[rank]
     events = events_of(monkeypatch, plan_of(size), rank, training)
@@ -70,7 +70,7 @@ def test_a_stage_launches_what_its_list_says(monkeypatch, size, rank, training):
 
 
 def test_a_step_takes_its_own_micro_batches_alone():
-    """Prevents: packs of other shapes, a step of too few, and one that takes the next one's."""
+    """Prevents packs of wrong shape, short steps, and steps that consume the next step's packs."""
     shapes = [batch.shape for batch in BATCHES]
     swapped = MicroBatchStream(batches=iter(BATCHES[::-1]), shapes=shapes)
     message = (
@@ -96,7 +96,7 @@ EQUAL = [[(2, 9), (1, 14)]] * 5
 
 
 def by_both_schedules(links, plan, packs, varying):
-    """(losses, gradients) of this stage by our schedule and by stock's."""
+    """Return (losses, gradients) of this stage by our schedule and by core's."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
     of_rank = plan, trainer.models, trainer.links
@@ -109,7 +109,7 @@ def by_both_schedules(links, plan, packs, varying):
     return results
 
 
-# Stock cannot send what crosses before the language embed, which has two dimensions.
+# Core's schedule cannot send the two-dimensional features before the language embed.
 PLANS = {
     "cut-in-vision-varying": (pipeline_plan(3), VARYING),
     "cut-in-language-equal": (pipeline_plan(8), EQUAL),
@@ -123,7 +123,7 @@ PLANS = {
 
 @pytest.mark.parametrize(("plan", "packs"), PLANS.values(), ids=PLANS)
 def test_losses_and_gradients_equal_stock(plan, packs):
-    """Prevents: a schedule in another order than core's, or that trains something else."""
+    """Prevents an order, losses or gradients other than of core's schedules."""
     ranks = run_ranks(plan.parallel, by_both_schedules, plan, packs, packs is not EQUAL)
     for (losses, found), (stock_losses, expected) in ranks:
         torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=0)

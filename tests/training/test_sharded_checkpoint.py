@@ -1,4 +1,4 @@
-"""Checkpoints of weights that ranks divide: the files of whole ones, for any way of dividing."""
+"""Checkpoints of sharded weights equal those of replicated weights, for all shardings."""
 
 import pytest
 import torch
@@ -49,13 +49,12 @@ CHANGES = {
         {**IN_PARTS, "data": 2, "expert": 4, "sharded": 2},
     ),
 }
-"""What makes plans, and sizes before and after."""
+"""Plan function, and parallel sizes before and after."""
 
 
 @pytest.mark.parametrize(("make", "before", "after"), CHANGES.values(), ids=CHANGES)
 def test_resumes_under_another_way_of_dividing(tmp_path, make, before, after):
-    """Prevents: checkpoints whose weights or moments fit one way of dividing them, and experts of
-    other ranks that are taken for a rank's own."""
+    """Prevents checkpoints that load only with their own sharding, and swapped experts."""
     results, gradients, weights = alone(make())
     run(make(**before), STEPS[:1], save=tmp_path)
     plan = make(**after)
@@ -64,8 +63,8 @@ def test_resumes_under_another_way_of_dividing(tmp_path, make, before, after):
     assert_same_training(ranks, plan, (results[1:], gradients[1:], weights), rel)
 
 
-def passed_on(links, plan, load, save, trains=0):
-    """Load, train, save; the tensors of the checkpoint and the groups of its optimizer."""
+def load_train_save(links, plan, load, save, trains=0):
+    """Load, train and save. Return the checkpoint's tensors and optimizer groups."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     parts = parts_of(trainer, OPTIONS)
     if load is not None:
@@ -77,7 +76,7 @@ def passed_on(links, plan, load, save, trains=0):
     trainer.wait_for_weights()
     writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=True)
     writer.save(1, {})
-    # What is being written is of the moment of the save.
+    # The written values must be those at the time of the save.
     train_step(trainer, MicroBatchStream.of(batches))
     writer.finish()
     assert not writer.failures
@@ -87,13 +86,13 @@ def passed_on(links, plan, load, save, trains=0):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ways_of_dividing_have_one_format_to_the_bit(tmp_path, precision):
-    """Prevents: a name, shape, type or value in a checkpoint that tells how weights were divided,
-    and values that change while a background save writes them."""
+    """Prevents names, shapes, types or values in a checkpoint that depend on the sharding, and
+    values that change during a background save."""
     chain = [{"data": 4, "sharded": 4}, {"data": 4}, {"data": 4, "sharded": 2}]
     load, found = None, []
     for number, sizes in enumerate(chain):
         plan, save = plan_of(precision, **sizes), tmp_path / str(number)
-        ranks = run_ranks(plan.parallel, passed_on, plan, load, save, number == 0)
+        ranks = run_ranks(plan.parallel, load_train_save, plan, load, save, number == 0)
         found.append(ranks[0])
         load = save
     (expected, groups), *others = found
@@ -105,7 +104,7 @@ def test_ways_of_dividing_have_one_format_to_the_bit(tmp_path, precision):
 
 
 def test_a_missing_part_is_one_line_on_every_rank(tmp_path):
-    """Prevents: ranks that wait for one which cannot read its part, or a part that stays random."""
+    """Prevents ranks that wait for a rank with a missing file, and weights left random."""
     plan = plan_of(data=2, sharded=2)
     run(plan, STEPS[:1], save=tmp_path)
     part = sorted(checkpoint_path(tmp_path, 1).glob("*.distcp"))[-1]
@@ -114,7 +113,7 @@ def test_a_missing_part_is_one_line_on_every_rank(tmp_path):
         assert all(part.name in line and "\n" not in line for line in told)
 
 
-def finetuned(links, plan, folder):
+def start_finetuning(links, plan, folder):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=5)
     load_weights(folder, plan, trainer.stages)
     trainer.optimizers[0].reload_model_params()
@@ -125,15 +124,15 @@ def finetuned(links, plan, folder):
 
 
 def test_training_starts_from_other_weights(tmp_path):
-    """Prevents: a first step from the random weights that the optimizer was made with."""
+    """Prevents a first step from the optimizer's copy of the random initial weights."""
     [(_, _, weights)] = run(plan_of(), STEPS[:1], save=tmp_path)
     plan = plan_of(data=2, sharded=2)
-    for begun in run_ranks(plan.parallel, finetuned, plan, tmp_path):
+    for begun in run_ranks(plan.parallel, start_finetuning, plan, tmp_path):
         assert all(torch.equal(begun[name], weights[name]) for name in weights)
 
 
 def test_boxes_are_the_run_in_its_order():
-    """Prevents: values of a part that land in another place of a tensor."""
+    """Prevents stored values that land at wrong offsets of a tensor."""
     generator = torch.Generator().manual_seed(0)
     for shape in [(7,), (3, 5), (4, 1), (2, 3, 4), (1, 5, 2), (3, 1, 2, 2)]:
         values = torch.arange(torch.Size(shape).numel()).view(shape)

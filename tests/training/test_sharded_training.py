@@ -1,5 +1,5 @@
-"""Weights, gradients and optimizer state that data-parallel ranks divide, on four processes against
-one process that has all of them: same loss, every gradient, same weights after."""
+"""Weights, gradients and optimizer state sharded over data-parallel ranks, on four processes
+against one: equal losses, gradients and trained weights."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from omnibal.cost.link_rates import copies_group, state_group
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 plan_of = partial(cut_plan, MODELS["300M-like"])
 SOME = {"vision": (1,), "language": (0,)}
-# Every step has ranks with fewer packs than others, and packs without images.
+# Each step has unequal packs per rank, and packs without images.
 PLANS = {
     "full": plan_of(data=4, sharded=4, recompute=SOME),
     "hybrid-tied-frozen": cut_plan(
@@ -38,8 +38,8 @@ PLANS = {
     ),
     "full-language-frozen": plan_of(data=4, sharded=4, frozen=("language",), recompute=SOME),
     "tensor": cut_plan(MODELS["6B-like"], **IN_PARTS, data=2, sharded=2, recompute=SOME),
-    # Between the forward of a micro-batch and its backward there are others. Units: vision embed,
-    # two layers, projector, language embed, two layers, head.
+    # Other micro-batches run between a forward and its backward. Units: vision embed, two layers,
+    # projector, language embed, two layers, head.
     "pipeline": plan_of(3, data=2, sharded=2, recompute=SOME),
     "pipeline-in-vision-frozen": plan_of(
         2, data=2, sharded=2, frozen=("vision",), recompute={"language": (0, 1)}
@@ -63,38 +63,38 @@ TRAINED = (
     "experts-2-full experts-4-hybrid tensor-experts-4 pipeline-experts-2 pipeline-tensor-experts-4"
 ).split()
 SHARED = {"dp4": 4, "dp4-wide": 2, "tp2-sp-dp2": 2, "dp2-text": 2, "dp4-experts": 4}
-"""Cases of packs that ranks share, and how many ranks divide weights."""
+"""Cases of context-parallel packs, and shard group sizes."""
 
 
 @pytest.mark.parametrize("name", [*PLANS, *TRAINED])
 def test_same_training_as_one_process(name):
-    """Prevents: a weight, gradient or norm that depends on how ranks divide the weights, experts
-    divided among ranks that hold others, and ranks that wait for ever where a rank has no pack."""
+    """Prevents weights, gradients or norms that depend on the sharding, expert shards mixed across
+    expert ranks, and deadlocks if a rank has no pack."""
     compare_with_one_process((PLANS | MIXTURES)[name], rel=1e-5 if name in PLANS else 2e-5)
 
 
 @pytest.mark.parametrize(("name", "sharded"), SHARED.items())
 def test_shared_packs_train_as_one_process(name, sharded):
-    """Prevents: exchanges of a shared pack and of weights that ranks begin in different orders."""
+    """Prevents ranks that order context-parallel and weight exchanges differently."""
     case = shared.CASES[name]
     plan = shared.plan_of(replace(case, sizes=case.sizes | {"sharded": sharded}))
     compare_with_one_process(plan, **shared.options_of(case))
 
 
 def test_bf16_trains_as_whole_weights_do():
-    """Prevents: bf16 weights whose float32 sums or updates are lost, however they are divided."""
+    """Prevents bf16 training that loses fp32 sums or updates under some sharding."""
     losses = {}
     for sharded in (1, 2, 4):
         plan = plan_of(data=4, sharded=sharded).model_copy(update={"precision": "bf16"})
         ranks = run(plan)
         [losses[sharded]] = {tuple(loss for loss, _, _ in results) for results, _, _ in ranks}
-    # Gradients are summed in float32, in other orders: of the same micro-batches.
+    # fp32 sums of equal micro-batches, in different orders.
     assert losses[2] == pytest.approx(losses[4], rel=1e-3)
     assert losses[1] == pytest.approx(losses[4], rel=1e-2)
 
 
 def first_weights(links, plan):
-    """How many parameters there are, each as `initialize_parameters` draws it in a whole stage."""
+    """Assert that sharded initial weights equal a full stage's; return their number."""
     stage = build_trainer(plan, links, OPTIONS, steps=10, seed=3).stage
     drawn = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats})
     whole = build_stage(plan, links.rank)
@@ -117,14 +117,13 @@ def first_weights(links, plan):
     ids=["fp32", "tensor", "experts"],
 )
 def test_first_weights_are_those_of_a_whole_stage(plan, precision):
-    """Prevents: weights drawn unit by unit that are other ones, vectors lost on the way, and biases
-    that begin at random."""
+    """Prevents initial weights other than a full stage's, lost vectors, and random biases."""
     plan = plan.model_copy(update={"precision": precision})
     assert min(run_ranks(plan.parallel, first_weights, plan)) > 20
 
 
-def groups_of(links, plan):
-    """Ranks that divide all but experts, that divide experts, and that hold copies of each."""
+def shard_group_ranks(links, plan):
+    """Return ranks of the shard and replica groups of dense and expert weights."""
     dense, experts = create_shard_groups(plan.parallel)
     each = (dense.shards, dense.copies, experts.shards, experts.copies)
     return [dist.get_process_group_ranks(group) for group in each]
@@ -132,15 +131,14 @@ def groups_of(links, plan):
 
 @pytest.mark.parametrize("plan", MIXTURES.values(), ids=MIXTURES)
 def test_ranks_divide_what_they_are_planned_to(plan):
-    """Prevents: experts that are planned to be divided by more ranks than divide them, or over
-    other links."""
+    """Prevents expert shards over fewer ranks or other links than planned."""
     parallel = plan.parallel
     planned = [
         group_of(parallel, of_experts=of_experts)
         for of_experts in (False, True)
         for group_of in (state_group, copies_group)
     ]
-    for rank, found in enumerate(run_ranks(parallel, groups_of, plan)):
+    for rank, found in enumerate(run_ranks(parallel, shard_group_ranks, plan)):
         for ranks, group in zip(found, planned, strict=True):
             assert rank in ranks and len(ranks) == group.ranks
             assert {*np.diff(ranks)} <= {group.stride}

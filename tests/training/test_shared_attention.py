@@ -1,4 +1,4 @@
-"""Attention over a pack that ranks share, beside one process that has all of it, in float64."""
+"""Attention over a context-parallel pack, against one process with all tokens, in float64."""
 
 import weakref
 from itertools import product
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 RANKS, HEADS, KEY_HEADS, SIZE = 4, 8, 4, 8
 FOUR = Parallel(pipeline=1, data=RANKS)
 PACKS = [(13, 40, 7, 36), (96,), (3,), (30, 2, 2, 1, 1, 1)]
-"""Of samples of these lengths; one is shorter than there are ranks."""
+"""Sample lengths. One pack has fewer tokens than ranks."""
 CPU = torch.device("cpu")
 
 
@@ -35,7 +35,7 @@ def share_of(samples, cut, exchange):
 
 
 def whole_pack(samples):
-    """Queries, keys, values and the output's gradient of a pack, float64."""
+    """Return queries, keys, values and the output gradient of a pack, in float64."""
     torch.manual_seed(sum(samples))
     heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
     return [torch.randn(sum(samples), n, SIZE, dtype=torch.float64) for n in heads]
@@ -48,8 +48,8 @@ def rows_of(share, samples):
 
 
 def attend_shares(links, padding):
-    """Worst difference of output and gradients of every cut, exchange and pack from all tokens."""
-    attention._QUERIES_OF_A_MASK = 5  # fewer than most pieces have
+    """Return the largest error of output and gradients per cut, exchange and pack."""
+    attention._QUERIES_OF_A_MASK = 5  # below the length of most pieces
     return {
         case: difference(*case, padding)
         for case in product(CutRule, ContextExchange, PACKS, (False, True))
@@ -63,7 +63,7 @@ def difference(cut, exchange, samples, again, padding):
     expected = attend_packed(*alone, borders_of(samples, samples, CPU), True)
     expected.backward(gradient)
     rows = rows_of(share, samples)
-    # What the padding has must not matter to any sample.
+    # The padding's values must not affect any sample.
     extra = padding or int(len(rows) == 0)
     own = [
         torch.cat([heads[rows], torch.full((extra, *heads.shape[1:]), 7.0)]).requires_grad_()
@@ -84,14 +84,14 @@ def difference(cut, exchange, samples, again, padding):
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_shares_attend_as_one_process(padding):
-    """Prevents: a query that misses keys of other ranks or sees later ones, and gradients that do
-    not come back to the rank whose token it was, for every cut and exchange."""
+    """Prevents queries that miss other ranks' keys or see later keys, and gradients that do not
+    return to the token's rank, for all cuts and exchanges."""
     for worst in run_ranks(FOUR, attend_shares, padding):
         assert max(worst.values()) < 1e-12, max(worst, key=worst.__getitem__)
 
 
-def gathered_keys(links):
-    """(Keys that live between forward and backward, gathers of both) not recomputed, and again."""
+def count_gathered_keys(links):
+    """Return (keys alive before backward, gathers, keys alive after), plain and recomputed."""
     samples, found = (200,), []
     share = share_of(samples, CutRule.ZIGZAG, ContextExchange.GATHER)
     rows, shared = rows_of(share, samples), shared_attention(share, 0, dist.group.WORLD, CPU)
@@ -99,12 +99,12 @@ def gathered_keys(links):
     for one in (shared, shared.for_recomputation()):
         made = []
 
-        def counted(*arguments, made=made):
+        def gather_and_count(*arguments, made=made):
             keys = gather(*arguments)
             made.append(weakref.ref(keys.untyped_storage()))
             return keys
 
-        shared_attention_module.gather_rows = counted
+        shared_attention_module.gather_rows = gather_and_count
         own = [heads[rows].requires_grad_() for heads in whole_pack(samples)[:3]]
         output = one.attend(*own, attend_packed)
         alive = sum(keys() is not None for keys in made)
@@ -114,6 +114,6 @@ def gathered_keys(links):
 
 
 def test_gathered_keys_are_not_kept_for_backward():
-    """Prevents: keys of the whole pack in memory for every layer and micro-batch in flight; and a
-    third exchange in a layer that is for_recomputation anyway."""
-    assert run_ranks(FOUR, gathered_keys) == [[(0, 2, 0), (1, 1, 0)]] * RANKS
+    """Prevents saving the full pack's keys for every layer and micro-batch in flight, and a third
+    gather in recomputed layers."""
+    assert run_ranks(FOUR, count_gathered_keys) == [[(0, 2, 0), (1, 1, 0)]] * RANKS

@@ -1,5 +1,5 @@
-"""A rank's share of a pack as it is loaded, of tiles and of images at their native resolution,
-beside the whole pack cut token by token and image by image."""
+"""A rank's shard of a pack as loaded, for tiles and native-resolution images, against cutting the
+full pack by token and image."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
 
 MIXED = [6, 5, 4, 3, 1]
-"""Samples of the pictures: text alone, two images in one, three of one image each."""
+"""Samples of images: text only, two images, and three with one image each."""
 OF_NATIVE = [3, 1, 2, 4, 5, 0]
 IN_ANY_WAY = [
     MicroBatchOptions(loss_weighting=weighting, augment=True, drop_path=True, seed=3)
@@ -32,7 +32,7 @@ FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 @pytest.fixture(params=["tiles", *FAMILIES])
 def shown(request, tmp_path, tokenizer) -> Data:
-    """Samples of images, with a pack of them."""
+    """Samples with images, and a pack of them."""
     found = data_of(request.param, tmp_path, tokenizer)
     found.pack = OF_NATIVE if isinstance(found, NativeData) else MIXED
     return found
@@ -47,8 +47,8 @@ def level_of(cut: CutRule, context: int, **caps: int) -> Level:
 @pytest.mark.parametrize("cut", CutRule)
 @pytest.mark.parametrize("context", [2, 4])
 def test_shares_are_the_whole_pack_cut(shown, cut, context):
-    """Prevents: tokens, tiles, patches, positions, labels or weights that are lost, doubled or
-    shifted at a cut, and features sent to a rank that does not wait for them."""
+    """Prevents lost, repeated or shifted tokens, tiles, patches, positions, labels or weights at a
+    cut, and features sent to the wrong rank."""
     level = level_of(cut, context)
     for options in [MicroBatchOptions()] if isinstance(shown, NativeData) else IN_ANY_WAY:
         whole = shown.dataset([shown.pack], options=options)
@@ -57,7 +57,7 @@ def test_shares_are_the_whole_pack_cut(shown, cut, context):
 
 
 def tensors_by_stage(shown: Data) -> dict:
-    """Names of the tensors that stages load."""
+    """Return the names of the tensors that each stage loads."""
     places = {"image_positions_M", "sent_features_F"}
     labels = {"labels_L", "loss_positions_L", "loss_weights_L"}
     if not isinstance(shown, NativeData):
@@ -71,8 +71,8 @@ def tensors_by_stage(shown: Data) -> dict:
 
 @pytest.mark.parametrize("context", [1, 4])
 def test_stages_load_what_their_units_need(shown, context):
-    """Prevents: a stage that reads images or text that another stage uses, or lacks the places or
-    routes of deepstack features, guesses where images begin, and stages whose shapes differ."""
+    """Prevents stages that load unused images or text, lack positions or routes of deepstack
+    features, or disagree on shapes."""
     level = level_of(CutRule.ZIGZAG, context)
     for pack in [shown.pack] if context > 1 else [shown.pack, [2]]:
         of_whole = shares(shown.dataset([pack]), level)
@@ -91,13 +91,13 @@ def test_stages_load_what_their_units_need(shown, context):
 
 
 def test_rank_decodes_only_its_own_images(shown):
-    """Prevents: every rank of a block decoding all images of its pack."""
+    """Prevents every rank of a context-parallel group from decoding all images."""
     sample = 1 if isinstance(shown, NativeData) else 5
     [encodes, *_] = tensors_by_stage(shown)
     level, dataset = level_of(CutRule.CONTIGUOUS, 2), shown.dataset([[sample]], encodes)
     [intact, _] = shares(dataset, level)
     last = shown.reader.annotations[sample].images[-1].path
-    os.truncate(last, last.stat().st_size - 40)  # all ranks read its size
+    os.truncate(last, last.stat().st_size - 40)  # its size is read by all ranks
     first, second = shares(dataset, level)
     assert_same(first, intact)
     assert first.tiles + first.image_tokens > 0
@@ -106,8 +106,8 @@ def test_rank_decodes_only_its_own_images(shown):
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_unreadable_sample_is_passed_over_by_all_its_ranks(shown, is_split):
-    """Prevents: a sample without its images that some rank of the block still learns from, shapes
-    that are not the plan's, and one sample counted by several ranks."""
+    """Prevents loss on a skipped sample in some rank of its group, unplanned shapes, and a sample
+    counted by several ranks."""
     level, stages = level_of(CutRule.ZIGZAG, 4), [*tensors_by_stage(shown)]
     by_pack = replace(SKIP, loss_weighting=LossWeighting.MICRO_BATCH)
     datasets = {
@@ -120,7 +120,7 @@ def test_unreadable_sample_is_passed_over_by_all_its_ranks(shown, is_split):
         weighting: [shares(dataset, level) for dataset in own]
         for weighting, own in datasets.items()
     }
-    image = shown.reader.annotations[3].images[-1].path  # of several tiles, if these are
+    image = shown.reader.annotations[3].images[-1].path  # with several tiles, if tiled
     users = [k for k in shown.pack if image in {i.path for i in shown.reader.annotations[k].images}]
     lost = sum(len(shown.load([sample]).labels_L) for sample in users)
     image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
@@ -140,9 +140,9 @@ def test_unreadable_sample_is_passed_over_by_all_its_ranks(shown, is_split):
 
 
 def test_rows_are_in_the_order_of_slots(data: Data):
-    """Prevents: a rank that loads its own packs before the shared ones of earlier slots."""
+    """Prevents a rank that loads its own packs before shared packs of earlier slots."""
     packs = data.dataset([[0], [1], [2], [3], [4], [5]]).scheduled
-    # Slots 0 and 2 shared by two, slot 1 one a rank; slot 3 has a pack for rank 0 alone.
+    # Slots 0 and 2: shared by two ranks. Slot 1: a pack per rank. Slot 3: rank 0 only.
     place = {"step": [0] * 5 + [1], "dp_rank": [0, 0, 0, 0, 1, 0], "slot": [0, 1, 2, 3, 1, 0]}
     for name, column in {**place, "level": [1, 0, 1, 0, 0, 1]}.items():
         getattr(packs, name)[:] = column
@@ -157,7 +157,7 @@ def test_rows_are_in_the_order_of_slots(data: Data):
 
 @pytest.mark.parametrize("shown", FAMILIES, indirect=True)
 def test_lengths_list_images_and_times_of_videos(shown, tmp_path):
-    """Prevents: shares of other images than the data has, and a list that a file loses."""
+    """Prevents image sizes that differ from the data, or are lost in the file."""
     write_lengths(shown.lengths, tmp_path / "lengths.parquet")
     read = read_lengths([tmp_path / "lengths.parquet"])
     assert read.sha256 == shown.lengths.sha256
@@ -168,8 +168,7 @@ def test_lengths_list_images_and_times_of_videos(shown, tmp_path):
 
 
 def test_validation_packs_are_shared_too(shown, data: Data):
-    """Prevents: held-out samples as long as the plan's that no rank alone has memory for, and some
-    that are lost or counted twice."""
+    """Prevents validation packs that exceed a rank's memory, and samples lost or counted twice."""
     is_native = isinstance(shown, NativeData)
     held_out, count = (shown, 6) if is_native else (data, 40)
     caps = {"image_tokens": 160, "tokens": 600} if is_native else {"tiles": 9, "tokens": 300}

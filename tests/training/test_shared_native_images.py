@@ -1,5 +1,5 @@
-"""Packs of images at their native resolution that data-parallel ranks share, on four processes,
-against one process that has them whole: same loss, every gradient, same weights after."""
+"""Context-parallel packs of native-resolution images on four processes, against one process: equal
+losses, gradients and trained weights."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,10 +17,9 @@ from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.levels import CutRule
 from omnibal.model.limits import Caps
 
-# Rows of slots of every step, each (level, packs); a pack is samples of (grids, text tokens).
-# Levels 1 and 2 are shared. There are packs of text alone, of one image, so that some rank encodes
-# nothing, of a video whose times several ranks encode, and a sample with many images. The widest
-# packs of a step come first, so that all their ranks have them in one slot.
+# Slots of each step: (level, packs), a pack being samples of (grids, text tokens). Levels 1 and 2
+# are shared. Packs have text only, one image (some ranks encode nothing), a video split over ranks,
+# or many images. A step's widest packs come first, to be in the same slot on all ranks.
 STEPS = [
     [
         (1, [
@@ -60,8 +59,8 @@ class Case(NamedTuple):
 SOME = {"vision": (1, 2), "language": (0,)}
 GATHERED = ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.COST, GATHER))
 WIDE = ((4, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS))
-# Units of Qwen3-VL: 0 vision embed, 1-5 vision layers of which the second and fourth have deepstack
-# features, 6 projector, 7 language embed, 8-10 language layers of which two take them, 11 head.
+# Units of Qwen3-VL: 0 vision embed, 1-5 vision layers (2 and 4 output deepstack features), 6
+# projector, 7 language embed, 8-10 language layers (two add the features), 11 head.
 CASES = {
     "wide": Case("Qwen3-VL", WIDE, sizes={"data": 4}, recompute=({}, SOME, {})),
     "pipeline-between-towers": Case("tied", cuts=(7,), recompute=({}, {}, SOME)),
@@ -100,7 +99,7 @@ def plan_of(case):
 
 
 def whole_packs(model, number, rows):
-    """The rows of a step with each pack as one micro-batch, whose weights differ by position."""
+    """Yield a step's rows with each pack as a micro-batch. Loss weights differ by position."""
     for place, (level, packs) in enumerate(rows):
         row = []
         for index, pack in enumerate(packs):
@@ -114,7 +113,7 @@ def whole_packs(model, number, rows):
 
 @pytest.mark.parametrize("name", CASES)
 def test_shared_packs_of_images_train_as_one_process(name):
-    """Prevents: an image that attends to a part of itself, features or deepstack features that
-    reach other tokens than their own, and positions that are those of another rank's tokens."""
+    """Prevents attention within part of an image, features or deepstack features at wrong tokens,
+    and positions of another rank's tokens."""
     plan = plan_of(CASES[name])
     compare_with_one_process(plan, STEPS, rel=2e-5, feed=Feed(whole_packs, own_batches))

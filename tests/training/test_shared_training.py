@@ -1,5 +1,5 @@
-"""Packs that data-parallel ranks share, on four processes, against one process that has them whole:
-same loss, every gradient, same weights after."""
+"""Context-parallel packs on four processes, against one process: equal losses, gradients and
+trained weights."""
 
 from dataclasses import replace
 from graphlib import TopologicalSorter
@@ -33,14 +33,14 @@ from omnibal.model.levels import CutRule
 
 @pytest.mark.parametrize("name", CASES)
 def test_shared_packs_train_as_one_process(name):
-    """Prevents: a loss or gradient that depends on how many ranks share a pack or on how it is cut,
-    and ranks that wait for each other for ever where their packs differ."""
+    """Prevents losses or gradients that depend on a pack's context-parallel size or cut, and
+    deadlocks between ranks with different packs."""
     case = CASES[name]
     compare_with_one_process(plan_of(case), **options_of(case))
 
 
 def test_bf16_shares_train_as_fp32():
-    """Prevents: an exchange that mixes types, or loses a shared pack's gradient to rounding."""
+    """Prevents exchanges that mix types or lose a shared pack's gradient to rounding."""
     case = CASES["dp4"]
     plan = plan_of(case)
     fp32 = run(plan, **options_of(case))[0][0]
@@ -54,8 +54,8 @@ def test_bf16_shares_train_as_fp32():
 ZIGZAG = (2, CutRule.ZIGZAG, GATHER)
 
 
-def layers_run_again(links, plan):
-    """For every level, (language layers that a backward ran again, keys gathered) of one step."""
+def recomputed_layers(links, plan):
+    """Return (language layers recomputed in backward, key gathers) of a step, per level."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     seen, gathers, gather = [], [], shared_attention.gather_rows
     shared_attention.gather_rows = lambda *given: gathers.append(1) or gather(*given)
@@ -73,11 +73,11 @@ def layers_run_again(links, plan):
 
 
 def test_each_level_recomputes_its_own_layers():
-    """Prevents: memory that is not what was planned for a level, and an exchange more than needed:
-    one in forward and one before backward, whether the layer is recomputed or not."""
+    """Prevents recomputation other than planned for a level, and extra gathers: a layer needs one
+    in forward and one before backward, recomputed or not."""
     recompute = ({}, {"language": (1,)}, {"language": (0, 1)})
     plan = plan_of(Case((ZIGZAG, ZIGZAG), {"data": 2}, recompute=recompute))
-    for found in run_ranks(plan.parallel, layers_run_again, plan):
+    for found in run_ranks(plan.parallel, recomputed_layers, plan):
         assert found == [([], 0), ([1], 4), ([0, 1], 4)]
 
 
@@ -89,7 +89,7 @@ def own_groups(links, plan):
 
 
 def test_blocks_are_aligned_runs_of_data_parallel_ranks():
-    """Prevents: packs shared with ranks of another tensor-parallel rank or another stage."""
+    """Prevents context-parallel groups that span tensor-parallel ranks or stages."""
     of_two = (ZIGZAG, ZIGZAG)
     for case in (
         Case(((4, CutRule.ZIGZAG, GATHER), ZIGZAG), {"data": 4}),
@@ -103,21 +103,21 @@ def test_blocks_are_aligned_runs_of_data_parallel_ranks():
             assert ranks == {size: data[place // size * size :][:size] for size in sizes}
 
 
-def begun_exchanges(links, plan, case, number):
-    """Exchanges of a step that this rank begins, in order, by the ranks that take part."""
+def list_exchanges(links, plan, case, number):
+    """Return the exchanges of a step in the order this rank starts them, by their ranks."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     buckets = type(trainer.models[0].bucket_groups[0])
     begun, start = [], buckets.start_grad_sync
 
-    def noting(exchange):
-        def noted(*arguments, group, **options):
+    def with_note(exchange):
+        def note_and_exchange(*arguments, group, **options):
             begun.append(("pack", *dist.get_process_group_ranks(group)))
             return exchange(*arguments, group=group, **options)
 
-        return noted
+        return note_and_exchange
 
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
-        setattr(dist, name, noting(getattr(dist, name)))
+        setattr(dist, name, with_note(getattr(dist, name)))
     buckets.start_grad_sync = lambda bucket: begun.append(("gradients",)) or start(bucket)
     rows = list(whole_packs(plan.model, number, STEPS[number], case.drop_path))
     trainer.zero_gradients()
@@ -127,17 +127,17 @@ def begun_exchanges(links, plan, case, number):
 
 @pytest.mark.parametrize("number", [0, 1], ids=["full-rows", "short-rows"])
 def test_all_ranks_begin_exchanges_in_one_order(small_buckets, number):
-    """Prevents: a deadlock on devices that begin exchanges in the order of their launches, where
-    one rank reduces gradients among the exchanges of a shared pack and another after them."""
+    """Prevents a deadlock on devices that run exchanges in launch order, if ranks reduce gradients
+    at different points among the exchanges of a shared pack."""
     case = CASES["dp4"]
     plan = plan_of(case)
-    order = TopologicalSorter()  # of all exchanges, of which every rank's own is a part
-    for begun in run_ranks(plan.parallel, begun_exchanges, plan, case, number):
+    order = TopologicalSorter()  # merges the orders of all ranks
+    for begun in run_ranks(plan.parallel, list_exchanges, plan, case, number):
         nodes = [(group, begun[:place].count(group)) for place, group in enumerate(begun)]
         assert begun.count(("gradients",)) > 3 and len(set(begun)) > 1
         for earlier, later in pairwise(nodes):
             order.add(later, earlier)
-        if number == 0:  # where all rows are full, reductions begin before the last exchange
+        if number == 0:  # with full rows, reductions start before the last exchange
             last = max(place for place, group in enumerate(begun) if group[0] == "pack")
             assert begun[-1] == ("gradients",) and begun.index(("gradients",)) < last
     order.prepare()

@@ -1,4 +1,4 @@
-"""A scan that skipped broken samples, and what training then loads."""
+"""A scan that skipped broken samples, and the samples that training then loads."""
 
 import shutil
 
@@ -14,7 +14,7 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 
 
 def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
-    """Prevents rows behind a skipped sample from loading its neighbour, or the sample itself."""
+    """Prevents rows after a skipped sample from loading a neighbour or the skipped sample."""
     shutil.copytree(digits / "heldout", tmp_path / "heldout")
     annotations = Annotations.open(tmp_path / "heldout" / "meta.json")
     gone = annotations[3].images[0]
