@@ -1,5 +1,5 @@
-"""Lengths from headers and text: equal to what is trained on, strict about images, and the same
-however many processes or nodes scan, and however often they are killed."""
+"""Lengths from headers and text: equal to training's counts, strict about images, independent of
+the number of processes or nodes, and resumable after kills."""
 
 import contextlib
 import io
@@ -62,8 +62,8 @@ SAMPLES_PER_TASK = 256
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16")
 
 
-def decoded(held: HeldFile) -> Image.Image:
-    """The image as training reads it."""
+def decode_image(held: HeldFile) -> Image.Image:
+    """Return the image as training reads it."""
     file = held.open()
     with Image.open(file) as image:
         ends_as_whole(image, file)
@@ -71,7 +71,7 @@ def decoded(held: HeldFile) -> Image.Image:
 
 
 def make_data(folder: Path, samples: int) -> Annotations:
-    """Two sources of so many samples each, about pictures of many shapes; the second is doubled."""
+    """Return two sources of `samples` samples with varied pictures. The second repeats twice."""
     rng = np.random.default_rng(1)
     (folder / "pictures").mkdir()
     for number in range(PICTURES):
@@ -91,13 +91,13 @@ def random_record(rng: np.random.Generator, *more: str) -> dict:
     return {"image": images, **record_of(text, "It is 7.")}
 
 
-def written(lengths: Lengths, folder: Path) -> bytes:
+def write_and_read(lengths: Lengths, folder: Path) -> bytes:
     write_lengths(lengths, folder / "written.parquet")
     return (folder / "written.parquet").read_bytes()
 
 
 def test_models_that_no_scan_serves_are_refused(digits, tokenizer):
-    """Prevents token ids beyond the embeddings, and a new encoder's traceback after hours."""
+    """Prevents token ids beyond the embedding table, and late tracebacks of unknown encoders."""
     tower = next(iter(DIGITS.encoders.values()))
     points = type("PointsEncoder", (type(tower),), {"feature": "points"})(**dict(tower))
     small = DIGITS.with_tower("language", vocab_size=tokenizer.vocab_size - 1)
@@ -113,7 +113,7 @@ def open_journal(annotations: Annotations, tokenizer, folder: Path) -> ScanJourn
 
 
 def opening() -> contextlib.AbstractContextManager[mock.Mock]:
-    """Note the image files that are opened."""
+    """Record which image files are opened."""
     return mock.patch.object(ImageFile, "open", autospec=True, side_effect=ImageFile.open)
 
 
@@ -122,7 +122,7 @@ def opened_by(noted: mock.Mock) -> list[Path]:
 
 
 def test_counts_equal_the_encoded_samples(digits, tokenizer):
-    """Prevents packs that overflow, as training counts otherwise, and training on other data."""
+    """Prevents packs that overflow in training through another token count, and wrong hashes."""
     annotations = Annotations.open(digits / "train" / "meta.json")
     done = []
     lengths = scan_lengths(annotations, DIGITS, tokenizer, done.append).lengths
@@ -141,7 +141,7 @@ def test_counts_equal_the_encoded_samples(digits, tokenizer):
 
 
 def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
-    """Prevents a scan of samples that are too long, or a journal of these that is taken over."""
+    """Prevents samples longer than max_positions, also from a journal with another limit."""
     annotations = make_data(tmp_path, 20)
     free = scan(annotations, tokenizer).lengths
     most = int(np.median(free.tokens))
@@ -160,7 +160,7 @@ def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
         ("png", lambda whole: b"", "cannot be read"),
         ("png", lambda whole: whole[:8], "cannot be read"),
         ("png", lambda whole: b"no picture" * 20, "cannot be read"),
-        # A text chunk that unpacks to more than Pillow allows, which is no OSError.
+        # A text chunk that unpacks to more than Pillow allows: not an OSError.
         (
             "png",
             lambda whole: whole[:33] + png_chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(2**21))),
@@ -171,14 +171,14 @@ def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
             for suffix in ("png", "jpg")
             for lost in (1, 12, 500)
         ],
-        # An embedded preview has an end marker of its own.
+        # An embedded preview has its own end marker.
         ("jpg", lambda whole: picture(256, 256, "jpeg", comment=whole)[:-2000], "cannot be read"),
-        # A camera appends its own data, and a BMP has no end marker.
+        # Cameras append data after the image, and BMP has no end marker.
         *[(each, lambda whole: whole + b"trailer " * 1000, None) for each in ("png", "jpg", "bmp")],
     ],
 )
 def test_images_that_end_early_or_are_none_are_named(tmp_path, tokenizer, suffix, change, message):
-    """Prevents the image library's traceback, and half a download that passes as whole."""
+    """Prevents the image library's traceback, and truncated images accepted as complete."""
     whole = picture(kind="jpeg" if suffix == "jpg" else suffix)
     (tmp_path / f"x.{suffix}").write_bytes(change(whole))
     annotations = open_jsonl(tmp_path, record_of("<image>", image=f"x.{suffix}"))
@@ -190,7 +190,7 @@ def test_images_that_end_early_or_are_none_are_named(tmp_path, tokenizer, suffix
 
 
 def test_images_are_read_by_the_scan_as_by_training():
-    """Prevents an image that the scan counts and training cannot read, and grey turned to white."""
+    """Prevents images that scan and cannot train, and 16-bit grey read as white."""
     pixels, kinds = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8), 0
     for kind, mode in product(("BMP", "GIF", "ICO", "PNG", "PPM", "TIFF", "WEBP", "JPEG"), MODES):
         image, stored = Image.fromarray(pixels).convert(mode.partition(";")[0]), io.BytesIO()
@@ -202,7 +202,7 @@ def test_images_are_read_by_the_scan_as_by_training():
         whole = stored.getvalue()
         for share in (1, 0.99, 0.6, 0.2):
             content, found = whole[: int(len(whole) * share)], []
-            for read in (lambda held: image_size(held), decoded):
+            for read in (lambda held: image_size(held), decode_image):
                 try:
                     read(HeldFile(content))
                     found.append(True)
@@ -224,7 +224,7 @@ def test_images_are_read_by_the_scan_as_by_training():
 
 
 def test_a_folder_is_told_from_an_empty_video(tmp_path, tokenizer):
-    """Prevents advice about frames where an image was named."""
+    """Prevents advice about video frames if a folder is given as an image."""
     (tmp_path / "x").mkdir()
     shown = record_of("<image>", image="x"), record_of(video="x")
     for record, said in zip(shown, ("is no image; name one", "holds no frames; fill"), strict=True):
@@ -242,7 +242,7 @@ def test_data_that_teaches_nothing_is_refused(tmp_path, tokenizer):
 
 
 def test_bad_samples_are_named_together(tmp_path, tokenizer):
-    """Prevents a run of the scan for each bad image; a repeated sample is no second mistake."""
+    """Prevents one scan per bad image, and a repeated sample reported twice."""
     lines = [record_of("<image>", image=f"gone{k}.png") for k in range(9)]
     lines[1] = "{"
     for count, beginning in ((3, "3 bad samples were found: "), (9, "the scan stopped at the fir")):
@@ -258,7 +258,7 @@ def test_bad_samples_are_named_together(tmp_path, tokenizer):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory, tokenizer) -> SimpleNamespace:
-    """1,200 samples, which of them are bad, and a scan that skips these."""
+    """Return 1,200 samples, the indices of bad samples, and a scan with --on-error skip."""
     folder, bad = tmp_path_factory.mktemp("broken"), []
     make_data(folder, 400)
     pictures = folder / "pictures"
@@ -280,7 +280,7 @@ def broken(tmp_path_factory, tokenizer) -> SimpleNamespace:
 
 
 def test_skip_leaves_out_the_broken_ones_alone(broken, tokenizer, tmp_path):
-    """Prevents a good sample lost, a bad one kept, its neighbour trained, an image opened again."""
+    """Prevents good samples lost, bad samples kept, misaligned rows, and images opened twice."""
     assert len(broken.opened) == len(set(broken.opened)) == PICTURES
     lengths = broken.scanned.lengths
     assert lengths.sample.tolist() == sorted(set(range(1200)) - set(broken.bad))
@@ -301,18 +301,20 @@ def test_skip_leaves_out_the_broken_ones_alone(broken, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_processes_change_nothing(broken, tokenizer, tmp_path, processes):
-    """Prevents lengths that depend on the machine, so that a plan cannot be made again."""
+    """Prevents lengths that depend on the number of processes, so plans are not reproducible."""
     done, pool = [], LocalPool(processes)
     parallel = scan_lengths(
         broken.annotations, DIGITS, tokenizer, done.append, pool=pool, on_error="skip"
     )
     assert sum(done) == 1200 > processes * SAMPLES_PER_TASK
     assert parallel.skipped == broken.scanned.skipped
-    assert written(parallel.lengths, tmp_path) == written(broken.scanned.lengths, tmp_path)
+    assert write_and_read(parallel.lengths, tmp_path) == write_and_read(
+        broken.scanned.lengths, tmp_path
+    )
 
 
 def test_the_first_mistakes_are_named_whoever_finds_them(broken, tokenizer):
-    """Prevents another message from each run, by which process was faster."""
+    """Prevents error messages that depend on which process finishes first."""
     said = set()
     for processes in (1, 2, 3):
         with pytest.raises(UserError) as error:
@@ -325,7 +327,7 @@ def test_the_first_mistakes_are_named_whoever_finds_them(broken, tokenizer):
 
 
 def test_a_mended_file_needs_only_the_rest(tmp_path, tokenizer):
-    """Prevents a bad sample from being taken for finished, and the good ones from being redone."""
+    """Prevents bad samples recorded as finished, and good samples that are scanned again."""
     (tmp_path / "data").mkdir()
     annotations = make_data(tmp_path / "data", 200)
     whole = scan(annotations, tokenizer).lengths
@@ -344,31 +346,31 @@ def test_a_mended_file_needs_only_the_rest(tmp_path, tokenizer):
         again = scan(annotations, tokenizer, journal=journal)
     shown = [sample.images for sample in annotations if broken in sample.images]
     assert {*opened_by(noted)} == {image.path for images in shown for image in images}
-    assert written(again.lengths, tmp_path) == written(whole, tmp_path)
+    assert write_and_read(again.lengths, tmp_path) == write_and_read(whole, tmp_path)
 
 
 def rows_of(*indices: int) -> Counted:
-    """Samples of these indices, some with images."""
+    """Return counts of samples with these indices, some with images."""
     rows = np.array([tuple(range(k, k + len(COUNTED))) for k in indices], COUNTED)
     shown = [[Segments(k, 3)] * (k % 3) for k in indices]
     return Counted(rows=rows, image_sizes=sizes_of(shown))
 
 
-def recorded(*counts: int, keys: tuple[bytes, ...] = (bytes(32),)) -> SimpleNamespace:
-    """Data of files with so many records."""
+def fake_annotations(*counts: int, keys: tuple[bytes, ...] = (bytes(32),)) -> SimpleNamespace:
+    """Return a stand-in for annotations: files with these numbers of records."""
     number = np.concatenate([np.arange(count) for count in counts])
     return SimpleNamespace(keys=keys, file=np.repeat(np.arange(len(counts)), counts), number=number)
 
 
-def listed(counted: Counted) -> tuple:
+def listing(counted: Counted) -> tuple:
     sizes = counted.image_sizes
     return counted.rows.tolist(), sizes.counts.tolist(), sizes.images.tolist()
 
 
 def test_a_torn_journal_holds_what_was_whole(tmp_path):
-    """Prevents half a record, or what the disk holds behind it, from being read as counts."""
+    """Prevents half a record, or garbage after the last record, from being read as counts."""
     path, ends = tmp_path / "journal", []
-    journal = ScanJournal.open(path, "key", recorded(10))
+    journal = ScanJournal.open(path, "key", fake_annotations(10))
     assert not path.exists()
     for rows in (rows_of(4, 5), rows_of(0, 1, 2), rows_of(9)):
         journal.append(rows)
@@ -382,23 +384,23 @@ def test_a_torn_journal_holds_what_was_whole(tmp_path):
         path.write_bytes(damage)
         pairs = zip(damage, content, strict=False)
         same = next((k for k, (one, other) in enumerate(pairs) if one != other), len(damage))
-        journal = ScanJournal.open(path, "key", recorded(10))
+        journal = ScanJournal.open(path, "key", fake_annotations(10))
         kept = sum(end <= same for end in ends)
         expected = [[], [4, 5], [0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 9]][kept]
-        assert listed(journal.finished) == listed(rows_of(*expected))
+        assert listing(journal.finished) == listing(rows_of(*expected))
         assert not journal.discarded
         journal.append(rows_of(7))
-        again = ScanJournal.open(path, "key", recorded(10))
-        assert listed(again.finished) == listed(rows_of(*sorted([*expected, 7])))
+        again = ScanJournal.open(path, "key", fake_annotations(10))
+        assert listing(again.finished) == listing(rows_of(*sorted([*expected, 7])))
     again.remove()
     assert not path.exists()
 
 
 def test_a_journal_of_other_settings_is_thrown_away(tmp_path):
     """Prevents counts of other data or another tiling from being mixed in."""
-    path, before = tmp_path / "journal", recorded(9)
+    path, before = tmp_path / "journal", fake_annotations(9)
     note = f"note: {path} is of other data or settings; the scan starts again"
-    for key, data in (("a" * 64, recorded(9, keys=(b"b" * 32,))), ("b" * 64, before)):
+    for key, data in (("a" * 64, fake_annotations(9, keys=(b"b" * 32,))), ("b" * 64, before)):
         ScanJournal.open(path, "a" * 64, before).append(rows_of(1))
         journal = ScanJournal.open(path, key, data)
         assert len(journal.finished) == 0
@@ -408,12 +410,12 @@ def test_a_journal_of_other_settings_is_thrown_away(tmp_path):
 
 
 def test_a_journal_is_of_files_wherever_they_stand(tmp_path):
-    """Prevents counts that are lost with one changed file, made again, or another file's."""
+    """Prevents counts lost, repeated or assigned to another file after one file changed."""
     path, keys = tmp_path / "journal", [bytes([k]) * 32 for k in range(4)]
-    journal = ScanJournal.open(path, "key", recorded(3, 3, 3, keys=tuple(keys[:3])))
+    journal = ScanJournal.open(path, "key", fake_annotations(3, 3, 3, keys=tuple(keys[:3])))
     journal.append(rows_of(1, 4, 5))
     journal.append(rows_of(6, 8))
-    # The third file is now first, and twice; the second is another one; one more has come.
+    # The third file is now first, with twice the records; the second is replaced.
     after = SimpleNamespace(
         keys=(keys[2], keys[3], keys[0]),
         file=np.repeat([0, 1, 2], [6, 2, 3]),
@@ -422,7 +424,7 @@ def test_a_journal_is_of_files_wherever_they_stand(tmp_path):
     again = ScanJournal.open(path, "key", after)
     expected = rows_of(6, 8, 6, 8, 1)
     expected.rows["index"] = [0, 2, 3, 5, 9]
-    assert listed(again.finished) == listed(expected)
+    assert listing(again.finished) == listing(expected)
     assert again.notes(11) == [
         f"note: 2 samples in {path} are of files that have changed or are not named any more",
         "resumed: 5 of 11 samples were already scanned",
@@ -430,15 +432,15 @@ def test_a_journal_is_of_files_wherever_they_stand(tmp_path):
 
 
 def test_a_foreign_file_is_no_journal(tmp_path):
-    """Prevents a file of the user's from being deleted for its name."""
+    """Prevents deletion of a user's file that has the journal's name."""
     (tmp_path / "journal").write_text("my notes")
     with pytest.raises(UserError, match="is not a journal of `omnibal lengths`"):
-        ScanJournal.open(tmp_path / "journal", "key", recorded(1))
+        ScanJournal.open(tmp_path / "journal", "key", fake_annotations(1))
     assert (tmp_path / "journal").read_text() == "my notes"
 
 
 def test_the_key_follows_all_that_counts_depend_on(digits, tokenizer, tmp_path):
-    """Prevents resuming with what was scanned of other images or for another model."""
+    """Prevents resuming from a scan of other images or for another model."""
     meta = json.loads((digits / "train/meta.json").read_text())
 
     def key(model: ModelConfig = DIGITS, **changes) -> tuple[str, tuple[bytes, ...]]:
@@ -459,7 +461,7 @@ def test_the_key_follows_all_that_counts_depend_on(digits, tokenizer, tmp_path):
 
 
 def work(task: str) -> str:
-    """Do what a worker may meet, by task."""
+    """Fail as the task says, or return it in upper case."""
     if task == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if task == "error":
@@ -467,18 +469,18 @@ def work(task: str) -> str:
     return task.upper()
 
 
-def lowered() -> list[str]:
+def lower_letters() -> list[str]:
     return sorted(map_unordered(str.lower, ["A", "B", "C"], 3))
 
 
 def test_a_worker_of_another_pool_works_alone() -> None:
-    """Prevents: an assertion of the standard library where a user plans in a pool of their own."""
+    """Prevents an AssertionError of multiprocessing if a user plans inside their own pool."""
     with multiprocessing.get_context("forkserver").Pool(1) as pool:
-        assert pool.apply(lowered) == ["a", "b", "c"]
+        assert pool.apply(lower_letters) == ["a", "b", "c"]
 
 
 def test_workers_that_end_badly(tmp_path):
-    """Prevents a scan that waits for ever for a worker that the system killed, and tracebacks."""
+    """Prevents a scan that hangs after the OS killed a worker, and tracebacks without context."""
     tasks = list("abcdefgh")
     assert sorted(map_unordered(work, tasks, 3)) == list("ABCDEFGH")
     with pytest.raises(UserError, match=r"was killed \(SIGKILL\).*--processes"):
@@ -494,7 +496,7 @@ def test_workers_that_end_badly(tmp_path):
 
 
 def test_usable_cores_are_those_of_the_process():
-    """Prevents a process for each core of a machine of which a job may use only some."""
+    """Prevents one process per machine core if the job may use only some cores."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
@@ -505,14 +507,14 @@ def test_usable_cores_are_those_of_the_process():
 
 @dataclass(frozen=True)
 class Gates:
-    """Pictures that hold up whoever opens them: a scan never ends before it is killed."""
+    """Named pipes in place of pictures: they block readers until the scan is killed."""
 
     folder: Path
     names: list[str]
 
     @staticmethod
     def set(data: Path, samples: Iterable[int]) -> "Gates":
-        """One in each of these samples of the first source of `make_data`, at its place alone."""
+        """Put a gate into each of these samples of the first source of `make_data`."""
         lines, names = (data / "a.jsonl").read_text().splitlines(), []
         for sample in samples:
             names.append(f"gate{sample}.png")
@@ -523,12 +525,12 @@ class Gates:
         return Gates(data / "pictures", names)
 
     def release(self) -> None:
-        """Make them pictures as others are, and let go whom they hold, with an empty file."""
+        """Replace the gates by pictures, and unblock waiting readers with an empty file."""
         for name in self.names:
             ready = self.folder / f"{name}.ready"
             shutil.copy(self.folder / "0.png", ready)
             ready.rename(self.folder / name)
-            with contextlib.suppress(OSError):  # nobody has it open
+            with contextlib.suppress(OSError):  # no reader
                 os.close(os.open(self.folder / f"{name}.fifo", os.O_WRONLY | os.O_NONBLOCK))
 
 
@@ -543,7 +545,7 @@ def start_command(folder: Path, digits: Path, output: Path) -> subprocess.Popen:
 
 
 def running_members(group: int) -> list[int]:
-    """Processes of a group that still run (a zombie does not)."""
+    """Return processes of a group that still run (not zombies)."""
     members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -557,10 +559,10 @@ def running_members(group: int) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokenizer):
-    """Prevents workers that outlive the command, tracebacks of each, and a lost scan."""
+    """Prevents workers that outlive the command, tracebacks per worker, and a lost scan."""
     (tmp_path / "data").mkdir()
     make_data(tmp_path / "data", 2000)
-    # Both workers of either scan are held up in the end, after two tasks and after two more.
+    # In each scan both workers block on a gate after finishing two tasks.
     tasks = np.arange(8) * SAMPLES_PER_TASK + 100
     gates = [Gates.set(tmp_path / "data", tasks[[2, 3]]), Gates.set(tmp_path / "data", tasks[6:])]
     annotations = Annotations.open(tmp_path / "data/meta.json")
@@ -577,7 +579,7 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
         command.wait(600)
         deadline = time.monotonic() + 600
         while running_members(command.pid) and time.monotonic() < deadline:
-            if number == signal.SIGKILL:  # a worker finds out when it has done its task
+            if number == signal.SIGKILL:  # a worker notices the kill after its task
                 gate.release()
             time.sleep(0.01)
         assert running_members(command.pid) == []
@@ -594,18 +596,18 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
     assert command.returncode == 0
     assert f"resumed: {finished:,} of 6,000 samples were already scanned" in errors
     assert json.loads(printed)["samples"] == 6000
-    assert output.read_bytes() == written(scan(annotations, tokenizer).lengths, tmp_path)
+    assert output.read_bytes() == write_and_read(scan(annotations, tokenizer).lengths, tmp_path)
     assert not partial.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_interrupt_while_workers_start(tmp_path, digits):
-    """Prevents a traceback of each worker that Ctrl-C meets in the middle of its imports."""
+    """Prevents a traceback per worker if Ctrl-C arrives during their imports."""
     (tmp_path / "data").mkdir()
     make_data(tmp_path / "data", 200)
     Gates.set(tmp_path / "data", [50, 150])
     command = start_command(tmp_path / "data", digits, tmp_path / "L.parquet")
-    while len(running_members(command.pid)) < 3:  # resource tracker, and server of the forks
+    while len(running_members(command.pid)) < 3:  # the resource tracker and the fork server
         time.sleep(0.002)
     time.sleep(0.05)
     os.killpg(command.pid, signal.SIGINT)
@@ -615,8 +617,8 @@ def test_interrupt_while_workers_start(tmp_path, digits):
 
 
 def test_command_stops_or_skips(broken, digits, tmp_path, capsys):
-    """Prevents holes that nobody asked for or sees, and a list of skipped samples out of date."""
-    output, listed = tmp_path / "L.parquet", tmp_path / "L.parquet.skipped.txt"
+    """Prevents samples skipped without request or report, and outdated lists of skipped samples."""
+    output, listing = tmp_path / "L.parquet", tmp_path / "L.parquet.skipped.txt"
     tokenizer = ("--tokenizer-model", digits / "tokenizer.model")
 
     def lengths_of(folder: Path) -> tuple[object, ...]:
@@ -631,11 +633,11 @@ def test_command_stops_or_skips(broken, digits, tmp_path, capsys):
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert "resumed: " in printed.err
-    assert f"skipped: {bad} bad samples, listed in {listed}" in printed.err
+    assert f"skipped: {bad} bad samples, listed in {listing}" in printed.err
     assert (result["samples"], result["skipped"]) == (1200 - bad, bad)
-    assert result["skipped_list"] == str(listed)
-    assert len(listed.read_text().splitlines()) == bad
-    assert {path.name for path in tmp_path.iterdir()} == {output.name, listed.name}
+    assert result["skipped_list"] == str(listing)
+    assert len(listing.read_text().splitlines()) == bad
+    assert {path.name for path in tmp_path.iterdir()} == {output.name, listing.name}
     run(*lengths_of(digits / "train"))
     result = json.loads(capsys.readouterr().out)
     assert (result["skipped"], result["skipped_list"]) == (0, None)
@@ -649,7 +651,7 @@ ROOT = Path(__file__).parents[2]
 
 @needs_ray
 def test_kills_lose_and_double_nothing():
-    """Prevents a scan that ends with a node, or counts a sample twice or never after it."""
+    """Prevents a scan that ends with a killed node, or loses or repeats a sample after it."""
     command = [sys.executable, "benchmarks/scan_kills.py", "--kills", "3", "--samples", "3000"]
     finished = subprocess.run(
         command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300
@@ -669,7 +671,7 @@ def test_kills_lose_and_double_nothing():
     ],
 )
 def test_mistakes_about_the_cluster(digits, tmp_path, capsys, options, expected):
-    """Prevents minutes of Ray's own attempts, and options that nothing reads."""
+    """Prevents minutes of Ray's own retries, and options that are ignored."""
     files = f"{digits}/train/meta.json --tokenizer-model {digits}/tokenizer.model"
     command = f"lengths {files} --model internvl-digits -o {tmp_path}/L.parquet {options}"
     assert expected in failure(capsys, command)
@@ -689,7 +691,7 @@ def upright(path: Path) -> tuple[int, int]:
         return upright_size(file)
 
 
-def turned(orientation: int) -> Image.Exif:
+def orientation_exif(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = orientation
     return exif
@@ -697,11 +699,11 @@ def turned(orientation: int) -> Image.Exif:
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
 def test_sizes_as_exif_says_that_an_image_stands(tmp_path, suffix):
-    """Prevents: rows that are taken for columns, where a telephone was held upright."""
+    """Prevents swapped height and width of photos with EXIF orientation."""
     image, found = Image.new("RGB", SIZE, 7), set()
     for orientation in range(1, 9):
         path = tmp_path / f"{orientation}.{suffix}"
-        image.save(path, exif=turned(orientation))
+        image.save(path, exif=orientation_exif(orientation))
         assert upright(path) == upright_by_decoding(path)
         found.add(upright(path))
     assert found == {SIZE, SIZE[::-1]}
@@ -711,10 +713,10 @@ def test_sizes_as_exif_says_that_an_image_stands(tmp_path, suffix):
 
 
 def test_exif_behind_the_pixels_of_a_png_counts(tmp_path):
-    """Prevents: a size that is other than the decoded image's, as its EXIF stands at the end."""
+    """Prevents a wrong size if a PNG's orientation is stored after the pixels."""
     end = png_chunk(b"IEND", b"")
     body = picture(*SIZE).removesuffix(end)
-    exif = turned(6).tobytes().removeprefix(b"Exif\0\0")
+    exif = orientation_exif(6).tobytes().removeprefix(b"Exif\0\0")
     xmp = b"XML:com.adobe.xmp\0\0\0\0\0<tiff:Orientation>8</tiff:Orientation>"
     for name, behind in (("exif", png_chunk(b"eXIf", exif)), ("xmp", png_chunk(b"iTXt", xmp))):
         path = tmp_path / f"{name}.png"

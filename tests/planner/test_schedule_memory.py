@@ -1,4 +1,4 @@
-"""Memory of any schedule, against a walk over its operations unit by unit."""
+"""Memory of any schedule, against a unit-by-unit walk over its operations."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ MODEL = small_model(4, 7)  # 15 units
 def random_case(
     rng: np.random.Generator, schedule: PipelineSchedule, pipeline: int, levels: int
 ) -> tuple[CostModel, list[tuple[Stage, ...]], Workload]:
-    """Costs, parts at every level, and two steps of two ranks with 1 to 9 micro-batches each."""
+    """Return costs, parts by level, and two steps of two ranks with 1 to 9 micro-batches each."""
     cost = random_cost(rng, MODEL)
     units = dict(cost.units)
     for name in ("vision_embed", "vision_layer") if rng.random() < 0.5 else ():
@@ -45,7 +45,7 @@ def random_case(
 
 
 class Walk:
-    """What a stage of these parts holds, unit by unit, as it runs one rank's micro-batches."""
+    """Bytes of a stage with these parts, unit by unit, while one rank's micro-batches run."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Walk:
         self.cost, self.features, self.level = cost, features, workload.level
         self.in_two = in_two
         self.units = [stage_units(cost.kinds, at_levels[0]) for at_levels in parts]
-        # Of every chunk and level, whether each unit is recomputed.
+        # [chunk][level]: whether each unit is recomputed.
         self.again = [
             [
                 [unit in {u for span in stage.recompute for u in span.units} for unit in listed]
@@ -79,37 +79,41 @@ class Walk:
         ]
 
     def kept(self, chunk: int, row: int) -> list[float]:
-        """Of every unit of a chunk."""
+        """Return bytes kept for backward by every unit of a chunk."""
         x = self.features[row]
-        kept = [u.boundary_bytes if a else u.activation_bytes for u, a in self.of(chunk, row)]
+        kept = [
+            u.boundary_bytes if a else u.activation_bytes for u, a in self.chunk_units(chunk, row)
+        ]
         return [float(x @ bytes_) for bytes_ in kept]
 
-    def held(self, chunk: int, row: int) -> float:
+    def chunk_bytes(self, chunk: int, row: int) -> float:
         return sum(self.kept(chunk, row)) + float(self.features[row] @ self.entering[chunk])
 
     def late(self, chunk: int, row: int) -> list[float]:
         x = self.features[row]
-        return [float((unit.late_bytes[:2] @ x).sum()) for unit, _ in self.of(chunk, row)]
+        return [float((unit.late_bytes[:2] @ x).sum()) for unit, _ in self.chunk_units(chunk, row)]
 
-    def of(self, chunk: int, row: int):
+    def chunk_units(self, chunk: int, row: int):
         again = self.again[chunk][self.level[row]]
         return [(self.cost.units[n], a) for n, a in zip(self.units[chunk], again, strict=True)]
 
     def running(self, one: ChunkPass, row: int) -> float:
-        x, units = self.features[row], self.of(one.chunk, row)
+        x, units = self.features[row], self.chunk_units(one.chunk, row)
         kept, late = self.kept(one.chunk, row), self.late(one.chunk, row)
         entering = float(x @ self.entering[one.chunk])
         if one.kind is BW:
             return sum(late) + max(float(unit.late_bytes[2] @ x) for unit, _ in units)
         in_two = self.in_two
         names, last = self.units[one.chunk], units[-1][0]
-        most, passed = entering, dict[str, float]()
+        max_bytes, passed = entering, dict[str, float]()
         for index, (unit, again) in enumerate(units):
             working = unit.two_part_bytes if in_two else unit.transient_bytes
             needed = entering + sum(kept[: index + 1]) + float((working @ x).max())
             if not unit.has_backward:
                 passed[names[index]] = float(unit.passing_bytes @ x)
-                most = max(most, needed + sum(passed.values())) if one.kind is F else most
+                max_bytes = (
+                    max(max_bytes, needed + sum(passed.values())) if one.kind is F else max_bytes
+                )
                 continue
             if again:
                 needed += float((unit.activation_bytes - unit.boundary_bytes) @ x)
@@ -117,30 +121,30 @@ class Walk:
                 needed += float(last.output_gradient_bytes @ x)
             if one.kind is BI:
                 needed += sum(late[index + 1 :])
-            most = max(most, needed)
-        return most
+            max_bytes = max(max_bytes, needed)
+        return max_bytes
 
     def peak(self, operations: tuple[ChunkPass, ...], first: int) -> float:
-        """Most bytes besides links and state."""
-        most = 0.0
+        """Return peak bytes without links and state."""
+        max_bytes = 0.0
         for one, kept, late in held_in_list(operations):
             here = {(one.chunk, one.micro_batch)}
-            others = sum(self.held(chunk, first + i) for chunk, i in kept - here)
+            others = sum(self.chunk_bytes(chunk, first + i) for chunk, i in kept - here)
             others += sum(sum(self.late(chunk, first + i)) for chunk, i in late - here)
-            most = max(most, others + self.running(one, first + one.micro_batch))
-        return most
+            max_bytes = max(max_bytes, others + self.running(one, first + one.micro_batch))
+        return max_bytes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("levels", [1, 2])
 def test_memory_is_that_of_a_walk_over_the_operations(schedule: PipelineSchedule, levels: int):
-    """Prevents a chunk, a micro-batch or what waits between two backwards from being forgotten."""
+    """Prevents memory that omits a chunk, a micro-batch or tensors kept between BI and BW."""
     rng = np.random.default_rng(levels)
     for pipeline in (2, 3, 4):
         cost, stages_at, workload = random_case(rng, schedule, pipeline, levels)
-        # Links and what units share are as large as the largest micro-batch needs; tested below.
+        # Links and shared buffers are sized by the largest micro-batch; tested below.
         nothing = {"shared_bytes": np.zeros(len(cost.features))}
-        if schedule.name == "1f1b":  # links come and go, as `level_cases.walked` follows them
+        if schedule.name == "1f1b":  # link buffers are not permanent: `level_cases` walks them
             names = "output_bytes", "output_gradient_bytes"
             nothing |= dict.fromkeys(names, nothing["shared_bytes"])
         units = {name: replace(unit, **nothing) for name, unit in cost.units.items()}
@@ -161,7 +165,7 @@ def test_memory_is_that_of_a_walk_over_the_operations(schedule: PipelineSchedule
 
 
 def peers_of(schedule: PipelineSchedule, pipeline: int, stage: int) -> list[tuple[object, object]]:
-    """Source and target of every chunk of a stage: another stage, or the cut within this one."""
+    """Return (source, target) of a stage's chunks: another stage, or a cut within this stage."""
     turns = schedule.name == "zb-v"
     orders = [range(pipeline), range(pipeline)[:: -1 if turns else 1]]
     stages = [each for chunk in range(schedule.chunks) for each in orders[chunk % 2]]
@@ -180,22 +184,22 @@ def links_bytes(
     largest: np.ndarray,
     peers: list[tuple[object, object]],
 ) -> float:
-    """Tensors of cuts at their largest level; those of one peer and direction share their room."""
+    """Return bytes of cut tensors at their largest level; one buffer per peer and direction."""
     names, rooms = [*cost.units], dict[tuple[object, str], float]()
 
-    def most(form: np.ndarray) -> float:
+    def max_bytes(form: np.ndarray) -> float:
         return float((form * largest).reshape(cost.levels, -1).sum(axis=1).max())
 
     def there_is(peer: object, tensor: str, sent: bool, form: np.ndarray) -> None:
         way = "stays" if isinstance(peer, str) else "sent" if sent else "comes"
         key = peer, f"{tensor} {way}"
-        rooms[key] = max(rooms.get(key, 0.0), most(form)) if peer is not None else 0.0
+        rooms[key] = max(rooms.get(key, 0.0), max_bytes(form)) if peer is not None else 0.0
 
     for units, (source, target) in zip(chunks, peers, strict=True):
         before = names.index(units[0]) - 1
         came = cost.units[names[before]]
         back = came.output_gradient_bytes
-        if "layer" in units[0] and (before < 0 or most(back) == 0):
+        if "layer" in units[0] and (before < 0 or max_bytes(back) == 0):
             back = cost.units[units[0]].output_gradient_bytes
         there_is(source, "input", False, came.output_bytes)
         there_is(source, "gradient", True, back)

@@ -1,4 +1,4 @@
-"""Steps of any schedule and of ranks with their own numbers of micro-batches, as events."""
+"""Steps of any schedule, with a micro-batch count per rank, against an event loop."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 def random_workload(rng: np.random.Generator, ranks: int) -> Workload:
-    """Two steps, of which the first rank has a micro-batch at least, and no two as many."""
+    """Return two steps with 0 to 8 micro-batches per rank; the first rank has at least one."""
     counts = rng.integers(0, 9, (2, ranks))
     counts[:, 0] += 1
     return workload_of(counts)
@@ -37,7 +37,7 @@ def random_times(rng: np.random.Generator, rows: int, parts: int) -> StageTimes:
 def ran_alone(
     schedule: PipelineSchedule, stages: int, times: StageTimes, workload: Workload
 ) -> dict[tuple[int, int], dict]:
-    """Start and end of every operation, by step and rank."""
+    """Return start and end of every operation, by step and rank."""
     ran = {}
     for rank in {*zip(workload.step.tolist(), workload.dp_rank.tolist(), strict=True)}:
         rows = (workload.step == rank[0]) & (workload.dp_rank == rank[1])
@@ -50,7 +50,7 @@ def ran_alone(
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_random_steps_are_as_an_event_loop_runs_them(schedule: PipelineSchedule):
-    """Prevents ranks of fewer micro-batches that run by another rank's list."""
+    """Prevents ranks with fewer micro-batches that run another rank's operation list."""
     rng = np.random.default_rng(schedule.chunks)
     for _ in range(100):
         stages, ranks = int(rng.integers(1, 5)), int(rng.integers(1, 4))
@@ -76,7 +76,7 @@ def test_random_steps_are_as_an_event_loop_runs_them(schedule: PipelineSchedule)
 def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(
     schedule: PipelineSchedule, monkeypatch: pytest.MonkeyPatch
 ):
-    """Prevents an exchange that begins before a chunk's last gradients of weights are there."""
+    """Prevents a gradient reduction that begins before a chunk's last weight gradients exist."""
     rng, stages = np.random.default_rng(7), 3
     workload = random_workload(rng, 2)
     times = random_times(rng, len(workload), stages * schedule.chunks)
@@ -101,7 +101,7 @@ def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(
 
 
 def test_ranks_that_share_micro_batches_run_by_one_list():
-    """Prevents ranks that wait for each other from running one micro-batch at different times."""
+    """Prevents ranks that share a micro-batch from running it at different times."""
     rng, stages, schedule = np.random.default_rng(1), 3, SCHEDULES[-1]
     workload = workload_of([[7, 5]])
     workload = replace(workload, context=np.where(workload.slot < 5, 2, 1))

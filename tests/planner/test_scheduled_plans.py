@@ -1,4 +1,4 @@
-"""Plans with other schedules than 1F1B: predicted, checked, drawn, and not yet trained."""
+"""Plans with schedules other than 1F1B: predicted, checked and drawn, not trained."""
 
 import json
 from dataclasses import replace
@@ -28,32 +28,32 @@ ASKED = request_of(lengths=example_lengths(origin_of(MODEL)))
 
 
 @pytest.fixture(scope="module")
-def made() -> PlanResult:
+def base_result() -> PlanResult:
     return make_plan(ASKED)
 
 
 @pytest.fixture(scope="module", params=SCHEDULES, ids=str)
-def planned(request, made, tmp_path_factory) -> tuple[PlanResult, Path]:
-    """A plan of two stages, cut anew into as many parts as the schedule has."""
+def saved_plan(request, base_result, tmp_path_factory) -> tuple[PlanResult, Path]:
+    """Return a plan of two stages, cut into as many parts as the schedule has, and its folder."""
     parts, units = 2 * request.param.chunks, len(unit_spans(MODEL))
     cuts = [units * part // parts for part in range(1, parts)]
     recomputed = np.zeros((parts, sum(kind.is_layer for kind in ASKED.job.cost.kinds)), int)
     recomputed[0, 0] = 1
     stages = stages_from_cuts(MODEL, cuts, recomputed.tolist())
     changes = {"stages": stages, "schedule": request.param, "prediction": None}
-    plan = made.plan.model_copy(update=changes)
-    packs, lengths = made.data
+    plan = base_result.plan.model_copy(update=changes)
+    packs, lengths = base_result.data
     workload = ASKED.job.workload(packs, lengths, plan.pack_levels)
     prediction = predict_plan(plan, ASKED.job, packs, workload)
-    result = replace(made, plan=plan.model_copy(update={"prediction": prediction}))
+    result = replace(base_result, plan=plan.model_copy(update={"prediction": prediction}))
     folder = tmp_path_factory.mktemp("plans") / "plan"
     save_plan(result, folder)
     return result, folder
 
 
-def test_plans_of_any_schedule_are_predicted_and_checked(planned, tmp_path: Path):
-    """Prevents a plan that is predicted in another schedule than the one that it names."""
-    result, folder = planned
+def test_plans_of_any_schedule_are_predicted_and_checked(saved_plan, tmp_path: Path):
+    """Prevents a prediction for a schedule other than the plan's."""
+    result, folder = saved_plan
     files, prediction = open_plan(folder), result.plan.prediction
     assert files.plan == result.plan
     assert len(prediction.stages) == 2
@@ -72,9 +72,9 @@ def test_plans_of_any_schedule_are_predicted_and_checked(planned, tmp_path: Path
         check_plan(tmp_path / "plan")
 
 
-def test_reports_show_chunks_and_both_backwards(planned, tmp_path: Path):
-    """Prevents a report or a trace that fails on chunks, or draws them on stages of their own."""
-    files = open_plan(planned[1])
+def test_reports_show_chunks_and_both_backwards(saved_plan, tmp_path: Path):
+    """Prevents reports or traces that fail on chunks, or draw them as separate stages."""
+    files = open_plan(saved_plan[1])
     schedule = files.plan.schedule
     write_report(files, None, tmp_path / "report.html", None)
     page = (tmp_path / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""Schedules as lists: 1F1B and others in the one simulator, and lists that are refused."""
+"""Schedules as operation lists: 1F1B and others in one simulator, and rejected lists."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -50,7 +50,7 @@ CASES = [
 def bubble_ms(
     rule: Callable, stages: int, chunks: int, micro_batches: int, durations: Mapping[Pass, float]
 ) -> tuple[float, float]:
-    """Idle time of equal stages in a step, and the most between a stage's first and last pass."""
+    """Return idle ms of equal stages per step, and the maximum between first and last passes."""
     graph, parts = operation_graph(rule, stages, chunks, micro_batches), stages * chunks
     took_ms = np.empty((len(graph.kinds), micro_batches, parts, 1))
     took_ms[:] = np.array([durations[kind] for kind in graph.kinds])[:, None, None, None]
@@ -65,7 +65,7 @@ def bubble_ms(
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 12), (6, 24), (8, 16)])
 def test_schedules_have_their_textbook_bubbles(stages, micro_batches):
-    """Prevents interleaved and zero-bubble lists that are 1F1B under other names."""
+    """Prevents interleaved and zero-bubble lists that have 1F1B's bubble."""
     size = stages, micro_batches
     for f, b, w in ((1.0, 1.0, 1.0), (3.0, 4.0, 2.0), (5.0, 2.0, 2.0), (2.0, 3.0, 1.0)):
         durations = {F: f, B: b + w, BI: b, BW: w}
@@ -73,19 +73,19 @@ def test_schedules_have_their_textbook_bubbles(stages, micro_batches):
         def bubble(rule, chunks, durations=durations):
             return bubble_ms(rule, stages, chunks, micro_batches, durations)[0]
 
-        # arXiv 2104.04473, section 2.2; durations are those of a chunk.
+        # arXiv 2104.04473, section 2.2; durations are per chunk.
         assert bubble(one_forward_one_backward, 1) == pytest.approx((stages - 1) * (f + b + w))
         for chunks in (2, 3, 5):
             assert bubble(interleaved_1f1b, chunks) == pytest.approx((stages - 1) * (f + b + w))
-        # arXiv 2401.10241, table 1, with b that of the input alone, where w is no more than f.
+        # arXiv 2401.10241, table 1, b: the input gradient alone, for w <= f.
         assert bubble(zero_bubble_h1, 1) == pytest.approx((stages - 1) * (f + b - w)), size
-    # Section 6: none at all, as long as all three are equal, but for the first micro-batch's way.
+    # Section 6: no bubble if f = b = w, except the first micro-batch's latency.
     in_step, between = bubble_ms(zero_bubble_v, *(stages, 2, micro_batches), {F: 1, BI: 1, BW: 1})
     assert (in_step, between) == (stages - 1, 0)
 
 
 def test_a_smaller_last_group_takes_less_than_a_whole_one():
-    """Prevents interleaving that runs micro-batches which do not exist."""
+    """Prevents interleaving that pads the last group with micro-batches that do not exist."""
     durations = {F: 1.0, B: 2.0}
 
     def step(m):
@@ -96,7 +96,7 @@ def test_a_smaller_last_group_takes_less_than_a_whole_one():
 
 @pytest.mark.parametrize("rule", [zero_bubble_h1, zero_bubble_v])
 def test_zero_bubble_holds_no_more_than_1f1b(rule):
-    """Prevents backwards of weights put off for longer than there is memory."""
+    """Prevents deferred weight gradients that exceed 1F1B's memory."""
     chunks = 1 + (rule is zero_bubble_v)
     for m, p in SIZES:
         for operations in rule(p, chunks, m).operations:
@@ -105,7 +105,7 @@ def test_zero_bubble_holds_no_more_than_1f1b(rule):
 
 
 def test_random_sizes_are_schedules():
-    """Prevents lists that lose an operation, or hang, at sizes that nobody thought of."""
+    """Prevents lists that lose an operation, or hang, at unusual sizes."""
     rng = np.random.default_rng(0)
     for _ in range(150):
         stages, micro_batches = int(rng.integers(1, 10)), int(rng.integers(0, 30))
@@ -121,7 +121,7 @@ def test_random_sizes_are_schedules():
     [case for case in CASES if not case.id.startswith("forward")],
 )
 def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_batches):
-    """Prevents a memory count of another schedule than the one that is trained by."""
+    """Prevents memory counted for a schedule other than the trained one."""
     graph = operation_graph(rule, stages, chunks, micro_batches)
 
     def places(runs: np.ndarray) -> Held:
@@ -136,7 +136,7 @@ def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_bat
 
 
 def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
-    """Prevents warm-ups of another length: p - s in flight, and p - 1 - s forwards ahead."""
+    """Prevents warm-ups of a wrong length: p - s in flight, and p - 1 - s forwards ahead."""
     for m, p in SIZES:
         graph = graph_1f1b(p, m)
         for stage in range(p):
@@ -150,7 +150,7 @@ def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
     [(one_forward_one_backward, 1), (forward_only, 1), (interleaved_1f1b, 3), (zero_bubble_h1, 1)],
 )
 def test_lists_that_say_so_hold_for_fewer_micro_batches(rule, chunks):
-    """Prevents short steps that are simulated in an order in which they do not run."""
+    """Prevents short steps simulated in an order that differs from the run's."""
     for m, p in SIZES:
         schedule = rule(p, chunks, m)
         assert schedule.is_prefix_closed
@@ -162,7 +162,7 @@ def test_lists_that_say_so_hold_for_fewer_micro_batches(rule, chunks):
 
 
 def test_others_in_flight_count_passes_of_every_shorter_step():
-    """Prevents bounds whose paths leave out passes that run, or take in some that do not."""
+    """Prevents step-time bounds with missing passes or passes that do not run."""
     for m, p in SIZES:
         graph = graph_1f1b(p, m)
         for stage in range(p):
@@ -178,7 +178,7 @@ def test_others_in_flight_count_passes_of_every_shorter_step():
 
 
 def with_operations(*operations: Sequence[ChunkPass], chunks: int = 1) -> StepSchedule:
-    """Of 2 micro-batches."""
+    """Return a schedule of 2 micro-batches."""
     return StepSchedule(
         name="made up", chunks=chunks, micro_batches=2,
         operations=tuple(map(tuple, operations)), is_prefix_closed=False,
@@ -210,13 +210,13 @@ FIRST, LAST = (F0, F1, B0, B1), (F0, B0, F1, B1)
     ],
 )
 def test_wrong_lists_are_refused(schedule: StepSchedule, message: str):
-    """Prevents a schedule that loses a micro-batch or hangs, found first in a run."""
+    """Prevents a schedule that loses a micro-batch or hangs, found only during a run."""
     with pytest.raises(ValueError, match=message):
         OperationGraph.build(schedule)
 
 
 def test_what_a_list_lacks_is_named_by_what_relies_on_it():
-    """Prevents bounds, memory or short steps that are silently those of 1F1B."""
+    """Prevents bounds, memory or short steps silently computed for 1F1B."""
     unordered = OperationGraph.build(with_operations((F0, F1, B1, B0), (F0, F1, B1, B0)))
     with pytest.raises(ValueError, match="out of order"):
         held_in_passes(unordered, 0)
@@ -227,7 +227,7 @@ def test_what_a_list_lacks_is_named_by_what_relies_on_it():
 
 
 def test_nothing_to_run_is_a_schedule_too():
-    """Prevents a rank without micro-batches from failing where others have some."""
+    """Prevents a rank without micro-batches from failing while other ranks have some."""
     graph = graph_1f1b(3, 0)
     assert graph.schedule.operations == ((), (), ())
     assert (len(graph), graph.depths) == (0, 0)

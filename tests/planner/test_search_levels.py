@@ -1,4 +1,4 @@
-"""Levels: a search as good as trying all, silent on short data, and `omnibal plan` with levels."""
+"""Packing levels: a search as good as exhaustive, a no-op on short data, and the plan command."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
 
 
 def level_request(lengths, tokens: int, ranks: int, pipeline: int = 1, **changes):
-    """Two full packs of every rank a step, as samples of the mean length, at given sizes."""
+    """Return a request with two full packs per rank and step, in samples of mean length."""
     job = changes.pop("job", job_of(ranks, pipeline))
     tokens_per_step = LevelEstimates.for_job(job, data_of(lengths, ranks, tokens)).tokens_per_step
     given = {
@@ -93,23 +93,23 @@ TABLE_19 = [(8, 2, 2.69), (16, 1, 2.65), (32, 8, 2.83), (64, 4, 3.01), (128, 8, 
     ("figures", "chosen"),
     [
         (TABLE_19, ((16, 1), (128, 8))),
-        # What a rank has of the fastest pack is a level, and of the longest one too if it is long.
+        # A rank's share of the fastest pack is a level, and of the longest pack if it is long.
         ([(8, 1, 3.0), (32, 4, 2.0), (128, 2, 4.0)], ((8, 1), (32, 4), (64, 1), (128, 2))),
         ([(8, 1, 3.0), (32, 4, 2.0), (128, 8, 4.0)], ((8, 1), (32, 4), (128, 8))),
-        # The fastest context size of a length counts, whatever the others take.
+        # Only the fastest context size of a length counts.
         ([(8, 1, 9.0), (8, 2, 1.0), (16, 1, 2.0), (16, 2, 3.0)], ((4, 1), (8, 2), (16, 1))),
         ([(8, 1, 1.0)], ((8, 1),)),
     ],
 )
 def test_levels_by_the_rule_of_hbp(figures, chosen):
-    """Prevents levels other than Algorithm 1's, such as [16K, 128K] of the paper's table 19."""
+    """Prevents levels that differ from HBP's Algorithm 1, such as [16K, 128K] in table 19."""
     profiled = [ProfiledLength(tokens=n, context=c, ms=t) for n, c, t in figures]
     assert hbp_levels(profiled) == chosen
 
 
 @pytest.mark.quick
 def test_candidates_suit_the_data():
-    """Prevents levels that hold one sample a pack, and limits of items that do not go down."""
+    """Prevents levels with one sample per pack, and item caps that do not decrease."""
     of_one = Caps.of(tokens=4_096)
     assert candidate_caps(texts(np.full(100, 1_000)), of_one) == (of_one,)
     found = candidate_caps(texts(np.full(100, 100)), Caps.of(tiles=9, tokens=4_000))
@@ -123,9 +123,8 @@ def test_candidates_suit_the_data():
     ("pipeline", "slack"), [(1, 2 * MIN_LEVELS_GAIN), (2, 5 * MIN_LEVELS_GAIN)]
 )
 def test_search_is_as_good_as_trying_everything(pipeline, slack):
-    """Prevents an estimate that rules out the best levels, and a bound that levels break.
-
-    Estimates do not know of the pipeline's bubble, so that there the best may be missed by more.
+    """Prevents estimates that exclude the best levels, and a lower bound above a plan's time.
+    Estimates ignore the pipeline bubble, so the slack is larger with a pipeline.
     """
     lengths = long_tailed(800, 65_536)
     request = level_request(lengths, 65_536, 4, pipeline)
@@ -145,7 +144,7 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
 
 
 def test_short_data_needs_one_level():
-    """Prevents levels, or time spent on them, where all samples are short."""
+    """Prevents several levels, or search time, if all samples are short."""
     rng = np.random.default_rng(0)
     lengths = texts(np.clip(rng.lognormal(np.log(1_200), 0.6, 2_000), 40, 4_096))
     request = level_request(lengths, 4_096, 4)
@@ -165,13 +164,13 @@ def test_no_context_size_is_looked_at_in_vain():
     forms = good_forms(job_of(64), caps, packs, lengths, 1e6)
     contexts, times = [f.level.context for f in forms], [f.rows_ms for f in forms]
     assert contexts == sorted(set(contexts)) and contexts[-1] < 64
-    # The search ends after two context sizes that are slower than the best one before them.
+    # The search ends after two context sizes slower than the best so far.
     best = int(np.argmin(times))
     assert len(times) - 1 - best <= 2
 
 
 def test_like_samples_are_shared_where_that_saves_recomputation():
-    """Prevents one level on one rank each, at once, where sharing packs takes less time."""
+    """Prevents unshared packs of long samples if context parallelism avoids recomputation."""
     lengths = texts(np.random.default_rng(0).integers(60_000, 120_000, 100))
     parallel = Parallel(tensor=4, pipeline=1, data=8)
     job = replace(job_of(8), cluster=load_cluster("h100-80g"), parallel=parallel)
@@ -193,7 +192,7 @@ def test_like_samples_are_shared_where_that_saves_recomputation():
     ],
 )
 def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline):
-    """Prevents jobs that are refused for too few packs, which more ranks could share."""
+    """Prevents a refusal for too few packs if several ranks could share each pack."""
     top = int(top_caps(texts(tokens), ["tokens"])["tokens"])
     request = replace(level_request(texts(tokens), top, ranks, pipeline), caps=None)
     assert need_levels(request, ANY_LEVELS)
@@ -204,7 +203,7 @@ def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline):
 
 
 def test_levels_without_packs_are_left_out():
-    """Prevents levels in a plan that no pack is of, and a top that does not hold every sample."""
+    """Prevents levels without packs in a plan, and a top level too small for some sample."""
     levels = tuple(Level(caps=Caps.of(tokens=tokens)) for tokens in (10, 20, 40, 80))
     one, two, three, _ = levels
     longest = Caps.of(tokens=30)
@@ -220,7 +219,7 @@ def test_levels_without_packs_are_left_out():
 
 
 def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
-    """Prevents levels that are taken although HBP's own are faster."""
+    """Prevents chosen levels that are slower than HBP's."""
     request = level_request(long_tailed(1_200, 65_536), 65_536, 8)
     sizing = Sizing(request.job.parallel)
     by_hbp = LevelEstimates.for_job(request.job, data_of(request.lengths, 8, 65_536)).by_hbp()
@@ -231,7 +230,7 @@ def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
 
 
 def test_what_memory_is_missing_is_said(capsys, tmp_path):
-    """Prevents a refusal that does not say how much is missing, or advises what does not help."""
+    """Prevents a refusal without the missing amount, or with advice that does not help."""
     write_lengths(texts(np.full(20, 60_000)), tmp_path / "texts.parquet")
     command = "plan --model llama3.1-70b --cluster h200-141g --dp 8 --max-tokens 65536 --lengths"
     message = failure(capsys, command, tmp_path / "texts.parquet", "-o", tmp_path / "plan")
@@ -239,7 +238,7 @@ def test_what_memory_is_missing_is_said(capsys, tmp_path):
 
 
 def test_a_curriculum_starts_with_short_packs():
-    """Prevents a curriculum in packs of one level."""
+    """Prevents a curriculum with a single level."""
     request = level_request(long_tailed(400, 32_768), 32_768, 2)
     short = replace(request, settings=replace(ISF, curriculum_steps=2))
     setting, sizing = Setting(request=short.draw_samples(), packs={}), Sizing(short.job.parallel)
@@ -255,7 +254,7 @@ def test_searches_are_deterministic_on_any_number_of_processes():
 
 
 def test_the_recomputed_share_is_the_least_that_fits():
-    """Prevents working memory that makes room, and shares that recompute more than must be."""
+    """Prevents working memory counted as free, and more recomputation than memory requires."""
     job = job_of(8, pipeline=2)
     base = replace(WholeModel.from_job(job, job.cost), state_bytes=0)
     rng = np.random.default_rng(4)
@@ -293,7 +292,7 @@ def texts_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("levels", ["auto", "hbp", "2", "3"])
 def test_plans_of_levels(capsys, tmp_path, texts_file, levels):
-    """Prevents plans of levels that do not check, and JSON that does not say what is planned."""
+    """Prevents plans with levels that fail the check, and JSON that misreports the levels."""
     out = tmp_path / "plan"
     options = "--lengths", texts_file, "--packing-levels", levels, "-o", out, "--json"
     summary = json.loads(printed(capsys, f"{LONG} --dp 4", *options))
@@ -316,7 +315,7 @@ def test_plans_of_levels(capsys, tmp_path, texts_file, levels):
 
 
 def test_levels_of_one_level_are_said_too(capsys, tmp_path, lengths_file):
-    """Prevents scripts that must know how many levels a plan has before they read it."""
+    """Prevents JSON whose layout depends on the number of levels."""
     files = "--lengths", lengths_file, "-o", tmp_path / "plan"
     summary = json.loads(printed(capsys, f"{CAPPED} --json", *files))
     recompute = [stage["recompute"] for stage in summary["stages"]]
@@ -329,7 +328,7 @@ def test_levels_of_one_level_are_said_too(capsys, tmp_path, lengths_file):
 
 
 def test_short_data_makes_the_plan_of_one_level(tmp_path, lengths_file):
-    """Prevents another plan, byte for byte, where levels cannot help."""
+    """Prevents a changed plan, byte for byte, if levels cannot help."""
     for levels in ("auto", "1"):
         given = f"{CAPPED} --packing-levels {levels} --lengths"
         run(given, lengths_file, "-o", tmp_path / levels)
@@ -338,7 +337,7 @@ def test_short_data_makes_the_plan_of_one_level(tmp_path, lengths_file):
 
 
 def test_steps_of_levels_for_other_ranks(tmp_path, texts_file):
-    """Prevents a run that cannot go on with fewer ranks, or goes on at another sample."""
+    """Prevents a run that cannot resume with fewer ranks, or resumes at another sample."""
     run(LONG, "--dp", 8, "--lengths", texts_file, "--packing-levels", 2, "-o", tmp_path / "plan")
     run(f"{LLAMA} --dp 2 --tp 2 --steps-of", tmp_path / "plan", "-o", tmp_path / "fewer")
     first, fewer = (read_plan(tmp_path / name) for name in ("plan", "fewer"))
@@ -349,7 +348,7 @@ def test_steps_of_levels_for_other_ranks(tmp_path, texts_file):
 
 
 def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
-    """Prevents a curriculum that the plan does not hold or say."""
+    """Prevents a curriculum missing from the plan, or longer than the epoch."""
     options = f"{LONG} --dp 4 --lengths {texts_file} --curriculum-steps 3 --packing-levels"
     run(options, 2, "-o", tmp_path / "plan")
     plan = read_plan(tmp_path / "plan")
@@ -367,7 +366,7 @@ def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
 
 
 def test_a_curriculum_needs_two_levels(capsys, tmp_path):
-    """Prevents a curriculum of all packs, where one level is shared by ranks."""
+    """Prevents a curriculum over all packs if ranks share a single level."""
     write_lengths(texts(np.full(60, 120_000)), tmp_path / "long.parquet")
     options = f"{LLAMA} --dp 8 --micro-batches 2 --curriculum-steps 1 --lengths"
     message = failure(capsys, options, tmp_path / "long.parquet", "-o", tmp_path / "x")
@@ -375,7 +374,7 @@ def test_a_curriculum_needs_two_levels(capsys, tmp_path):
 
 
 def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch):
-    """Prevents levels that were chosen on other packs than the plan's, and that it has none of."""
+    """Prevents levels without packs in the saved plan, chosen on packs other than the plan's."""
     lengths = texts([3_000] * 64 + [20_000] * 2)
     write_lengths(lengths, tmp_path / "texts.parquet")
     levels = tuple(Level(caps=Caps.of(tokens=tokens)) for tokens in (4_096, 16_384, 32_768))
@@ -392,7 +391,7 @@ def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch)
 
 
 def test_steps_of_one_level_are_shared_where_a_rank_cannot_hold_a_pack(capsys, tmp_path):
-    """Prevents a run that cannot go on with fewer devices a pack, which ranks could share."""
+    """Prevents a run that cannot resume on smaller devices if ranks could share packs."""
     write_lengths(texts(np.full(32, 120_000)), tmp_path / "long.parquet")
     first = f"{LLAMA} --tp 4 --dp 4 --micro-batches 2 --packing-levels 1 --max-tokens 131072"
     run(f"{first} --lengths", tmp_path / "long.parquet", "-o", tmp_path / "one")

@@ -1,4 +1,4 @@
-"""Costs from measured rates, against a device whose every time is known."""
+"""Costs from measured rates, against a device with known times."""
 
 from itertools import product
 from typing import get_args
@@ -35,7 +35,7 @@ SIDES = st.lists(st.integers(1, 4096), min_size=1, max_size=3, unique=True)
 
 @st.composite
 def grids(draw: st.DrawFn) -> list[ProductTime]:
-    """Products of any times, of one to three sizes an axis."""
+    """Draw products with random times, of one to three sizes per axis."""
     return [
         ProductTime(rows=m, inner=k, outer=n, ms=draw(st.floats(1e-4, 1e2)))
         for m, k, n in product(draw(SIDES), draw(SIDES), draw(SIDES))
@@ -44,7 +44,7 @@ def grids(draw: st.DrawFn) -> list[ProductTime]:
 
 @given(measured=grids(), rows=SIZES, inner=SIZES, outer=SIZES)
 def test_a_product_is_as_measured_or_between(measured, rows, inner, outer):
-    """Prevents: times that no device reached, or others than those that were measured."""
+    """Prevents rates outside the measured range, and times that differ from the measurements."""
     times = ProductTimes.fit(measured)
     for one in measured:
         assert times.ms("forward", one.rows, one.inner, one.outer) == pytest.approx(one.ms)
@@ -59,7 +59,7 @@ def test_a_product_is_as_measured_or_between(measured, rows, inner, outer):
 
 
 def test_larger_products_are_not_faster_where_none_was():
-    """Prevents: a dip between two measured sizes, in which a search would settle."""
+    """Prevents a dip between two measured sizes, which would attract the search."""
     times = ProductTimes.fit(tiled_rates().products)
     sizes = np.geomspace(100, 50_000, 40)
     for axis in range(3):
@@ -69,7 +69,7 @@ def test_larger_products_are_not_faster_where_none_was():
 
 
 def test_sizes_that_were_not_measured_are_near_a_device_of_tiles():
-    """Prevents: an interpolation that is no better than one share for all sizes."""
+    """Prevents interpolation that is no better than one efficiency for all sizes."""
     times, rng = ProductTimes.fit(tiled_rates().products), np.random.default_rng(0)
     shapes = np.exp(rng.uniform(np.log([256, 384, 384]), np.log([16384, 24576, 24576]), (500, 3)))
     found = np.array([times.ms("forward", *shape) for shape in shapes])
@@ -82,7 +82,7 @@ def test_sizes_that_were_not_measured_are_near_a_device_of_tiles():
 
 
 def test_lines_through_rows_are_near_a_device_of_tiles():
-    """Prevents: a product of gradients that is taken for the forward's, and rows for widths."""
+    """Prevents gradient products priced as forward products, and rows confused with widths."""
     times, rng, errors = ProductTimes.fit(tiled_rates().products), np.random.default_rng(1), []
     for inner, outer in np.exp(rng.uniform(np.log(384), np.log(24576), (60, 2))):
         rows = np.exp(rng.uniform(np.log(256), np.log(16384)))
@@ -97,7 +97,7 @@ def test_lines_through_rows_are_near_a_device_of_tiles():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_collectives_are_of_their_group_size(ranks):
-    """Prevents: a ring of other ranks, and a pass that is counted once for an all-reduce."""
+    """Prevents a ring of a wrong size, and an all-reduce counted as one pass."""
     line = collective_line(tiled_rates().collectives, ranks)
     for kind, passes in (("all_reduce", 2), ("all_gather", 1)):
         for size in (2**17, 2**23):
@@ -109,7 +109,7 @@ def test_collectives_are_of_their_group_size(ranks):
 
 
 def test_group_sizes_that_were_not_measured_take_the_nearest():
-    """Prevents: no rate at all, or that of a single device, for six ranks of a measured eight."""
+    """Prevents a missing rate, or one device's rate, for a group size that was not measured."""
     collectives = tiled_rates().collectives
     assert collective_line(collectives, 6) == collective_line(collectives, 8)
     assert collective_line(collectives, 64) == collective_line(collectives, 8)
@@ -118,7 +118,7 @@ def test_group_sizes_that_were_not_measured_take_the_nearest():
 
 
 def test_costs_are_of_the_table_that_the_cluster_has():
-    """Prevents: a table that is read and not used, or used without saying so."""
+    """Prevents a rate table that is ignored, or used without a mention in the cost's source."""
     plain, measured = cost_of(H100, tensor=4), cost_of(MEASURED, tensor=4)
     assert plain.source == "analytic:h100-80g, assumed rates"
     assert measured.source == "analytic:h100-80g, measured rates of tiled device"
@@ -126,7 +126,7 @@ def test_costs_are_of_the_table_that_the_cluster_has():
     assert fp32.source == "analytic:h100-80g, assumed rates"
     tokens = feature_names(MODEL).index("tokens")
     unit = measured.units["language_layer"]
-    # Two all-reduces in each direction, of 1,000 tokens of 6,144 values in bf16.
+    # Two all-reduces in each direction, of 1,000 tokens of 6,144 bf16 values.
     found_ms = unit.collective_ms[:, 0] + 1000 * unit.collective_ms[:, tokens]
     assert found_ms == pytest.approx(2 * ring_ms("all_reduce", 4, 1000 * 6144 * 2))
     sent_ms = measured.link_latency_ms + 5e6 * measured.link_ms_per_byte
@@ -140,7 +140,7 @@ def test_costs_are_of_the_table_that_the_cluster_has():
 
 
 def test_rates_of_one_node_do_not_price_the_network():
-    """Prevents: sends and reductions between nodes at the rates of links within one."""
+    """Prevents inter-node sends and reductions priced at intra-node rates."""
     plain, measured = cost_of(H100, tensor=4, data=4), cost_of(MEASURED, tensor=4, data=4)
     assert measured.link_ms_per_byte == plain.link_ms_per_byte
     assert measured.rates.gradient_reduction_ms == plain.rates.gradient_reduction_ms
@@ -150,11 +150,11 @@ def test_rates_of_one_node_do_not_price_the_network():
 
 @pytest.mark.parametrize("tokens", [512, 8192])
 def test_slices_and_small_micro_batches_cost_what_the_device_takes(tokens):
-    """Prevents: tensor parallelism that divides a layer's time as if slices were as efficient."""
+    """Prevents tensor parallelism priced as if small slices were as efficient as whole layers."""
     h, key_value, f = 6144, 2 * 6144 * 8 // 48, 16384
 
     def layer_ms(cluster: ClusterConfig) -> float:
-        """Products of a language layer's forward, counted whole."""
+        """Return forward ms of a language layer's products."""
         unit = cost_of(cluster, tensor=tensor).units["language_layer"]
         return float([1, 0, tokens, 0, 0] @ (unit.forward_ms - unit.collective_ms[0]))
 
@@ -165,12 +165,12 @@ def test_slices_and_small_micro_batches_cost_what_the_device_takes(tokens):
         true = sum(tiled_ms(tokens, *shape) for shape in shapes)
         plain = layer_ms(MEASURED.model_copy(update={"rates": {}}))
         share = sum(2 * tokens * k * n for k, n in shapes) / (989e9 * 0.55)
-        waits_ms = plain - share  # passes over memory and launches, equal in both
+        waits_ms = plain - share  # memory passes and launches, equal in both
         assert layer_ms(MEASURED) - waits_ms == pytest.approx(true, rel=0.25)
 
 
 def test_a_table_with_holes_is_read_as_a_grid_nearly():
-    """Prevents: one missing product that makes others cost what none was measured to."""
+    """Prevents one missing product that distorts the times of other products."""
     products = tiled_rates().products
     whole, holed = ProductTimes.fit(products), ProductTimes.fit(products[1:])
     one = products[5]
@@ -181,7 +181,7 @@ def test_a_table_with_holes_is_read_as_a_grid_nearly():
 
 
 def test_bytes_without_a_slope_have_a_price():
-    """Prevents: exchanges that take no time, however large."""
+    """Prevents exchanges that take no time, however large."""
     flat = tuple(
         CollectiveTime(kind="all_reduce", ranks=8, bytes=size, ms=0.05) for size in (2**10, 2**12)
     )

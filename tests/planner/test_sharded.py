@@ -1,4 +1,4 @@
-"""Weights and gradients divided over data-parallel ranks, as FSDP and ZeRO-3 do."""
+"""Weights and gradients sharded over data-parallel ranks, as in FSDP and ZeRO-3."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ IN_BF16 = RuntimeOptions(scatters_weights_precision=True)
 
 
 def over(ranks: int, **sizes: int) -> Parallel:
-    """One stage whose ranks all divide weights, unless sizes say otherwise."""
+    """Return one stage with fully sharded weights, unless `sizes` says otherwise."""
     return Parallel(**({"pipeline": 1, "data": ranks, "sharded": ranks} | sizes))
 
 
 def job(ranks: int, **changes: object) -> JobSpec:
-    """A job whose ranks divide all."""
+    """Return a job with fully sharded weights."""
     cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     whole = JobSpec(model=MODEL, cluster=cluster, parallel=over(ranks), precision="bf16")
     return replace(whole, **changes)
@@ -63,7 +63,7 @@ def data_of(lengths: Lengths, packs_per_step: int, tiles=30, tokens=8192) -> Sam
 
 
 def measured_cluster(hidden: float | None) -> ClusterConfig:
-    """Devices of which reductions were measured to be slower than gathers, and what both hide."""
+    """Return devices with measured collectives (reductions slower than gathers) and overlap."""
     measured = {"all_reduce": 4.0, "all_gather": 2.0, "reduce_scatter": 0.5}
     collectives = tuple(
         CollectiveTime(kind=kind, ranks=8, latency_us=50, gb_per_s=gb_per_s)
@@ -75,12 +75,12 @@ def measured_cluster(hidden: float | None) -> ClusterConfig:
 
 @pytest.mark.parametrize(("hidden", "is_serial"), [(None, False), (1.0, False), (0.0, True)])
 def test_exchanges_have_the_times_and_the_overlap_that_were_measured(hidden, is_serial):
-    """Prevents: one rate for gathers and reductions where both were measured."""
+    """Prevents one rate for both gathers and reductions if both were measured."""
     _, exchange = sharded_cost(
         analytic_cost(MODEL, load_cluster("h100-80g"), over(8), "bf16"),
         *(unit_names(MODEL), measured_cluster(hidden), over(8), "bf16", OWN_RUNTIME),
     )
-    # Eight ranks send seven eighths: of weights in bf16 at 2 GB/s, of gradients in fp32 at 0.5.
+    # Eight ranks send 7/8: bf16 weights at 2 GB/s, fp32 gradients at 0.5.
     gather_ms, reduce_ms = exchange.gather_ms[0] - 0.05, exchange.reduce_ms[0] - 0.05
     assert reduce_ms == pytest.approx(2 * 4 * gather_ms, rel=1e-6)
     features = np.ones((1, exchange.forward_ms.shape[1]))
@@ -95,7 +95,7 @@ def test_exchanges_have_the_times_and_the_overlap_that_were_measured(hidden, is_
 @pytest.mark.parametrize("frozen", [(), ("vision",)], ids=["all", "language"])
 @pytest.mark.parametrize("gb_per_s", [0.5, 5.0, 500.0])
 def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: tuple) -> None:
-    """Prevents: exchange counted as hidden that no computation hides, or twice."""
+    """Prevents exchange counted as hidden without computation to hide it, or hidden twice."""
     cluster = slow_cluster(gb_per_s)
     cost = analytic_cost(MODEL, cluster, over(8), "bf16", frozen)
     _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, over(8), "bf16", IN_BF16)
@@ -116,7 +116,7 @@ def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: 
 
 
 def slow_cluster(gb_per_s: float) -> ClusterConfig:
-    """Devices whose links have this rate."""
+    """Return devices with links of this rate."""
     cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     return cluster.model_copy(update={"intra_node_gb_per_s": gb_per_s})
 
@@ -124,15 +124,15 @@ def slow_cluster(gb_per_s: float) -> ClusterConfig:
 @pytest.mark.parametrize("runtime", [IN_BF16, OWN_RUNTIME], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
-    """Prevents: a rank that sends its own share too, frozen units whose gradients are exchanged,
-    units gathered for a backward that reads no weight, and gradients sent in another precision."""
+    """Prevents a rank that sends to itself, gradients of frozen units, gathers for backwards that
+    read no weight, and a wrong gradient precision."""
     cluster = slow_cluster(5.0).model_copy(update={"link_latency_us": 30, "link_efficiency": 0.5})
     frozen = ("vision", "projector")
     cost = analytic_cost(MODEL, cluster, over(ranks), "bf16", frozen)
     _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, over(ranks), "bf16", runtime)
     gradient_bytes = 2 if runtime is IN_BF16 else 4
     for place, kind in enumerate(cost.kinds):
-        # All shares but a rank's own come to it.
+        # A rank receives all shards except its own.
         byte_ms = (ranks - 1) * cost.units[kind.name].parameters / ranks / (5e6 * 0.5)
         gather_ms, reduce_ms = 2 * byte_ms + 0.03, gradient_bytes * byte_ms + 0.03
         is_trained = kind.tower == "language"
@@ -143,7 +143,7 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
 
 
 def gathered_bytes(unit: UnitCost, expert_ranks: int) -> float:
-    """Bytes of a unit's weights that are there besides a rank's own, in bf16."""
+    """Return bytes of a unit's gathered bf16 weights: all except this rank's own experts."""
     own = unit.expert_parameters if expert_ranks == 1 else 0
     return 2 * (unit.parameters - own)
 
@@ -151,7 +151,7 @@ def gathered_bytes(unit: UnitCost, expert_ranks: int) -> float:
 def walked_forward(
     cost: CostModel, names: Sequence[str], expert_ranks: int = 1
 ) -> dict[str, float]:
-    """Most bytes of whole weights in a forward of each kind, one unit after another."""
+    """Return peak bytes of gathered weights in each unit's forward."""
     held, most = Counter[int](), dict.fromkeys(names, 0.0)
     for place, name in enumerate(names):
         for gathered in (place, place + 1):
@@ -165,7 +165,7 @@ def walked_forward(
 def walked_backward(
     cost: CostModel, names: Sequence[str], gradient_bytes: int, expert_ranks: int = 1
 ) -> dict[str, float]:
-    """Most bytes of whole weights and gradients in a backward of each kind, over eight ranks."""
+    """Return peak bytes of gathered weights and gradients per unit's backward, on eight ranks."""
     held, most = Counter[tuple[str, int]](), dict.fromkeys(names, 0.0)
     tied_bytes = gradient_bytes * cost.tied_trained_parameters
     for place, name in reversed([*enumerate(names)]):
@@ -178,10 +178,10 @@ def walked_backward(
             held["tied", 0] = tied_bytes
             own_bytes -= tied_bytes
         elif name == "language_embed":
-            assert held.pop(("tied", 0)) == tied_bytes  # a part of its own
+            assert held.pop(("tied", 0)) == tied_bytes  # a separate unit
         held["gradients", place] = own_bytes
         most[name] = max(most[name], held.total())
-        # What is divided behind it is by now.
+        # Gradients of later units are reduced by now.
         held = Counter({key: size for key, size in held.items() if key[1] in (0, place - 1, place)})
         held.pop(("weights", place), None)
         of_experts = gradient_bytes * cost.units[name].trained_expert_parameters
@@ -195,8 +195,8 @@ def walked_backward(
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["all", "language"])
 def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
-    """Prevents: a device out of memory where the next unit's weights come, or gradients wait to be
-    divided; gradients of frozen weights, exchange counted twice, and sums that cost no time."""
+    """Prevents out-of-memory while the next weights are gathered or gradients wait for reduction;
+    gradients of frozen weights, exchange counted twice, and gradient sums without time."""
     cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     model = MODEL.with_tower("language", tied_head=tied)
     whole = analytic_cost(model, cluster, over(8), "bf16", frozen)
@@ -209,14 +209,14 @@ def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
         after, waits = shared.units[name], 1.0 if name == "head" else 0.0
         forward, backward = (each[name] for each in walked)
         expected = np.pad(before.transient_bytes, [(0, 0), (0, 2)])
-        # The loss's backward comes before the head's weights are gathered for its own.
+        # The loss's backward precedes the gather of the head's weights.
         of_forward = (2 if name == "head" else 1) if before.has_backward else len(expected)
         expected[:of_forward, 0] += forward
         expected[of_forward:, 0] += backward
         np.testing.assert_allclose(after.transient_bytes, expected, rtol=1e-12)
         np.testing.assert_array_equal(after.passing_bytes, np.pad(before.passing_bytes, (0, 2)))
         np.testing.assert_array_equal(after.forward_ms, [*before.forward_ms, waits, 0])
-        # Zeros are written; of an eighth, what was sent is read, and the sum read and written.
+        # Zeros are written; of 1/8, the received part is read and the sum read and written.
         moved = gradient_bytes + (gradient_bytes + 2 * 4) / 8
         sums_ms = moved * before.trained_parameters / (cluster.memory_gb_per_s * 1e6)
         expected_ms = np.array([*before.backward_ms, 0, waits])
@@ -225,7 +225,7 @@ def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
         collective = np.hstack([before.collective_ms, [[waits, 0], [0, waits]]])
         np.testing.assert_array_equal(after.collective_ms, collective)
     assert shared.runs_in_lockstep and shared.bucket_parameters == np.inf
-    # Every micro-batch exchanges; nothing is left to exchange once a step.
+    # Every micro-batch exchanges, so no exchange is left per step.
     for rate in ("gradient_reduction_ms", "weight_gather_ms"):
         assert shared.of_parameters(rate, 1e9, 0) == shared.of_parameters(rate, 1e9, 1e9) == 0
     for rate in ("optimizer_bytes", "optimizer_ms"):
@@ -236,7 +236,7 @@ def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
 
 @pytest.mark.parametrize(("expert", "expert_ranks"), [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_experts_are_whole_for_a_while(expert: int, expert_ranks: int) -> None:
-    """Prevents: room for other ranks' experts, none for divided ones or whole ones' gradients."""
+    """Prevents memory of other ranks' experts, and missing memory of gathered experts."""
     model, cluster, sizes = expert_model(), load_cluster("h100-80g"), over(8, expert=expert)
     whole = analytic_cost(model, cluster, sizes, "bf16")
     names = unit_names(model)
@@ -271,9 +271,8 @@ def test_experts_are_whole_for_a_while(expert: int, expert_ranks: int) -> None:
 def test_experts_are_divided_by_the_ranks_that_hold_the_same(
     tensor: int, data: int, expert: int, sharded: int, ranks: int, copies: int, apart: int
 ) -> None:
-    """Prevents: experts divided by ranks that hold others, or exchanged where each has its own.
-
-    By hand: of the ranks that divide weights, every so many `ranks` hold the same experts.
+    """Prevents experts sharded over ranks with other experts, or exchanged without need.
+    By hand: every `ranks`-th sharding rank holds the same experts.
     """
     sizes = {"tensor": tensor, "expert": expert, "sharded": sharded}
     parallel = over(data, **sizes, sequence_parallel=tensor > 1)
@@ -283,7 +282,7 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
     cost, rates = divided.cost, divided.cost.expert_rates
     assert (rates.weight_bytes, rates.gradient_bytes) == (2 / ranks, 4 / ranks)
     assert rates.optimizer_bytes == 12 / ranks
-    # An all-reduce sends its bytes twice, but for a copy's own.
+    # An all-reduce sends its bytes twice, except a copy's own.
     line = pass_line(cluster, Group(copies, stride=apart), "bf16")
     sent_ms = line.each_ms * 2 * (copies - 1) / copies * 4 / ranks
     assert rates.gradient_reduction_ms == pytest.approx(sent_ms)
@@ -307,7 +306,7 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
 
 
 def test_stages_of_divided_weights_send_over_the_links_of_the_whole_job() -> None:
-    """Prevents: sends between nodes at the rate within one."""
+    """Prevents inter-node sends priced at the intra-node rate."""
     ways = [over(8, pipeline=2, sharded=sharded) for sharded in (1, 4)]
     whole, shared = (job(8, parallel=each).cost for each in ways)
     assert shared.link_ms_per_byte == whole.link_ms_per_byte
@@ -315,7 +314,7 @@ def test_stages_of_divided_weights_send_over_the_links_of_the_whole_job() -> Non
 
 
 def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
-    """Prevents: plans for FSDP refused as if every rank held the model whole."""
+    """Prevents FSDP plans rejected as if every rank held the full model."""
     large, data = load_model("internvl2-26b"), data_of(example_lengths(count=600), 32, tiles=40)
     sizes = Parallel(pipeline=1, data=32)
     own = job(32, model=large, trainer=OWN, parallel=sizes)
@@ -332,14 +331,14 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
 
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)])
 def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> None:
-    """Prevents: an exchange that all falls on the head's stage."""
+    """Prevents all exposed exchange from being charged to the head's stage."""
     given = {"cluster": measured_cluster(hidden=0.0), "frozen": frozen}
     one, three = (job(4, parallel=over(4, pipeline=pipeline), **given) for pipeline in (1, 3))
     features = np.ones((2, one.cost.features.index("exposed_forward_ms")))
     whole, divided = (each.exchange.exposed_ms(features) for each in (one, three))
     layer = [kind.name for kind in one.cost.kinds].index("language_layer")
     again = three.exchange.gather_back_ms[layer] + three.exchange.reduce_ms[layer]
-    # Two stages more begin with a layer's gather, and end with its sum.
+    # Two more stages begin with a layer's gather and end with its reduction.
     np.testing.assert_allclose(
         divided - whole, [[2 * three.exchange.gather_ms[layer], 2 * again]] * 2, rtol=1e-9
     )
@@ -362,16 +361,16 @@ def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> No
     ],
 )
 def test_what_does_not_go_with_sharded_weights_is_refused(changes, message):
-    """Prevents: a prediction of something that a trainer does not do."""
+    """Prevents a prediction for a combination that the trainer does not support."""
     with pytest.raises(UserError, match=message) as raised:
         job(2, **changes)
     assert "\n" not in str(raised.value)
 
 
 def test_copies_of_shares_are_reduced_once_a_step() -> None:
-    """Prevents: hybrid shares that differ ever after, and state divided over ranks of other shares.
-
-    Eight groups of a node: an all-reduce over one adapter a rank, by hand.
+    """Prevents hybrid shards that diverge, and optimizer state divided over ranks with other
+    shards.
+    Eight groups of one node: an all-reduce over one adapter per rank, by hand.
     """
     cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
     given = {"cluster": cluster, "frozen": ("vision",)}
@@ -393,14 +392,14 @@ def test_copies_of_shares_are_reduced_once_a_step() -> None:
         hybrid.of_parameters("gradient_reduction_ms", trained, 0)
     )
     assert once.update_ms == pytest.approx(of_all.update_ms)
-    # Within the last backward, as long as gathers stay within the node.
+    # Within the last backward, if gathers stay within the node.
     assert once.exposed_ms(np.array([1e6]))[0] < once.reduction_ms[0] / 2
     wide = per_step_costs(job(64, parallel=over(64, sharded=16), **given).cost, stages)
     assert not wide.overlaps and wide.reduction_ms[0] > 0
 
 
 def test_tensor_parallel_ranks_gather_their_parts() -> None:
-    """Prevents: whole weights gathered on every tensor-parallel rank, over links of its own."""
+    """Prevents full weights gathered on every tensor-parallel rank, over separate links."""
     alone, parts = (
         job(2, parallel=over(16, tensor=tensor, sequence_parallel=tensor > 1)) for tensor in (1, 2)
     )
@@ -418,7 +417,7 @@ def test_tensor_parallel_ranks_gather_their_parts() -> None:
 
 
 def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
-    """Prevents: exposed exchange counted of whole packs, or lost where packs have levels."""
+    """Prevents exposed exchange computed from full packs, or lost if packs have levels."""
     levels = (
         Level(caps=Caps.of(tiles=6, tokens=110)),
         Level(caps=Caps.of(tiles=12, tokens=440), context=4),
@@ -438,14 +437,13 @@ def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
     for cost, before in zip(shared.costs_at(levels), whole.costs_at(levels), strict=True):
         for name, unit in cost.units.items():
             more = unit.transient_bytes[:, 0] - before.units[name].transient_bytes[:, 0]
-            # Behind the forward's and the loss's moments.
+            # After the moments of the forward and the loss.
             assert more[2:] == pytest.approx(np.full(len(more) - 2, unit.whole_bytes)), name
 
 
 def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
-    """Prevents: a straggler that nobody waits for, and packs dealt as if nobody did.
-
-    The step by hand: every slot takes its slowest rank's passes.
+    """Prevents a straggler without waiting ranks, and packs dealt as if ranks did not wait.
+    By hand: every slot takes its slowest rank's passes.
     """
     lengths = example_lengths(count=600)
     for sharded in (8, 4):
@@ -474,7 +472,7 @@ def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
 
 
 def walked_step_ms(times: StageTimes, workload: Workload, rows: np.ndarray, sharded: int) -> float:
-    """Time of the slowest group of one stage's ranks, whose slots wait for their slowest rank."""
+    """Return the slowest group's step ms on one stage: slots wait for their slowest rank."""
     groups = []
     for group in np.unique(workload.dp_rank[rows] // sharded):
         own = rows[workload.dp_rank[rows] // sharded == group]
@@ -487,7 +485,7 @@ def walked_step_ms(times: StageTimes, workload: Workload, rows: np.ndarray, shar
 
 
 def test_padding_is_one_more_segment_of_every_pack() -> None:
-    """Prevents: padding that costs nothing, or attends to all of its pack."""
+    """Prevents padding without cost, or padding that attends to all of its pack."""
     names = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
     packs = np.array([[1, 3, 700, 250_000, 300], [1, 0, 1_000, 1_000_000, 1_000.0]])
     padded = trained_features(packs, names, padded=True, whole_loss=False)
@@ -498,7 +496,7 @@ def test_padding_is_one_more_segment_of_every_pack() -> None:
 
 
 def test_padding_of_packs_is_told_from_needed_work() -> None:
-    """Prevents: padding counted as needed work, or any of it where packs are equally long."""
+    """Prevents padding counted as needed work, or counted at all if packs are equally long."""
     padded = job(4, trainer=XTUNER)
     plain = replace(padded, trainer=lift_limit(XTUNER, LimitName.PADDED))
     lengths = example_lengths(count=200)
@@ -508,13 +506,13 @@ def test_padding_of_packs_is_told_from_needed_work() -> None:
         packs = data_of(samples, 8, tokens=longest).schedule(padded)
         lost, needed = lost_of(padded, *packs), lost_of(plain, *packs)
         assert lost.ideal_ms == pytest.approx(needed.ideal_ms)
-        of_packs_ms = lost.padding_ms - needed.padding_ms  # besides that of attention heads
+        of_packs_ms = lost.padding_ms - needed.padding_ms  # without padded attention heads
         assert (of_packs_ms == pytest.approx(0, abs=1e-9)) == is_even
         assert of_packs_ms > -1e-9
 
 
 def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
-    """Breakdown of the mean step on one stage, which adds up to it."""
+    """Return the breakdown of the mean step on one stage. It adds up to the step."""
     stages, workload = stages_from_cuts(MODEL, ()), job.workload(packs, lengths, LEVELS)
     once = per_step_costs(job.cost, stages)
     step_ms = predict_steps(workload_times(job.cost, [stages], workload), workload, once).step_ms
@@ -524,7 +522,7 @@ def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
 
 
 def test_tokens_without_loss_cost_the_head_too() -> None:
-    """Prevents: logits of prompts left out for trainers that compute them."""
+    """Prevents prompt logits left out for trainers that compute them."""
     plain = job(2, parallel=over(2, sharded=1))
     whole = replace(plain, trainer=TrainerConstraints(stages=StageRules(head_on_all_tokens=True)))
     packs, lengths = data_of(example_lengths(count=200), 4).schedule(plain)

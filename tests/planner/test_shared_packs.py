@@ -1,4 +1,4 @@
-"""Steps in which ranks share packs: simulated beside an event loop, and where their time goes."""
+"""Steps with context-parallel packs, against an event loop, and their breakdown of time."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_joint_passes_match_an_event_loop(stages: int) -> None:
-    """Prevents waits within a block that are left out, and of ranks that share nothing."""
+    """Prevents missing waits within a block, and waits of ranks that share no pack."""
     rng = np.random.default_rng(stages)
     for _ in range(15):
         ranks = int(rng.choice([2, 4, 8]))
@@ -44,12 +44,12 @@ def test_joint_passes_match_an_event_loop(stages: int) -> None:
             last = ends[:, real].max()
             np.testing.assert_allclose(found.finish_ms[rows].max(), last, err_msg=str(step))
         real = (np.arange(slots) < counts[:, None])[..., None]
-        # Waiting for the block is no work.
+        # Waiting for the block is not busy time.
         np.testing.assert_allclose(found.busy_ms, (sum(passes) * real).sum(axis=1))
 
 
 def workload_of(rng: np.random.Generator, steps: list[Step], ranks: int, features: int) -> Workload:
-    """Steps of shares with random features; the level is 1 where a pack is shared."""
+    """Return steps of shares with random features; level 1 if a pack is shared."""
     rows = [
         (number, rank, slot, size)
         for number, step in enumerate(steps)
@@ -70,7 +70,7 @@ def workload_of(rng: np.random.Generator, steps: list[Step], ranks: int, feature
 
 
 def test_steps_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prevents blocks of other steps or ranks, also where few steps are simulated at a time."""
+    """Prevents blocks mixed up between steps or ranks, also if simulated in small batches."""
     rng, ranks, size = np.random.default_rng(8), 4, 3
     cost, stages = random_cost(rng), stages_from_cuts(small_model(4, 5), (4, 8))
     steps = [random_step(rng, ranks) for _ in range(7)]
@@ -96,7 +96,7 @@ def test_steps_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def two_levels(rng: np.random.Generator):
-    """Costs of two levels, of which the second exchanges; and stages that recompute by level."""
+    """Return costs of two levels (the second exchanges) and stages with per-level recomputation."""
     model, base, units = small_model(4, 5), random_cost(rng), {}
     for name, unit in base.units.items():
         context_ms = 0.5 * np.stack([unit.forward_ms, unit.backward_ms, 0 * unit.forward_ms])
@@ -108,7 +108,7 @@ def two_levels(rng: np.random.Generator):
 
 
 def test_every_share_takes_the_time_of_its_level() -> None:
-    """Prevents the costs or the recomputed layers of another level."""
+    """Prevents costs or recomputed layers of a wrong level."""
     rng = np.random.default_rng(4)
     costs, stages_at = two_levels(rng)
     workload = workload_of(rng, [random_step(rng, 4) for _ in range(5)], 4, len(costs[0].features))
@@ -122,7 +122,7 @@ def test_every_share_takes_the_time_of_its_level() -> None:
 
 
 def test_what_sharing_costs_is_told_apart() -> None:
-    """Prevents an exchange, or a wait for it, that counts as something else."""
+    """Prevents an exchange, or waiting for it, reported under another cause."""
     rng = np.random.default_rng(6)
     costs, stages_at = two_levels(rng)
     cost = side_by_side(costs)
@@ -135,7 +135,7 @@ def test_what_sharing_costs_is_told_apart() -> None:
     lost, step_ms = lost_of(workload_of(rng, steps, 4, len(costs[0].features)))
     assert sum(lost.model_dump().values()) == pytest.approx(step_ms)
     assert lost.context_exchange_ms > 0
-    # Equal shares on one stage wait for no rank, and take so much more for their exchange alone.
+    # Equal shares on one stage never wait; the extra time is the exchange.
     full: list[Step] = [[(4, 4), (1, 4), (2, 4)]] * 3
     even = workload_of(rng, full, 4, len(costs[0].features))
     even = replace(even, features=np.broadcast_to(even.features[0], even.features.shape))
@@ -144,13 +144,13 @@ def test_what_sharing_costs_is_told_apart() -> None:
     assert lost.rank_imbalance_ms == pytest.approx(0, abs=1e-9)
     local = simulate_levels(costs[0], [stages_at[0]], replace(even, level=0 * even.level))
     assert lost.context_exchange_ms == pytest.approx(step_ms - float(local.step_ms.mean()))
-    # One rank's shares take longer than the others': all the rest of the block waits for it.
+    # One rank's shares take longer, and the other ranks of the block wait.
     longer = even.features * np.where(even.dp_rank == 0, 2.0, 1.0)[:, None]
     assert lost_of(replace(even, features=longer))[0].rank_imbalance_ms > 0.2 * step_ms
 
 
 def test_plans_without_shared_packs_name_no_exchange() -> None:
-    """Prevents plan files that change with a version that could share packs."""
+    """Prevents changed plan files for plans without shared packs."""
     rng = np.random.default_rng(9)
     cost, stages = random_cost(rng), stages_from_cuts(small_model(4, 5), (4,))
     workload = workload_of(rng, [[(1, 2)] * 4], 2, len(cost.features))

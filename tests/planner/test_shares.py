@@ -1,4 +1,4 @@
-"""Features of shares, beside a token-by-token count, and what a level's exchange costs."""
+"""Features of shares, against a token-by-token count, and the cost of a level's exchange."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def level(context: int, cut: CutRule = CutRule.CONTIGUOUS, exchange: str = "gath
 def random_schedule(
     rng: np.random.Generator, contexts: list[int]
 ) -> tuple[ScheduledPacks, Lengths]:
-    """Steps of three slots on four ranks, each slot of a level at random."""
+    """Return steps of three slots on four ranks. Each slot has a random level."""
     rows = []
     for step in range(4):
         levels = [int(rng.integers(len(contexts))) for _ in range(3)]
@@ -58,8 +58,8 @@ def random_schedule(
     return ScheduledPacks.from_packs(packs, lengths, step, dp_rank, slot, level=index), lengths
 
 
-def counted(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: int, window: int):
-    """What a rank has of a pack, token by token, in the order of the test's features."""
+def reference(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: int, window: int):
+    """Return a rank's features of a pack, counted token by token."""
     pieces = cut_pack(tokens, one)
     owner = [np.full(count, -1) for count in tokens]
     for rank, sample, first, stop in zip(
@@ -74,7 +74,7 @@ def counted(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: 
         by_heads = is_divided and one.exchange is ContextExchange.HEADS
         for place, rank in enumerate(ranks):
             share = 1 / one.context if by_heads else float(rank == part)
-            # The difference of squares: twice what a token sees but for itself.
+            # Difference of squares: twice the earlier tokens, plus one.
             squared += share * (2 * place + 1)
             windowed += share * (2 * min(place, window) + (place < window))
             own += rank == part
@@ -88,7 +88,7 @@ def counted(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: 
 def test_features_of_shares_are_those_of_a_token_by_token_count(
     cut: CutRule, exchange: ContextExchange
 ) -> None:
-    """Prevents times and memory of work that a rank does not do."""
+    """Prevents time and memory of work that a rank does not do."""
     rng, window = np.random.default_rng(3), 7
     levels = [level(1), level(2, cut, exchange), level(4, cut, exchange)]
     packs, lengths = random_schedule(rng, [1, 2, 4])
@@ -102,12 +102,12 @@ def test_features_of_shares_are_those_of_a_token_by_token_count(
         tokens, loss = lengths.tokens[samples], lengths.loss_tokens[samples]
         tiles = int(lengths.items["tiles"][samples].sum())
         one, part = levels[shares.level[row]], int(shares.part[row])
-        expected = counted(tokens, loss, tiles, one, part, window)
+        expected = reference(tokens, loss, tiles, one, part, window)
         np.testing.assert_allclose(found[row], expected, rtol=1e-12)
 
 
 def test_features_of_one_level_are_those_of_packs() -> None:
-    """Prevents plans of one level that change."""
+    """Prevents changed plans with a single level."""
     packs, lengths = random_schedule(np.random.default_rng(1), [1])
     names = feature_names(MODEL)
     whole = pack_features(packs.packs, lengths, names)
@@ -119,7 +119,7 @@ H100 = assumed_h100()
 FAST_COPIES = H100.model_copy(
     update={"memory_gb_per_s": 1e30, "kernel_us": 1e-12, "link_latency_us": 10}
 )
-"""A cluster on which an exchange takes the time of its links alone."""
+"""A cluster where only links take time in an exchange."""
 SLOW = H100.model_copy(update={"link_latency_us": 7, "kernel_us": 3})
 
 
@@ -130,7 +130,7 @@ def text_job(tensor: int = 1, cluster: ClusterConfig = FAST_COPIES, **changes) -
 
 
 def copied_ms(cluster: ClusterConfig) -> float:
-    """Time of a byte that a copy reads or writes."""
+    """Return ms per byte read or written by a copy."""
     return 1 / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
 
 
@@ -140,14 +140,13 @@ def profile_of_digits(**changes) -> Profile:
 
 
 def layer_of(job: JobSpec, one: Level) -> UnitCost:
-    """A language layer on packs of this level alone."""
+    """Return a language layer on packs of this level."""
     (cost,) = job.costs_at([one])
     return cost.units["language_layer"]
 
 
 def test_features_of_a_shared_pack_leave_at_the_rate_of_an_all_to_all() -> None:
-    """Prevents features that are exchanged at the rate of a ring, as keys and values that are
-    gathered are."""
+    """Prevents feature exchange priced at the all-gather's rate."""
     exchange = CollectiveTime(kind="all_to_all", ranks=2, latency_us=30, gb_per_s=2)
     gather = CollectiveTime(kind="all_gather", ranks=2, latency_us=30, gb_per_s=7)
     rates = Rates(device="mine", collectives=(exchange, gather))
@@ -161,14 +160,13 @@ def test_features_of_a_shared_pack_leave_at_the_rate_of_an_all_to_all() -> None:
 
 
 def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:
-    """Prevents levels whose ranks talk over the network at the price of a node's links, or through
-    one adapter where they have two."""
+    """Prevents inter-node levels priced at intra-node rates, or limited to one of two adapters."""
     within, beyond = (layer_of(text_job(each), level(4)).context_ms[0, -1] for each in (2, 4))
     assert beyond == pytest.approx(within * 450 / (2 * 50) / 2)
 
 
 def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
-    """Prevents levels that change what a share's own work costs."""
+    """Prevents levels that change the cost of a share's own work."""
     job = text_job(cluster=H100)
     small, shared = job.costs_at([level(1), level(4)])
     base = job.cost
@@ -188,7 +186,7 @@ def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
 
 
 def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
-    """Prevents time for gradients that nobody needs."""
+    """Prevents time for gradients of frozen encoders' features."""
     for frozen, goes_back in (((), True), (("vision",), True), (("vision", "projector"), False)):
         (cost,) = text_job(frozen=frozen).costs_at([level(2)])
         forward_ms, backward_ms, _ = cost.units["language_embed"].context_ms
@@ -197,7 +195,7 @@ def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
 
 
 def test_measured_units_keep_their_times() -> None:
-    """Prevents an exchange that is lost where costs were measured."""
+    """Prevents a lost exchange if unit costs were measured."""
     job = job_spec(parallel=TWO_RANKS, cost_source=CostSource(profile_of_digits()))
     counted_job = replace(job, cost_source=ANALYTIC)
     (measured,), (by_counts,) = (each.costs_at([level(2)]) for each in (job, counted_job))
@@ -208,7 +206,7 @@ def test_measured_units_keep_their_times() -> None:
 
 
 def of_known_shares(context: int, exchange: ContextExchange) -> list[ShareMeasurement]:
-    """Layers on shares that take 3 ms, 0.01 ms a token and 0.05 ms an exchanged one longer."""
+    """Return layers on shares: 3 ms, 0.01 ms per token and 0.05 ms per exchanged token longer."""
     shares = []
     for tokens, exchanged in ((512, 512), (512, 100), (128, 128), (128, 0)):
         more_ms = 3 + 0.01 * tokens + 0.05 * exchanged
@@ -227,8 +225,8 @@ def of_known_shares(context: int, exchange: ContextExchange) -> list[ShareMeasur
 
 
 def test_exchanges_take_what_was_measured_of_shares() -> None:
-    """Prevents counted exchanges where layers on shares were measured, and measured ones by
-    another exchange, at another context size or beyond the node."""
+    """Prevents counted exchanges if shares were measured, and measurements used for another
+    exchange, context size or node boundary."""
     times = tuple(
         one.model_copy(update={"forward_ms": 1.0 + one.tokens, "backward_ms": 2.0 + one.tokens})
         for one in example_profile().measurements
@@ -241,9 +239,9 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
     job = job_spec(
         cluster=node, parallel=Parallel(pipeline=1, data=4), cost_source=CostSource(measured)
     )
-    counted = replace(job, cost_source=CostSource(alone))
+    reference = replace(job, cost_source=CostSource(alone))
 
-    def added(job: JobSpec, context: int, exchange: ContextExchange) -> np.ndarray:
+    def added_context_ms(job: JobSpec, context: int, exchange: ContextExchange) -> np.ndarray:
         return layer_of(job, level(context, exchange=exchange)).context_ms
 
     names = job.cost.features
@@ -251,17 +249,21 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
     expected[:2, names.index("fixed")] = 3, 6
     expected[:2, names.index("tokens")] = 0.01, 0.02
     expected[:2, -1] = 0.05, 0.1
-    np.testing.assert_allclose(added(job, 4, gather), expected, atol=1e-5)
-    expected[2] = expected[0]  # heads are exchanged again where a layer is recomputed
-    np.testing.assert_allclose(added(job, 2, heads), expected, atol=1e-5)
-    np.testing.assert_array_equal(added(job, 2, gather), added(counted, 2, gather))
+    np.testing.assert_allclose(added_context_ms(job, 4, gather), expected, atol=1e-5)
+    expected[2] = expected[0]  # heads are exchanged again if a layer is recomputed
+    np.testing.assert_allclose(added_context_ms(job, 2, heads), expected, atol=1e-5)
+    np.testing.assert_array_equal(
+        added_context_ms(job, 2, gather), added_context_ms(reference, 2, gather)
+    )
     small = node.model_copy(update={"gpus_per_node": 2})
-    beyond, as_counted = (added(replace(each, cluster=small), 4, gather) for each in (job, counted))
+    beyond, as_counted = (
+        added_context_ms(replace(each, cluster=small), 4, gather) for each in (job, reference)
+    )
     np.testing.assert_array_equal(beyond, as_counted)
 
 
 def test_exchanges_are_at_the_profiles_rates() -> None:
-    """Prevents a cluster's guess where collectives were measured."""
+    """Prevents a cluster's assumed rates if collectives were measured."""
     collectives = tuple(
         CollectiveTime(kind="all_gather", ranks=2, bytes=size, ms=0.5 + size / 2 * 1e-4)
         for size in (2**power for power in range(10, 21, 2))
@@ -282,7 +284,7 @@ def test_exchanges_are_at_the_profiles_rates() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    """Prevents an exchange of parts of heads."""
+    """Prevents an exchange of fractions of heads."""
     assert text_job(tensor=2).costs_at([level(4, exchange="heads")])
     with pytest.raises(UserError, match="8 over 2; exchange by gather"):
         text_job(tensor=2).costs_at([level(8, exchange="heads")])
@@ -301,21 +303,21 @@ def test_operations_of_a_pack_count_once() -> None:
 
 
 def by_name(cost: CostModel, **coefficients: float) -> list[float]:
-    """Coefficients of the features, 0 of those not given."""
+    """Return coefficients by feature, 0 if absent."""
     return [coefficients.get(name, 0.0) for name in cost.features]
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("exchange", ContextExchange)
 def test_exchanges_of_attention_by_hand(exchange: ContextExchange, tensor: int) -> None:
-    """Prevents: copies, kernels or latencies of an exchange's backward that are lost, and working
-    memory without the rank's own keys and values."""
+    """Prevents missing copies, kernels or latencies in an exchange's backward, and working memory
+    without the rank's own keys and values."""
     (cost,) = text_job(tensor, SLOW).costs_at([level(4, exchange=exchange)])
     q, kv = 6144 / tensor, 2 * 8 * 128 / tensor
     sent_ms, copy_ms = 1 / (450e6 * SLOW.link_efficiency), copied_ms(SLOW)
 
     def times(collectives: int, kernels: int, sent: float, own: float, exchanged: float):
-        """Of bf16 elements that are sent, and that copies read and write."""
+        """Counts are bf16 elements sent, and read or written by copies."""
         return by_name(
             cost,
             fixed=collectives * 0.007 + kernels * 0.003,
@@ -324,17 +326,17 @@ def test_exchanges_of_attention_by_hand(exchange: ContextExchange, tensor: int) 
         )
 
     if exchange is ContextExchange.GATHER:
-        # Own keys beside values, and both beside the 4 ranks' (2 + 2); all in order (2).
+        # Concatenate own keys and values, gather 4 ranks' (2 + 2), reorder (2).
         forward = times(1, 6, 3 * kv, 4 * kv + 2 * kv, 2 * 4 * kv)
-        # Gathered again. Gradients of keys beside those of values (2), zeros that they are added
-        # to (1 + 1 + 2); own ones copied, and others' sums added to them (2 + 2).
+        # Gathered again. Concatenate gradients of keys and values (2), zeros to add to
+        # (1 + 1 + 2); copy own gradients, and add other ranks' sums (2 + 2).
         gathered_and_scattered = (6 + 2 + 4 + 4) * kv, (2 + 2 + 4) * 4 * kv
         backward = times(2, 12, 2 * 3 * kv, *gathered_and_scattered)
         again = times(0, 0, 0, 0, 0)
         working = 3 * kv, 3 * 4 * kv
     else:
-        # A quarter of the heads stays. Queries, keys and values by rank, sent, by sample (6), the
-        # output by rank and back (4), beside that of whole samples (4).
+        # A quarter of the heads stays. Queries, keys and values by rank, sent, by sample (6),
+        # the output by rank and back (4), next to full samples' output (4).
         forward = times(2, 12, (2 * q + kv) * 3 / 4, 4 * q, 10 * q + 6 * kv)
         backward = again = forward
         working = 0, 6 * q + 4 * kv
@@ -347,8 +349,7 @@ def test_exchanges_of_attention_by_hand(exchange: ContextExchange, tensor: int) 
 
 
 def test_exchange_of_features_by_hand() -> None:
-    """Prevents: features of tiles that the ranks of a block need for nothing, or that take no
-    memory on their way."""
+    """Prevents tile features sent to ranks that do not need them, or sent without memory."""
     (cost,) = text_job(cluster=SLOW).costs_at([level(4)])
     unit, tile_bytes = cost.units["language_embed"], 256 * 6144 * 2
     tile_ms = tile_bytes * 3 / 4 / (450e6 * SLOW.link_efficiency) + 2 * tile_bytes * copied_ms(SLOW)
@@ -358,8 +359,8 @@ def test_exchange_of_features_by_hand() -> None:
 
 
 def test_layers_without_a_backward_exchange_forward_alone() -> None:
-    """Prevents: gradients of frozen layers that are exchanged, layers that are recomputed for
-    nothing, and an exchange that has no room beside what its layer works with."""
+    """Prevents exchanged gradients of frozen layers, needless recomputation, and an exchange
+    without memory next to the layer's working memory."""
     job = text_job()
     trained = job.cost.units["language_layer"]
     nothing = 0 * trained.backward_ms
@@ -380,8 +381,7 @@ def test_layers_without_a_backward_exchange_forward_alone() -> None:
 
 @pytest.mark.parametrize("sample_tokens", [1024, 65_536])
 def test_a_ring_is_walked_step_by_step(sample_tokens: int) -> None:
-    """Prevents: keys and values that are waited for though attention takes longer, or that come
-    for nothing where it does not."""
+    """Prevents waiting for keys and values hidden by attention, or none if attention is shorter."""
     cluster = SLOW.model_copy(update={"link_latency_us": 20})
     job, context = text_job(2, cluster=cluster), 4
     source = ExchangeSource(runtime=RuntimeOptions(ring_tokens=sample_tokens))
@@ -393,18 +393,18 @@ def test_a_ring_is_walked_step_by_step(sample_tokens: int) -> None:
     features = np.array(by_name(cost, fixed=1, tokens=own, exchanged_tokens=own))
     square = cost.features.index("squared_tokens")
     for place, name, sent, summed in ((0, "forward_ms", 1, 1), (1, "backward_ms", 2, 2)):
-        # Of the whole sample's pairs a rank has one in 4, in 4 parts.
+        # A rank has 1/4 of the sample's pairs, in 4 parts.
         part_ms = getattr(alone, name)[square] * sample_tokens**2 / context / context
         expected_ms = 0.0
         for _ in range(context - 1):
             sent_ms = sent * 2 * own * kv / rate + 0.02
             expected_ms += max(sent_ms - part_ms, 0)
-            # What is there and what is new are read, and their sum written.
+            # The old and new values are read, and their sum written.
             expected_ms += summed * 3 * 2 * own * q * copied_ms(cluster) + 4 * 0.003
         assert features @ unit.context_ms[place] == pytest.approx(expected_ms)
         assert (sent_ms > part_ms) == (sample_tokens == 1024)
     np.testing.assert_allclose(unit.context_ms[2], unit.context_ms[0])
-    # Two parts at a time, the one at hand and the next, with gradients of them and of both.
+    # Two parts at a time, current and next, with gradients of each and of both.
     tokens, exchanged = (cost.features.index(name) for name in ("tokens", "exchanged_tokens"))
     here, there = (each.transient_bytes[-1] for each in (unit, layer_of(job, level(context))))
     assert here[exchanged] == 0 and there[exchanged] > 0

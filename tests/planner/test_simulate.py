@@ -17,11 +17,10 @@ pytestmark = pytest.mark.quick
 
 
 def test_unequal_stages_drawn_by_hand():
-    """Prevents a wrong link direction or order, and waits that are counted to another pass.
-
+    """Prevents a wrong link direction or order, and waits charged to the wrong pass.
     Times are in ms, links of 0.5.
     stage 0: F0 0-1, F1 1-2, waits for B0 of stage 1 until 8.5 + 0.5, B0 9-11,
-             waits for B1 of stage 1 until 15.5 + 0.5, B1 16-18
+      waits for B1 of stage 1 until 15.5 + 0.5, B1 16-18
     stage 1: waits until 1 + 0.5, F0 1.5-4.5, B0 4.5-8.5, F1 8.5-11.5, B1 11.5-15.5
     """
     forward, backward = np.array([[1.0, 3.0]] * 2), np.array([[2.0, 4.0]] * 2)
@@ -40,7 +39,7 @@ def test_unequal_stages_drawn_by_hand():
 
 
 def test_waits_are_the_gaps_between_passes():
-    """Prevents the time of a pass that is counted as waiting."""
+    """Prevents compute time counted as waiting."""
     rng = np.random.default_rng(3)
     for m, p in ((1, 1), (1, 3), (2, 4), (7, 3), (5, 1)):
         forward, link = rng.exponential(1, (m, p)), rng.exponential(0.3, (m, p - 1))
@@ -56,7 +55,7 @@ def test_a_prediction_adds_up():
     model, cost = small_model(4, 5), random_cost(rng)
     stages = stages_from_cuts(model, (4, 8), [(2, 0), (0, 1), (0, 0)])
     features = random_features(rng, 17)
-    # Three steps on two ranks, the last ones short.
+    # Three steps on two ranks, the last steps short.
     workload = workload_of([[4, 4], [4, 3], [2, 0]], features)
     places = {"dp_rank": workload.dp_rank, "slot": workload.slot}
     packs = [[2 * row, 2 * row + 1] for row in range(17)]

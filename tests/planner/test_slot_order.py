@@ -1,4 +1,4 @@
-"""The order of micro-batches within a step, against all orders, and what must not change."""
+"""The order of micro-batches within a step, against all orders, and its invariants."""
 
 from itertools import permutations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 def random_case(seed: int, ranks: int, most: int, parts: int = 3) -> tuple[StageTimes, Workload]:
-    """Times of unequal micro-batches on some parts, in two steps of ranks of unlike counts."""
+    """Return times of unequal micro-batches, in two steps with unequal counts per rank."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, most + 1, (2, ranks))
     size = rng.lognormal(0, 0.7, (counts.sum(), 1)) * rng.uniform(0.5, 1.5, (counts.sum(), parts))
@@ -31,7 +31,7 @@ def random_case(seed: int, ranks: int, most: int, parts: int = 3) -> tuple[Stage
 
 
 def finish_ms(times: StageTimes, rows: np.ndarray) -> float:
-    """Simulated time of one rank's micro-batches, in this order."""
+    """Return the simulated time of one rank's micro-batches in this order."""
     some = times.rows(rows)
     each = some.forward_ms, some.backward_ms, some.forward_link_ms, some.backward_link_ms
     return float(simulate_1f1b(*each).step_ms)
@@ -39,7 +39,7 @@ def finish_ms(times: StageTimes, rows: np.ndarray) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_steps_are_as_short_as_the_best_of_all_orders(ranks: int) -> None:
-    """Prevents: an order far from the best, applied the wrong way, or with doubled slots."""
+    """Prevents an order far from the best, applied in reverse, or with doubled slots."""
     over = []
     for seed in range(10):
         times, workload = random_case(seed, ranks, most=5)
@@ -59,7 +59,7 @@ def test_steps_are_as_short_as_the_best_of_all_orders(ranks: int) -> None:
 
 
 def test_an_ordered_plan_trains_the_same_in_less_time_and_memory_that_fits() -> None:
-    """Prevents: other samples in a step, a longer step, or a stage over the cap for its order."""
+    """Prevents changed samples per step, longer steps, or memory above the cap after reordering."""
     asked = request()
     dealt, ordered = make_plan(asked), make_ordered_plan(asked)
     before, after = dealt.plan.prediction, ordered.plan.prediction
@@ -71,7 +71,7 @@ def test_an_ordered_plan_trains_the_same_in_less_time_and_memory_that_fits() -> 
 
 @pytest.mark.parametrize("schedule", [each for each in SCHEDULES if each.name != "1f1b"], ids=str)
 def test_orders_are_found_for_any_schedule(schedule: PipelineSchedule) -> None:
-    """Prevents: an order simulated in another schedule, or by another rank's list."""
+    """Prevents an order simulated with another schedule, or another rank's list."""
     parts = 2 * schedule.chunks
     gains = []
     for seed in range(4):

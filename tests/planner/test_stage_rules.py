@@ -1,4 +1,4 @@
-"""The search under a trainer's rules against all splits and numbers, each simulated."""
+"""The search under a trainer's rules, against all splits and recompute counts, simulated."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -38,7 +38,7 @@ TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio la
 
 
 def allowed_stages(model: ModelConfig, p: int, rules: StageRules) -> Iterator[tuple[Stage, ...]]:
-    """Every split that the rules allow, nothing recomputed."""
+    """Yield every split allowed by the rules, without recomputation."""
     words = unit_spans(model)
     is_layer = [span.layers is not None for span in words]
     for cuts in combinations(range(1, len(words)), p - 1):
@@ -53,7 +53,7 @@ def allowed_stages(model: ModelConfig, p: int, rules: StageRules) -> Iterator[tu
 def brute_force(
     cost: CostModel, model: ModelConfig, packs: Workload, p: int, rules: StageRules
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Step ms and largest peak in bytes of everything that the rules allow."""
+    """Return step ms and peak bytes of every allowed plan."""
     every = {
         tuple(map(recomputing, stages, numbers))
         for stages in allowed_stages(model, p, rules)
@@ -66,7 +66,7 @@ def brute_force(
 def random_case(
     rng: np.random.Generator, towers: str, freedom: RecomputeFreedom
 ) -> tuple[CostModel, ModelConfig, int, StageRules]:
-    """Costs, model, pipeline size and rules; in some the first tower is frozen."""
+    """Return costs, model, pipeline size and rules; the first tower is frozen at times."""
     number = len(towers.split())
     layers = 1 + rng.multinomial(rng.integers(1, 6 - number), [1 / number] * number)
     model = model_of(towers, *layers.tolist())
@@ -89,7 +89,7 @@ def random_case(
 
 @pytest.mark.parametrize("freedom", list(RecomputeFreedom)[1:])
 def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
-    """Prevents stages that a trainer cannot be told, missed better ones, and wrong bounds."""
+    """Prevents stages that a trainer cannot express, missed better stages, and wrong bounds."""
     rng = np.random.default_rng(5)
     recomputed = refused = 0
     for towers in TOWERS * 2:
@@ -121,7 +121,7 @@ def limited_by(**rules: bool) -> TrainerConstraints:
 
 
 def test_more_stages_than_rules_allow_are_refused():
-    """Prevents a search over splits of which there is none, which would end in a traceback."""
+    """Prevents a traceback if no split has so few layers per stage."""
     model = load_model("internvl-digits")
     layers = model.language.layers
     for rules, most in (
@@ -135,7 +135,7 @@ def test_more_stages_than_rules_allow_are_refused():
 
 
 def test_whole_encoders_cost_what_they_cost_alone():
-    """Prevents encoders that a trainer computes whole, at a share of their costs."""
+    """Prevents tensor-parallel costs for encoders that a trainer computes without TP."""
     model, cluster = load_model("internvl2.5-8b"), load_cluster("h100-80g")
     sizes = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
     shared_out = job_spec(model=model, cluster=cluster, precision="bf16", parallel=sizes)
@@ -150,12 +150,12 @@ def test_whole_encoders_cost_what_they_cost_alone():
         trained_parameters(job.cost, held_units(job.cost, [encoders_stage(model)]))[0]
         for job in (whole, shared_out)
     )
-    # InternViT-300M with its projector, by the model's card: 304 million parameters and 33.
+    # InternViT-300M with its projector: 304 and 33 million parameters in the model's card.
     assert of_whole == pytest.approx(337e6, rel=0.01) and of_share < 100e6
 
 
 def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
-    """Prevents a check, or a resumed run, that predicts the plan as another trainer runs it."""
+    """Prevents a check or resumed run that predicts the plan for another trainer."""
     asked = request(parallel=Parallel(tensor=2, pipeline=2, sequence_parallel=True))
     swift = TARGETS["ms-swift"]
     made = make_plan(replace(asked, job=replace(asked.job, trainer=swift)))
@@ -163,7 +163,7 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
     check_plan(tmp_path / "plan")
     assert JobSpec.of_plan(made.plan).trainer == swift
     assert made.plan.stages[0].holds("language embed")
-    # As this project's trainer it would take another time.
+    # For this project's trainer the time would differ.
     other = made.plan.model_copy(update={"made_for": None})
     write_plan(other, tmp_path / "plan")
     with pytest.raises(UserError, match="prediction"):
@@ -171,7 +171,7 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
 
 
 def test_what_does_not_go_with_limited_stages_is_refused():
-    """Prevents a plan by another method, of levels or with data-parallel encoders."""
+    """Prevents limited stages with another method, levels or data-parallel encoders."""
     asked = request()
     limited = replace(asked.job, trainer=limited_by(encoders_on_first=True))
     with pytest.raises(UserError, match="joint search"):

@@ -1,4 +1,4 @@
-"""Steps: complete, gapless, alike, unbiased, drawn anew every epoch, and the same for any ranks."""
+"""Steps: complete, gapless, balanced, unbiased, redrawn per epoch, and independent of ranks."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ def some_lengths(seed: int, count: int = 100) -> Lengths:
 
 
 def schedule(tokens: np.ndarray, dp: int, micro_batches: int, seed: int = 0) -> ScheduledPacks:
-    """Match and deal packs of one sample each, by their tokens."""
+    """Match and deal single-sample packs by tokens."""
     packs, lengths = single_sample_packs(tokens)
     load = packs.sums(lengths.tokens).astype(float)
     step = match_packs(packs.sums(lengths.column("tiles")), load, dp * micro_batches, dp, seed)
@@ -87,7 +87,7 @@ def test_places_are_complete_and_gapless(count, dp, micro_batches):
 
 
 def test_dealing_is_near_the_best_possible():
-    """Prevents ranks that wait for each other although a better deal of the same packs exists."""
+    """Prevents ranks that wait although a better deal of the same packs exists."""
     rng = np.random.default_rng(1)
     for _ in range(20):
         tokens = rng.integers(50, 500, 6)
@@ -99,7 +99,7 @@ def test_dealing_is_near_the_best_possible():
 
 @pytest.mark.parametrize(("micro_batches", "most"), [(1, 1.015), (8, 1.003)])
 def test_matching_removes_the_straggler(micro_batches, most):
-    """Prevents a load that is ignored: ranks of shuffled packs differ by many percent."""
+    """Prevents an ignored load: ranks of shuffled packs differ by more than 10 %."""
     tokens = np.random.default_rng(2).integers(50, 500, 8 * 8 * 40)
     scheduled = schedule(tokens, 8, micro_batches)
     shuffled = np.random.default_rng(3).permutation(tokens).reshape(-1, 8, micro_batches).sum(2)
@@ -108,7 +108,7 @@ def test_matching_removes_the_straggler(micro_batches, most):
 
 
 def test_ranks_of_a_step_hold_equal_tiles():
-    """Prevents steps matched by time alone, whose vision stages still wait for each other."""
+    """Prevents steps matched by time alone: their vision stages would still wait."""
     scheduled = schedule(np.random.default_rng(2).integers(50, 500, 8 * 400), 8, 1)
     tiles = rank_sums(scheduled, scheduled.column("tiles"), 8)
     # At the borders of the 4 tile counts, and in the step of the lightest packs.
@@ -116,7 +116,7 @@ def test_ranks_of_a_step_hold_equal_tiles():
 
 
 def test_light_packs_fill_and_drain_the_pipeline():
-    """Prevents heavy packs at either end of a rank's order, where every other stage waits."""
+    """Prevents heavy packs at either end of a rank's order, when all other stages wait."""
     scheduled = schedule(np.random.default_rng(3).integers(50, 500, 18), dp=1, micro_batches=9)
     for rows in (scheduled.tokens[:9], scheduled.tokens[9:]):
         peak = int(rows.argmax())
@@ -126,8 +126,8 @@ def test_light_packs_fill_and_drain_the_pipeline():
 
 
 def test_load_does_not_follow_the_step_number():
-    """Prevents an order by load, which would bias training: correlations of a step's number and
-    load spread around 0 as those of random orders, with deviation 1 / sqrt(steps - 1)."""
+    """Prevents an order by load, which would bias training: correlations of step number and load
+    spread around 0 as in random orders, with deviation 1 / sqrt(steps - 1)."""
     tokens = np.random.default_rng(4).integers(50, 500, 4000)
     scores = []
     for seed in range(40):
@@ -140,18 +140,18 @@ def test_load_does_not_follow_the_step_number():
 
 
 def test_packs_of_a_step_are_of_all_kinds():
-    """Prevents steps of one kind of sample, which train worse: rows of a step must be random."""
+    """Prevents steps with one kind of sample, which train worse: rows must be random."""
     tokens = np.random.default_rng(4).integers(50, 500, 8000)
     scheduled = schedule(tokens, 2, 16)
     rows = np.sort(scheduled.tokens.reshape(-1, 32), axis=1).reshape(-1, 16, 2).mean(axis=2)
-    # Over the steps, the lightest and the heaviest of 16 rows are those of 16 random ones.
+    # Over all steps, the lightest and heaviest of 16 rows match 16 random rows.
     drawn = np.sort(np.random.default_rng(5).choice(tokens, (len(rows), 16)), axis=1)
     for place in (0, 7, 15):
         assert rows[:, place].mean() == pytest.approx(drawn[:, place].mean(), rel=0.15)
 
 
 def test_neighbouring_steps_are_not_alike():
-    """Prevents windows that come one after the other in sorted order."""
+    """Prevents consecutive windows in sorted order."""
     tokens = np.random.default_rng(4).integers(50, 500, 40_000)
     scheduled = schedule(tokens, 2, 4)
     loads = rank_sums(scheduled, scheduled.tokens, 2).sum(axis=1)
@@ -159,11 +159,11 @@ def test_neighbouring_steps_are_not_alike():
 
 
 def test_sources_are_spread_evenly_over_the_epoch():
-    """Prevents a source that comes early or late: its samples vary between ten parts of an epoch
-    no more than if steps were drawn at random (their own variance, times 10, over 40 seeds)."""
+    """Prevents a source that comes early or late: between tenths of an epoch, its samples vary no
+    more than in random steps (their variance times 10, over 40 seeds)."""
     rng = np.random.default_rng(5)
     source = rng.choice(3, 6000, p=[0.6, 0.3, 0.1])
-    # Each source has its own lengths, so that steps are of one source more than of others.
+    # Sources differ in length, so steps differ in their mix of sources.
     tokens = rng.integers(40, 120, 6000) + 90 * source
     lengths = lengths_of(tiles=source, tokens=tokens)
     packs = pack_samples(lengths, Caps.of(tiles=9, tokens=512), PackingMethod.BALANCED, 0)
@@ -182,7 +182,7 @@ def test_sources_are_spread_evenly_over_the_epoch():
 
 
 def test_epochs_are_joined_and_drawn_anew():
-    """Prevents epochs that repeat one packing, and step numbers that start again."""
+    """Prevents epochs that repeat one packing, and step numbers that restart."""
     lengths = some_lengths(5)
     scheduled = draw(lengths)
     assert np.unique(scheduled.step).tolist() == list(range(scheduled.steps))
@@ -197,7 +197,7 @@ def test_epochs_are_joined_and_drawn_anew():
 
 
 def test_an_epoch_follows_the_seed_alone():
-    """Prevents equal runs that differ, and first epochs of longer runs that do."""
+    """Prevents equal runs that differ, and first epochs that depend on the number of epochs."""
     lengths = some_lengths(6)
     one, two, again, other = (
         draw(lengths, **each) for each in ({"epochs": 1}, {}, {}, {"seed": 1})
@@ -207,7 +207,7 @@ def test_an_epoch_follows_the_seed_alone():
 
 
 def test_packs_that_are_there_are_as_good_as_new():
-    """Prevents a job that is tried on kept packs from getting other steps than its plan."""
+    """Prevents different steps if a job reuses packs."""
     lengths = some_lengths(6)
     isf = PackSettings(packing=PackingMethod.ISF, seed=3, epochs=2)
 
@@ -222,7 +222,7 @@ def test_packs_that_are_there_are_as_good_as_new():
 
 @pytest.mark.parametrize("full_steps", [False, True])
 def test_steps_have_the_samples_asked_for(full_steps):
-    """Prevents steps of text with many times the samples of steps of images."""
+    """Prevents text steps with many times the samples of image steps."""
     rng, caps = np.random.default_rng(0), Caps.of(tiles=40, tokens=1_000)
     samples = [
         (40, 900) if rng.random() < 0.7 else (0, int(rng.integers(20, 90))) for _ in range(4_000)
@@ -260,12 +260,12 @@ def test_steps_have_the_samples_asked_for(full_steps):
 
 
 def test_full_last_steps_are_not_always_of_the_lightest():
-    """Prevents the lightest packs of every epoch from being its last step where all are full."""
+    """Prevents the lightest packs from always forming the last step if all steps are full."""
     rng = np.random.default_rng(3)
     load, items = rng.uniform(1, 2, 24), np.zeros(24, np.int64)
     for rest_last in (True, False):
         found = [match_packs(items, load, 4, 2, seed, rest_last=rest_last) for seed in range(40)]
         assert {int(steps[load.argmin()]) for steps in found} == set(range(6))
-    # What is over and fills no step is the last one.
+    # Left-over packs that fill no step form the last step.
     steps = match_packs(items[:22], load[:22], 4, 2, 0, rest_last=True)
     assert np.bincount(steps).tolist() == [4] * 5 + [2]

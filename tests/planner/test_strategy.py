@@ -1,4 +1,4 @@
-"""Strategies: all sizes that are possible, ranked as the planner alone predicts them."""
+"""Strategies: all possible parallel sizes, ranked by the planner's predictions."""
 
 import contextlib
 import dataclasses
@@ -89,13 +89,13 @@ def search(**changes) -> StrategySearch:
     return found_of(strategy_request(**changes))
 
 
-def listed(found: StrategySearch) -> list[Parallel]:
-    """Sizes of everything that a search names."""
+def list_parallels(found: StrategySearch) -> list[Parallel]:
+    """Return the sizes of all ranked and ruled-out strategies."""
     return [each.parallel for each in (*found.ranking, *found.ruled_out)]
 
 
 def assert_all_listed(found: StrategySearch, searched: StrategyRequest) -> None:
-    assert sorted(map(str, listed(found))) == sorted(map(str, possible_parallels(searched)))
+    assert sorted(map(str, list_parallels(found))) == sorted(map(str, possible_parallels(searched)))
 
 
 def sizes(parallel: Parallel) -> tuple[int, int, int]:
@@ -105,7 +105,7 @@ def sizes(parallel: Parallel) -> tuple[int, int, int]:
 @pytest.mark.parametrize("gpus", [1, 6, 8, 12, 41])
 @pytest.mark.parametrize("given", [{}, {"tensor": 2}, {"pipeline": 3}, {"tensor": 1, "data": 2}])
 def test_all_possible_sizes_are_found(gpus, given):
-    """Prevents a combination from being left out, doubled, or tried although it cannot be."""
+    """Prevents missing, doubled or invalid combinations."""
     expected, found = [], []
     for chosen in product(range(1, gpus + 1), repeat=3):
         wanted = dict(zip(("tensor", "pipeline", "data"), chosen, strict=True))
@@ -120,7 +120,7 @@ def test_all_possible_sizes_are_found(gpus, given):
 
 
 def found_as_planned(searched: StrategyRequest) -> StrategySearch:
-    """What is found, whose best, times and bounds are those of sizes planned alone."""
+    """Return the search after comparing its best, times and bounds with each size planned alone."""
     found, planned = found_of(searched), {}
     for parallel in possible_parallels(searched):
         with contextlib.suppress(DoesNotFit):
@@ -141,15 +141,15 @@ def found_as_planned(searched: StrategyRequest) -> StrategySearch:
 
 
 def test_ranking_is_the_planners_own():
-    """Prevents a strategy that is ruled out although it may be nearly as fast as the best."""
+    """Prevents ruling out a strategy that may be nearly as fast as the best."""
     found = found_as_planned(strategy_request(gpus=8, samples_per_step=30))
-    assert len(listed(found)) > 5 and found.ruled_out
+    assert len(list_parallels(found)) > 5 and found.ruled_out
     for each in found.ruled_out:
         assert each.most_samples_per_second * CLEARLY_WORSE < found.best.samples_per_second
 
 
 def test_ranking_with_experts_is_the_planners_own():
-    """Prevents an expert size that is not tried, or timed as another one is."""
+    """Prevents an expert size that is not tried, or timed as another size."""
     searched = strategy_request(model=DIGITS, gpus=4, samples_per_step=30)
     every = [
         Parallel(tensor=t, pipeline=p, data=4 // (t * p), expert=e, sequence_parallel=t > 1)
@@ -168,7 +168,7 @@ SLOW = {"intra_node_gb_per_s": 0.05, "inter_node_gb_per_s": 0.02}
 
 
 def test_experts_in_sharded_weights_rank_as_the_planner_alone_says():
-    """Prevents: an expert size that is not tried beside divided weights, or timed as another."""
+    """Prevents an expert size that is not tried with sharded weights, or timed as another."""
     winners, every = set(), []
     for changes, samples_per_step in (({"memory_gib": 0.0095}, 30), (SLOW, 90)):
         searched = strategy_request(
@@ -178,7 +178,7 @@ def test_experts_in_sharded_weights_rank_as_the_planner_alone_says():
         every = possible_parallels(searched)
         winners.add(found_as_planned(searched).best.parallel.sharded > 1)
     assert winners == {True, False}
-    # Not groups of four with all experts, of which there are two: each rank has all their state.
+    # Not groups of 4 with all experts: there are two, and each rank has all their state.
     tried = {(each.expert, each.sharded) for each in every if each.pipeline == 1}
     assert tried == {(1, 1), (2, 1), (4, 1), (1, 4), (2, 4), (1, 8), (2, 8), (4, 8)}
     assert {each.expert for each in every if each.sharded > 1 < each.pipeline} == {1, 2, 4}
@@ -207,11 +207,11 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
 
 @pytest.mark.parametrize("samples_per_step", [24, 63])
 def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step):
-    """Prevents a limit of plans that loses the best, hides what was left out."""
+    """Prevents a plan limit that loses the best strategy or hides skipped strategies."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
     every = found_of(searched)
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
-    # All are estimated, also those that bounds rule out.
+    # All are estimated, including strategies that bounds rule out.
     for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_PLANNED_SLACK"):
         monkeypatch.setattr(bounded, slack, 10)
     few = found_ending_with_its_progress(searched)
@@ -238,7 +238,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
 
 @pytest.mark.parametrize("samples_per_step", [50, 63])
 def test_bound_holds(samples_per_step):
-    """Prevents a bound above the time of steps of unequally many packs."""
+    """Prevents a bound above the time of steps with unequal numbers of packs."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
     setting = Setting(request=searched, packs={})
     setting.packs.update([pack_at(setting, CAPS)])
@@ -251,7 +251,7 @@ def test_bound_holds(samples_per_step):
 
 
 def test_memory_rules_out_what_cannot_be_planned():
-    """Prevents strategies that cannot be trained, and feasible ones that are called infeasible."""
+    """Prevents strategies that do not fit, and feasible strategies reported as infeasible."""
     peak_gib = max(each.peak_gib for each in search(gpus=8).ranking)
     for share in np.arange(0.7, 0.1, -0.1):
         tight = CLUSTER.model_copy(update={"memory_gib": share * peak_gib / 0.9})
@@ -273,14 +273,14 @@ def test_memory_rules_out_what_cannot_be_planned():
 
 
 def test_processes_do_not_matter():
-    """Prevents results that depend on processes, and a bar that stops half-way or runs over."""
+    """Prevents results that depend on processes, and a progress bar that does not end at 100 %."""
     searched = strategy_request(gpus=2, caps=None, samples=100, samples_per_step=20)
     one = found_ending_with_its_progress(searched)
     assert one == search_strategies(searched, lambda done: None, 2)
 
 
 def test_caps_are_chosen_for_each_strategy():
-    """Prevents caps that are worse than those of the levels, or that a sample does not fit."""
+    """Prevents caps worse than the levels' caps, or too small for a sample."""
     few = {"samples": 100, "samples_per_step": 20}
     free = search(caps=None, **few)
     lengths = example_lengths()
@@ -302,7 +302,7 @@ def found_ending_with_its_progress(searched: StrategyRequest) -> StrategySearch:
 
 
 def test_loser_is_told_why():
-    """Prevents a cause that is not what the slower strategy loses more time to."""
+    """Prevents a reason that is not the main cause of the slower strategy's extra time."""
     slow_links = CLUSTER.model_copy(update={"link_latency_us": 10_000})
     found = search(cluster=slow_links, samples_per_step=300)
     assert found.best.why == "best"
@@ -317,13 +317,13 @@ def test_loser_is_told_why():
 
 
 def test_ranks_without_a_pack_are_refused():
-    """Prevents a comparison in which a strategy trains larger steps than the others."""
+    """Prevents comparing strategies with different step sizes."""
     few = {"samples_per_step": 6, "lengths": example_lengths(count=60), "gpus": 8}
     packs = len(pack_samples(few["lengths"], CAPS, PackingMethod.ISF, 0))
     found = search(**few)
     idle = {each.parallel for each in found.ruled_out if "packs for" in each.why}
-    assert idle == {each for each in listed(found) if each.data > 6 * packs / 60}
-    assert idle < {*listed(found)}
+    assert idle == {each for each in list_parallels(found) if each.data > 6 * packs / 60}
+    assert idle < {*list_parallels(found)}
     with pytest.raises(
         UserError, match=r"at least 8 data-parallel ranks.*larger --samples-per-step"
     ):
@@ -367,10 +367,10 @@ def test_impossible_sizes_are_refused(changes, words):
 
 
 def test_profile_decides_the_tensor_size():
-    """Prevents measured costs from being used for another tensor size than was measured."""
+    """Prevents a profile's costs from being used for another tensor size."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
     found = search(cost_source=CostSource(profile))
-    assert {each.tensor for each in listed(found)} == {1}
+    assert {each.tensor for each in list_parallels(found)} == {1}
     with pytest.raises(UserError, match="--tp 2 was given with a profile of tensor size 1"):
         search(cost_source=CostSource(profile), tensor=2)
     of_two = profile.model_copy(update={"tensor": 2})
@@ -385,7 +385,7 @@ PLAN = (
 
 
 def run_plan(monkeypatch, lengths: Path, directory: Path, unfit: int) -> tuple[int, list[Parallel]]:
-    """Exit code and sizes tried, where the first strategies do not fit all data."""
+    """Return exit code and tried sizes if the first `unfit` strategies do not fit all data."""
     tried: list[Parallel] = []
 
     def scarcely(planned: PlanRequest) -> PlanResult:
@@ -396,7 +396,7 @@ def run_plan(monkeypatch, lengths: Path, directory: Path, unfit: int) -> tuple[i
         return make_plan(planned)
 
     monkeypatch.setattr("omnibal.search.finalists.make_ordered_plan", scarcely)
-    # The best alone is planned at a time, here and not in other processes.
+    # Plan only the best at a time, in this process.
     monkeypatch.setattr("omnibal.search.finalists._FINALISTS", 1)
     return status(PLAN, lengths, "-o", directory / "plan"), tried
 
@@ -404,7 +404,7 @@ def run_plan(monkeypatch, lengths: Path, directory: Path, unfit: int) -> tuple[i
 def test_runner_up_is_planned_where_the_best_does_not_fit(
     monkeypatch, lengths_file, tmp_path, capsys
 ):
-    """Prevents an error although another strategy fits, and the wrong one named the best."""
+    """Prevents an error although another strategy fits, and the wrong one reported as best."""
     code, tried = run_plan(monkeypatch, lengths_file, tmp_path, unfit=1)
     assert not code
     assert len(set(tried)) == 2
@@ -420,7 +420,7 @@ def test_runner_up_is_planned_where_the_best_does_not_fit(
 
 
 def test_no_strategy_fits_all_data(monkeypatch, lengths_file, tmp_path, capsys):
-    """Prevents a traceback, or the cause of the slowest strategy in place of the best's."""
+    """Prevents a traceback, or the slowest strategy's error instead of the best's."""
     code, tried = run_plan(monkeypatch, lengths_file, tmp_path, unfit=99)
     assert code == 2
     assert len(tried) == len(set(tried)) > 1
@@ -430,7 +430,7 @@ def test_no_strategy_fits_all_data(monkeypatch, lengths_file, tmp_path, capsys):
 
 
 def test_given_layouts_are_planned_once_each(monkeypatch, lengths_file, tmp_path, capsys):
-    """Prevents: a sharding that is given up unplanned because another one did not fit all data."""
+    """Prevents a sharding given up unplanned because another sharding did not fit all data."""
     tried = []
 
     def unfit(planned: PlanRequest) -> PlanResult:
@@ -451,12 +451,12 @@ def test_given_layouts_are_planned_once_each(monkeypatch, lengths_file, tmp_path
 
 
 def test_without_the_best_the_next_is_compared_with():
-    """Prevents reasons that are relative to a strategy that cannot be used."""
+    """Prevents reasons relative to a strategy that cannot be used."""
     found = search(gpus=8, samples_per_step=24)
     left = found.without(found.best, "no")
     assert [each.parallel for each in left.ranking] == [e.parallel for e in found.ranking[1:]]
     assert left.best.why == "best"
-    assert {*listed(left)} == {*listed(found)}
+    assert {*list_parallels(left)} == {*list_parallels(found)}
     assert (left.ruled_out[0].parallel, left.ruled_out[0].why) == (found.best.parallel, "no")
     compared = [each for each in left.ruled_out if each.most_samples_per_second is not None]
     assert compared
@@ -470,12 +470,12 @@ def test_without_the_best_the_next_is_compared_with():
     ("gpus", "samples"), [(1, 128), (32, 128), (33, 256), (128, 256), (129, 512), (4096, 512)]
 )
 def test_default_steps_are_those_of_recipes(gpus, samples):
-    """Prevents a default step so small that half of the speed is lost, or that nobody trains."""
+    """Prevents a default step size that halves the speed, or exceeds published recipes."""
     assert recipe_samples(gpus) == samples
 
 
 def test_default_steps_give_every_rank_four_packs():
-    """Prevents default steps with less than four packs for each of many data-parallel ranks."""
+    """Prevents default steps with fewer than four packs per data-parallel rank."""
     asked = strategy_request(gpus=32, tensor=1, pipeline=1)
     samples = default_samples_per_step(asked.lengths, asked.caps, 32, 32)
     packs = samples * asked.lengths.tokens.mean() / asked.caps["tokens"]
@@ -483,7 +483,7 @@ def test_default_steps_give_every_rank_four_packs():
 
 
 def test_steps_are_doubled_until_ranks_have_four_packs():
-    """Prevents default steps that are too small for the fastest layout."""
+    """Prevents default steps too small for the fastest layout."""
     asked = strategy_request(gpus=8, samples_per_step=10, lengths=example_lengths(count=400))
     samples = with_enough_samples(asked, 1).samples_per_step
     found = [
@@ -494,7 +494,7 @@ def test_steps_are_doubled_until_ranks_have_four_packs():
 
 
 def test_rates_of_other_steps_are_those_of_their_own_searches():
-    """Prevents advice on the step size that a search at this size would contradict."""
+    """Prevents advice on the step size that contradicts a search at this size."""
     asked = strategy_request(gpus=8, samples_per_step=60)
     rates = step_rates(asked, found_of(asked), lambda done: None)
     assert [rate.samples_per_step for rate in rates] == [30, 60, 120, 240]
@@ -508,14 +508,14 @@ def test_rates_of_other_steps_are_those_of_their_own_searches():
     [([9, 10, 10.9, 10.99], None), ([9, 10, 11.2, 14], 20), ([12, 10, 10, 9], 5)],
 )
 def test_a_faster_step_is_named(per_second, named):
-    """Prevents silence about a step of another size that trains ten percent more."""
+    """Prevents silence about a step size that trains ten percent faster."""
     rates = list(map(StepRate, (5, 10, 20, 40), per_second))
     said = remark(rates, 10)
     assert said is None if named is None else said.startswith(f"--samples-per-step {named} ")
 
 
 def test_bound_is_the_time_where_nothing_is_lost():
-    """Prevents a bound so loose that nothing is ever ruled out: equal stages, free links."""
+    """Prevents a bound too loose to rule out strategies: equal stages, free links."""
     rng = np.random.default_rng(0)
     model = small_model(4, 4)
     cost = random_cost(rng)
@@ -533,7 +533,7 @@ def test_bound_is_the_time_where_nothing_is_lost():
 
 
 def test_table_fits_a_terminal():
-    """Prevents rows that wrap, and strategies that are not in the table."""
+    """Prevents rows that wrap, and strategies missing from the table."""
     found = search(cluster=CLUSTER.model_copy(update={"memory_gib": 0.02}), gpus=8)
     console = Console(width=80, file=StringIO())
     console.print(command_tables.strategy_table(found, 72.0))
@@ -545,7 +545,7 @@ def test_table_fits_a_terminal():
 
 
 def test_paper_sized_job_is_shared_as_in_the_paper():
-    """Prevents a ranking that no one would follow: OmniBal trains 6B + 20B at TP 2, PP 4."""
+    """Prevents an implausible ranking: OmniBal trains 6B + 20B at TP 2, PP 4."""
     rng = np.random.default_rng(0)
     tiles = rng.integers(1, 6, 1200)
     tokens = 256 * tiles + rng.integers(40, 400, 1200)
@@ -566,9 +566,9 @@ def test_paper_sized_job_is_shared_as_in_the_paper():
 
 
 def test_slices_that_are_measured_to_be_slow_are_not_chosen():
-    """Prevents: tensor parallelism chosen for slices that the device's table says are slow."""
+    """Prevents tensor parallelism with slices that the device's table shows to be slow."""
     cluster, tiled = assumed_h100(), tiled_rates()
-    # Every product takes as long to begin as a slice of this model does to compute.
+    # Every product starts as slowly as a slice of this model computes.
     late = tuple(one.model_copy(update={"ms": one.ms + 0.03}) for one in tiled.products)
     alone = tiled.model_copy(update={"products": late, "collectives": (), "copies": ()})
 

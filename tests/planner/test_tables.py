@@ -1,4 +1,4 @@
-"""Tables on a narrow terminal: every word that a wide one shows."""
+"""Tables on a narrow terminal: every word that a wide terminal shows."""
 
 import shlex
 from io import StringIO
@@ -19,7 +19,7 @@ CAPS = "--limit clips=12 --max-tiles 1234 --max-tokens 123456 --memory-gib 12345
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory, lengths_file) -> list[str]:
-    """Commands with tables of a model with a long name, and of large numbers."""
+    """Return commands with tables of a long-named model and large numbers."""
     folder = tmp_path_factory.mktemp("wide")
     model, plan = folder / f"{NAME}.toml", folder / "plan"
     towers = model_of("vision audio language", 30, 20, 40)
@@ -38,15 +38,15 @@ def commands(tmp_path_factory, lengths_file) -> list[str]:
     ]
 
 
-def drawn(part: Table | Facts | str, width: int) -> str:
-    """The part on a terminal, without rules."""
+def render(part: Table | Facts | str, width: int) -> str:
+    """Return the part as shown on a terminal, without rules."""
     console = Console(width=width, file=StringIO())
     console.print(part, markup=False, soft_wrap=isinstance(part, str))
     return console.file.getvalue().replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "")
 
 
 def test_narrow_terminals_show_all_words(commands, monkeypatch):
-    """Prevents: cells that are cut, and words or numbers that are broken, at 80 columns."""
+    """Prevents cut cells, and broken words or numbers, at 80 columns."""
     parts: list[Table | Facts | str] = []
     monkeypatch.setattr(Console, "print", lambda _, part, **__: parts.append(part))
     for command in commands:
@@ -55,20 +55,20 @@ def test_narrow_terminals_show_all_words(commands, monkeypatch):
     tables = [part for part in parts if not isinstance(part, str)]
     assert len(tables) > 15
     for part in tables:
-        narrow = drawn(part, 80)
-        assert set(narrow.split()) == set(drawn(part, 1000).split())
+        narrow = render(part, 80)
+        assert set(narrow.split()) == set(render(part, 1000).split())
         assert max(map(len, narrow.splitlines())) <= 80, narrow
 
 
 @pytest.mark.parametrize("width", [80, 60])
 def test_any_table_shows_all_words(width):
-    """Prevents: a column that fits in the cases above and is cut in another."""
+    """Prevents a column that is cut in tables other than the commands' above."""
     words = [[f"{row}{column:02}{'w' * column}" for column in range(24)] for row in range(3)]
     table = Table.of_rows(
         "Wide", map("column {}".format, range(24)), *[[row] for row in words], keys=3
     )
     facts = Facts("Facts", [("a name of words", f"{'long' * 9} value {'of' * 11} many words")] * 3)
     for part in (table, facts):
-        narrow = drawn(part, width)
-        assert set(narrow.split()) == set(drawn(part, 1000).split())
+        narrow = render(part, width)
+        assert set(narrow.split()) == set(render(part, 1000).split())
         assert max(map(len, narrow.splitlines())) <= width

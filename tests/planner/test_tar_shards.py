@@ -1,4 +1,4 @@
-"""Tar shards: the same samples as webdataset and Energon read, and the same as from files."""
+"""Tar shards: the samples that webdataset and Energon read, equal to samples from files."""
 
 import io
 import json
@@ -30,8 +30,8 @@ def open_shards(folder: Path, notation: str = "train-{000..002}.tar", **meta) ->
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A folder with lines.json and three shards of the same records; not to be written to."""
+def shards_and_records(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """Return a read-only folder with lines.json and three shards, and their records."""
     folder = tmp_path_factory.mktemp("shards")
     records = make_samples(folder)
     write_lines(folder, records)
@@ -56,13 +56,13 @@ def read_by_webdataset(notation: str) -> list[dict]:
 
 
 def members_of(sample: dict) -> dict[str, bytes]:
-    """Suffix and content of what a library read."""
+    """Return suffix and content of a library's sample."""
     return {name: content for name, content in sample.items() if not name.startswith("__")}
 
 
-def test_the_same_samples_as_webdataset_reads(written):
-    """Prevents a sample or image that is lost, cut, moved, or another's."""
-    folder, _ = written
+def test_the_same_samples_as_webdataset_reads(shards_and_records):
+    """Prevents a sample or image that is lost, truncated, moved or swapped."""
+    folder, _ = shards_and_records
     annotations = open_shards(folder)
     found = read_by_webdataset(str(folder / "train-{000..002}.tar"))
     assert len(annotations) == len(found) == SAMPLES
@@ -80,7 +80,7 @@ def test_the_same_samples_as_webdataset_reads(written):
     "tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 )
 def test_odd_members_go_where_webdataset_puts_them(tmp_path, tar_format):
-    """Prevents members that are no part of a sample from shifting those that are."""
+    """Prevents members outside samples from shifting the samples."""
     long = "d" * 90 + "/" + "n" * 95
     members = {
         "README": b"no key",
@@ -119,9 +119,9 @@ def test_odd_members_go_where_webdataset_puts_them(tmp_path, tar_format):
     assert [len(contents) for _, contents in good] == [1, 1, 2]
 
 
-def test_files_and_shards_are_scanned_alike(written, tokenizer):
-    """Prevents lengths that depend on how the same samples are stored."""
-    folder, _ = written
+def test_files_and_shards_are_scanned_alike(shards_and_records, tokenizer):
+    """Prevents lengths that depend on how samples are stored."""
+    folder, _ = shards_and_records
     files, shards = Annotations.open(folder / "lines.json"), open_shards(folder)
     expected = scan(files, tokenizer).lengths
     for processes in (1, 2):
@@ -138,7 +138,7 @@ def test_files_and_shards_are_scanned_alike(written, tokenizer):
 
 
 def test_hash_follows_what_is_in_the_shards(tmp_path):
-    """Prevents training on changed data under an old plan, and refusal after a mere move."""
+    """Prevents training on changed data under an old plan, and rejection after a mere move."""
 
     def sha256(*shards: dict[str, bytes]) -> str:
         for number, members in enumerate(shards):
@@ -175,7 +175,7 @@ def test_hash_follows_what_is_in_the_shards(tmp_path):
     ],
 )
 def test_names_in_a_record(tmp_path, record, expected):
-    """Prevents the wrong image, or all of them where the record says which."""
+    """Prevents the wrong image, or all images although the record names some."""
     count = len(expected) if isinstance(expected, list) and "video" not in record else 0
     members = {"f/x.json": json.dumps(record_of("<image>" * count, **record)).encode()}
     write_tar(tmp_path / "a.tar", members | {"f/x.0.png": picture(), "f/x.1.png": picture(9)})
@@ -190,7 +190,7 @@ def test_names_in_a_record(tmp_path, record, expected):
 
 
 def test_bad_samples_are_skipped_like_others(tmp_path, tokenizer):
-    """Prevents one broken member from ending a scan that was asked to go on, or from passing."""
+    """Prevents one broken member from ending a scan with --on-error skip, or being accepted."""
     shard, record = tmp_path / "a.tar", json.dumps(record_of("<image>")).encode()
     whole, members = picture(64, 64), {}
     for number, content in enumerate([whole, whole[:-9], b"", b"no picture", whole]):
@@ -211,7 +211,7 @@ def test_bad_samples_are_skipped_like_others(tmp_path, tokenizer):
 
 
 def test_a_video_that_no_record_names_is_shown(tmp_path):
-    """Prevents a question about a video from being learned without any of it."""
+    """Prevents learning a question about a video without its frames."""
     members = {"1.json": JSON_TURNS.encode(), "1.MP4": b"abc", "1.txt": b""}
     write_tar(tmp_path / "a.tar", members)
     [sample] = open_shards(tmp_path, "a.tar")
@@ -236,7 +236,7 @@ def test_a_video_that_no_record_names_is_shown(tmp_path):
     ids=["truncated", "without its end", "damaged", "empty", "two by cat"],
 )
 def test_damaged_shards(tmp_path, damage):
-    """Prevents the rest of a half-downloaded shard from being left out without a word."""
+    """Prevents silently dropping the rest of a truncated shard."""
     members = {f"{k}.json": JSON_TURNS.encode() for k in range(4)}
     write_tar(tmp_path / "a.tar", members, tarfile.USTAR_FORMAT)
     assert len(open_shards(tmp_path, "a.tar")) == 4
@@ -259,14 +259,14 @@ def test_damaged_shards(tmp_path, damage):
     ],
 )
 def test_mistakes_about_shards(tmp_path, members, notation, message):
-    """Prevents a wrong path or kind of file from ending in a traceback."""
+    """Prevents a traceback for a wrong path or kind of file."""
     write_tar(tmp_path / "a.tar", dict.fromkeys(members.split(), b""))
     with pytest.raises(UserError, match=message):
         open_shards(tmp_path, notation)
 
 
 def test_a_shard_is_what_the_meta_says(tmp_path):
-    """Prevents a compressed, shortened or removed shard from ending in a traceback."""
+    """Prevents a traceback for a compressed, shortened or removed shard."""
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("1.json"))
     with pytest.raises(UserError, match="not compressed"):
@@ -305,11 +305,14 @@ assert not {"torch", "webdataset"} & set(sys.modules)
 """
 
 
-def test_shards_need_no_torch_and_a_missing_library_is_named(written, tmp_path):
-    """Prevents a planner or a worker that needs torch, and a traceback without a library."""
-    open_shards(written[0])
+def test_shards_need_no_torch_and_a_missing_library_is_named(shards_and_records, tmp_path):
+    """Prevents a planner or worker that needs torch, and a traceback if a library is missing."""
+    open_shards(shards_and_records[0])
     (tmp_path / "energon.json").write_text('{"a": {"energon": "x"}}')
-    files, pickled = (tmp_path / "energon.json", written[0] / "meta.json"), tmp_path / "pickled"
+    files, pickled = (
+        (tmp_path / "energon.json", shards_and_records[0] / "meta.json"),
+        tmp_path / "pickled",
+    )
     for program, *arguments in ((WITHOUT_LIBRARIES, *files, pickled), (IN_A_WORKER, pickled)):
         command = [sys.executable, "-c", program, *map(str, arguments)]
         root = Path(__file__).parents[2]
@@ -319,16 +322,16 @@ def test_shards_need_no_torch_and_a_missing_library_is_named(written, tmp_path):
             assert '"omnibal[webdataset]"' in said[0] and '"omnibal[energon]"' in said[1]
 
 
-def test_the_same_samples_as_energon_reads(written, tmp_path):
-    """Prevents another split, order or exclusion than Energon's own."""
+def test_the_same_samples_as_energon_reads(shards_and_records, tmp_path):
+    """Prevents a split, order or exclusion that differs from Energon's."""
     pytest.importorskip("megatron.energon")
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
     from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
-    (tmp_path / "pictures").symlink_to(written[0] / "pictures")
-    names = [path.name for path in write_shards(tmp_path, written[1], per_shard=4)]
+    (tmp_path / "pictures").symlink_to(shards_and_records[0] / "pictures")
+    names = [path.name for path in write_shards(tmp_path, shards_and_records[1], per_shard=4)]
     WebdatasetPreparator.prepare_dataset(
         tmp_path, names, split_parts_ratio=[("train", 0.7), ("val", 0.3)], workers=1
     )
@@ -356,7 +359,7 @@ def test_the_same_samples_as_energon_reads(written, tmp_path):
 
 
 def write_energon_index(folder: Path, names: list[str]) -> None:
-    """What `energon prepare` 7.4.1 writes, in its tables and order, as far as it is read."""
+    """Write the parts of `energon prepare` 7.4.1's index that are read, in its tables and order."""
     (folder / ".nv-meta").mkdir()
     counts, samples, parts = {}, [], []
     for number, name in enumerate(names):
@@ -385,39 +388,39 @@ def write_energon_index(folder: Path, names: list[str]) -> None:
 
 
 @pytest.fixture
-def prepared(written, tmp_path) -> list[Shard]:
-    """The written shards with an index of Energon's, of which the last shard comes first."""
-    names = [path.name for path in sorted(written[0].glob("*.tar"))]
+def indexed_shards(shards_and_records, tmp_path) -> list[Shard]:
+    """Return the shards with an Energon index that lists the last shard first."""
+    names = [path.name for path in sorted(shards_and_records[0].glob("*.tar"))]
     for name in names:
-        (tmp_path / name).write_bytes((written[0] / name).read_bytes())
+        (tmp_path / name).write_bytes((shards_and_records[0] / name).read_bytes())
     write_energon_index(tmp_path, [names[-1], *names[:-1]])
     indexes = zip(names, energon_indexes(tmp_path, names), strict=True)
     return [Shard(tmp_path / name, listed=index) for name, index in indexes]
 
 
-def test_energons_index_is_as_good_as_the_shard(prepared):
-    """Prevents other samples, or other data to a plan, than those of the shard that is read."""
-    for shard in prepared:
+def test_energons_index_is_as_good_as_the_shard(indexed_shards):
+    """Prevents samples or a data hash that differ from the shard's own."""
+    for shard in indexed_shards:
         assert shard.listed is not None
         found, expected = index_shard(shard), index_shard(replace(shard, listed=None))
         assert found.digest == expected.digest
         assert found.start.tolist() == expected.start.tolist()
         assert found.size.tolist() == expected.size.tolist()
-    folder, names = prepared[0].path.parent, [shard.path.name for shard in prepared]
+    folder, names = indexed_shards[0].path.parent, [shard.path.name for shard in indexed_shards]
     (folder / "train-001.tar.idx").unlink()
     assert [each is not None for each in energon_indexes(folder, names)] == [True, False, True]
     with sqlite3.connect(folder / ".nv-meta/index.sqlite") as database:
-        database.execute("DROP TABLE sample_parts")  # which earlier versions do not have
+        database.execute("DROP TABLE sample_parts")  # missing in earlier versions
     assert energon_indexes(folder, names) == [None] * 3
 
 
-def test_a_stale_index_of_energons_is_refused(prepared):
-    """Prevents lengths by the places of an earlier shard, be it as long and of as many samples."""
-    first, second, third = (shard.path for shard in prepared)
+def test_a_stale_index_of_energons_is_refused(indexed_shards):
+    """Prevents offsets from a stale index, even if the shard has equal length and samples."""
+    first, second, third = (shard.path for shard in indexed_shards)
     content = bytearray(first.read_bytes())
     with tarfile.open(first) as tar:
         records = [entry for entry in tar if entry.name.endswith(".json")]
-    # A record in the middle with one byte less, whatever follows it.
+    # One byte less in a middle record.
     header, records[4].size = records[4].offset_data - 512, records[4].size - 1
     content[header : header + 512] = records[4].tobuf(tarfile.USTAR_FORMAT)
     first.write_bytes(content)
@@ -426,6 +429,6 @@ def test_a_stale_index_of_energons_is_refused(prepared):
     offsets = third.with_suffix(".tar.idx")
     offsets.write_bytes(offsets.read_bytes()[8:])
     stale = r"Energon's index says of it .*`energon prepare` again"
-    for shard in prepared:
+    for shard in indexed_shards:
         with pytest.raises(UserError, match=stale):
             index_shard(shard)

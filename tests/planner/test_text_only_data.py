@@ -1,4 +1,4 @@
-"""Data of models without an encoder: their chat templates as released, and scans without tiles."""
+"""Data of models without encoders: chat templates as released, and scans without tiles."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ PIECES = {
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "qwen2.5": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
 }
-# Of the tokenizers of meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct, without what
-# is for tools; `generation` marks what is learned.
+# From meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct, without tool use;
+# `generation` marks learned text.
 RELEASED = {name: (FOLDER / f"released/{name}.jinja").read_text() for name in PIECES}
 MODELS = {"llama3": load_model("llama3.1-8b"), "qwen2.5": load_model("qwen2.5-32b")}
 
@@ -54,7 +54,7 @@ def case(request, tmp_path_factory) -> tuple[ModelConfig, Tokenizer, PreTrainedT
 
 WORD = st.sampled_from([*WORDS, " ", "\n", "<box>", "<|end|>"]) | st.text(max_size=6)
 QUESTION = st.lists(WORD).map(lambda words: "".join(words).replace("<image>", ""))
-# An answer that begins with a line end makes one token with the header's.
+# A line end at an answer's start would merge with the header's token.
 ANSWER = QUESTION.map(lambda text: text.lstrip("\n\r"))
 
 
@@ -64,7 +64,7 @@ ANSWER = QUESTION.map(lambda text: text.lstrip("\n\r"))
     st.none() | ANSWER,
 )
 def test_any_sample_is_as_the_released_template_has_it(case, turns, system, greeting):
-    """Prevents: tuning in other words than the release's, or loss beside answers and their ends."""
+    """Prevents a prompt that differs from the release's, or loss outside answers and their ends."""
     model, tokenizer, reference = case
     sample = sample_of(*turns, system=system, greeting=greeting)
     check_tokenizer(model, tokenizer)
@@ -85,7 +85,7 @@ def test_any_sample_is_as_the_released_template_has_it(case, turns, system, gree
 
 
 def test_template_keeps_its_own_pieces_to_itself(case):
-    """Prevents: a text that ends a turn; and a refusal of what would show an image elsewhere."""
+    """Prevents text that ends a turn, and rejection of image pieces that are plain text here."""
     model, tokenizer, _ = case
     own = PIECES[model.chat_template][1:]
     for piece in own:
@@ -96,7 +96,7 @@ def test_template_keeps_its_own_pieces_to_itself(case):
 
 
 def test_lacking_pieces_are_named_and_images_are_not_asked_for(case, tmp_path):
-    """Prevents: a scan of Llama that asks for <IMG_CONTEXT>, or takes another's tokenizer."""
+    """Prevents a Llama scan that requires <IMG_CONTEXT>, or accepts another model's tokenizer."""
     model, _, _ = case
     other = next(name for name in PIECES if name != model.chat_template)
     tokenizer = open_tokenizer(tokenizer_file(tmp_path, other))
@@ -108,7 +108,7 @@ def test_lacking_pieces_are_named_and_images_are_not_asked_for(case, tmp_path):
 
 
 def test_a_scan_of_texts_counts_no_tiles(case, tmp_path):
-    """Prevents: a column of zeros that asks for a tile cap, or lengths that any model takes."""
+    """Prevents a zero column that requires a tile cap, or lengths accepted for any model."""
     model, tokenizer, _ = case
     annotations = open_jsonl(tmp_path, record_of("Who?", "It is I."), record_of("And?", "7"))
     lengths = scan(annotations, tokenizer, model).lengths
@@ -136,7 +136,7 @@ def test_a_scan_of_texts_counts_no_tiles(case, tmp_path):
     ids=["image", "images", "video"],
 )
 def test_a_sample_with_an_image_is_one_clear_error(case, tmp_path, shown):
-    """Prevents: an image that is silently left out, or a traceback for the lack of an encoder."""
+    """Prevents a silently dropped image, or a traceback for the missing encoder."""
     model, tokenizer, _ = case
     places = "<video>\n" if "video" in shown else "<image>\n" * np.size(shown["image"])
     annotations = open_jsonl(tmp_path, record_of(), record_of(f"{places}What?", "b", **shown))

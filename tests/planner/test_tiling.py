@@ -1,4 +1,4 @@
-"""Dynamic tiling against a statement of InternVL's rule, and against known grids."""
+"""Dynamic tiling against InternVL's rule and known grids."""
 
 import math
 from fractions import Fraction
@@ -22,13 +22,13 @@ def tiling_of(lowest: int, highest: int, **changes: bool) -> TilingConfig:
 
 
 def ratios(lowest: int, highest: int) -> set[Fraction]:
-    """Columns over rows of all grids."""
+    """Return columns over rows of all grids."""
     counts = range(1, highest + 1)
     return {Fraction(c, r) for c in counts for r in counts if lowest <= c * r <= highest}
 
 
 def tied_sizes(lowest: int, highest: int) -> list[Fraction]:
-    """Ratios just between those of two grids, of which both are equally near."""
+    """Return ratios midway between neighbouring grids."""
     return [(a + b) / 2 for a, b in pairwise(sorted(ratios(lowest, highest)))]
 
 
@@ -49,7 +49,7 @@ def test_grid_is_internvls(width, height, tiles, side, thumbnail):
 
 @given(TILES.filter(lambda tiles: tiles[1] > 1), st.integers(1, 1200), st.data())
 def test_grid_of_ties(tiles, unit, data):
-    """Prevents a wrong tie rule, which random sizes hardly ever meet."""
+    """Prevents a wrong tie rule, which random sizes rarely meet."""
     ratio = data.draw(st.sampled_from(tied_sizes(*tiles)))
     size = ratio.numerator * unit, ratio.denominator * unit
     assert tile_grid(*size, tiling_of(*tiles), 448) == internvl_grid(*size, *tiles, 448)
@@ -60,7 +60,7 @@ def test_grid_of_ties(tiles, unit, data):
     [(1, 4), (1, 6), (1, 12), (2, 24), (1, 40), (2, 2), (4, 4), (5, 5), (6, 7), (8, 9), (16, 17)],
 )
 def test_all_ties_and_grid_ratios(lowest, highest):
-    """Prevents grids of equally many tiles from being tried in an order of their own."""
+    """Prevents a wrong order among grids with equally many tiles."""
     tiling = tiling_of(lowest, highest)
     for ratio in {*tied_sizes(lowest, highest), *ratios(1, highest)}:
         for unit in (10, 100, 500, 2000):
@@ -84,8 +84,8 @@ def test_all_ties_and_grid_ratios(lowest, highest):
     ],
 )
 def test_known_grids(size, highest, grid):
-    """Prevents swapped columns and rows, a square blown up to four tiles below half of them, and a
-    thumbnail of a single tile, or one counted where none is made."""
+    """Prevents swapped columns and rows, a small square enlarged to four tiles, and a thumbnail of
+    a single tile or without use_thumbnail."""
     assert tile_grid(*size, tiling_of(1, highest), 448) == grid
     tiles = math.prod(grid)
     for thumbnail in (False, True):

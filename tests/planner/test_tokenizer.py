@@ -1,4 +1,4 @@
-"""Tokenizers of both kinds against transformers' own classes, and what is refused."""
+"""Tokenizers of both kinds against transformers' classes, and rejected files."""
 
 import json
 import pickle
@@ -44,7 +44,7 @@ Pair = tuple[Tokenizer, PreTrainedTokenizerBase]
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory) -> Pair:
-    """A tokenizer of each kind, and transformers' own."""
+    """Return a tokenizer of each kind, and transformers' own."""
     path, theirs = write_kind(request.param, tmp_path_factory.mktemp("tokenizer"), strips=True)
     return open_tokenizer(path), theirs
 
@@ -62,14 +62,14 @@ def edit_config(folder: Path, **changes: object) -> dict:
 @example(" <s>")
 @example(f" a{SPACE} b<|user|>\n c<|user|>{SPACE} d")
 def test_ids_are_those_of_transformers(pair, text):
-    """Prevents a run between added tokens, a stripped space or an id from differing."""
+    """Prevents ids that differ between added tokens or at stripped spaces."""
     tokenizer, theirs = pair
     assert tokenizer.encode(text) == ids_by(theirs)(text)
 
 
 @pytest.mark.parametrize("save", [save_qwen2, save_llama3])
 def test_ids_are_those_of_released_classes(tmp_path, save):
-    """Prevents words that a class cuts by rules of its own, or a begin token twice."""
+    """Prevents ignored splitting rules of a tokenizer class, or a doubled begin token."""
     ids, tokenizer = ids_by(save(tmp_path)), open_tokenizer(tmp_path)
     for text in [*WORDS, *ODD]:
         text = f"<|im_start|>user\n{text}<|im_end|><img>{text}\n"
@@ -77,7 +77,7 @@ def test_ids_are_those_of_released_classes(tmp_path, save):
 
 
 def test_pieces_and_size_are_those_of_transformers(pair):
-    """Prevents image tokens beyond the vocabulary, and processes that count otherwise."""
+    """Prevents image tokens outside the vocabulary, and worker processes that count otherwise."""
     tokenizer, theirs = pair
     for piece in [*CONTROLS, *IMAGES, "<s>"]:
         assert tokenizer.id_of(piece) == theirs.convert_tokens_to_ids(piece)
@@ -92,7 +92,7 @@ def test_pieces_and_size_are_those_of_transformers(pair):
 
 
 def test_texts_are_neither_cut_nor_filled_up(tmp_path):
-    """Prevents what tokenizer.json says of a batch's shape from deciding what is learned."""
+    """Prevents tokenizer.json's truncation and padding from changing the learned text."""
     path = write_fast(tmp_path)
     plain = open_tokenizer(path)
     model = FastModel.from_file(str(path))
@@ -104,7 +104,7 @@ def test_texts_are_neither_cut_nor_filled_up(tmp_path):
 
 
 def test_bare_model_is_encoded_as_it_is(tmp_path):
-    """Prevents the quickstart's tokenizer from giving other ids than it did."""
+    """Prevents changed ids of the quickstart's tokenizer."""
     path = tmp_path / "tokenizer.model"
     path.write_bytes(sentencepiece_model(True, [*CONTROLS, *IMAGES]))
     tokenizer, model = open_tokenizer(path), SentencePieceProcessor(model_file=str(path))
@@ -114,7 +114,7 @@ def test_bare_model_is_encoded_as_it_is(tmp_path):
 
 
 def test_longest_added_token_wins(tmp_path):
-    """Prevents an added token from being cut by a shorter one that it begins with."""
+    """Prevents an added token from being cut by a shorter added token."""
     path = tmp_path / "tokenizer.model"
     path.write_bytes(sentencepiece_model(True, []))
     first = SentencePieceProcessor(model_file=str(path)).GetPieceSize()
@@ -126,7 +126,7 @@ def test_longest_added_token_wins(tmp_path):
 
 
 def test_added_tokens_json_counts_where_the_config_names_none(tmp_path):
-    """Prevents image tokens from being missed in checkpoints of the older layout."""
+    """Prevents missed image tokens in checkpoints of the older layout."""
     path = write_sentencepiece(tmp_path)
     by_config, config = open_tokenizer(path), edit_config(tmp_path)
     decoder = config.pop("added_tokens_decoder")
@@ -140,7 +140,7 @@ def test_added_tokens_json_counts_where_the_config_names_none(tmp_path):
 
 
 def test_tokens_that_only_the_config_has_are_added(tmp_path):
-    """Prevents a tokenizer.json of the language model from hiding what InternVL added."""
+    """Prevents the language model's tokenizer.json from hiding InternVL's added tokens."""
     path = write_fast(tmp_path)
     size = open_tokenizer(path).vocab_size
     added = {str(size): {"content": "<ref>", "special": True}}
@@ -156,7 +156,7 @@ PIECES = [*CONTROLS, *IMAGES, *WORDS, "<s>", "<new>", "<more>", "zqz", "a", " ",
 
 
 def assert_as_transformers(folder: Path, pieces: list[str]) -> None:
-    """Whether both read the folder's tokenizer.json and what is beside it in the same way."""
+    """Assert that both read the folder's tokenizer files alike."""
     ours, theirs = open_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     ids = ids_by(theirs)
     for before, piece, after in product(PIECES, pieces, PIECES):
@@ -169,7 +169,7 @@ FLAGS = ["lstrip", "rstrip", "normalized", "single_word"]
 
 @pytest.mark.parametrize("flags", [{name: True} for name in FLAGS] + [dict.fromkeys(FLAGS, True)])
 def test_flags_of_the_config_count(tmp_path, flags):
-    """Prevents spaces beside a token that its own tokenizer takes away, or a token in a word."""
+    """Prevents ignored strip flags around added tokens, or an added token within a word."""
     path = write_fast(tmp_path)
     plain = json.loads(path.read_text())["added_tokens"]
     decoder = {str(token.pop("id")): dict(token) for token in plain}
@@ -214,7 +214,7 @@ def test_what_else_adds_tokens_to_a_fast_tokenizer(tmp_path, config, added):
     ],
 )
 def test_broken_config_is_named(tmp_path, content, message):
-    """Prevents a traceback, or added tokens or flags that are passed over without a word."""
+    """Prevents a traceback, or silently ignored added tokens or flags."""
     path = write_sentencepiece(tmp_path)
     (tmp_path / CONFIG).write_text(content)
     with pytest.raises(UserError, match=message):
@@ -231,7 +231,7 @@ def test_broken_config_is_named(tmp_path, content, message):
     ],
 )
 def test_begin_token_is_as_the_config_says(tmp_path, kind, given, expected):
-    """Prevents a begin token that InternVL2.5 was not trained with, or the lack of one."""
+    """Prevents a begin token that InternVL2.5 was not trained with, or a missing one."""
     path = kind(tmp_path)
     config = edit_config(tmp_path)
     config.pop("add_bos_token", None)
@@ -240,7 +240,7 @@ def test_begin_token_is_as_the_config_says(tmp_path, kind, given, expected):
 
 
 def test_hash_covers_all_that_changes_ids(tmp_path):
-    """Prevents training with other added tokens than were scanned with."""
+    """Prevents training with added tokens that differ from the scan's."""
     path = write_sentencepiece(tmp_path)
     seen = {open_tokenizer(path).sha256}
     decoder = edit_config(tmp_path, chat_template="other")["added_tokens_decoder"]
@@ -257,7 +257,7 @@ def test_hash_covers_all_that_changes_ids(tmp_path):
 
 
 def test_folder_of_a_checkpoint(tmp_path):
-    """Prevents another file of the folder from being taken than the help says."""
+    """Prevents reading a file of the folder other than the documented one."""
     with pytest.raises(UserError, match="no such tokenizer"):
         open_tokenizer(tmp_path / "tokenizer.model")
     with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
@@ -272,7 +272,7 @@ def test_folder_of_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("content", [b"", b"not a model" * 50, b"\xff\xfe"])
 def test_other_file_is_refused_quietly(tmp_path, capfd, name, content):
-    """Prevents a crash, or the library's own log beside the one error message."""
+    """Prevents a crash, or the library's log next to the one error message."""
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"not a (SentencePiece model|Hugging Face tokenizer)"):
@@ -288,7 +288,7 @@ def test_other_file_is_refused_quietly(tmp_path, capfd, name, content):
     ],
 )
 def test_missing_pieces_are_named(tmp_path, template, missing):
-    """Prevents image tokens from becoming unknown tokens with another model's tokenizer."""
+    """Prevents image tokens that become unknown tokens with another model's tokenizer."""
     path = tmp_path / "tokenizer.model"
     path.write_bytes(sentencepiece_model(True, ["<|im_start|>", "<|im_end|>", "<img>"]))
     model = load_model("internvl2-2b").model_copy(update={"chat_template": template})

@@ -1,5 +1,5 @@
-"""Costs of models that are not one encoder and a dense language model, against published sizes,
-counting by hand, and costs of the parts alone."""
+"""Costs of models with several encoders, none, or experts, against published sizes, hand counts,
+and costs of the parts."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def vector(model: ModelConfig, **features: float) -> np.ndarray:
 
 def test_experts_have_their_published_parameters_and_are_used_in_part():
     """Prevents memory of one expert, or operations of all (Mixtral 8x7B: 46.7 billion parameters,
-    12.9 billion used by a token)."""
+    12.9 billion used per token)."""
     model = ModelConfig(name="mixtral", language=MIXTRAL)
     units = cost_of(model).units
     parameters = sum(units[name].parameters for name in unit_names(model))
@@ -55,8 +55,8 @@ def test_experts_have_their_published_parameters_and_are_used_in_part():
 
 
 def test_ranks_share_out_whole_experts_and_their_state():
-    """Prevents experts that tensor-parallel ranks divide, that every rank holds in spite of expert
-    parallelism, or whose gradients and state go over ranks with other experts."""
+    """Prevents experts divided by tensor parallelism, held by every rank despite expert
+    parallelism, or reduced over ranks with other experts."""
     model, all_experts = ModelConfig(name="mixtral", language=MIXTRAL), 8 * 3 * 4096 * 14336
     sizes = {"pipeline": 1, "tensor": 2, "sequence_parallel": True, "data": 8}
     for expert in (1, 2, 8):
@@ -65,7 +65,7 @@ def test_ranks_share_out_whole_experts_and_their_state():
         assert layer.expert_parameters == all_experts // expert
         assert layer.trained_expert_parameters == layer.expert_parameters
         assert cost.expert_rates.optimizer_bytes == 12 * expert / 16
-        # 2 x 8 ranks are more than a node's, of which each group has some in either node.
+        # 2 x 8 ranks exceed a node; each group has ranks in both nodes.
         of_buffer, adapters = (16 / expert - 1) / (16 / expert), 8 / expert
         gb_per_s = min(CLUSTER.intra_node_gb_per_s, adapters * CLUSTER.inter_node_gb_per_s)
         between = of_buffer / (gb_per_s * 1e6 * CLUSTER.link_efficiency)
@@ -81,14 +81,14 @@ def test_ranks_share_out_whole_experts_and_their_state():
 
 @pytest.mark.parametrize(("expert", "sent"), [(1, 0), (8, 7 / 8), (16, 8 / 16)])
 def test_expert_parallel_ranks_exchange_rows_of_the_fullest(expert, sent):
-    """Prevents exchanges that are free, that count what stays or goes beside the slower link, or
-    that forget that the fullest rank is waited for."""
+    """Prevents free exchanges, local rows counted as sent, the wrong link's rate, and a missing
+    wait for the fullest rank."""
     runs, tokens = (LayerRun(layers=1, experts=OF_8.model_copy(update={"experts": 16})),), 1000
     model = ModelConfig(name="wide", language=MIXTRAL.model_copy(update={"runs": runs}))
     sizes = Parallel(pipeline=1, data=16, expert=expert)
     layer = analytic_cost(model, CLUSTER, sizes, "bf16").units["language_layer_experts16"]
     rate = CLUSTER.intra_node_gb_per_s if expert == 8 else CLUSTER.inter_node_gb_per_s
-    rows = tokens * 2 * (1.2 if expert > 1 else 1.0)  # two experts of every token
+    rows = tokens * 2 * (1.2 if expert > 1 else 1.0)  # two experts per token
     row_bytes = 2 * 4096 * 2 + 4  # out and back in bf16, and its weight
     bytes_ms = sent * rows * row_bytes / (rate * 1e6 * CLUSTER.link_efficiency)
     latency_ms = CLUSTER.link_latency_us / 1e3 if expert > 1 else 0
@@ -98,8 +98,8 @@ def test_expert_parallel_ranks_exchange_rows_of_the_fullest(expert, sent):
 
 
 def test_shared_packs_need_attention_that_is_exchanged():
-    """Prevents a state of linear attention that ranks are said to share at no cost; and heads of
-    latent attention that are counted as grouped keys."""
+    """Prevents linear attention's state shared at no cost, and latent attention's heads counted as
+    grouped keys."""
     level = Level(caps=Caps.of(tokens=4096), context=4, exchange=ContextExchange.HEADS)
     linear = LinearAttention(key_heads=2, value_heads=4, key_head_size=32, value_head_size=32)
     sizes = {"head_size": 32, "rotary_head_size": 16, "value_head_size": 32}
@@ -116,7 +116,7 @@ def test_shared_packs_need_attention_that_is_exchanged():
 
 
 def test_a_window_costs_the_pairs_within_it():
-    """Prevents attention that is paid for beyond its window, or not at all."""
+    """Prevents attention priced beyond its window, or not at all."""
     dense = ModelConfig(
         name="full",
         language=LanguageConfig(
@@ -133,7 +133,7 @@ def test_a_window_costs_the_pairs_within_it():
 
 
 def test_language_without_an_encoder_costs_what_it_does_behind_one():
-    """Prevents a text-only model with other costs than the same layers have in InternVL."""
+    """Prevents a text-only model whose layers cost more or less than InternVL's."""
     text = VISION.model_copy(update={"encoders": {}})
     with_vision, alone = cost_of(VISION, tensor=2), cost_of(text, tensor=2)
     texts = {"tokens": 900.0, "squared_tokens": 300_000.0, "loss_tokens": 200.0}
@@ -147,7 +147,7 @@ def test_language_without_an_encoder_costs_what_it_does_behind_one():
 
 
 def test_a_second_encoder_is_paid_for_beside_the_first():
-    """Prevents audio in place of vision, or on top of its sizes."""
+    """Prevents audio priced in place of vision, or with its sizes."""
     audio = THREE.model_copy(update={"encoders": {"audio": WHISPER}})
     sizes = {"tokens": 3000.0, "squared_tokens": 2e6, "loss_tokens": 500.0}
     together, first, second = cost_of(THREE), cost_of(VISION), cost_of(audio)
@@ -160,7 +160,7 @@ def test_a_second_encoder_is_paid_for_beside_the_first():
         for field in ("forward_ms", "backward_ms", "activation_bytes"):
             given = vector(THREE, **sizes, **items) @ getattr(cost, field)
             assert given == pytest.approx(vector(model, **sizes, **items) @ getattr(other, field))
-    # Words, tiles and clips are all put in place, each for what its tokens take.
+    # Embedding writes words, tiles and clips, each by its own tokens.
     embed = together.units["language_embed"].transient_bytes.max(axis=0)
     width = 2 * VISION.language.hidden_size
     assert vector(THREE, tiles=1) @ embed - vector(THREE) @ embed == 256 * width
@@ -169,7 +169,7 @@ def test_a_second_encoder_is_paid_for_beside_the_first():
 
 def test_cuts_behind_the_first_encoder_carry_its_features_on():
     """Prevents a cut inside the audio encoder that loses the images, or sends gradients of frozen
-    ones."""
+    encoders."""
     cost = cost_of(THREE)
     tokens_bytes = 256 * 2 * VISION.language.hidden_size
     tiles = vector(THREE, tiles=1)
@@ -184,7 +184,7 @@ def test_cuts_behind_the_first_encoder_carry_its_features_on():
 
 
 def test_a_frozen_encoder_behind_a_trained_one_has_no_backward():
-    """Prevents gradients of an encoder's input for the sake of the encoder listed before it."""
+    """Prevents input gradients of an encoder for the encoder listed before it."""
     for frozen, backward, forward_alone in (
         (("audio",), ("vision_layer", "audio_projector"), ("audio_embed", "audio_layer")),
         (("audio", "audio_projector"), ("language_layer",), ("audio_projector",)),
@@ -195,7 +195,7 @@ def test_a_frozen_encoder_behind_a_trained_one_has_no_backward():
 
 
 def test_the_documented_model_files_are_read(tmp_path):
-    """Prevents a page whose model file is refused, or is another model than it says."""
+    """Prevents a documented model file that is rejected, or differs from its description."""
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     whole, part = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "omni.toml").write_text(whole)
@@ -210,7 +210,7 @@ def test_the_documented_model_files_are_read(tmp_path):
 
 
 class PointsEncoder(EncoderLayers):
-    """An encoder of a kind that says no more than it must, and that nobody has counted."""
+    """An encoder kind with required fields only and no costs."""
 
     feature = "points"
     positions_per_item: int = 64
@@ -218,7 +218,7 @@ class PointsEncoder(EncoderLayers):
 
 
 def test_every_kind_of_encoder_is_counted_or_refused_in_a_line():
-    """Prevents: a kind of encoder that lacks one count of many ending a plan in a traceback."""
+    """Prevents a plan's traceback for an encoder kind that lacks a count."""
     models = map(load_model, preset_names("models"))
     towers = [tower for model in models for tower in model.encoders.values()]
     assert {tower.kind for tower in towers} == set(ENCODER_KINDS)
@@ -236,8 +236,8 @@ def with_points() -> ModelConfig:
 
 
 def test_a_kind_of_encoder_stands_beside_the_pipeline_or_is_refused():
-    """Prevents: a traceback, or inputs of no size, where a kind says nothing of its items' size;
-    and items that are no images' counted as such in packs without samples."""
+    """Prevents a traceback or zero-size inputs for an encoder kind without item sizes, and
+    non-image items counted as images."""
     job = {"cluster": CLUSTER, "parallel": Parallel(pipeline=2), "precision": "bf16"}
     job["placement"] = EncoderPlacement.DATA_PARALLEL
     for name, tower in JobSpec(model=THREE, **job).encoders_costs[1].encoders.items():

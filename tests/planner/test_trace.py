@@ -20,12 +20,12 @@ STAGES = stages_from_cuts(MODEL, (3, 7), [(1, 0), (0, 0), (0, 1)])
 
 
 def example() -> Workload:
-    """Two steps of two ranks; the second rank has fewer micro-batches, in the second step none."""
+    """Return two steps of two ranks; the second rank has fewer micro-batches, none in step two."""
     return workload_of([[3, 1], [2, 0]], random_features(np.random.default_rng(1), 6))
 
 
 def test_every_block_is_there_and_none_overlaps():
-    """Prevents lost micro-batches, blocks on top of each other, and times of another unit."""
+    """Prevents lost micro-batches, overlapping blocks, and a wrong time unit."""
     cost, workload = random_cost(np.random.default_rng(0)), example()
     step_ms = simulate_levels(cost, [STAGES], workload).step_ms
     for step, counts in ((0, (3, 1)), (1, (2, 0))):
@@ -46,7 +46,7 @@ def test_every_block_is_there_and_none_overlaps():
 
 
 def test_ranks_that_share_a_micro_batch_run_it_at_the_same_time():
-    """Prevents a trace of ranks that do not wait for each other, though they exchange."""
+    """Prevents a trace in which ranks that share a micro-batch do not wait for each other."""
     rng = np.random.default_rng(3)
     cost, features = random_cost(rng), random_features(rng, 8)
     workload = workload_of([[2] * 4], features, context=np.tile([1, 2], 4))

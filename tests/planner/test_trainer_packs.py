@@ -1,4 +1,4 @@
-"""Packs as other trainers form them: by next fit, of one medium, in full steps."""
+"""Packs as other trainers form them: next fit, one medium per pack, full steps."""
 
 from functools import cache
 from itertools import pairwise, product
@@ -34,7 +34,7 @@ from omnibal.trainers.lint.loongforge import LOONGFORGE_TRAINER
 
 SAMPLES = 1_100
 PACK_RULES = {target.packs: target.title for target in (*TARGETS.values(), LOONGFORGE_TRAINER)}
-"""A trainer for every kind of rules."""
+"""One trainer per distinct set of pack rules."""
 
 
 def packed_one_by_one(tokens: list[int], packing_length: int) -> list[list[int]]:
@@ -43,7 +43,7 @@ def packed_one_by_one(tokens: list[int], packing_length: int) -> list[list[int]]
 
 @given(tokens=st.lists(st.integers(0, 12)), packing_length=st.integers(1, 15))
 def test_next_fit_is_the_trainers(tokens, packing_length):
-    """Prevents packs that are foreseen otherwise than ms-swift makes them."""
+    """Prevents planned packs that differ from ms-swift's."""
     bounds = next_fit_packs(np.array(tokens, np.int32), packing_length).tolist()
     packs = [tokens[first:end] for first, end in pairwise(bounds)]
     assert packs == packed_one_by_one(tokens, packing_length)
@@ -54,7 +54,7 @@ SIZES = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3))
 
 @given(packs=st.lists(SIZES, min_size=1, max_size=40))
 def test_changed_places_keep_packs_apart(packs):
-    """Prevents an order that leaves a step or loses a pack."""
+    """Prevents an order that moves a pack to another step or loses it."""
     first, rest, load = np.array(packs).T
     held, step = first + rest, np.arange(len(packs)) // 8
     order = order_without_merges(step, held, first, load.astype(float))
@@ -67,7 +67,7 @@ def test_changed_places_keep_packs_apart(packs):
 
 
 def test_a_pack_trades_places_with_the_most_alike():
-    """Prevents ranks that get other loads where a like pack would have done as well."""
+    """Prevents changed rank loads if a pack of similar load could be swapped."""
     held = np.array([10, 4, 10, 10, 10, 10, 10, 10, 10, 10])
     first = np.array([9, 4, 5, 9, 9, 9, 5, 9, 9, 9])
     load = np.array([1, 5, 2, 9, 9, 2, 7, 9, 9, 9.0])
@@ -83,7 +83,7 @@ def test_a_pack_trades_places_with_the_most_alike():
     seed=st.integers(0, 3),
 )
 def test_steps_are_filled_by_splitting(sizes, packs_per_step, seed):
-    """Prevents lost samples, and samples of two packs that come together."""
+    """Prevents lost samples, and split packs that mix samples of two packs."""
     counts = np.array(sizes)
     whole = Packs(samples=np.arange(counts.sum()), offsets=np.append(0, np.cumsum(counts)))
     tokens = np.random.default_rng(seed).integers(1, 99, counts.sum())
@@ -118,10 +118,10 @@ def drawn_lengths(kind: str) -> Lengths:
 KINDS = ["real", "lognormal", "heavy tails", "all equal", "one huge"]
 
 
-def scheduled(
+def schedule_packs(
     lengths: Lengths, rules: PackRules, ranks: int, tokens: float, epochs=1, job=None
 ) -> tuple[ScheduledPacks, SampleData]:
-    """Packs under `tokens` times the longest sample, 4 a rank and step, by `isf`: sums differ."""
+    """Return packs under `tokens` times the longest sample, 4 per rank and step, packed by ISF."""
     job = job or job_spec(parallel=Parallel(pipeline=1, data=ranks))
     most = int(tokens * lengths.tokens.max())
     data = SampleData(
@@ -157,20 +157,20 @@ def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> No
     if rules.next_fit:
         assert planned == packed_one_by_one(tokens, max(map(sum, planned)))
     else:
-        # Nothing is left out unless no pack can be split.
+        # Samples are left out only if no pack can be split.
         assert not left_out or left_out < data.packs_per_step
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packs_are_those_that_the_trainer_forms(kind, ranks):
-    """Prevents packs, steps or ranks that a trainer would have otherwise than the plan says."""
+    """Prevents packs, steps or ranks that differ between trainer and plan."""
     for rules in PACK_RULES:
         for tokens in (1, 3.3):
-            packs, data = scheduled(drawn_lengths(kind), rules, ranks, tokens)
+            packs, data = schedule_packs(drawn_lengths(kind), rules, ranks, tokens)
             assert_rules_hold(packs, data, ranks)
             if rules == TARGETS["ms-swift"].packs and tokens > 1:
-                # As little as must be left out: none, unless all are equal.
+                # No samples are left out, unless all are equal.
                 lost = SAMPLES - len(packs.packs.samples)
                 assert lost <= (0.05 * SAMPLES if kind == "all equal" else 0)
 
@@ -178,7 +178,7 @@ def test_packs_are_those_that_the_trainer_forms(kind, ranks):
 @pytest.mark.parametrize("values", [[7], [7, 9, 14], [5, 40], [1, 2, 3, 69]])
 @pytest.mark.parametrize("samples", [3, 9, 64, 601])
 def test_a_lower_packing_length_fills_the_last_step(values, samples):
-    """Prevents equal samples, or those of few lengths, from losing a large part of a step."""
+    """Prevents losing much of a step if samples have one or few lengths."""
     tokens, ranks = np.random.default_rng(3).choice(values, samples).astype(np.int32), 2
     for per_step, most in product((2, 6, 32), (70, 77)):
         trained = {}
@@ -191,8 +191,10 @@ def test_a_lower_packing_length_fills_the_last_step(values, samples):
         bounds = cut_full_steps(tokens, most, per_step, ranks)
         packs = len(bounds) - 1
         whole = packs // per_step * per_step or packs // ranks * ranks
-        formed = packed_one_by_one(tokens.tolist(), np.add.reduceat(tokens, bounds[:-1]).max())
-        assert [len(pack) for pack in formed] == np.diff(bounds).tolist()
+        next_fit_result = packed_one_by_one(
+            tokens.tolist(), np.add.reduceat(tokens, bounds[:-1]).max()
+        )
+        assert [len(pack) for pack in next_fit_result] == np.diff(bounds).tolist()
         before = len(packed_one_by_one(tokens.tolist(), most)) // per_step
         best = max(count for steps, count in trained.values() if steps <= before + 1)
         lost = best - bounds[whole]
@@ -200,17 +202,17 @@ def test_a_lower_packing_length_fills_the_last_step(values, samples):
 
 
 def test_epochs_are_formed_one_after_another():
-    """Prevents packs of two epochs, and an epoch that begins in the middle of a step."""
+    """Prevents packs across two epochs, and an epoch that begins within a step."""
     rules = TARGETS["ms-swift"].packs
-    packs, data = scheduled(drawn_lengths("lognormal"), rules, 2, 4, epochs=3)
+    packs, data = schedule_packs(drawn_lengths("lognormal"), rules, 2, 4, epochs=3)
     assert_rules_hold(packs, data, 2)
     assert len(set(np.diff(np.flatnonzero(np.diff(packs.epoch, prepend=-1))))) == 1
     with pytest.raises(UserError, match="give --epochs 1"):
-        scheduled(drawn_lengths("all equal"), rules, 2, 4, epochs=3)
+        schedule_packs(drawn_lengths("all equal"), rules, 2, 4, epochs=3)
 
 
-def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
-    """What next fit makes of two epochs of equal length on one rank, given the tokens of packs."""
+def next_fit_result(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
+    """Return next-fit packs of two equal epochs on one rank, from the tokens of packs."""
     half = len(tokens) // 2
     counts = [*map(len, tokens)]
     lengths = make_lengths([(0, each) for pack in tokens for each in pack])
@@ -223,23 +225,23 @@ def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
 
 
 def test_two_epochs_that_come_together_are_refused():
-    """Prevents one pack of two epochs among many that is trained as the first one's."""
-    apart = formed([[6], [5, 1], [4, 2], [6]], packs_per_step=2)
+    """Prevents a pack across two epochs, trained as part of the first."""
+    apart = next_fit_result([[6], [5, 1], [4, 2], [6]], packs_per_step=2)
     assert np.diff(apart.packs.offsets).tolist() == [1, 2, 2, 1]
     assert apart.step.tolist() == [0, 0, 1, 1] and apart.epoch.tolist() == [0, 0, 1, 1]
     with pytest.raises(UserError, match="samples of two epochs into one pack"):
-        formed([[6], [3], [3], [6]], packs_per_step=2)
+        next_fit_result([[6], [3], [3], [6]], packs_per_step=2)
     with pytest.raises(UserError, match="an epoch has 3 packs, not a multiple of 2 per step"):
-        formed([[6], [6], [6], [6], [6], [6]], packs_per_step=2)
+        next_fit_result([[6], [6], [6], [6], [6], [6]], packs_per_step=2)
 
 
 def test_ranks_in_lockstep_keep_like_packs():
-    """Prevents an order that undoes the dealing of packs to ranks which share out experts."""
+    """Prevents an order that undoes the dealing of packs to expert-parallel ranks."""
     model = load_model("internvl-digits-moe")
     job = job_spec(model=model, parallel=Parallel(pipeline=1, data=8, expert=4))
     uneven = {}
     for rules in (TARGETS["ms-swift"].packs, PackRules(tokens_alone=True)):
-        packs, data = scheduled(drawn_lengths("lognormal"), rules, 8, 4, job=job)
+        packs, data = schedule_packs(drawn_lengths("lognormal"), rules, 8, 4, job=job)
         if rules.next_fit:
             assert_rules_hold(packs, data, 8)
         load = job.load_ms(packs.packs, data.lengths)
@@ -250,11 +252,11 @@ def test_ranks_in_lockstep_keep_like_packs():
 
 
 def test_caps_of_items_never_limit_packs_of_tokens():
-    """Prevents a cap of items that keeps a pack back which the trainer would make."""
+    """Prevents an item cap that rejects a pack within the token cap."""
     lengths = drawn_lengths("lognormal")
     for tokens in (950, 3000, 10**6):
         most = caps_of_tokens(lengths, ["tiles", "tokens"], tokens)["tiles"]
-        # The most tiles first: as many samples as fit, and a part of one more.
+        # Most tiles per token first: all samples that fit, plus part of the next.
         densest = np.argsort(-lengths.column("tiles") / lengths.tokens)
         held = np.cumsum(lengths.tokens[densest])
         tiles = np.cumsum(lengths.column("tiles")[densest])
@@ -263,7 +265,7 @@ def test_caps_of_items_never_limit_packs_of_tokens():
 
 
 def test_media_are_told_apart():
-    """Prevents samples of text from sharing packs with images, and images with recordings."""
+    """Prevents packs that mix text with images, or images with recordings."""
     lengths = make_lengths([(0, 5), (2, 5), (0, 6), (3, 9)])
     assert number_media(lengths).tolist() == [0, 1, 0, 1]
     both = lengths_of(tiles=[0, 2, 0, 1], clips=[0, 0, 1, 1], tokens=[1] * 4)

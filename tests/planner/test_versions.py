@@ -1,4 +1,4 @@
-"""Sources beside the versions of Python that setup.py allows, of which one is here."""
+"""Sources against the Python versions that setup.py allows, without those interpreters."""
 
 import ast
 import re
@@ -15,9 +15,9 @@ DROPPED = {
     *("aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr", "mailcap", "msilib", "nis"),
     *("nntplib", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib"),
     *("lib2to3",),  # 3.13
-    "pkg_resources",  # of setuptools, which no new environment has
+    "pkg_resources",  # from setuptools, absent in new environments
 }
-"""Modules that Python 3.12 and 3.13 no longer have."""
+"""Modules removed in Python 3.12 and 3.13."""
 SOURCES = [
     path
     for folder in ("omnibal", "megatron", "tools", "benchmarks", "scripts", "tests")
@@ -26,8 +26,8 @@ SOURCES = [
 
 
 def test_sources_are_of_every_version_that_is_allowed():
-    """Prevents: syntax of a newer Python than the oldest, modules that a newer one lacks, and dates
-    without a time zone and escapes that are none, of which Python 3.12 warns."""
+    """Prevents syntax newer than the oldest Python, modules removed in newer ones, and dates
+    without time zones or invalid escapes, which Python 3.12 warns about."""
     [allowed] = re.findall(r'python_requires="([^"]+)"', (ROOT / "setup.py").read_text())
     assert allowed == ">=3.11,<3.14"
     assert len(SOURCES) > 200

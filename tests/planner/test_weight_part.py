@@ -1,4 +1,4 @@
-"""The second part of a backward: its time, and what waits for it, by hand."""
+"""The weight gradient's part of a backward: its time and deferred memory, by hand."""
 
 import numpy as np
 import pytest
@@ -29,21 +29,21 @@ def units(cluster=CLUSTER, *, frozen=(), adapters=None, **sizes) -> dict[str, Un
 
 
 def test_weight_gradients_of_a_layer_are_its_products_by_hand():
-    """Prevents a part of weights that has attention's time, or none of the sums of gradients."""
+    """Prevents attention's time in the weight part, or missing gradient accumulation."""
     layer = units(PLAIN)["language_layer"]
     h, f, head = LANGUAGE.hidden_size, LANGUAGE.ffn_hidden_size, LANGUAGE.head_width
     made = (LANGUAGE.heads + 2 * LANGUAGE.kv_heads) * head
     weights = h * made + LANGUAGE.heads * head * h + 3 * h * f
     rate = PLAIN.tflops("bf16") * 1e9 * PLAIN.matmul_efficiency  # per ms
     assert layer.weight_ms[TOKENS] == pytest.approx(2 * weights / rate)
-    # Read and written in fp32, once a micro-batch; four kernels.
+    # Read and written in fp32, once per micro-batch; four kernels.
     once_ms = weights * 2 * 4 / (PLAIN.memory_gb_per_s * 1e6) + 4 * PLAIN.kernel_us / 1e3
     assert layer.weight_ms[0] == pytest.approx(once_ms)
     assert not np.delete(layer.weight_ms, [0, TOKENS]).any()
 
 
 def test_the_part_is_within_the_backward_and_nothing_where_frozen():
-    """Prevents a first part of negative time, and parts of weights that do not exist."""
+    """Prevents a negative input part, and weight parts of frozen units."""
     for sizes in ({}, {"tensor": 4}, {"tensor": 4, "sequence_parallel": True}):
         for name, unit in units(**sizes).items():
             assert (unit.weight_ms <= unit.backward_ms + 1e-12).all(), name
@@ -55,7 +55,7 @@ def test_the_part_is_within_the_backward_and_nothing_where_frozen():
 
 
 def test_a_profile_has_as_large_a_part_as_is_counted():
-    """Prevents backwards that were measured whole from having no second part, or only that."""
+    """Prevents a missing weight part in measured backwards, or nothing but one."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(DIGITS)})
     counted, measured = (
         job_spec(cost_source=source).cost.units for source in (ANALYTIC, CostSource(profile))
@@ -72,8 +72,8 @@ def test_a_profile_has_as_large_a_part_as_is_counted():
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
-    """Prevents a count of memory that misses what a put-off product needs, or has it twice; and a
-    peak with gradients of weights that are not there yet."""
+    """Prevents memory that omits or doubles a deferred product's operands, and a peak with weight
+    gradients that do not exist yet."""
     t, size, of = 4, 2, units(tensor=4, sequence_parallel=sequence)
     h, f = LANGUAGE.hidden_size, LANGUAGE.ffn_hidden_size
     a, k = LANGUAGE.heads * LANGUAGE.head_width, LANGUAGE.kv_heads * LANGUAGE.head_width
@@ -81,7 +81,7 @@ def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
     inputs, gradients, working = of["language_layer"].late_bytes
     assert inputs[TOKENS] == pytest.approx(size * (2 * between + a / t + f / t))
     assert gradients[TOKENS] == pytest.approx(size * ((a + 2 * k + 2 * f) / t + 2 * between))
-    # A whole input or gradient besides, where ranks keep parts.
+    # Plus a full input or gradient if ranks keep parts.
     assert working[TOKENS] == pytest.approx(size * (h - between))
     assert not working[0]
     v, inner, rows = VISION.hidden_size, VISION.ffn_hidden_size / t, VISION.positions_per_item
@@ -93,15 +93,15 @@ def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
     assert not of["language_embed"].late_bytes.any() and not of["vision_embed"].late_bytes.any()
     layer = of["language_layer"]
     assert layer.transient_bytes[:, 0].any() and not layer.two_part_bytes[:, 0].any()
-    # SwiGLU's backward: the residual's gradient, and where ranks divide the sequence a copy of it
-    # for the second product; gradients of SwiGLU's output and inputs. Its output stays.
+    # SwiGLU's backward: the residual's gradient, its copy for the second product if ranks divide
+    # the sequence, and gradients of SwiGLU's output and inputs. Its output stays.
     swiglu = size * (between + sequence * between + 3 * f / t)
     assert any(each == pytest.approx(swiglu) for each in layer.two_part_bytes[:, TOKENS])
     moments = of["vision_layer"].two_part_bytes[:, TILES] / (size * rows)
-    # The activation's backward: gradients of its sides and of the layer's output and, as it has a
-    # layer scale, of the second product's; what it scaled is gone.
+    # The activation's backward: gradients of its sides, of the layer's output and, because of the
+    # layer scale, of the second product's output; the scaled output is freed.
     assert any(each == pytest.approx(2 * inner + v + v - v) for each in moments)
     head, words = of["head"].two_part_bytes, LANGUAGE.words_of_rank(t)
-    # The logits' gradient beside the logits; in their place, until its product runs, later.
+    # The logits' gradient next to the logits; in place only after its product runs.
     assert any(each == pytest.approx(size * words) for each in head[:, LOSS])
     assert not head[:, 0].any()

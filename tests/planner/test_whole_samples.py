@@ -1,4 +1,4 @@
-"""Whole samples dealt to an encoding group's ranks, and their passes, beside brute force."""
+"""Full samples dealt to an encoding group's ranks, and their passes, against brute force."""
 
 from dataclasses import replace
 from itertools import product
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.quick
 
 
 def image_weights(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Times of images whose areas are log-normal, in whole units."""
+    """Return times of images with log-normal areas, as integers."""
     cells = np.clip(np.exp(rng.normal(6, 1, count)), 16, 16_384).astype(np.int64)
     return cells * 1_000 + cells**2 // 10
 
 
 @pytest.mark.parametrize(("pipelines", "of_pipeline"), [(1, 2), (1, 3), (2, 1), (3, 1), (2, 2)])
 def test_the_busiest_rank_is_near_the_best_of_all(pipelines: int, of_pipeline: int) -> None:
-    """Prevents: ranks that wait for one with more than a long image that could be alone."""
+    """Prevents a rank with more than its long image, while other ranks wait."""
     ranks, above = pipelines * of_pipeline, []
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def test_the_busiest_rank_is_near_the_best_of_all(pipelines: int, of_pipeline: i
 
 @pytest.mark.parametrize("skew", [False, True])
 def test_many_samples_come_near_the_bound_and_stay_at_home(skew: bool) -> None:
-    """Prevents: a step a percent too long, and samples sent away though there is room at home."""
+    """Prevents a step 1 % too long, and samples sent away although their pipeline has capacity."""
     rng = np.random.default_rng(0)
     for pipelines, of_pipeline, each in ((1, 8, 8), (4, 4, 8), (8, 8, 6)):
         ranks = pipelines * of_pipeline
@@ -70,7 +70,7 @@ def test_many_samples_come_near_the_bound_and_stay_at_home(skew: bool) -> None:
 
 
 def test_samples_of_equal_pipelines_all_stay() -> None:
-    """Prevents: features sent between pipelines for nothing."""
+    """Prevents features sent between pipelines without need."""
     weight = np.repeat([5, 4, 3, 3, 3], 4)
     pipeline = np.tile(np.arange(4), 5)
     rank = deal_group(weight, pipeline, 4, 2)
@@ -97,7 +97,7 @@ def dealt_case(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_groups_deal_their_own_samples_as_each_would_alone(seed: int) -> None:
-    """Prevents: a planner that deals all steps at once otherwise than the trainer deals one."""
+    """Prevents a planner that deals steps differently from the trainer."""
     rng = np.random.default_rng(seed)
     groups, pipelines, of_pipeline = (int(rng.integers(1, 4)) for _ in range(3))
     (pipeline, items, squares), dealt = dealt_case(rng, groups, pipelines, of_pipeline)
@@ -118,7 +118,7 @@ def test_groups_deal_their_own_samples_as_each_would_alone(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_passes_are_those_of_a_walk_over_samples(seed: int) -> None:
-    """Prevents: passes left out, too large or half kept, and more kept samples than memory has."""
+    """Prevents missing, oversized or half-kept passes, and more kept samples than memory allows."""
     rng = np.random.default_rng(seed)
     of_pipeline = int(rng.integers(1, 4))
     _, dealt = dealt_case(rng, 2, 2, of_pipeline)
@@ -144,14 +144,14 @@ def test_passes_are_those_of_a_walk_over_samples(seed: int) -> None:
 
 
 def split(cells: int, rng: np.random.Generator) -> list[int]:
-    """Images of so many cells together."""
+    """Return images with `cells` cells in total."""
     cuts = np.unique(rng.integers(0, cells + 1, 3))
     return [part for part in np.diff([0, *cuts, cells]).tolist() if part]
 
 
 @pytest.mark.parametrize("context", [1, 2, 4])
 def test_ranks_that_share_a_pack_have_their_images_of_it(context: int) -> None:
-    """Prevents: features of other images than those a shared pack's rank sends on."""
+    """Prevents features of the wrong images on a shared pack's rank."""
     rng = np.random.default_rng(context)
     cells = rng.integers(0, 200, 60) * (rng.random(60) < 0.7)
     images = [split(int(each), rng) for each in cells]

@@ -1,4 +1,4 @@
-"""Windows of a stream: every order kept, ranks balanced, and what resumes what."""
+"""Windows of a stream: order kept, ranks balanced, and rules for resuming."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 
 CAPS = Caps.of(tiles=8, tokens=512)
 PACK_MS = 3.0
-"""Time of a pack besides its samples."""
+"""Fixed time per pack."""
 
 
 def random_lengths(count: int, seed: int) -> Lengths:
@@ -46,7 +46,7 @@ def window_request(samples: int, ranks: int, stages=1, lockstep_ranks=1, **chang
 
 
 def load_of(lengths: Lengths, pack_ms: float = PACK_MS):
-    """Time of packs: their own, and of every tile, token and squared token."""
+    """Return a load function: a fixed time per pack, plus tiles, tokens and squared tokens."""
     each = lengths.column("tiles") * 9.0 + lengths.tokens + lengths.tokens.astype(float) ** 2 / 200
 
     def load(packs: Packs) -> np.ndarray:
@@ -56,7 +56,7 @@ def load_of(lengths: Lengths, pack_ms: float = PACK_MS):
 
 
 def by_place(packs: ScheduledPacks) -> dict[tuple[int, int], list[list[int]]]:
-    """Packs of every step and rank that has any, in the order of slots."""
+    """Return packs by (step, rank), in slot order."""
     found: dict[tuple[int, int], list[list[int]]] = {}
     for row in range(len(packs)):
         rank = found.setdefault((int(packs.step[row]), int(packs.dp_rank[row])), [])
@@ -66,12 +66,12 @@ def by_place(packs: ScheduledPacks) -> dict[tuple[int, int], list[list[int]]]:
 
 
 def apart_ms(held: list[list[float]], stages: int) -> float:
-    """Time of the busiest rank: of its packs, and of the longest once more for each other stage."""
+    """Return the busiest rank's time: its packs, plus its longest pack per further stage."""
     return max(sum(one) + (stages - 1) * max(one, default=0.0) for one in held)
 
 
 def busiest_ms(packs: ScheduledPacks, load, stages: int) -> np.ndarray:
-    """Time of the busiest rank of every step."""
+    """Return the busiest rank's time in every step."""
     times = np.zeros(packs.steps)
     for (step, _), held in by_place(packs).items():
         rank_ms = apart_ms([load(Packs.from_lists(held)).tolist()], stages)
@@ -85,7 +85,7 @@ def busiest_ms(packs: ScheduledPacks, load, stages: int) -> np.ndarray:
     [(97, 24, 4, 1), (60, 7, 6, 1), (40, 40, 1, 1), (97, 24, 4, 4), (60, 7, 6, 2)],
 )
 def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, lockstep_ranks):
-    """Prevents samples that move to another step, come twice, are lost, or exceed a cap."""
+    """Prevents samples that change steps, repeat, are lost, or exceed a cap."""
     lengths = random_lengths(count, seed=window)
     request = window_request(
         window, ranks, is_dispatched=is_dispatched, epochs=2, lockstep_ranks=lockstep_ranks
@@ -102,7 +102,7 @@ def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, lo
     rows = list(zip(packs.step, packs.dp_rank, packs.slot, strict=True))
     assert rows == sorted(set(rows))
     assert packs.dp_rank.max() < ranks
-    if is_dispatched:  # no rank idles in a window that has enough samples
+    if is_dispatched:  # no rank idles in a window with enough samples
         full = packs.step % windows < count // window
         busy = set(zip(packs.step[full], packs.dp_rank[full], strict=True))
         assert len(busy) == 2 * (count // window) * ranks
@@ -110,7 +110,7 @@ def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, lo
 
 
 def test_undispatched_windows_are_what_a_plain_loader_makes():
-    """Prevents a comparison with an order that no loader has."""
+    """Prevents comparing with an order that no plain loader has."""
     lengths = random_lengths(50, seed=1)
     packs = schedule_windows(
         lengths, load=load_of(lengths), **window_request(20, 3, is_dispatched=False)
@@ -129,7 +129,7 @@ def test_undispatched_windows_are_what_a_plain_loader_makes():
 
 
 def partitions(samples: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to put samples into packs."""
+    """Yield all partitions of samples into packs."""
     if not samples:
         yield []
         return
@@ -141,13 +141,13 @@ def partitions(samples: list[int]) -> Iterator[list[list[int]]]:
 
 
 def lockstep_ms(held: list[list[float]], stages: int) -> float:
-    """Time of ranks that run their slots together, with empty packs after a rank's last."""
+    """Return the time of ranks in lockstep, with empty packs after a rank's last."""
     slots = [max(slot) for slot in zip_longest(*held, fillvalue=PACK_MS)]
     return sum(slots) + (stages - 1) * max(slots)
 
 
 def fastest_ms(lengths: Lengths, ranks: int, stages: int, step_ms=apart_ms) -> float:
-    """The least time of a step, by trying all packs on all ranks, heaviest first."""
+    """Return the minimum step time over all packs on all ranks, heaviest first."""
     best, sizes = np.inf, np.array([lengths.column("tiles"), lengths.tokens])
     for packs in partitions(list(range(len(lengths)))):
         if any((sizes[:, pack].sum(axis=1) > [8, 512]).any() for pack in packs):
@@ -165,7 +165,7 @@ def fastest_ms(lengths: Lengths, ranks: int, stages: int, step_ms=apart_ms) -> f
 def scheduled_ms(
     lengths: Lengths, ranks: int, lockstep_ranks: int, stages: int, step_ms=apart_ms
 ) -> float:
-    """Time of the step of one window of all samples."""
+    """Return step time of one window with all samples."""
     load = load_of(lengths)
     request = window_request(len(lengths), ranks, stages=stages, lockstep_ranks=lockstep_ranks)
     packs = schedule_windows(lengths, load=load, **request)
@@ -175,7 +175,7 @@ def scheduled_ms(
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_ranks_in_lockstep_wait_little_for_each_other(stages):
-    """Prevents slots of ranks that share out experts in which a small pack waits for a large."""
+    """Prevents expert-parallel slots in which a small pack waits for a large one."""
     over, saved = [], []
     for seed in range(15):
         lengths = random_lengths(6, seed)
@@ -191,7 +191,7 @@ def test_ranks_in_lockstep_wait_little_for_each_other(stages):
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_ranks_are_nearly_as_fast_as_by_trying_all_packs(stages):
-    """Prevents a dispatch that calls itself balanced and is far from what is possible."""
+    """Prevents a balanced dispatch far from the optimum."""
     over = []
     for seed in range(25):
         lengths = random_lengths(6, seed)
@@ -202,7 +202,7 @@ def test_ranks_are_nearly_as_fast_as_by_trying_all_packs(stages):
 
 @pytest.mark.parametrize("pack_ms", [0.0, PACK_MS])
 def test_dispatch_does_not_depend_on_the_unit_of_time(pack_ms):
-    """Prevents an amount of time that is right for one model and cluster alone."""
+    """Prevents a hard-coded time that suits one model and cluster."""
     lengths = random_lengths(97, seed=3)
     load = load_of(lengths, pack_ms)
     for lockstep_ranks in (1, 2):
@@ -216,7 +216,7 @@ def test_dispatch_does_not_depend_on_the_unit_of_time(pack_ms):
 
 @pytest.mark.parametrize("stages", [1, 4])
 def test_dispatch_is_never_slower_than_the_order_as_read(stages):
-    """Prevents a balanced step that is predicted to take longer than the one that it replaces."""
+    """Prevents a balanced step predicted to be slower than the original order."""
     for seed in range(10):
         lengths = random_lengths(120, seed)
         load = load_of(lengths, pack_ms=100.0)
@@ -241,8 +241,8 @@ def job(data: int, pipeline: int = 1) -> JobSpec:
 
 
 def test_hash_is_of_the_samples_of_every_step():
-    """Prevents a run that goes on where its step count means other samples, and one that may not
-    go on although nothing differs but packs and ranks."""
+    """Prevents resuming with different samples per step, and refusing to resume if only packs and
+    ranks differ."""
     hashes = {
         name: stream(**changes).describe(stream(**changes).schedule(job(ranks))[0], job(ranks))
         for name, (ranks, changes) in {
@@ -253,13 +253,13 @@ def test_hash_is_of_the_samples_of_every_step():
     same = {name for name, data in hashes.items() if data.steps_sha256 == hashes["on"].steps_sha256}
     assert same == {"on", "off", "more ranks"}
     assert len({data.packs_sha256 for data in hashes.values()}) == 5
-    # Shuffled steps of the very same packs are known by their packs.
+    # Shuffled steps with equal packs are identified by their packs.
     packs = stream().schedule(job(2))[0]
     assert steps_of(packs).sha256 != steps_of(packs).window_sha256
 
 
 def test_edited_windows_are_found(tmp_path):
-    """Prevents training of a plan whose steps are no longer the stream's order."""
+    """Prevents training on a plan whose steps are no longer the stream's order."""
     plan = tmp_path / "plan"
     save_plan(make_plan(PlanRequest(job=job(2), data=stream())), plan)
     assert any("steps are windows of 32 samples" in line for line in check_plan(plan))
@@ -277,7 +277,7 @@ def test_edited_windows_are_found(tmp_path):
     assert "the maximum over steps is" in rewrite(packs, packs_per_step=data.packs_per_step + 1)
     samples = packs.packs.samples.copy()
     sizes = example_lengths().sizes(["tiles", "tokens"])[:, samples]
-    # Two samples of equal size, of two windows, trade places.
+    # Two samples of equal size, from two windows, trade places.
     one, other = next(
         (a, b)
         for a, b in combinations(range(len(samples) // 2), 2)
@@ -290,7 +290,7 @@ def test_edited_windows_are_found(tmp_path):
 
 
 def test_window_of_the_command_line(capsys, tmp_path, lengths_file):
-    """Prevents a window that the plan, its steps for other ranks or its report lose."""
+    """Prevents a window lost in the plan, its steps for other ranks or its report."""
     given = ("--dp", 2, "--lengths", lengths_file, "--window", 40, "--json")
     printed = {}
     for dispatch in ("on", "off"):
