@@ -1,4 +1,4 @@
-"""Goals: what is free is searched for together, the schedule too, and conflicts are one table."""
+"""Goals: joint search of the free choices, including the schedule, and the table of conflicts."""
 
 import shlex
 from dataclasses import replace
@@ -40,12 +40,12 @@ DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 CAPPED = f"{DIGITS} --max-tiles 8 --max-tokens 512"
 
 
-def ms_per_sample(planned: Planned) -> float:
-    return 1e3 / planned.prediction.samples_per_second_per_gpu
+def ms_per_sample(example_plan: Planned) -> float:
+    return 1e3 / example_plan.prediction.samples_per_second_per_gpu
 
 
 def test_what_is_free_is_no_slower_than_what_is_forced():
-    """Prevents a joint search that loses what a narrower one finds."""
+    """Prevents a joint search that returns a slower plan than a search with one forced choice."""
     job = training_job("llama3.1-8b", "h100-80g")
     data = Samples(lengths=long_tailed(800, 65_536), samples_per_step=200)
     free = replace(Free.everything(gpus=8), placements=(EncoderPlacement.PIPELINE,))
@@ -65,7 +65,7 @@ def test_what_is_free_is_no_slower_than_what_is_forced():
 
 
 def test_given_sizes_have_the_default_step_of_recipes():
-    """Prevents another step for the same devices where parallel sizes are given."""
+    """Prevents another default step size for given parallel sizes than for a GPU count."""
     job = training_job("internvl-digits", "laptop-cpu")
     data = Samples(lengths=example_lengths(count=1000), caps=Caps.of(tiles=8, tokens=512))
     sized = replace(job, parallel=Parallel(pipeline=1, data=2))
@@ -78,7 +78,7 @@ def test_given_sizes_have_the_default_step_of_recipes():
 
 
 def test_the_placement_of_encoders_is_searched_for_with_sizes():
-    """Prevents a placement that is only compared at sizes that suit the other one."""
+    """Prevents comparing encoder placements only at sizes that suit either."""
     job, free = training_job("internvl-digits", "laptop-cpu"), Free.everything(gpus=2)
     data = Samples(lengths=example_lengths(), samples_per_step=40)
     best = plan(Goal(job=job, data=data, free=free))
@@ -86,33 +86,33 @@ def test_the_placement_of_encoders_is_searched_for_with_sizes():
         found = plan(Goal(job=job, data=data, free=replace(free, placements=(placement,))))
         is_beside = found.result.plan.beside is not None
         assert is_beside == (placement is not EncoderPlacement.PIPELINE)
-        # Caps are moved from those of the few best sizes and placements.
+        # The cap search starts from the few best sizes and placements.
         assert ms_per_sample(best) <= ms_per_sample(found) * 1.005
     assert best.placement.chosen is best.strategies.best.placement
 
 
 def test_windows_of_a_stream_at_free_sizes(tmp_path, lengths_file):
-    """Prevents a stream that sizes cannot be chosen for, or whose windows they change."""
+    """Prevents a stream that is refused at free sizes, or planned slower than at given sizes."""
 
-    def planned_on(sizes: str) -> Plan:
+    def plan_with_sizes(sizes: str) -> Plan:
         options = f"{CAPPED} --window 40 {sizes} --lengths"
         run(options, lengths_file, "-o", tmp_path / sizes)
         return read_plan(tmp_path / sizes)
 
-    planned = planned_on("--gpus 4")
-    assert planned.data.window == 40 and planned.parallel.world_size == 4
+    example_plan = plan_with_sizes("--gpus 4")
+    assert example_plan.data.window == 40 and example_plan.parallel.world_size == 4
     run("check", tmp_path / "--gpus 4")
-    # As the slowest of the sizes that can be given, one by one.
+    # No slower than any combination of sizes given explicitly.
     given = [
-        planned_on(f"--tp {tensor} --pp {pipeline} --dp {4 // (tensor * pipeline)}")
+        plan_with_sizes(f"--tp {tensor} --pp {pipeline} --dp {4 // (tensor * pipeline)}")
         for tensor, pipeline in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4))
     ]
-    best, *rates = (each.prediction.samples_per_second_per_gpu for each in (planned, *given))
+    best, *rates = (each.prediction.samples_per_second_per_gpu for each in (example_plan, *given))
     assert best >= max(rates) * (1 - 1e-9)
 
 
 def test_steps_of_an_earlier_plan_at_free_sizes(tmp_path, lengths_file):
-    """Prevents a run that cannot go on with the sizes that are best for other devices."""
+    """Prevents refusing free sizes for a plan that reuses the steps of an earlier plan."""
     run(f"{CAPPED} --dp 2", "--lengths", lengths_file, "-o", tmp_path / "first")
     run(f"{DIGITS} --gpus 4 --steps-of", tmp_path / "first", "-o", tmp_path / "again")
     first, again = (read_plan(tmp_path / name) for name in ("first", "again"))
@@ -122,7 +122,7 @@ def test_steps_of_an_earlier_plan_at_free_sizes(tmp_path, lengths_file):
 
 
 def test_another_method_at_free_sizes(tmp_path, lengths_file):
-    """Prevents sizes that are compared by the joint search and planned by another method."""
+    """Prevents a size search that ignores the given partition method and recomputation."""
     given = f"{CAPPED} --gpus 4 --method parameter --recompute none --lengths"
     run(given, lengths_file, "-o", tmp_path / "plan")
     assert all(not stage.recompute for stage in read_plan(tmp_path / "plan").stages)
@@ -130,7 +130,7 @@ def test_another_method_at_free_sizes(tmp_path, lengths_file):
 
 @pytest.mark.parametrize("samples", [40, 80])
 def test_a_step_is_named_by_its_samples(tmp_path, samples):
-    """Prevents a number of samples that means another step where sizes are given."""
+    """Prevents --samples-per-step from giving steps of another size at given parallel sizes."""
     write_lengths(example_lengths(count=400), tmp_path / "lengths.parquet")
     given = f"{CAPPED} --dp 2 --samples-per-step {samples} --lengths"
     run(given, tmp_path / "lengths.parquet", "-o", tmp_path / "plan")
@@ -140,7 +140,7 @@ def test_a_step_is_named_by_its_samples(tmp_path, samples):
 
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda each: f"{each.one} {each.other}")
 def test_every_conflict_is_refused_with_its_reason(conflict):
-    """Prevents a row of the table that refuses nothing, or one without a reason."""
+    """Prevents a row of the conflict table that refuses nothing or lacks a reason."""
     with pytest.raises(UserError, match="cannot be given with") as refused:
         check_together({conflict.one: "first", conflict.other: "second"})
     assert conflict.why in str(refused.value)
@@ -149,7 +149,7 @@ def test_every_conflict_is_refused_with_its_reason(conflict):
 
 
 def test_needs_and_conflicts_do_not_contradict():
-    """Prevents a feature that can never be given: it needs what it does not go with."""
+    """Prevents a feature that can never be given, as its requirement conflicts with it."""
     pairs = {frozenset((conflict.one, conflict.other)) for conflict in CONFLICTS}
     assert len(pairs) == len(CONFLICTS)
     for one, needed, why in NEEDS:
@@ -171,7 +171,7 @@ def test_needs_and_conflicts_do_not_contradict():
     ],
 )
 def test_a_goal_refuses_what_the_command_line_does(capsys, tmp_path, window, free, options):
-    """Prevents a goal from Python that the command line would refuse."""
+    """Prevents a goal from Python that accepts a combination the command line refuses."""
     lengths = example_lengths()
     write_lengths(lengths, tmp_path / "lengths.parquet")
     data = Stream(lengths=lengths, window=window) if window else Samples(lengths=lengths)
@@ -184,7 +184,7 @@ def test_a_goal_refuses_what_the_command_line_does(capsys, tmp_path, window, fre
 
 
 def test_the_commands_of_a_run_are_printed_and_not_done_twice(digits, tmp_path, capfd):
-    """Prevents a run that hides its steps, or scans and plans again what is there."""
+    """Prevents a run that hides its commands, or repeats a finished scan or plan."""
     given = "run --model internvl-digits --cluster laptop-cpu --gpus 2 --no-start --from-scratch"
     given += " --pp 2 --samples-per-step 40 --data"
     files = digits / "train" / "meta.json", "--tokenizer-model", digits / "tokenizer.model"
@@ -201,7 +201,7 @@ def test_the_commands_of_a_run_are_printed_and_not_done_twice(digits, tmp_path, 
 
 
 def test_a_run_on_several_nodes_is_submitted(tmp_path):
-    """Prevents a job of many devices that is started on one node."""
+    """Prevents a job of several nodes that starts on one node instead of through Slurm."""
     for gpus, launcher in ((4, "train_nodes.sh"), (32, "train.sbatch")):
         write_launch(tmp_path, Path("data.jsonl"), None, 8, gpus, [])
         words = shlex.split((tmp_path / "train.sh").read_text(), comments=True)
@@ -217,7 +217,7 @@ IN_FP8 = {"precision": "fp8"}
 
 
 def job(model: str = "internvl3-2b", **changes) -> JobSpec:
-    """A model on two stages of two pipelines."""
+    """Return a job with two pipeline stages and two data-parallel ranks."""
     given = {"parallel": Parallel(pipeline=2, data=2)} | changes
     return training_job(model, "h100-80g", **given)
 
@@ -228,16 +228,16 @@ def plan_of(job: JobSpec, schedule: ScheduleName | None, **free) -> Planned:
 
 
 @cache
-def planned(schedule: ScheduleName | None, *, runs_all: bool = True) -> Planned:
-    """The plan in a schedule, or in the best that a trainer of all or of 1F1B runs."""
+def example_plan(schedule: ScheduleName | None, *, runs_all: bool = True) -> Planned:
+    """Return the plan in a schedule, or in the trainer's best: of all schedules, or 1F1B alone."""
     return plan_of(job() if runs_all else replace(job(), trainer=ONE_ALONE), schedule)
 
 
 def test_the_fastest_of_all_schedules_is_taken() -> None:
-    """Prevents: a schedule that is slower than another one, or over the memory cap."""
-    best = planned(None)
+    """Prevents choosing a schedule that is slower than another or exceeds the memory cap."""
+    best = example_plan(None)
     assert best.result.plan.schedule == best.schedule.chosen
-    others = {name: planned(name) for name in ("1f1b", "zb-v", "interleaved")}
+    others = {name: example_plan(name) for name in ("1f1b", "zb-v", "interleaved")}
     steps_ms = {name: each.prediction.step_ms for name, each in others.items()}
     assert all(each.result.plan.schedule.name == name for name, each in others.items())
     assert best.prediction.step_ms <= min(steps_ms.values()) * 1.005
@@ -253,14 +253,14 @@ def test_the_fastest_of_all_schedules_is_taken() -> None:
 
 
 def test_what_the_trainer_does_not_run_is_planned_if_it_is_named() -> None:
-    """Prevents: a plan by default that cannot be trained, and a schedule that cannot be studied."""
-    usual = planned(None, runs_all=False)
+    """Prevents a default schedule that the trainer cannot run, or refusing a schedule by name."""
+    usual = example_plan(None, runs_all=False)
     assert (usual.result.plan.schedule.name, usual.schedule.reason) == ("1f1b", "")
-    assert planned("zb-v", runs_all=False).result.plan == planned("zb-v").result.plan
+    assert example_plan("zb-v", runs_all=False).result.plan == example_plan("zb-v").result.plan
 
 
 def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
-    """Prevents: a search of sizes that leaves schedules out, or takes a slower plan for them."""
+    """Prevents a size search that ignores schedules faster than 1F1B."""
     sizes = FreeSizes(gpus=4, pipeline=4)
     one, every = (
         plan_of(each, None, sizes=sizes) for each in (replace(job(), trainer=ONE_ALONE), job())
@@ -270,7 +270,7 @@ def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
 
 
 def test_the_fastest_plan_is_put_in_order_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prevents: packs that stay as dealt in the schedule that is taken, or are made anew for it."""
+    """Prevents unordered packs in the chosen schedule, or packing once per schedule."""
     asked = request(lengths=example_lengths(origin_of(MODEL)), packing=PackingMethod.BALANCED)
     samples = Samples(lengths=asked.data.lengths, caps=asked.data.caps, epochs=2, micro_batches=4)
     free = Free(levels=LevelRule(count=1), schedule=None)
@@ -285,7 +285,7 @@ def test_the_fastest_plan_is_put_in_order_and_no_other(monkeypatch: pytest.Monke
 
 
 def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:
-    """Prevents: a refusal because the best sizes in 1F1B have one stage, where others have more."""
+    """Prevents refusing a schedule because the best sizes for 1F1B have a single stage."""
     made, usual = (
         plan_of(job(), name, sizes=FreeSizes(gpus=2)).result.plan
         for name in ("interleaved", "1f1b")
@@ -306,7 +306,7 @@ def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(monkeypatch, changes, schedule, free, message):
-    """Prevents: minutes of a search before a refusal, and plans that the trainer refuses."""
+    """Prevents a search of minutes before the refusal of a schedule that cannot run."""
     for module, search in ((finalists, "make_ordered_plan"), (planning, "search_with_levels")):
         monkeypatch.setattr(module, search, Mock(side_effect=AssertionError))
     with pytest.raises(UserError, match=message):
@@ -314,7 +314,7 @@ def test_a_schedule_that_cannot_be_is_refused(monkeypatch, changes, schedule, fr
 
 
 def test_little_data_is_said_before_the_search(monkeypatch):
-    """Prevents a search of minutes for data that is less than a step."""
+    """Prevents a search of minutes without a warning for data smaller than one step."""
     said = list[str]()
     listener = Mock(wraps=Silence(), note=said.append)
     monkeypatch.setattr(planning, "search_with_levels", Mock(side_effect=UserError("searched")))

@@ -1,8 +1,9 @@
-"""Presets made of a hub's files, against the sizes that their publishers give.
+"""Presets built from hub files, against the parameter counts that publishers give.
 
-Exact figures are of the tensors in the published safetensors files, as the hub's metadata or an
-index gives them, but for those that are marked as quoted or remembered; rounded ones are of the
-model cards and papers that are named.
+Exact figures count the tensors of published safetensors files, by the hub's metadata or index,
+except figures marked as quoted or remembered. Rounded figures come from the model cards and papers
+that are named.
+
 """
 
 import json
@@ -24,7 +25,7 @@ CONFIGS = Path(__file__).parent / "hub_configs"
 PRESETS = Path(__file__).parents[2] / "omnibal" / "presets" / "models"
 
 EXACT = {
-    # Of the hub's metadata or index, for the model that `hub_configs/sources.json` names.
+    # From the hub's metadata or index of the model in `hub_configs/sources.json`.
     "qwen2.5-vl-7b": 8_292_166_656,
     "qwen2.5-vl-32b": 33_452_718_336,
     "qwen3-vl-8b": 8_767_123_696,
@@ -46,7 +47,7 @@ EXACT = {
     "qwen3-8b": 8_190_735_360,
     "internvl3.5-1b": 1_060_897_792,
     "internvl3.5-8b": 8_528_318_464,
-    # The same figures as other projects' public files have them.
+    # Quoted from public files of other projects.
     "qwen2.5-vl-3b": 3_754_622_976,
     "qwen3-vl-2b": 2_127_532_032,
     "qwen3-vl-4b": 4_437_815_808,
@@ -56,21 +57,21 @@ EXACT = {
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
-    # Looked up nowhere: no source that could be read has it.
+    # From memory: no source that could be read has it.
     "qwen2.5-vl-72b": 73_410_777_344,
 }
-"""Parameters of whole checkpoints, with prediction layers where these have them."""
+"""Parameters of complete checkpoints, including prediction layers if present."""
 
 NOT_TRAINED = {
-    # A bias of each expert's choice is a buffer: 45 layers of 128 experts, 26 of 64.
+    # A routing bias per expert is a buffer: 45 layers of 128 experts, 26 of 64.
     "glm-4.5v": 45 * 128,
-    # The rest are 27 x 64, of which the files' index says nothing more.
+    # The index does not explain the remaining 27 x 64.
     "kimi-vl-a3b": 26 * 64 + 27 * 64,
 }
-"""Of those, what no gradient reaches and no plan counts."""
+"""Checkpoint values without a gradient, which plans do not count."""
 
 ROUNDED = {
-    # Of the table of InternVL3.5's model cards, in billions of two to four digits.
+    # From InternVL3.5's model cards, in billions with two to four digits.
     "internvl3.5-2b": 2.35e9,
     "internvl3.5-4b": 4.73e9,
     "internvl3.5-14b": 15.1e9,
@@ -80,25 +81,25 @@ ROUNDED = {
     # arXiv 2509.23661 names 4B and 8B; Qwen3-4B and 8B with an untied head have 4.41 and 8.19.
     "llava-onevision-1.5-4b": 4.41e9 + 0.33e9,
     "llava-onevision-1.5-8b": 8.19e9 + 0.337e9,
-    # Of DeepSeek-V3's README_WEIGHTS: 671 B, and 11.5 B that only the prediction layer has.
+    # DeepSeek-V3's README_WEIGHTS: 671 B, and 11.5 B that only the prediction layer has.
     "deepseek-v3": 671e9 + 11.5e9,
-    # Of Kimi-K2's model card, 1 T; by its tensors 1.0264 T, and 0.47 B of MoonViT's.
+    # Kimi-K2's model card says 1 T, its tensors 1.0264 T. MoonViT adds 0.47 B.
     "kimi-k2.5": 1026.4e9 + 0.47e9,
 }
 ACTIVE = {
-    # Of model cards, where these count as here: the whole language model for a token.
+    # From model cards that count as here: the complete language model for one token.
     "deepseek-v2": 21e9,
     "deepseek-v2-lite": 2.66e9,
     "qwen3-vl-30b-a3b": 3.35e9 + 0.54e9,
     "qwen3-vl-235b-a22b": 22.2e9 + 0.58e9,
-    # Of its name; InternViT-6B is 5.5 of them.
+    # From its name, including 5.5 B of InternViT-6B.
     "internvl3.5-241b-a28b": 28e9,
 }
 
 
 @pytest.mark.parametrize("name", EXACT | ROUNDED)
 def test_parameters_are_the_published_ones(name):
-    """Prevents: a bias, norm, gate or prediction layer that is left out or counted twice."""
+    """Prevents omitting or double-counting a bias, norm, gate or prediction layer."""
     stored = model_parameters(load_model(name)).stored
     assert stored == pytest.approx((EXACT | ROUNDED)[name], rel=0.005)
     assert name in ROUNDED or stored == EXACT[name] - NOT_TRAINED.get(name, 0)
@@ -106,14 +107,14 @@ def test_parameters_are_the_published_ones(name):
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_active_parameters_are_the_published_ones(name):
-    """Prevents: experts that a token is not sent to counted as its work."""
+    """Prevents counting experts that a token is not routed to as its work."""
     parameters = model_parameters(load_model(name))
     assert parameters.active == pytest.approx(ACTIVE[name], rel=0.02)
     assert parameters.active < parameters.stored / 4
 
 
 def test_presets_are_what_their_files_say():
-    """Prevents: a preset edited by hand, or one that the tool would not write again."""
+    """Prevents presets edited by hand, or different from the output of the generator."""
     texts = preset_texts(CONFIGS)
     assert {*EXACT, *ROUNDED} == set(texts)
     for name, text in texts.items():
@@ -123,23 +124,23 @@ def test_presets_are_what_their_files_say():
 
 IDS = hub_ids()
 NAMED_SIZE = re.compile(r"(?<![\w.])([\d.]+)b(?![\w])", re.IGNORECASE)
-"""Billions of parameters in a model's id; not those of a token ("A3B")."""
+"""Match billions of parameters in a model id, but not active parameters ("A3B")."""
 
 
 def test_hub_ids_are_of_presets():
-    """Prevents: a preset made of a hub's files that its id does not find, or an id of two."""
+    """Prevents a preset that its own hub id does not find, or an id of two presets."""
     assert set(IDS) <= set(preset_names("models"))
     sources = json.loads((CONFIGS / "sources.json").read_text())
     assert {name: IDS[name][0] for name in sources} == sources
     every = [one.lower() for ids in IDS.values() for one in ids]
     assert len(every) == len(set(every))
-    # Most name a size, which the next test compares.
+    # Most ids name a size, which the next test compares.
     assert sum(bool(NAMED_SIZE.search(one)) for one in every) > 0.85 * len(every)
 
 
 @pytest.mark.parametrize("name", IDS)
 def test_a_hub_id_finds_a_preset_of_its_size(name):
-    """Prevents: an id that is planned as a model of another size, or only in one spelling."""
+    """Prevents a hub id that selects a model of another size, or works in one spelling only."""
     model = load_model(name)
     stored = model_parameters(model).stored
     for one in IDS[name]:
@@ -152,7 +153,7 @@ def test_a_hub_id_finds_a_preset_of_its_size(name):
 
 
 def test_presets_are_found_in_other_spellings():
-    """Prevents: `deepseekv2` or `Llama3_70B` of a script that finds no model, or another one."""
+    """Prevents `deepseekv2` or `Llama3_70B` in a script from finding no model or a wrong model."""
     names = preset_names("models")
     assert len({re.sub("[-_.]", "", name) for name in names}) == len(names)
     for given, meant in (("deepseekv2", "deepseek-v2"), ("Llama3_70B", "llama3-70b")):
@@ -162,7 +163,7 @@ def test_presets_are_found_in_other_spellings():
 
 @pytest.mark.parametrize("given", ["acme/Vision-7B", "Qwen/Qwen3-VL-9B-Instruct"])
 def test_an_unknown_hub_id_says_what_to_download(given):
-    """Prevents: 80 names of presets as the answer to a model that none is of."""
+    """Prevents a list of 80 presets as the answer to an unknown hub id."""
     words = {given, "config.json", "preprocessor_config.json", "tokenizer.json", "--model"}
     for read in (named_model, named_model_file, model_notes):
         with pytest.raises(UserError) as error:
@@ -174,7 +175,7 @@ def test_an_unknown_hub_id_says_what_to_download(given):
 
 
 def test_a_path_is_no_hub_id(tmp_path, monkeypatch):
-    """Prevents: a folder or file of the user's that a hub's id is taken for."""
+    """Prevents a hub id from taking precedence over a user's folder or file."""
     folder = tmp_path / "Qwen" / "Qwen3-VL-8B-Instruct"
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes((CONFIGS / "qwen3-8b" / "config.json").read_bytes())
@@ -186,7 +187,7 @@ def test_a_path_is_no_hub_id(tmp_path, monkeypatch):
 
 
 def test_presets_are_listed_with_their_hub_ids(capsys):
-    """Prevents: ids, or presets, that nobody can look up."""
+    """Prevents hub ids or presets missing from the list."""
     listed = json.loads(printed(capsys, "presets --json"))["models"]
     assert {model["name"]: model["hub_ids"] for model in listed if model["hub_ids"]} == IDS
     shown = printed(capsys, "presets")

@@ -1,4 +1,4 @@
-"""Costs of encoders of native-resolution images, beside Transformers' modules and brute force."""
+"""Costs of native-resolution image encoders, against Transformers' modules and brute force."""
 
 import json
 from collections.abc import Callable
@@ -37,20 +37,20 @@ from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts, unit_runs
 
 CLUSTER = load_cluster("h100-80g")
 WIDTH = 256
-"""Of the language model, to which projectors lead."""
+"""Hidden size of the language model, which projectors output."""
 IMAGES = ((1, 16, 24), (1, 8, 8), (3, 12, 16))
-"""Frames of a video, or an image's one, and patches along the sides; all are whole windows."""
+"""Grids (frames, rows, columns) of patches, in full attention windows. An image has one frame."""
 
 
 def encoder(**changes: Any) -> ImagesEncoder:
-    """A small encoder as Qwen3-VL has it, without deepstack."""
+    """Return a small encoder like Qwen3-VL's, without deepstack."""
     sizes = {"layers": 4, "hidden_size": 64, "heads": 2, "ffn_hidden_size": 160, "patch_size": 14}
     kinds = {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False}
     return ImagesEncoder.model_validate(sizes | {"frames_per_patch": 2} | kinds | changes)
 
 
 def model_with(tower: ImagesEncoder, layers: int = 4) -> ModelConfig:
-    """The encoder before a small language model."""
+    """Return a model of the encoder and a small language model."""
     language = LanguageConfig(
         layers=layers, hidden_size=WIDTH, heads=4, kv_heads=2, ffn_hidden_size=256, vocab_size=640
     )
@@ -101,7 +101,7 @@ class _Gemma(torch.nn.Module):
         return self.projector(self.tower(images).last_hidden_state)
 
 
-def of_sizes(module: type, config: type, **sizes: Any) -> Callable[[], torch.nn.Module]:
+def module_factory(module: type, config: type, **sizes: Any) -> Callable[[], torch.nn.Module]:
     return lambda: module(config(**SMALL, **sizes))
 
 
@@ -111,7 +111,7 @@ FAMILIES: dict[str, tuple[ImagesEncoder, Callable[[], torch.nn.Module]]] = {
             normalization="RMSNorm", gated=True, patch_bias=False, window_pixels=112,
             full_layers=(1, 3),
         ),
-        of_sizes(
+        module_factory(
             modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
             configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig,
             intermediate_size=160, fullatt_block_indexes=[1, 3],
@@ -119,14 +119,14 @@ FAMILIES: dict[str, tuple[ImagesEncoder, Callable[[], torch.nn.Module]]] = {
     ),
     "qwen3-vl": (
         encoder(patch_size=16, learned_positions=144, deepstack_layers=(0, 2)),
-        of_sizes(
+        module_factory(
             modeling_qwen3_vl.Qwen3VLVisionModel, configuration_qwen3_vl.Qwen3VLVisionConfig,
             intermediate_size=160, num_position_embeddings=144, deepstack_visual_indexes=[0, 2],
         ),
     ),
     "qwen3.5": (
         encoder(patch_size=16, learned_positions=144),
-        of_sizes(
+        module_factory(
             modeling_qwen3_5.Qwen3_5VisionModel, configuration_qwen3_5.Qwen3_5VisionConfig,
             intermediate_size=160, num_position_embeddings=144,
         ),
@@ -137,7 +137,7 @@ FAMILIES: dict[str, tuple[ImagesEncoder, Callable[[], torch.nn.Module]]] = {
             learned_positions=144, embed_norm=True, final_norm=True, projector="gated",
             projector_hidden_size=320,
         ),
-        of_sizes(
+        module_factory(
             modeling_glm4v.Glm4vVisionModel, configuration_glm4v.Glm4vVisionConfig,
             intermediate_size=320, image_size=168,
         ),
@@ -154,7 +154,7 @@ FAMILIES: dict[str, tuple[ImagesEncoder, Callable[[], torch.nn.Module]]] = {
 
 
 def grids(family: str) -> list[tuple[int, int, int]]:
-    """Images of the family as frames and patches."""
+    """Return the family's image grids in frames and patches."""
     if family == "gemma3":
         return [(1, 16, 16)] * 2
     # Kimi's frames attend to each other; GLM's are given to the tower as images.
@@ -164,8 +164,8 @@ def grids(family: str) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_counts_are_those_of_transformers_modules(family: str) -> None:
-    """Prevents weights, norms or biases that a family has and the count leaves out, attention over
-    the wrong positions, and a projector or deepstack left out."""
+    """Prevents omitted weights, norms, biases, projectors or deepstack layers, and attention
+    counted over the wrong positions."""
     tower, make_theirs = FAMILIES[family]
     theirs = make_theirs()
     for module in theirs.modules():
@@ -196,15 +196,15 @@ def test_counts_are_those_of_transformers_modules(family: str) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them(tensor: int) -> None:
-    """Prevents links that are predicted to carry nothing but hidden states, and features that are
-    whole on every rank counted as parts of a sequence."""
+    """Prevents pipeline messages without deepstack features, and features replicated on every rank
+    counted as sequence-parallel shards."""
     model, bare = (
         model_with(encoder(layers=6, deepstack_layers=taken), layers=5) for taken in ((1, 3, 4), ())
     )
     sizes = Parallel(tensor=tensor, pipeline=1, sequence_parallel=tensor > 1)
     cost, plain = (analytic_cost(each, CLUSTER, sizes, "bf16") for each in (model, bare))
     cell = np.array([float(name == "image_tokens") for name in cost.features])
-    # Behind embed, six layers, projector, language embed, five layers.
+    # After embed, six layers, projector, language embed, five layers.
     waiting = [0, 0, 1, 1, 2, 3, 3, 3, 3, 2, 1, 0, 0, 0]
     names = zip(unit_names(model)[:-1], unit_names(bare)[:-1], waiting, strict=True)
     for name, without, number in names:
@@ -214,8 +214,8 @@ def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them(tens
 
 
 def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
-    """Prevents deepstack features that are counted again in all stages behind those that add
-    them, and a search that counts less than a check."""
+    """Prevents counting deepstack features again on every later stage, and a search that counts
+    less memory than a check."""
     model = model_with(encoder(layers=4, deepstack_layers=(0, 1, 2)), layers=6)
     cost = analytic_cost(model, CLUSTER, Parallel(pipeline=2), "bf16")
     names, kinds, one = unit_names(model), cost.kinds, np.ones(len(cost.features))
@@ -235,7 +235,7 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
 
 
 def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() -> None:
-    """Prevents a peak that leaves out what the last of them brings back."""
+    """Prevents a recompute peak without the activations that the last layer restores."""
     model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
     cost = cost_of(model)
     kinds, (whole,) = cost.kinds, stages_from_cuts(model, ())
@@ -254,12 +254,12 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
 
     none, every = np.zeros((2, len(kinds)), np.int64)
     every[layers] = held[layers]
-    # While the last one runs backward, it has all that it dropped beside the inputs of the others.
+    # In its backward, the last layer holds all its activations, other layers just their inputs.
     last = plain[-1]
     working = max(cells @ moment for moment in units[last].transient_bytes)
     before = kept[0] + (held[layers] * input_[layers]).sum() - input_[last]
     assert at_most(every) >= before + kept[last] + working
-    # As long as one of their kind is kept, another brings back no more than was kept before.
+    # While a layer of the kind is kept, recomputing another needs no more than keeping it.
     some = none.copy()
     some[plain[0]] = held[plain[0]]
     saved = held[plain[0]] * (kept[plain[0]] - input_[plain[0]])
@@ -267,7 +267,7 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
 
 
 def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> None:
-    """Prevents a search that grows with every deepstack feature."""
+    """Prevents a recompute search that grows with every deepstack feature."""
     model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
     kinds = unit_kinds(model)
     alike = LayerGroups.build(kinds)
@@ -276,14 +276,14 @@ def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> N
     counts = unit_counts(kinds, stages_from_cuts(model, ())[0])
     held = np.array([n for n, kind in zip(counts, kinds, strict=True) if kind.is_layer])
     assert alike.sum_groups(held).tolist() == [7, 2, 4]
-    # Of seven plain vision layers the first four: 0, 1, 3, 4.
+    # The first four of seven plain vision layers: 0, 1, 3, 4.
     apart = alike.split_groups(held, np.array([4, 0, 0]))
     stage = stages_from_cuts(model, (), [apart.tolist()])[0]
     assert [str(span) for span in stage.recompute] == ["vision 0..1", "vision 3..4"]
 
 
 def write_data(folder: Path) -> list[list[tuple[int, int]]]:
-    """Texts, images and a video as messages; returns sizes of every sample's images."""
+    """Write messages with texts and images; return the image sizes of every sample."""
     rng = np.random.default_rng(0)
     records, sizes = [], []
     for number in range(40):
@@ -307,7 +307,7 @@ def write_data(folder: Path) -> list[list[tuple[int, int]]]:
 def test_images_are_scanned_planned_and_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prevents a model of native-resolution images that can be described and not planned."""
+    """Prevents a native-resolution model that loads but cannot be scanned, planned or checked."""
     sizes = write_data(tmp_path)
     video = VideoConfig(times="before", counts_frames=True)
     tower = encoder(deepstack_layers=(1, 2), video=video, max_pixels=90_000)

@@ -1,4 +1,4 @@
-"""The planner runs where neither torch nor Megatron is installed."""
+"""The planner runs without torch and Megatron."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ omnibal.cli.main(sys.argv[1:])
 
 
 def test_planning_imports_no_torch_or_megatron_and_begins_without_scipy_or_matplotlib(tmp_path):
-    """Prevents a planner that needs gigabytes or GPUs, and half a second before every command."""
+    """Prevents planning that needs torch or Megatron, and slow imports at every start."""
     options = "--model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
     command = [sys.executable, "-c", PROGRAM, "plan", *options.split(), "-o", tmp_path / "plan"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""config.json of InternVL 1.5 to 3.5 as the planner reads it: what the hubs serve, cut short."""
+"""Reading config.json of InternVL 1.5 to 3.5, from shortened hub files."""
 
 import json
 from pathlib import Path
@@ -42,11 +42,11 @@ PHI3 = {
 }  # fmt: skip
 
 
-def original(llm: dict[str, Any], vision: dict[str, Any] = VISION_300M) -> dict[str, Any]:
+def internvl(llm: dict[str, Any], vision: dict[str, Any] = VISION_300M) -> dict[str, Any]:
     return WHOLE | {"llm_config": llm, "vision_config": vision}
 
 
-def in_transformers(text: dict[str, Any]) -> dict[str, Any]:
+def hf_config(text: dict[str, Any]) -> dict[str, Any]:
     return {
         "architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl",
         "downsample_ratio": 0.5, "projector_hidden_act": "gelu", "tie_word_embeddings": False,
@@ -61,16 +61,16 @@ def in_transformers(text: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def written(folder: Path, config: dict[str, Any]) -> Path:
+def write(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.mark.parametrize("config", [original(QWEN3_8B), in_transformers(QWEN3_8B)])
+@pytest.mark.parametrize("config", [internvl(QWEN3_8B), hf_config(QWEN3_8B)])
 def test_internvl_3_5_is_read_in_both_formats(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Prevents: Qwen3 read as Qwen2, with biases and without norms of heads."""
-    folder = written(tmp_path / "InternVL3_5-8B", config)
+    """Prevents Qwen3 read as Qwen2, with QKV biases and without q and k norms."""
+    folder = write(tmp_path / "InternVL3_5-8B", config)
     model = read_hub_config(folder / "config.json")
     assert model == read_hub_config(folder) == named_model(str(folder))
     assert model.name == "internvl3_5-8b" and model.chat_template == "internvl2_5"
@@ -83,19 +83,19 @@ def test_internvl_3_5_is_read_in_both_formats(tmp_path: Path, config: dict[str, 
 
 
 def test_earlier_versions_are_their_presets(tmp_path: Path) -> None:
-    """Prevents: a preset, or a reading, that is another model than the released one."""
-    read = read_hub_config(written(tmp_path / "InternVL3-8B", original(QWEN2_7B)))
+    """Prevents InternVL3 configs read as other models than their presets."""
+    read = read_hub_config(write(tmp_path / "InternVL3-8B", internvl(QWEN2_7B)))
     preset = load_model("internvl3-8b")
     assert read.vision == preset.vision and read.chat_template == preset.chat_template
     scaled = {"max_positions": 32_768, "rope_factor": 2.0}
     assert read.language == preset.language.model_copy(update=scaled)
-    large = read_hub_config(written(tmp_path / "large", original(QWEN2_7B, VISION_6B)))
+    large = read_hub_config(write(tmp_path / "large", internvl(QWEN2_7B, VISION_6B)))
     assert large.vision == load_model("internvl3-78b").vision
 
 
 def test_phi_3_is_its_preset(tmp_path: Path) -> None:
-    """Prevents: InternVL2-4B refused, or read as another model than its preset."""
-    read = read_hub_config(written(tmp_path / "m", original(PHI3) | {"template": "phi3-chat"}))
+    """Prevents InternVL2-4B refused, or read as another model than its preset."""
+    read = read_hub_config(write(tmp_path / "m", internvl(PHI3) | {"template": "phi3-chat"}))
     preset = load_model("internvl2-4b")
     assert read.vision.model_copy(update={"layer_scale_init": 1.0}) == preset.vision
     assert read.chat_template == preset.chat_template
@@ -103,18 +103,18 @@ def test_phi_3_is_its_preset(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_not_understood_are_named(tmp_path: Path) -> None:
-    """Prevents: a changed model planned in silence, or a released one with a needless note."""
+    """Prevents a modified model planned without a note, or a note for a released model."""
     dumped = {
         "use_moe": False, "moe_coeff_ratio": 0.5, "num_experts": 8, "drop_path_rate": 0.1,
         "laux_allreduce": "all_nodes", "use_flash_attn": True, "torch_dtype": "bfloat16",
     }  # fmt: skip
     llm = {"moe_config": None, "max_window_layers": 70, "top_k": 50, "use_cache": True}
     whole = {"hidden_size": 3584, "image_fold": None, "use_llm_lora": 0, "auto_map": {"A": "b"}}
-    released = original(QWEN2_7B | llm, VISION_300M | dumped) | whole
-    for name, config in {"plain": released, "phi": original(PHI3)}.items():
-        assert model_notes(str(written(tmp_path / name, config))) == []
-    changed = original(QWEN2_7B | {"attention_sinks": True}, VISION_300M | {"use_moe": True})
-    [note] = model_notes(str(written(tmp_path / "changed", changed | {"mlp_layers": 3})))
+    released = internvl(QWEN2_7B | llm, VISION_300M | dumped) | whole
+    for name, config in {"plain": released, "phi": internvl(PHI3)}.items():
+        assert model_notes(str(write(tmp_path / name, config))) == []
+    changed = internvl(QWEN2_7B | {"attention_sinks": True}, VISION_300M | {"use_moe": True})
+    [note] = model_notes(str(write(tmp_path / "changed", changed | {"mlp_layers": 3})))
     assert "llm_config.attention_sinks, vision_config.use_moe and mlp_layers" in note
 
 
@@ -122,30 +122,30 @@ def test_keys_that_are_not_understood_are_named(tmp_path: Path) -> None:
     ("config", "message"),
     [
         (
-            original(QWEN3_8B | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}),
+            internvl(QWEN3_8B | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}),
             "its language model is GptOssForCausalLM; it must be one of",
         ),
         (
-            in_transformers(QWEN3_8B | {"model_type": "gpt_oss", "architectures": None}),
+            hf_config(QWEN3_8B | {"model_type": "gpt_oss", "architectures": None}),
             "is gpt_oss",
         ),
-        (original(QWEN3_30B_A3B | {"mlp_only_layers": [0]}), "leave layers without experts"),
-        (original(QWEN3_8B | {"architectures": ["MistralForCausalLM"]}), "is MistralForCausalLM"),
-        (original(PHI3 | {"sliding_window": 2047}), "sliding_window 2047"),
-        (in_transformers(PHI3), "is Phi3ForCausalLM"),
-        (original(QWEN3_8B | {"use_sliding_window": True}), "use_sliding_window true"),
+        (internvl(QWEN3_30B_A3B | {"mlp_only_layers": [0]}), "leave layers without experts"),
+        (internvl(QWEN3_8B | {"architectures": ["MistralForCausalLM"]}), "is MistralForCausalLM"),
+        (internvl(PHI3 | {"sliding_window": 2047}), "sliding_window 2047"),
+        (hf_config(PHI3), "is Phi3ForCausalLM"),
+        (internvl(QWEN3_8B | {"use_sliding_window": True}), "use_sliding_window true"),
         (
-            original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}),
+            internvl(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}),
             "vision_config: hidden_act 'silu' must be 'gelu'",
         ),
-        (in_transformers(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),
-        (original(QWEN3_8B) | {"min_dynamic_patch": 0}, "min_dynamic_patch: .* .given: 0"),
+        (hf_config(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),
+        (internvl(QWEN3_8B) | {"min_dynamic_patch": 0}, "min_dynamic_patch: .* .given: 0"),
         ({"model_type": "internvl2"}, "'internvl2' is not known; it must be one of"),
     ],
 )
 def test_other_models_are_refused_by_name(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
-    """Prevents: a plan for another model than the one that is named."""
+    """Prevents an unsupported model planned as another model."""
     with pytest.raises(UserError, match=message):
-        read_hub_config(written(tmp_path / "other", config))
+        read_hub_config(write(tmp_path / "other", config))

@@ -1,4 +1,4 @@
-"""Images of packs that ranks share, dealt whole, beside every dealing there is."""
+"""Images of context-parallel packs divided among ranks, against every possible division."""
 
 from itertools import combinations_with_replacement, pairwise
 
@@ -25,8 +25,8 @@ CAPS = Caps.of(image_tokens=1, tokens=1)
 QWEN3, TWO_RANKS = load_model("qwen3-vl-8b"), Parallel(data=2, pipeline=1)
 
 
-def shown(rng: np.random.Generator, images: int) -> list[Segments]:
-    """Images of any size, and now and then a video."""
+def draw_images(rng: np.random.Generator, images: int) -> list[Segments]:
+    """Return images of random sizes, with an occasional video."""
     sizes = np.exp(rng.normal(5, 1, images)).astype(int) + 1
     return [Segments(int(rng.integers(2, 5)) if rng.random() < 0.2 else 1, int(n)) for n in sizes]
 
@@ -40,8 +40,8 @@ def lengths_with(samples: list[list[Segments]], *, listed: bool = True) -> Lengt
     return found
 
 
-def least_of_runs(costs: list[float], ranks: int) -> float:
-    """Largest cost of a run in the best division into runs, by trying all."""
+def min_largest_run(costs: list[float], ranks: int) -> float:
+    """Return the smallest possible maximum cost of contiguous runs, by trying all."""
     cuts = combinations_with_replacement(range(len(costs) + 1), ranks - 1)
     return min(
         max(sum(costs[first:stop]) for first, stop in pairwise((0, *each, len(costs))))
@@ -52,18 +52,18 @@ def least_of_runs(costs: list[float], ranks: int) -> float:
 @pytest.mark.parametrize("context", [2, 4])
 @pytest.mark.parametrize("weight", [0.0, 0.01])
 def test_images_go_whole_and_nearly_as_evenly_as_runs_can(context: int, weight: float) -> None:
-    """Prevents: an image that two ranks have a part of, one that none or two have, and a rank that
-    encodes much more than it must."""
+    """Prevents splitting, dropping or duplicating an image, and a rank that encodes much more than
+    necessary."""
     rng = np.random.default_rng(context)
     level = Level(caps=CAPS, context=context, image_weight=weight)
     for _ in range(40):
-        samples = [shown(rng, int(rng.integers(0, 4))) for _ in range(6)]
+        samples = [draw_images(rng, int(rng.integers(0, 4))) for _ in range(6)]
         lengths, parts = lengths_with(samples), [samples[:4], samples[4:5], samples[5:]]
         packs = Packs.from_lists([[0, 1, 2, 3], [4], [5]])
         bounds = bounds_of_items(packs, lengths, level, "image_tokens")
         squares = squares_of_shares(packs, lengths, level)
         for pack, part in enumerate(parts):
-            # Tokens of every image and every time of a video, in order.
+            # Tokens of every image and every time step of a video, in order.
             pieces = [one.tokens for sample in part for one in sample for _ in range(one.number)]
             ends = np.cumsum([0, *pieces]).tolist()
             assert bounds[pack, 0] == 0 and bounds[pack, -1] == ends[-1]
@@ -73,13 +73,13 @@ def test_images_go_whole_and_nearly_as_evenly_as_runs_can(context: int, weight: 
             costs = [sum(n + weight * n**2 for n in run) for run in runs]
             each = [n + weight * n**2 for n in pieces]
             largest = max(each, default=0)
-            # Rounding is a sixteenth of a token a piece, and the limit within 1/128 of the largest.
-            assert max(costs) <= least_of_runs(each, context) + largest / 128 + 1
+            # Rounding is 1/16 token per piece, and the limit within 1/128 of the largest piece.
+            assert max(costs) <= min_largest_run(each, context) + largest / 128 + 1
             assert max(costs) <= sum(each) / context + largest + 1
 
 
 def test_a_sample_of_many_images_is_divided() -> None:
-    """Prevents: a long sample all of whose images one rank encodes."""
+    """Prevents encoding all images of a long sample on one rank."""
     lengths = lengths_with([[Segments(1, 50)] * 30, [Segments(64, 10)]])
     level, packs = Level(caps=CAPS, context=4), Packs.from_lists([[0], [1]])
     bounds = bounds_of_items(packs, lengths, level, "image_tokens")
@@ -88,7 +88,7 @@ def test_a_sample_of_many_images_is_divided() -> None:
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_packs_without_images_have_empty_runs(samples: int) -> None:
-    """Prevents: a search that ends in an error where a shared pack has texts alone."""
+    """Prevents an error in the search if a context-parallel pack has no images."""
     texts: list[list[Segments]] = [[] for _ in range(samples)]
     lengths = lengths_with([*texts, [Segments(1, 50)] * 9, *texts], listed=False)
     packs = Packs.from_lists([[*range(samples)], [samples], [*range(samples + 1, 2 * samples + 1)]])
@@ -99,9 +99,9 @@ def test_packs_without_images_have_empty_runs(samples: int) -> None:
 
 
 def test_samples_go_whole_where_images_are_not_listed() -> None:
-    """Prevents: an image that two ranks have a part of, with lengths of an earlier version."""
+    """Prevents splitting an image for lengths of an earlier version, without image sizes."""
     rng = np.random.default_rng(1)
-    samples = [shown(rng, 3) for _ in range(8)]
+    samples = [draw_images(rng, 3) for _ in range(8)]
     lengths, packs = lengths_with(samples, listed=False), Packs.from_lists([list(range(8))])
     level = Level(caps=CAPS, context=4, image_weight=0.01)
     [bounds] = bounds_of_items(packs, lengths, level, "image_tokens")
@@ -114,9 +114,9 @@ def test_samples_go_whole_where_images_are_not_listed() -> None:
 
 
 def test_features_of_parts_are_those_of_their_images() -> None:
-    """Prevents: times and memory of shares that the trainer does not run."""
+    """Prevents time and memory of other image shares than the trainer uses."""
     rng = np.random.default_rng(2)
-    samples = [shown(rng, int(rng.integers(0, 5))) for _ in range(12)]
+    samples = [draw_images(rng, int(rng.integers(0, 5))) for _ in range(12)]
     lengths = lengths_with(samples)
     packs = Packs.from_lists([list(range(5)), list(range(5, 12))])
     level = Level(caps=CAPS, context=2, image_weight=0.002)
@@ -129,7 +129,7 @@ def test_features_of_parts_are_those_of_their_images() -> None:
 
 
 def test_deepstack_features_are_exchanged_too() -> None:
-    """Prevents: an exchange that is planned without the features of further encoder layers."""
+    """Prevents an exchange planned without deepstack features."""
     given = {"cluster": load_cluster("h100-80g"), "parallel": TWO_RANKS, "precision": "bf16"}
     job = JobSpec(model=QWEN3, **given)
     plain, shared = job.costs_at([Level(caps=CAPS), Level(caps=CAPS, context=2)])
@@ -142,7 +142,7 @@ def test_deepstack_features_are_exchanged_too() -> None:
 
 
 def test_only_data_parallel_encoders_of_images_refuse_shared_packs() -> None:
-    """Prevents: a plan refused though it can be trained, and one that is trained wrongly."""
+    """Prevents refusing a plan that can be trained, or accepting a plan that cannot."""
     none = dict.fromkeys(("data", "made_for", "adapters", "beside"))
     level = PlannedLevel.model_construct(context=2)
     plan = Plan.model_construct(

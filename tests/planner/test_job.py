@@ -1,4 +1,4 @@
-"""The job: refused where it is wrong, and checked and costed once."""
+"""Job specs: validated on construction, with costs computed once."""
 
 from dataclasses import fields
 from functools import partial
@@ -50,14 +50,14 @@ MEASURED = CostSource(PROFILE)
     ],
 )
 def test_a_wrong_job_cannot_be_made(wrong: dict, message: str) -> None:
-    """Prevents a mistake that is found after minutes of packing or searching, or never."""
+    """Prevents an invalid job found after minutes of packing or searching, or never."""
     with pytest.raises(UserError, match=message):
         job_spec(**wrong)
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision",)])
 def test_costs_are_those_of_its_source(frozen: tuple[str, ...]) -> None:
-    """Prevents costs of other fields than the job has."""
+    """Prevents costs computed for other settings than the job's."""
     counted, measured = job_spec(frozen=frozen), job_spec(frozen=frozen, cost_source=MEASURED)
     sizes = MODEL, counted.cluster, counted.parallel, counted.precision, frozen
     every = (counted, analytic_cost(*sizes)), (measured, MEASURED.costs(*sizes))
@@ -70,7 +70,7 @@ def test_costs_are_those_of_its_source(frozen: tuple[str, ...]) -> None:
 
 
 def test_other_sizes_have_other_costs() -> None:
-    """Prevents a job that keeps the costs of the sizes it had before."""
+    """Prevents a resized job that keeps the costs of its old parallel sizes."""
     job = job_spec()
     split = job.with_sizes(Parallel(tensor=2, pipeline=2))
     assert split.cost.units["head"].parameters < job.cost.units["head"].parameters
@@ -78,7 +78,7 @@ def test_other_sizes_have_other_costs() -> None:
 
 
 def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prevents a plan, and a search with its dozens of plans, from doing both again and again."""
+    """Prevents repeated validation and cost computation in a plan or a search."""
     made = counting(monkeypatch, source_module, analytic_cost)
     checked = counting(monkeypatch, job_module, check_parallel)
     planned = request(epochs=1)
@@ -94,7 +94,7 @@ def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("source", [ANALYTIC, MEASURED], ids=["counted", "measured"])
 @pytest.mark.parametrize("lengths", [example_lengths(), None], ids=["data", "shapes"])
 def test_a_plan_directory_gives_its_job_again(tmp_path, source, lengths) -> None:
-    """Prevents a check, a replay or a run of another job than was planned."""
+    """Prevents a check, replay or run of another job than was planned."""
     planned = request(cost_source=source, frozen=("vision",), lengths=lengths)
     result = make_plan(planned)
     save_plan(result, tmp_path / "plan")
@@ -108,7 +108,7 @@ def test_a_plan_directory_gives_its_job_again(tmp_path, source, lengths) -> None
 
 
 def test_data_that_cannot_be_planned_is_refused_with_the_request() -> None:
-    """Prevents a request that exists and that no plan can be made of."""
+    """Prevents constructing a request that no plan can satisfy."""
     few = partial(changed, changed(request(epochs=1), packs_per_step=2))
     for asked, message in (
         (partial(few, packs_per_step=2_000_002), "at most 1,000,000"),

@@ -1,4 +1,4 @@
-"""Plans of forty jobs of all kinds are those of before, figure by figure."""
+"""Plans of forty jobs of all kinds match stored figures."""
 
 import json
 
@@ -17,18 +17,18 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_gets_the_plan_that_it_had(name, data, tmp_path):
-    """Prevents a change elsewhere from moving packs, stages, times or memory of a plan unseen."""
+    """Prevents an unrelated change from altering a plan's packs, stages, times or memory."""
     found = plan_figures(plan_job(JOBS[name], data, tmp_path / "plan"), tmp_path / "plan")
     assert_same(found, FIGURES[name], name)
 
 
 def test_every_job_has_figures():
-    """Prevents figures of jobs that no longer exist, which nothing would compare."""
+    """Prevents stored figures of removed jobs, which nothing would compare."""
     assert list(FIGURES) == list(JOBS)
 
 
 def assert_same(found, kept, place: str) -> None:
-    """Compare figures: numbers to 1e-9, all else exactly; say which figure differs."""
+    """Compare floats to 1e-9 and other values exactly; name the figure that differs."""
     if isinstance(kept, dict | list):
         names = range(len(kept)) if isinstance(kept, list) else kept
         assert len(found) == len(kept), place

@@ -1,5 +1,5 @@
-"""Length and pack files: what is written comes back, and a wrong file gets one clear error; lengths
-that ms-swift has counted, beside images of known sizes."""
+"""Lengths and pack files: round trips, errors for invalid files, and lengths counted by
+ms-swift."""
 
 import io
 import json
@@ -38,14 +38,14 @@ def example_lengths(names=("charts", "text"), sample: list[int] | None = None) -
 
 
 def read_changed(path: Path, change: Callable[[pa.Table], pa.Table]) -> Lengths:
-    """Read a file of lengths after its table was changed."""
+    """Return the lengths read from a file after changing its table."""
     pq.write_table(change(pq.read_table(path)), path)
     return read_lengths([path])
 
 
 @pytest.fixture
 def lengths_file(tmp_path) -> Path:
-    """A file of the example's lengths."""
+    """Return a file of the example's lengths."""
     write_lengths(example_lengths(), tmp_path / "a.parquet")
     return tmp_path / "a.parquet"
 
@@ -62,7 +62,7 @@ def example_packs() -> ScheduledPacks:
 
 
 def test_lengths_round_trip(lengths_file):
-    """Prevents a column or the origin from being lost or reordered in the file."""
+    """Prevents a column or the origin lost or reordered in the file."""
     lengths, again = example_lengths(), read_lengths([lengths_file])
     for column in COLUMNS[:3]:
         assert again.column(column).tolist() == lengths.column(column).tolist()
@@ -75,7 +75,7 @@ def test_lengths_round_trip(lengths_file):
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_lengths_hash_sees_every_column(column):
-    """Prevents packs from being used with lengths that changed."""
+    """Prevents packs used with lengths that changed."""
     lengths = example_lengths()
     before = lengths.sha256
     changed = lengths.source if column == "source" else lengths.column(column)
@@ -84,7 +84,7 @@ def test_lengths_hash_sees_every_column(column):
 
 
 def test_joined_files_share_their_sources(lengths_file, tmp_path):
-    """Prevents source codes of the second file from being read with the first file's names."""
+    """Prevents source codes of the second file read with the first file's names."""
     write_lengths(example_lengths(("text", "pages")), tmp_path / "b.parquet")
     joined = read_lengths([lengths_file, tmp_path / "b.parquet"])
     names = [joined.source_names[code] for code in joined.source]
@@ -93,7 +93,7 @@ def test_joined_files_share_their_sources(lengths_file, tmp_path):
 
 
 def test_public_json_and_its_meta(tmp_path):
-    """Prevents text-only samples, which that format writes as one dummy tile, from costing one."""
+    """Prevents a tile counted for text-only samples, which have one dummy tile in that format."""
     records = [
         {"vit_num": 3, "token_num": 900, "image_flags": [1, 1, 1]},
         {"vit_num": 1, "token_num": 40, "image_flags": [0]},
@@ -132,7 +132,7 @@ def test_public_json_and_its_meta(tmp_path):
     ],
 )
 def test_wrong_lengths_files_are_named(tmp_path, name, content, expected):
-    """Prevents a traceback, or a wrong plan, from a file that is not what its name says."""
+    """Prevents a traceback or a wrong plan from an invalid or misnamed file."""
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=expected):
@@ -140,14 +140,14 @@ def test_wrong_lengths_files_are_named(tmp_path, name, content, expected):
 
 
 def test_missing_column_is_named(lengths_file):
-    """Prevents a bare KeyError for someone else's Parquet file."""
+    """Prevents a bare KeyError for another tool's Parquet file."""
     with pytest.raises(UserError, match=r"lacks the column\(s\) loss_tokens, source"):
         read_changed(lengths_file, lambda table: table.select(["tiles", "tokens"]))
 
 
 @pytest.mark.parametrize("sample", [[1, 1, 2], [2, 1, 3], [-1, 0, 1]])
 def test_samples_that_do_not_ascend_are_refused(lengths_file, sample):
-    """Prevents a damaged file from training a sample twice, or the last one for index -1."""
+    """Prevents a damaged file from training a sample twice, or the last sample for -1."""
     with pytest.raises(UserError, match=r"a\.parquet: column sample holds .* must ascend"):
         read_changed(lengths_file, lambda table: table.append_column("sample", pa.array(sample)))
 
@@ -160,7 +160,7 @@ def test_an_origin_of_another_version_is_refused(lengths_file, origin):
 
 
 def test_packs_round_trip(tmp_path):
-    """Prevents ragged sample lists from shifting by one, and bytes that differ between writes."""
+    """Prevents sample lists shifted by one, and bytes that differ between writes."""
     packs, path = example_packs(), tmp_path / "packs.parquet"
     write_packs(packs, path)
     first_bytes, again = path.read_bytes(), read_packs(path)
@@ -190,7 +190,7 @@ def test_packs_round_trip(tmp_path):
     ],
 )
 def test_columns_of_another_kind_are_refused(lengths_file, column, values, expected):
-    """Prevents counts that were rounded, wrapped or read from nothing."""
+    """Prevents counts that were rounded, wrapped around or null."""
     columns = {name: pa.array([1], pa.int32()) for name in COLUMNS} | {"source": pa.array(["a"])}
     with pytest.raises(UserError, match=rf"a\.parquet: column {column}{expected}"):
         read_changed(lengths_file, lambda _: pa.table(columns | {column: values}))
@@ -199,7 +199,7 @@ def test_columns_of_another_kind_are_refused(lengths_file, column, values, expec
 @pytest.mark.parametrize("kind", [pa.uint8(), pa.int16(), pa.int64(), pa.uint64()])
 @pytest.mark.parametrize("text", [pa.string(), pa.large_string()])
 def test_integers_of_any_width_are_read(lengths_file, kind, text):
-    """Prevents refusing files whose counts fit, written by other tools."""
+    """Prevents refusing integer columns of other widths, written by other tools."""
     columns = {name: pa.array([100, 7], kind) for name in COLUMNS}
     columns["source"] = pa.array(["b", "a"], text)
     lengths = read_changed(lengths_file, lambda _: pa.table(columns))
@@ -210,7 +210,7 @@ def test_integers_of_any_width_are_read(lengths_file, kind, text):
 
 
 def test_row_groups_with_dictionaries_of_their_own(tmp_path):
-    """Prevents codes of one row group from being read with another's names."""
+    """Prevents codes of one row group read with another group's names."""
     names = ["b", "a", "c", "a"]
     columns = {name: pa.array([1, 2, 3, 4], pa.int32()) for name in COLUMNS}
     chunks = pa.chunked_array([pa.array(names[:2]), pa.array(names[2:])])
@@ -221,7 +221,7 @@ def test_row_groups_with_dictionaries_of_their_own(tmp_path):
 
 
 def test_lengths_of_all_samples_stay_as_they_were(lengths_file):
-    """Prevents plans from being refused since their lengths have another hash than when planned."""
+    """Prevents refusing existing plans because the hash of their lengths changed."""
     lengths = example_lengths()
     assert lengths.sha256.startswith("9ad8ebf8cdf46e48d1bdc725f642a004")
     assert pq.read_table(lengths_file).column_names == list(COLUMNS)
@@ -230,7 +230,7 @@ def test_lengths_of_all_samples_stay_as_they_were(lengths_file):
 
 
 def test_lengths_with_skipped_samples(lengths_file):
-    """Prevents a skipped sample trained for the row's own, and indices of no annotations."""
+    """Prevents training a skipped sample for the row's own, and indices beyond annotations."""
     lengths = example_lengths(sample=[1, 4, 5])
     write_lengths(lengths, lengths_file)
     again = read_lengths([lengths_file])
@@ -258,7 +258,7 @@ def test_lengths_with_skipped_samples(lengths_file):
     ],
 )
 def test_packs_of_another_kind_are_refused(tmp_path, column, values, expected):
-    """Prevents packs that were rounded, or shifted by a list that is not there."""
+    """Prevents packs that were rounded, or shifted by a missing list."""
     path = tmp_path / "packs.parquet"
     write_packs(example_packs(), path)
     table = pq.read_table(path)
@@ -269,7 +269,7 @@ def test_packs_of_another_kind_are_refused(tmp_path, column, values, expected):
 
 
 def test_packs_of_other_writers(tmp_path):
-    """Prevents small lists in several row groups, as other tools write them, from shifting."""
+    """Prevents shifted sample lists in files with several row groups."""
     path, samples = tmp_path / "packs.parquet", [[5], [1, 2], [3], [0, 4]]
     columns = dict.fromkeys(("step", "dp_rank", "slot", "epoch", "tiles", "tokens"), range(4))
     table = pa.table({**columns, "samples": pa.array(samples, pa.list_(pa.int32()))})
@@ -279,7 +279,7 @@ def test_packs_of_other_writers(tmp_path):
 
 
 def test_sums_and_take_follow_the_members():
-    """Prevents sums over neighbours' samples after packs were reordered."""
+    """Prevents sums over another pack's samples after packs are reordered."""
     lengths, packs = example_lengths(), example_packs().packs
     assert packs.sums(lengths.tokens).tolist() == [1200, 40]
     taken = packs.take(np.array([1, 0]))
@@ -296,13 +296,13 @@ def picture(size: tuple[int, int]) -> bytes:
     return file.getvalue()
 
 
-def stored(size: tuple[int, int]) -> dict:
-    """An image inside a row."""
+def store(size: tuple[int, int]) -> dict:
+    """Return an image stored in a row."""
     return {"bytes": picture(size), "path": None}
 
 
 def cached_dataset(folder: Path, rows: list[dict], name: str = "lengths") -> Path:
-    """Write what `datasets` saves: Arrow streams, and the list of them."""
+    """Write a dataset as `datasets` saves it: Arrow streams and a list of files."""
     folder.mkdir(parents=True)
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     columns = {"images": image, name: pa.int64(), "videos": pa.string()}
@@ -318,21 +318,21 @@ def cached_dataset(folder: Path, rows: list[dict], name: str = "lengths") -> Pat
     return folder
 
 
-def read(path: Path, model=NATIVE):
+def read_cached(path: Path, model=NATIVE):
     return read_cached_lengths(path, read_cached_tokens(path), model, lambda done: None)
 
 
 @pytest.mark.parametrize("name", ["lengths", "length"])
 def test_rows_of_a_cached_dataset_keep_their_tokens_and_images_are_counted(tmp_path, name):
-    """Prevents tokens other than ms-swift packs by, and images left out or of another row."""
+    """Prevents other token counts than ms-swift packs by, and images omitted or of another row."""
     (tmp_path / "a.png").write_bytes(picture(SIZES[0]))
     rows = [
         {"images": [{"bytes": None, "path": str(tmp_path / "a.png")}], name: [900]},
         {"images": None, name: [40, 7]},
-        {"images": list(map(stored, SIZES)), name: [9_000]},
+        {"images": list(map(store, SIZES)), name: [9_000]},
     ]
     cached_dataset(tmp_path / "made/train", rows, name)
-    found = read(tmp_path / "made")
+    found = read_cached(tmp_path / "made")
     assert found.tokens.tolist() == [900, 47, 9_000]
     tokens = [image_segments(*size, NATIVE.images.image_rule).all_tokens for size in SIZES]
     assert found.items["image_tokens"].tolist() == [tokens[0], 0, sum(tokens)]
@@ -341,13 +341,13 @@ def test_rows_of_a_cached_dataset_keep_their_tokens_and_images_are_counted(tmp_p
 
 
 def test_tiles_are_counted_of_every_image_by_itself(tmp_path):
-    """Prevents images' tiles shared among a sample's images, which ms-swift does not do."""
-    cached_dataset(tmp_path / "train", [{"images": [stored(SIZES[0])] * 2, "lengths": [9_000]}])
-    assert read(tmp_path, TILED).items["tiles"].tolist() == [2 * 13]
+    """Prevents a tile limit shared by a sample's images, which ms-swift does not apply."""
+    cached_dataset(tmp_path / "train", [{"images": [store(SIZES[0])] * 2, "lengths": [9_000]}])
+    assert read_cached(tmp_path, TILED).items["tiles"].tolist() == [2 * 13]
 
 
 def test_the_command_reads_it_without_a_tokenizer(tmp_path, capsys):
-    """Prevents a command that asks for what it does not use, or ignores what it was given."""
+    """Prevents asking for an unused tokenizer, or ignoring a given tokenizer."""
     path = cached_dataset(tmp_path / "made/train", [{"lengths": [2_000 + n]} for n in range(3)])
     output, state = tmp_path / "lengths.parquet", path / "state.json"
     counted = f"lengths {path} --model qwen3-vl-8b -o"
@@ -369,18 +369,18 @@ def test_the_command_reads_it_without_a_tokenizer(tmp_path, capsys):
         ([{"lengths": [0]}], "no whole number above 0"),
         ([], "has no rows"),
         # The dataset was made with other pixel limits.
-        ([{"images": [stored((2_000, 2_000))], "lengths": [50]}], "row 0 has 50 tokens, and its 1"),
+        ([{"images": [store((2_000, 2_000))], "lengths": [50]}], "row 0 has 50 tokens, and its 1"),
     ],
     ids=["no image", "no path", "video", "no tokens", "no rows", "other limits"],
 )
 def test_what_cannot_be_counted_is_refused(tmp_path, rows, said):
-    """Prevents lengths without the items of an image or for other limits, or a traceback."""
+    """Prevents a traceback, or lengths without an image or for other pixel limits."""
     cached_dataset(tmp_path / "train", rows)
     with pytest.raises(UserError, match=said):
-        read(tmp_path / "train")
+        read_cached(tmp_path / "train")
 
 
 def test_other_folders_and_files_are_not_taken_for_counted(tmp_path):
-    """Prevents annotation files read as a dataset that is counted."""
+    """Prevents annotation files read as a dataset with counted tokens."""
     (tmp_path / "a.jsonl").write_text("{}\n")
     assert not is_cached_dataset(tmp_path) and not is_cached_dataset(tmp_path / "a.jsonl")

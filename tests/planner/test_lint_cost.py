@@ -1,4 +1,4 @@
-"""What lines cost: as plans that say the same, by what fits, and what would be better."""
+"""Predicted cost of launch lines: equal to their plans, with memory verdicts and advice."""
 
 import re
 from functools import cache
@@ -36,7 +36,7 @@ LM, BRIDGE, SWIFT = TargetName.MEGATRON_LM, TargetName.MEGATRON_BRIDGE, TargetNa
 @pytest.mark.parametrize(
     ("name", "model", "parallel", "tokens", "precision", "chunks"),
     [
-        # With encoders recomputed, and with experts that ranks share out.
+        # With recomputed encoders, and with expert parallelism.
         (LM, INTERNVL, TWO, 12_288, "bf16", 1),
         (LM, INTERNVL, TWO, 12_288, "fp8", 1),
         (BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 9_472, "bf16", 1),
@@ -55,9 +55,9 @@ LM, BRIDGE, SWIFT = TargetName.MEGATRON_LM, TargetName.MEGATRON_BRIDGE, TargetNa
 def test_an_exported_line_costs_what_its_plan_does(
     name, model, parallel, tokens, precision, chunks, tmp_path
 ):
-    """Prevents: a plan's own flags, or its chunks, called slower, larger or different."""
+    """Prevents calling a plan's own exported flags slower, larger or different."""
     sizes, target = load_model(model), TARGETS[name]
-    # Of samples that are routed evenly and equally long, as made-up ones are.
+    # Evenly routed samples of equal length, as in mock data.
     runtime = target.runtime.model_copy(update={"sample_tokens": tokens})
     job = JobSpec(
         model=with_imbalance(sizes, 1.0),
@@ -68,7 +68,7 @@ def test_an_exported_line_costs_what_its_plan_does(
     )
     data = MockData(
         caps=Caps.of(**shape_caps(sizes, {"tokens": tokens}, 0.5)),
-        # Of a number that is no multiple of the stages, no chunks are better.
+        # If the stages do not divide this number, no chunks are better.
         micro_batches_per_step=8 if chunks > 1 else 5,
         image_tokens=1024 if sizes.images is not None else None,
     )
@@ -85,39 +85,39 @@ def test_an_exported_line_costs_what_its_plan_does(
     if chunks > 1:
         assert predict_line(told).prediction == plan.prediction
         return
-    # In FP8, what is kept may fit as it is.
+    # In FP8, all activations may fit without recomputation.
     assert any(stage.recompute for stage in plan.stages) or precision == "fp8"
     verdict = Verdict.predict(told)
     assert verdict.line.prediction == plan.prediction
     assert verdict.finding is None and verdict.better is None
 
 
-def published(name: str, line: str = "") -> LineJob:
+def published_line(name: str, line: str = "") -> LineJob:
     (one,) = (each for each in LINES if each.id == name)
-    # Sizes alone are listed; LoongForge's scripts give this flag.
+    # Only sizes are listed; LoongForge's scripts give this flag.
     usual = " --use-distributed-optimizer" if "loongforge" in one.line else ""
     return of_line(f"{one.line}{usual} {line}", model_of(one.model))
 
 
 @cache
 def verdict_of(name: str) -> Verdict:
-    return Verdict.predict(published(name))
+    return Verdict.predict(published_line(name))
 
 
 def test_what_starts_and_does_not_fit_is_told():
-    """Prevents: a line that starts, takes its GPUs and ends out of memory, called good."""
+    """Prevents passing a line that starts and then runs out of memory."""
     verdict = verdict_of("lf-q3vl-235b")
     assert verdict.finding is not None and verdict.finding.severity == "warning"
     heaviest = max(each.device_gib for each in verdict.line.memory)
     assert f"{heaviest:,.1f} GiB" in verdict.finding.message and heaviest > 80
-    # Nothing fits on these GPUs: weights, gradients and optimizer state alone are too much.
+    # Nothing fits: weights, gradients and optimizer state alone exceed the memory.
     assert verdict.better is None and verdict.least is None
     state = verdict.line.prediction.stages[0].memory
     assert state.weights_gib + state.gradients_gib > 80
 
 
 def test_advice_fits_and_is_read_back(tmp_path):
-    """Prevents: flags that do not start, mean other layers than were predicted, or do not fit."""
+    """Prevents advised flags that do not start, do not fit or mean other layers than predicted."""
     for name in ("mb-q25vl-72b", "lf-q3vl-30b"):
         (one,) = (each for each in LINES if each.id == name)
         verdict = verdict_of(name)
@@ -134,7 +134,7 @@ def test_advice_fits_and_is_read_back(tmp_path):
 
 
 def test_no_recomputation_is_never_some():
-    """Prevents: a negative number that is taken as all layers but so many."""
+    """Prevents a negative number of recomputed layers read as all layers but that number."""
     plain = f"{RECIPE} -ng 8 -gb 64 -sl 4096"
     again = "recompute_granularity=full model.recompute_method=block model.recompute_num_layers"
     told = [of_line(plain + more, INTERNVL) for more in ("", f" model.{again}=-3")]
@@ -151,9 +151,9 @@ def without_split(line: str) -> str:
 
 @pytest.mark.parametrize("memory_gib", [15, 17, 20])
 def test_the_better_split_is_the_best_of_all(memory_gib):
-    """Prevents: advice that another split and number of the same trainer would beat."""
+    """Prevents advice that another split or recompute count of the trainer beats."""
     model = load_model(INTERNVL).with_layers(vision=4, language=6)
-    # Seven micro-batches a rank, which cannot be interleaved on two stages.
+    # Seven micro-batches per rank cannot be interleaved on two stages.
     told = of_line(f"{RECIPE} -ng 16 -gb 56 -sl 4096", model, memory_gib=memory_gib)
     verdict = Verdict.predict(told)
     first = len(unit_spans(model)) - model.language.layers - 1
@@ -179,7 +179,7 @@ def test_the_better_split_is_the_best_of_all(memory_gib):
 
 
 def test_the_least_recomputation_is_the_least():
-    """Prevents: advice to recompute layers that would fit anyway."""
+    """Prevents advice to recompute layers that fit without it."""
     verdict = verdict_of("mb-q25vl-72b")
     launched = verdict.line_job
     number = max(len(part.recomputed_in("language")) for part in verdict.least.parts)
@@ -189,7 +189,7 @@ def test_the_least_recomputation_is_the_least():
 
 
 def test_samples_of_a_micro_batch_attend_for_themselves():
-    """Prevents: a micro-batch of four samples predicted as one of four times their length."""
+    """Prevents a micro-batch of four samples predicted as one sample of four times the length."""
     step_ms = []
     for samples, tokens in ((4, 2048), (1, 8192)):
         line = f"run_recipe.py -ng 8 -tp 1 -pp 2 -gb {32 * samples} -mb {samples} -sl {tokens}"
@@ -201,21 +201,21 @@ def test_samples_of_a_micro_batch_attend_for_themselves():
 
 
 def test_context_parallel_ranks_share_samples():
-    """Prevents: memory of whole samples on every rank, or time as if ranks had nothing to do."""
+    """Prevents full-sample memory on every context-parallel rank, or time without their work."""
     told = [of_line(f"{RECIPE} -ng 8 -gb 8 -sl 16384 -cp {size}", INTERNVL) for size in (1, 2)]
     assert [one.job.parallel.data for one in told] == [4, 4]
     stages = [predict_line(one).prediction.stages for one in told]
-    # As many packs are in flight, of half as many tokens on each rank.
+    # An equal number of packs in flight, with half the tokens on each rank.
     alone, shared = (each[0].memory.activations_gib for each in stages)
     assert shared == pytest.approx(alone / 2, rel=0.02)
-    # Of half the work, and of what it exchanges for attention.
+    # Half the work, plus the attention exchange.
     alone, shared = (each[1].forward_ms for each in stages)
     assert alone / 2 < shared < alone
     assert "context-parallel" in " ".join(told[1].notes)
 
 
 def test_a_data_set_is_packed_to_the_line():
-    """Prevents: samples per second of made-up samples, or of packs longer than the line's."""
+    """Prevents samples per second of mock samples, or packs longer than the line allows."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(300, 4000, 600).astype(np.int32)
     lengths = lengths_of(tiles=tokens // 600, tokens=tokens, loss_tokens=tokens // 2)
@@ -233,7 +233,7 @@ def test_a_data_set_is_packed_to_the_line():
 
 @pytest.mark.parametrize("launcher", ["megatron-lm", "ms-swift"])
 def test_ranks_that_share_samples_share_a_datasets_packs(launcher):
-    """Prevents: a traceback, or micro-batches counted once for every rank that shares them."""
+    """Prevents a traceback, or micro-batches counted once per context-parallel rank."""
     line = {
         "megatron-lm": "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --micro-batch-size 1 "
         "--use-distributed-optimizer --seq-length 4096 --global-batch-size 16 "
@@ -251,13 +251,13 @@ def test_ranks_that_share_samples_share_a_datasets_packs(launcher):
         runtime = told.job.trainer.runtime
         assert runtime.ring_tokens is not None and 2000 < runtime.ring_tokens < 4000
         steps[context] = predict_line(told).step_ms
-    # As much work a device, and what is exchanged.
+    # Equal work per device, plus the exchange.
     assert steps[1] * 0.95 < steps[2] < 1.4 * steps[1] and steps[2] < steps[4] < 1.8 * steps[1]
 
 
 @pytest.mark.parametrize("flag", ["--task lora", "--peft lora", "peft=lora", "peft.dim=8"])
 def test_adapters_are_told_by_any_of_their_names(flag):
-    """Prevents: a line of LoRA that is predicted as if all weights were trained."""
+    """Prevents a LoRA line predicted as if all weights were trained."""
     line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 32 -sl 4096"
     assert of_line(line, LLAMA).job.adapters is None
     assert of_line(f"{line} {flag}", LLAMA).job.adapters.rank == (8 if "dim" in flag else 32)
@@ -273,27 +273,27 @@ def test_adapters_are_told_by_any_of_their_names(flag):
     ],
 )  # fmt: skip
 def test_rank_and_targets_of_adapters_are_the_lines(flags, rank, targets):
-    """Prevents: memory of adapters of another rank, or beside linears that the line leaves out."""
-    adapters = published("sw-ivl35-30b-lora", line=flags).job.adapters
+    """Prevents adapter memory for another rank, or on linears that the line leaves out."""
+    adapters = published_line("sw-ivl35-30b-lora", line=flags).job.adapters
     assert (adapters.rank, adapters.targets) == (rank, targets)
 
 
 def test_adapters_have_no_state_of_the_model():
-    """Prevents: a line of LoRA that runs on two GPUs called 180 GiB too large."""
-    told = published("sw-ivl35-30b-lora", line="--tuner_type lora --freeze_llm true")
+    """Prevents calling a LoRA line that runs on two GPUs 180 GiB too large."""
+    told = published_line("sw-ivl35-30b-lora", line="--tuner_type lora --freeze_llm true")
     verdict = Verdict.predict(told)
     memory = verdict.line.prediction.stages[0].memory
-    # Rank 8 beside all linears, half of 128 experts' among them.
+    # Rank 8 on all linear layers, including half of 128 experts.
     assert 0 < memory.gradients_gib + memory.optimizer_gib < 0.25 * memory.weights_gib
     assert verdict.finding is None and any("adapters" in note for note in told.notes)
 
 
 def test_chunks_of_a_stage_wait_less_and_keep_more():
-    """Prevents: a launch line with chunks that is told the bubble of one without."""
+    """Prevents a launch line with chunks predicted with the bubble of a line without."""
     line, model = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096", model_of("qwen2.5-72b")
     told = of_line(f"{line} -vp 4", model)
     plain, chunked = predict_line(of_line(line, model)), predict_line(told)
-    # Three quarters less of the time that stages wait for the first and the last micro-batch.
+    # Chunks remove three quarters of the wait for the first and the last micro-batch.
     idle = [each.step_ms * each.prediction.bubble_fraction for each in (plain, chunked)]
     assert 0.2 < idle[1] / idle[0] < 0.5
     assert all(more > less for more, less in zip(chunked.peaks_gib, plain.peaks_gib, strict=True))
@@ -314,12 +314,12 @@ LAUNCHED = {
     "--global_batch_size",
     "loongforge": f"torchrun --nproc-per-node 16 loongforge.py {_OF_MEGATRON}",
 }
-"""A line of every trainer, up to the number of its global batch."""
+"""A launch line of every trainer, up to the global batch size."""
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_advice_has_chunks_where_the_trainer_takes_them(launcher):
-    """Prevents: advice without chunks that is slower, and flags of others than predicted."""
+    """Prevents slower advice without chunks, and flags of other chunks than predicted."""
     sizes, model = LAUNCHED[launcher], load_model(INTERNVL)
     verdict = Verdict.predict(of_line(f"{sizes} 8", model))
     better = verdict.better
@@ -328,14 +328,14 @@ def test_advice_has_chunks_where_the_trainer_takes_them(launcher):
     told = of_line(f"{sizes} 8 {' '.join(better.flags)}", model)
     assert (told.parts, told.schedule) == (better.parts, better.schedule)
     assert predict_line(told).prediction == better.prediction
-    # Seven micro-batches a rank on four stages.
+    # Seven micro-batches per rank on four stages.
     odd = Verdict.predict(of_line(f"{sizes} 7", model)).better
     assert odd is None or odd.schedule.name == "1f1b"
 
 
 @pytest.mark.parametrize("virtual", [2, 4, 8])
 def test_advice_is_never_slower_than_a_line_with_chunks(virtual):
-    """Prevents: a split by 1F1B, or of fewer chunks, advised in place of a faster line."""
+    """Prevents advising a 1F1B split, or fewer chunks, in place of a faster line."""
     model = load_model(LLAMA)
     verdict = Verdict.predict(of_line(f"{LAUNCHED['megatron-bridge']} 8 -vp {virtual}", model))
     assert verdict.line.schedule.chunks == virtual and verdict.finding is None
@@ -344,7 +344,7 @@ def test_advice_is_never_slower_than_a_line_with_chunks(virtual):
 
 
 def test_chunks_that_are_not_simulated_are_not_called_slow():
-    """Prevents: a split by 1F1B advised in place of chunks of which one is empty."""
+    """Prevents advising a 1F1B split in place of chunks that are not simulated, as one is empty."""
     line = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096 model.recompute_method=block "
     line += "model.recompute_granularity=full model.recompute_num_layers=9 "
     told = of_line(f"{line} 'model.pipeline_model_parallel_layout=E||t*2|t*2|t*8|t*8|t*8|t*8L'",
@@ -364,13 +364,13 @@ def test_chunks_that_are_not_simulated_are_not_called_slow():
     ],
 )
 def test_what_is_missing_is_asked_for(line, told):
-    """Prevents: a cost of a default that the line does not have."""
+    """Prevents a cost predicted from a default that the line does not have."""
     with pytest.raises(UserError, match=told):
         of_line(f"run_recipe.py {line}", INTERNVL)
 
 
 def test_command_tells_cost(capsys):
-    """Prevents: keys that a script cannot trust, and --no-cost that predicts."""
+    """Prevents JSON keys that scripts cannot rely on, and predictions with --no-cost."""
     line = f"{RECIPE} -ng 8 -gb 8 -sl 16384"
     lint = (f"lint --model {INTERNVL}", line)
     told = result(capsys, *lint)

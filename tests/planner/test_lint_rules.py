@@ -26,13 +26,13 @@ each_broken = pytest.mark.parametrize("published", BROKEN, ids=lambda one: one.i
 def refusals(published: PublishedLine, line: str | None = None) -> list[Finding]:
     launch = read_launch(line or published.line, {})
     assert launch.launcher == published.launcher
-    found = findings_of(line_of(launch, model_of(published.model)))
-    return [finding for finding in found if finding.is_refusal]
+    rule_findings = findings_of(line_of(launch, model_of(published.model)))
+    return [finding for finding in rule_findings if finding.is_refusal]
 
 
 @each_good
 def test_a_line_that_runs_is_not_refused(published: PublishedLine):
-    """Prevents: a linter that cries wolf, and a cost or a drawing of a split without a layer."""
+    """Prevents refusing a line that runs, and a cost or picture of a split without a layer."""
     assert refusals(published) == []
     model, launch = model_of(published.model), read_launch(published.line, {})
     layers = layers_by_chunk(line_of(launch, model))
@@ -42,14 +42,14 @@ def test_a_line_that_runs_is_not_refused(published: PublishedLine):
 
 @each_broken
 def test_a_broken_line_is_refused_by_its_rule(published: PublishedLine):
-    """Prevents: a launch that ends in an assertion after the GPUs were taken."""
-    found = refusals(published)
-    assert published.rule in [finding.rule for finding in found]
-    assert all(finding.source and finding.message.count("; ") >= 1 for finding in found)
+    """Prevents a launch that fails an assertion after the GPUs were allocated."""
+    rule_findings = refusals(published)
+    assert published.rule in [finding.rule for finding in rule_findings]
+    assert all(finding.source and finding.message.count("; ") >= 1 for finding in rule_findings)
 
 
 def test_a_name_that_is_nearly_a_flags_is_told():
-    """Prevents: a misspelled size that is taken as not given, and questions about right flags."""
+    """Prevents a misspelled size read as absent, and questions about correct flags."""
     for one in LINES:
         assert not line_of(read_launch(one.line, {}), model_of(one.model)).misspelled_flags
     line = "run --num-layer 4 --pipeline-model-parallel 2 --micro-batch-size 1"
@@ -72,14 +72,14 @@ def test_a_name_that_is_nearly_a_flags_is_told():
 def test_a_word_a_layer_is_read_as_one_for_all(
     words: str, exchange: ContextExchange, is_ring: bool
 ):
-    """Prevents: an exchange that the level takes for one of heads, and its kernels for a ring."""
+    """Prevents a level that exchanges heads combined with kernels that run a ring."""
     launch = read_launch(f"run --context-parallel-size 2 --micro-batch-size 1 {words}", {})
     line = line_of(launch, model_of(LINES[0].model))
     assert (line.exchange, line.is_ring) == (exchange, is_ring)
 
 
 def mutations(published: PublishedLine) -> Iterator[tuple[str, str]]:
-    """Rules, each with the line changed so that it breaks that rule."""
+    """Yield rules, each with the line changed to break that rule."""
     line, model = published.line, model_of(published.model)
     launch, trainer = read_launch(line, {}), published.launcher
     layers, data = model.language.layers, line_of(launch, model).data or 1
@@ -88,29 +88,29 @@ def mutations(published: PublishedLine) -> Iterator[tuple[str, str]]:
     plain = all(one is None for one in given)
     in_front = plain and launch.pipeline == 1 and trainer != "megatron-bridge"
 
-    def valued(name: str, value: object) -> tuple[str, str]:
+    def replace_value(name: str, value: object) -> tuple[str, str]:
         flag = rf"((?:--|model\.|train\.){name.replace('-', '[-_]')}[ =])\S+"
         return flag, rf"\g<1>{value}"
 
-    def added(flag: str, value: str) -> tuple[str, str]:
+    def add_flag(flag: str, value: str) -> tuple[str, str]:
         name = flag if trainer in ("megatron-lm", "loongforge") else flag.replace("-", "_")
         words = f"model.{name}={value}" if trainer == "megatron-bridge" else f"--{name} {value}"
         return r"\Z", f" {words}"
 
     for rule, applies, (pattern, new) in (
-        ("heads-divide-tensor", True, valued("tensor-model-parallel-size", 11)),
-        ("experts-divide", True, valued("expert-model-parallel-size", 7)),
+        ("heads-divide-tensor", True, replace_value("tensor-model-parallel-size", 11)),
+        ("experts-divide", True, replace_value("expert-model-parallel-size", 7)),
         ("layout-layers", True, ("'Et", "'Ett")),
         ("listed-layers-add-up", True, (r"(pipeline-layers )\d+", r"\g<1>99")),
-        ("layers-divide-stages", plain, valued("pipeline-model-parallel-size", odd)),
-        ("middle-stages-and-layers", in_front, added("decoder-first-pipeline-num-layers", "1")),
+        ("layers-divide-stages", plain, replace_value("pipeline-model-parallel-size", odd)),
+        ("middle-stages-and-layers", in_front, add_flag("decoder-first-pipeline-num-layers", "1")),
         ("recompute-needs-method", launch.recompute == "full",
          (r"\S*recompute[-_]method[ =]\S+", "")),
         ("selective-without-number", launch.recompute == "selective",
-         added("recompute-num-layers", "1")),
-        ("recompute-words", trainer != "ms-swift", added("recompute-granularity", "most")),
+         add_flag("recompute-num-layers", "1")),
+        ("recompute-words", trainer != "ms-swift", add_flag("recompute-granularity", "most")),
         ("batch-divides", data > 1,
-         valued("global-batch-size", (launch.global_batch or 0) + 1)),
+         replace_value("global-batch-size", (launch.global_batch or 0) + 1)),
     ):  # fmt: skip
         changed, count = re.subn(pattern, new, line)
         if applies and count:
@@ -119,7 +119,7 @@ def mutations(published: PublishedLine) -> Iterator[tuple[str, str]]:
 
 @each_good
 def test_a_line_with_one_flag_broken_is_refused(published: PublishedLine):
-    """Prevents: rules that pass the good lines because they never refuse anything."""
+    """Prevents rules that pass good lines because they never refuse anything."""
     tried = [*mutations(published)]
     assert len(tried) >= 2
     for rule, line in tried:
@@ -128,7 +128,7 @@ def test_a_line_with_one_flag_broken_is_refused(published: PublishedLine):
 
 @each_good
 def test_one_gpu_more_is_refused_where_sizes_do_not_divide_it(published: PublishedLine):
-    """Prevents: a world size that no rule looks at, as it comes of no flag of the trainer."""
+    """Prevents a world size that no rule checks because no trainer flag sets it."""
     launch, model = read_launch(published.line, {}), model_of(published.model)
     line = line_of(launch, model)
     gpus = launch.gpus + 1
@@ -150,8 +150,8 @@ MODELS = {
     "latent": sized_model(12, 8, 4, latent=True),
     "delta": named_model("qwen3.5-35b-a3b"),
 }
-"""Models of 12 layers, 8 heads and 4 of k and v, and one of 40 layers with a gated delta net and
-256 experts, one of them shared."""
+"""Models of 12 layers with 8 heads and 4 KV heads, and a model of 40 layers with gated delta nets
+and 256 experts, including a shared expert."""
 LONG = {
     "TP": "tensor_model_parallel_size",
     "PP": "pipeline_model_parallel_size",
@@ -167,7 +167,7 @@ ROWS = Path(__file__).with_name("launch_rule_cases.json")
 
 
 class Case(NamedTuple):
-    """Flags that break a rule, and the same flags corrected."""
+    """Flags that break a rule, and the corrected flags."""
 
     rule: str
     broken: str
@@ -178,7 +178,7 @@ class Case(NamedTuple):
 
 
 def line_of_flags(launcher: str, flags: str) -> str:
-    """Flags such as `TP=2 --bf16` as a line of a trainer."""
+    """Return a trainer's line from flags such as `TP=2 --bf16`."""
     words = ["run"]
     if launcher in ("megatron-lm", "loongforge") and "MBS" not in flags:
         words.append("--micro-batch-size 1")
@@ -194,7 +194,7 @@ def line_of_flags(launcher: str, flags: str) -> str:
     return " ".join(words)
 
 
-def found(case: Case, flags: str) -> list[Finding]:
+def rule_findings(case: Case, flags: str) -> list[Finding]:
     line = line_of_flags(case.launcher, flags)
     launch = read_launch(line, {}, Launcher(case.launcher), case.gpus)
     return findings_of(line_of(launch, MODELS[case.model]))
@@ -205,18 +205,18 @@ CASES = [Case(**row) for row in json.loads(ROWS.read_text())]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_a_rule_is_broken_and_kept(case: Case):
-    """Prevents: a rule that never speaks, one that always does, and advice that does not help."""
-    broken = found(case, case.broken)
+    """Prevents a rule that never fires, a rule that always fires, and advice that does not help."""
+    broken = rule_findings(case, case.broken)
     assert case.rule in [one.rule for one in broken]
     message = next(one.message for one in broken if one.rule == case.rule)
     assert "; " in message and ": " in message and "None" not in message
-    right = found(case, case.right)
+    right = rule_findings(case, case.right)
     assert case.rule not in [one.rule for one in right]
     assert [one.message for one in right if one.is_refusal] == []
 
 
 def test_every_rule_is_tried():
-    """Prevents: a rule without a line that breaks it."""
+    """Prevents a rule without a line that breaks it."""
     names = [rule.name for rule in RULES]
     assert len(names) == len(set(names))
     assert {case.rule for case in CASES} | {"one-connection"} == set(names)
@@ -224,7 +224,7 @@ def test_every_rule_is_tried():
 
 @pytest.mark.parametrize(("value", "is_told"), [("8", True), ("1", False), (None, False)])
 def test_connections_are_judged_by_the_environment(value: str | None, is_told: bool):
-    """Prevents: a rule of a variable that is looked for among the flags."""
+    """Prevents looking for an environment variable among the flags."""
     before = "" if value is None else f"CUDA_DEVICE_MAX_CONNECTIONS={value} "
     launch = read_launch(f"{before}run --tensor-model-parallel-size 2 --micro-batch-size 1", {})
     rules = [one.rule for one in findings_of(line_of(launch, MODELS["dense"]))]
@@ -236,18 +236,18 @@ def test_connections_are_judged_by_the_environment(value: str | None, is_told: b
     [("megatron-lm", 4, True), ("megatron-bridge", 4, True), ("ms-swift", 4, False)],
 )
 def test_expert_tensor_size_has_each_trainers_default(launcher: str, ranks: int, is_refused: bool):
-    """Prevents: the most frequent refusal, of an expert tensor size that nobody gave, missed."""
+    """Prevents missing the most frequent refusal, of a default expert tensor size."""
     case = Case("gpus-divide-expert-grid", "", "", "experts", launcher)
-    rules = [one.rule for one in found(case, f"TP={ranks} EP=8 MBS=1")]
+    rules = [one.rule for one in rule_findings(case, f"TP={ranks} EP=8 MBS=1")]
     assert ("gpus-divide-expert-grid" in rules) == is_refused
 
 
 def test_refusals_come_first():
-    """Prevents: the reason for a refusal below a screen of warnings."""
+    """Prevents the reason for a refusal below a screen of warnings."""
     case = Case("", "", "", "experts")
     flags = "TP=2 EP=2 PP=2 --num-virtual-stages-per-pipeline-rank 1 GBS=8 "
     flags += "--decoder-first-pipeline-num-layers 0"
-    severities = [one.severity for one in found(case, flags)]
+    severities = [one.severity for one in rule_findings(case, flags)]
     order = ("refused", "refused-at-first-step", "ignored", "warning")
     assert severities == sorted(severities, key=order.index)
     assert severities[0] == "refused" and severities[-1] == "warning"

@@ -1,4 +1,4 @@
-"""Launch lines out of shell: what bash itself makes of the words, and what is asked for."""
+"""Launch lines in shell scripts: words as bash splits them, and questions for unknown values."""
 
 import json
 import random
@@ -37,11 +37,11 @@ show --nproc_per_node $GPUS_PER_NODE --nnodes=$NNODES run.py \
     ${MODEL_ARGS[@]} "${MODEL_ARGS[@]}" "${EMPTY[@]}" "pre ${MODEL_ARGS[@]} post" $BATCH \
     --sum=${TP}x$PP --sequence-parallel $MODEL_ARGS "$@"
 """
-"""Prints its words, a line each, where `show` does so."""
+"""Script that prints its words, one per line, at `show`."""
 
 
 def test_words_are_those_that_bash_makes(tmp_path: Path):
-    """Prevents: flags that are read otherwise than the shell hands them over."""
+    """Prevents flags read differently from the words that bash passes on."""
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT.replace("set -euo", "show() { printf '%s\\n' \"$@\"; }\nset -eo"))
     printed = subprocess.run(["bash", script], capture_output=True, text=True, check=True).stdout
@@ -54,14 +54,14 @@ def fields(launch: Launch, names: str) -> tuple:
 
 
 def test_a_script_is_read_to_its_launch():
-    """Prevents: sizes of variables and arrays that are lost, and a given one that is overruled."""
+    """Prevents losing sizes from variables and arrays, and a script that overrides given sizes."""
     launch = read_launch(SCRIPT, {})
     assert fields(launch, "gpus tensor pipeline micro_batch global_batch") == (16, 4, 2, 1, 64)
     assert (launch.sequence_length, launch.sequence_parallel) == (4096, True)
     assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert launch.launcher is Launcher.MEGATRON_LM
     assert launch.flags["name"] == 'single $TP "quoted" # no'
-    # In one order: a set's would differ from run to run.
+    # Sorted: the order of a set would differ from run to run.
     exports = "".join(f"export {name}=1\n" for name in "DBFACE")
     assert list(read_launch(f"{exports}run --micro-batch-size 1", {}).environment) == [*"ABCDEF"]
     given = read_launch(SCRIPT, {"TP": "2", "NNODES": "1", "GBS": "8"})
@@ -69,7 +69,7 @@ def test_a_script_is_read_to_its_launch():
 
 
 def test_sizes_that_are_not_known_are_asked_for():
-    """Prevents: a guess at a size, and questions for paths and names that no rule looks at."""
+    """Prevents guessing a size, and questions for paths and names that no rule reads."""
     script = "run.py --tensor-model-parallel-size $TP"
     with pytest.raises(UserError, match=r"does not set them.*--set TP=VALUE"):
         read_launch(script, {})
@@ -84,7 +84,7 @@ def test_sizes_that_are_not_known_are_asked_for():
 
 
 def test_one_of_several_launch_lines_is_chosen():
-    """Prevents: a verdict on the line that the user did not mean."""
+    """Prevents a verdict on a line that the user did not choose."""
     script = "N=1\na.py --micro-batch-size $N\n\n  b.py --micro-batch-size 2"
     assert [read_launch(script, {}, line_number=line).micro_batch for line in (2, 4)] == [1, 2]
     with pytest.raises(UserError, match="on lines 2 and 4, and line 3 was chosen"):
@@ -113,7 +113,7 @@ def test_one_of_several_launch_lines_is_chosen():
     ],
 )
 def test_other_shell_is_refused_by_its_line(script: str, tmp_path: Path):
-    """Prevents: a size that a condition or a command changes and that is lost."""
+    """Prevents a wrong size if a condition or a command changes a variable."""
     mark = tmp_path / "mark"
     text = script.replace("{mark}", str(mark)) + "\nrun --micro-batch-size $X"
     with pytest.raises(UserError, match=r"^line 2 of .* has .*`bash -x SCRIPT`") as refused:
@@ -138,14 +138,14 @@ def test_other_shell_is_refused_by_its_line(script: str, tmp_path: Path):
     ],
 )  # fmt: skip
 def test_trainer_and_gpus_are_told_by_the_line(line: str, launcher: str, gpus: int | None):
-    """Prevents: another trainer's defaults, and a world size that is not the line's."""
+    """Prevents another trainer's defaults, and a world size other than the line's."""
     launch = read_launch(line, {})
     assert launch.tensor == 2
     assert (launch.launcher, launch.gpus) == (launcher, gpus)
 
 
 def test_overrides_and_short_flags_are_one_language():
-    """Prevents: a recipe's override that is read as the value of the flag before it."""
+    """Prevents a recipe's override read as the value of the flag before it."""
     short = read_launch("run_recipe.py -tp 2 -pp 4 -cp 2 -vp None -ep 8 -et 1 -gb 64 -mb 2", {})
     sections = (
         "model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=4 "
@@ -175,18 +175,18 @@ def test_overrides_and_short_flags_are_one_language():
         ("a --micro-batch-size 1 \\ \n --bf16", "line 2 begins with flag --bf16"),
         ("a --micro-batch-size 1 \\\n# x \\\n --bf16", "line 3 begins with flag --bf16"),
         ("a --pipeline-model-parallel-layout Et|tL", r"has \|.*quote it if it is text"),
-        # A script of a few lines that would fill the memory.
+        # A short script that would exhaust the memory.
         ("A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1", "give only the command"),
     ],
 )
 def test_lines_that_cannot_be_read(line: str, message: str):
-    """Prevents: a traceback, or a verdict on a line that was not understood."""
+    """Prevents a traceback, or a verdict on a line that was not understood."""
     with pytest.raises(UserError, match=message):
         read_launch(line, {})
 
 
 def test_any_text_is_read_or_refused():
-    """Prevents: a traceback, or a reader that never ends, on text that is no shell."""
+    """Prevents a traceback or an endless loop on text that is no shell."""
     dice = random.Random(3)
     parts = [*"'\"\\`$(){}<>|&;#=\n *@-", "$((", "))", "${", "A=", "A+=(", "A", "if ",
              "1", "+", "--micro-batch-size ", ":-", "${A:-", "${A[@]}"]  # fmt: skip
@@ -204,7 +204,7 @@ LINT = "lint --model internvl2.5-8b"
 
 
 def test_command_reads_a_line_and_a_script(capsys, tmp_path):
-    """Prevents: exit statuses that a job script cannot trust, and a line taken for an option."""
+    """Prevents exit codes that job scripts cannot rely on, and a line read as an option."""
     script = tmp_path / "train.sh"
     script.write_text("PP=2\ntorchrun --nproc_per_node 8 --nnodes $N t.py "
                       "--pipeline-model-parallel-size $PP --micro-batch-size 1\n")  # fmt: skip
@@ -230,7 +230,7 @@ def test_command_reads_a_line_and_a_script(capsys, tmp_path):
     ],
 )
 def test_command_refuses_what_it_cannot_read(capsys, arguments, message):
-    """Prevents: an empty verdict for a path that was mistyped."""
+    """Prevents an empty verdict for a mistyped path."""
     assert message in failure(capsys, LINT, *arguments)
 
 
@@ -243,7 +243,7 @@ SIZES = "--tensor_model_parallel_size 2 --micro_batch_size 1"
 
 
 def test_a_misspelled_flag_comes_before_the_verdict(capfd):
-    """Prevents: a line with a size that was not read, said to start."""
+    """Prevents reporting that a line starts although a size was not read."""
     line = "run --pipeline-model-parallel 2 --micro-batch-size 1"
     assert status(LINT, line, "--gpus", "8", "--no-cost") == 0
     shown = capfd.readouterr()
@@ -262,7 +262,7 @@ def test_a_misspelled_flag_comes_before_the_verdict(capfd):
     ],
 )
 def test_the_lines_own_model_is_taken(capfd, tmp_path, line, model):
-    """Prevents: a question for a model that the line names, and a model that nobody is told of."""
+    """Prevents asking for a model that the line names, or taking it without a note."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert status("lint --no-cost --gpus 8", line.format(folder=tmp_path)) == 0
     named = f"note: the model is {model.format(folder=tmp_path)}, which the line names"
@@ -278,5 +278,5 @@ def test_the_lines_own_model_is_taken(capfd, tmp_path, line, model):
     ],
 )
 def test_a_line_without_a_known_model_asks_for_it(capfd, line, message):
-    """Prevents: a traceback, or a verdict on another model's sizes."""
+    """Prevents a traceback, or a verdict on another model's sizes."""
     assert re.search(message, failure(capfd, "lint --no-cost --gpus 8", line))

@@ -1,4 +1,4 @@
-"""The picture of loads against loads worked out here, pack by pack and sample by sample."""
+"""The picture of loads, against loads computed here pack by pack and sample by sample."""
 
 import re
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def panels(self) -> dict[str, Axes]:
-        """Axes of every side, by the side."""
+        """Axes, keyed by side."""
         return dict(zip(self.sides, self.figure.axes, strict=False))
 
     @cached_property
@@ -67,7 +67,7 @@ class Case:
         return svg_file(self.figure)
 
     @property
-    def words(self) -> str:
+    def picture_text(self) -> str:
         """All text of the picture."""
         root = ElementTree.fromstring(self.svg)
         return " ".join(element.text for element in root.iter(f"{SVG}text"))
@@ -99,7 +99,7 @@ def usual() -> Case:
 
 
 def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
-    """Forward and backward of all the model's units, added one by one."""
+    """Return forward and backward time, summed over the model's units."""
     tokens = shown.lengths.tokens[samples].astype(int)
     if padded:
         tokens[:] = tokens.max()
@@ -120,7 +120,7 @@ def loads_after(shown: Case) -> np.ndarray:
 
 
 def loads_before(shown: Case) -> tuple[np.ndarray, int, float]:
-    """Loads, samples of them all, and the mean share of padding; one sample after the other."""
+    """Return loads of unpacked steps, their number of samples and the mean share of padding."""
     count = max(1, round(len(shown.lengths) / len(shown.scheduled)))
     dp, micro_batches = shown.dp, shown.data.packs_per_step // shown.dp
     order = iter(np.random.default_rng(5).permutation(len(shown.lengths)).tolist())
@@ -134,14 +134,14 @@ def loads_before(shown: Case) -> tuple[np.ndarray, int, float]:
     return loads, steps * count * dp * micro_batches, float(np.mean(padding)) if padding else 0.0
 
 
-def evenly(count: int, at_most: int) -> list[int]:
+def even_indices(count: int, at_most: int) -> list[int]:
     shown = min(count, at_most)
     return [round(i * (count - 1) / max(shown - 1, 1)) for i in range(shown)]
 
 
 def check_bars(axes: Axes, loads: np.ndarray, steps: list[int]) -> None:
-    """Every shown rank computes its load from its step's start and waits for the slowest of all."""
-    ranks = evenly(loads.shape[1], 16)
+    """Check that shown ranks compute from their step's start, then wait for the slowest rank."""
+    ranks = even_indices(loads.shape[1], 16)
     assert len(axes.containers) == 2 * len(ranks)
     bars = axes.containers
     for rank, computing, waiting in zip(ranks, bars[::2], bars[1::2], strict=True):
@@ -162,22 +162,22 @@ def check_bars(axes: Axes, loads: np.ndarray, steps: list[int]) -> None:
     ("dp", "micro_batches"), [(4, 2), (1, 4), (40, 1), (3, 60)], ids=lambda value: str(value)
 )
 def test_bars_are_loads_and_waits(dp: int, micro_batches: int) -> None:
-    """Prevents bars of other steps or ranks, panels on two scales, and a wait for shown ranks."""
+    """Prevents bars of other steps or ranks, panels on two scales, and omitted waits."""
     shown = case(dp=dp, micro_batches=micro_batches)
     before, after = loads_before(shown)[0], loads_after(shown)
     count = min(24, len(before), len(after))
-    steps = {"before": evenly(len(before), count), "after": evenly(len(after), count)}
+    steps = {"before": even_indices(len(before), count), "after": even_indices(len(after), count)}
     drawn = shown.panels
     check_bars(drawn["before"], before, steps["before"])
     check_bars(drawn["after"], after, steps["after"])
     assert drawn["before"].get_xlim() == drawn["after"].get_xlim()
-    if dp == 40:  # Ranks that are not shown are waited for, and told of.
-        assert not set(before.argmax(axis=1)) <= set(evenly(dp, 16))
+    if dp == 40:  # Ranks that are not shown are waited for, and counted.
+        assert not set(before.argmax(axis=1)) <= set(even_indices(dp, 16))
         assert "16 of 40 ranks" in drawn["before"].get_xlabel()
 
 
 def test_key_figures(usual: Case) -> None:
-    """Prevents figures over the shown steps alone, or of the other side."""
+    """Prevents figures of shown steps only, or of the wrong side."""
     before, trained, padding = loads_before(usual)
     after = loads_after(usual)
     assert len(after) > 24
@@ -207,7 +207,7 @@ def milliseconds_of(written: str) -> float:
 
 
 def test_distributions_rise_through_the_sorted_values(usual: Case) -> None:
-    """Prevents distributions of shown steps only, swapped sides, and a curve that is mirrored."""
+    """Prevents distributions of shown steps only, swapped sides, and mirrored curves."""
     loads = {"before": loads_before(usual)[0], "after": loads_after(usual)}
     *_, straggler, load = usual.figure.axes
     for axes, values_of in (
@@ -225,7 +225,7 @@ def test_distributions_rise_through_the_sorted_values(usual: Case) -> None:
 
 
 def test_title_says_what_is_shown(usual: Case) -> None:
-    """Prevents a picture without its job, taken for a measurement, or different each time."""
+    """Prevents a picture without its job, mistaken for a measurement, or different each time."""
     for word in (
         "Predicted load of ranks: internvl-digits on laptop-cpu",
         f"900 samples in {len(usual.scheduled)} packs of at most 8 tiles and 512 tokens",
@@ -233,7 +233,7 @@ def test_title_says_what_is_shown(usual: Case) -> None:
         "Simulated from predicted time",
         "seed 5",
     ):
-        assert word in usual.words
+        assert word in usual.picture_text
     assert case().svg == usual.svg
 
 
@@ -260,17 +260,17 @@ ODD: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_sizes_are_drawn(name: str) -> None:
-    """Prevents division by nothing, and figures that are not numbers."""
+    """Prevents division by zero, and NaN or infinite figures."""
     shown = ODD[name]()
     assert not re.search(r"\b(nan|inf)\b", shown.svg)
     assert ("before" in shown.sides) == (name != "no step before")
-    assert ("do not make one complete step" in shown.words) == (name == "no step before")
+    assert ("do not make one complete step" in shown.picture_text) == (name == "no step before")
     *_, straggler, load = shown.figure.axes
     assert all(np.isfinite(line.get_xdata()).all() for line in [*straggler.lines, *load.lines])
 
 
 def test_command_draws_its_own_schedule(capsys, tmp_path) -> None:
-    """Prevents a picture of other packs than those written, and an option that does nothing."""
+    """Prevents a picture of other packs than were written, and an ignored option."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
     picture, packs = tmp_path / "new/l.svg", tmp_path / "packs.parquet"
     options = tmp_path / "l.parquet", "-o", packs, "--picture", picture
@@ -291,7 +291,7 @@ def test_command_draws_its_own_schedule(capsys, tmp_path) -> None:
     ],
 )
 def test_picture_without_a_place_is_found_first(capsys, tmp_path, monkeypatch, name, expected):
-    """Prevents packing for minutes towards a picture that has no place."""
+    """Prevents packing for minutes before a picture path is refused."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
     monkeypatch.setattr(
         "omnibal.cli.pack_command.read_lengths", lambda paths: pytest.fail("worked first")

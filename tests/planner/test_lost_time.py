@@ -1,4 +1,4 @@
-"""Lost time against textbook pipelines and against its own sum."""
+"""Lost time against textbook pipelines and its own sum."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ CUTS = (4, 7)
 
 
 def tiles_of(sizes: list[list[list[float]]]) -> Workload:
-    """Micro-batches by step, rank and slot; each takes so many ms on a unit that costs 1."""
+    """Return micro-batches by step, rank and slot; `sizes` are ms on a unit of cost 1."""
     counts = [[len(own) for own in ranks] for ranks in sizes]
     features = np.zeros((np.sum(counts), 5))
     features[:, 0] = 1
@@ -29,7 +29,7 @@ def tiles_of(sizes: list[list[list[float]]]) -> Workload:
 
 
 def plain_cost(stage_ms: tuple[float, float, float]) -> CostModel:
-    """Costs of tiles alone: these forward times of `CUTS`' stages, and twice as much backward."""
+    """Return costs of tiles: `stage_ms` forward on stages of `CUTS`, twice that backward."""
     per_tile = np.array([0, 1.0, 0, 0, 0])
     cost = random_cost(np.random.default_rng(0))
     shares = dict(zip(cost.units, (0, stage_ms[0] / 3, 0, 0, stage_ms[1], 0), strict=True))
@@ -51,7 +51,7 @@ def plain_cost(stage_ms: tuple[float, float, float]) -> CostModel:
     return replace(cost, units=units, rates=rates, optimizer_ms_fixed=0.0, link_latency_ms=0.0)
 
 
-def lost(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> LostTime:
+def find_lost_time(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> LostTime:
     step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
     found = lost_time(cost, [stages], workload, step_ms)
     assert sum(found.model_dump().values()) == pytest.approx(step_ms)
@@ -59,7 +59,7 @@ def lost(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> Lost
 
 
 def expect(found: LostTime, **expected: float) -> None:
-    """Those entries, and 0 for all others."""
+    """Check the expected entries, and 0 for all other entries."""
     for name, value in found.model_dump().items():
         assert value == pytest.approx(expected.get(name, 0.0), abs=1e-9), name
 
@@ -72,14 +72,14 @@ STAGES = stages_from_cuts(MODEL, CUTS)
     [
         # (p - 1) of m + p - 1 micro-batches (arXiv 2104.04473, 2.2).
         ((1, 1, 1), [[2.0] * 5], {"bubble_ms": 2 * 3 * 2, "ideal_ms": 5 * 3 * 2}),
-        # The mean rank has 4 tiles, the slowest 6, each with (5 + 2) / 5 of them.
+        # The mean rank has 4 tiles, the slowest 6, each times (5 + 2) / 5.
         (
             (1, 1, 1),
             [[6.0] * 5, [2.0] * 5],
             {"rank_imbalance_ms": (6 - 4) * 3 * 7, "bubble_ms": 4 * 3 * 2, "ideal_ms": 4 * 3 * 5},
         ),
-        # All work is on the first stage, so 5 micro-batches take 5 * 9; evened out they take
-        # 7 * 3, of which two are bubble.
+        # All work is on the first stage, so 5 micro-batches take 5 * 9. Balanced stages take
+        # 7 * 3, including a bubble of two.
         (
             (3, 0, 0),
             [[1.0] * 5],
@@ -89,27 +89,27 @@ STAGES = stages_from_cuts(MODEL, CUTS)
     ids=["textbook bubble", "slow rank", "slow stage"],
 )
 def test_plain_pipelines_lose_what_is_worked_out(stage_ms, tiles, expected):
-    """Prevents a bubble that is not the textbook's, and one imbalance taken for another."""
-    expect(lost(plain_cost(stage_ms), STAGES, tiles_of([tiles])), **expected)
+    """Prevents a bubble other than the textbook's, and confused rank and stage imbalances."""
+    expect(find_lost_time(plain_cost(stage_ms), STAGES, tiles_of([tiles])), **expected)
 
 
 def test_each_other_cause_has_its_own_entry():
-    """Prevents one cause's time in another's entry, or in none."""
+    """Prevents one cause's time in another's entry, or in no entry."""
     work = tiles_of([[[1.0] * 5]])
     plain = plain_cost((1, 1, 1))
     usual = {"bubble_ms": 6.0, "ideal_ms": 15.0}
     update = replace(plain, optimizer_ms_fixed=7.0)
-    expect(lost(update, STAGES, work), weight_update_ms=7.0, **usual)
+    expect(find_lost_time(update, STAGES, work), weight_update_ms=7.0, **usual)
     parameters = 1 / sum(unit.trained_parameters for unit in plain.units.values())
     reduced = replace(plain, rates=replace(plain.rates, gradient_reduction_ms=parameters))
-    assert 0 < lost(reduced, STAGES, work).communication_ms < 7
-    # One link of 0.5 ms on each way of the first and the last micro-batch, over both cuts.
+    assert 0 < find_lost_time(reduced, STAGES, work).communication_ms < 7
+    # A link of 0.5 ms in both directions of the first and the last micro-batch, over both cuts.
     slow = replace(plain, link_latency_ms=0.5)
-    assert lost(slow, STAGES, work).communication_ms >= 4 * 0.5
+    assert find_lost_time(slow, STAGES, work).communication_ms >= 4 * 0.5
     again = stages_from_cuts(MODEL, CUTS, [(3, 0), (0, 1), (0, 2)])
     # A third more work everywhere; the last stage's head (-1 of 1) is not recomputed.
-    assert lost(plain, again, work).recompute_ms > 0
-    assert lost(plain, again, work).ideal_ms == pytest.approx(15)
+    assert find_lost_time(plain, again, work).recompute_ms > 0
+    assert find_lost_time(plain, again, work).ideal_ms == pytest.approx(15)
     for name, entry in (("collective_ms", "communication_ms"), ("padding_ms", "padding_ms")):
         units = {
             kind: replace(
@@ -120,22 +120,22 @@ def test_each_other_cause_has_its_own_entry():
             )
             for kind, unit in plain.units.items()
         }
-        found = lost(replace(plain, units=units), STAGES, work)
+        found = find_lost_time(replace(plain, units=units), STAGES, work)
         expect(found, **{entry: 21 / 2}, **usual)
 
 
 def test_padding_of_packs_is_padding():
-    """Prevents: time spent on padding that the table calls ideal, as if it were needed."""
+    """Prevents time spent on padding counted as ideal time."""
     padded = tiles_of([[[2.0] * 5]])
     needed = replace(padded, unpadded=tiles_of([[[1.0] * 5]]).features)
     usual = {"bubble_ms": 6.0, "ideal_ms": 15.0}
-    expect(lost(plain_cost((1, 1, 1)), STAGES, needed), padding_ms=21, **usual)
+    expect(find_lost_time(plain_cost((1, 1, 1)), STAGES, needed), padding_ms=21, **usual)
     even = replace(padded, unpadded=padded.features)
-    expect(lost(plain_cost((1, 1, 1)), STAGES, even), bubble_ms=12, ideal_ms=30)
+    expect(find_lost_time(plain_cost((1, 1, 1)), STAGES, even), bubble_ms=12, ideal_ms=30)
 
 
 def test_random_pipelines_lose_nothing_twice():
-    """Prevents an entry that is counted twice or not at all, with idle ranks and uneven steps."""
+    """Prevents an entry counted twice or omitted, with idle ranks and uneven steps."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         cost = random_cost(rng)
@@ -143,7 +143,7 @@ def test_random_pipelines_lose_nothing_twice():
         counts[0, 0], counts[1, 2] = 1, 2
         workload = workload_of(counts, random_features(rng, counts.sum()))
         stages = stages_from_cuts(MODEL, CUTS, [(int(rng.integers(4)), 0), (0, 1), (0, 1)])
-        found = lost(cost, stages, workload)
+        found = find_lost_time(cost, stages, workload)
         assert found.rank_imbalance_ms >= 0
         for name in ("communication_ms", "weight_update_ms", "recompute_ms", "bubble_ms"):
             assert getattr(found, name) > 0, name

@@ -1,4 +1,4 @@
-"""Sizes that `omnibal profile` measures, beside the linear layers of models."""
+"""Sizes that `omnibal profile` measures, against the linear layers of models."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ CLUSTER = load_cluster("h100-80g")
 
 @pytest.mark.parametrize("name", preset_names("models"))
 def test_few_sizes_span_what_models_compute(name):
-    """Prevents: rates held constant where a model's slices are, or minutes of measuring."""
+    """Prevents extrapolated rates for a model's layer sizes, or minutes of measuring."""
     model = load_model(name)
     towers = model.encoders.values()
     items = {one.feature: 2304 if isinstance(one, ImagesEncoder) else 9 for one in towers}
@@ -32,7 +32,7 @@ def test_few_sizes_span_what_models_compute(name):
                 continue
             for size, axis in ((one.inner, sizes.inner), (one.outer, sizes.outer)):
                 assert 0.9 * axis[0] <= size <= 1.1 * axis[-1]
-    # The largest product with its weights and output fits beside nothing else on a device.
+    # The largest product, with its weights and output, fits on an otherwise empty device.
     m, k, n = sizes.rows[-1], sizes.inner[-1], sizes.outer[-1]
     assert 2 * (m * k + k * n + m * n) < 16 * 2**30
     tokens_bytes = 4096 * model.language.hidden_size * 2
@@ -41,7 +41,7 @@ def test_few_sizes_span_what_models_compute(name):
 
 
 def test_sizes_are_multiples_that_kernels_are_made_for():
-    """Prevents: rates of odd sizes, which matrix kernels are slow at and models do not have."""
+    """Prevents measuring odd sizes, slow in matrix kernels and absent from models."""
     model = load_model("internvl-chat-1.5-6b-20b")
     sizes = measured_sizes(model, CLUSTER, Caps.of(tiles=9, tokens=4096), "bf16")
     assert all(size % 8 == 0 for axis in (sizes.rows, sizes.inner, sizes.outer) for size in axis)

@@ -30,12 +30,12 @@ def test_ratios_are_the_paper_s_equations_1_and_2():
     assert dist_ratio(np.array([[4.0, 9.0]])) == pytest.approx((9 - 4) / (9 * 2))
     # Mean over steps; a step without any image is balanced.
     assert dist_ratio(np.array([[4.0, 9.0], [0.0, 0.0]])) == pytest.approx((9 - 4) / (9 * 2) / 2)
-    # What ranks wait for.
+    # Slowest over mean rank, averaged over steps.
     assert straggler_factor(np.array([[1.0, 3.0], [10.0, 10.0]])) == pytest.approx((1.5 + 1) / 2)
 
 
 def test_figures_of_a_small_schedule():
-    """Prevents figures taken over the wrong ranks, epochs or caps."""
+    """Prevents figures over the wrong ranks, epochs or caps."""
     packs, step = Packs.from_lists([[0, 1], [2], [3]]), np.array([0, 0, 1])
     scheduled = ScheduledPacks.from_packs(packs, FOUR, step, np.array([0, 1, 1]))
     levels, load = [Level(caps=Caps.of(tiles=4, tokens=50))], np.array([1.0, 3.0, 5.0])
@@ -68,7 +68,7 @@ def test_figures_of_a_small_schedule():
 
 
 def shared_schedule(cut: CutRule) -> tuple[ScheduledPacks, tuple[Level, ...]]:
-    """Sample 3 alone on two ranks, beside packs of one rank each in another step."""
+    """Return sample 3 on two ranks, and packs of one rank each in another step."""
     packs, level = Packs.from_lists([[3], [0, 1], [2]]), np.array([1, 0, 0])
     step, rank = np.array([0, 1, 1]), np.array([0, 0, 1])
     packs = ScheduledPacks.from_packs(packs, FOUR, step, rank, level=level)
@@ -78,11 +78,11 @@ def shared_schedule(cut: CutRule) -> tuple[ScheduledPacks, tuple[Level, ...]]:
 
 @pytest.mark.parametrize(
     ("cut", "uneven"),
-    # 20^2 against 40^2 - 20^2 of one rank; by zigzag both have the same.
+    # 20^2 against 40^2 - 20^2 on one rank; zigzag balances the two.
     [(CutRule.CONTIGUOUS, 1 - (400 + 1200) / 2 / 1200), (CutRule.ZIGZAG, 0.0)],
 )
 def test_figures_of_shared_packs(cut, uneven):
-    """Prevents figures that take a shared pack for its first rank's."""
+    """Prevents counting a context-parallel pack for its first rank only."""
     packs, levels = shared_schedule(cut)
     load = np.array([4.0, 3.0, 3.0])
     metrics = measure_packs(packs, FOUR, levels, 2, load, 1)
@@ -96,7 +96,7 @@ def test_figures_of_shared_packs(cut, uneven):
 
 
 def test_exchanged_heads_balance_attention():
-    """Prevents attention that is counted by tokens where every rank has all tokens of its heads."""
+    """Prevents attention counted by token shards if every rank has all tokens of its heads."""
     packs, levels = shared_schedule(CutRule.CONTIGUOUS)
     heads = levels[1].model_copy(update={"exchange": ContextExchange.HEADS})
     metrics = measure_packs(packs, FOUR, (levels[0], heads), 2, np.ones(3), 1)
@@ -104,7 +104,7 @@ def test_exchanged_heads_balance_attention():
 
 
 def test_least_dist_ratio_is_below_every_grouping():
-    """Prevents a bound that some way to form steps breaks, or one that says nothing."""
+    """Prevents a lower bound that a grouping beats, or that is too loose to be useful."""
     rng = np.random.default_rng(0)
     tight = 0
     for _ in range(30):

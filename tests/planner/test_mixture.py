@@ -1,4 +1,4 @@
-"""Mixtures of sources: rows counted one by one, in the plan, its report and its check."""
+"""Mixtures of sources: samples counted in the plan, its report and its check."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def mixture(**sources) -> Mixture:
 
 
 def weights(*values: float, **others) -> dict:
-    """Settings of a mixture whose sources have these weights."""
+    """Return mixture settings with a weight per source."""
     given = zip(NAMES, values, strict=True)
     return {**{name: {"weight": weight} for name, weight in given}, **others}
 
@@ -46,22 +46,22 @@ ROUNDED = weights(1, 0, 0, samples=1000, most_epochs=0.29, books=NONE, ocr=NONE)
         ({"web": {"epochs": 0}, "books": {"weight": 1}, "ocr": {"epochs": 1}}, [0, 40, 7]),
         # 147 samples by weight 1 : 1 : 1.
         (weights(1, 1, 1), [49, 49, 49]),
-        # ocr is cut to 14, and the others share what is left, 1 : 1.
+        # ocr is cut to 14, and web and books share the remainder 1 : 1.
         (weights(2, 2, 4, samples=100, most_epochs=2), [43, 43, 14]),
-        # First ocr, then books is cut, and only then is web all that is left.
+        # ocr is cut first, then books, and web fills the remainder.
         (weights(1, 3, 9, samples=200, most_epochs=1), [100, 40, 7]),
         (weights(1, 3, 0, samples=90, ocr={"epochs": 10}), [5, 15, 70]),
         (ROUNDED, [29, 0, 0]),
     ],
 )
 def test_shares_are_those_counted_by_hand(given, expected):
-    """Prevents: another share by weight, or a cap that loses samples while others have room."""
+    """Prevents wrong shares by weight, or a cap that loses samples other sources could give."""
     assert samples_of_sources(mixture(**given), NAMES, AVAILABLE).tolist() == expected
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_weights_with_caps_fill_what_can_be_filled(seed):
-    """Prevents: a share above its cap, or one below its weight's with samples left over."""
+    """Prevents a share above its cap, or below its weight while samples remain."""
     rng = np.random.default_rng(seed)
     available, names = rng.integers(1, 1000, 5), list("01234")
     weight = rng.random(5) + 0.1
@@ -71,14 +71,14 @@ def test_weights_with_caps_fill_what_can_be_filled(seed):
     seen, most = samples_of_sources(rule, names, available), np.floor(1.5 * available)
     assert (seen <= most).all() and seen.sum() == min(samples, most.sum())
     free, rate = seen < most, seen / weight
-    # Those with room have equally much a weight, and those that are full no more than that.
+    # Uncapped sources have equal samples per weight, capped sources no more.
     if free.any():
         assert (np.abs(rate[free] - rate[free].max()) <= 1 / weight[free].min()).all()
         assert (rate[~free] <= rate[free].max() + 1 / weight.min()).all()
 
 
 def test_rows_are_copies_of_samples_as_often_as_asked(tmp_path):
-    """Prevents: a sample too often or never, by counting; and rows that are written otherwise."""
+    """Prevents a sample repeated too often or never, and rows that change in the file."""
     lengths = example_lengths(origin_of(MODEL), 301)  # pages has 151, strips 150
     rule = mixture(pages={"epochs": 2.4}, strips={"epochs": 0.3})
     mixed = mix_samples(lengths, rule, 7)
@@ -109,7 +109,7 @@ PORTIONS = "--portion-samples 130"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    """Options of lengths, a few of them long, and of a mixture."""
+    """Return options for lengths, a few of them long, and for a mixture."""
     folder = tmp_path_factory.mktemp("data")
     lengths = example_lengths(origin_of(MODEL))
     longer = lengths.tokens + 500 * (np.arange(len(lengths)) % 30 == 0).astype(np.int32)
@@ -119,8 +119,8 @@ def data(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def planned(data, tmp_path_factory) -> Callable[[str], Path]:
-    """A plan of these options, made once; not to be written to."""
+def make_plan_once(data, tmp_path_factory) -> Callable[[str], Path]:
+    """Return a function that plans once per options. Tests must not write to the plan."""
 
     @cache
     def plan(options: str) -> Path:
@@ -132,9 +132,9 @@ def planned(data, tmp_path_factory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("options", ["", PORTIONS, "--packing-levels 2 --curriculum-steps 1"])
-def test_a_plan_says_what_is_seen_of_each_source(planned, tmp_path, options):
-    """Prevents: figures of a mixture that are not those of the packs, by counting each sample."""
-    directory = planned(options)
+def test_a_plan_says_what_is_seen_of_each_source(make_plan_once, tmp_path, options):
+    """Prevents mixture figures that differ from the samples counted in the packs."""
+    directory = make_plan_once(options)
     seen = read_plan(directory).data.mixture
     packs, lengths = open_plan(directory).steps
     for place, step in enumerate(seen.by_step):
@@ -151,18 +151,18 @@ def test_a_plan_says_what_is_seen_of_each_source(planned, tmp_path, options):
     assert "Times that a source&#39;s samples" in (tmp_path / "page.html").read_text()
 
 
-def test_steps_that_are_taken_over_stay_a_mixture(planned, tmp_path):
-    """Prevents: a plan for other ranks that no longer says what is seen of each source."""
-    directory, out = planned(PORTIONS), tmp_path / "one"
+def test_steps_that_are_taken_over_stay_a_mixture(make_plan_once, tmp_path):
+    """Prevents a plan that reuses steps from losing the mixture's figures."""
+    directory, out = make_plan_once(PORTIONS), tmp_path / "one"
     run(f"plan {SETUP} --steps-of {directory} -o {out}")
     assert read_plan(out).parallel.data == 1
     assert read_plan(out).data.mixture == read_plan(directory).data.mixture
     assert any(line.startswith("by step") for line in check_plan(out))
 
 
-def test_edited_figures_are_refused(planned, tmp_path):
-    """Prevents: a plan.json that says something else of a mixture than is trained."""
-    directory = shutil.copytree(planned(""), tmp_path / "plan")
+def test_edited_figures_are_refused(make_plan_once, tmp_path):
+    """Prevents a plan.json with other mixture figures than are trained."""
+    directory = shutil.copytree(make_plan_once(""), tmp_path / "plan")
     plan = json.loads((directory / "plan.json").read_text())
     plan["data"]["mixture"]["sources"][0]["seen"][0] = 0
     (directory / "plan.json").write_text(json.dumps(plan))
@@ -181,7 +181,7 @@ def test_edited_figures_are_refused(planned, tmp_path):
     ],
 )
 def test_a_mistaken_file_is_refused(tmp_path, text, message):
-    """Prevents: a rule that is read as another one, without a word."""
+    """Prevents a mixture file misread without an error."""
     (tmp_path / "m.toml").write_text(text)
     with pytest.raises(UserError, match=message):
         read_mixture(tmp_path / "m.toml")
@@ -198,7 +198,7 @@ def test_a_mistaken_file_is_refused(tmp_path, text, message):
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(given, message):
-    """Prevents: a source that is forgotten, and a total that nothing comes to."""
+    """Prevents a forgotten source, and a total that the sources cannot reach."""
     with pytest.raises(UserError, match=message):
         samples_of_sources(mixture(**given), NAMES, AVAILABLE)
 
@@ -220,13 +220,13 @@ def test_mixtures_that_cannot_be_are_refused(given, message):
     ],
 )
 def test_what_a_mixture_cannot_be_is_said(given, expected):
-    """Prevents: fewer samples than asked for, or a source that is never seen, without a word."""
+    """Prevents fewer samples than requested, or an unseen source, without a note."""
     said = shortfalls(mixture(**given), NAMES, AVAILABLE)
     for sentence, part in zip(said, expected, strict=True):
         assert part in sentence
 
 
 def test_packs_of_a_mixture_are_of_its_samples(data, tmp_path):
-    """Prevents: `omnibal pack` that packs every sample once, whatever the mixture says."""
+    """Prevents `omnibal pack` from ignoring the mixture and packing every sample once."""
     run(f"pack {data} {LIMITS} -o {tmp_path}/packs.parquet")
     assert len(read_packs(tmp_path / "packs.parquet").packs.samples) == 225 + 150

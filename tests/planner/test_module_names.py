@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_name_is_one_module():
-    """Prevents: `levels.py` in four folders, of which a reader opens the wrong three first."""
+    """Prevents modules of equal names, such as `levels.py` in four folders."""
     paths_by_name = defaultdict(set)
     for program in ("omnibal", "megatron"):
         for path in (ROOT / program).rglob("*.py"):

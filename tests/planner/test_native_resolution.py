@@ -1,4 +1,4 @@
-"""Tokens of images and videos at their native resolution, beside Transformers' own processors."""
+"""Tokens of images and videos at native resolution, against Transformers' own processors."""
 
 import ast
 import math
@@ -26,8 +26,8 @@ from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 SIZES = 2_000
 
 
-def theirs_alone(module: str, name: str) -> Any:
-    """One function of a processor of Transformers, whose module imports torchvision."""
+def load_function(module: str, name: str) -> Any:
+    """Return a function of a Transformers processor without importing torchvision."""
     path = Path(find_spec("transformers").origin).parent / "models" / f"{module}.py"
     parts = ast.parse(path.read_text()).body
     found = [each for each in parts if isinstance(each, ast.FunctionDef) and each.name == name]
@@ -36,21 +36,21 @@ def theirs_alone(module: str, name: str) -> Any:
     return names[name]
 
 
-smart_resize = theirs_alone("qwen2_vl/image_processing_qwen2_vl", "smart_resize")
-video_resize = theirs_alone("qwen3_vl/video_processing_qwen3_vl", "smart_resize")
-glm_resize = theirs_alone("glm4v/image_processing_glm4v", "smart_resize")
-navit_resize = theirs_alone("kimi_k25/image_processing_kimi_k25", "navit_resize")
+smart_resize = load_function("qwen2_vl/image_processing_qwen2_vl", "smart_resize")
+video_resize = load_function("qwen3_vl/video_processing_qwen3_vl", "smart_resize")
+glm_resize = load_function("glm4v/image_processing_glm4v", "smart_resize")
+navit_resize = load_function("kimi_k25/image_processing_kimi_k25", "navit_resize")
 
 
 def tower(**changes: object) -> ImagesEncoder:
-    """A small encoder with Qwen2-VL's rule."""
+    """Return a small encoder with Qwen2-VL's resize rule."""
     sizes = {"layers": 1, "hidden_size": 8, "heads": 1, "ffn_hidden_size": 8, "patch_size": 14}
     kinds = {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False}
     return ImagesEncoder.model_validate(sizes | kinds | changes)
 
 
 def sides(rng: random.Random) -> tuple[int, int]:
-    """Width and height, from a pixel to a poster, some of them long and narrow."""
+    """Return a random width and height, some long and narrow."""
     return int(10 ** rng.uniform(0, 4)), int(10 ** rng.uniform(0, 4))
 
 
@@ -73,7 +73,7 @@ KIMI = (
 def test_images_become_as_many_tokens_as_their_processor_makes(
     rule: ImagesEncoder, theirs: Callable[[int, int], tuple[int, int]]
 ) -> None:
-    """Prevents lengths that are off from what the model is trained on, which no check would see."""
+    """Prevents image lengths that differ from the processor's, which no check would see."""
     rng, refused = random.Random(0), 0
     for _ in range(SIZES):
         width, height = sides(rng)
@@ -90,14 +90,14 @@ def test_images_become_as_many_tokens_as_their_processor_makes(
 
 
 def test_a_fixed_square_has_the_same_tokens_for_every_image() -> None:
-    """Prevents native sizes for Gemma 3, whose images all become squares of 896 pixels."""
+    """Prevents native sizes for Gemma 3, which resizes every image to 896 x 896 pixels."""
     gemma = tower(resize="fixed", max_pixels=896**2, merge_size=4)
     assert {image_segments(*size, gemma).all_tokens for size in ((9, 900), (2_000, 30))} == {256}
 
 
 @pytest.mark.parametrize("counts_frames", [False, True])
 def test_videos_become_as_many_tokens_as_their_processor_makes(counts_frames: bool) -> None:
-    """Prevents a clip whose frames are each as large as an image may be."""
+    """Prevents video frames as large as a single image may be."""
     video = VideoConfig(max_pixels=768 * 32 * 32, min_pixels=4_096, counts_frames=counts_frames)
     rule = tower(patch_size=16, frames_per_patch=2, video=video)
     rng = random.Random(1)
@@ -119,7 +119,7 @@ def test_videos_become_as_many_tokens_as_their_processor_makes(counts_frames: bo
 
 
 def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
-    """Prevents a video whose text is not what Qwen3-VL's and GLM's processors write."""
+    """Prevents video text that differs from Qwen3-VL's and GLM's processors."""
 
     def text_of(frames: int, rule: ImagesEncoder) -> str:
         rate = 1.0 if rule.video is None else rule.video.frames_per_second
@@ -127,7 +127,7 @@ def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
 
     qwen3 = tower(frames_per_patch=2, video=VideoConfig(times="before", max_frames=3))
     pads = "<|vision_start|><|video_pad|><|vision_end|>"
-    # The last patch has one frame, twice.
+    # The last patch repeats one frame.
     assert text_of(3, qwen3) == f"<0.2 seconds>{pads}<1.0 seconds>{pads}"
     text = ImageText(before="<b>", each="<i>", after="</b>")
     glm = tower(frames_per_patch=2, video=VideoConfig(times="after", text=text, around=("(", ")")))
@@ -138,7 +138,7 @@ def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
 
 
 def test_sizes_of_webp_files_are_read_from_their_first_bytes(tmp_path: Path) -> None:
-    """Prevents a scan that reads all of a file, and one that takes a cut file for a whole one."""
+    """Prevents a scan that reads entire files, or accepts a truncated file."""
     rng, path = random.Random(2), tmp_path / "image.webp"
     for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0MM\0*"}):
         for mode in ("RGB", "RGBA"):
