@@ -1,4 +1,4 @@
-"""Adapters as a plan has them: which linears they are beside, what they cost, and mistakes."""
+"""LoRA adapters in a plan: the linears that have them, their costs, and invalid options."""
 
 from dataclasses import replace
 
@@ -33,8 +33,8 @@ ALL = AdapterConfig(rank=16, alpha=32)
 
 
 def test_parameters_are_pefts():
-    """Prevents: ranks, widths or layers that are counted otherwise than PEFT makes them: rank x
-    (inputs + outputs) of every linear of the 28 layers of Qwen2.5-7B."""
+    """Prevents adapter ranks, widths or layer counts that differ from PEFT: rank x (inputs +
+    outputs) for every linear of the 28 layers of Qwen2.5-7B."""
     h, f, kv, layers = 3584, 18944, 512, 28
     linears = [(h, h), (h, kv), (h, kv), (h, h), (h, f), (h, f), (f, h)]
     expected = layers * 16 * sum(map(sum, linears))
@@ -46,7 +46,7 @@ def test_parameters_are_pefts():
 
 
 def test_base_weights_have_no_gradients_and_what_is_before_no_backward():
-    """Prevents: products of gradients of frozen weights, or a backward below the first adapter."""
+    """Prevents weight gradients of frozen weights, or a backward below the first adapter."""
     plain, adapted = job(frozen=()).cost.units, job(ALL).cost.units
     layer, whole = adapted[LAYER], plain[LAYER]
     tokens = job(ALL).cost.features.index("tokens")
@@ -56,7 +56,7 @@ def test_base_weights_have_no_gradients_and_what_is_before_no_backward():
     for name in ("vision_embed", "vision_layer", "projector", "language_embed"):
         assert not adapted[name].has_backward, name
     assert adapted["head"].has_backward
-    # A's gradient needs what a product's weights would have needed, and what is between is thin.
+    # Adapter A's gradient keeps the product's input; the low-rank activations are small.
     more = layer.activation_bytes - whole.activation_bytes
     assert 0 < more[tokens] < 0.01 * whole.activation_bytes[tokens]
     few = job(adapters_of(rank=16, targets="q_proj")).cost.units[LAYER]
@@ -64,7 +64,7 @@ def test_base_weights_have_no_gradients_and_what_is_before_no_backward():
 
 
 def test_a_part_can_be_trained_whole_beside_adapters():
-    """Prevents: a projector that is frozen with the language model's matrices."""
+    """Prevents a projector frozen along with the language model's base weights."""
     units = job(ALL, ("vision",)).cost.units
     assert units["projector"].trained_parameters == units["projector"].parameters
     assert units["language_embed"].has_backward
@@ -76,7 +76,7 @@ def test_a_part_can_be_trained_whole_beside_adapters():
 
 
 def test_experts_have_none_here_and_have_in_other_trainers():
-    """Prevents: adapters of experts that this trainer does not have, or none for another's."""
+    """Prevents adapters on experts here, where unsupported, or none in other trainers."""
     model = load_model("qwen3-30b-a3b")
     spec = replace(job(frozen=()), model=model, adapters=ALL)
     other = replace(spec, adapters=ALL.model_copy(update={"experts": True}))
@@ -99,7 +99,7 @@ def test_experts_have_none_here_and_have_in_other_trainers():
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_a_line(targets, parts, frozen, words):
-    """Prevents: a typing error that trains nothing, or the layers that it names alone."""
+    """Prevents a typing error that trains nothing, or only the layers it does name."""
     given = adapters_of(rank=8, targets=targets, parts=parts)
     mistake = adapter_mistake(MODEL, frozen, given)
     assert mistake is not None and words in mistake and "\n" not in mistake
@@ -109,14 +109,13 @@ def test_mistakes_are_told_in_a_line(targets, parts, frozen, words):
 
 @pytest.mark.parametrize("targets", ["all-linear,q_proj", "q_proj,.*v_proj", "(", ""])
 def test_targets_that_do_not_go_together_are_refused(targets):
-    """Prevents: a regular expression that is cut at its commas, or a broken one that matches
-    nothing."""
+    """Prevents a regular expression cut at its commas, or an invalid one that matches nothing."""
     with pytest.raises(UserError, match="adapters"):
         job(adapters_of(rank=8, targets=targets))
 
 
 def test_regular_expressions_are_of_whole_names_in_either_layout():
-    """Prevents: PEFT's patterns that match nothing here."""
+    """Prevents PEFT's target patterns from matching nothing here."""
     named = job(adapters_of(rank=8, targets="q_proj,v_proj")).cost.units[LAYER]
     for pattern in (
         r".*language_model.*\.(q_proj|v_proj)",
@@ -129,8 +128,7 @@ def test_regular_expressions_are_of_whole_names_in_either_layout():
 
 
 def test_options_freeze_all_else_unless_they_say_what():
-    """Prevents: an encoder that is trained whole beside adapters, unasked; and options that are
-    left out in silence."""
+    """Prevents an encoder trained in full next to adapters, unasked, and ignored options."""
     given = {"model": "internvl3-8b", "cluster": "h100-80g"}
     alone = JobOptions(**given, lora_rank=16, lora_targets="q_proj, v_proj").job()
     assert alone.frozen == REST
@@ -145,14 +143,14 @@ def test_options_freeze_all_else_unless_they_say_what():
 
 
 def test_a_plan_says_its_adapters_and_is_read_again(tmp_path):
-    """Prevents: a plan that forgets its adapters, and other plans that change by the field."""
+    """Prevents a plan losing its adapters, and an extra field in plans without adapters."""
     data = MockData(caps=Caps.of(tiles=6, tokens=4096), micro_batches_per_step=8)
     plan = make_plan(PlanRequest(job=job(ALL, pipeline=2), data=data)).plan
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert JobSpec.of_plan(plan).adapters == ALL
     plain = plan.model_copy(update={"adapters": None, "frozen": ()})
     assert "adapters" not in plain.model_dump_json()
-    # No gradient goes back over a cut before the first adapter.
+    # No gradient is sent back over a cut before the first adapter.
     assert plan.trained_towers(0) == (
         frozenset({"language"}) if plan.stages[0].layers("language") else frozenset()
     )

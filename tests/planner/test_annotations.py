@@ -1,4 +1,4 @@
-"""InternVL's meta JSON and JSONL: what is read, and how each mistake is reported."""
+"""InternVL's meta JSON and JSONL: parsed fields, and the error for each mistake."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def test_sample_as_written(tmp_path):
 
 
 def test_images_with_and_without_placeholder(tmp_path):
-    """Prevents a text that is refused, and an image without a place, which InternVL shows first."""
+    """Prevents refusing text-only samples, and losing an image without placeholder."""
     for extra in ({}, {"image": ""}, {"image": []}, {"image": None}):
         sample = open_jsonl(tmp_path, record_of(**extra))[0]
         assert (sample.images, sample.identity, sample.turns[0].kind) == ((), "a/1", None)
@@ -62,18 +62,18 @@ def test_last_line_with_and_without_newline(tmp_path, ending):
     ("repeat_time", "expected"),
     [
         *[(1, "0123"), (2, "01230123"), (0.5, "01"), (1.25, "01230"), (0.3, "0")],
-        # Below 1 the rest of a line is dropped; 0.95 * 4 and 2.9 * 4 are no whole numbers.
+        # Below 1 the fraction is floored; 0.95 * 4 and 2.9 * 4 are not integers.
         *[(0.95, "012"), (2.9, "01230123012")],
     ],
 )
 def test_repeat_time(tmp_path, repeat_time, expected):
-    """Prevents a mixture other than the one asked for."""
+    """Prevents a mixture other than the requested repetition."""
     annotations = open_jsonl(tmp_path, *map(record_of, "0123"), repeat_time=repeat_time)
     assert "".join(sample.turns[0].question for sample in annotations) == expected
 
 
 def test_sources_follow_the_meta(tmp_path):
-    """Prevents samples of another source, and other lines or places in another process."""
+    """Prevents a sample under another source, and other lines or locations in another process."""
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", *(record_of(name + k) for k in "123"))
     entry = {"root": "", "repeat_time": 2}
@@ -90,7 +90,7 @@ def test_sources_follow_the_meta(tmp_path):
 
 
 def test_hash_follows_content_and_not_place(tmp_path):
-    """Prevents training on changed data under an old plan, and refusal after a mere move."""
+    """Prevents training on changed data with an old plan, and refusing data that only moved."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     reference = open_jsonl(first, record_of()).sha256
@@ -103,7 +103,7 @@ def test_hash_follows_content_and_not_place(tmp_path):
 
 
 def test_augmentation_is_known_and_changes_no_hash(tmp_path):
-    """Prevents a switch of augmentation from being lost, or from asking for a new plan."""
+    """Prevents losing the augmentation switch, or a new data hash because of it."""
     content = hashlib.sha256(write_jsonl(tmp_path / "a.jsonl", record_of()).read_bytes())
     spelled_out = json.dumps(["a", 1, content.hexdigest()]).encode()
     for entry in ({}, {"data_augment": False}, {"data_augment": True}):
@@ -114,7 +114,7 @@ def test_augmentation_is_known_and_changes_no_hash(tmp_path):
 
 
 def test_readable_after_fork(tmp_path):
-    """Prevents two processes from moving each other's place in a shared file."""
+    """Prevents two processes sharing the file offset of one open file."""
     annotations = open_jsonl(tmp_path, *(record_of(str(k)) for k in range(50)))
     _ = annotations[0]
     child = os.fork()
@@ -126,7 +126,7 @@ def test_readable_after_fork(tmp_path):
 
 
 def talk(*speakers: str, system: str = "s") -> dict:
-    """A record of these speakers, of which each question and answer is its number."""
+    """Return a record of these speakers; the texts are their positions."""
     texts = [system if name == "system" else str(k) for k, name in enumerate(speakers)]
     messages = zip(speakers, texts, strict=True)
     return {"conversations": [{"from": name, "value": text} for name, text in messages]}
@@ -142,7 +142,7 @@ def talk(*speakers: str, system: str = "s") -> dict:
     ],
 )
 def test_system_message_and_greeting(tmp_path, speakers, system, greeting, texts):
-    """Prevents a system message from being asked, and a greeting from being taken for an answer."""
+    """Prevents a system message taken for a question, and a greeting taken for an answer."""
     sample = open_jsonl(tmp_path, talk(*speakers.split()))[0]
     assert (sample.system, sample.greeting) == (system, greeting)
     assert [(turn.question, turn.answer) for turn in sample.turns] == texts
@@ -204,7 +204,7 @@ USER = {"role": "user", "content": "a"}
     ],
 )
 def test_mistakes_in_a_line_name_file_and_line(tmp_path, record, message):
-    """Prevents a mistake in the data from being trained on, or reported without its place."""
+    """Prevents training on malformed data, or an error without file and line."""
     annotations = open_jsonl(tmp_path, record_of(), record, record_of())
     with pytest.raises(UserError, match=message) as error:
         _ = annotations[1]
@@ -249,7 +249,7 @@ LINES = {"root": "", "annotation": "a.jsonl"}
     ],
 )
 def test_mistakes_in_the_meta(tmp_path, meta, message):
-    """Prevents a wrong meta from ending in a traceback or in an empty run."""
+    """Prevents a traceback, or a run without samples, from a malformed meta file."""
     write_jsonl(tmp_path / "a.jsonl", record_of(), record_of())
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text(" \n\t\n  ")
@@ -263,7 +263,7 @@ def test_mistakes_in_the_meta(tmp_path, meta, message):
 
 @pytest.mark.parametrize("share", [1, 2, 3])
 def test_one_tile_where_the_share_is_below_the_least(tmp_path, share):
-    """Prevents tiles where InternVL finds no grid at all and leaves the image whole."""
+    """Prevents several tiles where InternVL finds no grid and keeps the image as one tile."""
     sample = open_jsonl(tmp_path, record_of("<image>" * 2, image=["x", "y"]))[0]
     most = 2 * share
     shared = sample.tiling(TilingConfig(min_dynamic_patch=min(4, most), max_dynamic_patch=most))
@@ -292,7 +292,7 @@ def test_images_share_the_most_tiles(tmp_path, images, limit, most):
 
 
 def middles_spelled_out(frames: int, most: int) -> list[int]:
-    """InternVL's frames, from the definition: the middle of each of `most` equal intervals."""
+    """Return InternVL's frames by definition: the middle of each of `most` equal intervals."""
     chosen, parts = [], min(frames, most)
     for part in range(parts):
         start, end = frames * part // parts, frames * (part + 1) // parts - 1
@@ -301,7 +301,7 @@ def middles_spelled_out(frames: int, most: int) -> list[int]:
 
 
 def test_blank_lines_are_passed_over(tmp_path):
-    """Prevents a bad sample made of a blank line, and a line's number that is another's."""
+    """Prevents a sample made of a blank line, and a wrong line number in an error."""
     lines = "", record_of("a"), " \t", "", record_of("b"), record_of("<image>"), "  "
     annotations = open_jsonl(tmp_path, *lines)
     assert [annotations[k].turns[0].question for k in range(2)] == ["a", "b"]
@@ -312,7 +312,7 @@ def test_blank_lines_are_passed_over(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 9])
 def test_files_larger_than_a_chunk(tmp_path, monkeypatch, chunk):
-    """Prevents: files above 16 MiB end in an error, or lines at a chunk's border are cut."""
+    """Prevents an error for files above 16 MiB, or lines cut at a chunk's border."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"{1}\n\n {22}\r\n\n{4}\n{55}")
     monkeypatch.setattr(record_files, "_CHUNK_BYTES", chunk)
@@ -324,13 +324,13 @@ def test_files_larger_than_a_chunk(tmp_path, monkeypatch, chunk):
 
 
 def test_middle_frames():
-    """Prevents frames that InternVL would not show, or one of them twice."""
+    """Prevents frames InternVL would not show, or a frame shown twice."""
     for most in (1, 2, 3, 8, 32):
         for frames in [*range(1, 100), 1000, 1001, 54321]:
             chosen = middle_frames(frames, most)
             assert chosen == sorted(set(chosen))
             assert frames > most or chosen == list(range(frames))
-            # Where floating point meets a border from below, as NumPy's linspace does.
+            # Floating point reaches a border from below, as NumPy's linspace does.
             wrong = np.abs(np.subtract(chosen, middles_spelled_out(frames, most)))
             assert wrong.max() <= 1 and wrong.mean() <= 0.1
     assert middle_frames(100, 4) == [12, 37, 62, 87]
@@ -349,7 +349,7 @@ FRAMES = "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\n"
     ],
 )
 def test_video_frames(tmp_path, question, shown):
-    """Prevents frames in another order or number than the question says, or cut into tiles."""
+    """Prevents frames in another order or number than the prompt's, or frames cut into tiles."""
     folder = tmp_path / "clip"
     folder.mkdir()
     names = ["frame1.jpg", "frame2.JPG", "frame9.png", "frame10.jpg"]
@@ -373,12 +373,12 @@ def test_video_frames(tmp_path, question, shown):
         assert sample.shown(TILING).turns[0].question.count("<image>") == 4
 
 
-def refused(*_):
+def deny_access(*_):
     raise PermissionError(13, "Permission denied")
 
 
 def test_files_that_cannot_be_read_make_bad_samples(tmp_path, monkeypatch):
-    """Prevents one folder or line that is out of reach from ending a scan that may skip it."""
+    """Prevents an unreadable folder or line from ending a scan that may skip bad samples."""
     long, folder = "x." * 500, tmp_path / "clip"
     annotations = open_jsonl(tmp_path, record_of(video=long), record_of(video="clip"))
     assert annotations[0].files == (ImageFile(tmp_path / long),)
@@ -387,18 +387,18 @@ def test_files_that_cannot_be_read_make_bad_samples(tmp_path, monkeypatch):
     assert annotations[1].files == (ImageFile(folder / "1.jpg"),)
     with monkeypatch.context() as patched:
         for name in ("iterdir", "is_file"):
-            patched.setattr(Path, name, refused)
+            patched.setattr(Path, name, deny_access)
             assert annotations[1].files == (ImageFile(folder),)
         with pytest.raises(UserError, match=r"meta\.json: cannot be read \(Permission denied\)"):
             Annotations.open(tmp_path / "meta.json")
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(Path, "open", deny_access)
     with pytest.raises(UserError, match=r"a\.jsonl: line 2 cannot be read \(.*denied"):
         _ = annotations[1]
 
 
 @given(st.lists(st.text(), min_size=1))
 def test_natural_order(names):
-    """Prevents a crash on names that mix digits and letters, or an order by chance."""
+    """Prevents a crash on names that mix digits and letters, or an unstable order."""
     shuffled = names[::-1]
     assert sorted(names, key=natural_order) == sorted(shuffled, key=natural_order)
     numbered = [f"{names[0]}x{k}" for k in (1, 2, 9, 10, 11, 100)]
@@ -435,7 +435,7 @@ def test_array_elements_are_those_of_the_whole(tmp_path, array, ensure_ascii, in
 
 @pytest.mark.parametrize("name", ["a.json", "A.JSON"])
 def test_samples_of_an_array(tmp_path, name):
-    """Prevents LLaVA's files from being refused, or read otherwise than the same lines."""
+    """Prevents LLaVA's JSON arrays refused, or parsed differently from JSONL."""
     first = record_of("Was ist das? 「[é]」\n<image>", id="x", image="x.png")
     records = [first, record_of("2"), {"conversations": [HUMAN]}]
     lines = open_jsonl(tmp_path, *records, repeat_time=2)
@@ -468,7 +468,7 @@ def test_samples_of_an_array(tmp_path, name):
     ],
 )
 def test_malformed_arrays(tmp_path, content, message):
-    """Prevents half of a file from being trained on, or a mistake without its place."""
+    """Prevents training on half of a file, or a syntax error without its position."""
     (tmp_path / "a.json").write_text(content, "utf-8")
     with pytest.raises(UserError, match=message) as error:
         open_meta(tmp_path, a={"root": "", "annotation": "a.json"})
@@ -476,7 +476,7 @@ def test_malformed_arrays(tmp_path, content, message):
 
 
 def test_data_root_holds_every_file_below_it(tmp_path):
-    """Prevents: a stranger's meta or samples that have other files of the user's opened as data."""
+    """Prevents an untrusted meta file or sample from opening files outside the data root."""
     inside, outside = tmp_path / "in", tmp_path / "out"
     for folder in (inside / "frames", outside):
         folder.mkdir(parents=True)
@@ -485,7 +485,7 @@ def test_data_root_holds_every_file_below_it(tmp_path):
     (inside / "link").symlink_to(outside)
     (inside / "frames" / "b.png").symlink_to(outside / "a.png")
 
-    def opened(source: dict, **media) -> Annotations:
+    def open_data(source: dict, **media) -> Annotations:
         marks = "".join(
             f"<{kind}>\n" * (kind == "video" or len(names)) for kind, names in media.items()
         )
@@ -494,7 +494,9 @@ def test_data_root_holds_every_file_below_it(tmp_path):
         (inside / "meta.json").write_text(json.dumps({"a": source}))
         return Annotations.open(inside / "meta.json", below=inside)
 
-    kept = opened({"annotation": "a.jsonl"}, image=["frames/a.png", str(inside / "frames/a.png")])
+    kept = open_data(
+        {"annotation": "a.jsonl"}, image=["frames/a.png", str(inside / "frames/a.png")]
+    )
     assert len(kept[0].images) == 2
     for source in (
         *({"annotation": name} for name in ("../out/a.jsonl", "link/a.jsonl", "s3://b/a.jsonl")),
@@ -502,11 +504,11 @@ def test_data_root_holds_every_file_below_it(tmp_path):
         {"energon": "../out"},
     ):
         with pytest.raises(UserError, match="is outside --data-root"):
-            opened(source)
+            open_data(source)
     for media in (
         *({"image": [name]} for name in ("../out/a.png", str(outside / "a.png"), "link/a.png")),
         {"image": ["file:///etc/a.png"]},
         *({"video": name} for name in ("link", "frames", ["link/a.png", "frames/a.png"])),
     ):
         with pytest.raises(UserError, match="is outside --data-root"):
-            opened({"annotation": "a.jsonl"}, **media)[0]
+            open_data({"annotation": "a.jsonl"}, **media)[0]

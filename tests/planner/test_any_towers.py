@@ -1,4 +1,4 @@
-"""Models of other towers than InternVL's, from the command line to the plan and its check."""
+"""Models with towers other than InternVL's, from the command line to the plan and its check."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ TWO, THREE = model_of("vision language", 3, 4), model_of("vision audio language"
 
 
 def plan_shapes(model: ModelConfig, directory: Path, *options: str) -> int:
-    """Plan the model's shapes on two stages; returns the exit status."""
+    """Plan the model's shapes on two stages; return the exit status."""
     (directory / "model.toml").write_text(config_toml(model))
     caps = Caps.of(tokens=64, **dict.fromkeys(model.item_features, 2))
     command = f"plan --cluster laptop-cpu {' '.join(caps.options)} --pp 2 --precision fp32"
@@ -45,8 +45,7 @@ def plan_of(model: ModelConfig, directory: Path) -> Plan:
 def test_any_towers_are_planned_checked_and_shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, towers: str, layers: tuple[int, ...]
 ) -> None:
-    """Prevents a command that asks a model for InternVL's towers, and plan.json from losing the
-    order of encoders."""
+    """Prevents commands that assume InternVL's towers, and plan.json losing the encoders' order."""
     model = model_of(towers, *layers)
     assert plan_shapes(model, tmp_path, "--json") == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
@@ -71,8 +70,8 @@ def test_any_towers_are_planned_checked_and_shown(
 
 
 def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
-    """Prevents a plan that a queue waits for and no trainer can build, and audio tokens whose
-    features are on another rank."""
+    """Prevents queueing for a plan no trainer can build, and audio tokens whose features are on
+    another rank."""
     renamed = dict.fromkeys(("vision", "sound"), THREE.encoders["audio"])
     for model, expected in (
         (
@@ -113,14 +112,14 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
 def test_parts_to_freeze_are_the_model_s(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, towers: str, frozen: str, message: str
 ) -> None:
-    """Prevents a typing error that trains all of a model."""
+    """Prevents a misspelled part name that trains the entire model."""
     model = model_of(towers, *TOWERS[towers])
     assert plan_shapes(model, tmp_path, "--freeze", frozen) == 2
     assert message in capsys.readouterr().err
 
 
 def test_tensor_sizes_divide_every_tower() -> None:
-    """Prevents ranks that would each hold a part of an element."""
+    """Prevents a tensor-parallel size that does not divide a tower's width."""
     model = model_of("vision audio language", 1, 1, 1).with_tower("audio", ffn_hidden_size=15)
     cluster = load_cluster("h100-80g")
     with pytest.raises(UserError, match=r"does not divide audio\.ffn_hidden_size = 15"):
@@ -130,8 +129,8 @@ def test_tensor_sizes_divide_every_tower() -> None:
 
 
 def test_stages_have_the_parts_and_the_recomputed_layers_of_their_units() -> None:
-    """Prevents a gradient that is sent to a stage of frozen parts, or not to a trained one; and
-    layers of one kind that are recomputed in place of the other's."""
+    """Prevents gradients sent to a frozen stage or missing at a trained one, and recomputing layers
+    of the wrong kind."""
     assert [set(stage.parts) for stage in stages_from_cuts(THREE, (4, 6, 9, 11))] == [
         *({"vision"}, {"vision_projector", "audio"}, {"audio", "audio_projector"}),
         *({"language"}, {"language"}),
@@ -155,7 +154,7 @@ def test_stages_have_the_parts_and_the_recomputed_layers_of_their_units() -> Non
     ],
 )
 def test_mistakes_in_words_are_told(tmp_path: Path, unit: object, message: str) -> None:
-    """Prevents a traceback, or other layers than meant, from a plan that was written by hand."""
+    """Prevents a traceback, or other layers than intended, from a hand-written plan."""
     plan_of(TWO, tmp_path)
     path = tmp_path / "plan/plan.json"
     plan = json.loads(path.read_text())
@@ -166,7 +165,7 @@ def test_mistakes_in_words_are_told(tmp_path: Path, unit: object, message: str) 
 
 
 def test_words_may_be_written_in_other_ways(tmp_path: Path) -> None:
-    """Prevents refusing a stage that says the same in more spans or with more spaces."""
+    """Prevents refusing a stage written with more spans or spaces."""
     plan = plan_of(TWO, tmp_path)
     [one] = stages_from_cuts(TWO, ())
     other = Stage.parse(
@@ -186,7 +185,7 @@ def test_words_may_be_written_in_other_ways(tmp_path: Path) -> None:
 
 
 def test_limits_of_other_items_are_found_by_a_check(tmp_path: Path) -> None:
-    """Prevents a plan by hand whose limit nothing can have."""
+    """Prevents a hand-written plan with a limit on items that the model lacks."""
     plan = plan_of(model_of("language", 5), tmp_path)
     assert plan.shapes is not None
     wrong = plan.shapes.model_copy(update={"caps": Caps.of(clips=3, tokens=64)})
@@ -196,7 +195,7 @@ def test_limits_of_other_items_are_found_by_a_check(tmp_path: Path) -> None:
 
 
 def test_an_encoder_says_its_kind(tmp_path: Path) -> None:
-    """Prevents a message in the words of the parser."""
+    """Prevents a bare parser message for an encoder without a kind."""
     (tmp_path / "model.toml").write_text("name = 'x'\n[encoders.eyes]\nlayers = 2\n")
     with pytest.raises(UserError, match=r'eyes needs a kind.*"tiles" or "clips".*docs/models\.md'):
         load_model(str(tmp_path / "model.toml"))

@@ -1,4 +1,4 @@
-"""The baselines against enumeration, their own definitions and OmniBal's published splits."""
+"""Partition baselines against enumeration, their definitions and OmniBal's published splits."""
 
 import re
 from dataclasses import replace
@@ -47,7 +47,7 @@ FORWARD_MS = {
     "language_layer": 1.0,
     "head": 1.02,
 }
-"""The paper's vision and language layers relative to each other, and guesses of the rest."""
+"""The paper's forward times of vision and language layers; the other times are guesses."""
 
 
 def random_workload(rng: np.random.Generator, steps: int, m: int, features: int = 5) -> Workload:
@@ -68,7 +68,7 @@ def paper_cost(language_layer_ms: float) -> CostModel:
 
 @pytest.mark.parametrize("method", ["parameter", "layer", "profile"])
 def test_splits_are_the_most_even_of_all(method: str):
-    """Prevents a baseline that is worse than it claims, and ties broken by chance."""
+    """Prevents a baseline less balanced than its definition, and ties broken at random."""
     rng = np.random.default_rng(0)
     tied = 0
     for _ in range(24):
@@ -103,7 +103,7 @@ def test_splits_are_the_most_even_of_all(method: str):
     ("towers", "fewest"), [("vision language", 1), ("runs", 3), ("vision audio language", 1)]
 )
 def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
-    """Prevents recomputing other layers than the rule's, more than needed, or too few to fit."""
+    """Prevents recomputing other layers than the rule's, or more or fewer than memory requires."""
     rng = np.random.default_rng(1)
     outcomes = {"too large": 0, "several kinds": 0, "part": 0, "none": 0}
     for _ in range(50):
@@ -156,7 +156,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
 
 
 def with_front(stages: tuple[Stage, ...], index: int, number: int) -> tuple[Stage, ...]:
-    """The stages, with the first `number` layers of one recomputed, named one by one."""
+    """Return the stages with the first `number` layers of stage `index` recomputed."""
     layers = [unit for span in stages[index].units if span.layers for unit in span.units]
     changed = stages[index].model_copy(update={"recompute": merge_spans(layers[:number])})
     return (*stages[:index], changed, *stages[index + 1 :])
@@ -165,7 +165,7 @@ def with_front(stages: tuple[Stage, ...], index: int, number: int) -> tuple[Stag
 def peaks_from_the_front(
     cost: CostModel, stages: tuple[Stage, ...], index: int, workload: Workload
 ) -> list[float]:
-    """Peak bytes of one stage for every number of layers recomputed from its front."""
+    """Return peak bytes of a stage for each number of layers recomputed from its front."""
     numbers = range(stages[index].layer_count + 1)
     every = [stage_memories(cost, [with_front(stages, index, n)], workload) for n in numbers]
     return [memories[index].peak_gib * GIB for memories in every]
@@ -193,13 +193,13 @@ def test_bmp_ranks_all_moves_of_the_anchor():
         score_of = {cuts: score for score, cuts in scored}
         found = bmp_candidates(cost, model, mean, anchor, radius, 15)
         assert len(set(found)) == len(found) == min(15, len(scored))
-        # By score, as rounding orders splits of equal ones.
+        # Compare scores, as rounding orders equal splits.
         best = sorted(score_of.values())[: len(found)]
         np.testing.assert_allclose([score_of[cuts] for cuts in found], best, rtol=1e-9)
 
 
 def test_bmp_keeps_the_fastest_of_its_runs():
-    """Prevents a kept split that was not run, does not fit, or is slower than the anchor."""
+    """Prevents a result that was not simulated, does not fit, or is slower than the anchor."""
     rng = np.random.default_rng(3)
     outcomes = {"faster": 0, "anchor": 0, "passed over": 0, "too large": 0}
     for _ in range(20):
@@ -230,7 +230,7 @@ def test_bmp_keeps_the_fastest_of_its_runs():
 
 
 def test_bmp_runs_its_anchor_where_the_ranking_does_not():
-    """Prevents a result worse than the profile split, or none, where links are dear."""
+    """Prevents a result worse than the profile split, or none, with slow links."""
     rng = np.random.default_rng(0)
     kept = 0
     for _ in range(20):
@@ -248,16 +248,16 @@ def test_bmp_runs_its_anchor_where_the_ranking_does_not():
 
 
 def test_bmp_simulates_whole_steps_of_the_entire_run(monkeypatch: pytest.MonkeyPatch):
-    """Prevents judging long runs by their beginning, or by steps that lack packs."""
+    """Prevents judging long runs by their first steps, or by steps that lack packs."""
     rng = np.random.default_rng(4)
     workload = random_workload(rng, 450, 3)
     simulated = []
 
-    def recorded(cost, levels, sample):
+    def record_step(cost, levels, sample):
         simulated.append(sample.step)
         return simulate_levels(cost, levels, sample)
 
-    monkeypatch.setattr(baselines, "simulate_levels", recorded)
+    monkeypatch.setattr(baselines, "simulate_levels", record_step)
     model, cost = small_model(4, 4), random_cost(rng)
     baseline_stages(PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, 3, np.inf)
     assert len(simulated) in (15, 16)
@@ -268,7 +268,7 @@ def test_bmp_simulates_whole_steps_of_the_entire_run(monkeypatch: pytest.MonkeyP
 
 
 def test_the_public_code_s_anchor_for_the_published_times():
-    """Prevents an anchor other than the public code's on its own list of 101 modules."""
+    """Prevents an anchor other than the public code's for its list of 101 modules."""
     modules = [0, 0.3, *[1.1] * 45, 0.3, 0.1, *[1.0] * 48, 0, 0.02, 1, 0]
     is_layer = np.array([ms >= 1 for ms in modules[:-4]] + [False] * 4)
     assert balanced_cuts(np.array(modules), is_layer, 4) == (24, 47, 73)
@@ -283,7 +283,7 @@ def test_the_public_code_s_anchor_for_the_published_times():
     ],
 )
 def test_splits_of_the_paper_s_model(method: str, layers: list[tuple[int, int]], mib: float):
-    """Prevents baselines other than OmniBal's: its splits and Table 4's communication volumes."""
+    """Prevents baselines that differ from OmniBal's splits and Table 4's communication volumes."""
     cost, steps = paper_cost(1.0), workload_of_a_step(np.tile(PACK, (4, 1)))
     given = PartitionMethod(method), RecomputeRule.NONE, cost, MODEL, steps, 4, np.inf
     stages = baseline_stages(*given)
@@ -294,7 +294,7 @@ def test_splits_of_the_paper_s_model(method: str, layers: list[tuple[int, int]],
 
 
 def test_the_published_bmp_split_is_run():
-    """Prevents losing the paper's own result, 22V | 23V | 24L | 24L, cut after the projector."""
+    """Prevents losing the paper's split, 22V | 23V | 24L | 24L, cut after the projector."""
     cost, anchor, published = paper_cost(17.5), (23, 46, 72), (23, 47, 72)
     assert published in bmp_candidates(cost, MODEL, PACK, anchor)
     volume = cut_bytes(cost, MODEL, published, PACK).sum()
@@ -310,7 +310,7 @@ def test_the_published_bmp_split_is_run():
     ],
 )
 def test_the_joint_search_is_not_a_baseline(method: str, rule: str, levels: int, message: str):
-    """Prevents something else under the joint search's name, and levels that a method ignores."""
+    """Prevents a baseline under the joint search's name, and context-parallel sizes it ignores."""
     rng = np.random.default_rng(0)
     cost = random_cost(rng)
     costs = side_by_side([cost] * levels) if levels > 1 else cost
@@ -321,7 +321,7 @@ def test_the_joint_search_is_not_a_baseline(method: str, rule: str, levels: int,
 
 @pytest.mark.parametrize("rule", ["front", "full"])
 def test_frozen_layers_are_not_recomputed(rule: str):
-    """Prevents time for recomputing what has no backward, and plans that list it."""
+    """Prevents recomputation time for frozen layers, which have no backward."""
     model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
     cost = analytic_cost(model, cluster, Parallel(pipeline=2), "fp32", ("vision",))
     workload = random_workload(np.random.default_rng(0), 3, 2)

@@ -1,4 +1,4 @@
-"""The house keeps its size: lines and words within the budget of pyproject.toml."""
+"""Lines of code and words of documentation are within the budget of pyproject.toml."""
 
 import tomllib
 from collections import Counter
@@ -16,7 +16,7 @@ FOLDERS = (*PRODUCT, "tests", "benchmarks")
 
 
 def sizes() -> Counter[str]:
-    """Lines of code by folder, by package of omnibal, and of the product; words of the pages."""
+    """Return lines of code by folder, by omnibal package and of the product, and words of docs."""
     found: Counter[str] = Counter()
     for folder in FOLDERS:
         root = ROOT / folder
@@ -34,8 +34,8 @@ def sizes() -> Counter[str]:
 
 
 def test_lines_and_words_are_within_the_budget():
-    """Prevents a house that grows with every change: what needs room makes it; and lines that move
-    to a folder that nothing limits."""
+    """Prevents a code base that grows with every change, and lines moved to a folder without a
+    limit."""
     found = sizes()
     assert found.keys() - {"words"} == BUDGET["lines"].keys()
     limits = BUDGET["lines"] | {"words": BUDGET["words"]}

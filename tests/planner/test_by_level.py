@@ -1,4 +1,4 @@
-"""Packs by level: every sample once, within its level's caps, and long packs filled as told."""
+"""Packing by level: every sample once, within its level's caps, long packs filled first-fit."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def pack(lengths, *, seed=0, method=PackingMethod.BALANCED, levels=LEVELS, may_f
     fills=st.booleans(),
 )
 def test_every_sample_is_packed_once_within_its_level(sizes, method, fills):
-    """Prevents lost or doubled samples, packs above caps, and levels by what filled a pack."""
+    """Prevents lost or repeated samples, packs above caps, and levels set by filling samples."""
     lengths = make_lengths(sizes)
     may_fill = None if fills else np.zeros((3, len(sizes)), bool)
     packs = pack(lengths, method=method, may_fill=may_fill)
@@ -51,13 +51,13 @@ def test_every_sample_is_packed_once_within_its_level(sizes, method, fills):
 
 
 def test_a_sample_longer_than_all_levels_is_refused():
-    """Prevents a sample that is cut or dropped without a word."""
+    """Prevents truncating or dropping an overlong sample silently."""
     with pytest.raises(UserError, match="1 of 2 samples exceed the caps of 20 tiles and 900"):
         pack(make_lengths([(1, 50), (1, 901)]))
 
 
 def first_fits(packs, caps, queues, sizes, allowed):
-    """First fit as HBP's GreedyFill says it: for each pack, each shorter level, each sample."""
+    """Return first-fit packs by HBP's GreedyFill: loop over packs, shorter levels, samples."""
     queues = [list(queue) for queue in queues]
     filled = []
     for members in packs:
@@ -73,7 +73,7 @@ def first_fits(packs, caps, queues, sizes, allowed):
 
 
 def test_filling_is_first_fit():
-    """Prevents room that a sample in line would have fitted, and samples taken against the rule."""
+    """Prevents unused space that a queued sample fits, and samples that may not fill."""
     rng = np.random.default_rng(0)
     for _ in range(40):
         sizes = np.stack([rng.integers(0, 4, 60), rng.integers(1, 120, 60)])
@@ -87,7 +87,7 @@ def test_filling_is_first_fit():
 
 
 def test_levels_are_packed_into_the_fewest_packs():
-    """Prevents levels that are packed worse than their samples alone need."""
+    """Prevents more packs per level than its samples need."""
     rng = np.random.default_rng(1)
     for _ in range(12):
         tokens = rng.integers(40, 280, 7)
@@ -105,7 +105,7 @@ def test_levels_are_packed_into_the_fewest_packs():
 
 
 def test_packs_are_a_function_of_the_seed():
-    """Prevents plans that cannot be made again, and epochs that are all alike."""
+    """Prevents irreproducible plans, and epochs with equal packs."""
     rng = np.random.default_rng(2)
     lengths = make_lengths([(0, size) for size in rng.integers(5, 900, 200).tolist()])
     assert pack(lengths).samples.tolist() == pack(lengths).samples.tolist()
@@ -113,7 +113,7 @@ def test_packs_are_a_function_of_the_seed():
 
 
 def test_filling_puts_short_samples_into_long_packs():
-    """Prevents room in long packs that stays empty while short samples need packs of their own."""
+    """Prevents unused space in long packs while short samples need extra packs."""
     lengths = make_lengths([(0, 700)] * 6 + [(0, 20)] * 60)
     filled, kept = pack(lengths), pack(lengths, may_fill=np.zeros((3, 66), bool))
     assert len(filled) == 6

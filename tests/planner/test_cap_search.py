@@ -1,4 +1,4 @@
-"""Caps: the least predicted time that fits into memory, by the planner's own prediction."""
+"""Cap search: the caps of minimum predicted time that fit in memory."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ RULES = pytest.mark.parametrize("rule", ["time", "paper"])
 
 
 def profile_with_fixed_costs(fixed_ms: float) -> Profile:
-    """Each pass of a unit costs so much besides its tiles and tokens, so that packs should grow."""
+    """Return a profile of `fixed_ms` per pass plus time per tile and token: favours large packs."""
     profile = example_profile()
     measurements = tuple(
         one.model_copy(update={"forward_ms": forward_ms, "backward_ms": 2 * forward_ms})
@@ -81,7 +81,7 @@ def least_of(lengths: Lengths) -> Caps:
 
 @pytest.mark.parametrize("packing", PackingMethod)
 def test_winner_is_the_best_of_the_planners_own_predictions(packing):
-    """Prevents a second cost formula, another drawing of packs, and a winner that is not best."""
+    """Prevents a second cost formula, other packs than the planner's, and a suboptimal winner."""
     searched = request_of(packing=packing, lengths=example_lengths(count=120))
     found = search_caps(searched, "time", lambda done: None)
     assert len(found.candidates) >= 3
@@ -93,7 +93,7 @@ def test_winner_is_the_best_of_the_planners_own_predictions(packing):
 
 
 def test_few_candidates_come_close_to_all():
-    """Prevents a grid or moves that miss where the best caps are."""
+    """Prevents a candidate grid or moves that miss the best caps."""
     searched = request_of()
     found = search_caps(searched, "time", lambda done: None)
     least = least_of(searched.lengths)
@@ -107,7 +107,7 @@ def test_few_candidates_come_close_to_all():
 
 
 def test_fixed_costs_ask_for_larger_packs():
-    """Prevents a search that always ends where it starts, or never says that it was cut short."""
+    """Prevents a search that never leaves its start, or hides that the largest caps won."""
     cheap, dear = (
         search(cost_source=CostSource(profile_with_fixed_costs(ms))) for ms in (0.0, 50.0)
     )
@@ -116,7 +116,7 @@ def test_fixed_costs_ask_for_larger_packs():
 
 
 def test_less_memory_excludes_large_caps():
-    """Prevents caps that cannot be trained, and feasible ones that are called infeasible."""
+    """Prevents caps that run out of memory, and feasible caps reported as infeasible."""
     costs = {"cost_source": CostSource(profile_with_fixed_costs(50.0))}
     roomy = search(**costs)
     gib = 0.255 * roomy.candidates[0].strategy.peak_gib / 0.9
@@ -132,7 +132,7 @@ def test_less_memory_excludes_large_caps():
 
 
 def test_no_caps_fit():
-    """Prevents a traceback or a list of failures where one error can say what would help."""
+    """Prevents a traceback or a list of failures instead of one error that names a remedy."""
     words = "at 4 tiles and 160 tokens.*GiB per device at best"
     with pytest.raises(UserError, match=words):
         search(cluster=CLUSTER.model_copy(update={"memory_gib": 0.001}))
@@ -150,14 +150,14 @@ def test_no_caps_fit():
     ids=["one giant", "lumpy", "mostly text", "few samples"],
 )
 def test_every_sample_fits(sizes, rule):
-    """Prevents caps that `omnibal plan` then refuses, on data of any shape."""
+    """Prevents caps that `omnibal plan` refuses, on data of any shape."""
     found = search(lengths=make_lengths(sizes), rule=rule, samples=30, samples_per_step=8)
     assert found.best["tiles"] >= max(tiles for tiles, _ in sizes)
     assert found.best["tokens"] >= max(tokens for _, tokens in sizes)
 
 
 def test_text_alone_has_caps_by_time_only():
-    """Prevents a division by the tiles that text does not have."""
+    """Prevents a division by zero tiles on text-only data."""
     text = make_lengths([(0, 17), (0, 90)] * 20)
     assert search(lengths=text).best["tiles"] == 1
     with pytest.raises(UserError, match="none of 40 samples has a tile"):
@@ -165,7 +165,7 @@ def test_text_alone_has_caps_by_time_only():
 
 
 def test_seed_decides_the_result():
-    """Prevents results that depend on the processes, or on anything but the request."""
+    """Prevents results that depend on the process count, or on anything outside the request."""
     few = {"samples": 40, "samples_per_step": 8, "packing": PackingMethod.ISF}
     first, again = search(**few), search_caps(request_of(**few), "time", lambda done: None, 2)
     assert first == again
@@ -174,7 +174,7 @@ def test_seed_decides_the_result():
 
 @RULES
 def test_progress_ends_at_the_end(rule):
-    """Prevents a bar that stops half-way or runs over."""
+    """Prevents a progress bar that stops early or overruns."""
     done: list[int] = []
     search_caps(request_of(), rule, done.append)
     assert sum(done) == most_candidates(request_of(), rule)
@@ -182,7 +182,7 @@ def test_progress_ends_at_the_end(rule):
 
 
 def test_draw_keeps_samples_whole():
-    """Prevents tiles of one sample with the tokens of another, and doubled samples."""
+    """Prevents tiles of one sample with the tokens of another, and repeated samples."""
     lengths = example_lengths(count=90)
     drawn = draw_samples(lengths, 40, seed=3)
     assert len(np.unique(drawn.sample)) == 40
@@ -194,7 +194,7 @@ def test_draw_keeps_samples_whole():
 
 @cache
 def documents(tokens_per_tile: int = 100) -> Lengths:
-    """Of 0 to 5 tiles, so many tokens for each, and some text."""
+    """Return samples of 0 to 5 tiles with `tokens_per_tile` each, and some text."""
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 6, 800)
     tokens = tokens_per_tile * tiles + rng.integers(2, 9, 800) * tokens_per_tile
@@ -211,7 +211,7 @@ def plain_dist_ratio(loads: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("tokens_per_tile", [40, 100, 250])
 def test_papers_rule_is_what_its_code_does(tokens_per_tile):
-    """Prevents a rule that only bears the name: computed again, step by step, by plain loops."""
+    """Prevents a rule that differs from the paper's: plain loops compute it again, step by step."""
     lengths, seed = documents(tokens_per_tile), 5
     mean_tokens = np.mean([256 * np.ceil(tokens / 256) for tokens in lengths.tokens])
     per_tile = int((mean_tokens // np.mean(lengths.column("tiles")) + 1) // 16) * 16
@@ -238,7 +238,7 @@ def test_papers_rule_is_what_its_code_does(tokens_per_tile):
     "size", [(1, 200), (3, 900), (6, 3000)], ids=["from above", "in between", "from below"]
 )
 def test_papers_rule_ends_at_4_to_5_samples(size):
-    """Prevents a walk that goes the wrong way, or stops before or beyond the range."""
+    """Prevents a walk in the wrong direction, or one that stops outside 4 to 5 samples per pack."""
     rng = np.random.default_rng(0)
     sizes = [(size[0] + n % 2, size[1] + int(rng.integers(99))) for n in range(400)]
     lengths = make_lengths(sizes)
@@ -247,7 +247,7 @@ def test_papers_rule_ends_at_4_to_5_samples(size):
 
 
 def test_papers_rule_skips_what_does_not_fit_into_memory():
-    """Prevents the rule from choosing caps that cannot be trained while others of it can."""
+    """Prevents the rule from choosing caps that exceed memory while other candidates fit."""
     costs = {"lengths": documents(), "rule": "paper", "samples": 800}
     by_rule = paper_caps(documents(), least_of(documents()), 0)
     assert [each.caps for each in search(**costs).candidates] == by_rule
@@ -271,7 +271,7 @@ LUMPY = make_lengths([(5, 1400)] * 600 + [(3, 900)] * 400)
 
 
 def test_isf_is_warned_of_where_filtering_does_harm():
-    """Prevents caps that are due to ISF from being taken silently, and a needless warning."""
+    """Prevents caps distorted by ISF's filtering without a warning, and a needless warning."""
     lumpy, searched = Caps.of(tiles=9, tokens=4096), request_of(lengths=LUMPY)
     once, by_default = (len(pack_isf(LUMPY, lumpy, 0, iterations=each)) for each in (1, 10))
     assert by_default > once
@@ -291,7 +291,7 @@ CAPS += " --processes 1 --packing isf --samples-per-step 30 --samples 100 --seed
 
 
 def test_command_prints_one_json_object(capsys, tmp_path):
-    """Prevents options that the search never sees, and notes mixed with the result."""
+    """Prevents options that do not reach the search, and notes mixed with the JSON."""
     profile = profile_with_fixed_costs(50.0)
     write_lengths(example_lengths(count=150), tmp_path / "lengths.parquet")
     write_profile(profile, tmp_path / "profile.json")

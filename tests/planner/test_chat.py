@@ -1,10 +1,7 @@
-"""Chat templates against InternVL's algorithm, stated anew over transformers' tokenizers.
-
-The statement builds the conversation's string with all its image tokens, cuts it at separators and
-masks by the lengths of separately tokenized parts, as InternVL does. Where a part is not as long
-alone as in its place, InternVL drops the sample's loss or shifts its mask; there only the ids are
-compared.
-"""
+"""Chat templates against InternVL's algorithm, written again with transformers' tokenizers. The
+reference builds the conversation's string with all image tokens, cuts it at separators and masks by
+lengths of separately tokenized parts, as InternVL does. If a part's length differs in isolation,
+InternVL drops the sample's loss or shifts its mask; only ids are compared then."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -40,7 +37,7 @@ TEMPLATES = ["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
 
 
 def model_of(template: str, message: str | None = None, chat: str | None = None) -> ModelConfig:
-    """The quickstart's model with another template, and system messages of training and chats."""
+    """Return the quickstart's model with this template and training and chat system messages."""
     changes = {"chat_template": template, "system_message": message, "chat_system_message": chat}
     return DIGITS.model_copy(update=changes)
 
@@ -51,17 +48,17 @@ IMAGES = ["<img>", "</img>", "<IMG_CONTEXT>"]
 
 
 def own_pieces(template: str) -> list[str]:
-    """What only this template may write."""
+    """Return the special pieces reserved for this template."""
     return IMAGES + (PHI if template == "phi3-chat" else CHATML)
 
 
 Ids = Callable[[str], list[int]]
 Expected = tuple[list[int], list[bool] | None]
-"""Ids and mask, or no mask where InternVL's own would be wrong."""
+"""Ids and mask; the mask is None if InternVL's own would be wrong."""
 
 
 def marks(template: str) -> tuple[list[str], str]:
-    """Headers of system, user and assistant, and the end of a message."""
+    """Return the headers of system, user and assistant, and the end of a message."""
     roles = ("system", "user", "assistant")
     if template == "phi3-chat":
         return [f"<|{role}|>\n" for role in roles], "<|end|>"
@@ -69,8 +66,8 @@ def marks(template: str) -> tuple[list[str], str]:
     return [f"<|im_start|>{role}\n" for role in roles], end
 
 
-def spelled(template: str, messages: list[str], system: str | None) -> str:
-    """Text of a system message if any, questions and answers."""
+def spell_chat(template: str, messages: list[str], system: str | None) -> str:
+    """Return the text of an optional system message, questions and answers."""
     (head, *roles), end = marks(template)
     text = "" if system is None else f"{head}{system}{end}"
     return text + "".join(roles[k % 2] + message + end for k, message in enumerate(messages))
@@ -78,18 +75,18 @@ def spelled(template: str, messages: list[str], system: str | None) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """InternVL's preprocessing of one conversation; `ids` adds no begin token."""
+    """InternVL's preprocessing of a conversation; `ids` adds no begin token."""
 
     ids: Ids
     bos: int
     add_bos: bool
     first_space: bool
-    """Llama's tokenizer without `legacy` begins every text with a token for a space."""
+    """Llama's tokenizer without `legacy` begins every text with a space token."""
 
     def __call__(
         self, template: str, messages: list[str], system: str | None, greeting: str | None
     ) -> Expected:
-        """Of a system message, then questions and answers, with image tokens."""
+        """Return ids and mask of messages (questions and answers) that contain image tokens."""
         if template == "internvl2_5":
             return self.internvl2_5(messages, system, greeting)
         if template == "internlm2-chat":
@@ -98,7 +95,7 @@ class Reference:
 
     def internlm(self, messages: list[str], system: str | None) -> Expected:
         (_, user, assistant), end = marks("internlm2-chat")
-        text = spelled("internlm2-chat", [message.strip() for message in messages], system)
+        text = spell_chat("internlm2-chat", [message.strip() for message in messages], system)
         ids = [self.bos, *self.ids(text)]
         first, *middle, last = text.split(assistant)
         mask = [False] * (1 + len(self.ids(first + assistant)))
@@ -114,12 +111,12 @@ class Reference:
         return ids, mask if sound else None
 
     def by_turns(self, template: str, messages: list[str], system: str | None) -> Expected:
-        """Hermes-2 and Phi-3, which measure question and answer of each turn."""
+        """Hermes-2 and Phi-3: mask by the lengths of each turn's question and answer."""
         (*_, assistant), end = marks(template)
-        text, phi = spelled(template, messages, system), template == "phi3-chat"
+        text, phi = spell_chat(template, messages, system), template == "phi3-chat"
         ids, start = [self.bos] * phi + self.ids(text), int(phi)
         mask = [place >= start for place in range(len(ids))]
-        # System, question and answer; then questions and answers. Without the last end.
+        # First part: system, question, answer. Later: question, answer. The last end is dropped.
         *parts, nothing = text.split(end)
         assert nothing == ""
         borders = [0, *range(3 if system else 2, len(parts) + 1, 2)]
@@ -144,7 +141,7 @@ class Reference:
             own = self.ids(f"{headers[role]}{message}{end}")
             learned = [role == 2] * len(own)
             header = len(self.ids(headers[2]))
-            # InternVL learns no last token, be it the line end or, without one, the answer's end.
+            # InternVL never learns the last token: the line end or, if absent, the answer's end.
             closes = [own[-1]] == self.ids("<|im_end|>")[-1:]
             learned[:header], learned[-1] = [False] * header, role == 2 and closes
             ids += own
@@ -166,15 +163,15 @@ def case(request, tmp_path_factory) -> SimpleNamespace:
 
 
 def with_images(text: str, tiles: Iterator[int]) -> str:
-    """Text with the tokens of its images, the next of which have so many tiles."""
+    """Return the text with image tokens; `tiles` yields each image's number of tiles."""
     per_tile = "<IMG_CONTEXT>" * DIGITS.vision.tokens_per_item
     return re.sub("<image>", lambda _: f"<img>{per_tile * next(tiles)}</img>", text)
 
 
 def assert_as_internvl(case, model: ModelConfig, sample: Sample, tiles: list[int]) -> bool:
-    """Whether there was a mask to compare."""
+    """Assert InternVL's ids and mask; return whether there was a mask to compare."""
     system = SYSTEM_2_5 if model.chat_template == "internvl2_5" else SYSTEM
-    # Of the model, an empty one is none; of a sample, it is InternVL's own empty turn.
+    # A model's empty system message means none; a sample's is an empty turn, as in InternVL.
     system = system if model.system_message is None else model.system_message or None
     system = system if sample.system is None else sample.system
     left, messages = iter(tiles), []
@@ -202,14 +199,14 @@ SAMPLES = {
 }
 
 
-# The space that these tokenizers put before a text is what InternVL's lengths forget there.
+# InternVL's lengths forget the space that these tokenizers prepend to a text.
 FORGETFUL = {"legacy": ["internlm2-chat"], "not legacy": ["internlm2-chat", "Hermes-2"]}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_known_samples_are_as_internvl_has_them(case, template, name):
-    """Prevents any token of a template or its mask from being moved, dropped or doubled."""
+    """Prevents a template's token or its mask from being moved, dropped or repeated."""
     sample = SAMPLES[name]
     tiles = [1 + number % 3 for number in range(len(sample.images))]
     compared = assert_as_internvl(case, model_of(template), sample, tiles)
@@ -217,7 +214,7 @@ def test_known_samples_are_as_internvl_has_them(case, template, name):
 
 
 def text_of(case: SimpleNamespace, template: str) -> st.SearchStrategy[str]:
-    """Any text, and what other templates write."""
+    """Return a strategy of text with other templates' pieces."""
     words = [*WORDS, " ", "\n", "<box>", "<quad>"]
     texts = st.lists(st.sampled_from(words) | st.text(max_size=6), max_size=5).map("".join)
     places = ("<box>", "</box>", "<quad>", "</quad>", "<ref>", "</ref>")
@@ -233,7 +230,7 @@ def text_of(case: SimpleNamespace, template: str) -> st.SearchStrategy[str]:
     st.data(),
 )
 def test_any_sample_is_as_internvl_has_it(case, template, message, system, data):
-    """Prevents what odd texts show: spaces, line ends or tokens at borders, and others' pieces."""
+    """Prevents wrong ids at spaces, line ends or token borders, and with foreign pieces."""
     text = text_of(case, template)
     question = st.lists(text, min_size=1, max_size=3).map("<image>\n".join)
     turns = data.draw(st.lists(st.tuples(question, text), min_size=1, max_size=3))
@@ -245,7 +242,7 @@ def test_any_sample_is_as_internvl_has_it(case, template, message, system, data)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_prompt_is_what_precedes_the_answer(case, template, name):
-    """Prevents evaluation from asking in other words than training did."""
+    """Prevents evaluation prompts that differ from training's."""
     sample, model = SAMPLES[name], model_of(template)
     tiles = [2] * len(sample.images)
     encoded = encode_sample(sample, tiles, model, case.tokenizer)
@@ -261,7 +258,7 @@ def test_prompt_is_what_precedes_the_answer(case, template, name):
 
 
 def test_mask_begins_behind_the_header_where_a_token_straddles(tmp_path):
-    """Prevents a lost sample, or a prompt that holds the first line end of the answer."""
+    """Prevents a lost sample, or a prompt that includes the first line end of the answer."""
     tokenizer, sample = open_tokenizer(write_fast(tmp_path)), sample_of(("Which?", "\nTwo."))
     header = tokenizer.encode("<|im_start|>assistant\n")
     straddled = tokenizer.encode("<|im_start|>assistant\n\nTwo.")
@@ -277,7 +274,7 @@ def test_mask_begins_behind_the_header_where_a_token_straddles(tmp_path):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_empty_messages_are_closed_and_learned(case, template):
-    """Prevents a turn that runs into the next, as in all of InternVL's templates but one."""
+    """Prevents a turn that runs into the next, as in all InternVL templates except one."""
     model = model_of(template, "Read.")
     end = answer_end(model, case.tokenizer)
     for turns in ([("a", "")], [("", "b")], [("a", ""), ("Why?", "7")]):
@@ -294,13 +291,13 @@ def test_answers_are_compared_as_they_are_learned(tokenizer):
 
 
 def test_tile_counts_must_match_the_images(tokenizer):
-    """Prevents images from silently taking each other's tiles."""
+    """Prevents images from silently using each other's tile counts."""
     with pytest.raises(ValueError, match=r"of 2 image\(s\) .* were given for 1"):
         encode_sample(sample_of(("<image>", "1")), [1, 1], DIGITS, tokenizer)
 
 
 def test_control_tokens_in_text_are_refused(tmp_path):
-    """Prevents a piece that an added token replaced from ending turns and moving the mask."""
+    """Prevents a piece replaced by an added token from ending turns and moving the mask."""
     tokenizer = open_tokenizer(write_sentencepiece(tmp_path))
     assert tokenizer.encode("[UNUSED_1]")[-1] == tokenizer.id_of("<|im_end|>")
     sample = sample_of(("a [UNUSED_1]", "b"))
@@ -311,7 +308,7 @@ def test_control_tokens_in_text_are_refused(tmp_path):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_template_keeps_its_own_pieces_to_itself(tmp_path, template):
-    """Prevents a text that writes a turn or an image, and refusal of another template's pieces."""
+    """Prevents text that forges a turn or an image, and refusal of another template's pieces."""
     tokenizer, model = open_tokenizer(write_fast(tmp_path)), model_of(template)
     for piece in own_pieces(template):
         odd = f"a {piece}\n"
@@ -337,20 +334,20 @@ def test_template_keeps_its_own_pieces_to_itself(tmp_path, template):
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("message", [None, "", "Read. "])
 def test_chat_asks_as_internvl_does(case, template, message):
-    """Prevents a chat stripped of its spaces, and training after the system message of chats."""
+    """Prevents a chat stripped of its spaces, and training with the chat's system message."""
     if (case.name, template) == ("not legacy", "internvl2_5"):
         pytest.skip("its tokenizer encodes messages apart and together to other tokens")
     model, (*_, header) = model_of(template, None, message), marks(template)[0]
     default = SYSTEM_2_5 if template == "internvl2_5" else SYSTEM
     for sample in SAMPLES.values():
         if sample.system is not None or sample.greeting is not None:
-            continue  # InternVL's chat is given neither
+            continue  # InternVL's chat supports neither
         tiles, last = [2] * len(sample.images), len(sample.turns) - 1
         texts = [text for turn in sample.turns for text in (turn.question, turn.answer)][:-1]
         prompt = encode_prompt(sample, last, tiles, model, case.tokenizer, chatting=True).tolist()
         own = prompt[1:] if prompt[0] == case.reference.bos else prompt
-        # A system turn, be it empty, and every text as it is, without an end behind the last.
-        query = spelled(template, texts, default if message is None else message) + header
+        # A system turn, even if empty, and every text unchanged, without an end after the last.
+        query = spell_chat(template, texts, default if message is None else message) + header
         assert own == case.reference.ids(with_images(query, iter(tiles)))
         models = model, model_of(template)
         trained = [encode_sample(sample, tiles, one, case.tokenizer).token_ids for one in models]

@@ -1,4 +1,4 @@
-"""Check: every way in which a plan directory can be wrong is found and named."""
+"""omnibal check: every inconsistency of a plan directory is found and named."""
 
 import json
 import re
@@ -41,29 +41,29 @@ pytestmark = pytest.mark.quick
 Change = Callable[[ScheduledPacks], ScheduledPacks]
 OF_LEVELS = job_spec(parallel=Parallel(pipeline=2, data=4))
 SHORT, LONG = 300, 700
-"""Caps of tokens of two levels."""
+"""Token caps of the two levels."""
 
 
 @pytest.fixture(scope="module")
-def made() -> PlanResult:
+def example() -> PlanResult:
     return make_plan(request())
 
 
 @pytest.fixture
-def directory(tmp_path: Path, made: PlanResult) -> Path:
-    save_plan(made, tmp_path / "plan")
+def directory(tmp_path: Path, example: PlanResult) -> Path:
+    save_plan(example, tmp_path / "plan")
     return tmp_path / "plan"
 
 
 def long_and_short(count: int = 240) -> Lengths:
-    """The example's samples, of which every twelfth has so much text that it needs a long pack."""
+    """Return the example's samples; every twelfth has `SHORT` more tokens and needs a long pack."""
     lengths = example_lengths(count=count)
     extra = np.where(np.arange(count) % 12 == 0, SHORT, 0).astype(np.int32)
     return replace(lengths, tokens=lengths.tokens + extra)
 
 
 def planned_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
-    """A plan of two levels: packs of one rank, and longer ones of two, which recompute a layer."""
+    """Return a plan of packs for CP 1 and CP 2; the latter recompute a layer."""
     stages = stages_from_cuts(OF_LEVELS.model, (4,))
     long = {"context": 2, "cut": CutRule.ZIGZAG, "recompute": ((), stages[1].units[-2].units[:1])}
     levels = (
@@ -99,7 +99,7 @@ def made_of_levels() -> PlanResult:
 
 @pytest.fixture
 def shared(tmp_path: Path, made_of_levels: PlanResult) -> Path:
-    """Directory of a plan with levels."""
+    """Return the directory of a plan with context-parallel packs."""
     save_plan(made_of_levels, tmp_path / "plan")
     return tmp_path / "plan"
 
@@ -110,9 +110,9 @@ def assert_refused(directory: Path, expected: str) -> None:
 
 
 def rewrite_plan(directory: Path, **changes: object) -> Plan:
-    edited = read_plan(directory).model_copy(update=changes)
-    write_plan(edited, directory)
-    return edited
+    edited_plan = read_plan(directory).model_copy(update=changes)
+    write_plan(edited_plan, directory)
+    return edited_plan
 
 
 def rewrite_data(directory: Path, **changes: object) -> None:
@@ -120,14 +120,14 @@ def rewrite_data(directory: Path, **changes: object) -> None:
 
 
 def rewrite_packs(directory: Path, change: Change) -> None:
-    """Write changed packs, and their hash and counts into the plan, as a careless tool would."""
+    """Write changed packs, and update their hash and counts in the plan."""
     packs = change(read_packs(directory / "packs.parquet"))
     write_packs(packs, directory / "packs.parquet")
     rewrite_data(directory, packs_sha256=packs.sha256, packs=len(packs), steps=packs.steps)
 
 
 def edit(directory: Path, **changes: object) -> None:
-    """Write other values into plan.json, by their keys such as `levels[1].caps`."""
+    """Write values into plan.json, by keys such as `levels[1].caps`."""
     path = directory / "plan.json"
     plan = json.loads(path.read_text())
     for key, value in changes.items():
@@ -136,10 +136,10 @@ def edit(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps(plan))
 
 
-def test_good_plans_pass(tmp_path, made, made_of_levels):
-    """Prevents checks that refuse what the planner makes, and a fixture without shared packs."""
+def test_good_plans_pass(tmp_path, example, made_of_levels):
+    """Prevents checks that refuse valid plans, and a fixture without context-parallel packs."""
     of_origin = make_plan(request(lengths=example_lengths(origin_of(MODEL))))
-    for number, result in enumerate((made, of_origin)):
+    for number, result in enumerate((example, of_origin)):
         save_plan(result, tmp_path / f"{number}")
         assert len(check_plan(tmp_path / f"{number}")) == 14
     packs, _ = made_of_levels.data
@@ -173,7 +173,7 @@ def without_row(row: int) -> Change:
     return lambda packs: packs.take(np.delete(np.arange(len(packs)), row))
 
 
-def swapped(row: int, other: int) -> Change:
+def swap_rows(row: int, other: int) -> Change:
     def change(packs: ScheduledPacks) -> ScheduledPacks:
         order = np.arange(len(packs))
         order[[row, other]] = order[[other, row]]
@@ -190,12 +190,12 @@ def backward_epochs(packs: ScheduledPacks) -> ScheduledPacks:
     return replace(packs, epoch=1 - packs.epoch)
 
 
-def repeated(packs: ScheduledPacks) -> ScheduledPacks:
+def repeat_sample(packs: ScheduledPacks) -> ScheduledPacks:
     return with_sample(1, int(packs.packs.samples[0]))(packs)
 
 
 def late_pack(packs: ScheduledPacks) -> ScheduledPacks:
-    """A whole pack moves to the end of a rank's short last step, one slot too far."""
+    """Move a full pack to the end of a rank's short last step, a slot too far."""
     last = np.flatnonzero(packs.slot == 0)[-1]
     return replace(packs, slot=packs.slot + (np.arange(len(packs)) >= last).astype(np.int32))
 
@@ -204,7 +204,7 @@ def late_pack(packs: ScheduledPacks) -> ScheduledPacks:
     ("change", "expected"),
     [
         (without_row(5), "epoch 0 leaves out"),
-        (repeated, "leaves out 1 of 300 samples, repeats 1"),
+        (repeat_sample, "leaves out 1 of 300 samples, repeats 1"),
         (with_sample(0, 10_000), "names 1 that do not exist"),
         (with_sample(0, -1), "names 1 that do not exist"),
         (with_entry("tiles", 3, 7), "row 3 has other tiles"),
@@ -212,8 +212,8 @@ def late_pack(packs: ScheduledPacks) -> ScheduledPacks:
         (with_entry("dp_rank", 0, 2), "row 0 has no such dp_rank.*0 to 1"),
         (with_entry("dp_rank", 0, -1), "row 0 has no such dp_rank"),
         (with_entry("slot", 3, 6), "row 3 has no such slot.*0 to 5"),
-        (swapped(0, 1), "row 1 is out of order"),
-        (swapped(3, 4), "is out of order"),
+        (swap_rows(0, 1), "row 1 is out of order"),
+        (swap_rows(3, 4), "is out of order"),
         (with_entry("slot", 3, 2), "row 3 is out of order"),
         (late_pack, "leaves out a slot"),
         (later_steps, "leaves out a step"),
@@ -227,7 +227,7 @@ def test_wrong_packs_are_refused(directory, change, expected):
 
 
 def test_step_of_two_epochs_is_refused(tmp_path):
-    """Prevents an epoch border inside a step, which no resumed run could find again."""
+    """Prevents an epoch border inside a step, which a resumed run could not find."""
     two_epochs_of_a_step = request(
         lengths=example_lengths(count=3), packs_per_step=8, parallel=Parallel(pipeline=1)
     )
@@ -248,8 +248,8 @@ def other_level(packs: ScheduledPacks) -> ScheduledPacks:
 
 
 def too_long_for_its_level(packs: ScheduledPacks) -> ScheduledPacks:
-    """The samples of a long pack and of a short one trade places."""
-    moved = swapped(first_row(packs, 0), int(packs.tokens.argmax()))(packs)
+    """Swap the samples of a long pack and a short one."""
+    moved = swap_rows(first_row(packs, 0), int(packs.tokens.argmax()))(packs)
     return replace(
         packs, packs=moved.packs, tokens=moved.tokens, items=moved.items, epoch=packs.epoch
     )
@@ -262,13 +262,13 @@ def off_its_block(packs: ScheduledPacks) -> ScheduledPacks:
 
 
 def shared_beside_others(packs: ScheduledPacks) -> ScheduledPacks:
-    """A rank's own pack becomes one that it shares; all fit the caps of longer packs."""
+    """Make a rank's own pack context-parallel; all fit the larger caps."""
     own = np.flatnonzero((packs.level == 0) & (packs.dp_rank == 2))
     return with_entry("level", own[0], 1)(packs)
 
 
 def later_slot(packs: ScheduledPacks) -> ScheduledPacks:
-    """All shared packs of a step's last shared slot come a slot later, so that one is left out."""
+    """Shift the context-parallel packs of a step's last such slot, leaving a gap."""
     shared = first_row(packs, 1)
     after = (packs.step == packs.step[shared]) & (packs.slot >= packs.slot[shared])
     return replace(packs, slot=packs.slot + after.astype(np.int32))
@@ -285,18 +285,18 @@ def later_slot(packs: ScheduledPacks) -> ScheduledPacks:
     ],
 )
 def test_wrong_shared_packs_are_refused(shared, change, expected):
-    """Prevents runs whose ranks wait for each other for ever, or do not fit."""
+    """Prevents deadlocks between ranks, and out-of-memory."""
     rewrite_packs(shared, change)
     assert_refused(shared, expected)
 
 
 @pytest.mark.parametrize("missing", [None, 1])
 def test_a_gap_on_a_rank_that_only_shares_is_found(tmp_path, missing):
-    """Prevents gaps of ranks that no row of the packs names: the second of a block."""
+    """Prevents slot gaps on a rank without pack rows: the second of a context-parallel group."""
     chosen = [index for index in range(25) if index % 12] + [0, 12, 24]
     short, long = chosen[:22], chosen[22:]
     ranks = [rank for rank in range(4) if rank != missing]
-    # Slot 0 is every rank's own, slot 1 shared, slot 2 the first block's.
+    # Slot 0 has a pack per rank, slot 1 a shared pack per group, slot 2 only the first group's.
     lists = [short[rank::4] if rank in ranks else [] for rank in range(4)]
     lists[ranks[-1]] += short[missing::4] if missing is not None else []
     rows = [(rank, 0, 0, lists[rank]) for rank in ranks]
@@ -305,13 +305,13 @@ def test_a_gap_on_a_rank_that_only_shares_is_found(tmp_path, missing):
     dp_rank, slot, level = np.array([row[:3] for row in rows], np.int32).T
     packs = Packs.from_lists([row[3] for row in rows])
     given = packs, long_and_short(25), 0 * slot, dp_rank, slot
-    made = planned_with_levels(ScheduledPacks.from_packs(*given, level=level), len(ranks) + 6)
+    example = planned_with_levels(ScheduledPacks.from_packs(*given, level=level), len(ranks) + 6)
     roomy = tuple(
         level.model_copy(update={"caps": Caps.of(tiles=100, tokens=tokens)})
-        for level, tokens in zip(made.plan.levels, (4_000, 5_000), strict=True)
+        for level, tokens in zip(example.plan.levels, (4_000, 5_000), strict=True)
     )
-    save_plan(made, tmp_path / "plan")
-    data = made.plan.data.model_copy(update={"caps": roomy[1].caps})
+    save_plan(example, tmp_path / "plan")
+    data = example.plan.data.model_copy(update={"caps": roomy[1].caps})
     rewrite_plan(tmp_path / "plan", levels=roomy, data=data, prediction=None)
     if missing is None:
         check_plan(tmp_path / "plan")
@@ -345,12 +345,12 @@ EDITS = [
     ("schema_version", 1, r"schema_version: .* 2 \(given: 1\); make the plan again"),
     ("schema_version", 3, r"plan\.json"),
 ]
-"""Of plan.json: a key, another value, and what is wrong with it."""
+"""Key of plan.json, changed value, and the expected error."""
 
 
 @pytest.mark.parametrize(("key", "value", "expected"), EDITS, ids=str)
 def test_edited_plans_are_refused(directory, key, value, expected):
-    """Prevents a traceback, a launch that cannot be built or fit, and a run of other steps."""
+    """Prevents a traceback, a launch that fails or runs out of memory, and a run of other steps."""
     edit(directory, **{key: value})
     assert_refused(directory, expected)
 
@@ -389,22 +389,22 @@ LOCKSTEP = {"model.language.runs": [EXPERTS], "parallel.expert": 2}
     ids=str,
 )
 def test_wrong_levels_are_refused(shared, changes, expected):
-    """Prevents levels that no run can follow, and predictions made with another level's."""
+    """Prevents levels no run can follow, and a prediction made for other levels."""
     edit(shared, **changes)
     assert_refused(shared, expected)
 
 
 def test_steps_count_a_shared_pack_for_each_of_its_ranks(tmp_path):
-    """Prevents plans of levels whose steps seem to be of many sizes."""
-    made = planned_with_levels(packs_per_step=8)
-    packs, _ = made.data
-    assert len(set(np.bincount(packs.step).tolist())) > 2  # one may differ in any plan
-    save_plan(made, tmp_path / "plan")
+    """Prevents plans with context-parallel packs reported as having unequal steps."""
+    example = planned_with_levels(packs_per_step=8)
+    packs, _ = example.data
+    assert len(set(np.bincount(packs.step).tolist())) > 2  # steps may differ by one in any plan
+    save_plan(example, tmp_path / "plan")
     assert any(line.startswith("steps are of 8 packs") for line in check_plan(tmp_path / "plan"))
 
 
 def test_simulation_and_report_are_of_the_levels(shared, made_of_levels, capsys):
-    """Prevents figures of a plan's shared packs as if each were one rank's, and hidden layers."""
+    """Prevents figures that count a shared pack as one rank's, and hidden recomputation."""
     simulate(shared, None, None, True)
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["step_ms_mean"] == pytest.approx(made_of_levels.plan.prediction.step_ms)
@@ -414,11 +414,11 @@ def test_simulation_and_report_are_of_the_levels(shared, made_of_levels, capsys)
     assert recomputed == ["0 + 0 / 0 + 0", "0 + 0 / 0 + 1"]
 
 
-def test_changed_lengths_and_stages_are_refused(directory, made):
-    """Prevents lengths that were edited after planning, and stages that trade places."""
-    rewrite_plan(directory, stages=made.plan.stages[::-1])
+def test_changed_lengths_and_stages_are_refused(directory, example):
+    """Prevents lengths edited after planning, and swapped stages."""
+    rewrite_plan(directory, stages=example.plan.stages[::-1])
     assert_refused(directory, "model order")
-    write_plan(made.plan, directory)
+    write_plan(example.plan, directory)
     lengths = read_lengths([directory / "lengths.parquet"])
     changed = lengths.tokens + (np.arange(len(lengths)) == 0).astype(np.int32)
     write_lengths(replace(lengths, tokens=changed), directory / "lengths.parquet")
@@ -426,7 +426,7 @@ def test_changed_lengths_and_stages_are_refused(directory, made):
 
 
 def test_model_that_takes_shorter_samples_is_refused(directory):
-    """Prevents an edited model from being trained on samples beyond its RoPE."""
+    """Prevents an edited model trained on samples beyond its maximum RoPE position."""
     most = int(example_lengths().tokens.max())
     for limit in (most, most - 1):
         model = read_plan(directory).model.with_tower("language", max_positions=limit)
@@ -437,12 +437,12 @@ def test_model_that_takes_shorter_samples_is_refused(directory):
 
 
 @pytest.mark.parametrize("keeps_prediction", [True, False])
-def test_removed_recomputation_is_seen(tmp_path, made, keeps_prediction):
-    """Prevents an out-of-memory after an edit, by trusting the prediction or for want of one."""
-    peak_gib = max(stage.memory.peak_gib for stage in made.plan.prediction.stages)
+def test_removed_recomputation_is_seen(tmp_path, example, keeps_prediction):
+    """Prevents out-of-memory after an edit, with a stale prediction or without one."""
+    peak_gib = max(stage.memory.peak_gib for stage in example.plan.prediction.stages)
     memory = {"memory_gib": 0.7 * peak_gib / 0.9}
-    result = make_plan(request(cluster=made.plan.cluster.model_copy(update=memory)))
-    # It recomputes, since without it does not fit.
+    result = make_plan(request(cluster=example.plan.cluster.model_copy(update=memory)))
+    # The plan recomputes, as it does not fit otherwise.
     save_plan(result, tmp_path / "plan")
     check_plan(tmp_path / "plan")
     bare = tuple(stage.model_copy(update={"recompute": ()}) for stage in result.plan.stages)
@@ -472,16 +472,16 @@ def recomputing_all(stage: Stage) -> Stage:
 )
 def test_edited_plan_with_its_old_prediction_is_refused(directory, change):
     """Prevents a report of figures that the edited plan does not have."""
-    edited = rewrite_plan(directory, **change(read_plan(directory)))
+    edited_plan = rewrite_plan(directory, **change(read_plan(directory)))
     assert_refused(directory, r"prediction is of another plan.*remove `prediction`")
-    # Training needs no prediction: one of an earlier version must not stop a run under way.
-    assert open_plan(directory, to_train=True).plan == edited
+    # Training needs no prediction: an older version's must not stop a resumed run.
+    assert open_plan(directory, to_train=True).plan == edited_plan
     rewrite_plan(directory, prediction=None)
     assert check_plan(directory)
 
 
 def other_than(value: object) -> list[object]:
-    """Values that a careless edit may put in place of one: of a number, a text or nothing."""
+    """Return wrong values for a field of this type, such as a careless edit may write."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
@@ -490,7 +490,7 @@ def other_than(value: object) -> list[object]:
 
 
 def leaves(value: object, place: tuple = ()) -> Iterator[tuple]:
-    """Places of all values of a JSON document that are no tables or lists with entries."""
+    """Yield paths of all scalars and empty containers of a JSON document."""
     inner = value.items() if isinstance(value, dict) else enumerate(value)
     for key, entry in inner:
         if isinstance(entry, dict | list) and entry:
@@ -501,7 +501,7 @@ def leaves(value: object, place: tuple = ()) -> Iterator[tuple]:
 
 @pytest.mark.parametrize("has_samples", [True, False])
 def test_every_edit_of_model_and_data_is_refused(tmp_path, has_samples):
-    """Prevents training another epsilon, RoPE base or seed than planned: they are in no figure."""
+    """Prevents training with another epsilon, RoPE base or seed than planned."""
     lengths = example_lengths(origin_of(MODEL)) if has_samples else None
     directory = tmp_path / "plan"
     save_plan(make_plan(request(lengths=lengths)), directory)
@@ -515,12 +515,12 @@ def test_every_edit_of_model_and_data_is_refused(tmp_path, has_samples):
     refused = 0
     for *outer, name in places:
         for other in other_than(reduce(getitem, outer, plan)[name]):
-            edited = json.loads(written)
-            reduce(getitem, outer, edited)[name] = other
-            path.write_text(json.dumps(edited))
+            edited_plan = json.loads(written)
+            reduce(getitem, outer, edited_plan)[name] = other
+            path.write_text(json.dumps(edited_plan))
             try:
                 if read_plan(directory) == planned:
-                    continue  # the same, left out or in another spelling
+                    continue  # equal: a default left out, or another spelling
             except UserError:
                 continue  # no plan at all
             assert_refused(directory, ".")
@@ -529,9 +529,9 @@ def test_every_edit_of_model_and_data_is_refused(tmp_path, has_samples):
 
 
 @pytest.mark.parametrize("data", [True, False])
-def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, made, data):
-    """Prevents plausible figures in a report that nothing has predicted."""
-    save_plan(made if data else make_plan(request(lengths=None)), tmp_path / "plan")
+def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, example, data):
+    """Prevents an edited figure that no model predicted in a report."""
+    save_plan(example if data else make_plan(request(lengths=None)), tmp_path / "plan")
     path = tmp_path / "plan" / "plan.json"
     text = path.read_text()
     predicted = json.loads(text)["prediction"]
@@ -540,7 +540,7 @@ def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, made, data):
     ]
     assert len(places) == (30 if data else 28)
 
-    def edited(factor: float, places: list[tuple]) -> str:
+    def edited_plan(factor: float, places: list[tuple]) -> str:
         plan = json.loads(text)
         step_ms = plan["prediction"]["step_ms"]
         for *parents, last in places:
@@ -548,10 +548,10 @@ def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, made, data):
             inner[last] = inner[last] * factor or (factor - 1) * step_ms
         return json.dumps(plan)
 
-    path.write_text(edited(1 + 1e-9, places))  # as another machine rounds
+    path.write_text(edited_plan(1 + 1e-9, places))  # rounding of another machine
     assert check_plan(tmp_path / "plan")
     for place in places:
-        path.write_text(edited(1.001, [place]))
+        path.write_text(edited_plan(1.001, [place]))
         with pytest.raises(UserError, match="prediction") as raised:
             check_plan(tmp_path / "plan")
         assert str(place[-1]) in str(raised.value)
@@ -566,18 +566,18 @@ def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, made, data):
         ({"pipeline": 9}, {}, "pipeline size 9 is more than the 8 layers"),
     ],
 )
-def test_impossible_parallel_sizes_are_refused(directory, made, sizes, changes, expected):
-    """Prevents a launch on thousands of devices that no tensor can be cut for."""
-    cluster = made.plan.cluster.model_copy(update={"gpus_per_node": 8} | changes)
-    parallel = made.plan.parallel.model_copy(update=sizes)
+def test_impossible_parallel_sizes_are_refused(directory, example, sizes, changes, expected):
+    """Prevents a launch on thousands of devices with sizes that do not divide the tensors."""
+    cluster = example.plan.cluster.model_copy(update={"gpus_per_node": 8} | changes)
+    parallel = example.plan.parallel.model_copy(update=sizes)
     with pytest.raises(UserError, match=expected):
         make_plan(request(cluster=cluster, parallel=parallel))
     rewrite_plan(directory, parallel=parallel, cluster=cluster)
     assert_refused(directory, expected)
 
 
-def test_profile_is_kept_with_the_plan(tmp_path, made):
-    """Prevents memory checked by other costs than the plan was made with."""
+def test_profile_is_kept_with_the_plan(tmp_path, example):
+    """Prevents a memory check by other costs than the plan's profile."""
     profile = example_profile(activation_bytes=7_000_000)
     profile = profile.model_copy(update={"model_sha256": model_sha256(MODEL)})
     measured = make_plan(request(cost_source=CostSource(profile)))
@@ -585,13 +585,13 @@ def test_profile_is_kept_with_the_plan(tmp_path, made):
     assert check_plan(tmp_path / "plan")
     (tmp_path / "plan/profile.json").unlink()
     assert_refused(tmp_path / "plan", "costs from analytic:laptop-cpu")
-    for result in (measured, made):
+    for result in (measured, example):
         save_plan(result, tmp_path / "plan")
         assert (tmp_path / "plan/profile.json").exists() == (result is measured)
 
 
 def test_plan_of_other_data_is_refused(tmp_path):
-    """Prevents training on data or tiles that the lengths are not of."""
+    """Prevents training on other data or tiling than the lengths'."""
     directory = tmp_path / "plan"
     save_plan(make_plan(request(lengths=example_lengths(origin_of(MODEL)))), directory)
     model = read_plan(directory).model
@@ -611,7 +611,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
     ("changes", "expected"), [({"lengths": None}, "shapes only"), ({}, "do not name their data")]
 )
 def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
-    """Prevents a wait for a plan that is then refused, and shapes that pass at any memory."""
+    """Prevents queueing for an untrainable plan, and shapes that pass with too little memory."""
     result = make_plan(request(**changes))
     save_plan(result, tmp_path / "plan")
     check_plan(tmp_path / "plan")
@@ -654,7 +654,7 @@ def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
 def test_an_edited_way_to_hold_weights_is_refused_by_its_keys(
     directory, sizes, changes, expected, to_train
 ):
-    """Prevents: a message that tells who edits plan.json of options that nobody gave."""
+    """Prevents a message that names command-line options after an edit of plan.json."""
     parallel = read_plan(directory).parallel.model_copy(update=sizes)
     rewrite_plan(directory, parallel=parallel, **changes)
     with pytest.raises(UserError, match=expected) as error:
@@ -663,7 +663,7 @@ def test_an_edited_way_to_hold_weights_is_refused_by_its_keys(
 
 
 def test_adapters_are_not_planned_beyond_the_key_value_heads():
-    """Prevents: a search that ends with a plan of adapters that the trainer refuses."""
+    """Prevents a search that ends with adapters the trainer refuses."""
     adapters, four = AdapterConfig(rank=2, alpha=4), Parallel(tensor=4, pipeline=1)
     job = job_spec(cluster=load_cluster("h100-80g"), adapters=adapters)
     assert not job.allows(four)
@@ -674,7 +674,7 @@ def test_adapters_are_not_planned_beyond_the_key_value_heads():
 
 @pytest.mark.parametrize("trainer", ["xtuner", "ms-swift-deepspeed"])
 def test_a_job_for_a_trainer_that_always_shards_says_so(trainer):
-    """Prevents: a job that is another one than it was made as."""
+    """Prevents a job whose sharding differs silently from its parallel sizes."""
     parallel = Parallel(pipeline=1, data=8)
     job = training_job("qwen3-8b", "h100-80g", parallel=parallel, trainer=trainer)
     assert job.parallel.sharded == 8
@@ -684,6 +684,6 @@ def test_a_job_for_a_trainer_that_always_shards_says_so(trainer):
 
 @pytest.mark.parametrize("content", ["", "{}"])
 def test_foreign_plan_json_is_refused(directory, content):
-    """Prevents a traceback for a file that is not a plan of this version."""
+    """Prevents a traceback for a plan.json of another version or format."""
     (directory / "plan.json").write_text(content)
     assert_refused(directory, r"plan\.json")

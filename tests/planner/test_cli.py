@@ -1,4 +1,4 @@
-"""Command line: what scripts read, what a user's mistake looks like, and which flags exist."""
+"""Command line: JSON for scripts, messages for mistakes, and the list of flags."""
 
 import importlib
 import importlib.util
@@ -94,8 +94,8 @@ PROFILE = "profile --model internvl-digits --max-tiles 8 --max-tokens 512 --toke
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory, lengths_file) -> tuple[Path, dict]:
-    """A plan on two data-parallel ranks, and the JSON printed of it."""
+def saved_plan(tmp_path_factory, lengths_file) -> tuple[Path, dict]:
+    """Return a plan on two data-parallel ranks, and the JSON printed for it."""
     folder = tmp_path_factory.mktemp("planned") / "plan"
     with redirect_stdout(StringIO()) as output:
         run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", folder, "--json")
@@ -103,7 +103,7 @@ def planned(tmp_path_factory, lengths_file) -> tuple[Path, dict]:
 
 
 def test_flags_are_the_documented_ones():
-    """Prevents a flag from being added, renamed or dropped without anybody noticing."""
+    """Prevents a flag added, renamed or dropped unnoticed."""
     group = typer.main.get_command(cli.app)
     flags = {
         name: {flag for option in command.params for flag in option.opts if flag.startswith("-")}
@@ -113,7 +113,7 @@ def test_flags_are_the_documented_ones():
 
 
 def test_pack_prints_one_json_object(capsys, tmp_path, lengths_file):
-    """Prevents logs on stdout, missing keys, other figures than the file's, and other packs."""
+    """Prevents logs on stdout, missing keys, figures other than the file's, and other packs."""
     out, contents = tmp_path / "new/packs.parquet", []
     for seed in (2, 1, 1):
         told = result(capsys, f"{PACK} --dp 2 --seed {seed}", lengths_file, "-o", out)
@@ -128,20 +128,20 @@ def test_pack_prints_one_json_object(capsys, tmp_path, lengths_file):
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 7])
 def test_ranks_without_a_pack_are_told_of(capsys, tmp_path, lengths_file, ranks):
-    """Prevents a step in which half of the ranks idle without a word."""
+    """Prevents a step in which half of the ranks idle without a note."""
     made = tmp_path / "packs.parquet"
     run(f"{PACK} --dp {ranks} --micro-batches 1", lengths_file, "-o", made)
     error, packs = capsys.readouterr().err, read_packs(made)
     idle = ranks - min(len({*packs.dp_rank[packs.step == step]}) for step in range(packs.steps))
     said = re.findall(r"for \d+ ranks: (\d+) of them without any", error)
     assert said == ([str(idle)] if idle else [])
-    # What is over is a step of its own from half of one.
+    # Remaining packs form a step of their own from half a step on.
     assert idle == (-len(packs) % ranks if len(packs) % ranks >= ranks / 2 else 0)
 
 
 def test_packs_of_isf_are_far_from_the_fewest(capsys, monkeypatch, tmp_path):
-    """Prevents a packing that gets worse without a word, and minutes of seeking a bound for it."""
-    # Few sets of such samples fill a pack of 9 tiles: ISF needs more packs than must be.
+    """Prevents poor ISF packing without a note, and minutes spent on a lower bound for it."""
+    # Few subsets of these samples fill a pack of 9 tiles: ISF needs more packs than the minimum.
     tiles, lumpy = np.repeat([5, 3], [600, 400]), tmp_path / "lumpy.parquet"
     write_lengths(lengths_of(tiles=tiles, tokens=tiles * 290, loss_tokens=tiles), lumpy)
     sought, packs = [], []
@@ -161,7 +161,7 @@ def test_packs_of_isf_are_far_from_the_fewest(capsys, monkeypatch, tmp_path):
 
 
 def test_plan_searches_for_caps_that_are_not_given(capsys, tmp_path, lengths_file):
-    """Prevents a plan that cannot be made without knowing good caps, or half of a pair."""
+    """Prevents a plan that requires known caps, or accepts half of a pair."""
     options = f"{DIGITS} --lengths {lengths_file}"
     run(options, "-o", tmp_path / "plan")
     caps = read_plan(tmp_path / "plan").data.caps
@@ -171,15 +171,15 @@ def test_plan_searches_for_caps_that_are_not_given(capsys, tmp_path, lengths_fil
     assert "give both --max-tiles and --max-tokens, or neither" in message
 
 
-def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, planned):
-    """Prevents other steps under the same plan's name, and options that are silently overruled."""
+def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, saved_plan):
+    """Prevents other steps than the given plan's, and options silently overruled."""
     options = f"{DIGITS} --dp 4 --steps-of"
-    run(options, planned[0], "-o", tmp_path / "wider")
-    plans = [read_plan(folder) for folder in (planned[0], tmp_path / "wider")]
+    run(options, saved_plan[0], "-o", tmp_path / "wider")
+    plans = [read_plan(folder) for folder in (saved_plan[0], tmp_path / "wider")]
     assert plans[0].data.steps_sha256 == plans[1].data.steps_sha256
     assert plans[0].data.packs_sha256 != plans[1].data.packs_sha256
     run("check", tmp_path / "wider")
-    overruled = (planned[0], "--seed", 1, "--epochs", 2, "-o", tmp_path / "x")
+    overruled = (saved_plan[0], "--seed", 1, "--epochs", 2, "-o", tmp_path / "x")
     message = failure(capsys, options, *overruled)
     assert "--seed 1 and --epochs 2 cannot be given with --steps-of" in message
     run(PLAN, "-o", tmp_path / "shapes")
@@ -187,9 +187,9 @@ def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, planned):
     assert "given a plan of shapes only" in message
 
 
-def test_plan_check_and_report(capsys, tmp_path, planned):
+def test_plan_check_and_report(capsys, tmp_path, saved_plan):
     """Prevents commands that do not accept each other's files."""
-    folder, told = planned
+    folder, told = saved_plan
     assert list(told) == PLAN_KEYS
     assert [list(stage) for stage in told["stages"]] == [STAGE_KEYS] * 2
     assert sum(stage["vision_layers"] for stage in told["stages"]) == 4
@@ -208,9 +208,9 @@ def test_plan_check_and_report(capsys, tmp_path, planned):
     assert page.read_text().lstrip().lower().startswith("<!doctype html")
 
 
-def test_report_of_a_replay(capsys, tmp_path, planned, lengths_file):
-    """Prevents a replay that only the page shows, or one that is shown as a run's measurement."""
-    directory, replay, page = planned[0], tmp_path / "replay", tmp_path / "r.html"
+def test_report_of_a_replay(capsys, tmp_path, saved_plan, lengths_file):
+    """Prevents a replay missing from the JSON, or one presented as a run's measurement."""
+    directory, replay, page = saved_plan[0], tmp_path / "replay", tmp_path / "r.html"
     plan = read_plan(directory)
     job, data = make_job(plan, directory), read_plan_data(plan, directory)
     workload = job.workload(*data, plan.pack_levels)
@@ -229,7 +229,7 @@ def test_report_of_a_replay(capsys, tmp_path, planned, lengths_file):
 
 
 def test_methods_and_their_recompute_rules(capsys, tmp_path):
-    """Prevents a method or a rule that is taken and not followed."""
+    """Prevents a method or recompute rule accepted and ignored."""
     ways = ("", " --method layer", " --method parameter --recompute full", " --freeze vision")
     plans = [result(capsys, PLAN + way, "-o", tmp_path / "plan") for way in ways]
     layers, again = (
@@ -247,7 +247,7 @@ def test_methods_and_their_recompute_rules(capsys, tmp_path):
 
 
 def test_gpus_chooses_the_sizes(capsys, tmp_path, lengths_file):
-    """Prevents a strategy that is shown and not planned with."""
+    """Prevents a chosen strategy that the plan does not use."""
     options = "--max-tiles 8 --max-tokens 512 --gpus 4 --samples-per-step 40 --tp 1 --lengths"
     told = result(capsys, f"{DIGITS} {options}", lengths_file, "-o", tmp_path / "plan")
     sizes = [strategy["parallel"] for strategy in told["strategies"]]
@@ -258,22 +258,22 @@ def test_gpus_chooses_the_sizes(capsys, tmp_path, lengths_file):
     assert read_plan(tmp_path / "plan").parallel.data == sizes[0]["data"]
 
 
-def test_simulate_replays_every_step(capsys, tmp_path, planned):
-    """Prevents figures of a few steps, and a trace of another step than the one that is named."""
+def test_simulate_replays_every_step(capsys, tmp_path, saved_plan):
+    """Prevents figures of a few steps only, and a trace of another step than the named one."""
     trace = tmp_path / "new/trace.json"
-    told = result(capsys, "simulate", planned[0], "--trace", trace)
-    assert told["steps"] == planned[1]["steps"]
-    assert told["step_ms_mean"] == pytest.approx(planned[1]["step_ms"])
+    told = result(capsys, "simulate", saved_plan[0], "--trace", trace)
+    assert told["steps"] == saved_plan[1]["steps"]
+    assert told["step_ms_mean"] == pytest.approx(saved_plan[1]["step_ms"])
     assert told["step_ms_min"] <= told["step_ms_median"] <= told["step_ms_max"]
     assert told["trace_step"] == told["slowest_step"]
     events = json.loads(trace.read_text())["traceEvents"]
     last_ms = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 1e3
     assert 0.8 * told["step_ms_max"] < last_ms <= told["step_ms_max"]
-    assert "slowest step" in printed(capsys, "simulate", planned[0], "--step", 0)
+    assert "slowest step" in printed(capsys, "simulate", saved_plan[0], "--step", 0)
 
 
 def test_options_replace_the_clusters(tmp_path):
-    """Prevents an option that changes the time and is not in the plan, or the other way round."""
+    """Prevents an option that changes the time but not the plan, or the plan but not the time."""
     steps = []
     for speed in (1, 100):
         run(PLAN, "--dp", 4, "--network-gb-per-s", speed, "--memory-gib", 2, "-o", tmp_path / "p")
@@ -402,7 +402,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, command, expected):
-    """Prevents tracebacks, dumps, half-written results, and hours of work for a slipped digit."""
+    """Prevents tracebacks, partial output files, and hours of work for a slipped digit."""
     monkeypatch.chdir(tmp_path)
     cluster = (PRESETS / "clusters/laptop-cpu.toml").read_text()
     without = "\n".join(line for line in cluster.split("\n") if not line.startswith("bf16"))
@@ -414,7 +414,7 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, comm
     before = sorted(tmp_path.iterdir())
     *before_it, error = failure(capsys, command.format(lengths=lengths_file)).splitlines()
     assert error.startswith("error: ") and error.isprintable()
-    assert all(line.startswith("trying") for line in before_it)  # the bar of a search
+    assert all(line.startswith("trying") for line in before_it)  # a search's progress bar
     assert all(part in error for part in expected.split(SEE, 1))
     assert (SEE not in expected) or error.endswith(" --help")
     assert sorted(tmp_path.iterdir()) == before
@@ -430,9 +430,9 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_every_command_checks_the_plan_it_reads(capsys, tmp_path, planned, edit):
-    """Prevents plausible numbers of a plan that `omnibal check` refuses."""
-    folder, output = shutil.copytree(planned[0], tmp_path / "plan"), ("-o", tmp_path / "output")
+def test_every_command_checks_the_plan_it_reads(capsys, tmp_path, saved_plan, edit):
+    """Prevents plausible numbers from a plan that `omnibal check` refuses."""
+    folder, output = shutil.copytree(saved_plan[0], tmp_path / "plan"), ("-o", tmp_path / "output")
     plan = json.loads((folder / "plan.json").read_text())
     edit(plan)
     (folder / "plan.json").write_text(json.dumps(plan))
@@ -442,7 +442,7 @@ def test_every_command_checks_the_plan_it_reads(capsys, tmp_path, planned, edit)
 
 
 def test_version_and_help(capsys):
-    """Prevents a version that differs from the package's, and options without a word."""
+    """Prevents a version that differs from the package's, and options without help text."""
     assert printed(capsys, "--version") == f"omnibal {omnibal.__version__}\n"
     assert "report" in printed(capsys, "")
     plan = typer.main.get_command(cli.app).commands["plan"]
@@ -453,7 +453,7 @@ def test_version_and_help(capsys):
 
 
 def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypatch, lengths_file):
-    """Prevents an hour of work whose result has no place, and a bare number for a full disk."""
+    """Prevents an hour of work before a failed write, and a bare errno for a full disk."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     for command, options in (("plan", f"{PLAN} --lengths"), ("pack", f"{PACK} --dp 2")):
         read = f"omnibal.cli.{command}_command.read_lengths"
@@ -472,7 +472,7 @@ def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypa
 
 
 def test_closed_pipe_ends_quietly(tmp_path):
-    """Prevents a traceback, or an error message, when the output goes into `head`."""
+    """Prevents a traceback or an error message when the output goes into `head`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "omnibal", *PLAN.split(), "--json", "-o", str(tmp_path / "plan")],
         cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -485,7 +485,7 @@ def test_closed_pipe_ends_quietly(tmp_path):
 
 
 def test_profile_that_measures_nothing_fails(capsys, tmp_path, monkeypatch):
-    """Prevents an ImportError without the trainer, and success of a profiler that failed."""
+    """Prevents an ImportError without the trainer, and exit status 0 for a failed profiler."""
     command = (PROFILE, "-o", tmp_path / "profile.json")
 
     def find_spec(module):
@@ -504,7 +504,7 @@ def test_profile_that_measures_nothing_fails(capsys, tmp_path, monkeypatch):
 
 
 def start_no_profiler(monkeypatch, profile: Profile) -> list[list[str]]:
-    """Have a profile written where the profiler would be started; returns its command lines."""
+    """Replace the profiler by writing `profile`; return the command lines."""
     commands = []
 
     def run_profiler(command, check, stdout):
@@ -519,7 +519,7 @@ def start_no_profiler(monkeypatch, profile: Profile) -> list[list[str]]:
 
 
 def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch, lengths_file):
-    """Prevents options that the profiler never sees, mixed output, and other samples' profile."""
+    """Prevents options that do not reach the profiler, mixed output, and another profile."""
     output = tmp_path / "new/profile.json"
     commands = start_no_profiler(monkeypatch, example_profile())
     more = "--processes 2 --layers 3 --precision fp32 --provider te"
@@ -542,7 +542,7 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch, lengths_fil
 
 
 def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch, lengths_file):
-    """Prevents measured rates that no plan can be made with, or that replace another file."""
+    """Prevents measured rates that plans cannot use, or that overwrite another file."""
     profile = example_profile().model_copy(update={"rates": tiled_rates()})
     start_no_profiler(monkeypatch, profile)
     output, mine = tmp_path / "profile.json", tmp_path / "mine.toml"
@@ -566,7 +566,7 @@ def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch,
     [(["--pp", "2", "--dp", "2"], "", 4), (["--gpus", "4"], "--image-share 0.25", 2)],
 )
 def test_tokens_alone_say_what_shapes_are(tmp_path, capsys, sizes, share, tiles):
-    """Prevents another share of images than stated, and invented totals of a plan without data."""
+    """Prevents another image share than stated, and made-up totals of a plan without data."""
     command = f"{DIGITS} --max-tokens 128 {share}"
     told = result(capsys, command, *sizes, "-o", tmp_path / "plan")
     plan = read_plan(tmp_path / "plan")
@@ -582,7 +582,7 @@ def test_tokens_alone_say_what_shapes_are(tmp_path, capsys, sizes, share, tiles)
 
 
 def test_a_log_has_a_line_about_every_half_minute(capsys):
-    """Prevents: a log that is silent for minutes, has a line a candidate, or control sequences."""
+    """Prevents a log silent for minutes, with a line per candidate, or with control sequences."""
     with progress("scanning", 3) as of_short_work:
         of_short_work(3)
     assert capsys.readouterr().err == ""
@@ -597,7 +597,7 @@ def test_a_log_has_a_line_about_every_half_minute(capsys):
 
 
 def test_an_interrupted_command_says_so(capsys, monkeypatch, tmp_path):
-    """Prevents Ctrl-C that Typer answers without a line."""
+    """Prevents Ctrl-C from ending without a message."""
     app = typer.Typer()
 
     @app.command()
@@ -607,7 +607,7 @@ def test_an_interrupted_command_says_so(capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as ended:
         run_app(app, "omnibal", [])
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
-    # `omnibal run` passes on the status of a program that has said so.
+    # `omnibal run` returns the status of a subprocess that has printed it.
     monkeypatch.setattr("omnibal.runs.running.run_steps", lambda *_, **__: 130)
     with pytest.raises(SystemExit):
         importlib.import_module("omnibal.cli.run_command")._run_steps([], tmp_path)

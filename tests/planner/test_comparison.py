@@ -1,4 +1,4 @@
-"""The picture of steps under each other, against the timelines it was drawn from."""
+"""The picture that compares two steps' timelines, against those timelines."""
 
 import sys
 from itertools import pairwise
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 
 def shown_step(title: str, scale: float, recomputed: float, shape=(6, 3)) -> ShownStep:
-    """Of so many micro-batches on so many stages."""
+    """Return a step of `shape[0]` micro-batches on `shape[1]` stages."""
     rng = np.random.default_rng(1)
     forward_ms = scale * rng.uniform(5, 15, shape)
     recompute_ms = recomputed * forward_ms
@@ -41,7 +41,7 @@ def panels() -> list[Axes]:
 
 
 def bars(axes: Axes, colour: str) -> np.ndarray:
-    """(stage, start, end) of all bars of a colour, in this order."""
+    """Return (stage, start, end) of all bars of a colour, sorted."""
     found = [
         (round(bar.get_y() + 0.4), bar.get_x(), bar.get_x() + bar.get_width())
         for bar in axes.patches
@@ -51,7 +51,7 @@ def bars(axes: Axes, colour: str) -> np.ndarray:
 
 
 def test_every_pass_is_drawn_where_it_ran(panels) -> None:
-    """Prevents passes that are missing, overlap or stand on another axis than the other step's."""
+    """Prevents passes that are missing, overlap or use another time axis than the other step's."""
     for axes, step in zip(panels, STEPS, strict=True):
         assert axes.get_xlim() == (0, float(STEPS[0].timeline.step_ms))
         for colour, kind in (("green", Pass.FORWARD), ("purple", Pass.BACKWARD)):
@@ -68,7 +68,7 @@ def test_every_pass_is_drawn_where_it_ran(panels) -> None:
 
 
 def test_recomputation_is_the_first_part_of_a_backward(panels) -> None:
-    """Prevents recomputation that covers the backward, or is drawn where there is none."""
+    """Prevents recomputation drawn over the backward, or drawn without any."""
     again, backward = bars(panels[0], "orange"), bars(panels[0], "purple")
     np.testing.assert_allclose(again[:, :2], backward[:, :2])
     np.testing.assert_allclose(again[:, 2] - again[:, 1], STEPS[0].recompute_ms.T.ravel())
@@ -76,7 +76,7 @@ def test_recomputation_is_the_first_part_of_a_backward(panels) -> None:
 
 
 def test_figures_are_those_of_the_timelines(panels) -> None:
-    """Prevents a speed-up of other samples or steps than the ones drawn."""
+    """Prevents a speed-up computed from other samples or steps than the drawn timelines."""
     texts = [axes.get_title("left") for axes in panels]
     first, second = (float(step.timeline.step_ms) for step in STEPS)
     for shown, step in zip(texts, STEPS, strict=True):
@@ -87,13 +87,13 @@ def test_figures_are_those_of_the_timelines(panels) -> None:
         assert "<made> & up" in shown
     assert f"per s, {first / second:.2f} times the first" in texts[1]
     assert "times the first" not in texts[0]
-    # Half a forward again on three forwards' worth: 1/7 of all.
+    # Recomputation is half a forward per three forwards' worth: 1/7 of the total.
     assert "14.3 % of computing is recomputation" in texts[0]
     assert "0.0 % of computing is recomputation" in texts[1]
 
 
 def test_many_stages() -> None:
-    """Prevents rows that grow out of the picture, and labels of thin rows on one another."""
+    """Prevents a picture that grows with the stages, and overlapping labels of thin rows."""
     figure = before_and_after("Deep", [shown_step("deep", 1.0, 0.0, (40, 32))])
     assert 72 * figure.get_figheight() < 600
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]

@@ -1,4 +1,4 @@
-"""Presets that load, and configurations that are refused before anything divides by them."""
+"""Presets load, and invalid configurations are refused before any division by their values."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ SHIPPED = {"a100-80g", "b200-180g", "h100-80g", "h200-141g", "laptop-cpu"}
 
 @pytest.mark.parametrize("name", sorted({*preset_names("clusters")} | SHIPPED))
 def test_every_cluster_preset_loads(name):
-    """Prevents shipping a preset with a wrong field, or under another name than its own."""
+    """Prevents shipping a preset with a wrong field, or whose name differs from its file's."""
     cluster = load_cluster(name)
     assert cluster.name == name
     assert set(cluster.peak_tflops) >= {"bf16", "fp32"}
@@ -35,14 +35,14 @@ def test_every_cluster_preset_loads(name):
 
 @pytest.mark.parametrize(("ratio", "factor"), [(1, 1), (0.5, 2), (0.25, 4), (0.125, 8)])
 def test_pixel_shuffle_factor(ratio, factor):
-    """Prevents a projector of another width than the ratio says."""
+    """Prevents a projector whose width disagrees with downsample_ratio."""
     model = ModelConfig.model_validate(DIGITS.model_dump() | {"downsample_ratio": ratio})
     assert model.vision.pixel_shuffle_factor == factor
 
 
 @pytest.mark.parametrize("ratio", [2, 1.5, 0.3, 0.45, 0.999, float("nan"), float("inf"), 0, -0.5])
 def test_other_downsample_ratios_are_refused(ratio):
-    """Prevents a division by zero, and 0.3 from being trained as a third."""
+    """Prevents a division by zero, and training 0.3 as a third."""
     with pytest.raises(ValueError, match="downsample_ratio"):
         ModelConfig.model_validate(DIGITS.model_dump() | {"downsample_ratio": ratio})
 
@@ -58,7 +58,7 @@ def test_other_downsample_ratios_are_refused(ratio):
     ],
 )
 def test_mistakes_in_a_model_file(tmp_path: Path, monkeypatch, content, expected):
-    """Prevents a traceback for a hand-written model."""
+    """Prevents a traceback for a mistake in a hand-written model file."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="neither a file nor a preset"):
         load_model(str(tmp_path))
@@ -68,8 +68,8 @@ def test_mistakes_in_a_model_file(tmp_path: Path, monkeypatch, content, expected
         load_model("internvl-digit")
 
 
-def named(name: str) -> ModelConfig:
-    """A model with this text wherever a text may stand."""
+def model_with_text(name: str) -> ModelConfig:
+    """Return a model with this text in all its text fields."""
     texts = {"name": name, "system_message": f"{name}.", "chat_system_message": f".{name}"}
     model = DIGITS.with_tower("language", max_positions=99, rope_factor=1.5)
     return model.model_copy(update=texts)
@@ -78,15 +78,17 @@ def named(name: str) -> ModelConfig:
 NAMES = ["plain", 'a"b\\c', "a\n\tb", "\x01\x1f", "\x7f", "\u2028\u00e9\U0001f600"]
 
 
-@pytest.mark.parametrize("model", [*map(named, NAMES), LLAMA], ids=lambda model: repr(model.name))
+@pytest.mark.parametrize(
+    "model", [*map(model_with_text, NAMES), LLAMA], ids=lambda model: repr(model.name)
+)
 def test_a_written_model_is_read_as_it_was(tmp_path, model):
-    """Prevents a model.toml that no reader of TOML takes, for a character in a name; and a table of
-    the language model, or the lack of an encoder, that is lost."""
+    """Prevents an invalid model.toml for special characters in a name, and losing a language table
+    or an absent encoder."""
     (tmp_path / "model.toml").write_text(config_toml(model), encoding="utf-8")
     assert load_model(str(tmp_path / "model.toml")) == model
 
 
-def scaled(**changes):
+def scale_rope(**changes):
     language = LLAMA.language.model_dump()
     return language | {"rope_scaling": language["rope_scaling"] | changes}
 
@@ -94,9 +96,9 @@ def scaled(**changes):
 @pytest.mark.parametrize(
     ("language", "expected"),
     [
-        (scaled(low_frequency_factor=4), "must be below high_frequency_factor"),
-        (scaled(factor=0), "factor"),
-        (scaled() | {"rope_factor": 2.0}, "are exclusive"),
+        (scale_rope(low_frequency_factor=4), "must be below high_frequency_factor"),
+        (scale_rope(factor=0), "factor"),
+        (scale_rope() | {"rope_factor": 2.0}, "are exclusive"),
         (
             DIGITS.language.model_dump() | {"rope_factor": 2.0},
             r"rope_factor 2\.0 needs max_positions",
@@ -104,22 +106,22 @@ def scaled(**changes):
     ],
 )
 def test_scalings_that_cannot_be_are_refused(language, expected):
-    """Prevents a division by zero, a RoPE of two scalings of which one would be forgotten, and a
-    factor that says nothing, as RoPE is not scaled here."""
+    """Prevents a division by zero, two RoPE scalings of which one is ignored, and a factor without
+    effect."""
     with pytest.raises(ValueError, match=expected):
         LanguageConfig.model_validate(language)
 
 
 @pytest.mark.parametrize("name", ["language", "head", "projector", "Vision", "my-eye", "", "1st"])
 def test_an_encoder_has_a_name_of_its_own(name):
-    """Prevents two parts of one name, and stages that cannot be read back from their words."""
+    """Prevents two parts with equal names, and stages that cannot be parsed from plan.json."""
     encoders = {name: DIGITS.vision.model_dump()}
     with pytest.raises(ValueError, match="letters and digits, such as vision"):
         ModelConfig(name="x", language=DIGITS.language, encoders=encoders)
 
 
 def test_a_truth_value_is_no_number(tmp_path):
-    """Prevents a model of one layer, or a link of 1 GB/s, planned from `true`."""
+    """Prevents `true` parsed as 1, such as a model of one layer or a link of 1 GB/s."""
     path = tmp_path / "edited.toml"
     for text, load in (
         (config_toml(DIGITS), load_model),

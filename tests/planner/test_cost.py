@@ -1,4 +1,4 @@
-"""Counted costs against published sizes, formulas and communication volumes."""
+"""Analytic costs against published sizes, formulas and communication volumes."""
 
 from itertools import product
 
@@ -33,7 +33,7 @@ def cost_of(
 
 
 def only(**rates: float) -> ClusterConfig:
-    """The cluster with every rate but those given so high that its work takes no time."""
+    """Return the cluster with the given rates; all other work takes no time."""
     links = ("memory_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s")
     free = dict.fromkeys(links, 1e15) | {
         "kernel_us": 1e-15,
@@ -45,11 +45,11 @@ def only(**rates: float) -> ClusterConfig:
 
 
 def test_collectives_are_those_of_megatron():
-    """Prevents a lost or doubled exchange: Korthikanti et al. 2022, section 4.2.2."""
+    """Prevents a collective omitted or counted twice (Korthikanti et al. 2022, section 4.2.2)."""
     links = only(intra_node_gb_per_s=100.0, link_efficiency=0.5)
     ms_per_byte, ring = 1 / (100e6 * 0.5), 3 / 4
     vision, text = 9 * 1025 * 3200 * 2, 4096 * 6144 * 2
-    # Two all-reduces each way, each a reduce-scatter and an all-gather.
+    # Two all-reduces per pass, each a reduce-scatter and an all-gather.
     expected = {
         ("vision_layer", False): (4 * vision, 4 * vision),
         ("vision_layer", True): (4 * vision, 4 * vision),
@@ -65,8 +65,8 @@ def test_collectives_are_those_of_megatron():
 
 
 def test_frozen_parts_cost_what_is_left_of_them():
-    """Prevents charging frozen parts for weights' gradients, or parts behind trained ones for
-    nothing."""
+    """Prevents weight gradients charged to frozen parts, and frozen parts after trained ones
+    charged no backward."""
     whole = cost_of().units
     projector_only = cost_of(frozen=("vision", "language")).units
     for unit in ("vision_embed", "vision_layer"):
@@ -75,15 +75,15 @@ def test_frozen_parts_cost_what_is_left_of_them():
         assert not cost.boundary_bytes.any() and not cost.output_gradient_bytes.any()
         assert cost.trained_parameters == 0 < cost.parameters
         assert np.array_equal(cost.forward_ms, whole[unit].forward_ms)
-    # The projector is first to be trained, but its norm needs the gradient of its first product.
+    # The projector is the first trained part; its norm needs its product's input gradient.
     projector = projector_only["projector"]
     assert projector.trained_parameters == projector.parameters
     np.testing.assert_allclose(projector.backward_ms, whole["projector"].backward_ms)
-    # The image embedding begins with its weights: nothing needs the gradient of the pixels.
+    # The image embedding begins with its weights: the pixels need no gradient.
     products = only(peak_tflops={"bf16": 100.0})
     embed = cost_of(cluster=products).units["vision_embed"]
     np.testing.assert_allclose(embed.backward_ms, embed.forward_ms, rtol=1e-6, atol=1e-9)
-    # Behind the projector everything passes gradients on: one product instead of two.
+    # Frozen layers after the projector compute input gradients only: one product instead of two.
     layer = cost_of(frozen=("vision", "language"), cluster=products).units["language_layer"]
     linear = PACK @ layer.forward_ms - 2 * 4096**2 * 6144 / (100e9 * CLUSTER.matmul_efficiency)
     attention = PACK @ layer.forward_ms - linear
@@ -95,7 +95,7 @@ def test_frozen_parts_cost_what_is_left_of_them():
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12))])
 def test_state_bytes_and_their_sharding(precision: str, expected: tuple[int, int, int]):
-    """Prevents sharding weights or gradients along with the optimizer's state."""
+    """Prevents sharding weights or gradients along with the optimizer state."""
     cost = cost_of(data=4, precision=precision)
     held = cost.rates.weight_bytes, cost.rates.gradient_bytes, 4 * cost.rates.optimizer_bytes
     assert held == expected
@@ -105,10 +105,10 @@ TIED = MODEL.with_tower("language", tied_head=True)
 
 
 def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
-    """Prevents charging a stage for a matrix twice, or two stages for half of one."""
+    """Prevents counting a tied matrix twice on one stage, or once for two stages."""
     parallel = Parallel(tensor=2, pipeline=2, data=4)
     plain, one = (analytic_cost(model, CLUSTER, parallel, "bf16") for model in (MODEL, TIED))
-    matrix = 46_336 * 6144  # 92,553 words on two ranks, each of which has a multiple of 128
+    matrix = 46_336 * 6144  # 92,553 words padded to a multiple of 128 on each of two ranks
     workload = workload_of_a_step(np.stack([PACK] * 4))
     for cuts, saved in (((47,), [0, matrix]), ((60,), [0, 0])):
         stages = stages_from_cuts(MODEL, cuts)
@@ -129,12 +129,12 @@ def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
 
 
 def test_tied_gradient_crosses_between_two_stages_only():
-    """Prevents a free exchange, one where a stage holds both uses, or one of frozen weights."""
+    """Prevents a tied gradient without all-reduce, or one if on a single stage or frozen."""
     bare = only(intra_node_gb_per_s=100.0, inter_node_gb_per_s=100.0, link_efficiency=0.5)
     parallel = Parallel(pipeline=3)
     together, apart = stages_from_cuts(MODEL, (20, 40)), stages_from_cuts(MODEL, (20, 60))
 
-    # An all-reduce of two sends its fp32 gradient once: half of it each way and half back.
+    # An all-reduce of two ranks sends the fp32 gradient once: half of it each way, twice.
     sent_ms = 92_672 * 6144 * 4 / (100e6 * 0.5)
     for stages, model, frozen, expected in (
         (apart, TIED, (), [0, sent_ms, sent_ms]),
@@ -148,11 +148,11 @@ def test_tied_gradient_crosses_between_two_stages_only():
 
 
 def test_links_leave_the_node_only_when_the_job_does():
-    """Prevents pricing NVLink for a job that spans nodes, and reductions where there are none."""
+    """Prevents NVLink bandwidth for a job on several nodes, and reductions at data size 1."""
     assert cost_of(tensor=2, pipeline=4).link_ms_per_byte == pytest.approx(1 / 150e6)
     assert cost_of(tensor=4, pipeline=4).link_ms_per_byte == pytest.approx(1 / 12.5e6)
     assert cost_of(data=1).rates.gradient_reduction_ms == 0
-    # A ring through the network has the adapters of all the ranks that it has in a node.
+    # A ring through the network uses the adapters of all its ranks in a node.
     for sizes, rate in (((2, 4), 150e6), ((4, 4), 2 * 12.5e6), ((8, 4), 12.5e6), ((1, 4), 150e6)):
         cost = cost_of(tensor=sizes[0], data=sizes[1])
         assert cost.rates.gradient_reduction_ms == pytest.approx(3 / 4 * 4 / rate)
@@ -160,8 +160,8 @@ def test_links_leave_the_node_only_when_the_job_does():
 
 
 def test_model_operations_are_six_per_parameter_and_token():
-    """Prevents a utilization that counts recomputation, padding, or a tower twice, and one above 1
-    for a run that trains little. Against 6 N D (Kaplan et al. 2020) of each tower's matrices."""
+    """Prevents a utilization that counts recomputation, padding or a tower twice, or exceeds 1 with
+    frozen parts. Reference: 6 N D (Kaplan et al. 2020) per tower."""
     flops = model_flops(MODEL, ())
     _, tiles, tokens, squared, loss_tokens = flops
     language_layers = 48 * (2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384)
@@ -175,7 +175,7 @@ def test_model_operations_are_six_per_parameter_and_token():
     expected = 6 * (vision_layers + projector) + 4 * patches + attention
     assert tiles == pytest.approx(expected, rel=1e-9)
     assert flops[0] == 0
-    # Nothing before the projector is trained, but its norm is: it still needs both gradients.
+    # All parts before the projector are frozen; its norm is trained, so both gradients remain.
     frozen = model_flops(MODEL, ("vision",))
     expected = 2 * vision_layers + 6 * projector + 2 * patches + attention / 3
     assert frozen[1] == pytest.approx(expected, rel=1e-9)
@@ -183,8 +183,8 @@ def test_model_operations_are_six_per_parameter_and_token():
 
 
 def test_copies_timed_with_their_latency_are_long_ones():
-    """Prevents: element-wise kernels at the rate of copies whose latency is in it, where that of
-    kernels comes on top; and weights that are streamed at a guess beside a measurement."""
+    """Prevents element-wise kernels at a copy rate that includes latency, which is added again, and
+    guessed streaming rates despite measurements."""
     guessed = only(memory_gb_per_s=1000.0, memory_efficiency=0.5, kernel_us=3.0)
     together = CopyTime(bytes=2**20, ms=0.004)
     apart = CopyTime(latency_us=9.0, gb_per_s=800.0)
@@ -197,14 +197,14 @@ def test_copies_timed_with_their_latency_are_long_ones():
     bytes_, kernels = PACK[1:] @ forward_ms[0][1:] * 1000e6 * 0.5, forward_ms[0][0] / 0.003
     assert PACK @ forward_ms[1] == pytest.approx(bytes_ / (1000e6 * 0.5) + kernels * 0.003)
     assert PACK @ forward_ms[2] == pytest.approx(bytes_ / 800e6 + kernels * 0.009)
-    # Once a step, gradients are set to zero; they, weights and state are read and written.
+    # Per step: zero the gradients; read and write gradients, weights and optimizer state.
     streamed = 4 + 2 * (2 + 4 + 12)
     rates = [cost.rates.optimizer_ms for cost in costs]
     assert rates == pytest.approx([streamed / 1000e6, streamed / (2**20 / 0.004), streamed / 800e6])
 
 
 def test_routers_are_computed_in_fp32():
-    """Prevents: a router's product at the rate of bf16, or at a peak that no kernel reaches."""
+    """Prevents a router's product at the bf16 rate, or at the full peak without efficiency."""
     slow = only(peak_tflops={"bf16": 1e15, "fp32": 40.0}, matmul_efficiency=0.5)
     experts = ExpertsConfig(experts=7, experts_per_token=2, ffn_hidden_size=64)
     model = MODEL.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
@@ -216,8 +216,8 @@ def test_routers_are_computed_in_fp32():
 
 
 def test_measured_attention_stands_in_for_counted():
-    """Prevents: attention at the peak's rate on top of its measured time, full kernels' times for
-    causal ones, or forward's for backward's."""
+    """Prevents attention FLOPs charged on top of its measured time, and non-causal or forward
+    kernels' times used for causal or backward ones."""
     counted = CLUSTER.model_copy(update={"basis": "measured"})
     ms_per_flop = {
         (of, causal): scale * 1e-11
@@ -225,7 +225,7 @@ def test_measured_attention_stands_in_for_counted():
     }
 
     def measured_ms(of: str, causal: bool, samples: int, tokens: int, width: int) -> float:
-        """A latency, and whole tiles of 128 keys, of which a query leaves half of one empty."""
+        """Return a latency plus time for full tiles of 128 keys; half a tile per query is empty."""
         pairs = samples * tokens * ((tokens / 2 if causal else tokens) + 64)
         passes = 1 if of == "forward" else 2.5
         return 0.05 + ms_per_flop[of, causal] * passes * pairs * 2 * 2 * width

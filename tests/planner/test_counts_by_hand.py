@@ -1,9 +1,6 @@
-"""Counts of every kind of unit, operation by operation and tensor by tensor.
-
-Each case lists what a unit's kernels read and write, what it keeps and what is there at each moment
-of its backward, in elements of bf16 (2 bytes) and of fp32. Sizes share no factors, and 3
-tensor-parallel ranks divide few of them, so that no wrong operator gives the same number.
-"""
+"""Counts of every unit kind by hand: kernels' reads and writes, kept tensors, and the working set
+at each moment of backward, in elements of bf16 (2 bytes) and fp32. Sizes differ, and 3
+tensor-parallel ranks divide few of them, so that a wrong operator changes the number."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +30,7 @@ pytestmark = pytest.mark.quick
 IMAGES = ("tiles", "clips", "image_tokens", "squared_image_tokens")
 FEATURES = unit_vectors(("fixed", *IMAGES, "tokens", "squared_tokens", "loss_tokens"))
 SIZES = np.array([1.0, 3, 5, 7, 29, 11, 61, 6])
-"""Of a micro-batch."""
+"""Feature values of a micro-batch."""
 TILES, CLIPS, CELLS, TOKENS, LOSS = 3, 5, 7, 11, 6
 PASSES: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
 MOVING = ("low_rank", "element_wise", "permutation", "loss")
@@ -42,7 +39,7 @@ NOTHING = (0, [], set(), (), (0, 0, 0))
 
 
 def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> Device:
-    """A device in bf16 whose rates do not matter."""
+    """Return a bf16 device; its rates do not matter."""
     moved, products = dict.fromkeys(MOVING, 1.0), {None: 1.0, "fp32": 1.0, "fp8": 1.0}
     line, sizes = LinearTime(fixed_ms=1.0, each_ms=1.0), {"tensor": tensor, "element_bytes": 2}
     sizes |= {"ring": line, "all_to_all": line, "product_times": None, "kernel_ms": 1.0}
@@ -50,55 +47,55 @@ def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> 
     return Device(**sizes | {"sequence_parallel": sequence_parallel} | changes)
 
 
-def of(value: np.ndarray | float) -> float:
-    """Of the micro-batch."""
+def total(value: np.ndarray | float) -> float:
+    """Return a value's sum over the micro-batch's features."""
     return float(np.sum(value * SIZES))
 
 
-def counted(unit: CountedUnit, own: Device | None = None) -> dict[str, Any]:
-    """All that is counted of the micro-batch, with bytes as slow as `own` moves them."""
+def count_unit(unit: CountedUnit, own: Device | None = None) -> dict[str, Any]:
+    """Return all counts of the micro-batch; `own` sets the relative time per byte."""
     own = own or device()
     moved, sent, passes = (dict.fromkeys((*PASSES, "repeated"), 0.0) for _ in range(3))
     for one in unit.kernels:
         if one.kind == "ring":
-            sent[one.phase] += of(one.bytes)
+            sent[one.phase] += total(one.bytes)
             passes[one.phase] += one.passes
         elif one.kind in MOVING:
-            moved[one.phase] += of(own.ms(one)) - one.launches
+            moved[one.phase] += total(own.ms(one)) - one.launches
     exchanges = [one for one in unit.kernels if one.kind == "all_to_all"]
     return {
         "products": [
-            (of(one.rows), one.inner, one.outer, *([one.groups] if one.groups > 1 else []))
+            (total(one.rows), one.inner, one.outer, *([one.groups] if one.groups > 1 else []))
             for one in unit.products
         ],
-        "attention": sum(of(one.flops) for one in unit.forward if "attention" in one.kind),
+        "attention": sum(total(one.flops) for one in unit.forward if "attention" in one.kind),
         "forward": moved["forward"],
         "backward": moved["backward"],
         "sent": sent["forward"],
         "back sent": sent["backward"],
         "again sent": sent["weight_gradient"],
         "passes": tuple(passes[each] for each in PASSES),
-        "exchanged": [of(one.bytes) for one in exchanges],
+        "exchanged": [total(one.bytes) for one in exchanges],
         "exchanges": tuple(one.launches for one in exchanges),
         "waits": sum(one.waits for one in unit.kernels),
         "kernels": sum(one.launches for one in unit.forward if one.kind not in EXCHANGES),
-        "kept": {line.what: of(line.bytes) for line in unit.kept},
+        "kept": {line.what: total(line.bytes) for line in unit.kept},
         "for weights": {line.what for line in unit.kept if line.for_weights},
-        "input": of(unit.boundary_bytes),
-        "output": of(unit.output_bytes),
+        "input": total(unit.boundary_bytes),
+        "output": total(unit.output_bytes),
         "working": [
-            (of(unit.working_bytes(each, trained=True)), each.weight) for each in unit.working
+            (total(unit.working_bytes(each, trained=True)), each.weight) for each in unit.working
         ],
-        "forward working": [of(each.bytes) for each in unit.forward_working],
-        "passing": of(unit.passing_bytes),
-        "shared": of(unit.gathered_bytes),
+        "forward working": [total(each.bytes) for each in unit.forward_working],
+        "passing": total(unit.passing_bytes),
+        "shared": total(unit.gathered_bytes),
         "parameters": unit.parameters,
         "of experts": unit.expert_parameters,
     }
 
 
 def check(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Every number, to rounding; what is not expected is nothing."""
+    """Compare every number; names absent from `expected` must be zero or empty."""
     assert expected.keys() <= found.keys()
     for name, value in found.items():
         wanted = expected.get(name)
@@ -115,7 +112,7 @@ def check(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def check_added(
     more: Mapping[str, Any], less: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
-    """The numbers by which one unit has more than another, and what it keeps besides."""
+    """Compare the differences of two units' counts, and the additional kept tensors."""
     for name, value in expected.items():
         if name == "kept":
             assert more[name] == pytest.approx({**less[name], **value})
@@ -132,14 +129,14 @@ TILES_TOWER = TilesEncoder(**ENCODER, image_size=8, patch_size=2, layer_scale_in
 CLIPS_TOWER = ClipsEncoder(**ENCODER | PLAIN, frames=14, mel_bins=9, positions_per_token=7)
 NORMED_CLIPS = ClipsEncoder(**ENCODER, frames=14, positions_per_token=7)
 WIDTH = 50
-"""Of the language model."""
+"""Hidden size of the language model."""
 LANGUAGE = LanguageConfig(
     layers=2, hidden_size=WIDTH, heads=5, kv_heads=1, ffn_hidden_size=F, vocab_size=1000
 )
 
 
 def images_tower(**changes: Any) -> ImagesEncoder:
-    """Four patches of 5 x 5 pixels and 2 frames a cell."""
+    """Return an encoder with four patches of 5 x 5 pixels and 2 frames per cell."""
     sizes = {"patch_size": 5, "frames_per_patch": 2, "learned_positions": 19}
     return ImagesEncoder(**ENCODER | {"qk_norm": False} | sizes | changes)
 
@@ -155,16 +152,16 @@ def model_with(**encoders: Any) -> ModelConfig:
 
 
 def round_up(number: int, parts: int) -> int:
-    """Of a number of parameters, those of the fullest part."""
+    """Return the largest share of `number` parameters divided into `parts`."""
     return len(range(0, number, parts))
 
 
 def test_embedding_of_tiles() -> None:
-    """Prevents: patches, positions or the class token that cost no time or no memory."""
+    """Prevents patches, positions or the class token without time or memory."""
     pixels, out = TILES * 16 * 12, TILES * 17 * H
     expected = {
         "products": [(TILES * 16, 12, H)],
-        # Pixels read, patches written; read again with positions, and written.
+        # Read pixels, write patches; read them again with positions, and write the sum.
         "forward": 2 * (pixels + out + out + out),
         # Gradients of positions and class token.
         "backward": 2 * (out + out),
@@ -174,23 +171,23 @@ def test_embedding_of_tiles() -> None:
         "input": 2 * pixels,
         "output": 2 * out,
         "working": [(2 * out, 17 * H), (2 * out, 12 * H)],
-        # Pixels in bf16, and by patch; product, with the class token, sum.
+        # Pixels in bf16, patches, product, product with class token, sum.
         "forward working": [2 * (pixels + pixels + out + out + out)],
         "passing": 4 * pixels,
         # Convolution and its bias; class token; positions.
         "parameters": 12 * H + H + H + 17 * H,
     }
-    check(counted(tiles_embed(TILES_TOWER, device())), expected)
+    check(count_unit(tiles_embed(TILES_TOWER, device())), expected)
 
 
 def test_embedding_of_clips() -> None:
-    """Prevents: convolutions, their GELUs or the frames' fp32 that cost no time or no memory."""
+    """Prevents convolutions, GELUs or the fp32 frames without time or memory."""
     read, middle, out = CLIPS * 14 * 9, CLIPS * 14 * H, CLIPS * 7 * H
     expected = {
         "products": [(CLIPS * 14, 3 * 9, H), (CLIPS * 7, 3 * H, H)],
-        # To bf16; GELU; GELU, laid out anew, positions added.
+        # Cast to bf16; GELU; GELU, transposed, positions added.
         "forward": (4 + 2) * read + 2 * (2 * middle) + 2 * (2 * out + 2 * out + 2 * out),
-        # Each GELU reads its input and gradient and writes one.
+        # Each GELU reads its input and gradient and writes a gradient.
         "backward": 2 * (3 * middle + 3 * out),
         "kernels": 7,
         "kept": {
@@ -202,20 +199,20 @@ def test_embedding_of_clips() -> None:
         "for weights": {"frames", "out of GELU"},
         "input": 2 * read,
         "output": 2 * out,
-        # The second convolution's input gradient and weight, GELU's input just let go; then both
-        # gradients of the first GELU, and its output let go.
+        # Second convolution: input gradient and weight, GELU's input freed. First GELU: both
+        # gradients, its output freed.
         "working": [(2 * (middle + out - out), 3 * H * H), (2 * (2 * middle - out - middle), 0)],
         "forward working": [2 * (middle + middle), 2 * (read + middle)],
         "passing": 4 * read,
         "parameters": 3 * 9 * H + H + 3 * H * H + H,
     }
-    check(counted(clips_embed(CLIPS_TOWER, device())), expected)
+    check(count_unit(clips_embed(CLIPS_TOWER, device())), expected)
 
 
 @pytest.mark.parametrize("learned", [0, 19])
 @pytest.mark.parametrize("normed", [False, True])
 def test_embedding_of_images(learned: int, normed: bool) -> None:
-    """Prevents: positions that are interpolated for nothing, and norms that keep nothing."""
+    """Prevents interpolating absent position embeddings, and norms without kept tensors."""
     tower = images_tower(
         learned_positions=learned, embed_norm=normed, class_token=normed, patch_bias=not normed
     )
@@ -223,13 +220,13 @@ def test_embedding_of_images(learned: int, normed: bool) -> None:
     pixels, out = rows * values, rows * H
     wide = 4 * out if learned else 0
     kept = {"pixels by patch": 2 * pixels}
-    if learned:  # numbers of four neighbours, their weights and patches; two more of a patch
+    if learned:  # indices, weights and patches of four neighbours; two more per patch
         kept["neighbours"] = rows * (4 * (8 + 4 + 8) + 2 * 8)
     if normed:
         kept |= {"norm's input": 2 * out, "norm's moments": rows * 2 * 4}
     expected = {
         "products": [(rows, values, H)],
-        # Pixels, patches; four neighbours, their sum, in another type, and added; a norm.
+        # Pixels, patches; four neighbours, their sum, a cast and an addition; norm.
         "forward": 2 * (pixels + out + (2 * out if normed else 0))
         + (6 * wide + 2 * 4 * out if learned else 0),
         "backward": 2 * (3 * out + (out if normed else 0)) + 6 * wide,
@@ -238,43 +235,42 @@ def test_embedding_of_images(learned: int, normed: bool) -> None:
         "for weights": {"pixels by patch"},
         "input": 2 * pixels,
         "output": 2 * out,
-        # A gradient of learned positions is in fp32, of twice the size.
+        # The gradient of learned positions is fp32, twice as large.
         "working": [(2 * out + wide, 2 * learned * H)] * bool(learned) + [(2 * out, values * H)],
         "forward working": [2 * (pixels + 3 * out), 2 * (pixels + 2 * out) + wide],
         "passing": 4 * pixels,
-        # A bias; a norm of two vectors, the class token and half a head's angles.
+        # Bias; norm with two vectors, class token and half a head's angles.
         "parameters": H * values + H * learned + (2 * H + H + 5 if normed else H),
     }
-    check(counted(images_embed(tower, device())), expected)
+    check(count_unit(images_embed(tower, device())), expected)
 
 
 OF_MIXTURE = {"scores and choice", "chosen weights and places", "routed tokens", "gate and value"}
 OF_MIXTURE |= {"weights of rows", "weighted product", "shared gate and value", "shared product"}
 Elements = tuple[int, int, int]
-"""That kernels read and write for a position: of the hidden size, of all heads, of feed-forward."""
+"""Elements that kernels read and write per position: of hidden size, heads and feed-forward."""
 OF_TILES, OF_CLIPS, OF_CELLS = (TILES * 17, TILES * 17**2), (CLIPS * 7, CLIPS * 7**2), CELLS * 4
-"""Positions, and attended pairs of them."""
+"""Positions, and attended pairs of positions."""
 
 
 @pytest.mark.parametrize(
     ("tower", "t", "width", "rows", "pairs", "moved", "back"),
     [
-        # A norm; the sum with the norm of it, which is kept beside the sum; the last sum: 2 + 4 + 3
-        # of H. GELU: 2 of F, and 3 backward, which reads its input too; SwiGLU: 3, and 5. Backward
-        # reads twice a norm's input, its gradient, the residual's, and writes what comes of it.
-        #
-        # Norms of q and k, 4, are read once more for their sums, 2; backward reads what each needs.
-        # Each scale's input, gradient and result.
+        # Norm; sum and its norm, both written; last sum: 2 + 4 + 3 of H. GELU: 2 of F, and 3
+        # backward with its input; SwiGLU: 3 and 5. A norm's backward reads its input twice, its
+        # gradient and the residual's, and writes one.
+        # // Norms of q and k, 4, are read again for their sums, 2; backward reads the inputs of
+        # each. A scale's input, gradient and result.
         (TILES_TOWER, 3, A, *OF_TILES, (9, 4 + 2, 2), (2 * 4 + 2 * 3, 8 + 4, 3)),
-        # Gradients of q, k and v are put together, 6; heads are not padded where nobody asks.
+        # Gradients of q, k and v are concatenated, 6; heads are padded only on request.
         (CLIPS_TOWER, 3, H, *OF_CLIPS, (9, 0, 2), (8 + 2, 6, 3)),
-        # One rank exchanges no sums.
+        # A single rank exchanges no sums.
         (NORMED_CLIPS, 1, H, *OF_CLIPS, (9, 4, 2), (8 + 2, 8, 3)),
-        # Rotation, and norms before it, read and write q and k; gradients of q, k and v are put
-        # together, 2 more. Windows are of 3 x 3 cells.
+        # Rotation, after norms, reads and writes q and k; gradients of q, k and v are concatenated:
+        # 2 more. Windows are of 3 x 3 cells.
         (WINDOWED, 3, A, OF_CELLS, OF_CELLS * 36, (9, 4, 2), (8, 4 + 2, 3)),
         (GATED, 3, A, OF_CELLS, OF_CELLS * 36, (9, 8, 3), (8, 8 + 2, 5)),
-        # All 4 positions of each cell see those of all cells of the image.
+        # Each cell's 4 positions attend to all cells of the image.
         (images_tower(), 3, H, OF_CELLS, 29 * 4**2, (9, 4, 2), (8, 4 + 2, 3)),
     ],
     ids=["tiles", "plain clips", "normed clips", "windows", "gated", "whole images"],
@@ -282,12 +278,12 @@ OF_TILES, OF_CLIPS, OF_CELLS = (TILES * 17, TILES * 17**2), (CLIPS * 7, CLIPS * 
 def test_layer_of_an_encoder(
     tower: EncoderLayers, t: int, width: int, rows: int, pairs: int, moved: Elements, back: Elements
 ) -> None:
-    """Prevents: padded heads, norms of q and k, layer scales, gates or windows that a tower has in
-    some counts but not in others, or that it does not have, counted all the same."""
+    """Prevents padded heads, q/k norms, layer scales, gates or windows missing from some counts, or
+    counted for towers without them."""
     images = isinstance(tower, ImagesEncoder)
     vectors = 1 if tower.normalization == "RMSNorm" else 2
     has_bias, into = not images or tower.bias, 2 * F if images and tower.gated else F
-    # A layer scale keeps its input until its gradient is there.
+    # A layer scale keeps its input until its gradient is computed.
     scaled = H if tower.layer_scale_init else 0
     kept = {
         "input": 2 * H,
@@ -306,10 +302,10 @@ def test_layer_of_an_encoder(
     if scaled:
         kept["attention's block, for its layer scale"] = 2 * H
         kept["feed-forward's, for its layer scale"] = 2 * H
-    # Two all-reduces, each two passes of two thirds.
+    # Two all-reduces of two passes, each of two thirds of the data.
     sent = 2 * 2 * rows * 2 * H * (t - 1) / t
     working = [
-        # Of the residual and of the block before its scale; as each operation lets go of its own.
+        # Gradients of residual and block before its scale; operations free their tensors.
         *([(H + H, 0)] if scaled else []),
         (H + scaled + F / t - scaled, H * F / t),
         (H + F / t + into / t - scaled - F / t, 0),
@@ -339,7 +335,7 @@ def test_layer_of_an_encoder(
             rows * 2 * (3 * H + 2 * 3 * width / t),
             rows * 2 * (5 * H + (F + into) / t),
         ],
-        # Norms, scales and two biases whole; the rest divided.
+        # Norms, scales and two biases replicated; other weights divided.
         "parameters": 2 * vectors * H
         + (2 * H if scaled else 0)
         + (2 * H if has_bias else 0)
@@ -348,19 +344,19 @@ def test_layer_of_an_encoder(
     model, own = model_with(vision=tower), device(t, pads=width == A)
     kind = next(kind for kind in unit_kinds(model) if kind.is_layer)
     count = images_layer if images else encoder_layer
-    check(counted(count(model, tower, kind, own)), expected)
+    check(count_unit(count(model, tower, kind, own)), expected)
 
 
 def two_products(
     rows, wide, inner, norm, moments, first="last layer's output", normed="norm's output", read=None
 ) -> dict[str, Any]:
-    """A norm and two products on 3 ranks, with what is kept before them; `read` is folded first."""
+    """Return counts of a norm and two products on 3 ranks; `read` elements are folded first."""
     t, folded, into, out = 3, rows * wide, rows * inner / 3, rows * WIDTH
     own = folded if read is None else read
     kept = {first: 2 * folded, normed: 2 * folded, "norm's moments": 4 * moments}
     return {
         "products": [(rows, wide, inner / t), (rows, inner / t, WIDTH)],
-        # Folded, normed; GELU; the bias.
+        # Fold, norm; GELU; bias.
         "forward": 2 * (2 * (read or 0) + 2 * own + 2 * into + 2 * out),
         "backward": 2 * (2 * (read or 0) + 3 * own + 3 * into + out),
         "sent": 2 * 2 / 3 * 2 * out,
@@ -384,37 +380,37 @@ def two_products(
 OF_CLIPS_TOKENS = two_products(
     *(CLIPS, 7 * H, WIDTH, H, CLIPS * 7), normed="stacked positions", read=CLIPS * 7 * H
 )
-"""7 positions make a token, each of which is normed alone."""
+"""7 positions, each normed separately, make a token."""
 OF_TILES_TOKENS = two_products(
     *(TILES * 4, 4 * H, WIDTH, 2 * 4 * H, TILES * 4 * 2, "shuffled input"), read=TILES * 17 * H
 )
-"""Of 17 positions the 16 patches make 4 tokens, the class token none."""
+"""The 16 patches of 17 positions make 4 tokens; the class token is dropped."""
 
 
-def pooled() -> dict[str, Any]:
-    read, pooled, out = CELLS * 4 * H, CELLS * H, CELLS * WIDTH
+def pooled_cells() -> dict[str, Any]:
+    read, pooled_cells, out = CELLS * 4 * H, CELLS * H, CELLS * WIDTH
     return {
         "products": [(CELLS, H, WIDTH)],
-        # Averaged, normed.
-        "forward": 2 * (read + pooled + 2 * pooled),
-        "backward": 2 * (3 * pooled + pooled + read),
+        # Average, norm.
+        "forward": 2 * (read + pooled_cells + 2 * pooled_cells),
+        "backward": 2 * (3 * pooled_cells + pooled_cells + read),
         "kernels": 4,
         "kept": {
-            "averaged cells": 2 * pooled,
+            "averaged cells": 2 * pooled_cells,
             "norm's moments": CELLS * 4,
-            "norm's output": 2 * pooled,
+            "norm's output": 2 * pooled_cells,
         },
         "for weights": {"norm's output"},
         "input": 2 * read,
         "output": 2 * out,
-        "working": [(2 * (out + pooled + read), H * WIDTH)],
-        "forward working": [2 * (read + 2 * pooled)],
+        "working": [(2 * (out + pooled_cells + read), H * WIDTH)],
+        "forward working": [2 * (read + 2 * pooled_cells)],
         "parameters": H + H * WIDTH,
     }
 
 
 def gated() -> dict[str, Any]:
-    """The first product and the norm are whole on every rank, SwiGLU's two are divided."""
+    """Return counts: the first product and norm are replicated, SwiGLU's two products divided."""
     t, wide, inner = 3, 4 * H, CELLS * 23 / 3
     read, out = CELLS * wide, CELLS * WIDTH
     return {
@@ -422,7 +418,7 @@ def gated() -> dict[str, Any]:
             *((CELLS, wide, WIDTH), (CELLS, WIDTH, WIDTH)),
             *((CELLS, WIDTH, 2 * 23 / t), (CELLS, 23 / t, WIDTH)),
         ],
-        # A norm, GELU, SwiGLU.
+        # Norm, GELU, SwiGLU.
         "forward": 2 * (2 * out + 2 * out + 3 * inner),
         "backward": 2 * (3 * out + 3 * out + 5 * inner),
         "sent": 2 * 2 / 3 * 2 * out,
@@ -448,7 +444,7 @@ def gated() -> dict[str, Any]:
             (2 * (read + 2 * out - 3 * inner), wide * WIDTH),
         ],
         "forward working": [2 * (read + 2 * out + 3 * inner)],
-        # A bias of the first; a norm of two vectors.
+        # Bias of the first product; norm with two vectors.
         "parameters": wide * WIDTH + WIDTH + WIDTH**2 + 2 * WIDTH + round_up(3 * 23 * WIDTH, t),
     }
 
@@ -457,7 +453,7 @@ def projector_of(tower: EncoderLayers) -> dict[str, Any]:
     is_images = isinstance(tower, ImagesEncoder)
     model = model_with(**{"audio" if isinstance(tower, ClipsEncoder) else "vision": tower})
     count = images_projector if is_images else encoder_projector
-    return counted(count(tower, model, device()))
+    return count_unit(count(tower, model, device()))
 
 
 @pytest.mark.parametrize(
@@ -465,26 +461,26 @@ def projector_of(tower: EncoderLayers) -> dict[str, Any]:
     [
         (TILES_TOWER, OF_TILES_TOKENS),
         (CLIPS_TOWER, OF_CLIPS_TOKENS),
-        # The positions of a cell lie in order.
+        # The positions of a cell are contiguous.
         (images_tower(), two_products(CELLS, 4 * H, 4 * H, 2 * H, CELLS * 4 * 2)),
         (
             images_tower(projector_hidden_size=17),
             two_products(CELLS, 4 * H, 17, 2 * H, CELLS * 4 * 2),
         ),
-        (images_tower(projector="pooled"), pooled()),
+        (images_tower(projector="pooled"), pooled_cells()),
         (images_tower(projector="gated", projector_hidden_size=23), gated()),
     ],
     ids=["tiles", "clips", "images", "of a width", "pooled", "gated"],
 )
 def test_projectors(tower: EncoderLayers, expected: dict[str, Any]) -> None:
-    """Prevents: a norm over the wrong positions, a width that is not the one given, averaged cells
-    that take the memory of their patches, products that are divided where they are whole."""
+    """Prevents a norm over the wrong positions, a wrong width, averaged cells with their patches'
+    memory, and divided products that should be replicated."""
     check(projector_of(tower), expected)
 
 
 def test_what_stands_around_a_projector() -> None:
-    """Prevents: features of windows that are put in their own order for nothing, and a norm after
-    the last layer that costs no time, memory or parameters."""
+    """Prevents reordering features of a tower without windows, and a final norm without time,
+    memory or parameters."""
     plain, windowed = projector_of(images_tower()), projector_of(WINDOWED)
     out, read = 2 * CELLS * WIDTH, 2 * CELLS * 4 * H
     order = {"forward": 2 * out, "backward": 2 * out, "kernels": 1, "parameters": 0}
@@ -496,7 +492,7 @@ def test_what_stands_around_a_projector() -> None:
 
 
 def test_layer_with_a_deepstack_projector() -> None:
-    """Prevents: the projector of a layer's output, or the sum of both its gradients, left out."""
+    """Prevents a deepstack projector, or the sum of a layer output's two gradients, left out."""
     tower = images_tower(deepstack_layers=(0,))
     model = model_with(vision=tower)
     kinds = {
@@ -505,12 +501,12 @@ def test_layer_with_a_deepstack_projector() -> None:
         if kind.is_layer and kind.tower == "vision"
     }
     layer, both = (
-        counted(images_layer(model, tower, kinds[has_it], device())) for has_it in (False, True)
+        count_unit(images_layer(model, tower, kinds[has_it], device())) for has_it in (False, True)
     )
-    # Its norm is of folded cells, of 4 H.
+    # Its norm is over folded cells of width 4 H.
     projector = two_products(CELLS, 4 * H, 4 * H, 2 * 4 * H, CELLS * 2)
     output = CELLS * 4 * 2 * H
-    # The layer keeps its output for it, as the next layer does, which is none of this unit's.
+    # The projector's input is the next layer's kept input, so this unit does not count it.
     of_projector = {
         f"deepstack: {what}": each
         for what, each in projector["kept"].items()
@@ -520,7 +516,7 @@ def test_layer_with_a_deepstack_projector() -> None:
     names = ("forward", "sent", "back sent", "parameters", "products")
     expected = {
         **{name: layer[name] + projector[name] for name in names},
-        # Gradients from the next layer and from the projector are added.
+        # Gradients from the next layer and the projector are added.
         "backward": layer["backward"] + projector["backward"] + 3 * output,
         "kernels": layer["kernels"] + 8 + 1,
         "passes": (6, 6, 0),
@@ -533,10 +529,10 @@ def test_layer_with_a_deepstack_projector() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_embedding_of_words(sequence_parallel: bool) -> None:
-    """Prevents: features of encoders that are put in their places for nothing."""
+    """Prevents scattering encoder features without time, and wrong sends."""
     model = model_with(vision=TILES_TOWER, audio=CLIPS_TOWER)
     text, encoded = TOKENS * WIDTH, (TILES * 4 + CLIPS) * WIDTH
-    # 1,000 words in parts of a multiple of 128.
+    # 1,000 words: 334 per rank, padded to a multiple of 128.
     words, sent = 384, 2 / 3 * 2 * text
     expected = {
         "forward": 2 * 2 * (encoded + text),
@@ -551,21 +547,21 @@ def test_embedding_of_words(sequence_parallel: bool) -> None:
         "working": [(2 * (text + encoded), words * WIDTH)],
         "parameters": words * WIDTH,
     }
-    check(counted(language_embed(model, device(3, sequence_parallel))), expected)
+    check(count_unit(language_embed(model, device(3, sequence_parallel))), expected)
 
 
 def language(**changes: Any) -> LanguageConfig:
-    """6 heads of 9 for q, 3 for k and v."""
+    """Return a language tower with 6 query heads and 3 key-value heads of size 9."""
     sizes = {"heads": 6, "kv_heads": 3, "head_size": 9}
     return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
 
 
 def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
-    """A layer of grouped-query attention and a gated feed-forward on 3 ranks."""
+    """Return counts of a layer with grouped-query attention and gated feed-forward on 3 ranks."""
     qk_norm, output_gate, post_norms, copied = (
         name in options for name in ("qk_norm", "output_gate", "post_norms", "copied")
     )
-    t, q, k = 3, 54, 27  # k and v of one head are copied to three ranks
+    t, q, k = 3, 54, 27  # each key-value head is copied to three ranks
     part = 1 / 3 if sequence_parallel else 1
     hidden = TOKENS * WIDTH * part
     block, inner = TOKENS * WIDTH, TOKENS * F / t
@@ -596,9 +592,9 @@ def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
         for name in ("self_attention", "mlp"):
             kept[f"{name}'s output"] = 2 * hidden
             kept[f"moments of {name}'s norm"] = 4 * TOKENS * part
-    # q and k, and v where it gets a place of its own, read and written; attention's output, the
-    # gate and their product. Backward: gradients of all three, and a norm's inputs; of a gate's
-    # two inputs, these, and of its output.
+    # Forward: q, k, and v if copied to a tensor of its own, read and written; attention's output,
+    # gate, product. Backward: gradients of q, k and v, and norm inputs; for a gate: two inputs,
+    # their gradients and the output's.
     attention = 2 * (q + k) + (0 if views else 2 * k) + (3 * q if output_gate else 0)
     back_attention = 2 * (q + k + k) + (q + k if qk_norm else 0) + (5 * q if output_gate else 0)
     attention += 2 * t * (gathered_row + copied_row)
@@ -645,17 +641,16 @@ def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
     ["", "qk_norm", "output_gate", "qk_norm output_gate", "post_norms", "copied", "qk_norm copied"],
 )
 def test_language_layer(options: str, sequence_parallel: bool) -> None:
-    """Prevents: norms of heads, output gates or sequence parallelism in some counts and not in
-    others."""
+    """Prevents head norms, output gates or sequence parallelism missing from some counts."""
     given, own = dict.fromkeys(options.split(), True), device(3, sequence_parallel)
     given |= {"kv_heads": 1} if given.pop("copied", False) else {}
-    found = counted(language_layer(language(qkv_bias=True, **given), LayerKind(), own))
+    found = count_unit(language_layer(language(qkv_bias=True, **given), LayerKind(), own))
     check(found, dense_layer(sequence_parallel, options))
 
 
 def of_attention_alone(counts: CountedUnit, sequence_parallel: bool) -> dict[str, Any]:
-    """What a layer's attention adds to its feed-forward and norms."""
-    found, rest = counted(counts), dense_layer(sequence_parallel)
+    """Return counts of a layer's attention, without feed-forward and norms."""
+    found, rest = count_unit(counts), dense_layer(sequence_parallel)
     hidden, inner = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1), TOKENS * F / 3
     block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
     others = {
@@ -682,7 +677,7 @@ def of_attention_alone(counts: CountedUnit, sequence_parallel: bool) -> dict[str
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("query_rank", [None, 13])
 def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> None:
-    """Prevents: latents that are sent or kept whole where they are divided, and the reverse."""
+    """Prevents latents sent or kept replicated although divided, or the reverse."""
     latent = LatentAttention(
         query_rank=query_rank, key_value_rank=17, head_size=8, rotary_head_size=4, value_head_size=7
     )
@@ -730,8 +725,8 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
 @pytest.mark.parametrize("key_heads", [2, 6])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
-    """Prevents: operations and bytes of the gated delta rule that grow with the square of tokens,
-    or that leave out one of its kernels."""
+    """Prevents operations and bytes of the gated delta rule that grow quadratically with tokens, or
+    lack one of its kernels."""
     d, e, c = 5, 8, 64
     linear = LinearAttention(
         key_heads=key_heads, value_heads=6, key_head_size=d, value_head_size=e, convolution_width=3
@@ -741,26 +736,26 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     t, keys, values = 3, key_heads * d, 6 * e
     mixed = keys + keys + values
     made = mixed + values + 6 + 6
-    # A chunk's products of c tokens: k k^T; the triangle's inverse; w; u; then w S, q S, k^T v;
-    # q k^T, and that with v.
+    # Products of a chunk of c tokens: k k^T; triangle inverse; w; u; then w S, q S, k^T v; q k^T
+    # and its product with v.
     chunk = 2 * c * c * d + c**3 / 3 + 2 * c * c * d + 2 * c * c * e
     chunk += 3 * 2 * c * d * e + 2 * c * c * d + 2 * c * c * e
-    # Elements that kernels of a chunk read and write, of k, q or w [c, d], u, v or new values
-    # [c, e], the state [d, e] and the triangle [c, c].
+    # Elements read and written by a chunk's kernels: k, q or w [c, d], u, v or new values [c, e],
+    # state [d, e] and triangle [c, c].
     k, v, state, triangle = c * d, c * e, d * e, c * c
     made_again = (k + v + triangle) + (k + v) + (k + k + v) + (state + v)
     forward = k + triangle + made_again + (k + k + v + state + v)
-    # Gradients of new values; of states; of q, k and w; of the inverse and what it is made of.
+    # Gradients of new values; of states; of q, k and w; of the inverse and its inputs.
     backward = made_again + (2 * k + 2 * v) + (3 * k + 3 * v + state)
     backward += (6 * k + 3 * v + 2 * state) + (6 * k + 3 * v + triangle)
-    fp32 = triangle + triangle  # the triangle written and read
+    fp32 = triangle + triangle  # triangle written and read
     per_token = TOKENS / c * 6
     found = of_attention_alone(counts, sequence_parallel)
     block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
     hidden = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1)
-    # Backward has q, k, v, w, u and new values, states twice, and gradients of all.
+    # Backward has q, k, v, w, u, new values, states twice, and all their gradients.
     rule = 2 * d + 3 * e + 2 * d * e / c + (d + 2 * e) + e
-    # Copied by channel, convolved, copied back; norms of q and k; the gated norm.
+    # Copy to channels, convolution, copy back; norms of q and k; gated norm.
     around = 2 * mixed + 2 * mixed + 2 * mixed + 2 * 2 * keys + 3 * values
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 2 * 3 * keys + 5 * values
     kept = {
@@ -790,7 +785,7 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     }
     (working,) = found.pop("working")
     check(found, expected)
-    # By then the feed-forward, and the norm before it, have let go of what they kept.
+    # The feed-forward and its norm have freed their kept tensors by then.
     let_go = 2 * (hidden + 3 * TOKENS * F / t)
     assert working == pytest.approx((2 * (hidden + TOKENS * 6 * rule / t) - let_go, 0))
     weights = WIDTH * made + 3 * mixed + 2 * 6 + values * WIDTH + 3 * WIDTH * F
@@ -801,23 +796,23 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("shared", [None, 19])
 def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> None:
-    """Prevents: rows of the fullest rank, copies to experts and back, the router's fp32 or what all
-    tokens pass, in some counts and not in others."""
+    """Prevents the busiest rank's rows, copies to experts and back, the fp32 router or shared
+    experts missing from some counts."""
     f = 21
     experts = {"experts": 5, "experts_per_token": 2, "ffn_hidden_size": f, "imbalance": 1.5}
     if shared:
         experts |= {"shared_ffn_hidden_size": shared, "shared_gate": True, "auxiliary_loss": 0.1}
     kind, dense = LayerKind(experts=ExpertsConfig(**experts)), dense_layer(sequence_parallel)
     own_device = device(3, sequence_parallel, expert=expert, bytes_per_ms=SLOW)
-    found = counted(language_layer(language(), kind, own_device), own_device)
+    found = count_unit(language_layer(language(), kind, own_device), own_device)
     t, part, held = 3, 1 / 3 if sequence_parallel else 1, 5 if expert == 1 else 3
     own = TOKENS * part
     sent = own * 2
     rows = sent * (1 if expert == 1 else 1.5)
     hidden, inner = own * WIDTH, TOKENS * F / t
     shared_inner = TOKENS * (shared or 0) / t
-    # Every token copied to each of its experts, and these summed: a read and a write, and a read
-    # and a write of fp32 sums; rows sorted by expert, and back.
+    # Each token is copied to its experts, whose outputs are summed: a read and a write, and one of
+    # fp32 sums; rows are sorted by expert, and back.
     copied = 1.25 * 2 * WIDTH * (5 * sent + own) + 1.25 * 2 * WIDTH * 2 * 2 * rows
     weighted = 2 * 2 + 2 * 4
     forward = copied + rows * f * (3 * 2 + weighted) + 12 * own * 5 * 4 + own * WIDTH * (2 + 4)
@@ -845,12 +840,12 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         products += [
             *((TOKENS, WIDTH, 2 * shared / t), (TOKENS, shared / t, WIDTH), (own, WIDTH, 1)),
         ]
-        # SwiGLU; the gate's input, itself and its product; the sum of both parts.
+        # SwiGLU; gate input, gate and product; sum of routed and shared outputs.
         forward += 2 * (3 * shared_inner + 3 * hidden + 3 * hidden)
         backward += 2 * (5 * shared_inner + 2 * 3 * hidden)
         kernels, whole = 32 + 4 + 3, WIDTH * 5 + WIDTH
         for_weights |= {"shared product"}
-    # What is there, what was let go of by then, and the weight whose gradient is made.
+    # Tensors in memory, tensors freed by then, and the weight whose gradient is computed.
     working = [
         (2 * hidden + 2 * 2 * rows * WIDTH, 0, 0),
         (2 * hidden + 2 * rows * (WIDTH + f), 0, held * WIDTH * f),
@@ -870,7 +865,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         "forward": dense["forward"] - 2 * 3 * inner + forward,
         "backward": dense["backward"] - 2 * 5 * inner + backward,
         "kernels": dense["kernels"] - 3 + kernels,
-        "waits": 1,  # for numbers of tokens
+        "waits": 1,  # for token counts
         "kept": dense["kept"] | kept,
         "for weights": dense["for weights"] - {"their product"} | for_weights,
         "working": [(there - gone, weight) for there, gone, weight in working],
@@ -881,7 +876,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         exchanged = rows * (2 * 2 * WIDTH + 4)
         expected |= {"exchanged": [exchanged, exchanged], "exchanges": (4, 3)}
     if not shared:
-        # Every rank has its own tokens, and sends none to tensor-parallel ones.
+        # Each rank has its own tokens and sends none to tensor-parallel ranks.
         expected |= {"sent": block, "back sent": block}
         expected["passes"] = (2, 2, 1 if sequence_parallel else 0)
         expected["again sent"] = block / 2 if sequence_parallel else 0
@@ -891,15 +886,15 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_head(sequence_parallel: bool, fused: bool) -> None:
-    """Prevents: logits of tokens without loss, of padded words where none are asked for, or whole
-    inputs where ranks have parts."""
+    """Prevents logits for tokens without loss or for unrequested padded words, and gathered inputs
+    counted as kept under sequence parallelism."""
     runtime = RuntimeOptions(fused_loss=fused)
     own_device = device(3, sequence_parallel, runtime=runtime, bytes_per_ms=SLOW)
     part = 1 / 3 if sequence_parallel else 1
     hidden, whole, loss = TOKENS * WIDTH * part, TOKENS * WIDTH, LOSS * WIDTH
     logits = LOSS * 384
-    # Read, and backward read with the gradient written; or in fp32, of which each pass counts
-    # twice: cast, the largest, less that, exponential, sum, division; times a gradient, cast.
+    # Fused: read; backward reads and writes the gradient. Otherwise fp32, which counts twice: cast,
+    # maximum, difference, exponential, sum, division; gradient product, cast.
     moved, back_moved = (1, 2) if fused else ((1 + 2) + 2 + 4 + 4 + 2 + 4, 4 + (2 + 1))
     expected = {
         "products": [(LOSS, WIDTH, 384)],
@@ -926,24 +921,24 @@ def test_head(sequence_parallel: bool, fused: bool) -> None:
         expected |= {"sent": sent, "back sent": sent, "again sent": sent, "passes": (1, 1, 1)}
     else:
         expected |= {"back sent": 2 * 2 / 3 * 2 * loss, "passes": (0, 2, 0)}
-    check(counted(head(language(), own_device), own_device), expected)
-    unpadded = counted(head(language(), replace(own_device, pads=False)))
+    check(count_unit(head(language(), own_device), own_device), expected)
+    unpadded = count_unit(head(language(), replace(own_device, pads=False)))
     assert unpadded["products"] == [(LOSS, WIDTH, 334)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None:
-    """Prevents: predictions that hold the head's matrix again, that embed words for nothing, or
-    whose moments know nothing of what later parts have let go of."""
+    """Prevents prediction layers with a second copy of a tied head, uncounted embeddings, or
+    working sets that ignore freed tensors."""
     own_device, t, p = device(3, sequence_parallel), 3, 1 / 3 if sequence_parallel else 1
     hidden, block, words = TOKENS * WIDTH * p, TOKENS * WIDTH, 384 * WIDTH
-    layer = counted(language_layer(language(qkv_bias=True), LayerKind(), own_device))
-    last = counted(head(language(), own_device))
+    layer = count_unit(language_layer(language(qkv_bias=True), LayerKind(), own_device))
+    last = count_unit(head(language(), own_device))
     model = language(prediction_layers=2, tied_head=tied, qkv_bias=True)
-    found = counted(head(model, own_device))
+    found = count_unit(head(model, own_device))
     sent = 2 / 3 * 2 * block
-    # Words are all-reduced or scattered; inputs of twice the width gathered, and the output.
+    # Embeddings are all-reduced or scattered; double-width inputs and outputs gathered.
     joined = {
         "forward": 2 * (2 * hidden + 2 * 2 * hidden + 2 * 2 * hidden),
         "backward": 2 * (3 * hidden + 2 * 3 * hidden + 2 * 2 * hidden),
@@ -970,7 +965,7 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
         f"{place}: {what}": each for place, part in enumerate(parts) for what, each in part.items()
     }
     assert found["kept"] == pytest.approx(kept)
-    # Backward from the last part: at each, all later ones have let go.
+    # Backward from the last part: later parts have freed their tensors.
     of_first = [
         (2 * (block + 2 * hidden), 2 * WIDTH * WIDTH / t),
         (2 * hidden - of_joined["normed"] - of_joined["joined"], words),
@@ -990,7 +985,7 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
 
 
 def fp8_language(**changes: Any) -> LanguageConfig:
-    """Sizes of multiples of 16."""
+    """Return a language tower with sizes that are multiples of 16."""
     sizes = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_size": 16, "ffn_hidden_size": 80}
     return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
 
@@ -1009,21 +1004,21 @@ LATENT = LatentAttention(
 @pytest.mark.parametrize(
     ("kind", "options", "kept_whole", "copied", "widest", "linears"),
     [
-        # Of q, k and v 128 wide, the way back, the gate and value, and back.
+        # Columns of qkv (128), attention's projection, gate and value (160), and down projection.
         (LayerKind(), {}, set(), OF_OUTPUT, 160, 4),
         (LayerKind(), {"output_gate": True}, set(), {}, 192, 4),
-        # Down twice, up twice and back; two linears take the first norm's output.
+        # Two down, two up and one output projection; two linears share the first norm's output.
         (LayerKind(latent=LATENT), {}, {"first norm's output"}, OF_OUTPUT, 160, 7),
-        # Routed rows and what all tokens pass; the router takes the second norm's output.
+        # Routed and shared experts; the router reads the second norm's output.
         (OF_EXPERTS, {}, {"second norm's output"}, OF_OUTPUT | {"second norm's output": 48}, 0, 6),
     ],
     ids=["dense", "gated", "latent", "experts"],
 )
 def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> None:
-    """Prevents: inputs kept in FP8 that something else needs in bf16, casts of some linears alone,
-    and gradients' copies that take no memory."""
+    """Prevents FP8 copies of inputs also needed in bf16, casts for only some linears, and gradient
+    copies without memory."""
     plain, fast = (
-        counted(language_layer(fp8_language(**options), kind, each))
+        count_unit(language_layer(fp8_language(**options), kind, each))
         for each in (device(1), device(1, fp8=TRAINED_FP8))
     )
     assert fast["kernels"] - plain["kernels"] == 2 * linears
@@ -1036,7 +1031,7 @@ def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> No
     # The gradient of the widest output, by rows and by columns.
     copies = 2 * (TOKENS * widest if widest else max(TOKENS * 128, 2 * TOKENS * 64))
     for (there, weight), (before, as_before) in zip(fast["working"], plain["working"], strict=True):
-        # What is let go of is less by as much as was kept less.
+        # Freed tensors shrink as the kept ones did.
         assert weight == as_before
         assert copies <= there - before <= copies + sum(plain["kept"].values()) / 2
     first = fast["working"][0][0] - plain["working"][0][0]
@@ -1044,10 +1039,10 @@ def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> No
 
 
 def test_prediction_in_fp8() -> None:
-    """Prevents: a product that joins hidden states and words, left in bf16."""
+    """Prevents bf16 inputs for the product that joins hidden states and embeddings."""
     model = fp8_language(prediction_layers=1)
-    plain, fast = (counted(head(model, device(1, fp8=fp8))) for fp8 in (None, TRAINED_FP8))
-    # Four linears of the layer, and the one that joins.
+    plain, fast = (count_unit(head(model, device(1, fp8=fp8))) for fp8 in (None, TRAINED_FP8))
+    # Four linears of the layer and the joining one.
     assert fast["kernels"] - plain["kernels"] == 2 * 5
     assert fast["kept"]["0: joined"] == plain["kept"]["0: joined"] / 2
     assert fast["kept"]["0: normed"] == plain["kept"]["0: normed"]
@@ -1055,8 +1050,8 @@ def test_prediction_in_fp8() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_adapters_beside_products(sequence_parallel: bool) -> None:
-    """Prevents: adapters of the router or of q in k's rows, inputs that are not kept for A's
-    gradient, or whose inputs and outputs are not read again."""
+    """Prevents adapters on wrong linears or rows, inputs not kept for A's gradient, and uncounted
+    reads of adapter inputs and outputs."""
     t, r, own = 3, 4, replace(device(3, sequence_parallel), flops_per_ms={None: 1e9})
     part = 1 / 3 if sequence_parallel else 1.0
     layer = language_layer(language(), LayerKind(), own)
@@ -1064,11 +1059,11 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     model = ModelConfig(name="hand", language=language())
     kind = next(one for one in unit_kinds(model) if one.is_layer)
     named = {one.module: one for one in adapted_linears(model, kind, adapters)}
-    plain = counted(layer)
-    adapted = counted(with_adapters(layer, own, adapters, named, part=part), own)
+    plain = count_unit(layer)
+    adapted = count_unit(with_adapters(layer, own, adapters, named, part=part), own)
     (tokens, h, made), (_, inner, _) = plain["products"][0], plain["products"][3]
     query, key = 6 * 9, 3 * 9
-    # A reads x; B reads and writes y; backward y's gradient twice, x, and its gradient both ways.
+    # A reads x; B reads, writes y; backward reads y's gradient twice and x, adds x's gradient.
     forward = part * tokens * h + tokens * 2 * made + tokens * inner + part * tokens * 2 * h
     backward = part * tokens * 3 * h + tokens * 2 * made + tokens * 3 * inner
     backward += part * tokens * 2 * h
@@ -1084,7 +1079,7 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
         },
     }
     check_added(adapted, plain, added)
-    # Whole: A of q and v, B of down; divided: B of q and v, A of down.
+    # Replicated: A of q and v, B of down. Divided: B of q and v, A of down.
     parameters = 2 * r * h + r * (query + key) / t + r * inner + r * h
     assert adapted["parameters"] - plain["parameters"] == pytest.approx(parameters, abs=1)
     now_kept = {"first norm's output", "their product"}
@@ -1103,13 +1098,13 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     ],
 )
 def test_recomputed_modules(module, kind, lost, products, launches) -> None:
-    """Prevents: modules that are run again but kept too, or that need no memory while their
-    backward runs."""
+    """Prevents recomputed modules whose tensors are kept too, or take no memory during their
+    backward."""
     plain, again = (
         language_layer(language(), kind, device(1, runtime=RuntimeOptions(recomputed=given)))
         for given in ((), (module,))
     )
-    before, after = counted(plain), counted(again)
+    before, after = count_unit(plain), count_unit(again)
     assert before["kept"].keys() - after["kept"].keys() == lost
     repeated = [one for one in again.kernels if one.phase == "repeated"]
     assert sum(one.kind == "product" for one in repeated) == products
@@ -1120,5 +1115,5 @@ def test_recomputed_modules(module, kind, lost, products, launches) -> None:
         there - was
         for (there, _), (was, _) in zip(after["working"], before["working"], strict=True)
     ]
-    # What is made again is there from the beginning of its block's backward.
+    # Recomputed tensors exist from the start of their block's backward.
     assert max(more) <= saved and (module in ("layernorm", "mla_up_proj") or more[0] == saved)

@@ -1,4 +1,4 @@
-"""Cut of shared packs, beside a token-by-token count."""
+"""Cut of context-parallel packs, against a token-by-token count."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def random_pack(rng: np.random.Generator) -> np.ndarray:
 
 
 def owners(pieces: Pieces, tokens: np.ndarray) -> list[np.ndarray]:
-    """Rank of every token of every sample, by walking over the pieces."""
+    """Return the rank of every token of each sample, by iterating over the pieces."""
     ranks = [np.full(count, -1) for count in tokens]
     columns = pieces.rank, pieces.sample, pieces.first, pieces.stop
     for rank, sample, first, stop in zip(*columns, strict=True):
@@ -32,7 +32,7 @@ def owners(pieces: Pieces, tokens: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("rule", CutRule)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_every_token_is_on_one_rank(rule: CutRule, context: int) -> None:
-    """Prevents tokens that no rank or two ranks train."""
+    """Prevents tokens trained by no rank or by two."""
     rng = np.random.default_rng(context)
     for _ in range(20):
         tokens = random_pack(rng)
@@ -46,7 +46,7 @@ def test_every_token_is_on_one_rank(rule: CutRule, context: int) -> None:
 
 @pytest.mark.parametrize("rule", CutRule)
 def test_packs_are_cut_together_as_one_by_one(rule: CutRule) -> None:
-    """Prevents cuts that depend on the packs beside."""
+    """Prevents cuts that depend on neighbouring packs."""
     rng = np.random.default_rng(5)
     packs = [random_pack(rng) for _ in range(30)]
     offsets = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
@@ -60,7 +60,7 @@ def test_packs_are_cut_together_as_one_by_one(rule: CutRule) -> None:
 
 @pytest.mark.parametrize("rule", CutRule)
 def test_a_sample_is_divided_where_two_ranks_have_tokens_of_it(rule: CutRule) -> None:
-    """Prevents keys that are not sent to a rank that needs them."""
+    """Prevents keys not sent to a rank that needs them."""
     rng = np.random.default_rng(6)
     for _ in range(20):
         tokens = random_pack(rng)
@@ -70,7 +70,7 @@ def test_a_sample_is_divided_where_two_ranks_have_tokens_of_it(rule: CutRule) ->
 
 
 def test_ranks_have_equal_tokens_cost_or_attention() -> None:
-    """Prevents rules that do not balance what they are named for."""
+    """Prevents rules that do not balance tokens, cost or attention as named."""
     rng = np.random.default_rng(7)
     balanced = {
         CutRule.CONTIGUOUS: (1, 0),
@@ -85,14 +85,14 @@ def test_ranks_have_equal_tokens_cost_or_attention() -> None:
             cost = linear * cut.tokens + square * (cut.stop**2 - cut.first**2)
             loads[rule] = np.bincount(cut.rank, cost, minlength=4)
         assert np.ptp(loads[CutRule.CONTIGUOUS]) <= 1
-        # Half a token at either end, at the cost of the last token of the longest sample.
+        # Half a token per end, at the cost of the longest sample's last token.
         assert np.ptp(loads[CutRule.COST]) <= 2 * (1 + 2 * 0.01 * tokens.max())
         assert loads[CutRule.ZIGZAG].max() <= loads[CutRule.ZIGZAG].mean() * 1.1
         assert loads[CutRule.WHOLE].max() <= 1.27 * loads[CutRule.WHOLE].mean()
 
 
 def test_items_are_divided_evenly() -> None:
-    """Prevents tiles that are encoded twice or nowhere."""
+    """Prevents tiles encoded twice or never."""
     for items in range(12):
         for context in CONTEXTS:
             sizes = np.diff(item_bounds(items, context))

@@ -1,4 +1,4 @@
-"""Data as ms-swift, LLaMA-Factory, Qwen-VL and LLaVA write it, and rows of Parquet."""
+"""Data in the formats of ms-swift, LLaMA-Factory, Qwen-VL and LLaVA, and rows of Parquet."""
 
 import gzip
 import json
@@ -17,29 +17,29 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.data_index import DataIndex
 
 
-def opened(folder: Path, *records: object, name: str = "data.jsonl") -> Annotations:
-    """Annotations of one bare file of these records."""
+def open_records(folder: Path, *records: object, name: str = "data.jsonl") -> Annotations:
+    """Return annotations of a bare file with these records."""
     return Annotations.open(write_jsonl(folder / name, *records))
 
 
 def bare(annotations: Annotations) -> list:
-    """Samples without their places."""
+    """Return the samples without identity, source and location."""
     return [replace(sample, where="", identity="", source="") for sample in annotations]
 
 
 def messages(*said: tuple[str, object]) -> list[dict]:
-    """Messages of (role, content)."""
+    """Return messages of (role, content)."""
     return [{"role": role, "content": content} for role, content in said]
 
 
 def talk(*contents: object, **extra) -> dict:
-    """Messages of a user and an assistant in turn."""
+    """Return alternating user and assistant messages."""
     roles = ("user", "assistant") * len(contents)
     return {"messages": messages(*zip(roles, contents, strict=False)), **extra}
 
 
 def parts(*given: object) -> list[dict]:
-    """Texts, and items as (type, fields)."""
+    """Return content parts from texts and (type, fields) items."""
     return [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": part[0], **part[1]}
         for part in given
@@ -47,7 +47,7 @@ def parts(*given: object) -> list[dict]:
 
 
 def test_one_conversation_in_every_form(tmp_path):
-    """Prevents a form of data that shows another image, or says another thing, than the others."""
+    """Prevents a data format that yields other images or texts than the other formats."""
     files, texts = ["x.png", "y.png"], ["three", parts("four"), "five"]
     internvl = said("<image>one<image>two", "three", "four", "five")
     with_system = [{"from": "system", "value": "s"}, *internvl]
@@ -71,7 +71,7 @@ def test_one_conversation_in_every_form(tmp_path):
         talk(unnamed, *texts, system="s", images=files),
     ]
     expected, *others = bare(
-        opened(tmp_path, {"image": files, "conversations": with_system}, *forms)
+        open_records(tmp_path, {"image": files, "conversations": with_system}, *forms)
     )
     assert [image.path for image in expected.images] == [tmp_path / name for name in files]
     turns = [("<image>one<image>two", "three"), ("four", "five")]
@@ -80,7 +80,7 @@ def test_one_conversation_in_every_form(tmp_path):
 
 
 def test_questions_and_answers_under_keys_of_their_own(tmp_path):
-    """Prevents a turn lost or learned where ms-swift, LLaMA-Factory and TRL do not."""
+    """Prevents a turn lost, or learned although ms-swift, LLaMA-Factory and TRL mask it."""
     texts = ["<image>one", "two", "three\nfour", "five"]
     whole = {**talk(*texts), "images": ["x.png"], "system": "s"}
     prompt, completion = talk(*texts)["messages"][:3], talk(*texts)["messages"][3:]
@@ -91,7 +91,7 @@ def test_questions_and_answers_under_keys_of_their_own(tmp_path):
     shown = {"images": ["x.png"], "system": "s"}
     named = talk("<img>x.png</img>one", *texts[1:], system="s")
     expected, query, text, alpaca, marked, partly = bare(
-        opened(
+        open_records(
             tmp_path,
             whole,
             {"query": texts[2], "response": texts[3], "history": history, **shown},
@@ -112,32 +112,32 @@ def test_questions_and_answers_under_keys_of_their_own(tmp_path):
         [sample] = bare(open_meta(tmp_path, a=described))
         assert (sample.system, sample.turns[0].question) == ("s", "three\n<image>four")
     one = {"instruction": "q", "input": "", "output": "a"}
-    [sample] = bare(opened(tmp_path, one, name="lines.json"))
+    [sample] = bare(open_records(tmp_path, one, name="lines.json"))
     assert (sample.turns[0].question, sample.turns[0].answer) == ("q", "a")
 
 
 def test_a_bare_file_is_its_meta(tmp_path):
-    """Prevents a file without a meta from being refused, or read otherwise than with one."""
+    """Prevents a file without a meta from being refused, or parsed differently than with a meta."""
     records = [talk("<image>\n1", "2", images=["x.png"]), talk("3", "4")]
-    lines = opened(tmp_path, *records)
+    lines = open_records(tmp_path, *records)
     (tmp_path / "data.json").write_text(json.dumps(records))
     whole = open_meta(tmp_path, data={"annotation": "data.jsonl"})
     assert lines.sha256 == whole.sha256
     assert list(lines) == list(whole)
     assert lines[1].identity == "data/2"
     assert lines[1].where == f"{tmp_path / 'data.jsonl'}: line 2"
-    opened(tmp_path, *records, name="lines.json")
+    open_records(tmp_path, *records, name="lines.json")
     for name in ("data.json", "lines.json"):
         assert bare(Annotations.open(tmp_path / name)) == bare(lines)
 
 
 def test_loss_flags(tmp_path):
-    """Prevents an answer that the data says not to learn from being learned."""
+    """Prevents learning an answer that the data excludes from the loss."""
     record = talk("1", "2", "3", "4", "5", "6")
     for place, loss in ((1, False), (3, True)):
         record["messages"][place]["loss"] = loss
     greeting = {"role": "assistant", "content": "a", "loss": False}
-    samples = opened(tmp_path, record, {"messages": [greeting, *record["messages"]]})
+    samples = open_records(tmp_path, record, {"messages": [greeting, *record["messages"]]})
     for sample, learned in zip(samples, (True, False), strict=True):
         assert [turn.learned for turn in sample.turns] == [False, True, True]
         assert sample.greeting_learned == learned
@@ -147,7 +147,7 @@ CALL = {"name": "add", "arguments": {"a": 1, "b": [2]}}
 
 
 def test_calls_and_results_in_every_form(tmp_path):
-    """Prevents a call from being lost, or what a tool answered from being learned."""
+    """Prevents a tool call from being lost, or a tool's response from being learned."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     speakers = ("human", "function_call", "observation", "gpt")
     values = ("1 + 2?", json.dumps([CALL, CALL]), "3", "It is 3.")
@@ -159,7 +159,7 @@ def test_calls_and_results_in_every_form(tmp_path):
     calling = {"role": "assistant", "content": None, "tool_calls": [call, call]}
     result = {"role": "tool", "content": "3", "tool_call_id": "1"}
     *forms, more = bare(
-        opened(
+        open_records(
             tmp_path,
             {"tools": json.dumps(tools), "conversations": sharegpt},
             {"tools": tools, "messages": [asked, *swift, told]},
@@ -177,7 +177,7 @@ def test_calls_and_results_in_every_form(tmp_path):
 
 
 def test_videos_in_every_form(tmp_path):
-    """Prevents a video whose frames are taken for images, or that is shown without its place."""
+    """Prevents video frames taken for images, and a video shown at the wrong position."""
     (tmp_path / "v").mkdir()
     frames = [f"v/{number}.jpg" for number in (1, 2, 10)]
     for name in frames:
@@ -190,7 +190,7 @@ def test_videos_in_every_form(tmp_path):
         talk(parts(("video", {"video": frames}), "q"), "a"),
         talk(parts(("video", {"video": "v"}), "q"), "a"),
     ]
-    for sample in opened(tmp_path, *forms):
+    for sample in open_records(tmp_path, *forms):
         [video] = sample.videos
         assert [image.path for image in video.frames] == [tmp_path / name for name in frames]
         assert sample.images == ()
@@ -202,19 +202,19 @@ def test_videos_in_every_form(tmp_path):
         talk("1<video>2<image>", "a", "<video>", "b", **files),
         talk(together, "a", parts(("video", {"video": "z.mp4"})), "b"),
     ]
-    for sample in opened(tmp_path, *forms):
+    for sample in open_records(tmp_path, *forms):
         assert [each.path.name for each in sample.files] == ["x", "y.mp4", "z.mp4"]
         shown = [str(each).rpartition("/")[2] for each in sample.shown_in_order]
         assert shown == ["y.mp4", "x", "z.mp4"]
         until = [("<image>", 0), ("<video>", 0), ("<video>", 1)]
         assert [sample.items_until(*each) for each in until] == [1, 1, 2]
     for name in ("video", "videos"):
-        [sample] = opened(tmp_path, talk("<video>\nq", "a", **{name: ["y.mp4"]}))
+        [sample] = open_records(tmp_path, talk("<video>\nq", "a", **{name: ["y.mp4"]}))
         assert sample.files == sample.files and sample.videos[0].file.path == tmp_path / "y.mp4"
 
 
 def test_llama_factorys_description_of_a_dataset(tmp_path):
-    """Prevents a renamed column or role from being refused, or taken for another."""
+    """Prevents a renamed column or role from being refused, or confused with another."""
     texts = ["<image>1", "2", "3", "4"]
     speakers = zip(("Q", "A", "observation", "A"), texts, strict=True)
     chat = [{"who": speaker, "what": text} for speaker, text in speakers]
@@ -226,17 +226,17 @@ def test_llama_factorys_description_of_a_dataset(tmp_path):
         "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "Q", "assistant_tag": "A"},
     }
     by_role = messages(*zip(("user", "assistant", "tool", "assistant"), texts, strict=True))
-    expected = bare(opened(tmp_path, {"messages": by_role, "images": ["x.png"]}))
+    expected = bare(open_records(tmp_path, {"messages": by_role, "images": ["x.png"]}))
     plain = record_of("q", "a")
 
     def described(*records: object, **changes) -> Annotations:
-        opened(tmp_path, *records)
+        open_records(tmp_path, *records)
         (tmp_path / "dataset_info.json").write_text(json.dumps({"demo": entry | changes}))
         return Annotations.open(tmp_path / "dataset_info.json")
 
     assert bare(described(record)) == expected
     for usual in (plain, talk("q", "a")):
-        assert bare(described(usual, columns={}, tags={})) == bare(opened(tmp_path, plain))
+        assert bare(described(usual, columns={}, tags={})) == bare(open_records(tmp_path, plain))
     with pytest.raises(UserError, match=r'line 1 lacks "chat", which is named as its messages'):
         _ = described(plain)[0]
     for changes, message in (
@@ -250,14 +250,14 @@ def test_llama_factorys_description_of_a_dataset(tmp_path):
 
 
 def with_message(place: int, **changes) -> dict:
-    """A record of one question and answer, a message of which has other fields."""
+    """Return a record of a question and an answer, with changed fields in one message."""
     record = talk("q", "a")
     record["messages"][place] |= changes
     return record
 
 
 def with_part(kind: str, **extra) -> dict:
-    """A record whose question is one part."""
+    """Return a record whose question is a single part."""
     return talk([{"type": kind, **extra}], "a")
 
 
@@ -330,8 +330,8 @@ BAD = [
 
 @pytest.mark.parametrize(("record", "message"), BAD)
 def test_bad_records_name_file_line_and_key(tmp_path, record, message):
-    """Prevents what is not understood from being passed over, or told of without its place."""
-    annotations = opened(tmp_path, talk("q", "a"), record)
+    """Prevents ignoring unknown keys, and an error without file, line and key."""
+    annotations = open_records(tmp_path, talk("q", "a"), record)
     with pytest.raises(UserError) as error:
         _ = annotations[1]
     assert message in str(error.value)
@@ -339,7 +339,7 @@ def test_bad_records_name_file_line_and_key(tmp_path, record, message):
 
 
 def test_a_compressed_file_is_refused(tmp_path):
-    """Prevents the bytes of a compressed file from being called malformed JSON."""
+    """Prevents a compressed file from being reported as malformed JSON."""
     with gzip.open(tmp_path / "data.jsonl.gz", "wt") as file:
         file.write(json.dumps(talk("q", "a")))
     with pytest.raises(UserError, match=r"data\.jsonl\.gz: is compressed.*gunzip data.jsonl.gz"):
@@ -347,14 +347,14 @@ def test_a_compressed_file_is_refused(tmp_path):
 
 
 def write_rows(path: Path, records: list[dict], pictures: Path | None) -> None:
-    """Write records in small row groups, with images inside if their folder is given."""
+    """Write records in small row groups; embed the images if their folder is given."""
     rows = [dict(record) for record in records]
     for row in rows:
         if pictures is not None and "image" in row:
             row["image"] = [
                 {"bytes": (pictures / name).read_bytes(), "path": name} for name in row["image"]
             ]
-    # All columns of all rows, not of the first alone.
+    # Columns of all rows, as the first row may lack some.
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: pa.array([row.get(name) for row in rows]) for name in names}
     pq.write_table(pa.table(columns), path, row_group_size=5)
@@ -365,8 +365,8 @@ def files_of(annotations: Annotations, index: int) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A folder with lines.json and rows of the same records, with images named or inside."""
+def row_folder(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """Return a folder with lines.json and Parquet of its records, images named or embedded."""
     folder = tmp_path_factory.mktemp("rows")
     records, pictures = make_samples(folder), folder / "pictures"
     write_lines(folder, records)
@@ -378,9 +378,9 @@ def written(tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 @pytest.mark.parametrize("name", ["named", "inside"])
-def test_rows_are_the_samples_of_lines(written, tokenizer, name):
-    """Prevents: rows of another group, images in another order, or keys that Arrow adds."""
-    folder, _ = written
+def test_rows_are_the_samples_of_lines(row_folder, tokenizer, name):
+    """Prevents rows of another row group, reordered images, or keys that Arrow adds."""
+    folder, _ = row_folder
     lines = Annotations.open(folder / "lines.json")
     rows = open_meta(folder, a={"annotation": f"{name}.parquet", "root": "pictures"})
     assert len(rows) == SAMPLES
@@ -389,14 +389,14 @@ def test_rows_are_the_samples_of_lines(written, tokenizer, name):
         found = scan(rows, tokenizer, pool=LocalPool(processes)).lengths
         for column in ("tiles", "tokens", "loss_tokens"):
             assert (found.column(column) == expected.column(column)).all()
-    for index in reversed(range(SAMPLES)):  # from one row group to another
+    for index in reversed(range(SAMPLES)):  # alternates between row groups
         assert files_of(rows, index) == files_of(lines, index)
         assert rows[index].turns == lines[index].turns
 
 
-def test_files_of_rows_are_one_source(written):
-    """Prevents: rows of a second file taken for those of the first, or left out of the hash."""
-    folder, records = written
+def test_files_of_rows_are_one_source(row_folder):
+    """Prevents rows of a second file taken for the first file's, or missing from the hash."""
+    folder, records = row_folder
     rows = open_meta(folder, a={"shards": "train-{0..1}.parquet"})
     lines = Annotations.open(folder / "lines.json")
     for index, record in enumerate(records):
@@ -406,9 +406,9 @@ def test_files_of_rows_are_one_source(written):
     assert rows.sha256 != open_meta(folder, a={"shards": "train-{0..0}.parquet"}).sha256
 
 
-def test_an_index_knows_rows(written, tmp_path):
-    """Prevents: a training that reads whole files to open them, or finds other rows."""
-    meta = written[0] / "meta.json"
+def test_an_index_knows_rows(row_folder, tmp_path):
+    """Prevents training that reads entire Parquet files to open them, or finds other rows."""
+    meta = row_folder[0] / "meta.json"
     meta.write_text('{"a": {"annotation": "inside.parquet"}}')
     first = Annotations.open(meta, DataIndex.resume(tmp_path / "data.index", LocalPool()))
     again = Annotations.open(meta, DataIndex.open_complete(tmp_path / "data.index"))
@@ -417,7 +417,7 @@ def test_an_index_knows_rows(written, tmp_path):
 
 
 def test_one_image_or_recording_of_a_row(tmp_path):
-    """Prevents: a column of one file, as the hub's image datasets have, that is not understood."""
+    """Prevents refusing a column of a single file, as in the hub's image datasets."""
     row = record_of("<image><audio>What?", image={"bytes": b"png", "path": None}, audio=[b"wav"])
     pq.write_table(pa.Table.from_pylist([{**row, "width": 3}]), tmp_path / "a.parquet")
     annotations = Annotations.open(tmp_path / "a.parquet")
@@ -426,7 +426,7 @@ def test_one_image_or_recording_of_a_row(tmp_path):
 
 
 def test_columns_without_a_value_are_none(tmp_path):
-    """Prevents: messages refused for the keys of others, which Arrow gives to each of them."""
+    """Prevents refusing messages because of null fields that Arrow adds."""
     said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     names = ("role", "content", "tool_calls")
     schema = pa.schema({"messages": pa.list_(pa.struct([(n, pa.string()) for n in names]))})
@@ -438,7 +438,7 @@ def test_columns_without_a_value_are_none(tmp_path):
 
 
 def test_what_is_wrong_is_said_in_a_line(tmp_path):
-    """Prevents: a traceback, or a broken file that costs its samples in silence."""
+    """Prevents a traceback, or samples of a broken file dropped silently."""
     path = tmp_path / "a.parquet"
     with pytest.raises(UserError, match="no such"):
         open_meta(tmp_path, a={"annotation": "a.parquet"})
@@ -457,9 +457,9 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path):
         Annotations.open(path)[0]
 
 
-def test_rows_with_images_inside_are_not_exported(written):
-    """Prevents: another trainer's files that name images nobody can find."""
-    folder, records = written
+def test_rows_with_images_inside_are_not_exported(row_folder):
+    """Prevents exporting annotations that name embedded images."""
+    folder, records = row_folder
     inside = open_meta(folder, a={"annotation": "inside.parquet"})
     with pytest.raises(UserError, match="row 2 has images or recordings inside"):
         inside.read_stored(1)

@@ -49,7 +49,7 @@ FEW = dict.fromkeys(FEATURES, (5, 5))
 
 
 def random_encoder(rng, feature: str, is_trained: bool):
-    """Five units of three kinds, the first maybe frozen; some exchanges are slower than passes."""
+    """Return five units of three kinds, some frozen; some exchanges outlast their passes."""
     forward_ms, backward_ms, again_ms = rng.uniform(0, 1, (3, 3, 2))
     trained = np.arange(3) >= (rng.integers(3) if is_trained else 3)
     units = ShardedExchange(
@@ -82,7 +82,7 @@ def random_encoders(
     parallel: Parallel,
     ways: tuple[int, ...] = (1,),
 ) -> dict[int, EncodersCost]:
-    """Costs of unlike encoders, some maybe frozen, by the ranks that divide their weights."""
+    """Return costs of unlike encoders, some frozen, by the number of ranks that shard weights."""
 
     def once_ms() -> dict[str, float]:
         names = ("gather_ms", "reduction_ms", "update_ms")
@@ -107,7 +107,7 @@ def random_encoders(
     )
 
     def held(ranks: int) -> EncodersCost:
-        """A way to hold weights: exchange in every pass, or once a step."""
+        """Return costs with weights sharded over `ranks`: exchanges per pass, or per step at 1."""
         if ranks == 1:
             alone = {name: replace(one, exchange=None) for name, one in encoders.items()}
             return replace(whole, encoders=alone)
@@ -133,10 +133,10 @@ def random_problem(
     most: int = 3,
     ways: tuple[int, ...] = (1,),
 ) -> PlacementProblem:
-    """A pipeline on random packs, of which some hold no items; steps may lack some of the packs."""
+    """Return a pipeline on random packs; some packs lack items, and some steps lack packs."""
     names = tuple(towers.split())
     model = model_of(towers, *(LAYERS[name] for name in names))
-    # What data-parallel ranks exchange is hidden behind computation, which plain loops know not.
+    # Data-parallel exchanges overlap with computation, which the plain loops do not model.
     whole = random_cost(rng, model)
     whole = replace(whole, rates=replace(whole.rates, gradient_reduction_ms=0.0))
     encoders = random_encoders(rng, names[:-1], parallel, ways)
@@ -158,7 +158,7 @@ def random_problem(
 
 
 def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step: int, block: int):
-    """Items that every rank of a group encodes in a step, by encoder, and the runs they are in."""
+    """Return items per rank of a group in a step, by encoder, with their runs and pipelines."""
     load, cost = problem.workload, problem.any_encoders
     own = load.rows((load.step == step) & (load.dp_rank // beside.pipelines == block))
     columns = {name: problem.features.index(one.feature) for name, one in cost.encoders.items()}
@@ -178,7 +178,7 @@ def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step
 
 
 def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
-    """One pipeline's step, operation after operation as each can start."""
+    """Return a pipeline's step time: each operation starts as soon as possible."""
     times = stage_times(problem.cost, stages, own.features)
     passes = {Pass.FORWARD: times.forward_ms, Pass.BACKWARD: times.backward_ms}
     schedule = one_forward_one_backward(len(stages), 1, len(own))
@@ -187,8 +187,8 @@ def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
 
 
 def looped_steps_ms(problem: PlacementProblem, beside, stages, step: int) -> tuple[float, float]:
-    """One step: encoders, exchange, pipelines, exchange, encoders, update; and the mean pipeline's
-    alone, if the ranks of its group had equally much to encode."""
+    """Return a step's time (encoders, exchange, pipelines, exchange, encoders, update), and the
+    mean pipeline's with evenly divided encoder work."""
     cost, ends, alone = problem.encoders[beside.sharded], [], []
     groups = range(problem.workload.data_parallel_size // beside.pipelines)
     dealt = [items_of_ranks(problem, beside, step, block) for block in groups]
@@ -218,7 +218,7 @@ def looped_steps_ms(problem: PlacementProblem, beside, stages, step: int) -> tup
 
 
 def exchanges_ms(problem: PlacementProblem, beside, block: int, dealt) -> float:
-    """Time of both exchanges, by who sends each run to whom, without tensor-parallel ranks."""
+    """Return the time of both exchanges, from every run's sender and receiver, at tensor size 1."""
     cost, (_, runs, pipeline), total_ms = problem.any_encoders, dealt, 0.0
     ranks = cost.ranks_of_pipeline
     for encoders in (cost.encoders, {n: one for n, one in cost.encoders.items() if one.is_trained}):
@@ -233,7 +233,7 @@ def exchanges_ms(problem: PlacementProblem, beside, block: int, dealt) -> float:
 
 
 def test_features_leave_at_the_measured_rate_of_an_all_to_all():
-    """Prevents exchanges counted by messages although all-to-alls of that network are measured."""
+    """Prevents exchanges timed by messages although that network's all-to-all is measured."""
     sizes = Parallel(pipeline=2, data=4)
     counted = random_encoders(np.random.default_rng(0), ("vision",), sizes)[1]
     exchange = CollectiveTime(kind="all_to_all", ranks=4, latency_us=300, gb_per_s=2)
@@ -242,7 +242,7 @@ def test_features_leave_at_the_measured_rate_of_an_all_to_all():
     # Two pipelines of two ranks.
     assert measured.exchange_ms(2, *bytes_) == pytest.approx([0.3, 3.3], rel=1e-6)
     across = replace(measured, gpus_per_node=4)
-    # Three messages, and the slower of 2 MB within a node and 4 MB that leave it.
+    # Three messages, and the slower of 2 MB within a node and 4 MB between nodes.
     expected = [3 * 0.3, 3 * 0.3 + 4e6 * 2e-4]
     assert across.exchange_ms(2, *bytes_) == pytest.approx(expected)
     assert across.exchange_ms(2, *bytes_[::-1]) == pytest.approx([0.9, 0.9 + 4e6 * 1e-4])
@@ -266,8 +266,8 @@ CASES = [
 
 @pytest.mark.parametrize(("towers", "parallel", "ways"), CASES)
 def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
-    """Prevents a step without a group's busiest rank, a pass, a second forward, an exchange or the
-    slowest pipeline; and of ranks that divide weights, empty passes or waits for their block."""
+    """Prevents a step without a group's busiest rank, second forwards, an exchange or the slowest
+    pipeline; with sharded weights, without empty passes or waits."""
     for seed in range(12):
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, towers, parallel, steps=3, ways=ways)
@@ -285,7 +285,7 @@ def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
 
 
 def test_parts_of_a_step_add_up():
-    """Prevents time of no cause or of several, and an ideal step that is not all work, evenly."""
+    """Prevents time without a cause or counted twice, and a wrong ideal step."""
     for seed in range(6):
         rng = np.random.default_rng(seed)
         parallel = Parallel(pipeline=2, data=4)
@@ -312,7 +312,7 @@ def test_parts_of_a_step_add_up():
 
 
 def test_memory_is_what_a_loop_over_ranks_counts():
-    """Prevents kept items, inputs, features or buffers left out, or of a lighter step."""
+    """Prevents kept items, inputs, features or buffers left out, or a peak of a lighter step."""
     for seed in range(20):
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 4)
@@ -339,13 +339,13 @@ def test_memory_is_what_a_loop_over_ranks_counts():
             features += arrived.tolist()
         assert encoder_memory.features == pytest.approx(max(features))
         assert encoder_memory.buffers == (beside.pipelines * 2 - 1) * cost.peer_bytes
-        # Of several encoders, the most of each is kept to be on one rank.
+        # With several encoders, the bound assumes each encoder's maximum on the same rank.
         assert encoder_memory.kept >= max(held) * (1 - 1e-9)
         assert encoder_memory.encoding >= 2 * max(rows)
 
 
 def kept_as_told(parallel: Parallel, **encoders: dict) -> EncodersCost:
-    """Encoders with these changes, whose passes take no memory besides."""
+    """Return encoder costs with these changes; passes need no working memory."""
     (cost,) = random_encoders(np.random.default_rng(0), tuple(encoders), parallel).values()
     told = {name: {"working_bytes": np.zeros((1, 2))} | encoders[name] for name in encoders}
     changed = {name: replace(one, **told[name]) for name, one in cost.encoders.items()}
@@ -355,12 +355,12 @@ def kept_as_told(parallel: Parallel, **encoders: dict) -> EncodersCost:
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
-    """Prevents: a rank out of memory as its pipeline's features arrive, which encoding hides."""
+    """Prevents running out of memory as features arrive, hidden by a larger encoding peak."""
     vision = {"feature_bytes": 1000.0, "input_bytes": 7.0, "kept_bytes": np.zeros(2)}
     sizes, ranks = Parallel(tensor=tensor, pipeline=2, data=2), 4 * tensor
     cost = kept_as_told(sizes, vision=vision | {"is_trained": is_trained})
     beside = choice_of(2, 3, {"vision": 1})
-    # Two steps: all images in one pipeline's packs, or a few in both.
+    # Two steps: all images in packs of one pipeline, or a few in both.
     shares = ItemShares(
         steps=np.arange(2),
         pipelines=2,
@@ -368,18 +368,18 @@ def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
         encoded={"vision": np.array([[6] * ranks, [2] * ranks])},
     )
     encoder_memory, arrived = memory_of_encoders(shares, cost, beside), 6 * ranks * 1000
-    # Held to the step's end, with their gradients; as they came, and in order, and a rank's part.
+    # Features and gradients until the step's end; arriving: received, reordered, and a rank's part.
     assert encoder_memory.features == (2 if is_trained else 1) * arrived
     on_their_way = 2 * arrived + (arrived / 2 if tensor == 2 else 0)
     assert encoder_memory.features + encoder_memory.arrival == pytest.approx(on_their_way)
-    # In two orders, before there are any others.
+    # Two orders of rows at the start, with no others in memory.
     assert encoder_memory.encoding == 2 * 6 * 1000
-    # Inputs of what is encoded again.
+    # Inputs of items encoded a second time.
     assert encoder_memory.kept == (5 if is_trained else 0) * 7
 
 
 def test_passes_that_run_again_have_the_room_of_those_that_were_kept():
-    """Prevents: fewer kept items than fit, and second passes beside what is no longer kept."""
+    """Prevents fewer kept items than fit, by charging second passes on top of freed activations."""
     usual = {"feature_bytes": 1.0, "input_bytes": 0.0, "is_trained": True}
     vision, audio = (usual | {"kept_bytes": np.array([0.0, size])} for size in (100.0, 10.0))
     cost = kept_as_told(Parallel(pipeline=1, data=1), vision=vision, audio=audio)
@@ -393,11 +393,11 @@ def test_passes_that_run_again_have_the_room_of_those_that_were_kept():
         return found.kept + found.encoding
 
     rows = 18
-    # Four of vision again, where nothing is kept of vision any more.
+    # A second pass of four vision items, after all kept vision activations are freed.
     assert encoding(0, 0) == 400 + rows
     assert encoding(3, 0) == 400 + rows
     assert encoding(3, 9) == 490 + rows
-    # Four of audio again, after all that was kept; two orders of rows, before anything ran.
+    # A second pass of four audio items, after all kept ones; two orders of rows at the start.
     assert encoding(9, 0) == 900 + 2 * rows
 
 
@@ -410,7 +410,7 @@ def test_passes_that_run_again_have_the_room_of_those_that_were_kept():
     ],
 )
 def test_search_finds_what_trying_everything_finds(towers, ways, in_lockstep):
-    """Prevents a choice slower than another that fits, of all splits and recomputed layers."""
+    """Prevents a choice slower than the fastest that fits, over all splits and recomputations."""
     compared = 0
     for seed in range(2):
         rng = np.random.default_rng(seed)
@@ -420,7 +420,7 @@ def test_search_finds_what_trying_everything_finds(towers, ways, in_lockstep):
             cost = replace(problem.cost, runs_in_lockstep=True)
             problem = replace(problem, cost=cost, workload=problem.workload.in_groups_of(2))
         tried = list(all_choices(problem))
-        # A cap that most choices do not fit, and some do.
+        # A memory cap that few choices fit.
         cap = sorted(need for need, _ in tried)[len(tried) // 50] * 1.0001
         best_ms = min(ms for need, ms in tried if fits_cap(need, cap))
         found = search_encoders(replace(problem, memory_cap_bytes=cap))
@@ -431,7 +431,7 @@ def test_search_finds_what_trying_everything_finds(towers, ways, in_lockstep):
 
 
 def all_choices(problem: PlacementProblem):
-    """Peak in bytes and step of every choice with every split and every set of layers."""
+    """Yield peak bytes and step time of every choice with every split and recomputation."""
     is_layer = [word.layers is not None for word in unit_spans(problem.model)]
     splits = []
     for cut in range(1, len(is_layer)):
@@ -445,7 +445,7 @@ def all_choices(problem: PlacementProblem):
 
 
 def test_a_whole_copy_costs_what_its_units_cost():
-    """Prevents encoders divided by tensor-parallel ranks, or without some layers' time or state."""
+    """Prevents encoders divided by tensor-parallel ranks, or lacking some layers' time or state."""
     model, cluster = load_model("internvl2-1b"), load_cluster("h100-80g")
     parallel = Parallel(tensor=2, pipeline=2, data=4)
     cost = encoders_cost(model, cluster, parallel, "bf16")
@@ -460,7 +460,7 @@ def test_a_whole_copy_costs_what_its_units_cost():
     parameters = layers * units["vision_layer"].parameters + sum(unit.parameters for unit in both)
     state = cost.weights_bytes, cost.gradients_bytes, cost.optimizer_bytes
     assert state == pytest.approx((2 * parameters, 4 * parameters, 12 * parameters / 16))
-    # Every trained parameter is exchanged: its weight in bf16, its gradient in fp32.
+    # Every trained parameter is exchanged: weights in bf16, gradients in fp32.
     assert cost.gather_ms == pytest.approx(cost.reduction_ms / 2)
     each = encoders_cost(model.with_tower("vision", layers=1), cluster, parallel, "bf16")
     fewer = (layers - 1) * units["vision_layer"].parameters / parameters
@@ -471,7 +471,7 @@ def test_a_whole_copy_costs_what_its_units_cost():
 
 
 def test_frozen_encoders_keep_and_send_back_nothing():
-    """Prevents backward work of what is frozen, and a trained projector whose tower runs once."""
+    """Prevents backward work for frozen encoders, and no second forward under a projector."""
     model, cluster = load_model("internvl2-1b"), load_cluster("h100-80g")
     sizes = model, cluster, Parallel(pipeline=2, data=4), "bf16"
     none = encoders_cost(*sizes, ("vision", "projector")).encoders["vision"]
@@ -500,7 +500,7 @@ def test_plans_are_whole_and_within_memory():
 
 
 def test_packs_of_any_model_are_balanced_by_the_pipeline_alone():
-    """Prevents packs that are dealt by the time of encoders, which no pipeline spends."""
+    """Prevents packs balanced by encoder time, which pipelines do not spend."""
     data = request().data
     packs, lengths = data.schedule(job_spec())
     beside = job_spec(placement=EncoderPlacement.DATA_PARALLEL).load_ms(packs.packs, lengths)

@@ -1,4 +1,4 @@
-"""Packs dealt to ranks of which some are slower than others."""
+"""Packs assigned to ranks of unequal speed."""
 
 from itertools import product
 
@@ -9,13 +9,13 @@ from omnibal.steps.deal import deal_by_speed
 
 
 def done_at(dealt: np.ndarray, load: np.ndarray, slowness: np.ndarray) -> float:
-    """When the last rank is done, given its packs [dp, slots]."""
+    """Return when the last rank finishes its packs [dp, slots]."""
     loads = [load[packs[packs >= 0]].sum() for packs in dealt]
     return float((loads * slowness).max())
 
 
 def test_slow_ranks_are_done_with_the_others():
-    """Prevents: ranks that wait for a slow one though it has fewer packs; against all deals."""
+    """Prevents waiting for a slow rank that could have fewer packs; tries all assignments."""
     rng = np.random.default_rng(0)
     over = []
     for _ in range(60):
@@ -36,7 +36,7 @@ def test_slow_ranks_are_done_with_the_others():
 
 
 def test_many_ranks_share_what_a_slow_one_leaves():
-    """Prevents: one rank that takes all that a slow one leaves, against packs that can be split."""
+    """Prevents one rank from receiving all packs that a slow rank leaves."""
     rng = np.random.default_rng(1)
     rows = np.arange(20 * 128).reshape(20, 128)
     load, slowness = rng.uniform(1, 2, rows.size), np.ones(16)

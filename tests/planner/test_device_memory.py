@@ -1,4 +1,4 @@
-"""Memory of launch lines beside that of jobs that ran, and beside sums made by hand."""
+"""Device memory of launch lines against measured jobs, and against sums by hand."""
 
 import numpy as np
 import pytest
@@ -21,12 +21,10 @@ RAN = (
     (DEEPSEEK, 4, {"expert": 8}, 45.63, 48.79),
     (DEEPSEEK, 4, {"pipeline": 2, "expert": 4}, 44.7, 47.05),
 )
-"""Jobs of 8 B200: model, layers, sizes, and the most memory of any of its ranks, in GiB, that torch
-had allocated and reserved.
-
-Of SimuMax v1.2 (MooreThreads/SimuMax, docs/b200): Megatron-LM with Transformer Engine 2.11, mock
-data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputation; as many with 4,
-8 and 32 micro-batches."""
+"""Jobs on 8 B200: model, layers, sizes, and the largest GiB of any rank that torch allocated and
+reserved. From SimuMax v1.2 (MooreThreads/SimuMax, docs/b200): Megatron-LM with Transformer Engine
+2.11, mock data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputation; equal
+for 4, 8 and 32 micro-batches."""
 
 
 UNFUSED = "--no-gradient-accumulation-fusion"
@@ -36,7 +34,7 @@ LINE = (
 )
 
 
-def launched(ran: tuple, more: str = "", *, length: int = 4096) -> LineJob:
+def make_line_job(ran: tuple, more: str = "", *, length: int = 4096) -> LineJob:
     name, layers, sizes, *_ = ran
     tensor, pipeline, expert = (sizes.get(each, 1) for each in ("tensor", "pipeline", "expert"))
     flags = (
@@ -51,71 +49,71 @@ def launched(ran: tuple, more: str = "", *, length: int = 4096) -> LineJob:
     return of_line(f"{LINE} {flags} {more}", model)
 
 
-def predicted(ran: tuple, more: str = "", *, length: int = 4096) -> Costed:
-    return predict_line(launched(ran, more, length=length))
+def predict_memory(ran: tuple, more: str = "", *, length: int = 4096) -> Costed:
+    return predict_line(make_line_job(ran, more, length=length))
 
 
 @pytest.mark.parametrize("ran", RAN)
 def test_memory_is_what_jobs_took(ran: tuple):
-    """Prevents: a job called fitting that ends out of memory by what libraries hold."""
-    memory, (*_, allocated_gib, reserved_gib) = predicted(ran).memory, ran
+    """Prevents a job reported as fitting that runs out of memory through library buffers."""
+    memory, (*_, allocated_gib, reserved_gib) = predict_memory(ran).memory, ran
     assert max(each.allocated_gib for each in memory) == pytest.approx(allocated_gib, rel=0.005)
     assert max(each.reserved_gib for each in memory) == pytest.approx(reserved_gib, rel=0.02)
 
 
 def test_first_stage_by_hand():
-    """Prevents: a tensor of Transformer Engine's layers that is counted twice, or on no stage.
-
-    Llama-3-70B's layer has a hidden size of 8,192, q, k and v of 10,240 and a feed-forward of
-    28,672; six of them stand behind 128,256 words, in two micro-batches of 4,096 tokens.
-    """
+    """Prevents a Transformer Engine tensor counted twice or not at all. Llama-3-70B's layer: hidden
+    size 8,192, qkv 10,240, feed-forward 28,672. The first stage has six, a vocabulary of 128,256
+    and 12 micro-batches of 4,096 tokens."""
     h, made, f, words, tokens = 8192, 8192 + 2048, 28672, 128256, 4096
     layer = h * made + h * h + 3 * h * f + 2 * h
     # Weights in bf16, gradients in fp32, 12 bytes of optimizer state over four ranks.
     state = (6 * layer + words * h) * (2 + 4 + 12 / 4)
-    # Input, normed, q, k and v, attention's output, residual, normed, gate and value, product; both
-    # norms' moments, and 64 heads' sums of exponentials.
+    # Input, norm, qkv, attention's output, residual, norm, gate and value, product; both norms'
+    # moments, and log-sum-exp of 64 heads.
     kept = tokens * 2 * (5 * h + made + 3 * f) + tokens * 4 * (2 + 64)
-    # SwiGLU's backward beside the residual's gradient, the product let go of: gradients of the
-    # product, of gate and value. Both tensors of the link to the next stage, and the words' ids.
+    # SwiGLU's backward: gradients of residual, product, gate and value, minus the freed product.
+    # Both tensors of the link to the next stage, and token ids.
     working = tokens * 2 * (h + 3 * f - f) + 2 * tokens * 2 * h + 2 * 8 * tokens
-    # An empty gradient of every shape of weight, one for all layers; two workspaces.
+    # An empty gradient per weight shape, shared by all layers; two workspaces.
     empty = 2 * (h * made + h * h + 2 * h * f + h * f) + 64 * MIB
-    first = predicted(RAN[0]).memory[0]
+    first = predict_memory(RAN[0]).memory[0]
     by_hand = (state + 12 * kept + working + empty) / 2**30
     assert first.allocated_gib == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_gradients_without_the_fused_sum_come_and_go():
-    """Prevents: room for empty gradients in trainers without them: local layers, or no fusion."""
+    """Prevents memory for empty gradients with local layers or unfused gradient accumulation."""
     engine, local, unfused = (
-        predicted(RAN[1], flag).memory[0].allocated_gib
+        predict_memory(RAN[1], flag).memory[0].allocated_gib
         for flag in ("", "--transformer-impl local", UNFUSED)
     )
     assert local == unfused
-    # At the head's backward, which makes the largest gradient: one of its own either way.
+    # The peak is the head's backward, with its largest gradient allocated either way.
     h, made, f = 8192, 10240, 28672
     empty = 2 * (h * made + h * h + 3 * h * f) / 2 + 64 * MIB
     assert engine - local == pytest.approx(empty / 2**30, rel=1e-3)
 
 
 def test_empty_gradients_are_one_for_all_layers_and_chunks():
-    """Prevents: rooms that grow with layers, or that interleaved chunks lack or have twice."""
+    """Prevents empty-gradient memory that grows with layers, or differs with interleaved chunks."""
     ways = ("", "--num-virtual-stages-per-pipeline-rank 3")
-    plain, chunks = engine = [predicted(RAN[0], way) for way in ways]
+    plain, chunks = engine = [predict_memory(RAN[0], way) for way in ways]
     assert chunks.prediction.bubble_fraction < plain.prediction.bubble_fraction
     held = [
-        np.subtract(each.peaks_gib, predicted(RAN[0], f"{way} {UNFUSED}").peaks_gib)
+        np.subtract(each.peaks_gib, predict_memory(RAN[0], f"{way} {UNFUSED}").peaks_gib)
         for each, way in zip(engine, ways, strict=True)
     ]
     assert held[0] == pytest.approx(held[1], rel=0.02)
 
 
 def test_an_exchange_of_heads_keeps_one_output_more():
-    """Prevents: attention's output before the exchange back, in every layer, taken for none."""
+    """Prevents omitting the attention output kept before the all-to-all back, in each layer."""
     flags = "--context-parallel-size 4 --cp-comm-type"
     heads, ring = (
-        predicted((LLAMA, 12, {}), f"{flags} {exchange}", length=32768).prediction.stages[0].memory
+        predict_memory((LLAMA, 12, {}), f"{flags} {exchange}", length=32768)
+        .prediction.stages[0]
+        .memory
         for exchange in ("a2a", "p2p")
     )
     one = 12 * (32768 // 4) * 8192 * 2 / 2**30
@@ -123,22 +121,22 @@ def test_an_exchange_of_heads_keeps_one_output_more():
 
 
 def test_a_device_holds_more_than_torch():
-    """Prevents: memory of NCCL taken for torch's, and a second rank that costs no buffers."""
-    expert, alone = predicted(RAN[4]), predicted(RAN[3])
+    """Prevents NCCL memory counted as torch's, and a communicator without buffers."""
+    expert, alone = predict_memory(RAN[4]), predict_memory(RAN[3])
     for line in (expert, alone):
         for memory in line.memory:
             assert memory.allocated_gib < memory.reserved_gib < memory.device_gib
-    # Seven peers of an all-to-all, which the plan's own peak counts as well.
+    # Seven peers of an all-to-all; the plan's peak counts them too.
     peak_gib = expert.prediction.stages[0].memory.peak_gib
     assert peak_gib - expert.peaks_gib[0] == pytest.approx(7 * 384 / 1024)
-    # Of eight GPUs in one tensor-parallel group: that group, and the norm's.
+    # Tensor-parallel communicators of eight GPUs: the group itself, and the norm's.
     outside = alone.memory[0].device_gib - alone.memory[0].reserved_gib
     assert outside == pytest.approx(0.5 + 2 * 688 / 1024)
 
 
 def test_memory_grows_with_what_passes_keep():
-    """Prevents: a share of the whole taken for blocks that state never leaves empty."""
-    job = launched(RAN[1])
+    """Prevents allocator overhead charged on the total, though only activations fragment it."""
+    job = make_line_job(RAN[1])
     line = predict_line(job)
     (stage,) = line.prediction.stages
 

@@ -1,4 +1,4 @@
-"""Items assigned to ranks, beside all assignments that there are."""
+"""Assignment of items to ranks, against all assignments."""
 
 from functools import cache
 from itertools import product
@@ -13,14 +13,14 @@ pytestmark = pytest.mark.quick
 
 @cache
 def assignments(items: int, ranks: int) -> np.ndarray:
-    """Whether a rank has an item, in every assignment. bool [assignments, ranks, items]"""
+    """Return whether a rank has an item, for all assignments. bool [assignments, ranks, items]"""
     every = np.array(list(product(range(ranks), repeat=items)), np.int64)
     return every[:, None, :] == np.arange(ranks)[:, None]
 
 
 def joined_sets(weight: np.ndarray, ranks: int) -> list[float]:
-    """Sums of sets by largest differencing, ascending: the two lists of sets with the widest spread
-    are joined, the heaviest set of one with the lightest of the other."""
+    """Return sums of sets by largest differencing, ascending: join the two lists of widest spread,
+    the heaviest set of one with the lightest of the other."""
 
     def spread(sets: list[list[float]]) -> float:
         sums = [sum(each) for each in sets]
@@ -37,7 +37,7 @@ def joined_sets(weight: np.ndarray, ranks: int) -> list[float]:
 
 
 def test_differencing_against_sets_written_out() -> None:
-    """Prevents: joins in another order than by spread, which end with busier ranks unnoticed."""
+    """Prevents joins in another order than by spread, which load the busiest rank more."""
     rng = np.random.default_rng(5)
     for _ in range(200):
         weight, ranks = rng.lognormal(0, 1, int(rng.integers(1, 12))), int(rng.integers(2, 5))
@@ -47,11 +47,11 @@ def test_differencing_against_sets_written_out() -> None:
 
 
 def test_sums_against_all_assignments() -> None:
-    """Prevents: a result further from the best than promised, and a bound that is none."""
+    """Prevents a load above the guaranteed ratio to the optimum, and an invalid lower bound."""
     rng, ratios = np.random.default_rng(0), []
     for number in range(1_000):
         items, ranks = int(rng.integers(0, 8)), int(rng.integers(1, 4))
-        # Whole weights or not, with equals and giants.
+        # Integer and real weights, with equal and very large values.
         weight = (
             rng.integers(1, 10, items).astype(float),
             rng.lognormal(0, 1, items),
@@ -64,16 +64,16 @@ def test_sums_against_all_assignments() -> None:
         assert load_bound(weight, ranks) <= best * (1 + 1e-9)
         assert best * (1 - 1e-9) <= busiest <= best * (4 / 3 - 1 / (3 * ranks)) * (1 + 1e-9)
         ratios.append(busiest / best if best else 1.0)
-    # Longest first alone is at 1.013.
+    # Longest-first alone is at 1.013.
     assert np.mean(ratios) < 1.0005
 
 
 def test_bounds_of_known_cases() -> None:
-    """Prevents: a bound that is true and says nothing."""
+    """Prevents a valid but loose lower bound."""
     assert load_bound(np.array([5, 5, 5]), 2) == 10
     assert load_bound(np.array([4.0, 3, 3, 3]), 3) == 6
     assert load_bound(np.array([7, 1, 1]), 3) == 7
-    assert load_bound(np.array([2, 2, 1]), 2) == 3  # whole weights: 2.5 cannot be
+    assert load_bound(np.array([2, 2, 1]), 2) == 3  # integer weights: 2.5 is impossible
     assert load_bound(np.array([]), 2) == 0
 
 
@@ -82,7 +82,7 @@ def test_bounds_of_known_cases() -> None:
     [(200, 8, 0.002), (640, 64, 0.002), (3_000, 500, 0.04), (100_000, 2_560, 0.002)],
 )
 def test_large_jobs_are_near_the_bound(items: int, ranks: int, above: float) -> None:
-    """Prevents: exchanges that find nothing beyond brute force, or differencing that ends early."""
+    """Prevents ineffective exchanges beyond brute force, and differencing that ends early."""
     rng = np.random.default_rng(items)
     weight = rng.lognormal(0, 0.8, items) if items == 100_000 else rng.uniform(0.1, 1, items)
     busiest = np.bincount(balance(weight, ranks), weight, ranks).max()

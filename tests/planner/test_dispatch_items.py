@@ -1,4 +1,4 @@
-"""Shares of items that an encoding group's ranks encode, beside walks over every item."""
+"""Shares of items encoded by a group's ranks, against loops over every item."""
 
 from collections import Counter
 from itertools import product
@@ -14,7 +14,7 @@ Case = tuple[dict[str, np.ndarray], np.ndarray, int, int, dict[str, float]]
 
 
 def random_case(rng: np.random.Generator, *, most_packs: int = 12, most_items: int = 9) -> Case:
-    """Packs of one, two or three encoders, some without items, some pipelines without packs."""
+    """Return packs of one to three encoders; some packs lack items, some pipelines packs."""
     packs, pipelines, ranks = rng.integers(0, most_packs), rng.integers(1, 4), rng.integers(1, 4)
     names = ("vision", "audio", "lidar")[: rng.integers(1, 4)]
     items = {name: rng.integers(0, most_items, packs) * (rng.random(packs) < 0.7) for name in names}
@@ -22,7 +22,7 @@ def random_case(rng: np.random.Generator, *, most_packs: int = 12, most_items: i
     return items, rng.integers(0, pipelines, packs), int(pipelines), int(ranks), item_ms
 
 
-def shared(case: Case) -> dict[str, ItemRuns]:
+def share_case(case: Case) -> dict[str, ItemRuns]:
     items, pipeline_of_pack, pipelines, ranks_of_pipeline, item_ms = case
     return share_items(
         items,
@@ -39,7 +39,7 @@ def loads_of(found: dict[str, ItemRuns], ranks: int, item_ms: dict[str, float]) 
 
 
 def least_busiest_ms(counts: list[int], item_ms: list[float], ranks: int) -> float:
-    """Busiest rank's time of the best assignment, by trying all of them."""
+    """Return the busiest rank's time of the best assignment, by trying all."""
     states = {(0.0,) * ranks}
     for count, ms in zip(counts, item_ms, strict=True):
         for _ in range(count):
@@ -53,11 +53,11 @@ def least_busiest_ms(counts: list[int], item_ms: list[float], ranks: int) -> flo
 
 @pytest.mark.parametrize(("cases", "most"), [(100, (12, 9)), (20, (40, 30))])
 def test_every_item_is_encoded_once_in_few_runs_near_home(cases: int, most: tuple) -> None:
-    """Prevents: a tile of no rank or two, in an order not expected, strewn or sent for nothing."""
+    """Prevents a tile encoded by no rank or two, unsorted or scattered runs, and needless sends."""
     for seed in range(cases):
         case = random_case(np.random.default_rng(seed), most_packs=most[0], most_items=most[1])
         items, pipeline_of_pack, pipelines, ranks_of_pipeline, _ = case
-        found = shared(case)
+        found = share_case(case)
         assert list(found) == list(items)
         for name, runs in found.items():
             columns = runs.pack, runs.first, runs.count, runs.rank
@@ -73,10 +73,10 @@ def test_every_item_is_encoded_once_in_few_runs_near_home(cases: int, most: tupl
             keys = list(zip(runs.rank, runs.pack, runs.first, strict=True))
             assert keys == sorted(keys)
             assert all(0 <= rank < pipelines * ranks_of_pipeline for rank in runs.rank)
-            # A run ends with its pack, its rank's share, or what its pipeline keeps.
+            # A run ends with its pack, its rank's share, or its pipeline's part.
             with_items = int((items[name] > 0).sum())
             assert len(runs) <= with_items + 2 * pipelines * ranks_of_pipeline
-            # As few items cross pipelines as the shares of these allow.
+            # As few items cross pipelines as the shares allow.
             away = runs.rank // ranks_of_pipeline
             crossing = runs.count[pipeline_of_pack[runs.pack] != away].sum()
             here = np.bincount(pipeline_of_pack, items[name], pipelines)
@@ -86,12 +86,12 @@ def test_every_item_is_encoded_once_in_few_runs_near_home(cases: int, most: tupl
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_busiest_rank_is_within_an_item_of_the_best(seed: int) -> None:
-    """Prevents: shares that wait for one rank although others have room."""
+    """Prevents waiting for one rank although other ranks have less work."""
     rng = np.random.default_rng([1, seed])
     case = random_case(rng, most_packs=4, most_items=4)
     items, _, pipelines, ranks_of_pipeline, item_ms = case
     ranks = pipelines * ranks_of_pipeline
-    busiest_ms = loads_of(shared(case), ranks, item_ms).max()
+    busiest_ms = loads_of(share_case(case), ranks, item_ms).max()
     names = sorted(items, key=lambda name: -item_ms[name])
     counts = [int(items[name].sum()) for name in names]
     best_ms = least_busiest_ms(counts, [item_ms[name] for name in names], ranks)
@@ -103,7 +103,7 @@ def test_the_busiest_rank_is_within_an_item_of_the_best(seed: int) -> None:
 
 
 def test_short_items_go_where_few_long_ones_are() -> None:
-    """Prevents: items of all encoders counted alike, against all numbers on each rank."""
+    """Prevents counting items of all encoders as equal; compares with all counts per rank."""
     rng = np.random.default_rng(0)
     for _ in range(60):
         counts, ranks = rng.integers(0, 13, 2), int(rng.integers(2, 4))
@@ -124,25 +124,25 @@ def test_short_items_go_where_few_long_ones_are() -> None:
 
 
 def test_a_rank_more_goes_to_the_pipeline_that_needs_it() -> None:
-    """Prevents: one item more on a pipeline that has none of its own left."""
+    """Prevents an extra item on a pipeline that has none of its own left."""
     items = {"vision": np.array([4, 6])}
-    found = shared((items, np.array([0, 1]), 2, 4, {"vision": 1.0}))["vision"]
+    found = share_case((items, np.array([0, 1]), 2, 4, {"vision": 1.0}))["vision"]
     np.testing.assert_array_equal(np.bincount(found.rank, found.count), [1, 1, 1, 1, 2, 2, 1, 1])
     assert set(zip(found.pack, found.rank // 4, strict=True)) == {(0, 0), (1, 1)}
 
 
 @pytest.mark.parametrize("packs", [0, 3])
 def test_nothing_to_encode(packs: int) -> None:
-    """Prevents: a step of text alone, or a group without packs, that ends the run."""
+    """Prevents a crash in a step of text only, or a group without packs."""
     none = np.zeros(packs, np.int64)
-    found = shared((dict.fromkeys("ab", none), none, 2, 2, {"a": 1.0, "b": 2.0}))
+    found = share_case((dict.fromkeys("ab", none), none, 2, 2, {"a": 1.0, "b": 2.0}))
     assert [len(runs) for runs in found.values()] == [0, 0]
-    assert shared(({}, none, 2, 2, {})) == {}
+    assert share_case(({}, none, 2, 2, {})) == {}
 
 
 def test_one_rank_encodes_everything_in_order() -> None:
-    """Prevents: runs of one pack in pieces where nothing is shared."""
-    found = shared(({"vision": np.array([2, 0, 5])}, np.zeros(3, int), 1, 1, {"vision": 3.0}))
+    """Prevents splitting a pack's items when there is only one rank."""
+    found = share_case(({"vision": np.array([2, 0, 5])}, np.zeros(3, int), 1, 1, {"vision": 3.0}))
     runs = found["vision"]
     columns = [each.tolist() for each in (runs.pack, runs.first, runs.count, runs.rank)]
     assert columns == [[0, 2], [0, 0], [2, 5], [0, 0]]
@@ -150,9 +150,9 @@ def test_one_rank_encodes_everything_in_order() -> None:
 
 @pytest.mark.parametrize("audio_ms", [0.0, 1e-12, 1e9])
 def test_times_of_any_size_are_shared(audio_ms: float) -> None:
-    """Prevents: items lost or all on one rank where an encoder costs next to nothing."""
+    """Prevents lost items, or all on one rank, if an encoder costs next to nothing."""
     items = {"vision": np.array([70]), "audio": np.array([33])}
-    found = shared((items, np.zeros(1, int), 1, 4, {"vision": 2.0, "audio": audio_ms}))
+    found = share_case((items, np.zeros(1, int), 1, 4, {"vision": 2.0, "audio": audio_ms}))
     counts = {name: np.bincount(runs.rank, runs.count, 4) for name, runs in found.items()}
     assert counts["vision"].sum() == 70 and counts["audio"].sum() == 33
     if audio_ms != 1e-12:
@@ -162,7 +162,7 @@ def test_times_of_any_size_are_shared(audio_ms: float) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_many_groups_at_once_are_shared_as_one_by_one(seed: int) -> None:
-    """Prevents: a prediction of other shares than those that are trained."""
+    """Prevents predicting other shares than training uses."""
     rng = np.random.default_rng([4, seed])
     groups, pipelines, ranks_of_pipeline = 6, int(rng.integers(1, 4)), int(rng.integers(1, 5))
     item_ms = {"vision": 1.0, "audio": float(rng.choice([0.4, 2.3]))}
@@ -175,18 +175,18 @@ def test_many_groups_at_once_are_shared_as_one_by_one(seed: int) -> None:
         steps.append((items, of))
     together = shares_of_ranks(held, ranks_of_pipeline=ranks_of_pipeline, item_ms=item_ms)
     for group, (items, pipeline_of_pack) in enumerate(steps):
-        alone = shared((items, pipeline_of_pack, pipelines, ranks_of_pipeline, item_ms))
+        alone = share_case((items, pipeline_of_pack, pipelines, ranks_of_pipeline, item_ms))
         for name, runs in alone.items():
             counts = np.bincount(runs.rank, runs.count, pipelines * ranks_of_pipeline)
             np.testing.assert_array_equal(counts, together[name][group])
 
 
 def test_the_largest_job_is_shared_evenly() -> None:
-    """Prevents: items of 2,560 ranks and two encoders that fill one rank before another."""
+    """Prevents uneven loads at 2,560 ranks and two encoders."""
     rng = np.random.default_rng(0)
     packs = 20_000
     items = {"vision": rng.integers(0, 7, packs), "audio": rng.integers(0, 5, packs)}
     assert sum(int(counts.sum()) for counts in items.values()) > 95_000
     case = (items, np.sort(rng.integers(0, 80, packs)), 80, 32, {"vision": 5.0, "audio": 8.0})
-    loads = loads_of(shared(case), 2560, case[-1])
+    loads = loads_of(share_case(case), 2560, case[-1])
     assert loads.max() - loads.mean() <= 5.0
