@@ -1,8 +1,8 @@
-"""Commands as they are typed, in processes forked from one that has imported what they need.
+"""Run user commands in processes forked from a server that has imported torch and Megatron-core.
 
-A Python that starts anew imports torch and Megatron-core for ten seconds. What runs here is the
-script's own file, as `__main__`, with its own arguments, environment, output and exit status. Only
-an import that it forgets would not be noticed: some test starts each script by itself too.
+A fresh Python imports them for ten seconds. The script's own file runs as `__main__`, with its own
+arguments, environment, output and exit status. Only a missing import goes unnoticed: for each
+script, some test also starts a fresh Python.
 """
 
 import atexit
@@ -41,7 +41,7 @@ Completed = subprocess.CompletedProcess[str]
 
 
 class Started:
-    """Processes of one command that run, or have ended; each keeps its id until `ended` is read."""
+    """Processes of one command. Their ids stay reserved until `ended` is read."""
 
     def __init__(self, pids: list[int], finish: Callable[[], list[Completed]]) -> None:
         self.pids = pids
@@ -49,18 +49,18 @@ class Started:
 
     @cached_property
     def ended(self) -> list[Completed]:
-        """What all of them came to, once they have ended."""
+        """Output and exit status by process; waits until all have exited."""
         return self._finish()
 
     def kill(self) -> None:
-        """End those that still run."""
+        """Kill the processes unless they were waited for."""
         if "ended" not in vars(self):
             for pid in self.pids:
                 os.kill(pid, signal.SIGKILL)
 
 
 class Launcher:
-    """The process that others are forked from; it ends with this one."""
+    """The server process that forks commands; it exits with this process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -69,7 +69,7 @@ class Launcher:
         )  # fmt: skip
 
     def run(self, *command: object, **environment: str) -> Completed:
-        """`python COMMAND` in the repository, with more environment."""
+        """Run `python COMMAND` in the repository with this environment added."""
         with self.start(command, [environment]) as started:
             [completed] = started.ended
         return completed
@@ -78,9 +78,9 @@ class Launcher:
     def start(
         self, command: tuple[object, ...], environments: list[Mapping[str, str]]
     ) -> Iterator[Started]:
-        """The same several times at once, as the ranks of a job are, beside the body of the `with`.
+        """Run one process per environment, as ranks of a job, during the body of the `with`.
 
-        It ends when they have ended, and ends them if it fails; no other command runs meanwhile.
+        Leaving the body waits for them, an exception kills them. No other command runs meanwhile.
         """
         words = [str(word) for word in command]
         with tempfile.TemporaryDirectory() as folder:
@@ -98,12 +98,12 @@ class Launcher:
                         Path(f"{output}.out").read_text(),
                         Path(f"{output}.err").read_text(),
                     )
-                    for code, output in zip(self._read(), outputs, strict=True)
+                    for code, output in zip(self._read_integers(), outputs, strict=True)
                 ]
 
             assert self._process.stdin is not None
             print(json.dumps(starts), file=self._process.stdin, flush=True)
-            started = Started(self._read(), finish)
+            started = Started(self._read_integers(), finish)
             try:
                 yield started
             except BaseException:
@@ -117,14 +117,14 @@ class Launcher:
         self._process.stdin.close()
         self._process.wait()
 
-    def _read(self) -> list[int]:
+    def _read_integers(self) -> list[int]:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
 
 @cache
-def _held_ports() -> tuple[Iterator[int], IO[str]]:
-    """A hundred ports of this process alone, over and over, and the file whose lock keeps them."""
+def _reserve_ports() -> tuple[Iterator[int], IO[str]]:
+    """Return a cycle of 100 ports reserved for this process, and the locked file for them."""
     for first in range(20_000, 30_000, 100):
         held = (Path(tempfile.gettempdir()) / f"omnibal-tests-ports-{first}").open("w")
         try:
@@ -135,12 +135,12 @@ def _held_ports() -> tuple[Iterator[int], IO[str]]:
     raise AssertionError("all ports of tests are held")
 
 
-def reserved_port() -> int:
-    """Return another free port each time, below those that the system hands out.
+def reserve_port() -> int:
+    """Return a different free port on each call, below the system's ephemeral ports.
 
-    A port is not used again at once: what a killed rank has forked may still listen on it.
+    Children of a killed rank may still listen on the last port.
     """
-    for port in islice(_held_ports()[0], 100):
+    for port in islice(_reserve_ports()[0], 100):
         with socket.socket() as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -153,16 +153,16 @@ def reserved_port() -> int:
 
 @cache
 def launcher() -> Launcher:
-    """The one of this process's tests."""
+    """Return the launcher of this test process."""
     return Launcher()
 
 
 def _serve() -> None:
-    """Fork what each line of the input asks for."""
+    """Fork the commands of each input line; print their ids, then their exit statuses."""
     sys.path.insert(0, str(REPOSITORY))
     for module in _IMPORTED:
         __import__(module)
-    # A collection, as every Python that ends makes one, would copy all of this in every child.
+    # At exit, a garbage collection would copy all of this memory in every child.
     gc.collect()
     gc.freeze()
     while line := sys.stdin.readline():
@@ -170,7 +170,7 @@ def _serve() -> None:
         for start in json.loads(line):
             child = os.fork()
             if child == 0:
-                _become(**start)
+                _run_child(**start)
             children.append(child)
         print(json.dumps(children), flush=True)
         for child in children:
@@ -179,16 +179,16 @@ def _serve() -> None:
         print(json.dumps([os.waitstatus_to_exitcode(status) for status in statuses]), flush=True)
 
 
-def _become(words: list[str], environment: dict[str, Any], output: str) -> NoReturn:
-    """Be the command to its end, but that the interpreter is not taken apart: most of a second."""
+def _run_child(words: list[str], environment: dict[str, Any], output: str) -> NoReturn:
+    """Run the command and exit without the interpreter's teardown, which takes most of a second."""
     os.environ.update(environment)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     for descriptor, end in enumerate(_ENDS, start=1):
         file = os.open(output + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
-    signal.alarm(TIMEOUT_S)  # whose signal ends a process that nobody else would
-    status = _status(words)
+    signal.alarm(TIMEOUT_S)  # SIGALRM kills the process after the limit
+    status = _run_command(words)
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -196,7 +196,7 @@ def _become(words: list[str], environment: dict[str, Any], output: str) -> NoRet
     os._exit(status)
 
 
-def _status(words: list[str]) -> int:
+def _run_command(words: list[str]) -> int:
     try:
         if words[0] == "-m":
             sys.argv = words[1:]

@@ -1,4 +1,4 @@
-"""The user's commands on the digits: planned, trained, and what a run left."""
+"""Run the user's commands on the digits dataset, and read run logs and evaluations."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher, reserved_port
+from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher, reserve_port
 
 from omnibal.job.runlog import latest_step
 
@@ -27,7 +27,7 @@ def run(*command: object, processes: int | None = None) -> Completed:
             [sys.executable, *map(str, command)],
             cwd=REPOSITORY, text=True, capture_output=True, timeout=TIMEOUT_S,
         )  # fmt: skip
-    # A number of processes stands for a launcher: this is one rank of so many.
+    # `processes` makes this rank 0 of an incomplete launch.
     ranks = {} if processes is None else {"RANK": "0", "WORLD_SIZE": str(processes)}
     return launcher().run(*command, **ranks)
 
@@ -35,13 +35,13 @@ def run(*command: object, processes: int | None = None) -> Completed:
 def ranks_start(
     ranks: int, *command: object, **environment: str
 ) -> AbstractContextManager[Started]:
-    """Ranks that are told where to meet, as Slurm does."""
+    """Start ranks with the environment variables that Slurm jobs set."""
     environments = [each | environment for each in rank_environments(ranks)]
     return launcher().start(command, environments)
 
 
 def run_ranks(ranks: int, *command: object, **environment: str) -> Completed:
-    """What all of them said, one after the other."""
+    """Run all ranks; return their joined output and largest exit status."""
     with ranks_start(ranks, *command, **environment) as started:
         ended = started.ended
     return Completed(
@@ -53,7 +53,7 @@ def run_ranks(ranks: int, *command: object, **environment: str) -> Completed:
 
 
 def rank_environments(processes: int) -> Iterator[dict[str, str]]:
-    port = reserved_port()
+    port = reserve_port()
     for rank in range(processes):
         yield {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
@@ -62,11 +62,10 @@ def rank_environments(processes: int) -> Iterator[dict[str, str]]:
 
 
 def forked_steps(monkeypatch) -> list[str]:
-    """Make `omnibal run` fork its steps, and the launch script's ranks without torchrun, from a
-    process that has imported what they need; return what they say, as it comes."""
+    """Make `omnibal run` fork its commands and ranks from the launcher; return their output."""
     said: list[str] = []
 
-    def forked(command, say):
+    def fork_command(command, say):
         words, ranks = command[1:], 1
         if command[0] == "bash":
             script = shlex.split(Path(words[0]).read_text(), comments=True)
@@ -78,7 +77,7 @@ def forked_steps(monkeypatch) -> list[str]:
         said.append(ended.stdout + ended.stderr)
         return ended.returncode
 
-    monkeypatch.setattr("omnibal.runs.running._run_command", forked)
+    monkeypatch.setattr("omnibal.runs.running._run_command", fork_command)
     return said
 
 
@@ -99,7 +98,7 @@ def pair_succeeds(*command: object) -> str:
 
 
 def refuse(*command: object, processes: int | None = None) -> str:
-    """The one line of a user's mistake."""
+    """Run a command that must fail with one error line; return the line."""
     result = run(*command, processes=processes)
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -107,8 +106,8 @@ def refuse(*command: object, processes: int | None = None) -> str:
     return lines[0]
 
 
-def plan_of(lengths: Path, output: Path, *options: object) -> Path:
-    """Plan whole packs, of which all parallel sizes have the same."""
+def plan_digits(lengths: Path, output: Path, *options: object) -> Path:
+    """Plan packs without context parallelism, which do not depend on the parallel sizes."""
     options = ("--lengths", lengths, "--micro-batches", "4", "--packing-levels", "1", *options)
     succeed(*PLAN, *CAPS, *options, "-o", output)
     return output
@@ -131,14 +130,14 @@ def losses(save: Path) -> list[float]:
 
 
 def assert_same_evaluation(saves: list[Path]) -> None:
-    """Fail unless the runs have the last validation and all answers in common."""
+    """Fail unless the runs agree in the last validation and in all answers."""
     for name, tolerance in (("step", 0), ("loss_tokens", 0), ("loss", 1e-4)):
         lines = [(save / "validation.jsonl").read_text().splitlines()[-1] for save in saves]
         validated = [json.loads(line)[name] for line in lines]
         assert validated == pytest.approx([validated[0]] * len(saves), rel=tolerance)
     answered = [json.loads((save / "evaluation.json").read_text()) for save in saves]
     for found in answered:
-        found["examples"].sort(key=json.dumps)  # ranks ask in turn
+        found["examples"].sort(key=json.dumps)  # ranks interleave examples
     assert all(found == answered[0] for found in answered)
 
 

@@ -1,4 +1,4 @@
-"""Datasets of a few records, and what a scan finds in them."""
+"""Small JSONL datasets, their scans, and image files."""
 
 import io
 import json
@@ -17,17 +17,17 @@ DIGITS = load_model("internvl-digits")
 
 
 def said(*texts: str) -> list[dict[str, str]]:
-    """Messages of a record: questions and answers in turns."""
+    """Messages of a record, alternating user and assistant."""
     return [{"from": ("human", "gpt")[k % 2], "value": text} for k, text in enumerate(texts)]
 
 
 def record_of(question: str = "Which?", answer: str = "7", **extra: object) -> dict:
-    """Make a record of one question and its answer."""
+    """Return a record of one question and answer."""
     return {"conversations": said(question, answer), **extra}
 
 
 def write_jsonl(path: Path, *records: object) -> Path:
-    """Write a line of JSON for each record; texts are lines as they are."""
+    """Write a line of JSON per record; strings are written verbatim."""
     lines = [each if isinstance(each, str) else json.dumps(each) for each in records]
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return path
@@ -40,7 +40,7 @@ def open_meta(folder: Path, **sources: dict) -> Annotations:
 
 
 def open_jsonl(folder: Path, *records: object, **entry: object) -> Annotations:
-    """Write and open one source of these records, about files of the folder."""
+    """Write and open a dataset of one source; media paths are relative to the folder."""
     write_jsonl(folder / "a.jsonl", *records)
     return open_meta(folder, a={"root": "", "annotation": "a.jsonl", **entry})
 
@@ -48,17 +48,17 @@ def open_jsonl(folder: Path, *records: object, **entry: object) -> Annotations:
 def scan(
     annotations: Annotations, tokenizer: Tokenizer, model: ModelConfig = DIGITS, **options
 ) -> Scan:
-    """Scan without telling of progress."""
+    """Scan without progress output."""
     return scan_lengths(annotations, model, tokenizer, lambda _: None, **options)
 
 
 def picture(width: int = 64, height: int = 32, kind: str = "png", **options: object) -> bytes:
-    """Image file of noise."""
+    """Encoded image of noise."""
     pixels, stored = np.random.default_rng(0).integers(0, 256, (height, width, 3)), io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(stored, kind, **options)
     return stored.getvalue()
 
 
 def png_chunk(name: bytes, content: bytes) -> bytes:
-    """Part of a PNG file, with its checksum."""
+    """PNG chunk with length and checksum."""
     return len(content).to_bytes(4) + name + content + zlib.crc32(name + content).to_bytes(4)

@@ -1,4 +1,4 @@
-"""The same samples three ways: JSONL with files, and shards of webdataset's own writer."""
+"""Samples as JSONL with media files, or as tar shards written by webdataset."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ SAMPLES = 24
 
 
 def make_samples(folder: Path) -> list[dict]:
-    """Records about none, one or many pictures of folder/pictures, or a video; each with an id."""
+    """Write folder/pictures; return records with 0, 1, 2 or 12 images, or a video, and an id."""
     rng, records = np.random.default_rng(2), []
     pictures = folder / "pictures"
     pictures.mkdir()
@@ -31,14 +31,14 @@ def make_samples(folder: Path) -> list[dict]:
 
 
 def write_lines(folder: Path, records: Iterable[dict]) -> Path:
-    """A meta of these records as JSONL about the files in folder/pictures."""
+    """Write the records as JSONL about folder/pictures; return the meta file."""
     write_jsonl(folder / "a.jsonl", *records)
     (folder / "lines.json").write_text('{"a": {"root": "pictures", "annotation": "a.jsonl"}}')
     return folder / "lines.json"
 
 
 def write_shards(folder: Path, records: list[dict], per_shard: int = 10) -> list[Path]:
-    """Shards of these records with their pictures, whose names images of a record leave out."""
+    """Write tar shards with the records' media; JSON members omit the `image` field."""
     from webdataset import TarWriter
 
     paths = []

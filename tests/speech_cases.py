@@ -1,4 +1,4 @@
-"""A small model that sees and hears, its tokenizer, and samples that show and say something."""
+"""A small model with image and audio encoders, its tokenizer, and image-audio samples."""
 
 import json
 import shutil
@@ -33,11 +33,11 @@ SOUNDS = {
     "dat.wav": (48_000, 3),
     "own.flac": (16_000, 1),
 }
-"""Samples per second and channels by name of file."""
+"""Sample rate in Hz and channels by file name."""
 
 
 def hearing_tokenizer(digits: Path, folder: Path) -> Tokenizer:
-    """The quickstart's tokenizer with the pieces of recordings added, in `folder`."""
+    """Write the quickstart's tokenizer with audio tokens added to `folder`, and open it."""
     folder.mkdir()
     shutil.copy(digits / "tokenizer.model", folder)
     first = open_tokenizer(folder / "tokenizer.model").vocab_size
@@ -47,7 +47,7 @@ def hearing_tokenizer(digits: Path, folder: Path) -> Tokenizer:
 
 
 def write_sound(path: Path, seconds: float, rate_hz: int, channels: int, seed: int = 0) -> int:
-    """Write noise of so many seconds; returns its samples."""
+    """Write `seconds` of noise; return the samples per channel."""
     rng = np.random.default_rng(seed)
     samples = round(seconds * rate_hz)
     soundfile.write(path, rng.uniform(-0.5, 0.5, (samples, channels)), rate_hz)
@@ -55,7 +55,7 @@ def write_sound(path: Path, seconds: float, rate_hz: int, channels: int, seed: i
 
 
 def make_speech(folder: Path) -> Path:
-    """A meta of 12 samples that show 0 to 2 images and say 0 to 3 recordings of 0.1 to 3 clips."""
+    """Write 12 samples with 0 to 2 images and 0 to 3 recordings of 0.1 to 2.9 clips."""
     files = folder / "files"
     files.mkdir()
     for k in range(3):

@@ -1,4 +1,4 @@
-"""Plans whose ranks divide weights, encoders or packs, through the commands as they are typed."""
+"""End-to-end runs with sharded weights, data-parallel encoders and context-parallel packs."""
 
 import json
 import re
@@ -42,8 +42,8 @@ ENCODERS = DataParallelEncoders(
 )
 
 
-def edited(source: Path, name: str, edit: Callable[[dict], None]) -> Path:
-    """A copy of a plan's folder with another plan.json."""
+def edit_plan(source: Path, name: str, edit: Callable[[dict], None]) -> Path:
+    """Copy a plan's folder and edit the copy's plan.json."""
     folder = shutil.copytree(source, source.with_name(name))
     plan = json.loads((folder / "plan.json").read_text())
     edit(plan)
@@ -53,25 +53,25 @@ def edited(source: Path, name: str, edit: Callable[[dict], None]) -> Path:
 
 @pytest.fixture(scope="module")
 def plans(single, tmp_path_factory) -> dict[str, Path]:
-    """The same steps on one rank, and on several that divide something."""
+    """Plans of identical steps: one rank, sharded weights or encoders, and shared packs."""
     base = tmp_path_factory.mktemp("plans")
 
-    def planned(name: str, *sizes: str) -> Path:
+    def make_plan(name: str, *sizes: str) -> Path:
         succeed(*PLAN, "--steps-of", single, *sizes, "-o", base / name)
         return base / name
 
-    def with_sharded_weights(plan: dict) -> None:
+    def shard_weights(plan: dict) -> None:
         plan["parallel"]["sharded"] = 2
         plan["prediction"] = None
 
-    wide, pairs = planned("wide", "--dp", "4"), planned("pairs", "--pp", "2", "--dp", "2")
-    beside = planned("beside", "--pp", "2", "--dp", "2", "--encoder", "data-parallel")
+    wide, pairs = make_plan("wide", "--dp", "4"), make_plan("pairs", "--pp", "2", "--dp", "2")
+    beside = make_plan("beside", "--pp", "2", "--dp", "2", "--encoder", "data-parallel")
     return {
         "single": single,
-        "sharded": edited(wide, "sharded", with_sharded_weights),
-        "staged": edited(pairs, "staged", with_sharded_weights),
+        "sharded": edit_plan(wide, "sharded", shard_weights),
+        "staged": edit_plan(pairs, "staged", shard_weights),
         "beside": beside,
-        "divided": edited(beside, "divided", lambda plan: plan["beside"].update(sharded=4)),
+        "divided": edit_plan(beside, "divided", lambda plan: plan["beside"].update(sharded=4)),
         "pair": shared_plan(single, base / "pair", 2, (1, 2)),
         "four": shared_plan(single, base / "four", 4, (2, 4), ENCODERS),
     }
@@ -84,7 +84,7 @@ def shared_plan(
     contexts: tuple[int, int],
     beside: DataParallelEncoders | None = None,
 ) -> Path:
-    """The same steps on so many ranks: short packs shared by `contexts[0]`, others by `[1]`."""
+    """Write a plan of these steps on `data` ranks: CP `contexts[0]` for short packs, else `[1]`."""
     plan = read_plan(single)
     packs, sample_lengths = read_plan_data(plan, single)
     short, caps = int(np.median(packs.tokens)), plan.data.caps
@@ -99,7 +99,7 @@ def shared_plan(
             contexts, (short, caps["tokens"]), ((), ("language 0",)), strict=True
         )
     )
-    dealt = deal(packs, (packs.tokens > short).astype(np.int32), contexts, data)
+    dealt = deal_packs(packs, (packs.tokens > short).astype(np.int32), contexts, data)
     of_data = {
         "method": "other",
         "packs_sha256": dealt.sha256,
@@ -121,10 +121,10 @@ def shared_plan(
     return folder
 
 
-def deal(
+def deal_packs(
     packs: ScheduledPacks, level: np.ndarray, contexts: tuple[int, int], data: int
 ) -> ScheduledPacks:
-    """Rows of packs of one level: full ones first, then the others, the widest first."""
+    """Deal packs to slots of one context size; widest slots first."""
     place = {"dp_rank": np.zeros(len(packs), np.int32), "slot": np.zeros(len(packs), np.int32)}
     for step in range(packs.steps):
         rows = []
@@ -144,17 +144,17 @@ def deal(
 
 
 @pytest.fixture(scope="module")
-def held(digits) -> tuple[object, ...]:
-    """Options of a run's last step."""
+def eval_options(digits) -> tuple[object, ...]:
+    """Options for training to step 3 with validation and evaluation."""
     data = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "12")
     return (*data, "--eval-interval", "3", "--max-new-tokens", "2", "--train-iters", "3")
 
 
 @pytest.fixture(scope="module")
-def alone(single, digits, held, tmp_path_factory) -> Path:
-    """Three steps of one process."""
+def single_run(single, digits, eval_options, tmp_path_factory) -> Path:
+    """A run of three steps on one process."""
     save = tmp_path_factory.mktemp("runs") / "alone"
-    succeed(*training(single, digits, save, *held))
+    succeed(*training(single, digits, save, *eval_options))
     return save
 
 
@@ -169,9 +169,9 @@ def alone(single, digits, held, tmp_path_factory) -> Path:
     ids=["weights", "weights of stages", "encoders", "packs"],
 )
 def test_ranks_that_divide_train_resume_and_answer_as_one_process(
-    plans, alone, digits, held, tmp_path, first, others
+    plans, single_run, digits, eval_options, tmp_path, first, others
 ):
-    """Prevents: a plan that the trainer cannot follow, or go on from where another began."""
+    """Prevents losses, answers or sample counts that depend on sharding, or a resume that fails."""
     plan, ranks = first
     begun, saves = tmp_path / "begun", []
     ranks_succeed(ranks, *training(plans[plan], digits, begun, "--train-iters", "2"))
@@ -179,20 +179,20 @@ def test_ranks_that_divide_train_resume_and_answer_as_one_process(
         checked = succeed("-m", "omnibal", "check", plans[plan])
         assert "levels of context size 1, 2" in checked
     for plan, ranks in others:
-        # The last goes on in the same directory.
+        # The last plan resumes in the directory of the first.
         saves.append(begun if (plan, ranks) == others[-1] else tmp_path / plan)
-        resume = training(plans[plan], digits, saves[-1], "--load", begun, *held)
+        resume = training(plans[plan], digits, saves[-1], "--load", begun, *eval_options)
         said = ranks_succeed(ranks, *resume)
     assert f"resuming {begun} after step 2" in said
     for save in saves:
-        expected = losses(alone) if save == begun else losses(alone)[2:]
+        expected = losses(single_run) if save == begun else losses(single_run)[2:]
         assert losses(save) == pytest.approx(expected, rel=1e-4)
     counted = [
         [(record["samples"], record["tokens"], record["tiles"]) for record in records(save)]
-        for save in (begun, alone)
+        for save in (begun, single_run)
     ]
     assert counted[0] == counted[1]
-    assert_same_evaluation([*saves, alone])
+    assert_same_evaluation([*saves, single_run])
     if plan == "beside":
         assert all(s["encoder_ms"] > 0 for record in records(begun) for s in record["stages"])
         page = tmp_path / "report.html"
@@ -209,7 +209,7 @@ def test_ranks_that_divide_train_resume_and_answer_as_one_process(
     ],
 )
 def test_other_layers_are_refused(plans, digits, tmp_path, monkeypatch, plan, ranks, told):
-    """Prevents: Transformer Engine's layers, or attention over a part of a pack, untested."""
+    """Prevents untested Transformer Engine runs with data-parallel encoders or shared packs."""
     command = training(plans[plan], digits, tmp_path / "run")
     monkeypatch.setattr("sys.argv", [str(word) for word in command])
     (_, arguments), launch = parse_arguments(), RankLaunch(rank=0, world_size=ranks, local_rank=0)

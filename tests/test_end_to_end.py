@@ -1,4 +1,4 @@
-"""The user's commands, as they are typed, on a small dataset: from images to a report."""
+"""End-to-end runs of the user's commands on the digits dataset, from images to a report."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from end_to_end_cases import (
     forked_steps,
     losses,
     pair_succeeds,
-    plan_of,
+    plan_digits,
     ranks_start,
     records,
     refuse,
@@ -36,25 +36,25 @@ from omnibal.base.folder_lock import lock_folder
 
 @pytest.fixture(scope="module")
 def plan(lengths, tmp_path_factory) -> Path:
-    return plan_of(lengths, tmp_path_factory.mktemp("plans") / "plan", "--pp", "2")
+    return plan_digits(lengths, tmp_path_factory.mktemp("plans") / "plan", "--pp", "2")
 
 
 @pytest.fixture(scope="module")
 def long_plan(lengths, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("plans") / "long"
-    return plan_of(lengths, folder, "--pp", "2", "--epochs", "4")
+    return plan_digits(lengths, folder, "--pp", "2", "--epochs", "4")
 
 
 @pytest.fixture(scope="module")
-def begun(single, digits, tmp_path_factory) -> Path:
-    """One step of one process; not to be written to."""
+def short_run(single, digits, tmp_path_factory) -> Path:
+    """Read-only run of one step on one process."""
     save = tmp_path_factory.mktemp("runs") / "begun"
     succeed(*training(single, digits, save, "--train-iters", "1"))
     return save
 
 
 def test_two_ranks_under_torchrun_equal_one_process(plan, single, digits, tmp_path):
-    """Prevents: commands of the README, from training to a report, that do not fit together."""
+    """Prevents losses that differ between PP 2 and one process, and a failing report or replay."""
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     succeed(*TORCHRUN, *training(plan, digits, pair, "--train-iters", "2"))
     evaluate = ("--eval-data", digits / "heldout" / "meta.json", "--max-new-tokens", "3")
@@ -84,7 +84,7 @@ def test_two_ranks_under_torchrun_equal_one_process(plan, single, digits, tmp_pa
 
 
 def test_replay_says_what_is_wrong(plan, digits, tmp_path):
-    """Prevents: a traceback, or a begun replay, for a mistake on the command line."""
+    """Prevents tracebacks and partial replays after wrong stages or data."""
     command = ("tools/replay.py", plan, "-o", tmp_path / "replay")
     for stages in ("0,2", ""):
         assert "stages 0 to 1" in refuse(*command, "--stages", stages)
@@ -96,15 +96,15 @@ def test_replay_says_what_is_wrong(plan, digits, tmp_path):
     assert "Replayed stages" in output
 
 
-def test_run_of_other_steps_is_not_resumed(begun, lengths, digits, tmp_path):
-    """Prevents: a step count that means other samples in the plan than in the checkpoint."""
-    other = plan_of(lengths, tmp_path / "other", "--seed", "1")
-    message = refuse(*training(other, digits, begun, "--load", begun))
+def test_run_of_other_steps_is_not_resumed(short_run, lengths, digits, tmp_path):
+    """Prevents resuming with a plan that assigns other samples to the steps."""
+    other = plan_digits(lengths, tmp_path / "other", "--seed", "1")
+    message = refuse(*training(other, digits, short_run, "--load", short_run))
     assert "was trained on other steps than the plan's" in message and "--steps-of" in message
 
 
 def test_plans_that_cannot_be_started_are_refused(plan, digits, tmp_path):
-    """Prevents: ranks that wait for others, and a trainer that starts on a plan without data."""
+    """Prevents ranks that hang on a wrong world size, and training of a plan without data."""
     succeed(*PLAN, *CAPS, "-o", tmp_path / "shapes")
     message = refuse(*training(tmp_path / "shapes", digits, tmp_path / "run"))
     assert "no data, so it cannot be trained" in message
@@ -127,25 +127,24 @@ def test_plans_that_cannot_be_started_are_refused(plan, digits, tmp_path):
     ],
 )
 def test_wrong_options_are_refused(single, digits, tmp_path, option, complaint):
-    """Prevents: a default in place of what was asked for, or a traceback on every rank."""
+    """Prevents wrong options that are ignored, or that end in a traceback on every rank."""
     assert complaint in refuse(*training(single, digits, tmp_path / "run", *option))
     assert not (tmp_path / "run").exists()
 
 
-def test_run_is_not_overwritten(begun, single, digits, tmp_path):
-    """Prevents: a second start that throws a trained run away, or mixes two runs in one log."""
-    before, other = (begun / "run.jsonl").read_bytes(), tmp_path / "other"
-    assert "resume it with --load" in refuse(*training(single, digits, begun))
-    succeed(*training(single, digits, other, "--load", begun, "--train-iters", "2"))
+def test_run_is_not_overwritten(short_run, single, digits, tmp_path):
+    """Prevents a second start that overwrites a trained run or mixes two runs in a log."""
+    before, other = (short_run / "run.jsonl").read_bytes(), tmp_path / "other"
+    assert "resume it with --load" in refuse(*training(single, digits, short_run))
+    succeed(*training(single, digits, other, "--load", short_run, "--train-iters", "2"))
     assert len(losses(other)) == 1
-    message = refuse(*training(single, digits, begun, "--load", other))
+    message = refuse(*training(single, digits, short_run, "--load", other))
     assert "holds a run of 1 steps" in message
-    assert (begun / "run.jsonl").read_bytes() == before
+    assert (short_run / "run.jsonl").read_bytes() == before
 
 
 def test_one_run_writes_to_a_folder(single, digits, tmp_path):
-    """Prevents: two runs that log each step twice and write to one another's checkpoints, and a
-    folder that is found to be unwritable after the model is built."""
+    """Prevents concurrent runs in one folder, and a late error for an unwritable folder."""
     with lock_folder("--save", tmp_path / "run", print):
         message = refuse(*training(single, digits, tmp_path / "run"))
         assert f"run: process {os.getpid()} on " in message and "another --save" in message
@@ -154,19 +153,19 @@ def test_one_run_writes_to_a_folder(single, digits, tmp_path):
     assert "give a directory that can be written to" in message
 
 
-def test_checkpoint_of_another_model_is_refused(begun, lengths, digits, tmp_path):
-    """Prevents: weights that half fit."""
+def test_checkpoint_of_another_model_is_refused(short_run, lengths, digits, tmp_path):
+    """Prevents loading weights of a model with another layer count."""
     preset = REPOSITORY / "omnibal" / "presets" / "models" / "internvl-digits.toml"
     deeper, plan = tmp_path / "deeper.toml", tmp_path / "plan"
     deeper.write_text(preset.read_text().replace("layers = 4", "layers = 5"))
     succeed(*PLANNER, "--model", deeper, *CAPS, "--lengths", lengths, "-o", plan)
-    message = refuse(*training(plan, digits, tmp_path / "other", "--load", begun))
+    message = refuse(*training(plan, digits, tmp_path / "other", "--load", short_run))
     assert "is a checkpoint of another model" in message
     assert "vision.layers is 4 there and 5 in the plan" in message
 
 
 def test_reports_of_a_run(long_plan, digits, tmp_path):
-    """Prevents: options of validation, traces, checkpoints and layers that do nothing."""
+    """Prevents options of validation, traces, checkpoints and TensorBoard that have no effect."""
     save, board = tmp_path / "run", tmp_path / "board"
     options = (
         "--train-iters", "4", "--save-interval", "1", "--keep-checkpoints", "2", "--eval-data",
@@ -193,7 +192,7 @@ def test_reports_of_a_run(long_plan, digits, tmp_path):
 
 
 def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path):
-    """Prevents: steps lost to a signal that one rank gets, or a stop taken for a failure."""
+    """Prevents steps lost after SIGTERM to one rank, and a nonzero status after preemption."""
     whole, save = tmp_path / "whole", tmp_path / "run"
     pair_succeeds(*training(long_plan, digits, whole))
     with ranks_start(2, *training(long_plan, digits, save)) as ranks:
@@ -205,7 +204,7 @@ def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path
     assert f"stopped as asked after step {stopped}" in ranks.ended[0].stdout
     assert f"--load {save}" in ranks.ended[0].stdout
     stale = records(save)[-1] | {"step": stopped, "loss": 99.0}
-    with (save / "run.jsonl").open("a") as log:  # of a step that was trained and not saved
+    with (save / "run.jsonl").open("a") as log:  # a step trained after the last checkpoint
         log.write(json.dumps(stale) + "\n")
     output = pair_succeeds(*training(long_plan, digits, save, "--load", save))
     assert f"resuming {save} after step {stopped}" in output
@@ -213,7 +212,7 @@ def test_preempted_run_saves_ends_with_0_and_goes_on(long_plan, digits, tmp_path
 
 
 def test_killed_rank_ends_the_others_with_its_name(long_plan, digits, tmp_path):
-    """Prevents: a job that holds its devices for hours after a rank ran out of memory."""
+    """Prevents a job that holds its devices for hours after a rank was killed."""
     save = tmp_path / "run"
     with ranks_start(2, *training(long_plan, digits, save)) as ranks:
         wait_for_steps(save, 1)
@@ -224,7 +223,7 @@ def test_killed_rank_ends_the_others_with_its_name(long_plan, digits, tmp_path):
 
 
 def test_broken_image_is_passed_over_when_asked_to(plan, single, digits, tmp_path):
-    """Prevents: a run of weeks that one file ends, and stages that disagree about its sample."""
+    """Prevents a broken image from ending a run, and stages that replace it differently."""
     copy = shutil.copytree(digits, tmp_path / "digits")
     for image in sorted((copy / "train" / "images").iterdir())[::5]:
         image.write_bytes(image.read_bytes()[:60])
@@ -239,10 +238,10 @@ def test_broken_image_is_passed_over_when_asked_to(plan, single, digits, tmp_pat
 
 
 def test_projector_is_trained_first_and_then_the_rest(lengths, single, digits, tmp_path):
-    """Prevents: a second phase from random weights, or with the schedule of the first."""
+    """Prevents a second phase that starts from random weights or continues the first's steps."""
     first, second = tmp_path / "first", tmp_path / "second"
     frozen = ("--freeze", "vision", "--freeze", "language", "--pp", "2")
-    plan = plan_of(lengths, tmp_path / "plan", *frozen)
+    plan = plan_digits(lengths, tmp_path / "plan", *frozen)
     pair_succeeds(*training(plan, digits, first, "--train-iters", "2"))
     message = refuse(*training(single, digits, first, "--load", first, "--finetune"))
     assert "holds a run of 2 steps" in message
@@ -254,12 +253,12 @@ def test_projector_is_trained_first_and_then_the_rest(lengths, single, digits, t
     assert losses(second)[0] < losses(first)[0]
 
 
-def test_a_run_fine_tunes_a_released_checkpoint(begun, digits, tmp_path, monkeypatch):
-    """Prevents a fine-tune of random weights, and steps of the way from a released checkpoint and
-    back that do not fit together; goes on after a stop, and with what has changed begins again."""
+def test_a_run_fine_tunes_a_released_checkpoint(short_run, digits, tmp_path, monkeypatch):
+    """Prevents fine-tuning from random weights, incomplete exports, and a job that neither resumes
+    after a stop nor restarts after its data changed."""
     released, job, convert = tmp_path / "released", tmp_path / "job", "tools/convert.py"
     given = ("--layout", "transformers", "--tokenizer-model", digits / "tokenizer.model")
-    succeed(convert, "export", begun, *given, "--max-shard-size", "1MB", "-o", released)
+    succeed(convert, "export", short_run, *given, "--max-shard-size", "1MB", "-o", released)
     annotations = shutil.copytree(digits / "train", tmp_path / "train") / "digits_single.jsonl"
     meta = annotations.with_name("meta.json")
     meta.write_text(re.sub(r'"length": \d+', '"repeat_time": 1', meta.read_text()))
@@ -285,4 +284,4 @@ def test_a_run_fine_tunes_a_released_checkpoint(begun, digits, tmp_path, monkeyp
     imported = job / "weights"
     image = digits / "heldout" / "images" / "digits_single-00000-0.png"
     chat = ("tools/chat.py", "--load", imported, "--image", image, "--prompt", "Which digit?")
-    subprocess.run([sys.executable, *chat], cwd=REPOSITORY, check=True)  # by itself, for once
+    subprocess.run([sys.executable, *chat], cwd=REPOSITORY, check=True)  # in a fresh Python

@@ -1,4 +1,4 @@
-"""What the launchers would start, found out by stand-ins for torchrun, srun and python on PATH."""
+"""Launch scripts under fake torchrun, srun and python programs that record their arguments."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ONE_NODE_SCRIPT = REPOSITORY / "scripts" / "train_8gpu.sh"
 SBATCH = REPOSITORY / "scripts" / "slurm" / "train.sbatch"
 SCAN_SBATCH = SBATCH.with_name("scan.sbatch")
 
-# Each program starts itself again under this Python, whose path may hold a space.
+# The shell line runs the program under this Python; its path may have a space.
 _START = """#!/bin/sh
 ''''exec '{python}' "$0" "$@" # '''
 import json, os, subprocess, sys
@@ -51,7 +51,7 @@ for node in range(1, int(os.environ["FAKE_TASKS"]) // 8 + 1):
 _PROGRAMS = dict.fromkeys(("torchrun", "python", "ray"), _RECORD)
 _PROGRAMS |= {"srun": _SRUN, "scontrol": _SCONTROL}
 
-# What every rank is given unless the user says otherwise.
+# Default environment of every rank.
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "4",
     "CUDA_MODULE_LOADING": "EAGER",
@@ -60,11 +60,11 @@ RANK_SETTINGS = {
 }
 
 Starts = list[tuple[list[str], dict[str, str]]]
-"""Arguments and environment of every stand-in that was started."""
+"""Arguments and environment of every recorded program."""
 
 
 class Bench:
-    """A folder with stand-ins, a run's directory, and what was started."""
+    """A folder with fake programs, their record, and a run's directory."""
 
     def __init__(self, folder: Path) -> None:
         self.run = folder / "my run"
@@ -78,29 +78,29 @@ class Bench:
             program.chmod(0o755)
 
     def start(self, *command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a launcher with nothing of this process's environment but PATH."""
+        """Run a launcher with only PATH from this process's environment."""
         path = f"{self._programs}:{os.environ['PATH']}"
         return subprocess.run(
             ["bash", *map(str, command)],
             env={"PATH": path, **environment}, text=True, capture_output=True, timeout=600,
         )  # fmt: skip
 
-    def started(self, *command: object, **environment: str) -> Starts:
-        """What a launcher that must succeed starts."""
+    def launches(self, *command: object, **environment: str) -> Starts:
+        """Run a launcher that must succeed; return the programs it started."""
         self._log.unlink(missing_ok=True)
         result = self.start(*command, **environment)
         assert result.returncode == 0, result.stderr
         return [tuple(json.loads(line)) for line in self._log.read_text().splitlines()]
 
-    def refused(self, *command: object, **environment: str) -> str:
-        """What is said by a launcher that must start nothing."""
+    def refusal(self, *command: object, **environment: str) -> str:
+        """Run a launcher that must start nothing; return its error output."""
         result = self.start(*command, **environment)
         assert (result.returncode, result.stdout) == (2, ""), result.stderr
         assert not self._log.exists()
         return result.stderr
 
     def slurm(self, nodes: int) -> dict[str, str]:
-        """The environment in which Slurm runs a batch script."""
+        """Environment of a Slurm batch script."""
         return {
             "SLURM_SUBMIT_DIR": str(REPOSITORY),
             "SLURM_JOB_NODELIST": "gpu[01-64]",
@@ -119,8 +119,8 @@ def bench(tmp_path) -> Bench:
     return Bench(tmp_path)
 
 
-def of_torchrun(starts: Starts) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Options of torchrun, arguments of the trainer, and environment."""
+def parse_torchrun(starts: Starts) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Return torchrun's options, the trainer's arguments and the environment."""
     [(words, environment)] = starts
     trainer = words.index(TRAINER)
     options = dict(zip(words[:trainer:2], words[1:trainer:2], strict=True))
@@ -131,41 +131,41 @@ def of_torchrun(starts: Starts) -> tuple[dict[str, str], list[str], dict[str, st
     ("nodes", "gpus", "port"), [(4, "8", "29500"), (64, "8", "29500"), (2, "4", "29999")]
 )
 def test_nodes_under_torchrun(bench, nodes, gpus, port):
-    """Prevents: nodes that wait at different places, and a save cut off at 30 s."""
+    """Prevents nodes with different rendezvous addresses, and a final save killed after 30 s."""
     last = str(nodes - 1)
     own = {"GPUS_PER_NODE": gpus, "MASTER_PORT": port} if nodes == 2 else {}
-    starts = bench.started(NODES_SCRIPT, nodes, last, "node-a", *bench.job, "--lr", "1e-5", **own)
-    options, arguments, environment = of_torchrun(starts)
+    starts = bench.launches(NODES_SCRIPT, nodes, last, "node-a", *bench.job, "--lr", "1e-5", **own)
+    options, arguments, environment = parse_torchrun(starts)
     assert options == {
         "--nnodes": str(nodes), "--node-rank": last, "--master-addr": "node-a",
         "--master-port": port, "--nproc-per-node": gpus,
     }  # fmt: skip
     assert arguments == bench.trainer_arguments("--lr", "1e-5")
-    environment.pop("MASTER_PORT", None)  # the launcher's own
+    environment.pop("MASTER_PORT", None)  # set by the launcher itself
     assert environment == RANK_SETTINGS | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
 def test_a_range_of_nodes_under_torchrun(bench):
-    """Prevents: nodes that give up when one fails, or that start anew without a plan for fewer."""
+    """Prevents nodes that exit when another fails, or restart without --elastic."""
     expected = {
         "--nnodes": "3:4", "--rdzv-backend": "c10d", "--rdzv-endpoint": "node-a:29500",
         "--nproc-per-node": "8", "--max-restarts": "100", "--rdzv-id": "omnibal",
     }  # fmt: skip
     for rank, more in ((3, {}), (0, {"--rdzv-conf": "is_host=true"})):
-        starts = bench.started(NODES_SCRIPT, "3:4", rank, "node-a", *bench.job, "--lr", "1e-5")
-        options, arguments, _ = of_torchrun(starts)
+        starts = bench.launches(NODES_SCRIPT, "3:4", rank, "node-a", *bench.job, "--lr", "1e-5")
+        options, arguments, _ = parse_torchrun(starts)
         assert options == expected | more
         assert arguments == bench.trainer_arguments("--lr", "1e-5", "--elastic")
     assert bench.start(NODES_SCRIPT, "3:", "0", "node-a", *bench.job).returncode == 2
 
 
 def test_one_node_under_torchrun(bench):
-    """Prevents: two jobs of one node that meet at one port, and settings that do not arrive."""
+    """Prevents port collisions of two jobs on a node, and lost environment settings."""
     own = {
         "OMP_NUM_THREADS": "2", "NCCL_IB_HCA": "mlx5", "CUDA_MODULE_LOADING": "LAZY",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }  # fmt: skip
-    [(arguments, environment)] = bench.started(ONE_NODE_SCRIPT, *bench.job, **own)
+    [(arguments, environment)] = bench.launches(ONE_NODE_SCRIPT, *bench.job, **own)
     assert arguments[:3] == ["--standalone", "--nproc-per-node", "8"]
     assert arguments[-8:] == bench.trainer_arguments()
     assert environment == own | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
@@ -176,11 +176,11 @@ def test_one_node_under_torchrun(bench):
     [("lo", "lo"), ("=lo:1,eth", "lo"), ("l,eth", "lo"), ("none", ""), ("^docker,eth", None)],
 )
 def test_checkpoints_go_over_the_network_of_nccl(bench, named, chosen):
-    """Prevents: ranks that reach one another to train and not to agree on a checkpoint."""
+    """Prevents Gloo on another network interface than NCCL: checkpoints would hang."""
     for script in ([NODES_SCRIPT, 2, 0, "node-a"], [SBATCH]):
         own = bench.slurm(1) | {"NCCL_SOCKET_IFNAME": named}
         for given in ({}, {"GLOO_SOCKET_IFNAME": "ib7"}):
-            *_, (_, environment) = bench.started(*script, *bench.job, **own, **given)
+            *_, (_, environment) = bench.launches(*script, *bench.job, **own, **given)
             assert environment.get("GLOO_SOCKET_IFNAME") == given.get("GLOO_SOCKET_IFNAME", chosen)
 
 
@@ -190,11 +190,11 @@ def test_checkpoints_go_over_the_network_of_nccl(bench, named, chosen):
     ids=["8gpu", "nodes", "slurm"],
 )
 def test_checkpoint_is_resumed(bench, script):
-    """Prevents: a second start that is refused, or that starts over from other weights."""
+    """Prevents a second start that is refused or reloads the initial weights."""
     bench.run.mkdir()
     (bench.run / "latest_checkpointed_iteration.txt").write_text("5")
-    starts = bench.started(*script, *bench.job, "--load", "other", "--finetune", **bench.slurm(1))
-    # Whatever it started from, it goes on from its own checkpoint: the last --load counts.
+    starts = bench.launches(*script, *bench.job, "--load", "other", "--finetune", **bench.slurm(1))
+    # The last --load wins: the run's own checkpoint, not the initial weights.
     assert starts[-1][0][-4:] == ["--load", "other", "--load", str(bench.run)]
 
 
@@ -211,8 +211,8 @@ def test_checkpoint_is_resumed(bench, script):
     ],
 )
 def test_wrong_nodes_are_refused(bench, arguments, complaint):
-    """Prevents: nodes that wait ten minutes for a number given twice or at a wrong address."""
-    message = bench.refused(NODES_SCRIPT, *arguments, *bench.job)
+    """Prevents a ten-minute rendezvous timeout for a wrong node rank or address."""
+    message = bench.refusal(NODES_SCRIPT, *arguments, *bench.job)
     assert message.startswith(f"error: {complaint}") and len(message.splitlines()) == 1
 
 
@@ -220,16 +220,16 @@ def test_wrong_nodes_are_refused(bench, arguments, complaint):
     "script", [ONE_NODE_SCRIPT, NODES_SCRIPT, SBATCH], ids=lambda path: path.name
 )
 def test_missing_arguments_show_the_usage(bench, script):
-    """Prevents: a job that waits in the queue for a mistake."""
+    """Prevents a queued job that fails at start for missing arguments."""
     for count in range(4):
-        message = bench.refused(script, *bench.job[:count], **bench.slurm(1))
+        message = bench.refusal(script, *bench.job[:count], **bench.slurm(1))
         assert message.startswith("usage: ") and "PLAN META.json TOKENIZER.model RUN" in message
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 64])
 def test_ranks_under_slurm(bench, nodes):
-    """Prevents: ranks that do not find each other, or that Slurm's signals do not reach."""
-    (srun, _), *ranks = bench.started(SBATCH, *bench.job, "--lr", "1e-5", **bench.slurm(nodes))
+    """Prevents ranks with wrong rendezvous variables, and nodes left running after a failure."""
+    (srun, _), *ranks = bench.launches(SBATCH, *bench.job, "--lr", "1e-5", **bench.slurm(nodes))
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=8"} <= set(srun)
     world = 8 * nodes
     for rank, (arguments, environment) in zip((0, world - 1), ranks, strict=True):
@@ -241,51 +241,51 @@ def test_ranks_under_slurm(bench, nodes):
 
 
 def test_slurm_asks_for_what_the_ranks_need():
-    """Prevents: a job that is killed at its limit without a checkpoint, or one log per requeue."""
+    """Prevents a job killed at its time limit without a checkpoint, and logs lost on requeue."""
     directives, of_scan = (
         dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)", script.read_text(), re.MULTILINE))
         for script in (SBATCH, SCAN_SBATCH)
     )
     assert directives["ntasks-per-node"] == directives["gpus-per-node"] == "8"
-    assert directives["signal"] == "TERM@300"  # to the ranks; B: would be to this script alone
+    assert directives["signal"] == "TERM@300"  # to the ranks; B: signals only the batch script
     assert directives["open-mode"] == "append" and "requeue" in directives
     assert {"requeue", "no-kill", "ntasks-per-node"} <= of_scan.keys()
 
 
 @pytest.mark.parametrize("script", [SBATCH, SCAN_SBATCH], ids=lambda path: path.name)
 def test_submission_from_elsewhere_is_refused(bench, tmp_path, script):
-    """Prevents: a traceback of python on every rank."""
+    """Prevents a traceback on every rank after sbatch from another directory."""
     environment = bench.slurm(1) | {"SLURM_SUBMIT_DIR": str(tmp_path)}
-    message = bench.refused(script, *bench.job, **environment)
+    message = bench.refusal(script, *bench.job, **environment)
     assert "submit with sbatch, from the repository's root" in message
 
 
 def test_a_scan_starts_ray_on_every_node(bench, tmp_path):
-    """Prevents: nodes that idle for hours, a second cluster, or a scan on one node alone."""
+    """Prevents idle nodes, a second Ray cluster, or a scan on one node only."""
     data = ["s3://bucket/meta.json", "-o", "my lengths.parquet"]
     ray, log = tmp_path / "bin" / "ray", tmp_path / "started"
     ray.rename(ray.with_name("recorded"))
-    # A cluster is well when both of its nodes were started.
+    # The health check passes once both nodes were started.
     waits = (
         f"while [ $(grep -c health-check {log}) -lt 1 ] || [ $(grep -c -- --block {log}) -lt 2 ]"
     )
     waits += "; do sleep 0.05; done"
     ray.write_text(f'#!/bin/sh\n"$(dirname "$0")/recorded" "$@"\n[ $1 = start ] || {waits}\n')
     ray.chmod(0o755)
-    started = [arguments for arguments, _ in bench.started(SCAN_SBATCH, *data, **bench.slurm(4))]
-    [srun] = [words for words in started if words[0].startswith("--no-kill")]
+    launches = [arguments for arguments, _ in bench.launches(SCAN_SBATCH, *data, **bench.slurm(4))]
+    [srun] = [words for words in launches if words[0].startswith("--no-kill")]
     assert "--cpus-per-task=8" in srun
     address = ["--address", "gpu01:24567"]
     cores = ["--num-cpus", "8", "--disable-usage-stats", "--block"]
     head = ["start", "--head", "--port", "24567", "--include-dashboard=false", *cores]
-    nodes = [words for words in started if words[0] == "start"]
+    nodes = [words for words in launches if words[0] == "start"]
     assert nodes == [head, ["start", *address, *cores]]
-    assert ["health-check", *address] in started
-    assert ["-m", "omnibal", "lengths", *data, "--engine", "ray", *address] in started
+    assert ["health-check", *address] in launches
+    assert ["-m", "omnibal", "lengths", *data, "--engine", "ray", *address] in launches
 
 
 def test_jobs_of_slurm_end_as_their_commands_do(bench, tmp_path):
-    """Prevents: a failed run or scan that Slurm lists as completed."""
+    """Prevents a failed run or scan that Slurm lists as COMPLETED."""
     assert "usage: sbatch" in bench.start(SCAN_SBATCH, **bench.slurm(1)).stderr
     failed = bench.start(SBATCH, *bench.job, FAKE_EXIT="2", **bench.slurm(1))
     assert failed.returncode == 2

@@ -1,4 +1,4 @@
-"""Training from object storage: the run of local files, through a cache, also after a kill."""
+"""Training from object storage through a cache, also after SIGKILL."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from end_to_end_cases import (
     MODEL,
     losses,
     pair_succeeds,
-    plan_of,
+    plan_digits,
     ranks_start,
     ranks_succeed,
     training,
@@ -31,14 +31,14 @@ def server(digits, tmp_path_factory):
 
 @needs_s3
 def test_a_run_from_a_bucket_is_that_of_local_files(server, lengths, digits, tmp_path):
-    """Prevents: other losses than a disk's, a cache too large or unread, or a final kill."""
+    """Prevents losses unlike local files', a cache over its limit or unread, a failing resume."""
     again, index = tmp_path / "again.parquet", tmp_path / "index"
     scan = ("-m", "omnibal", "lengths", DATA, *MODEL, "--data-index", index, "--processes", "1")
     scan += ("--tokenizer-model", digits / "tokenizer.model", "-o", again)
     scanned = launcher().run(*scan, **server.environment)
     assert scanned.returncode == 0, scanned.stderr
     assert again.read_bytes() == lengths.read_bytes()
-    plan = plan_of(again, tmp_path / "plan", "--pp", "2", "--epochs", "2")
+    plan = plan_digits(again, tmp_path / "plan", "--pp", "2", "--epochs", "2")
     whole = tmp_path / "whole"
     pair_succeeds(*training(plan, digits, whole))
 
@@ -58,7 +58,7 @@ def test_a_run_from_a_bucket_is_that_of_local_files(server, lengths, digits, tmp
         for pid in ranks.pids:
             os.kill(pid, signal.SIGKILL)
     assert len(losses(killed)) < len(losses(whole))
-    small = ("--data-cache-gib", most_bytes / 2**30)  # all images are twice that
+    small = ("--data-cache-gib", most_bytes / 2**30)  # half of all images
     ranks_succeed(2, *command(killed, "small", *small, "--load", killed), **server.environment)
     assert losses(killed) == losses(whole)
     held = sum(path.stat().st_size for path in (tmp_path / "small").glob("??/*"))

@@ -1,4 +1,4 @@
-"""The commands of the quickstarts on small datasets, and the order of the scripts themselves."""
+"""Quickstart commands on small datasets, and the commands that quickstart scripts start."""
 
 import json
 import re
@@ -27,10 +27,10 @@ def spoken(tmp_path_factory) -> Path:
 
 
 def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, tmp_path):
-    """Prevents: commands of the quickstart of three modalities that do not fit together."""
-    given = ("--tokenizer-model", spoken / "tokenizer.model")
+    """Prevents a quickstart command for image, audio and text that fails on its input."""
+    tokenizer_args = ("--tokenizer-model", spoken / "tokenizer.model")
     lengths, data, runs = tmp_path / "lengths.parquet", spoken / "train" / "meta.json", {}
-    succeed("-m", "omnibal", "lengths", data, *OMNI, *given, "-o", lengths)
+    succeed("-m", "omnibal", "lengths", data, *OMNI, *tokenizer_args, "-o", lengths)
     for encoder in ("pipeline", "beside"):
         plan, runs[encoder] = tmp_path / encoder, tmp_path / f"run_{encoder}"
         options = ("--pp", "2", "--lengths", lengths, "--window", "20", "--encoder", encoder)
@@ -38,10 +38,10 @@ def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, 
         succeed(*PLANNER, *OMNI, *caps, *options, "-o", plan)
         assert "clips" in succeed("-m", "omnibal", "check", plan)
         pair_succeeds(*training(plan, spoken, runs[encoder], "--train-iters", "2"))
-    # Windows are the same steps wherever the encoders are.
+    # Windows have identical steps for both encoder placements.
     assert losses(runs["beside"]) == pytest.approx(losses(runs["pipeline"]), rel=1e-5)
     pair_succeeds(
-        "pretrain_vlm.py", "--plan", tmp_path / "pipeline", *given, "--skip-train",
+        "pretrain_vlm.py", "--plan", tmp_path / "pipeline", *tokenizer_args, "--skip-train",
         "--load", runs["pipeline"], "--save", runs["pipeline"],
         "--eval-data", spoken / "heldout" / "meta.json", "--max-new-tokens", "2",
     )  # fmt: skip
@@ -58,39 +58,39 @@ def native(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def given(native) -> tuple[object, ...]:
-    """Options that name the tokenizer."""
+def tokenizer_args(native) -> tuple[object, ...]:
+    """Tokenizer options."""
     return "--tokenizer-model", native / "tokenizer"
 
 
 @pytest.fixture(scope="module")
-def planner(native, given, tmp_path_factory) -> tuple[object, ...]:
-    """How the scanned data are planned."""
+def planner(native, tokenizer_args, tmp_path_factory) -> tuple[object, ...]:
+    """Planning command for the scanned dataset."""
     lengths, data = tmp_path_factory.mktemp("lengths") / "l.parquet", native / "train" / "meta.json"
-    succeed("-m", "omnibal", "lengths", data, *QWEN, *given, "-o", lengths)
+    succeed("-m", "omnibal", "lengths", data, *QWEN, *tokenizer_args, "-o", lengths)
     caps = ("--limit", "image_tokens=160", "--max-tokens", "320", "--epochs", "1")
     return *PLANNER, *QWEN, *caps, "--lengths", lengths
 
 
 @pytest.fixture(scope="module")
-def asked(native) -> tuple[object, ...]:
+def eval_args(native) -> tuple[object, ...]:
     return "--eval-data", native / "heldout" / "meta.json", "--max-new-tokens", "2"
 
 
 def test_images_of_many_sizes_are_scanned_planned_trained_asked_about_and_exported(
-    native, given, planner, asked, tmp_path
+    native, tokenizer_args, planner, eval_args, tmp_path
 ):
-    """Prevents: commands of Qwen's quickstart that do not fit together."""
+    """Prevents a command of the Qwen quickstart that fails on its input, or a wrong export."""
     plan, run, out = tmp_path / "plan", tmp_path / "run", tmp_path / "exported"
     succeed(*planner, "--pp", "2", "--micro-batches", "3", "-o", plan)
     assert "image_tokens" in succeed("-m", "omnibal", "check", plan)
-    pair_succeeds(*training(plan, native, run, "--train-iters", "2", *given))
+    pair_succeeds(*training(plan, native, run, "--train-iters", "2", *tokenizer_args))
     assert len(losses(run)) == 2
-    again = ("--plan", plan, *given, "--load", run, "--save", run)
-    pair_succeeds("pretrain_vlm.py", "--skip-train", *again, *asked)
+    again = ("--plan", plan, *tokenizer_args, "--load", run, "--save", run)
+    pair_succeeds("pretrain_vlm.py", "--skip-train", *again, *eval_args)
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert {"single", "position", "arithmetic"} <= {kind["kind"] for kind in evaluation["kinds"]}
-    succeed("tools/convert.py", "export", run, "--layout", "qwen3-vl", *given, "-o", out)
+    succeed("tools/convert.py", "export", run, "--layout", "qwen3-vl", *tokenizer_args, "-o", out)
     config = json.loads((out / "config.json").read_text())
     assert (config["image_token_id"], config["vision_start_token_id"]) == (5, 3)
     assert open_released(out).model.language.kinds == load_model(QWEN[1]).language.kinds
@@ -98,9 +98,9 @@ def test_images_of_many_sizes_are_scanned_planned_trained_asked_about_and_export
 
 
 def test_encoders_train_and_answer_alike_beside_the_pipeline(
-    native, given, planner, asked, tmp_path
+    native, tokenizer_args, planner, eval_args, tmp_path
 ):
-    """Prevents: data-parallel encoders trained or asked otherwise than those of a pipeline."""
+    """Prevents losses or answers that differ between data-parallel and pipeline encoders."""
     single, beside = tmp_path / "single", tmp_path / "beside"
     succeed(*planner, "--packing-levels", "1", "--samples-per-step", "20", "-o", single)
     sizes = ("--pp", "2", "--dp", "2", "--encoder", "data-parallel")
@@ -111,7 +111,10 @@ def test_encoders_train_and_answer_alike_beside_the_pipeline(
     found = []
     for folder, ranks in ((single, 1), (beside, 4)):
         save = tmp_path / f"run-{folder.name}"
-        ranks_succeed(ranks, *training(folder, native, save, "--train-iters", "2", *given, *asked))
+        ranks_succeed(
+            ranks,
+            *training(folder, native, save, "--train-iters", "2", *tokenizer_args, *eval_args),
+        )
         evaluation = json.loads((save / "evaluation.json").read_text())
         found.append((losses(save), evaluation["kinds"]))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
@@ -119,13 +122,13 @@ def test_encoders_train_and_answer_alike_beside_the_pipeline(
 
 
 def script_commands(name: str, folder: Path, *arguments: str) -> tuple[int, list[list], str]:
-    """Status of a script in a new folder, the stand-ins that it has started, and its errors."""
+    """Run a script with fake programs; return its status, the commands and its errors."""
     programs, scripts, log = folder / "bin", folder / "scripts", folder / "started"
     for made in (programs, scripts):
         made.mkdir(parents=True)
     for script in (f"{name}.sh", "quickstart_steps.sh"):
         (scripts / script).write_text((REPOSITORY / "scripts" / script).read_text())
-    # `refuse` is as environment.sh has it; what makes .venv is left out.
+    # Keep environment.sh's `refuse`, drop the set-up of .venv.
     environment = (REPOSITORY / "scripts" / "environment.sh").read_text()
     refuse = re.search(r"^refuse\(\) \{.*?^\}", environment, re.MULTILINE | re.DOTALL)
     assert refuse is not None
@@ -136,7 +139,7 @@ def script_commands(name: str, folder: Path, *arguments: str) -> tuple[int, list
     for word in ("python", "omnibal", "torchrun"):
         program = programs / word
         program.write_text(
-            # Through env, as the kernel ends an interpreter's path at its first space.
+            # Through env: a shebang path may not have a space.
             "#!/usr/bin/env stand-in-python\nimport json, sys, os\n"
             f"print(json.dumps([{word!r}, *sys.argv[1:]]), file=open({str(log)!r}, 'a'))\n"
             "made = [sys.argv[i + 1] for i, w in enumerate(sys.argv) if w in ('--save',)]\n"
@@ -161,7 +164,7 @@ TRAINED = "python lengths profile plan check torchrun torchrun"
     ],
 )
 def test_script_gives_options_that_exist(tmp_path, script, names):
-    """Prevents: a quickstart that ends in a usage error after minutes."""
+    """Prevents a quickstart that passes an unknown option minutes after its start."""
     status, commands, errors = script_commands(script, tmp_path / "all")
     assert status == 0, errors
     assert [one[one[0] == "omnibal"] for one in commands] == f"{TRAINED} {names}".split()
@@ -173,7 +176,7 @@ def test_script_gives_options_that_exist(tmp_path, script, names):
 
 
 def test_quickstart_trains_a_run_of_its_own_for_a_seed(tmp_path):
-    """Prevents: a seed that is not passed on, or whose run is taken for another's."""
+    """Prevents an ignored seed, and runs of two seeds in one directory."""
     status, commands, errors = script_commands("quickstart", tmp_path / "all", "7")
     assert status == 0, errors
     [trained, _] = [one for one in commands if one[0] == "torchrun"]
@@ -185,7 +188,7 @@ def test_quickstart_trains_a_run_of_its_own_for_a_seed(tmp_path):
 
 
 def test_omni_script_takes_the_place_of_the_encoders(tmp_path):
-    """Prevents: minutes of work before a word that is none of the two is found."""
+    """Prevents minutes of work before an unknown encoder placement is refused."""
     status, commands, errors = script_commands("quickstart_omni", tmp_path / "no", "nowhere")
     assert status == 2 and not commands
     assert errors.splitlines() == ["error: nowhere: must be pipeline or data-parallel"]

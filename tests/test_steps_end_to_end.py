@@ -1,4 +1,4 @@
-"""Windows, mixtures and portions of data through the commands as they are typed."""
+"""End-to-end runs of windows, mixtures and portions of data."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from end_to_end_cases import (
     PLAN,
     losses,
     pair_succeeds,
-    plan_of,
+    plan_digits,
     ranks_succeed,
     records,
     succeed,
@@ -34,7 +34,7 @@ def windows(lengths: Path, output: Path, *options: object) -> Path:
 
 
 def test_dispatched_windows_have_the_loss_of_the_order_as_read(lengths, digits, tmp_path):
-    """Prevents: another step, or samples trained twice, where ranks share windows equally."""
+    """Prevents dispatch or a new rank count from changing losses, or training samples twice."""
     as_read = windows(lengths, tmp_path / "as_read", "--dp", "2", "--dispatch", "off")
     three = windows(lengths, tmp_path / "three", "--dp", "3")
     pair = tmp_path / "pair"
@@ -55,7 +55,7 @@ def test_dispatched_windows_have_the_loss_of_the_order_as_read(lengths, digits, 
 
 
 def test_a_mixture_is_trained_as_often_as_its_plan_says(lengths, digits, tmp_path):
-    """Prevents: repeats that are lost or doubled by ranks, by portions."""
+    """Prevents ranks or portions that drop or double a source's repeats."""
     every = read_lengths([lengths])
     names = every.source_names
     in_turn = (Fraction(5, 2), Fraction(1), Fraction(1, 2))
@@ -63,7 +63,7 @@ def test_a_mixture_is_trained_as_often_as_its_plan_says(lengths, digits, tmp_pat
     rules = [f"[sources.{name}]\nepochs = {float(times)}\n" for name, times in epochs.items()]
     (tmp_path / "mixture.toml").write_text("".join(rules))
     options = ("--dp", "2", "--portion-samples", "60", "--mixture", tmp_path / "mixture.toml")
-    two = plan_of(lengths, tmp_path / "two", *options)
+    two = plan_digits(lengths, tmp_path / "two", *options)
     succeed(*PLAN, "--steps-of", two, "-o", tmp_path / "one")
     succeed(*training(tmp_path / "one", digits, tmp_path / "run_one"))
     data = read_plan(two).data
@@ -87,13 +87,13 @@ def test_a_mixture_is_trained_as_often_as_its_plan_says(lengths, digits, tmp_pat
 
 
 def test_portions_train_as_one_plan_of_the_same_steps(lengths, digits, tmp_path):
-    """Prevents: another loss, or a lost step, where a portion ends, a run goes on in one."""
+    """Prevents lost steps or other losses at a portion's end or after a resume inside one."""
     options = ("--dp", "2", "--portion-samples", "30", "--epochs", "2")
-    portions = plan_of(lengths, tmp_path / "portions", *options)
+    portions = plan_digits(lengths, tmp_path / "portions", *options)
     assert "portions of 2 epochs are valid" in succeed("-m", "omnibal", "check", portions)
     files = open_plan(portions)
     packs, every = files.steps
-    # The same steps of joined portions, as if others had packed them.
+    # Joined portions as a plan from an external packer, with identical steps.
     joined = {
         "method": "other",
         "portions": (),
@@ -108,7 +108,7 @@ def test_portions_train_as_one_plan_of_the_same_steps(lengths, digits, tmp_path)
     save_plan(PlanResult(plan=whole, data=(packs, every), search=None), tmp_path / "whole")
     expected, save = tmp_path / "run_whole", tmp_path / "run"
     pair_succeeds(*training(tmp_path / "whole", digits, expected))
-    stop = files.plan.data.first_steps[2] - 1  # inside the second portion
+    stop = files.plan.data.first_steps[2] - 1  # in the second portion
     pair_succeeds(*training(portions, digits, save, "--train-iters", stop))
     fewer = training(portions, digits, save, "--elastic", "--train-iters", stop + 2)
     assert "planned for the 1 processes" in ranks_succeed(1, *fewer)

@@ -1,4 +1,4 @@
-"""The commands for a model without an encoder, as they are typed: from texts to a report."""
+"""End-to-end runs of a text-only model, from texts to a report."""
 
 import json
 import random
@@ -27,7 +27,7 @@ original_positions = 64
 
 
 def write_texts(folder: Path, samples: int, seed: int) -> Path:
-    """A meta.json of random conversations in words that the digits' tokenizer knows."""
+    """Write random conversations in words of the digits' tokenizer; return the meta.json."""
     draw = random.Random(seed)
     folder.mkdir(parents=True)
     lines = []
@@ -48,7 +48,7 @@ def write_texts(folder: Path, samples: int, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory, digits) -> Path:
-    """Of the layout of the digits' dataset, so that the same commands take it."""
+    """Text dataset with the digits dataset's layout."""
     folder = tmp_path_factory.mktemp("texts")
     write_texts(folder / "train", 60, seed=0)
     write_texts(folder / "heldout", 6, seed=1)
@@ -60,8 +60,8 @@ def texts(tmp_path_factory, digits) -> Path:
     return folder
 
 
-def plan_of(texts: Path, name: str, *options: object) -> Path:
-    """Of one cap alone: texts have nothing else to limit."""
+def plan_texts(texts: Path, name: str, *options: object) -> Path:
+    """Plan with a token cap only."""
     data = ("--model", texts / "model.toml", "--lengths", texts / "lengths.parquet")
     caps = ("--max-tokens", "600", "--micro-batches", "4")
     succeed(*PLANNER, *data, *caps, *options, "-o", texts / name)
@@ -69,9 +69,9 @@ def plan_of(texts: Path, name: str, *options: object) -> Path:
 
 
 def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
-    """Prevents: a command that asks for tiles, or fails, where the model has no encoder."""
+    """Prevents a command that fails or asks for tiles for a text-only model."""
     pair, alone = tmp_path / "pair", tmp_path / "alone"
-    plan = plan_of(texts, "plan", "--pp", "2")
+    plan = plan_texts(texts, "plan", "--pp", "2")
     listed = succeed("pretrain_vlm.py", "--plan", plan, "--dry-run")
     assert "2 processes: tensor 1 x pipeline 2 x data 1" in listed
     assert "language embed" in listed and "head" in listed
@@ -82,7 +82,7 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     said = pair_succeeds(*training(plan, texts, pair, *resume))
     assert f"resuming {pair} after step 1" in said
     assert "validation after step 2" in said
-    single = plan_of(texts, "single")
+    single = plan_texts(texts, "single")
     succeed(*training(single, texts, alone, "--train-iters", "2"))
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
     assert json.loads((pair / "evaluation.json").read_text())["step"] == 2
@@ -107,7 +107,7 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
 
 
 def test_caps_and_parallel_sizes_are_searched_for(texts):
-    """Prevents: a table that has a column of tiles where texts have none."""
+    """Prevents tiles in tables or suggested caps for text-only data."""
     lengths, model = texts / "lengths.parquet", ("--model", texts / "model.toml")
     job = (*model, "--cluster", "laptop-cpu", "--precision", "fp32", "--samples-per-step", "12")
     said = succeed("-m", "omnibal", "caps", lengths, *job)
@@ -118,12 +118,12 @@ def test_caps_and_parallel_sizes_are_searched_for(texts):
 
 
 def test_texts_are_profiled_and_replayed(texts, tmp_path):
-    """Prevents: a profile or a replay that looks for tiles."""
+    """Prevents a profile or replay that fails without tiles."""
     profile, data = tmp_path / "profile.json", texts / "train" / "meta.json"
     shape = ("--max-tokens", "300", "--lengths", texts / "lengths.parquet", "--layers", "1")
     measure = ("--model", texts / "model.toml", "--precision", "fp32", "--repetitions", "1")
     succeed("-m", "omnibal", "profile", *measure, *shape, "-o", profile)
-    plan = plan_of(texts, "measured", "--pp", "2", "--profile", profile)
+    plan = plan_texts(texts, "measured", "--pp", "2", "--profile", profile)
     replay = ("tools/replay.py", plan, "--steps", "1", "--repetitions", "1", "--data", data)
     tokenizer = ("--tokenizer-model", texts / "tokenizer.model")
     replayed = succeed(*replay, *tokenizer, "-o", tmp_path / "replay")
@@ -131,7 +131,7 @@ def test_texts_are_profiled_and_replayed(texts, tmp_path):
 
 
 def test_what_cannot_be_built_is_not_replayed(texts, tmp_path):
-    """Prevents: a traceback, or times of other layers than the plan's."""
+    """Prevents a traceback, or times of full attention for a windowed layer."""
     windowed = texts / "windowed.toml"
     runs = "[language]\nruns = [{layers = 1, window = 8}]"
     windowed.write_text(MODEL.replace("[language]", runs))

@@ -1,4 +1,4 @@
-"""The conversion command: its exit codes and messages, disks that are full, and its memory."""
+"""The conversion command: exit codes, messages, full disks and peak memory."""
 
 import contextlib
 import io
@@ -34,7 +34,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A sharded checkpoint with a tokenizer; not to be changed."""
+    """Read-only sharded checkpoint with a tokenizer."""
     folder = tmp_path_factory.mktemp("released") / "small"
     model = transformers_model(KINDS["6b-llama"])
     save_released(model, folder, "internlm2", torch.bfloat16, 20_000)
@@ -44,9 +44,9 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def commands(checkpoint, tmp_path_factory) -> dict[str, tuple[object, ...]]:
-    """Conversions of the checkpoint, and of the run that it was imported as."""
+    """Arguments of the import and of two exports of the imported run."""
     run, imported = tmp_path_factory.mktemp("imported") / "run", ("import", checkpoint)
-    assert in_child(run.with_suffix(".log"), *imported, "-o", run) == 0
+    assert run_in_child(run.with_suffix(".log"), *imported, "-o", run) == 0
     layout = ("export", run, "--layout", "transformers")
     return {"import": imported, "like": ("export", run, "--like", checkpoint), "layout": layout}
 
@@ -59,8 +59,8 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def in_child(log: Path, *arguments: object, prepare: Callable[[], None] = lambda: None) -> int:
-    """Exit code of the command in a forked process, which need not import torch again."""
+def run_in_child(log: Path, *arguments: object, prepare: Callable[[], None] = lambda: None) -> int:
+    """Exit code of the command in a forked process, without importing torch again."""
     process = multiprocessing.get_context("fork").Process(
         target=_child, args=(log, prepare, [str(one) for one in arguments])
     )
@@ -84,7 +84,7 @@ def _child(log: Path, prepare: Callable[[], None], arguments: list[str]) -> None
 
 
 def test_round_trip_by_the_command(tmp_path, checkpoint):
-    """Prevents: a script that only works inside the tests, or does not say what it wrote."""
+    """Prevents a script that fails in a fresh Python, or an export unlike the imported files."""
     imported = subprocess.run(
         [sys.executable, "tools/convert.py", "import", checkpoint, "-o", tmp_path / "run"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=600,
@@ -104,7 +104,7 @@ def test_round_trip_by_the_command(tmp_path, checkpoint):
     assert not (tmp_path / "again").exists()
 
 
-# Bytes that a file may have: less than the first that is written, and than later ones.
+# File size limits in bytes: below the first file's size, and below a later file's size.
 LIMITS = {"import": (100, 15_000), "like": (1_500, 6_000), "layout": (100, 40_000)}
 
 
@@ -112,9 +112,9 @@ LIMITS = {"import": (100, 15_000), "like": (1_500, 6_000), "layout": (100, 40_00
     ("way", "limit"), [(way, limit) for way, limits in LIMITS.items() for limit in limits]
 )
 def test_full_disk_leaves_nothing(tmp_path, commands, way, limit):
-    """Prevents: a traceback, or half a conversion under its final name, where writing fails."""
+    """Prevents a traceback, or a partial conversion under its final name, on a full disk."""
     out, log = tmp_path / "out" / "target", tmp_path / "log"
-    code = in_child(log, *commands[way], "-o", out, prepare=lambda: limit_files(limit))
+    code = run_in_child(log, *commands[way], "-o", out, prepare=lambda: limit_files(limit))
     errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
     assert code == 2 and len(errors) == 1, log.read_text()
     assert str(out) in errors[0] and "File too large" in errors[0]
@@ -127,20 +127,20 @@ def limit_files(size: int) -> None:
 
 @pytest.mark.parametrize("way", ["import", "layout"])
 def test_terminated_command_leaves_nothing(tmp_path, commands, monkeypatch, way):
-    """Prevents: half a conversion after a scheduler's SIGTERM, or an exit code of success."""
+    """Prevents partial output or exit code 0 after SIGTERM."""
     for kind, method in (
         (ReleasedCheckpoint, "read_parameter"),
         (StoredTensors, "_read_item"),
     ):
-        monkeypatch.setattr(kind, method, terminated_in(getattr(kind, method)))
-    code = in_child(tmp_path / "log", *commands[way], "-o", tmp_path / "out" / "target")
+        monkeypatch.setattr(kind, method, raise_sigterm_in(getattr(kind, method)))
+    code = run_in_child(tmp_path / "log", *commands[way], "-o", tmp_path / "out" / "target")
     assert code == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
     assert "error" not in (tmp_path / "log").read_text()
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def terminated_in(method: Callable) -> Callable:
-    """The same, but that SIGTERM comes in the fifth call."""
+def raise_sigterm_in(method: Callable) -> Callable:
+    """Return the method with SIGTERM raised in its fifth call."""
     calls: list[int] = []
 
     def call(*arguments: object) -> object:
@@ -153,7 +153,7 @@ def terminated_in(method: Callable) -> Callable:
 
 
 def test_failure_without_a_file_is_told(monkeypatch, capsys):
-    """Prevents: "None: None" where the system names no file."""
+    """Prevents "None: None" as the message of an OSError without a file."""
 
     def fail(source: Path) -> None:
         raise OSError("no more processes")
@@ -168,7 +168,7 @@ def test_failure_without_a_file_is_told(monkeypatch, capsys):
 
 
 def test_tokenizer_of_the_run_goes_along(tmp_path, commands, capsys, monkeypatch):
-    """Prevents: an export that cannot be shown an image."""
+    """Prevents an export without the image token id or the run's tokenizer."""
     run, bare = commands["layout"][1], tmp_path / "bare"
     shutil.copytree(run, bare)
     shutil.rmtree(bare / "tokenizer")
@@ -189,7 +189,7 @@ SHARDS = 12
 
 
 def write_large(folder: Path) -> int:
-    """A checkpoint of some 300 MB whose values are holes in the files; returns a file's bytes."""
+    """Write a 300 MB checkpoint of sparse files; return the mean bytes per file."""
     small = load_model("internvl-digits")
     language = small.language.model_copy(update={**LARGE, "vocab_size": 8001})
     model = small.model_copy(update={"language": language})
@@ -203,12 +203,12 @@ def write_large(folder: Path) -> int:
 
 
 def own_bytes() -> int:
-    """Of this process alone, without what it has mapped from files."""
+    """Anonymous resident memory of this process."""
     return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def watch_memory(report: Path) -> None:
-    """Write how many bytes the process grows by, at most, for as long as it lives."""
+    """Start a thread that writes the process's peak memory growth in bytes to the report."""
     before = own_bytes()
     report.write_text("0")
 
@@ -228,7 +228,7 @@ def watch_memory(report: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Prevents: a conversion that takes the memory of all the weights, which no host may have."""
+    """Prevents a conversion that holds all weights in host memory."""
     shard = write_large(tmp_path / "large")
     report = tmp_path / "report"
     run, made = tmp_path / "run", ("--layout", "transformers", "--max-shard-size", "25MB")
@@ -238,10 +238,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         ("export", run, *made, "-o", tmp_path / "made"),
     ):
         log = tmp_path / "log"
-        code = in_child(log, *arguments, prepare=lambda: watch_memory(report))
+        code = run_in_child(log, *arguments, prepare=lambda: watch_memory(report))
         assert code == 0, log.read_text()
         grown = int(report.read_text())
-        # Some of it is what the first use of a library takes, whatever the model.
+        # Includes the memory of first library calls, independent of the model.
         assert 0 < grown < 4 * shard, f"{arguments[0]}: {grown / MIB:.0f} MiB"
     written = sum(path.stat().st_size for path in (tmp_path / "made").iterdir())
     assert written > 0.95 * SHARDS * shard > 270 * MIB

@@ -1,4 +1,4 @@
-"""Sample datasets: scans of digits, images of many sizes with Qwen's tokenizer, spoken digits."""
+"""Sample datasets: digit scans, native-resolution images with Qwen's tokenizer, spoken digits."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ TOOLS = {
     "native": (make_native_digits, "qwen3-vl-digits", "200", "60"),
     "spoken": (make_spoken_digits, "internvl-digits-omni", "200", "60"),
 }
-"""Tool, model, and numbers of samples."""
+"""Tool, model, training samples, held-out samples."""
 MODELS = {name: load_model(model) for name, (_, model, *_) in TOOLS.items()}
 SPLITS = ("train", "heldout")
 
@@ -64,13 +64,13 @@ def records(split: Path) -> Iterator[dict]:
 
 
 def answers(record: dict) -> list[tuple[str, str]]:
-    """Kinds of a record's questions, and their answers."""
+    """Question kind and answer of each turn."""
     said = [message["value"] for message in record["conversations"][1::2]]
     return list(zip(record["kinds"], said, strict=True))
 
 
-def scanned(name: str, split: Path) -> Lengths:
-    """Lengths of a split, whose sources are those of its tool."""
+def scan_split(name: str, split: Path) -> Lengths:
+    """Scan a split; check that its sources are the tool's."""
     tokenizer = split.parent / ("tokenizer" if name == "native" else "tokenizer.model")
     annotations, opened = Annotations.open(split / "meta.json"), open_tokenizer(tokenizer)
     lengths = scan_lengths(annotations, MODELS[name], opened, lambda _: None).lengths
@@ -88,7 +88,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_same_arguments_give_the_same_files(request, tmp_path, name):
-    """Prevents figures that change from one machine or run to the next."""
+    """Prevents datasets that differ between machines or runs."""
     first = hashes(request.getfixturevalue(name))
     assert len(first) > 200 and hashes(make(name, tmp_path / "again")) == first
     if name == "scans":
@@ -100,7 +100,7 @@ def test_same_arguments_give_the_same_files(request, tmp_path, name):
     [("scans", "scans", 50), ("spoken", "scans", 4), ("spoken", "voices", 4)],
 )
 def test_splits_share_no_scan_and_no_voice(request, name, key, fewest):
-    """Prevents held-out accuracy from being measured on digits seen, or voices heard, before."""
+    """Prevents held-out samples with scans or voices of the training split."""
     dataset = request.getfixturevalue(name)
     trained, held_out = (
         {one for record in records(dataset / split) for one in record.get(key, ())}
@@ -112,7 +112,7 @@ def test_splits_share_no_scan_and_no_voice(request, name, key, fewest):
 
 
 def test_answers_are_what_the_scans_show(scans):
-    """Prevents wrong labels: checked against scikit-learn's own targets."""
+    """Prevents answers that contradict scikit-learn's targets."""
     target = load_digits().target
     expected = {
         "single": lambda d: str(d[0]),
@@ -131,15 +131,15 @@ def test_answers_are_what_the_scans_show(scans):
 
 
 def test_tile_counts_run_from_none_to_seven(scans):
-    """Prevents a sample dataset on which balancing has nothing to do."""
+    """Prevents a dataset with uniform tile counts or tokens, which needs no balancing."""
     for split in SPLITS:
-        lengths = scanned("scans", scans / split)
+        lengths = scan_split("scans", scans / split)
         assert np.bincount(lengths.column("tiles"), minlength=8).min() > 0
         assert lengths.tokens.max() > 6 * lengths.tokens.min()
 
 
 def test_recorded_sizes_are_the_images(scans):
-    """Prevents annotation lines that contradict their files."""
+    """Prevents annotated widths and heights that differ from the image files."""
     for record in records(scans / "heldout"):
         images, *stated = (
             one if isinstance(one := record.get(name, []), list) else [one]
@@ -149,8 +149,8 @@ def test_recorded_sizes_are_the_images(scans):
         assert sizes == list(zip(*stated, strict=True))
 
 
-def cropped(pixels: np.ndarray) -> np.ndarray:
-    """The inked rectangle as 64 values of mean 0 and norm 1, wherever and however large it was."""
+def crop_ink(pixels: np.ndarray) -> np.ndarray:
+    """Ink's bounding box resized to 8 x 8, with mean 0 and norm 1."""
     ink = pixels > pixels.min() + 0.4 * np.ptp(pixels)
     rows, columns = np.flatnonzero(ink.any(1)), np.flatnonzero(ink.any(0))
     box = pixels[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
@@ -159,7 +159,7 @@ def cropped(pixels: np.ndarray) -> np.ndarray:
 
 
 def test_each_cell_shows_its_scan(scans):
-    """Prevents digits drawn in another order than the answers, or over a cell's border."""
+    """Prevents digits drawn in another order than the answers, or across a cell's border."""
     images, found = load_digits().images, []
     for record in records(scans / "train"):
         if not record["id"].startswith(("digits_strip", "digits_page")):
@@ -168,14 +168,14 @@ def test_each_cell_shows_its_scan(scans):
         cell = round((gray.size / len(record["scans"])) ** 0.5)
         rows, columns = gray.shape[0] // cell, gray.shape[1] // cell
         cells = gray.reshape(rows, cell, columns, cell).swapaxes(1, 2).reshape(-1, cell, cell)
-        shown, drawn = map(cropped, cells), [cropped(images[scan]) for scan in record["scans"]]
+        shown, drawn = map(crop_ink, cells), [crop_ink(images[scan]) for scan in record["scans"]]
         likeness = np.array([*shown]) @ np.array(drawn).T
         found += (likeness.argmax(axis=1) == np.arange(len(cells))).tolist()
     assert len(found) > 50 and np.mean(found) > 0.95
 
 
 def test_digits_are_single_tokens_and_text_round_trips(scans):
-    """Prevents a digit from having several spellings, which the model would have to learn apart."""
+    """Prevents digits with several token ids, and text that does not round-trip."""
     tokenizer = open_tokenizer(scans / "tokenizer.model")
     assert tokenizer.vocab_size <= MODELS["scans"].language.vocab_size
     for digit in "0123456789":
@@ -190,7 +190,7 @@ def test_digits_are_single_tokens_and_text_round_trips(scans):
 
 
 def test_finished_dataset_is_kept(scans, capfd, monkeypatch):
-    """Prevents a dataset made again every time, or taken for one of other arguments or versions."""
+    """Prevents rebuilding a finished dataset, and reuse with other arguments or versions."""
     before = {path: path.stat().st_mtime_ns for path in scans.rglob("*")}
     assert main(["--output", str(scans), *arguments("scans")]) == 0
     assert "already made" in capfd.readouterr().out
@@ -201,7 +201,7 @@ def test_finished_dataset_is_kept(scans, capfd, monkeypatch):
 
 
 def test_a_folder_beside_the_dataset_is_left_alone(tmp_path, capfd):
-    """Prevents the loss of a user's folder, or its content in the dataset."""
+    """Prevents deleting a user's .part folder, or copying its files into the dataset."""
     folder, leftover = tmp_path / "dataset", tmp_path / "dataset.part" / "train" / "stale.jsonl"
     leftover.parent.mkdir(parents=True)
     leftover.write_text("{}\n")
@@ -211,7 +211,7 @@ def test_a_folder_beside_the_dataset_is_left_alone(tmp_path, capfd):
 
 
 def refuse(capfd, *arguments: object) -> str:
-    """The one line of a usage error."""
+    """Run the tool with a usage error; return its last error line."""
     with pytest.raises(SystemExit) as exit_info:
         main([str(argument) for argument in arguments])
     assert exit_info.value.code == 2
@@ -222,7 +222,7 @@ def refuse(capfd, *arguments: object) -> str:
     "content", ["", '{"made_with": {', "[]", "{}", '{"made_with": {"format": 1}}', b"\xff"]
 )
 def test_a_folder_of_unknown_making_is_kept(tmp_path, capfd, content):
-    """Prevents a traceback for, or the loss of, what is no dataset of these arguments."""
+    """Prevents a traceback, or overwriting a folder, for an unknown dataset.json."""
     description = tmp_path / "dataset.json"
     description.write_bytes(content if isinstance(content, bytes) else content.encode())
     before = hashes(tmp_path)
@@ -231,7 +231,7 @@ def test_a_folder_of_unknown_making_is_kept(tmp_path, capfd, content):
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
-    """Prevents half a dataset from filling the disk after an error."""
+    """Prevents a partial dataset on disk after an error."""
 
     def fail(texts: Iterator[str]) -> bytes:
         raise RuntimeError("no tokenizer")
@@ -243,24 +243,24 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_sizes_and_tokens_vary(native):
-    """Prevents: images that are all of one size, on which balancing has nothing to do."""
+    """Prevents images of uniform size, which need no balancing."""
     sides = {Image.open(path).size for path in native.glob("train/images/*single*")}
     assert {min(side) for side in sides} >= set(range(26, 37))
     check_tokenizer(MODELS["native"], open_tokenizer(native / "tokenizer"))
-    tokens = scanned("native", native / "train").column("image_tokens")
+    tokens = scan_split("native", native / "train").column("image_tokens")
     assert (tokens.min(), len(set(tokens.tolist())) > 12) == (0, True)
     assert tokens.max() > 80
 
 
 def test_the_other_task_has_other_answers(native):
-    """Prevents: adapters that have nothing to learn, as the model answers so already."""
+    """Prevents an adapter task that the base model already answers."""
     seen = Annotations.open(native / "next" / "train" / "meta.json")
     answers = [seen[number].turns[0].answer for number in range(len(seen))]
     assert len(answers) == 200 // 4 and set(answers) == set("0123456789")
 
 
 def test_tokenizer_is_the_one_that_transformers_opens(native):
-    """Prevents: ids, pieces or a template that differ from those of an exported folder."""
+    """Prevents token ids or a chat template that differ from Transformers'."""
     folder = native / "tokenizer"
     theirs, ours = AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
     words = make_native_digits.VOCABULARY
@@ -283,7 +283,7 @@ def test_tokenizer_is_the_one_that_transformers_opens(native):
 
 
 def test_recordings_are_of_16_khz_and_differ_by_what_is_said(spoken):
-    """Prevents silence, other rates, and lines that are no longer than a digit."""
+    """Prevents silence, other sample rates, and spoken lines as short as a digit."""
     seconds: dict[str, list[float]] = {"spoken_single": [], "spoken_line": []}
     for record in records(spoken / "train"):
         if "audio" not in record:
@@ -298,7 +298,7 @@ def test_recordings_are_of_16_khz_and_differ_by_what_is_said(spoken):
 
 
 def spectrum(sound: np.ndarray) -> np.ndarray:
-    """How loud a sound is over 16 times and 40 frequencies, of mean 0 and norm 1."""
+    """Log power at 16 times and 40 frequencies, with mean 0 and norm 1."""
     loud = np.flatnonzero(np.abs(sound) > 0.02)
     sound = sound[loud[0] : loud[-1] + 1]
     frames = np.lib.stride_tricks.sliding_window_view(sound, 512)[
@@ -311,7 +311,7 @@ def spectrum(sound: np.ndarray) -> np.ndarray:
 
 
 def test_voices_say_the_words_of_their_digits(spoken):
-    """Prevents other words than labels: the nearest by the same voice in another style is right."""
+    """Prevents spoken words that differ from labels, by nearest spectrum of the voice."""
     both = [
         say_all([Utterance("en+m1", speed, pitch, digit) for digit in range(10)])
         for speed, pitch in ((150, 45), (170, 55))
@@ -329,11 +329,11 @@ def test_voices_say_the_words_of_their_digits(spoken):
             [voice] = record["voices"]
             near = np.argmax([spectrum(sound) @ other for other in templates[voice]])
             right.append(str(near) == record["conversations"][1]["value"])
-    assert len(right) > 50 and np.mean(right) > 0.5  # by chance 0.1
+    assert len(right) > 50 and np.mean(right) > 0.5  # chance level is 0.1
 
 
 def test_answers_follow_from_what_is_shown_and_said(spoken):
-    """Prevents wrong labels: scans by scikit-learn's own targets, the same by both answers."""
+    """Prevents answers that contradict scikit-learn's targets or the spoken digit."""
     target, same = load_digits().target, []
     for record in records(spoken / "train"):
         turns = dict(answers(record))
@@ -348,13 +348,13 @@ def test_answers_follow_from_what_is_shown_and_said(spoken):
 
 
 def test_samples_have_images_recordings_both_and_neither(spoken):
-    """Prevents a mixture that one encoder could be balanced on alone."""
+    """Prevents a mixture without all four combinations of tiles and clips."""
     tokenizer = open_tokenizer(spoken / "tokenizer.model")
     assert tokenizer.vocab_size <= MODELS["spoken"].language.vocab_size
     for piece in (AUDIO_START, AUDIO_CONTEXT, AUDIO_END):
         assert len(tokenizer.encode(piece)) == 1
     for split in SPLITS:
-        lengths = scanned("spoken", spoken / split)
+        lengths = scan_split("spoken", spoken / split)
         has = [(lengths.column(name) > 0).tolist() for name in ("tiles", "clips")]
         assert len({*zip(*has, strict=True)}) == 4
         assert lengths.column("clips").max() > 2

@@ -1,4 +1,4 @@
-"""The tools: a user's mistake is one line and status 2, and no output replaces an input."""
+"""Usage errors of the tools: one line, status 2, inputs unchanged."""
 
 import json
 import signal
@@ -95,7 +95,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     ],
 )
 def test_a_mistake_is_one_line(capfd, monkeypatch, folder, command):
-    """Prevents tracebacks, other statuses, results half made and inputs lost."""
+    """Prevents tracebacks, other statuses, partial outputs and overwritten inputs."""
     name, *arguments = command.split(" ")
     before = sorted(folder.rglob("*")), Path("real.json").read_bytes()
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])

@@ -1,4 +1,4 @@
-"""The proof of one GPU, tried without one: how parts end, and the figures of a replayed stage."""
+"""The one-GPU proof, tested on the CPU: status of parts, cards, and replayed-stage figures."""
 
 import os
 import shutil
@@ -28,21 +28,21 @@ TINY = replace(
 NO_MACHINE = Machine(device=None, memory_gib=None, cuda=None, python="3", versions={})
 
 
-def context_of(folder: Path, limit_s=60.0, pretended=True) -> Context:
+def make_context(folder: Path, limit_s=60.0, pretended=True) -> Context:
     end_s = time.monotonic() + limit_s
     given = {"settings": TINY, "pretended": pretended, "digits": None, "end_s": end_s}
     return Context(output=folder, **given)
 
 
-def program(folder: Path, text: str) -> Path:
+def write_program(folder: Path, text: str) -> Path:
     path = folder / "program.py"
     path.write_text(text)
     return path
 
 
 def test_a_part_ends_as_its_programs_do(tmp_path):
-    """Prevents: a proof that stops at the first failure, or that calls a failed part ok."""
-    good = program(tmp_path, "print('hello')")
+    """Prevents a proof that stops at the first failure, or reports a failed part as ok."""
+    good = write_program(tmp_path, "print('hello')")
 
     def passes(context: Context) -> None:
         context.run("good", good)
@@ -51,12 +51,14 @@ def test_a_part_ends_as_its_programs_do(tmp_path):
 
     def fails(context: Context) -> None:
         context.figures["before"] = 2
-        context.run("bad", program(tmp_path, "print('error: no such thing'); raise SystemExit(2)"))
+        context.run(
+            "bad", write_program(tmp_path, "print('error: no such thing'); raise SystemExit(2)")
+        )
 
     def breaks(context: Context) -> None:
         raise KeyError("figure")
 
-    results = [run_part("x", part, context_of(tmp_path)) for part in (passes, fails, breaks)]
+    results = [run_part("x", part, make_context(tmp_path)) for part in (passes, fails, breaks)]
     assert [(one.status, one.reason, one.figures) for one in results[1:]] == [
         ("failed", "bad: error: no such thing", {"before": 2}),
         ("failed", "KeyError: 'figure'", {}),
@@ -65,7 +67,7 @@ def test_a_part_ends_as_its_programs_do(tmp_path):
 
 
 def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path):
-    """Prevents: a program that holds the device, or the proof, after its part is over."""
+    """Prevents child processes that hold the device after their part timed out."""
     left = tmp_path / "pid"
     started = (
         "import subprocess, sys, time, pathlib\n"
@@ -74,17 +76,17 @@ def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path):
         f"pathlib.Path({str(left)!r}).write_text(str(one.pid))\n"
         "time.sleep(3600)\n"
     )
-    slow, limit_s = program(tmp_path, started), 2.0
-    while not left.exists():  # on a busy machine the program needs longer to start
+    slow, limit_s = write_program(tmp_path, started), 2.0
+    while not left.exists():  # on a busy machine the program starts later
         limit_s *= 2
-        context = context_of(tmp_path, limit_s=limit_s)
+        context = make_context(tmp_path, limit_s=limit_s)
         result = run_part("slow", lambda context: context.run("slow", slow), context)
         assert result.status == "timed-out"
     assert not _is_running(int(left.read_text()))
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process that is not ours to wait for still runs."""
+    """Whether a process that is not our child still runs after 60 s."""
     state = Path(f"/proc/{pid}/stat")
     for _ in range(600):
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -94,7 +96,7 @@ def _is_running(pid: int) -> bool:
 
 
 def test_a_program_is_told_to_end_and_its_part_goes_on(tmp_path):
-    """Prevents: a resume that is tried on a run that was killed, or that had come to its end."""
+    """Prevents a resume test on a run that was killed or had finished: SIGTERM must save."""
     text = """
 import pathlib, signal, sys, time
 found = pathlib.Path(sys.argv[1])
@@ -102,13 +104,13 @@ signal.signal(signal.SIGTERM, lambda *_: (found.write_text("saved"), sys.exit(1)
 found.write_text("started")
 time.sleep(3600)
 """
-    found, context = tmp_path / "found", context_of(tmp_path)
-    context.run("told", program(tmp_path, text), found, until=found.exists)
+    found, context = tmp_path / "found", make_context(tmp_path)
+    context.run("told", write_program(tmp_path, text), found, until=found.exists)
     assert found.read_text() == "saved"
 
 
 def test_checks_are_told_one_by_one():
-    """Prevents: failed checks that are lost in what a program prints."""
+    """Prevents failed checks that are lost in a program's output."""
     printed = "noise\nPASSED fused 4.2 s 0.10 GiB\n  raise\nFAILED checkpoint 1.0 s 2.00 GiB\n"
     assert parts.checks_of(printed) == {
         "fused": "passed in 4.2 s 0.10 GiB", "checkpoint": "failed in 1.0 s 2.00 GiB"
@@ -116,7 +118,7 @@ def test_checks_are_told_one_by_one():
 
 
 def test_all_parts_fit_into_ten_minutes_of_a_device():
-    """Prevents: a proof that is cut off by the ten minutes that a command may take."""
+    """Prevents part limits that add up to more than ten minutes, a command's limit."""
     assert REAL.limits_s.keys() == PARTS.keys() == FAKE_DEVICE.limits_s.keys()
     assert sum(REAL.limits_s.values()) <= 9 * 60 - 10
     assert list(PARTS) == ["tests", "train", "replay", "checkpoint", "profile", "providers"]
@@ -124,8 +126,7 @@ def test_all_parts_fit_into_ten_minutes_of_a_device():
 
 @pytest.mark.parametrize("pretended", [True, False])
 def test_the_card_shows_all_that_was_found(tmp_path, pretended):
-    """Prevents: a figure that no reader of the card sees, markup in it, a fake device's card that
-    reads as a GPU's, or one of predictions that does not say how far they are off."""
+    """Prevents cards without a figure or a prediction ratio, raw markup, fake devices as GPUs."""
     rows = [Comparison(of="stage 0", unit="ms", predicted=100, measured=123.4)]
     part = PartResult(
         name="replay", status="failed", reason="<b> | more", seconds=3, limit_s=9, comparisons=rows,
@@ -145,7 +146,7 @@ def test_the_card_shows_all_that_was_found(tmp_path, pretended):
 
 
 def test_without_a_device_it_says_so(tmp_path):
-    """Prevents: a proof of nothing, and a traceback on a machine without a GPU."""
+    """Prevents an empty proof or a traceback on a machine without a GPU."""
     ended = launcher().run("-m", "scripts.gpu_proof", tmp_path / "out")
     assert ended.returncode == 2 and "no CUDA device" in ended.stderr
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
@@ -154,8 +155,7 @@ def test_without_a_device_it_says_so(tmp_path):
 
 @pytest.mark.parametrize("options", [(), ("--only", "tests"), ("--fake-device",)])
 def test_only_a_device_and_all_parts_make_a_card_of_the_project(tmp_path, monkeypatch, options):
-    """Prevents: cards of fake devices or of some parts among the documents, and results that an
-    earlier proof in the same folder has left."""
+    """Prevents docs/ cards of fake devices or partial proofs, and mixed results of two proofs."""
     seen = NO_MACHINE.model_copy(update={"device": None if "--fake-device" in options else "B1 x"})
     monkeypatch.setattr(prove, "describe_machine", lambda pretended: seen)
     monkeypatch.setattr(prove, "PARTS", {"tests": lambda context: None})
@@ -172,8 +172,8 @@ def test_only_a_device_and_all_parts_make_a_card_of_the_project(tmp_path, monkey
 
 
 @pytest.fixture
-def forked(monkeypatch) -> None:
-    """Programs run in processes that have imported all."""
+def fork_programs(monkeypatch) -> None:
+    """Run the proof's programs in processes forked from the launcher."""
 
     def run_forked(command, log, end_s, environment, until) -> int:
         ended = launcher().run(*command[1:], **environment)
@@ -184,25 +184,25 @@ def forked(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="fake devices are compiled")
-def test_a_stage_is_tried_without_a_device(tmp_path, forked):
-    """Prevents: a dry run that does not come as far as a device would be asked."""
-    part = run_part("replay", PARTS["replay"], context_of(tmp_path, limit_s=900))
+def test_a_stage_is_tried_without_a_device(tmp_path, fork_programs):
+    """Prevents a replay part that fails on a fake device or mispredicts memory."""
+    part = run_part("replay", PARTS["replay"], make_context(tmp_path, limit_s=900))
     assert part.status == "ok", part.reason
     [memory] = part.comparisons
     assert memory.unit == "GiB" and memory.measured == pytest.approx(memory.predicted, rel=0.5)
     assert 0 < part.figures["stage 0 element-wise share"] < 1
 
 
-def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, forked):
-    """Prevents: figures of other packs or stages than those replayed."""
-    context = context_of(tmp_path, limit_s=900, pretended=False)
+def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, fork_programs):
+    """Prevents figures of packs or stages that were not replayed."""
+    context = make_context(tmp_path, limit_s=900, pretended=False)
     result = run_part("replay", PARTS["replay"], context)
     assert result.status == "ok", result.reason
     time_ms, memory = result.comparisons
     assert (time_ms.unit, memory.unit) == ("ms", "GiB") and memory.measured > 0
     files = parts.open_plan(tmp_path / "plan")
     [measured] = REPLAY_FILES.read_stages(tmp_path / "replay", len(files.plan.stages))
-    # All stages together need what the whole model needs.
+    # FLOPs of all stages add up to the model's.
     features, plan = np.array([[1, 8, 256, 256**2, 100]]), files.plan
     each = [parts.stage_flops(files, number, features) for number in range(len(plan.stages))]
     whole = model_flops(plan.model, ())
@@ -217,8 +217,7 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, forked):
 
 @pytest.mark.parametrize("has_numpy", [True, False])
 def test_a_bundle_is_unpacked_without_a_newer_numpy(tmp_path, has_numpy):
-    """Prevents: a newer numpy in front of the one that goes with the machine's torch, packages that
-    need pip or a network, and digits that are left in the bundle."""
+    """Prevents shadowing the machine's numpy, needing pip, and ignoring bundled digits."""
     script, bundle, log = tmp_path / "scripts" / "gpu_proof.sh", tmp_path / "a b", tmp_path / "log"
     script.parent.mkdir()
     shutil.copy(REPOSITORY / "scripts" / "gpu_proof.sh", script)
@@ -229,7 +228,7 @@ def test_a_bundle_is_unpacked_without_a_newer_numpy(tmp_path, has_numpy):
     with tarfile.open(bundle / "packages.tar.xz", "w:xz") as archive:
         for name in ("numpy", "numpy.libs", "pydantic"):
             archive.add(tmp_path / "module.py", f"{name}/__init__.py")
-    python = program(
+    python = write_program(
         tmp_path,
         f"""#!/usr/bin/env bash
 [[ $2 == *numpy* ]] && exit {int(not has_numpy)}
@@ -249,7 +248,7 @@ echo "$* $PYTHONPATH" >> "{log}"
 
 
 def test_a_bundle_is_made_in_a_new_folder_alone(tmp_path):
-    """Prevents: files of somebody's that are removed with a bundle that failed."""
+    """Prevents a failed bundle from deleting files of an existing folder."""
     (tmp_path / "mine").touch()
     command = [REPOSITORY / "scripts" / "gpu_bundle.sh", tmp_path]
     ended = subprocess.run(command, capture_output=True, text=True)

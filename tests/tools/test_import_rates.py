@@ -1,4 +1,4 @@
-"""Published tables of kernels' rates, as they come out in a cluster file."""
+"""Import of published kernel rates into a cluster file."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def matmul(m: int, k: int, n: int, layout: str, share: float, out: str = "bf16")
 
 
 def tables(matmuls: list[dict]) -> dict:
-    """Tables as SimuMax's system files have them."""
+    """Tables in the format of SimuMax's system files."""
     attention = {
         "batch": 1, "seq_len": 4096, "head_num": 64, "kv_head_num": 8, "qk_head_dim": 128,
         "v_head_dim": 128, "qkv_contiguous": True, "share": 1.2,
@@ -50,7 +50,7 @@ def tables(matmuls: list[dict]) -> dict:
 
 
 def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
-    """Prevents: gradients taken for forwards, GiB for GB, and links that outrun themselves."""
+    """Prevents gradients read as forwards, GiB as GB, and rates above the link's bandwidth."""
     given = tables(
         [
             matmul(10, 20, 30, "TN", 0.5),  # 10 tokens, 20 in, 30 out
@@ -67,7 +67,7 @@ def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
     assert "# Measured, by a table" in out.read_text()
     cluster = load_cluster(str(out))
     rates = cluster.rates["bf16"]
-    # How far the base's own rates are off says nothing of these.
+    # The base's accuracy does not apply to imported rates.
     base = load_cluster("h100-80g").model_copy(update={"rates": {}, "accuracy": {}})
     assert cluster.model_copy(update={"rates": {}}) == base
     assert {(one.rows, one.inner, one.outer) for one in rates.products} == {(10, 20, 30)}
@@ -77,13 +77,13 @@ def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
         ("weight_gradient", "fp32", 0.3),
         ("weight_gradient", "bf16", 0.2),
     ]
-    [group] = rates.grouped  # 1 / share is a time: the mean of 5 and 5/3
+    [group] = rates.grouped  # times 1 / share are averaged: 5 and 5/3
     assert group.share == pytest.approx(0.3) and group.groups == 8
     [attention] = rates.attention
     flops = 64 * 4096**2 * (2 * 128 + 2 * 128)
     assert attention.time_ms(100) == pytest.approx(flops / 120e12 * 1e3)
     line = collective_line(rates.collectives, 2)
-    # An all-reduce of two sends all bytes once, at half of 400 GiB/s, after 6 and 14 us.
+    # An all-reduce of 2 ranks sends all bytes once, at half of 400 GiB/s, after 6 + 14 us.
     assert 2 * line.fixed_ms == pytest.approx(0.02)
     assert line.each_ms == pytest.approx(1 / (200 * 2**30) * 1e3, rel=1e-3)
     assert {one.kind for one in rates.collectives} == {"all_reduce"}

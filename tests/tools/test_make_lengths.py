@@ -1,4 +1,4 @@
-"""Synthetic lengths: stable bytes, exact counts, limits, the published figures."""
+"""Synthetic lengths: reproducible files, exact counts, limits, published statistics."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ SIZES = {
     "geoqa+": 72_318,
     "synthdog_en": 29_765,
 }
-"""Of InternVL-Chat-1.2's fine-tuning data."""
+"""Samples by source in InternVL-Chat-1.2's fine-tuning data."""
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +31,20 @@ def internvl() -> Lengths:
     return make_lengths("internvl", 100_000, seed=1)
 
 
-def of_source(lengths: Lengths, name: str) -> dict[str, np.ndarray]:
+def source_columns(lengths: Lengths, name: str) -> dict[str, np.ndarray]:
     rows = lengths.source == lengths.source_names.index(name)
     return {"tiles": lengths.column("tiles")[rows], "tokens": lengths.tokens[rows]}
 
 
-def counts_of(lengths: Lengths) -> dict[str, int]:
-    """Numbers of samples by source."""
+def count_samples(lengths: Lengths) -> dict[str, int]:
+    """Number of samples by source."""
     counts = np.bincount(lengths.source, minlength=len(lengths.source_names)).tolist()
     return dict(zip(lengths.source_names, counts, strict=True))
 
 
 @pytest.mark.parametrize("mixture", ["internvl", "tulu3-longcite"])
 def test_same_arguments_give_the_same_bytes(tmp_path, mixture):
-    """Prevents figures that change from one machine or run to the next."""
+    """Prevents lengths files that differ between machines or runs."""
     contents, file = [], tmp_path / "made.parquet"
     for seed in ("5", "5", "6"):
         samples = ["--mixture", mixture, "--samples", "3000", "--seed", seed]
@@ -56,9 +56,9 @@ def test_same_arguments_give_the_same_bytes(tmp_path, mixture):
 
 @pytest.mark.parametrize("samples", [1, 5, 999, 54_321, sum(SIZES.values())])
 def test_counts_scale_and_sum_up(samples):
-    """Prevents samples lost or added by rounding, and other proportions than the paper's."""
+    """Prevents rounding from adding or dropping samples, and proportions unlike the paper's."""
     lengths = make_lengths("internvl", samples, seed=0)
-    counts = np.array([counts_of(lengths)[name] for name in SIZES])
+    counts = np.array([count_samples(lengths)[name] for name in SIZES])
     shares = np.array([*SIZES.values()]) * samples / sum(SIZES.values())
     assert len(lengths) == len(lengths.tokens) == len(lengths.loss_tokens) == samples
     assert np.abs(counts - shares).max() < 1
@@ -66,21 +66,21 @@ def test_counts_scale_and_sum_up(samples):
 
 
 def test_limits_of_internvl(internvl):
-    """Prevents samples that the tiling cannot give or that no pack can hold."""
+    """Prevents tile counts that tiling cannot produce, and samples longer than a pack."""
     text = internvl.tokens - 256 * internvl.column("tiles")
     assert set(np.unique(internvl.column("tiles"))) == {0, 1, 3, 4, 5}
     assert internvl.tokens.max() <= 4096 and text.min() >= 30
     assert internvl.loss_tokens.min() >= 1 and (internvl.loss_tokens <= text).all()
-    # Without dummy tiles: a sample without an image is one of 0 tiles.
-    without = {name for name in SIZES if not of_source(internvl, name)["tiles"].all()}
+    # No dummy tiles: a text-only sample has 0 tiles.
+    without = {name for name in SIZES if not source_columns(internvl, name)["tiles"].all()}
     assert without == {"mix665k"}
-    mix665k = of_source(internvl, "mix665k")
+    mix665k = source_columns(internvl, "mix665k")
     assert np.mean(mix665k["tiles"] == 0) == pytest.approx(40 / 664, abs=1e-3)
     assert mix665k["tokens"][mix665k["tiles"] == 0].max() <= 2048
 
 
 def test_samples_are_cut_at_the_mixtures_tokens():
-    """Prevents the one sample in millions that no pack can hold."""
+    """Prevents rare samples longer than the mixture's token limit."""
     images = ((900, 450, 1), (1024, 1024, 1))
     part = Part(images=images, text=Text(median=3000, sigma=1, answers=0.5))
     tiles, tokens, _ = draw_part(part, 2000, 4096, np.random.default_rng(0))
@@ -99,8 +99,8 @@ def test_samples_are_cut_at_the_mixtures_tokens():
     ],
 )
 def test_known_means_come_out(name, tiles, tokens):
-    """Prevents tuning the whole at the cost of the sources whose lengths are known."""
-    made = of_source(make_lengths("internvl", 300_000, seed=2), name)
+    """Prevents source means that differ from published means."""
+    made = source_columns(make_lengths("internvl", 300_000, seed=2), name)
     assert made["tiles"].mean() == pytest.approx(tiles, abs=0.06)
     assert made["tokens"].mean() == pytest.approx(tokens, rel=0.02)
 
@@ -111,8 +111,8 @@ def tulu3_longcite() -> Lengths:
 
 
 def test_figures_of_long_and_short_texts_come_out(tulu3_longcite):
-    """Prevents: texts that are not like those of HBP's Table 3 (arXiv 2503.07680), to a tenth."""
-    tulu3 = of_source(tulu3_longcite, "tulu3")["tokens"]
+    """Prevents text statistics over 10 % off Table 3 of HBP (arXiv 2503.07680)."""
+    tulu3 = source_columns(tulu3_longcite, "tulu3")["tokens"]
     tokens = np.random.default_rng(0).permutation(tulu3)[:200_000]
     short = tokens[tokens <= 4096]
     threes = short[: len(short) // 3 * 3].reshape(-1, 3)
@@ -129,31 +129,31 @@ def test_figures_of_long_and_short_texts_come_out(tulu3_longcite):
 
 
 def test_limits_of_long_and_short_texts(tulu3_longcite):
-    """Prevents: tiles of texts, other sizes than the published, or samples that no pack holds."""
+    """Prevents tiles in texts, unpublished dataset sizes, and samples longer than a pack."""
     assert tulu3_longcite.items == {}
-    counts = counts_of(tulu3_longcite)
+    counts = count_samples(tulu3_longcite)
     assert counts == {"tulu3": 939_344, "longcite": 2_000}
-    short, long = (of_source(tulu3_longcite, name)["tokens"] for name in counts)
+    short, long = (source_columns(tulu3_longcite, name)["tokens"] for name in counts)
     assert short.max() <= 32_768 and long.max() <= 131_072 and long.min() >= 8_192
     assert long.mean() == pytest.approx(70_000, rel=0.03)
 
 
 def pad_ratio(batches: np.ndarray) -> float:
-    """Mean share of padding of batches [batches, samples], Eq. 1."""
+    """Mean padding share of batches [batches, samples], Eq. 1."""
     return float(np.mean(1 - batches.mean(axis=1) / batches.max(axis=1)))
 
 
 def dist_ratio(loads: np.ndarray) -> float:
-    """Eq. 2 over steps of 8 loads: as padding to the heaviest."""
+    """Eq. 2 over steps of 8 loads: mean padding to the heaviest load."""
     return pad_ratio(loads[: len(loads) // 8 * 8].reshape(-1, 8))
 
 
 def test_published_figures_come_out(internvl):
-    """Prevents a change of the assumptions after which the mixture is no longer the paper's."""
+    """Prevents a mixture with padding and imbalance unlike the paper's."""
     rng = np.random.default_rng(0)
     # A sample without an image counts as one tile, as in the files of the paper.
     tiles, tokens = np.maximum(internvl.column("tiles"), 1), internvl.tokens
-    # Mini-batches of 4, whole steps only.
+    # Mini-batches of 4, full steps only.
     batches = rng.permutation(len(internvl))[: len(internvl) // 32 * 32].reshape(-1, 4)
     pad, longest = pad_ratio(tokens[batches]), tokens[batches].max(axis=1)
     vision, language = dist_ratio(tiles[batches].sum(axis=1)), dist_ratio(longest)
@@ -166,7 +166,7 @@ def test_published_figures_come_out(internvl):
 
 
 def test_the_file_reads_back_and_says_that_it_is_synthetic(tmp_path, capfd):
-    """Prevents a file that planning cannot read, or that is taken for a measured one."""
+    """Prevents an unreadable file, and synthetic lengths that are not labelled as such."""
     output = tmp_path / "lengths.parquet"
     with pytest.raises(SystemExit, match="0"):
         main(["-o", str(output), "--samples", "2000"])

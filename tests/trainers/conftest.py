@@ -1,6 +1,6 @@
-"""Exports read by the trainers they are for; `scripts/test_trainers.sh` runs these alone.
+"""Exports read by their target trainers; run by `scripts/test_trainers.sh`.
 
-They need packages that `.venv` does not have, so that the other tests leave them out.
+`.venv` lacks the trainers' packages, so pytest skips these tests there.
 """
 
 from importlib.util import find_spec

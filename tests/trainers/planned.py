@@ -1,4 +1,4 @@
-"""Plans and exports, made by the commands as a user types them, and what they should be read as."""
+"""Plans and exports written by the user's commands, and the packs that trainers should read."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ SMALL = "--model internvl-digits --cluster laptop-cpu"
 
 
 def run(command: str) -> str:
-    """Run a command in this process, and return what it prints."""
+    """Run a command in this process; return its standard output."""
     printed, notes = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(notes):
         try:
@@ -45,25 +45,25 @@ class Planned:
 
     export: Path
     command: str
-    """What RUN.md says to run."""
+    """The training command of RUN.md."""
     tokens: np.ndarray
-    """Of every sample, [samples]."""
+    """Tokens by sample, [samples]."""
     packs: list[list[list[list[int]]]]
-    """Numbers of the samples: by step, slot, rank and place in the pack."""
+    """Sample numbers by step, slot, rank and position in the pack."""
 
     @property
     def full_steps(self) -> int:
-        """Number of steps with as many packs as the first."""
+        """Number of steps with the first step's pack count."""
         sizes = [sum(map(len, step)) for step in self.packs]
         return sizes.count(sizes[0])
 
-    def of_rank(self, rank: int) -> list[list[int]]:
-        """Packs of a rank in all full steps, one after another."""
+    def rank_packs(self, rank: int) -> list[list[int]]:
+        """Packs of a rank in all full steps, in order."""
         return [slot[rank] for step in self.packs[: self.full_steps] for slot in step]
 
     @property
     def flags(self) -> dict[str, str]:
-        """Flags of the command and their values."""
+        """The command's flags and values."""
         values, words = dict[str, str](), list[str]()
         for word in shlex.split(self.command):
             words.append(Template(word).safe_substitute(values))
@@ -74,15 +74,15 @@ class Planned:
         return {words[place].removeprefix("--"): words[place + 1] for place in named}
 
 
-def planned(
+def plan_job(
     data: Path, target: str, seed: int, ranks: int, *, job: str = SMALL, workers: int = 0
 ) -> Planned:
-    """Plan 10,000 samples for a trainer and export the plan, by the commands."""
+    """Plan 10,000 samples for a trainer and export the plan."""
     name = f"{target}-{seed}-{ranks}{job.replace(' ', '')}"
     lengths, plan = data.with_name(f"lengths{seed}.parquet"), data.with_name(f"plan-{name}")
     export = Path(tempfile.mkdtemp(dir=data.parent)) / "export"
     if not lengths.exists():
-        write_lengths(drawn_lengths(seed), lengths)
+        write_lengths(draw_lengths(seed), lengths)
     if not plan.exists():
         run(
             f"plan {job} --dp {ranks} --lengths {lengths} --max-tokens {MAX_TOKENS} "
@@ -92,11 +92,11 @@ def planned(
     made = json.loads(run(f"export {plan} --to {export} --data {data} --workers {workers} --json"))
     packs, read_lengths = open_plan(plan).steps
     tokens = read_lengths.tokens.astype(np.int64)
-    return Planned(export, made["command"], tokens, in_turn(packs))
+    return Planned(export, made["command"], tokens, order_packs(packs))
 
 
-def in_turn(packs: ScheduledPacks) -> list[list[list[list[int]]]]:
-    """Packs by step, slot and rank; each sample list as the plan has it."""
+def order_packs(packs: ScheduledPacks) -> list[list[list[list[int]]]]:
+    """Packs by step, slot and rank, with samples in the plan's order."""
     rows = np.lexsort((packs.dp_rank, packs.slot, packs.step)).tolist()
     return [
         [[packs.packs[row].tolist() for row in slot] for _, slot in groupby(step, packs.slot.item)]
@@ -111,19 +111,19 @@ def shows_picture(number: int) -> bool:
 
 @cache
 def picture(kind: int) -> bytes:
-    """A picture of one of few kinds."""
+    """PNG image with red channel `kind`."""
     file = io.BytesIO()
     Image.new("RGB", (32, 32), (kind, 0, 0)).save(file, "PNG")
     return file.getvalue()
 
 
 def picture_of(number: int) -> bytes:
-    """The picture that a sample shows."""
+    """Image of a sample; 7 distinct images."""
     return picture(number % 35)
 
 
 def record(number: int, **more: object) -> dict:
-    """A record that says its number."""
+    """Record with its number as the answer."""
     shown = "<image>" if shows_picture(number) else ""
     messages = [
         {"role": "user", "content": f"{shown}What is sample {number}?"},
@@ -133,7 +133,7 @@ def record(number: int, **more: object) -> dict:
 
 
 def write_lines(folder: Path) -> Path:
-    """The samples as JSONL, about pictures in files."""
+    """Write the samples as JSONL with image files."""
     for number in range(0, 35, 5):
         (folder / f"{number}.png").write_bytes(picture(number))
     path = folder / "data.jsonl"
@@ -146,7 +146,7 @@ def write_lines(folder: Path) -> Path:
 
 
 def write_shards(folder: Path) -> Path:
-    """The same samples as tar shards, with their pictures."""
+    """Write the samples as tar shards with their images."""
     for shard in range(SHARDS):
         with tarfile.open(folder / f"part-{shard}.tar", "w") as tar:
             for number in range(shard * SAMPLES // SHARDS, (shard + 1) * SAMPLES // SHARDS):
@@ -162,8 +162,8 @@ def write_shards(folder: Path) -> Path:
     return path
 
 
-def drawn_lengths(seed: int) -> Lengths:
-    """Lengths with a heavy tail, the first seed's; of others nearly equal, or of a few values."""
+def draw_lengths(seed: int) -> Lengths:
+    """Draw lengths by `seed % 3`: heavy-tailed, nearly uniform, or of four values."""
     rng = np.random.default_rng(seed)
     tokens = [
         np.clip(rng.lognormal(6, 1, SAMPLES), 64, MAX_TOKENS),

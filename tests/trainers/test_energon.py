@@ -1,4 +1,4 @@
-"""Exported packs read by Energon itself, on every rank and by every loader process."""
+"""Exported packs read by Energon on every rank with several loader processes."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from megatron.energon import (
     get_savable_loader,
     stateless,
 )
-from planned import SHARDS, Planned, picture_of, planned, shows_picture, write_lines, write_shards
+from planned import SHARDS, Planned, picture_of, plan_job, shows_picture, write_lines, write_shards
 
 from omnibal.data.tar_shards import Shard, energon_indexes, index_shard
 
@@ -28,16 +28,16 @@ TARGET = "megatron-lm"
 
 @edataclass
 class Encoded(Sample):
-    """An encoded sample, or a pack of them."""
+    """An encoded sample or pack."""
 
     said: list[int]
-    """Numbers of the samples."""
+    """Sample numbers."""
     shown: list[bool]
-    """Whether each shows what it should."""
+    """Whether each sample has its image."""
 
 
 class Encoder(DefaultTaskEncoder):
-    """A task encoder of a user: one sample, and some joined to a pack."""
+    """A user's task encoder for samples and packs."""
 
     decoder = None
 
@@ -57,8 +57,8 @@ class Encoder(DefaultTaskEncoder):
         return only
 
 
-def module_of(export: Path) -> ModuleType:
-    """The export's own module, as a user imports it."""
+def import_packs(export: Path) -> ModuleType:
+    """Import the export's module as a user does."""
     path = export / "energon/omnibal_packs.py"
     spec = importlib.util.spec_from_file_location("omnibal_packs", path)
     module = importlib.util.module_from_spec(spec)
@@ -67,7 +67,7 @@ def module_of(export: Path) -> ModuleType:
     return module
 
 
-def encoder_of(packs: ModuleType) -> DefaultTaskEncoder:
+def make_encoder(packs: ModuleType) -> DefaultTaskEncoder:
     class Both(packs.PlannedPacks, Encoder):
         @stateless
         def sample_of(self, members: dict[str, Any]) -> Encoded:
@@ -92,13 +92,13 @@ def prepare(folder: Path) -> None:
 
 
 def check_read(made: Planned, ranks: int, workers: int) -> None:
-    """What Energon hands to every rank, beside the plan."""
-    packs = module_of(made.export)
+    """Compare every rank's packs from Energon with the plan."""
+    packs = import_packs(made.export)
     for rank in range(ranks):
         config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
-        dataset = packs.planned_dataset(encoder_of(packs), config, repeat=False)
+        dataset = packs.planned_dataset(make_encoder(packs), config, repeat=False)
         read = list(get_savable_loader(dataset))
-        expected = made.of_rank(rank)
+        expected = made.rank_packs(rank)
         assert [pack.said for pack in read[: len(expected)]] == expected
         assert len(read) - len(expected) < max(workers, 1)
         assert all(all(pack.shown) for pack in read)
@@ -115,30 +115,30 @@ def shards(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_energon_reads_the_planned_packs_from_shards(shards, seed, ranks):
-    """Prevents packs that Energon hands to another rank or step, or samples that it misses."""
+    """Prevents packs that Energon gives to another rank or step, and missing samples."""
     workers = 2 * ((seed + RANKS.index(ranks)) % 2)
-    check_read(planned(shards, TARGET, seed, ranks, workers=workers), ranks, workers)
+    check_read(plan_job(shards, TARGET, seed, ranks, workers=workers), ranks, workers)
 
 
 def test_energon_reads_samples_that_were_files(tmp_path):
-    """Prevents shards of ours that Energon cannot index, or reads with other keys or pictures."""
-    made = planned(write_lines(tmp_path), TARGET, 0, 2, workers=2)
+    """Prevents our shards from failing to index, or reading with wrong keys or images."""
+    made = plan_job(write_lines(tmp_path), TARGET, 0, 2, workers=2)
     subprocess.run([sys.executable, str(made.export / "energon/make_shards.py")], check=True)
     prepare(made.export / "energon/samples")
     check_read(made, 2, 2)
 
 
 def test_other_ranks_or_processes_are_refused(shards):
-    """Prevents packs read by other ranks than they were written for, in silence."""
-    packs = module_of(planned(shards, TARGET, 0, 2, workers=2).export)
+    """Prevents silently reading packs with another rank or worker count than exported."""
+    packs = import_packs(plan_job(shards, TARGET, 0, 2, workers=2).export)
     for ranks, workers in ((1, 2), (2, 0), (8, 2)):
         config = WorkerConfig(rank=0, world_size=ranks, num_workers=workers)
         with pytest.raises(ValueError, match="export again with --workers"):
-            packs.planned_dataset(encoder_of(packs), config)
+            packs.planned_dataset(make_encoder(packs), config)
 
 
 def test_where_energon_has_found_samples(shards):
-    """Prevents its index from being read otherwise than it writes it."""
+    """Prevents wrong sample offsets from Energon's index."""
     names = sorted(path.name for path in shards.parent.glob("*.tar"))
     indexes = energon_indexes(shards.parent, names)
     assert len(names) == SHARDS

@@ -1,4 +1,4 @@
-"""Rows of exports loaded, packed and dealt by ms-swift itself, and flags that its parsers take."""
+"""Exports loaded, packed and dealt by ms-swift, and flags parsed by ms-swift."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import datasets
 import pytest
 import swift.dataset
 import torch.distributed as dist
-from planned import MICRO_BATCHES, SMALL, Planned, planned, write_lines
+from planned import MICRO_BATCHES, SMALL, Planned, plan_job, write_lines
 from swift.arguments import SftArguments
 from swift.dataloader import BatchSamplerShard
 from swift.dataset.packing import PackingDataset
@@ -27,17 +27,17 @@ def data(tmp_path_factory) -> Path:
     return write_lines(tmp_path_factory.mktemp("ms-swift"))
 
 
-def rows_of(made: Planned) -> list[dict]:
+def read_rows(made: Planned) -> list[dict]:
     return [json.loads(line) for line in Path(made.flags["dataset"]).read_text().splitlines()]
 
 
-def packed(made: Planned) -> list[list[int]]:
-    """Samples of every pack that ms-swift makes of the exported rows, in the export's order."""
+def pack_rows(made: Planned) -> list[list[int]]:
+    """Pack the exported rows with ms-swift; return the samples of every pack."""
     flags = made.flags
-    numbers = [int(row["messages"][-1]["content"]) for row in rows_of(made)]
+    numbers = [int(row["messages"][-1]["content"]) for row in read_rows(made)]
     lengths = [[int(made.tokens[number])] for number in numbers]
     packs = PackingDataset(
-        SimpleNamespace(max_length=int(flags["max_length"])),  # what packing reads of a template
+        SimpleNamespace(max_length=int(flags["max_length"])),  # packing reads only max_length
         datasets.Dataset.from_dict({"lengths": lengths}),
         packing_length=int(flags["packing_length"]),
         packing_strategy=flags["packing_strategy"],
@@ -49,22 +49,22 @@ def packed(made: Planned) -> list[list[int]]:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ms_swift_makes_and_deals_the_planned_packs(data, monkeypatch, seed, ranks):
-    """Prevents an export that ms-swift packs otherwise, or gives to other ranks in other steps."""
+    """Prevents an export that ms-swift packs differently, or deals to other ranks or steps."""
     for target in BACK_ENDS:
-        made = planned(data, target, seed, ranks)
-        packs = packed(made)
+        made = plan_job(data, target, seed, ranks)
+        packs = pack_rows(made)
         in_order = [sorted(pack) for step in made.packs for slot in step for pack in slot]
         assert packs == in_order
         steps = int(made.flags["train_iters" if target == "ms-swift" else "max_steps"])
         assert steps == made.full_steps == len(packs) // (ranks * MICRO_BATCHES)
         for rank in range(ranks):
-            dealt = _dealt(target, len(packs), rank, ranks, monkeypatch)
+            dealt = _deal_packs(target, len(packs), rank, ranks, monkeypatch)
             got = [packs[pack] for pack in dealt][: steps * MICRO_BATCHES]
-            assert got == [sorted(pack) for pack in made.of_rank(rank)]
+            assert got == [sorted(pack) for pack in made.rank_packs(rank)]
 
 
-def _dealt(target: str, packs: int, rank: int, ranks: int, monkeypatch) -> list[int]:
-    """Packs that ms-swift's own sampler gives to a rank."""
+def _deal_packs(target: str, packs: int, rank: int, ranks: int, monkeypatch) -> list[int]:
+    """Packs that ms-swift's sampler gives to a rank."""
     if target == "ms-swift":
         sampler = MegatronPretrainingRandomSampler(None, packs, 0, 1, rank, ranks, False, False)
         return [pack for batch in sampler for pack in batch]
@@ -75,8 +75,8 @@ def _dealt(target: str, packs: int, rank: int, ranks: int, monkeypatch) -> list[
 
 
 def test_ms_swift_loads_every_row_in_its_order(data):
-    """Prevents rows that ms-swift's loader leaves out, moves, or reads without their images."""
-    made = planned(data, "ms-swift", 0, 2)
+    """Prevents rows that ms-swift's loader drops, reorders, or reads without images."""
+    made = plan_job(data, "ms-swift", 0, 2)
     flags = made.flags
     found, validation = swift.dataset.load_dataset(
         [flags["dataset"]],
@@ -85,7 +85,7 @@ def test_ms_swift_loads_every_row_in_its_order(data):
         strict=flags["strict"] == "true",
     )
     assert validation is None
-    rows = rows_of(made)
+    rows = read_rows(made)
     assert found["messages"] == [row["messages"] for row in rows]
     paths = [[image["path"] for image in images or ()] for images in found["images"]]
     assert paths == [row.get("images", []) for row in rows] and any(paths)
@@ -93,7 +93,7 @@ def test_ms_swift_loads_every_row_in_its_order(data):
 
 @pytest.fixture
 def megatron_arguments(monkeypatch) -> type:
-    """Arguments of `megatron sft`, whose module imports mcore_bridge, which parses nothing."""
+    """Arguments of `megatron sft`, imported with a fake mcore_bridge, which parses nothing."""
     for name in ("mcore_bridge", "mcore_bridge.model"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     from swift.megatron.arguments import MegatronSftArguments
@@ -106,11 +106,11 @@ def megatron_arguments(monkeypatch) -> type:
     [("ms-swift", SMALL), ("ms-swift", f"{SMALL} --pp 3"), ("ms-swift-deepspeed", SMALL)],
 )
 def test_every_flag_is_parsed_as_it_is_meant(data, megatron_arguments, target, job):
-    """Prevents a flag that ms-swift does not have, or whose value it reads as another."""
+    """Prevents a flag that ms-swift does not know or parses to another value."""
     arguments = megatron_arguments if target == "ms-swift" else SftArguments
-    # Without what comes after parsing, which wants a model and GPUs.
+    # Skip __post_init__, which needs a model and GPUs.
     parsed_alone = dataclass(type("Parsed", (arguments,), {"__post_init__": lambda self: None}))
-    made = planned(data, target, 0, 2, job=job)
+    made = plan_job(data, target, 0, 2, job=job)
     given = made.flags | {"model": "a"}
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
     parsed, unknown = parse_args(parsed_alone, words)

@@ -1,5 +1,4 @@
-"""Adapters opened by PEFT itself on Transformers' model: logits, loss and every gradient; and those
-that PEFT saves, imported."""
+"""Exported adapters opened by PEFT, and PEFT's adapters imported: logits, loss, gradients."""
 
 import re
 import sys
@@ -24,14 +23,14 @@ NAME = "300m-qwen2"
 SOME = adapters_of(rank=3, alpha=9, targets="q_proj,v_proj,down_proj", rank_stabilized=True)
 
 
-def by_peft(links, name, folder):
-    """What PEFT computes of an adapter's folder, and gradients of its matrices."""
+def compute_by_peft(links, name, folder):
+    """PEFT's logits, loss and gradients with an adapter's folder."""
     model = PeftModel.from_pretrained(transformers_model(KINDS[name]), folder, is_trainable=True)
     return computed_by(model, micro_batches(model_of(name)))
 
 
-def gradients_here(gradients, model):
-    """Gradients of adapters of the language model, by PEFT's names; q, k and v are apart."""
+def language_gradients(gradients, model):
+    """Gradients of the language model's adapters by PEFT's names, with q, k and v separate."""
     named = {}
     for name, value in gradients.items():
         match = re.fullmatch(r"language\.layers\.(\d+)\.adapters\.(\w+)\.lora_([ab])", name)
@@ -44,12 +43,12 @@ def gradients_here(gradients, model):
 
 @pytest.mark.parametrize("adapters", [EVERYWHERE, SOME], ids=["everywhere", "some"])
 def test_peft_computes_what_training_does(tmp_path, adapters):
-    """Prevents: an adapter that PEFT opens as another, or gradients that are not its."""
+    """Prevents an exported adapter with other logits, loss or gradients in PEFT."""
     run = trained(NAME, adapters, tmp_path)
     ours = computed_here(NAME, adapters, run.run)
-    [theirs] = run_ranks(Parallel(pipeline=1), by_peft, NAME, run.adapter)
+    [theirs] = run_ranks(Parallel(pipeline=1), compute_by_peft, NAME, run.adapter)
     assert farthest(ours, theirs) < 1e-5 and ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-    own = gradients_here(ours.gradients, NAME)
+    own = language_gradients(ours.gradients, NAME)
     expected = {n: g for n, g in theirs.gradients.items() if ".language_model." in n}
     assert own.keys() == expected.keys() and own
     for name, gradient in expected.items():
@@ -57,8 +56,8 @@ def test_peft_computes_what_training_does(tmp_path, adapters):
         torch.testing.assert_close(own[name], gradient, rtol=1e-4, atol=atol, msg=name)
 
 
-def saved_by_peft(links, name, folder):
-    """An adapter of PEFT's own making, with a B that is not zero, and what it computes."""
+def save_by_peft(links, name, folder):
+    """Save a PEFT adapter with nonzero B; return PEFT's logits, loss and gradients."""
     config = LoraConfig(r=5, lora_alpha=7, target_modules=r".*language_model.*\.(k_proj|up_proj)")
     model = get_peft_model(transformers_model(KINDS[name]), config)
     generator = torch.Generator().manual_seed(0)
@@ -70,8 +69,8 @@ def saved_by_peft(links, name, folder):
 
 
 def test_an_adapter_that_peft_has_saved_is_imported(tmp_path):
-    """Prevents: training that goes on from other adapters than the ones that were given."""
-    [theirs] = run_ranks(Parallel(pipeline=1), saved_by_peft, NAME, tmp_path / "adapter")
+    """Prevents an imported PEFT adapter with other logits or loss than in PEFT."""
+    [theirs] = run_ranks(Parallel(pipeline=1), save_by_peft, NAME, tmp_path / "adapter")
     source = save_released(transformers_model(KINDS[NAME]), tmp_path / "released", "stacked")
     opened = add_adapter(open_released(source), tmp_path / "adapter")
     import_checkpoint(opened, tmp_path / "run", lambda size: None)

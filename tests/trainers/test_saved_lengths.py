@@ -1,4 +1,4 @@
-"""Lengths of a dataset that `datasets` itself has saved, as `swift export` leaves it."""
+"""Lengths of a dataset saved by `datasets`, as `swift export` writes it."""
 
 from datasets import Dataset, concatenate_datasets
 from planned import picture, picture_of, record, run, shows_picture
@@ -7,7 +7,7 @@ from omnibal.data.lengths import read_lengths
 
 
 def test_lengths_of_a_saved_dataset_are_its_column(tmp_path):
-    """Prevents rows read out of order, or of another file than `datasets` has written."""
+    """Prevents rows read out of order or from the wrong Arrow file."""
     path = tmp_path / "0.png"
     path.write_bytes(picture(0))
     images = [{"bytes": None, "path": str(path)}, {"bytes": picture_of(5), "path": None}]
@@ -15,7 +15,7 @@ def test_lengths_of_a_saved_dataset_are_its_column(tmp_path):
         record(n, images=images[: n % 10 + 1] if shows_picture(n) else None, lengths=[200 + n])
         for n in range(1_000)
     ]
-    # Of several parts, of which the first is chosen from, as ms-swift's are after filtering.
+    # Several parts with an index selection, as ms-swift's filtering leaves them.
     saved = concatenate_datasets([Dataset.from_list(rows[:700]), Dataset.from_list(rows[700:])])
     saved.select(range(3, 1_000)).save_to_disk(tmp_path / "made/train", num_shards=3)
     output = tmp_path / "lengths.parquet"
