@@ -27,7 +27,7 @@ def run(*command: object, processes: int | None = None) -> Completed:
             [sys.executable, *map(str, command)],
             cwd=REPOSITORY, text=True, capture_output=True, timeout=TIMEOUT_S,
         )  # fmt: skip
-    # `processes` makes this rank 0 of an incomplete launch.
+    # With `processes`, run rank 0 of an incomplete launch.
     ranks = {} if processes is None else {"RANK": "0", "WORLD_SIZE": str(processes)}
     return launcher().run(*command, **ranks)
 
@@ -36,7 +36,7 @@ def ranks_start(
     ranks: int, *command: object, **environment: str
 ) -> AbstractContextManager[Started]:
     """Start ranks with the environment variables that Slurm jobs set."""
-    environments = [each | environment for each in rank_environments(ranks)]
+    environments = [rank_environment | environment for rank_environment in rank_environments(ranks)]
     return launcher().start(command, environments)
 
 

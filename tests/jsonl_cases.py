@@ -28,7 +28,7 @@ def record_of(question: str = "Which?", answer: str = "7", **extra: object) -> d
 
 def write_jsonl(path: Path, *records: object) -> Path:
     """Write a line of JSON per record; strings are written verbatim."""
-    lines = [each if isinstance(each, str) else json.dumps(each) for each in records]
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return path
 

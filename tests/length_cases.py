@@ -37,7 +37,7 @@ def texts(tokens: Sequence[int] | np.ndarray) -> Lengths:
 
 
 def long_tailed(count: int, longest: int, seed: int = 0) -> Lengths:
-    """Texts around 400 tokens, with 2 % above `longest / 3` and one `longest` text."""
+    """Texts around 400 tokens, with 2 % above `longest / 3` and one of exactly `longest`."""
     rng = np.random.default_rng(seed)
     short = np.clip(rng.lognormal(np.log(400), 1, count), 30, 4_000)
     long = rng.integers(longest // 3, longest, count // 50)

@@ -93,9 +93,9 @@ def shared_plan(
             caps=Caps.of(tiles=caps["tiles"], tokens=cap),
             context=context,
             cut=CutRule.ZIGZAG,
-            recompute=(again,),
+            recompute=(recompute_units,),
         )
-        for context, cap, again in zip(
+        for context, cap, recompute_units in zip(
             contexts, (short, caps["tokens"]), ((), ("language 0",)), strict=True
         )
     )
@@ -128,8 +128,8 @@ def deal_packs(
     place = {"dp_rank": np.zeros(len(packs), np.int32), "slot": np.zeros(len(packs), np.int32)}
     for step in range(packs.steps):
         rows = []
-        for one, context in enumerate(contexts):
-            members = np.flatnonzero((packs.step == step) & (level == one))
+        for level_index, context in enumerate(contexts):
+            members = np.flatnonzero((packs.step == step) & (level == level_index))
             size = data // context
             rows += [(members[k : k + size], context) for k in range(0, len(members), size)]
         rows.sort(key=lambda row: -len(row[0]) * row[1])

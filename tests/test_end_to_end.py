@@ -176,7 +176,7 @@ def test_reports_of_a_run(long_plan, digits, tmp_path):
     output = pair_succeeds(*training(long_plan, digits, save, *options))
     lines = (save / "validation.jsonl").read_text().splitlines()
     validations = [json.loads(line) for line in lines]
-    assert [one["step"] for one in validations] == [2, 4]
+    assert [validation["step"] for validation in validations] == [2, 4]
     assert validations[1]["loss"] < validations[0]["loss"]
     assert "validation after step 2: loss" in output and "samples/s" in output
     assert {path.name for path in save.glob("iter_*")} == {"iter_0000003", "iter_0000004"}

@@ -62,7 +62,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def run_in_child(log: Path, *arguments: object, prepare: Callable[[], None] = lambda: None) -> int:
     """Exit code of the command in a forked process, without importing torch again."""
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(log, prepare, [str(one) for one in arguments])
+        target=_child, args=(log, prepare, [str(argument) for argument in arguments])
     )
     process.start()
     process.join(120)
@@ -73,14 +73,14 @@ def run_in_child(log: Path, *arguments: object, prepare: Callable[[], None] = la
 def _child(log: Path, prepare: Callable[[], None], arguments: list[str]) -> None:
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
     sys.argv = ["convert.py", *arguments]
-    told = io.StringIO()
+    error_output = io.StringIO()
     try:
         prepare()
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(error_output), contextlib.redirect_stdout(io.StringIO()):
             convert.main()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        log.write_text(told.getvalue())
+        log.write_text(error_output.getvalue())
 
 
 def test_round_trip_by_the_command(tmp_path, checkpoint):
@@ -202,20 +202,20 @@ def write_large(folder: Path) -> int:
     return sum(2 * math.prod(shape) for shape in shapes.values()) // SHARDS
 
 
-def own_bytes() -> int:
+def anonymous_bytes() -> int:
     """Anonymous resident memory of this process."""
     return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def watch_memory(report: Path) -> None:
     """Start a thread that writes the process's peak memory growth in bytes to the report."""
-    before = own_bytes()
+    before = anonymous_bytes()
     report.write_text("0")
 
     def watch() -> None:
         most = 0
         while True:
-            grown = own_bytes() - before
+            grown = anonymous_bytes() - before
             if grown > most:
                 most = grown
                 # The process may end at any moment.

@@ -103,7 +103,7 @@ def test_splits_share_no_scan_and_no_voice(request, name, key, fewest):
     """Prevents held-out samples with scans or voices of the training split."""
     dataset = request.getfixturevalue(name)
     trained, held_out = (
-        {one for record in records(dataset / split) for one in record.get(key, ())}
+        {entry for record in records(dataset / split) for entry in record.get(key, ())}
         for split in SPLITS
     )
     assert min(len(trained), len(held_out)) > fewest and not trained & held_out
@@ -142,7 +142,7 @@ def test_recorded_sizes_are_the_images(scans):
     """Prevents annotated widths and heights that differ from the image files."""
     for record in records(scans / "heldout"):
         images, *stated = (
-            one if isinstance(one := record.get(name, []), list) else [one]
+            entry if isinstance(entry := record.get(name, []), list) else [entry]
             for name in ("image", "width", "height")
         )
         sizes = [Image.open(scans / "heldout" / image).size for image in images]

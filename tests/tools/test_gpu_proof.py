@@ -59,7 +59,7 @@ def test_a_part_ends_as_its_programs_do(tmp_path):
         raise KeyError("figure")
 
     results = [run_part("x", part, make_context(tmp_path)) for part in (passes, fails, breaks)]
-    assert [(one.status, one.reason, one.figures) for one in results[1:]] == [
+    assert [(outcome.status, outcome.reason, outcome.figures) for outcome in results[1:]] == [
         ("failed", "bad: error: no such thing", {"before": 2}),
         ("failed", "KeyError: 'figure'", {}),
     ]

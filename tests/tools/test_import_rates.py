@@ -70,8 +70,8 @@ def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
     # The base's accuracy does not apply to imported rates.
     base = load_cluster("h100-80g").model_copy(update={"rates": {}, "accuracy": {}})
     assert cluster.model_copy(update={"rates": {}}) == base
-    assert {(one.rows, one.inner, one.outer) for one in rates.products} == {(10, 20, 30)}
-    assert [(one.of, one.gradient, one.share) for one in rates.products] == [
+    assert {(rate.rows, rate.inner, rate.outer) for rate in rates.products} == {(10, 20, 30)}
+    assert [(rate.of, rate.gradient, rate.share) for rate in rates.products] == [
         ("forward", "fp32", 0.5),
         ("input_gradient", "fp32", 0.4),
         ("weight_gradient", "fp32", 0.3),
@@ -86,5 +86,5 @@ def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
     # An all-reduce of 2 ranks sends all bytes once, at half of 400 GiB/s, after 6 + 14 us.
     assert 2 * line.fixed_ms == pytest.approx(0.02)
     assert line.each_ms == pytest.approx(1 / (200 * 2**30) * 1e3, rel=1e-3)
-    assert {one.kind for one in rates.collectives} == {"all_reduce"}
-    assert [one.gb_per_s for one in rates.copies] == [pytest.approx(500 * 2**30 / 1e9, rel=1e-3)]
+    assert {rate.kind for rate in rates.collectives} == {"all_reduce"}
+    assert [rate.gb_per_s for rate in rates.copies] == [pytest.approx(500 * 2**30 / 1e9, rel=1e-3)]
