@@ -1,4 +1,4 @@
-"""Samples of conversations, templates in the manner of families, and their tokenizer."""
+"""Sample conversations, chat templates in the style of model families, and their tokenizer."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from omnibal.data.sample import Sample, Turn
 
 FOLDER = Path(__file__).parent / "chat_templates"
-# In the manner of the families' templates; each has what is special about them.
+# In the style of the families' templates, each with that family's peculiarities.
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
 TEMPLATES["thinking at once"] = TEMPLATES["thinking"].replace(
     r"prompt -%}{{- '<|im_start|>assistant\n'", r"prompt -%}{{- '<|im_start|>assistant\n<think>\n'"
@@ -45,7 +45,7 @@ def write_templated(folder: Path, template: str) -> Path:
 
 
 def sample_of(*turns: tuple[str, str], **fields) -> Sample:
-    """A conversation of (question, answer) turns, with one image for each `<image>`."""
+    """Return a conversation of (question, answer) turns, with one image per `<image>`."""
     images = sum(question.count("<image>") for question, _ in turns)
     return Sample(
         identity="x",

@@ -13,13 +13,13 @@ PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 -
 
 
 def words_of(command: str) -> list[str]:
-    """Words of a command, in which the folder of temporary files may have spaces."""
+    """Return words of a command. The temporary folder's path may contain spaces."""
     folder, mark = os.path.realpath(tempfile.gettempdir()), "\uffff"
     return [word.replace(mark, folder) for word in command.replace(folder, mark).split()]
 
 
 def status(command: str, *arguments: object) -> int:
-    """Exit status of a command, of its words and of arguments that may hold spaces."""
+    """Return a command's exit status. `arguments` may contain spaces."""
     with pytest.raises(SystemExit) as ended:
         cli.main([*words_of(command), *map(str, arguments)])
     return int(ended.value.code or 0)
@@ -31,7 +31,7 @@ def run(command: str, *arguments: object) -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> str:
-    """Standard output of a command that must succeed."""
+    """Return standard output of a command that must succeed."""
     capsys.readouterr()
     code, output = status(command, *arguments), capsys.readouterr()
     assert code == 0, output.err
@@ -39,12 +39,12 @@ def printed(capsys: pytest.CaptureFixture[str], command: str, *arguments: object
 
 
 def result(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> Any:
-    """JSON printed by a command that must succeed."""
+    """Return JSON printed by a command that must succeed."""
     return json.loads(printed(capsys, command, *arguments, "--json"))
 
 
 def failure(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> str:
-    """Standard error of a command that must fail as a user's mistake."""
+    """Return standard error of a command that must fail with a user error."""
     capsys.readouterr()
     assert status(command, *arguments) == 2
     output = capsys.readouterr()

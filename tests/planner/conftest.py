@@ -1,4 +1,4 @@
-"""What tests of several modules ask for by name."""
+"""Fixtures shared by several test modules."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from omnibal.data.lengths import write_lengths
 
 @pytest.fixture(scope="session")
 def lengths_file(tmp_path_factory) -> Path:
-    """The example's lengths, as `omnibal lengths` writes them; not to be written to."""
+    """Return a read-only file of the example's lengths, as written by `omnibal lengths`."""
     path = tmp_path_factory.mktemp("lengths") / "lengths.parquet"
     write_lengths(example_lengths(), path)
     return path

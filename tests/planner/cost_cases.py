@@ -27,9 +27,9 @@ def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
 
 
 def model_of(towers: str, *layers: int) -> ModelConfig:
-    """A small model of the named towers, with so many layers of each in model order.
+    """Return a small model of the named towers, with `layers` in model order.
 
-    "vision language" is InternVL's; "runs" is a language model of two kinds of layer in turns.
+    "vision language" is InternVL's; "runs" is a language model with two alternating layer kinds.
     """
     numbers = dict(zip(towers.split(), layers, strict=True))
     runs = (LayerRun(layers=2, window=4), LayerRun(layers=1)) if "runs" in numbers else ()
@@ -45,7 +45,7 @@ def model_of(towers: str, *layers: int) -> ModelConfig:
 
 
 def assumed_h100() -> ClusterConfig:
-    """An H100 of round shares, the same for all shapes, by which formulas can be worked out."""
+    """Return an H100 with round efficiencies for all shapes, so formulas can be checked by hand."""
     shares = {"matmul_efficiency": 0.55, "fp8_efficiency": 0.48, "memory_efficiency": 0.8}
     links = {"link_efficiency": 0.5, "network_efficiency": None, "link_latency_us": 10}
     tables: dict[str, Any] = {"rates": {}, "rates_of": None, "accuracy": {}, "basis": "assumed"}
@@ -55,9 +55,9 @@ def assumed_h100() -> ClusterConfig:
 
 
 def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> CostModel:
-    """Costs of comparable units; what a unit keeps always includes its input.
+    """Return costs of comparable units. A unit's activations include its input.
 
-    They are good for a model of any number of layers of the same kinds; the default is InternVL's.
+    They fit any number of layers of the model's kinds; the default model is InternVL's.
     """
     model = model or small_model(1, 1)
     features = feature_names(model)
@@ -105,7 +105,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
 
 
 def workload_of_a_step(features: np.ndarray) -> Workload:
-    """One step of one rank, of micro-batches with these features [m, features]."""
+    """Return one step of one rank: micro-batches with these features [m, features]."""
     slot = np.arange(len(features))
     return Workload(
         features=features, step=0 * slot, dp_rank=0 * slot, slot=slot, data_parallel_size=1
@@ -113,7 +113,7 @@ def workload_of_a_step(features: np.ndarray) -> Workload:
 
 
 def random_features(rng: np.random.Generator, packs: int, count: int = 5) -> np.ndarray:
-    """[packs, count] with no pack that is the largest in everything."""
+    """Return features [packs, count]. No pack is the largest in all features."""
     features = rng.uniform(0, 4, (packs, count))
     features[:, 0] = 1
     return features
@@ -122,7 +122,7 @@ def random_features(rng: np.random.Generator, packs: int, count: int = 5) -> np.
 def passes_of(
     own: np.ndarray, others: np.ndarray, links: float | np.ndarray = 0, kind: Any = Pass.FORWARD
 ) -> Passes:
-    """Passes of 1F1B of one kind each, with these tensors on their links."""
+    """Return 1F1B passes of one kind, with these tensors on their links."""
     return Passes(
         chunk=0, chunks=1, link_buffers=tuple(((tensor, 0),) for tensor in range(4)),
         largest=own.max(axis=0), row=np.arange(len(own)), kind=np.zeros(len(own), int) + kind,
@@ -132,9 +132,9 @@ def passes_of(
 
 @dataclass
 class LinksInTime:
-    """A stage's links as its operations follow one another: receives ahead, sends until the next.
+    """A stage's link buffers over its operations: receives ahead, sends until the next send.
 
-    In order `omnibal.pipeline.passes.CUT_TENSORS`.
+    In the order of `omnibal.pipeline.passes.CUT_TENSORS`.
     """
 
     micro_batches: int
@@ -142,7 +142,7 @@ class LinksInTime:
     backwards: int = 0
 
     def before(self, kind: Pass) -> list[bool]:
-        """What is there while the next pass of this kind computes."""
+        """Return which buffers are live while the next pass of this kind computes."""
         taken = kind is Pass.FORWARD, kind is Pass.BACKWARD
         came, gradients = self.forwards + taken[0], self.backwards + taken[1]
         return [

@@ -1,4 +1,4 @@
-"""Exchange of divided weights beside computation, an event at a time."""
+"""Exchange of sharded weights next to computation, one event at a time."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 def simulated_ms(
     compute_ms: Sequence[float], gather_ms: Sequence[float], reduce_ms: Sequence[float]
 ) -> float:
-    """Time of units in turn beside one link, which serves a gather one unit ahead, then the
-    reduction of the unit before."""
+    """Return the time of units run in order, with one link that gathers one unit ahead and then
+    reduces the previous unit."""
     link_ms, compute_end = gather_ms[0], 0.0
     ready = [link_ms]
     for unit, own_ms in enumerate(compute_ms):

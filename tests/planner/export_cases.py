@@ -1,4 +1,4 @@
-"""Plans to export, made without a search, and the data that they are of."""
+"""Plans to export, made without a search, and their data."""
 
 import heapq
 import json
@@ -31,7 +31,7 @@ SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class ExportCase:
-    """A plan in memory, whose sample k is line k of the data that `write_data` writes."""
+    """A plan in memory. Its sample k is line k of the file from `write_data`."""
 
     files: PlanFiles
     target: TargetName
@@ -45,7 +45,7 @@ class ExportCase:
         return self.files.steps[0]
 
     def export(self, data: Path | None, folder: Path) -> Export:
-        """Write the export; the data too, where it is not there yet."""
+        """Write the export, and the data if missing."""
         if data is not None and not data.exists():
             write_data(len(self.lengths), data)
         given = export_input(self.files, TARGETS[self.target], data, folder)
@@ -55,7 +55,7 @@ class ExportCase:
 
 
 def write_data(samples: int, path: Path) -> None:
-    """Write as many short texts, each of which says its number."""
+    """Write `samples` short texts that state their line numbers."""
     with path.open("w") as file:
         for number in range(samples):
             messages = [
@@ -69,12 +69,12 @@ def write_data(samples: int, path: Path) -> None:
 def export_case(
     target: TargetName, *, seed: int, ranks: int, samples: int = SAMPLES, full: bool = False
 ) -> ExportCase:
-    """A plan on one stage with packs of nearly equal tokens; its last step is full if asked."""
+    """Return a plan on one stage, packs of nearly equal tokens; the last step is full if `full`."""
     lengths = drawn_lengths(seed, samples)
     per_step = ranks * MICRO_BATCHES
     count = -(-int(lengths.tokens.sum()) // 4_096)
     count = -(-count // per_step) * per_step if full else count // per_step * per_step + ranks // 2
-    packs = scheduled(token_balanced(lengths.tokens, count), lengths, ranks, seed)
+    packs = shuffle(token_balanced(lengths.tokens, count), lengths, ranks, seed)
     return ExportCase(files=files_for(target, packs, lengths, ranks), target=target)
 
 
@@ -85,7 +85,7 @@ def drawn_lengths(seed: int, samples: int) -> Lengths:
 
 
 def token_balanced(tokens: np.ndarray, count: int) -> list[list[int]]:
-    """Samples to packs, longest first, each to the pack with the fewest tokens."""
+    """Assign samples to packs: longest first, to the pack with the fewest tokens."""
     held = [(0, pack) for pack in range(count)]
     packs: list[list[int]] = [[] for _ in range(count)]
     for sample in np.argsort(-tokens, kind="stable").tolist():
@@ -95,15 +95,15 @@ def token_balanced(tokens: np.ndarray, count: int) -> list[list[int]]:
     return packs
 
 
-def scheduled(packs: list[list[int]], lengths: Lengths, ranks: int, seed: int) -> ScheduledPacks:
-    """Packs in any order as full steps, the last with what is over."""
+def shuffle(packs: list[list[int]], lengths: Lengths, ranks: int, seed: int) -> ScheduledPacks:
+    """Return packs in random order as full steps; the last step has the remainder."""
     order = np.random.default_rng(seed).permutation(len(packs)).tolist()
     listed = Packs.from_lists([packs[number] for number in order])
     return in_order(listed, lengths, ranks)
 
 
 def files_for(target: TargetName, packs: ScheduledPacks, lengths: Lengths, ranks: int) -> PlanFiles:
-    """A plan of one stage that trains these packs."""
+    """Return a plan of one stage that trains these packs."""
     parallel = TARGETS[target].with_default_sharding(Parallel(pipeline=1, data=ranks))
     stages = stages_of(MODEL, MODEL.language.layers)
     files = plan_files(packs, lengths, stages, parallel=parallel, precision="bf16")
@@ -114,7 +114,7 @@ def files_for(target: TargetName, packs: ScheduledPacks, lengths: Lengths, ranks
 def stages_of(
     model: ModelConfig, *language: int, recompute: dict[int, tuple[str, ...]] | None = None
 ) -> tuple[Stage, ...]:
-    """Stages with so many language layers each, and all encoders on the first one."""
+    """Return stages with `language` layers each, and all encoders on the first stage."""
     units: list[list[str]] = []
     first = 0
     for count in language:
@@ -133,21 +133,21 @@ def stages_of(
 
 
 def random_packs(samples: int, most: int, rng: np.random.Generator) -> Packs:
-    """All samples in random packs of 1 to `most`."""
+    """Return all samples in random packs of 1 to `most`."""
     cuts = np.cumsum(rng.integers(1, most + 1, samples))
     offsets = np.concatenate([[0], cuts[cuts < samples], [samples]])
     return Packs(samples=rng.permutation(samples), offsets=offsets.astype(np.int64))
 
 
 def in_order(packs: Packs, lengths: Lengths, ranks: int) -> ScheduledPacks:
-    """The packs in this order of reading, with `MICRO_BATCHES` of a rank in every step."""
+    """Return packs in reading order, with `MICRO_BATCHES` per rank and step."""
     step, within = np.divmod(np.arange(len(packs)), MICRO_BATCHES * ranks)
     slot, rank = np.divmod(within, ranks)
     return ScheduledPacks.from_packs(packs, lengths, step, rank, slot)
 
 
 def places_of(packs: ScheduledPacks) -> dict[tuple[int, int, int], list[int]]:
-    """Samples by step, rank and slot."""
+    """Return samples by step, rank and slot."""
     columns = (packs.step.tolist(), packs.dp_rank.tolist(), packs.slot.tolist())
     return {
         place: packs.packs[row].tolist() for row, place in enumerate(zip(*columns, strict=True))
@@ -163,7 +163,7 @@ def plan_files(
     model: ModelConfig = MODEL,
     **changes,
 ) -> PlanFiles:
-    """A plan of these packs in this order, on as many ranks as `parallel` has."""
+    """Return a plan of these packs in this order, on `parallel.data` ranks."""
     parallel = parallel or Parallel(pipeline=len(stages))
     job, run = job_spec(model=model, parallel=parallel, **changes), packs
     if isinstance(run, Packs):
@@ -188,5 +188,5 @@ def given_of(
 
 
 def first_obstacle(plan: Plan, data: PackedData | None, target: TrainerConstraints) -> str | None:
-    """What the trainer cannot be told of a plan, or None."""
+    """Return the first plan feature that the trainer cannot express, or None."""
     return next(obstacles(plan, data, target), None)

@@ -1,4 +1,4 @@
-"""Times of passes of encoders and of an exchange of features, one by one."""
+"""Times of encoder passes and of a feature exchange, one by one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from omnibal.pipeline.encoder_waits import ItemShares
 def choice_of(
     pipelines: int, a_pass: int, kept: Mapping[str, int], **others
 ) -> DataParallelEncoders:
-    """A choice of equal passes of all encoders, whose items take 1 ms."""
+    """Return a choice with equal passes of all encoders; items take 1 ms."""
     of_all = {"items_per_pass": dict.fromkeys(kept, a_pass), "item_ms": dict.fromkeys(kept, 1.0)}
     return DataParallelEncoders(pipelines=pipelines, kept_items=kept, **(of_all | others))
 
@@ -24,7 +24,7 @@ def choice_of(
 def random_choice(
     rng, costs: Mapping[int, EncodersCost], below: Mapping[str, tuple[int, int]]
 ) -> DataParallelEncoders:
-    """A choice of passes and kept items below these numbers, with times unlike those of costs."""
+    """Return random passes and kept items below these limits, with times unlike the costs'."""
     cost = next(iter(costs.values()))
     size = cost.parallel.data
     sizes = {name: int(rng.integers(1, below[name][0])) for name in cost.encoders}
@@ -39,7 +39,7 @@ def random_choice(
 
 
 def every_choice(problem: PlacementProblem, fewest: int = 1) -> Iterator[DataParallelEncoders]:
-    """Every choice that the search may make, of passes of `fewest` items and more."""
+    """Yield every choice of the search, with passes of at least `fewest` items."""
     cost = problem.any_encoders
     none = dict.fromkeys(cost.encoders, 0)
     square_ms = {name: round(ms, 12) for name, ms in cost.square_ms.items()}
@@ -56,7 +56,7 @@ def every_choice(problem: PlacementProblem, fewest: int = 1) -> Iterator[DataPar
 
 
 def ranks_of_group(cost: EncodersCost, pipelines: int, block: int) -> np.ndarray:
-    """Ranks of the job that a group has, in its order: pipeline, stage, tensor."""
+    """Return the job's ranks in a group, by pipeline, stage, tensor."""
     sizes = cost.parallel
     found = [
         (stage * sizes.data + block * pipelines + pipeline) * sizes.tensor + shard
@@ -70,7 +70,7 @@ def ranks_of_group(cost: EncodersCost, pipelines: int, block: int) -> np.ndarray
 def messages_ms(
     cost: EncodersCost, pipelines: int, block: int, moved: Iterable[tuple[int, int, float]]
 ) -> float:
-    """Time of messages within a node beside those between nodes, of source, target and bytes."""
+    """Return ms of (source, target, bytes) messages, intra-node next to inter-node."""
     groups = range(cost.parallel.data // pipelines)
     node = [ranks_of_group(cost, pipelines, each) // cost.gpus_per_node for each in groups]
     size = pipelines * cost.ranks_of_pipeline
@@ -87,11 +87,11 @@ def messages_ms(
 
 
 Passes = dict[bool, list[tuple[int, ...]]]
-"""Items of passes and, of whole samples, their squares: kept ones, and those that run again."""
+"""Items of kept and of rerun passes; for full samples, also their squares."""
 
 
 def equal_passes(beside: DataParallelEncoders, name: str, items: int) -> Passes:
-    """Passes of so many items of an encoder."""
+    """Return passes of `items` items of an encoder."""
     a_pass, kept = beside.items_per_pass[name], beside.kept_items[name]
     found: Passes = {}
     for is_kept, left in ((True, min(items, kept)), (False, max(items - kept, 0))):
@@ -103,8 +103,8 @@ def equal_passes(beside: DataParallelEncoders, name: str, items: int) -> Passes:
 def ranks_ms(
     cost: EncodersCost, pipelines: int, passes: Mapping[str, list[list[Passes]]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward of every rank, [groups, ranks of a group, 2], by the passes of encoders,
-    groups and ranks; and the same were all of a block equally busy."""
+    """Return forward and backward ms, [groups, ranks of a group, 2], from passes by encoder, group
+    and rank; and again as if all ranks of a block were equally busy."""
     groups = cost.parallel.data // pipelines
     order = [ranks_of_group(cost, pipelines, block).tolist() for block in range(groups)]
     place = {rank: (b, n) for b, group in enumerate(order) for n, rank in enumerate(group)}
@@ -122,7 +122,7 @@ def ranks_ms(
 
 
 def lockstep_ms(cost: EncoderCost, ranks: list[Passes]) -> np.ndarray:
-    """Forward and backward of ranks in lockstep, by the most items and squares of each pass."""
+    """Return forward and backward ms of ranks in lockstep, by each pass's largest rank."""
     total = np.zeros(2)
     for is_kept in (True, False):
         for number in range(max(len(passes[is_kept]) for passes in ranks)):
@@ -133,8 +133,8 @@ def lockstep_ms(cost: EncoderCost, ranks: list[Passes]) -> np.ndarray:
 
 
 def pass_ms(cost: EncoderCost, work: tuple[int, ...], *, is_kept: bool) -> tuple[float, float]:
-    """Forward and backward of a pass of items (and squares of whole samples), unit by unit beside
-    what its ranks exchange, if they do."""
+    """Return forward and backward ms of a pass of items (and squares of full samples), unit by
+    unit, with its ranks' exchange if any."""
     one, again = np.array([1, *work]), 0.0 if is_kept else 1.0
     if cost.exchange is None:
         return float(one @ cost.forward_ms), float(one @ (cost.backward_ms + again * cost.again_ms))

@@ -2,7 +2,7 @@
 
     python tests/planner/kept_job_cases.py > tests/planner/kept_jobs.json
 
-writes the figures again, after a change that is meant to change plans.
+updates the figures after an intended change of plans.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ JOBS = {
 
 
 def write_data(folder: Path) -> None:
-    """Write the length files that jobs name: tiles, texts, long, native, spoken, small."""
+    """Write the length files used by the jobs: tiles, texts, long, native, spoken, small."""
     rng = np.random.default_rng(47)
     text = np.clip(rng.lognormal(5.5, 1.0, 1300), 8, 3000).astype(int)
     tiles = rng.choice(np.array([0, 1, 2, 5, 7]), 1300)
@@ -115,7 +115,7 @@ def _write(folder: Path, name: str, images: ImageSizes | None = None, **columns:
 
 
 def plan_job(job: str, data: Path, plan: Path) -> dict[str, Any]:
-    """Plan a job by its command, whose --lengths names a file of `data`; return what it prints."""
+    """Plan a job whose --lengths names a file in `data`; return the printed JSON."""
     words = re.sub(r"(?<=--lengths )(\w+)", rf"{shlex.quote(str(data))}/\1.parquet", job)
     printed = StringIO()
     try:
@@ -127,7 +127,7 @@ def plan_job(job: str, data: Path, plan: Path) -> dict[str, Any]:
 
 
 def plan_figures(result: dict[str, Any], plan: Path) -> dict[str, Any]:
-    """Return the figures of a plan that a user sees, and the hash of its packs' columns, if any."""
+    """Return a plan's visible figures, and the hash of its packs' columns, if any."""
     stages = [
         {name: stage[name] for name in ("recompute", "forward_ms", "backward_ms", "peak_gib")}
         | {name: count for name, count in stage.items() if name.endswith("_layers")}
@@ -145,7 +145,7 @@ def plan_figures(result: dict[str, Any], plan: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the figures of all jobs as JSON, a line a job."""
+    """Print the figures of all jobs as JSON, one line per job."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_data(folder)

@@ -1,4 +1,4 @@
-"""Published launch lines and their models, of launch_lines.json."""
+"""Published launch lines and their models, from launch_lines.json."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedLine:
-    """A launch line, and the rule that it breaks."""
+    """A launch line, and the rule that it breaks, if any."""
 
     id: str
     launcher: str
@@ -34,7 +34,7 @@ BROKEN = [line for line in LINES if line.rule is not None]
 
 
 def model_of(name: str) -> ModelConfig:
-    """A preset, the model of a hub's config.json, or one of the sizes that the data give."""
+    """Return a preset, a hub config.json's model, or a model with sizes from the data."""
     if name in preset_names("models"):
         return named_model(name)
     if name not in _DATA["models"]:
@@ -46,7 +46,7 @@ def model_of(name: str) -> ModelConfig:
 def sized_model(
     layers: int, heads: int, kv_heads: int, experts: int = 0, latent: bool = False
 ) -> ModelConfig:
-    """A language model of sizes that rules compare."""
+    """Return a language model with the sizes that rules compare."""
     kind: dict[str, Any] = {"layers": 1}
     if experts:
         kind["experts"] = {"experts": experts, "experts_per_token": 2, "ffn_hidden_size": 64}
@@ -60,7 +60,7 @@ def sized_model(
 
 
 CLUSTER = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
-"""Without waits for the host, in which small cuts of models differ little."""
+"""Without host time, which would hide differences between small models."""
 VARIABLES = {"NODE_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 
 
@@ -71,7 +71,7 @@ def of_line(
     image_share: float = 0.5,
     **changes,
 ) -> LineJob:
-    """What a launch line asks for, on H100s or on a cluster of other values."""
+    """Return a launch line's job, on H100s or a changed cluster."""
     sizes = load_model(model) if isinstance(model, str) else model
     launch = read_launch(line, VARIABLES)
     cluster = CLUSTER.model_copy(update=changes)

@@ -1,4 +1,4 @@
-"""Costs and micro-batches of one or several levels, and plain walks of all splits of a model."""
+"""Costs and micro-batches of one or several levels, and plain walks over all splits."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ from omnibal.pipeline.workload import Workload
 
 
 def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> list[CostModel]:
-    """Costs of every level: other times and bytes, but parameters and links alike."""
+    """Return costs of every level: different times and bytes, equal parameters and links."""
     (own,) = rng.spawn(1)
-    # Rates of data-parallel ranks' exchange, from next to nothing to more than a pass takes.
+    # Exchange rates of data-parallel ranks, from negligible to longer than a pass.
     exchange = {
         "bucket_parameters": float(own.choice([np.inf, 3e6, 3e5])),
         "rates": replace(
@@ -42,9 +42,9 @@ def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> l
 def random_level_packs(
     rng: np.random.Generator, contexts: Sequence[int], ranks: int, features: int
 ) -> Workload:
-    """A few steps of full rows of packs, then of shorter ones, the widest packs first.
+    """Return a few steps of full rows of packs, then shorter rows, widest packs first.
 
-    Packs of a row have one context size and may be of any of its levels.
+    Packs of a row have one context size and may have any of its levels.
     """
     rows: list[tuple[int, int, int, int, int]] = []
     for step in range(int(rng.integers(1, 4))):
@@ -81,24 +81,23 @@ def _row(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
-    """Units of a stage, with choices of layers that every level recomputes. [choices, rows]"""
+    """Units of a stage, with choices of recomputed layers per level. [choices, rows]"""
 
     units: tuple[str, ...]
     forward_ms: np.ndarray
     backward_ms: np.ndarray
     kept: np.ndarray
-    """Bytes that each micro-batch keeps between its forward and its backward."""
+    """Bytes kept by each micro-batch from forward to backward."""
     running: np.ndarray
-    """Most bytes of each micro-batch while one of the run's units works on it, [2, choices, rows]:
+    """Peak bytes of each micro-batch while a unit of the run works on it, [2, choices, rows]:
     forward and backward."""
     link_bytes: np.ndarray
-    """Of the largest micro-batch: its input, the input's gradient, its output, the output's
-    gradient, [4]."""
+    """Largest micro-batch's input, input gradient, output and output gradient, [4]."""
     state: float
     trained: int
     trained_experts: int
     exchange_ms: float
-    """Of the gradient of a tied matrix, with the stage that has the other copy."""
+    """Gradient exchange of a tied matrix with the stage of its other copy."""
 
     @property
     def has_experts(self) -> bool:
@@ -106,11 +105,11 @@ class Run:
 
 
 Sets = Sequence[tuple[tuple[tuple[str, int], ...], ...]]
-"""Choices of numbers of recomputed layers, by level and kind."""
+"""Choices of recomputed layer counts, by level and kind."""
 
 
 def every_set(cost: CostModel, units: tuple[str, ...], levels: int, alike: bool) -> Sets:
-    """All numbers of recomputed layers, or those that are the same at every level."""
+    """Return all recomputed layer counts, or only counts equal at every level."""
     layers = [kind.name for kind in cost.kinds if kind.is_layer]
     sets = [*product(*([(kind, n) for n in range(units.count(kind) + 1)] for kind in layers))]
     return [(each,) * levels for each in sets] if alike else [*product(sets, repeat=levels)]
@@ -167,7 +166,7 @@ def run_of(costs: Sequence[CostModel], units: tuple[str, ...], packs: Workload, 
 def _figures(
     cost: CostModel, units: tuple[str, ...], numbers: dict[str, int], features: np.ndarray
 ) -> np.ndarray:
-    """Forward and backward ms, bytes kept, and needed forward and backward. [5, rows]"""
+    """Return forward and backward ms, bytes kept, and needed forward and backward. [5, rows]"""
     left, again = dict(numbers), []
     for unit in units:
         again.append(left.get(unit, 0) > 0)
@@ -184,14 +183,14 @@ def _figures(
 def _memory(
     cost: CostModel, held: tuple[str, ...], again: list[bool], features: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes kept until the backward, [rows], and needed in forward and backward, [2, rows]."""
+    """Return bytes kept for backward, [rows], and needed forward and backward, [2, rows]."""
     first, last = held[0], max(held, key=list(cost.units).index)
     gradient = features @ cost.units[last].output_gradient_bytes
     layers = {kind.name: kind.tower for kind in cost.kinds if kind.is_layer}
     kept, running = np.zeros(len(features)), np.zeros((2, len(features)))
     before = _before(cost, first)
     if first.endswith(("projector", "embed")) and before:
-        # Kept for its gradient by no unit.
+        # Kept for its gradient, outside any unit.
         came = cost.units[before]
         kept = kept + features @ came.output_bytes * came.output_gradient_bytes.any()
     for place, unit in enumerate(held):
@@ -202,7 +201,7 @@ def _memory(
         own = [i for i, name in enumerate(held) if tower and layers.get(name) == tower]
         ahead = kept
         if len({held[i] for i in own}) > 1:
-            # Layers of several kinds take turns, and all of them count as if they came before.
+            # Layers of several kinds alternate; each counts as if all others came before.
             of_kind = [again[i] for i in own if held[i] == unit]
             back = back if all(of_kind) else 0 * back
             for i in own:
@@ -210,11 +209,11 @@ def _memory(
                     later = cost.units[held[i]]
                     bytes_ = later.boundary_bytes if again[i] else later.activation_bytes
                     ahead = ahead + features @ bytes_
-        # Units after this one keep nothing yet, forward, and nothing any more, backward.
+        # Later units keep no bytes yet in forward, and no longer in backward.
         brought = back if again[place] else 0
         working = (features @ costs.transient_bytes.T).max(axis=1)
         if cost.tied_trained_parameters and {"language_embed", "head"} <= set(held):
-            # The head's gradient of the tied matrix waits for the embed's, then comes their sum.
+            # The tied matrix's gradient from the head waits for the embedding's, then their sum.
             waiting = 2 * (unit == "language_embed") + unit.startswith("language_layer")
             working = working + 2 * waiting * cost.tied_parameters
         given = np.zeros_like(gradient) if unit == last or not costs.has_backward else gradient
@@ -223,13 +222,13 @@ def _memory(
 
 
 def _before(cost: CostModel, unit: str) -> str | None:
-    """Name of the unit from which a stage that begins with this one receives."""
+    """Return the unit before this one, or None for the first."""
     place = list(cost.units).index(unit)
     return list(cost.units)[place - 1] if place else None
 
 
 def run_peaks(run: Run, stage: int, stages: int, packs: Workload) -> np.ndarray:
-    """Most bytes while any rank's step runs, one operation after another. [choices]"""
+    """Return peak bytes while any rank's step runs, one operation after another. [choices]"""
     most = np.zeros(len(run.kept))
     place = packs.step * packs.data_parallel_size + packs.dp_rank
     for rows in (np.flatnonzero(place == each) for each in np.unique(place)):
@@ -246,9 +245,9 @@ def run_peaks(run: Run, stage: int, stages: int, packs: Workload) -> np.ndarray:
 
 
 def split_ms(costs: Sequence[CostModel], runs: Sequence[Run], packs: Workload) -> np.ndarray:
-    """Mean step of all choices of a split. [choices of stage 0, of stage 1, ...]
+    """Return the mean step of all choices of a split. [choices of stage 0, of stage 1, ...]
 
-    Weights come and gradients go bucket by bucket, each as its part of a pass begins or has run.
+    Weights and gradients move per bucket, as its part of a pass begins or ends.
     """
     first, rates = costs[0], costs[0].expert_rates
     others, experts = np.array([(run.trained, run.trained_experts) for run in runs]).T
@@ -306,7 +305,7 @@ class _StepWalk:
                     self.link_ms[way, stage] += (packs.level == level) * ms
 
     def ends(self) -> dict[tuple[int, int], np.ndarray]:
-        """End of the last pass of every rank and stage."""
+        """Return the end of the last pass of every rank and stage."""
         moved = True
         while moved:
             moved = any(self._moves(*place) for place in self.left)
@@ -314,7 +313,7 @@ class _StepWalk:
         return self.free
 
     def _moves(self, rank: int, stage: int) -> bool:
-        """Run the next pass of a rank and all that share its pack; whether it can be run."""
+        """Run the next pass of a rank and all ranks that share its pack. Return whether it ran."""
         if not self.left[rank, stage]:
             return False
         operation = self.left[rank, stage][0]
@@ -328,7 +327,7 @@ class _StepWalk:
             return False
         took_ms = reduce(np.maximum, [self._took(place, operation) for place in block])
         if operation == ChunkPass(Pass.FORWARD, 0):
-            # It runs without a break and has each bucket of weights in time.
+            # It runs without a break, so each bucket of weights must arrive in time.
             number = self.buckets[stage]
             come = self.gather_ms[stage] * np.arange(1, number + 1) / number
             starts += [ms - took_ms * came / number for came, ms in enumerate(come)]
@@ -340,7 +339,7 @@ class _StepWalk:
         return True
 
     def _start(self, place: tuple[int, int], operation: ChunkPass) -> np.ndarray | None:
-        """When a rank can start a pass; None if another is its next, or its input not known."""
+        """Return when a rank can start a pass; None if not its next pass or without input yet."""
         if self.left[place][:1] != [operation]:
             return None
         rank, stage = place
@@ -365,7 +364,7 @@ class _StepWalk:
 def brute_force(
     costs: Sequence[CostModel], model: ModelConfig, packs: Workload, p: int, alike: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Step ms and largest peak in bytes of all splits with all recomputed sets."""
+    """Return step ms and peak bytes of all splits with all recompute choices."""
     sequence = unit_names(model)
     layers = {kind.name for kind in costs[0].kinds if kind.is_layer}
 
@@ -388,10 +387,10 @@ def brute_force(
     return np.concatenate(times), np.concatenate(peaks)
 
 
-def walked(
+def walk_all(
     costs: Sequence[CostModel], stages_at: Sequence[Sequence[Stage]], packs: Workload
 ) -> tuple[float, list[float]]:
-    """Step ms and every stage's peak in bytes, of the planner's stages at every level."""
+    """Return step ms and each stage's peak bytes, for the planner's stages at every level."""
     kinds = costs[0].kinds
     names = [kind.name for kind in kinds]
     runs = []
@@ -406,7 +405,7 @@ def walked(
 def level_case(
     rng: np.random.Generator, towers: str, most: int, contexts: Sequence[int], ranks: int
 ) -> tuple[list[CostModel], ModelConfig, Workload, int]:
-    """Costs of every level, a model of at most so many layers, packs and pipeline size."""
+    """Return costs per level, a model with at most `most` layers, packs and pipeline size."""
     number = len(towers.split())
     layers = 1 + rng.multinomial(rng.integers(0, most - number + 1), [1 / number] * number)
     model = model_of(towers, *layers.tolist())

@@ -1,4 +1,4 @@
-"""Packs held against the caps and against the fewest there can be."""
+"""Packs checked against the caps and against the minimum number of packs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def assert_valid(packs: Packs, lengths: Lengths, caps: Caps) -> None:
 
 
 def all_patterns(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Every pack that fits, [patterns, sizes]: how many samples it has of each."""
+    """Return every pack that fits, [patterns, sizes]: its number of samples per size."""
     patterns: list[np.ndarray] = []
 
     def extend(pattern: np.ndarray, first: int) -> None:
@@ -36,14 +36,14 @@ def all_patterns(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
 
 
 def fewest_packs(sizes: np.ndarray, caps: np.ndarray) -> int:
-    """The least packs by an integer program: which sample is in which pack, and which are used."""
+    """Return the minimum number of packs, by an integer program over placements and used packs."""
     samples = sizes.shape[1]
     alone = np.eye(samples)
     inside = np.kron(alone, np.ones(samples))
     each_once = LinearConstraint(np.hstack([inside, np.zeros((samples, samples))]), 1, 1)
     both = zip(sizes, caps, strict=True)
     held = [np.hstack([np.kron(row, alone), -cap * alone]) for row, cap in both]
-    # A sample may only be in a pack up to its own number, so that packs are not interchangeable.
+    # Sample i may only be in packs 0..i, so packs are not interchangeable.
     pack_of = np.tile(np.arange(samples), samples)
     allowed = (pack_of <= np.repeat(np.arange(samples), samples)).astype(float)
     solution = milp(
@@ -57,7 +57,7 @@ def fewest_packs(sizes: np.ndarray, caps: np.ndarray) -> int:
 
 
 def sequential_packs(tokens: Sequence[int], packing_length: int) -> list[list[int]]:
-    """Rows of packs by `calculate_matched_group` of ms-swift 4.6.0 with `sequential`, restated: a
+    """Return packs by `calculate_matched_group` of ms-swift 4.6.0 with `sequential`, restated: a
     row that does not fit ends the open pack, and so does its last token."""
     packs: list[list[int]] = []
     pack, total = list[int](), 0
@@ -75,7 +75,7 @@ def sequential_packs(tokens: Sequence[int], packing_length: int) -> list[list[in
 def scheduled_packs(
     packs: Packs | Sequence[Sequence[int]], step: Sequence[int] | np.ndarray, **columns
 ) -> ScheduledPacks:
-    """Packs of these steps; columns that are not given are zeros, as tiles are."""
+    """Return packs of these steps. Missing columns are zeros, and so are tiles."""
     listed = packs if isinstance(packs, Packs) else Packs.from_lists(packs)
     items = {"tiles": np.zeros(len(listed), np.int32), **columns.pop("items", {})}
     zeros = dict.fromkeys(("dp_rank", "slot", "epoch", "tokens", "level"), np.zeros(len(listed)))

@@ -1,4 +1,4 @@
-"""Random packs, what the planner predicts for them, and units that are not trained."""
+"""Random packs, the planner's predictions for them, and frozen units."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,14 +21,14 @@ from omnibal.pipeline.workload import Workload
 def planners_figures(
     cost: CostModel, stages: tuple[Stage, ...], packs: Workload
 ) -> tuple[float, float]:
-    """Step time in ms and largest peak in bytes, as the planner predicts them."""
+    """Return predicted step ms and peak bytes."""
     simulated = simulate_levels(cost, [stages], packs)
     memories = stage_memories(cost, [stages], packs)
     return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
 
 
 def random_packs(rng: np.random.Generator, micro_batches: int, features_of: int = 5) -> Workload:
-    """A few steps; ranks of a step may have fewer micro-batches than others, or none."""
+    """Return a few steps. Ranks may have fewer micro-batches than other ranks, or none."""
     ranks, steps = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     counts = rng.integers(0, micro_batches + 1, (steps, ranks))
     counts[:, rng.integers(ranks)] = micro_batches
@@ -47,21 +47,21 @@ def random_packs(rng: np.random.Generator, micro_batches: int, features_of: int 
 
 
 def frozen(unit: UnitCost) -> UnitCost:
-    """The unit without a backward, as the first units of a model are when they are not trained."""
+    """Return the unit without a backward, like a model's frozen first units."""
     names = ("backward_ms", "activation_bytes", "boundary_bytes", "output_gradient_bytes")
     nothing = dict.fromkeys(names, np.zeros_like(unit.forward_ms))
     return replace(unit, **nothing, trained_parameters=0)
 
 
 def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
-    """Every way to cut a model into parts with a layer each."""
+    """Return every split of a model into parts with at least one layer."""
     units = range(1, len(unit_names(model)))
     every = (stages_from_cuts(model, cuts) for cuts in combinations(units, parts - 1))
     return [parts for parts in every if all(part.layer_count for part in parts)]
 
 
 def equal_steps(shape: tuple[int, int, int], features: np.ndarray, **columns) -> Workload:
-    """Steps of ranks with equally many micro-batches: so many of each, in this order."""
+    """Return steps of the given [steps, ranks, slots], with features in this order."""
     step, dp_rank, slot = (axis.ravel() for axis in np.indices(shape))
     return Workload(
         features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=shape[1],
@@ -72,7 +72,7 @@ def equal_steps(shape: tuple[int, int, int], features: np.ndarray, **columns) ->
 def numbers_of(
     model: ModelConfig, cost: CostModel, p: int, freedom: RecomputeFreedom
 ) -> Iterator[list[dict[str, int]]]:
-    """Every choice of numbers of recomputed layers: of every stage, by tower."""
+    """Yield every choice of recomputed layer counts: per stage, by tower."""
     with_backward = {k.tower for k in cost.kinds if k.is_layer and cost.units[k.name].has_backward}
     layers = {name: tower.layers for name, tower in model.encoders.items() if name in with_backward}
     language = model.language.layers
@@ -88,6 +88,6 @@ def numbers_of(
 
 
 def recomputing(stage: Stage, numbers: dict[str, int]) -> Stage:
-    """The stage with so many of the first layers recomputed that it holds of each tower."""
+    """Return the stage with the first `numbers[tower]` of its layers recomputed."""
     again = [Span(tower, stage.layers(tower)[:number]) for tower, number in numbers.items()]
     return stage.model_copy(update={"recompute": tuple(span for span in again if span.layers)})

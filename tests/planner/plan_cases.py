@@ -1,4 +1,4 @@
-"""A small planning request, for the tests of plans and of their checks."""
+"""A small planning request, for tests of plans and of plan checks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def job_spec(**changes) -> JobSpec:
 
 
 def request(**changes) -> PlanRequest:
-    """Of fields of the job, of its data, and of the request itself; without lengths, of shapes."""
+    """Return a request with changed fields of job, data or request; mock data without lengths."""
     job = job_spec(**{name: changes.pop(name) for name in JOB if name in changes})
     fields = DATA | {name: changes.pop(name) for name in DATA if name in changes}
     data: SampleData | MockData
@@ -102,8 +102,8 @@ def request(**changes) -> PlanRequest:
     return PlanRequest(job=job, data=data, **changes)
 
 
-def changed(planned: PlanRequest, **changes) -> PlanRequest:
-    """The request with other fields of its job or its data."""
+def alter(planned: PlanRequest, **changes) -> PlanRequest:
+    """Return the request with changed fields of its job or data."""
     job = replace(planned.job, **{name: changes.pop(name) for name in JOB if name in changes})
     data = planned.data
     if "caps" in changes:
@@ -114,7 +114,7 @@ def changed(planned: PlanRequest, **changes) -> PlanRequest:
 
 
 def settings_of(fields: dict, settings: PackSettings = ISF) -> PackSettings:
-    """Settings of packs with the fields that are theirs, which are taken out."""
+    """Pop pack settings from `fields`, and return `settings` with them."""
     names = [each.name for each in dataclasses.fields(PackSettings) if each.name in fields]
     return replace(settings, **{name: fields.pop(name) for name in names})
 
@@ -146,7 +146,7 @@ def example_profile(activation_bytes: int | None = None) -> Profile:
 
 
 def search_request(defaults: dict, changes: dict) -> StrategyRequest:
-    """A search of fields of its own, of its job, and of settings of packs."""
+    """Return a search with changed fields of search, job or pack settings."""
     given = defaults | changes
     job = job_spec(**{name: given.pop(name) for name in JOB if name in given})
     samples = {"samples_per_step": given.pop("samples_per_step")}
@@ -154,7 +154,7 @@ def search_request(defaults: dict, changes: dict) -> StrategyRequest:
 
 
 def planned_ms_per_sample(searched: StrategyRequest, caps: Caps, parallel: Parallel) -> float:
-    """As the planner alone predicts it, for steps of the requested samples."""
+    """Return the planner's prediction, for steps of the requested samples."""
     job = searched.job.with_sizes(parallel)
     data = SampleData(
         lengths=searched.lengths,
@@ -167,7 +167,7 @@ def planned_ms_per_sample(searched: StrategyRequest, caps: Caps, parallel: Paral
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: Callable) -> Mock:
-    """What a module calls by this name, with a note of every call."""
+    """Replace a module's function by a mock that records calls."""
     counted = Mock(wraps=function)
     monkeypatch.setattr(module, function.__name__, counted)
     return counted

@@ -1,4 +1,4 @@
-"""A profile measured of a model whose true cost is known."""
+"""A measured profile of a model with known true cost."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ SHAPES = [
 
 
 def true_cost() -> CostModel:
-    """Counted costs of a machine that also has overheads, and keeps 10 % more."""
+    """Return analytic costs plus overheads and 10 % more activation memory."""
     cost = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
     overhead_ms = np.array([0.05, 0, 0, 0, 0])
     units = {
@@ -65,8 +65,8 @@ def measurements_of(cost: CostModel, noise: float = 0.0) -> tuple[UnitMeasuremen
     return tuple(measurements)
 
 
-def measured(noise: float = 0.0, **changed: object) -> Profile:
-    """The profile of the true cost, each time off by at most `noise` of itself."""
+def measure(noise: float = 0.0, **changed: object) -> Profile:
+    """Return the true cost's profile. Each time is off by at most a fraction `noise`."""
     profile = Profile(
         device="test CPU",
         precision="fp32",

@@ -1,4 +1,4 @@
-"""Made-up replays: every stage takes what the cost model says of one device alone, or a factor."""
+"""Synthetic replays: every stage takes the cost model's single-device time, or a multiple."""
 
 from pathlib import Path
 
@@ -35,10 +35,10 @@ def write_replay(
     with_working_memory: bool = True,
     **info,
 ) -> list[StageReplay]:
-    """A replay directory; of all steps if none are named, and as predicted if no factors are.
+    """Write a replay directory, by default of all steps and as predicted.
 
-    Stage s takes `factors[s]` times what it is predicted to take without other devices, and keeps
-    `s + 1` GiB of activations.
+    Stage s takes `factors[s]` times its predicted single-device time, and keeps `s + 1` GiB of
+    activations.
     """
     chosen = tuple(np.unique(workload.step).tolist()) if steps is None else steps
     REPLAY_FILES.open(directory, replay_info(plan, chosen, **info))

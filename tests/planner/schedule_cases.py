@@ -1,4 +1,4 @@
-"""Schedules run by an event loop that is not the simulator's."""
+"""Schedules run by an event loop independent of the simulator."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ Key = tuple[int, ChunkPass]
 def workload_of(
     counts: Sequence[Sequence[int]] | np.ndarray, features: np.ndarray | None = None, **columns
 ) -> Workload:
-    """So many micro-batches of every rank of every step, [steps, ranks]."""
+    """Return steps with `counts` micro-batches, [steps, ranks]."""
     number = np.asarray(counts)
     step, rank = (np.repeat(axis.ravel(), number.ravel()) for axis in np.indices(number.shape))
     slot = np.concatenate([np.arange(count) for count in number.ravel()])
@@ -41,7 +41,7 @@ def workload_of(
 
 
 def nothing_once(stages: int, **changes: np.ndarray) -> PerStepCosts:
-    """Steps in which nothing but these is exchanged or updated."""
+    """Return per-step costs: only `changes` are exchanged or updated."""
     usual = dict.fromkeys(("reduction_ms", "gather_ms", "tied_ms", "update_ms"), np.zeros(stages))
     return PerStepCosts(**(usual | {"buckets": np.ones(stages)} | changes))
 
@@ -53,8 +53,8 @@ def simulate_1f1b(
     counts: np.ndarray | None = None,
     **blocks: Any,
 ) -> Timeline:
-    """Steps [steps, m, p] of 1F1B, or one step [m, p]; `blocks` are as of `block_sizes`, with the
-    context [steps, m]."""
+    """Return simulated 1F1B steps [steps, m, p], or one step [m, p]. `blocks` go to `block_sizes`,
+    with the context [steps, m]."""
     if forward_ms.ndim == 2:
         given = (each[None] for each in (forward_ms, backward_ms, *links_ms))
         return simulate_1f1b(*given).of_step(0)
@@ -79,7 +79,7 @@ def simulate_1f1b(
 
 
 def needed_ms(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> float:
-    """Passes of all micro-batches on stages that recompute nothing, without collectives."""
+    """Return ms of all micro-batches' passes without recomputation and collectives."""
     times = stage_times(cost, stages, features)
     units = [cost.units[unit] for stage in stages for unit in stage_units(cost.kinds, stage)]
     collective_ms = sum(unit.collective_ms.sum(axis=0) for unit in units)
@@ -99,7 +99,7 @@ Held = set[tuple[int, int]]
 
 
 def held_in_list(operations: Sequence[ChunkPass]) -> list[tuple[ChunkPass, Held, Held]]:
-    """Every operation, what is kept for backwards meanwhile, and for gradients of weights alone."""
+    """Return every operation, and passes then kept for backward and for weight gradients."""
     kept: Held = set()
     late: Held = set()
     found = []
@@ -124,8 +124,8 @@ def event_loop(
     forward_link_ms: np.ndarray,
     backward_link_ms: np.ndarray,
 ) -> dict[Key, tuple[float, float]]:
-    """Start and end of every operation. The stage that can go on first runs, and delivers its
-    output: the loop knows where tensors go, not what operations wait for."""
+    """Return start and end of every operation. The stage that can start first runs, and delivers
+    its output: the loop knows where tensors go, not the operations' dependencies."""
     stages, parts = schedule.stages, schedule.stages * schedule.chunks
     queues = [list(operations) for operations in schedule.operations]
     free = [0.0] * stages

@@ -5,11 +5,11 @@ import heapq
 import numpy as np
 
 Step = list[tuple[int, int]]
-"""Context size and number of ranks of every slot of a step; ranks from some on have no more."""
+"""Context size and number of ranks of every slot of a step; only the first ranks take part."""
 
 
 def random_step(rng: np.random.Generator, ranks: int) -> Step:
-    """Full slots, then slots of fewer and fewer ranks, as plans have them."""
+    """Return full slots, then slots with ever fewer ranks, as in plans."""
     sizes = [size for size in (1, 2, 4, 8) if size <= ranks]
     step = [(int(rng.choice(sizes)), ranks) for _ in range(rng.integers(1, 6))]
     left = ranks
@@ -21,7 +21,7 @@ def random_step(rng: np.random.Generator, ranks: int) -> Step:
 
 
 def contexts_of(step: Step, ranks: int, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Context of every rank's slot [ranks, slots], and the slots of every rank [ranks]."""
+    """Return every slot's context [ranks, slots], and the number of slots [ranks]."""
     context, counts = np.ones((ranks, slots), int), np.zeros(ranks, int)
     for slot, (size, present) in enumerate(step):
         context[:present, slot] = size
@@ -37,13 +37,13 @@ def joint_event_loop(
     context: np.ndarray,
     counts: np.ndarray,
 ) -> np.ndarray:
-    """Ends of all passes, [2, ranks, m, p], of ranks that wait for each other, by an event queue.
+    """Return ends of all passes, [2, ranks, m, p], of ranks that wait for each other.
 
-    A stage that has come to a pass of a shared micro-batch waits there until the same stage of all
-    ranks of the block has, and all run it for as long as the slowest needs.
+    A stage that reaches a pass of a shared micro-batch waits for the same stage of all ranks of
+    the block. All run it for as long as the slowest needs.
 
     Args:
-        context: size of the block, [ranks, m], or [ranks, m, p] where it is the stage's.
+        context: size of the block, [ranks, m], or [ranks, m, p] if it depends on the stage.
     """
     context = np.broadcast_to(context.reshape(*context.shape[:2], -1), forward_ms.shape)
     ranks, m, p = forward_ms.shape
@@ -56,7 +56,7 @@ def joint_event_loop(
     queue = [(0.0, "look", 0, rank, 0, stage) for rank in range(ranks) for stage in range(p)]
 
     def next_pass(rank: int, stage: int) -> tuple[int, int] | None:
-        """Direction and micro-batch of the pass that the stage has come to; None if it cannot."""
+        """Return (direction, micro-batch) of the stage's next pass, or None if it cannot start."""
         in_flight = started[0, rank, stage] - finished[rank, stage]
         direction = int(started[0, rank, stage] == counts[rank] or in_flight == p - stage)
         i = started[direction, rank, stage]

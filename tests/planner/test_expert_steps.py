@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from expert_cases import expert_model
-from level_cases import brute_force, random_costs, random_level_packs, walked
+from level_cases import brute_force, random_costs, random_level_packs, walk_all
 from schedule_cases import lost_time, simulate_1f1b
 from shared_pack_cases import contexts_of, joint_event_loop, random_step
 
@@ -98,9 +98,9 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
         best_ms = times[peaks <= cap].min()
         result = search_stages(cost, model, packs, p, cap)
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
-        step_ms, _ = walked(costs, result.stages_at, packs)
+        step_ms, _ = walk_all(costs, result.stages_at, packs)
         assert result.step_ms == pytest.approx(step_ms, rel=1e-9)
-        alone_ms, _ = walked(costs, result.stages_at, replace(packs, lockstep_ranks=1))
+        alone_ms, _ = walk_all(costs, result.stages_at, replace(packs, lockstep_ranks=1))
         waits += alone_ms < best_ms * (1 - 1e-6)
         held = [stage_units(cost.kinds, stage) for stage in result.stages_at[0]]
         without_experts += not all(LAYER in units for units in held)

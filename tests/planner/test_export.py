@@ -15,7 +15,7 @@ from export_cases import (
     files_for,
     first_obstacle,
     places_of,
-    scheduled,
+    shuffle,
     write_data,
 )
 from plan_cases import example_lengths, origin_of, request
@@ -136,7 +136,7 @@ def test_sharding_counts_where_ranks_divide_something():
 def test_steps_that_a_trainer_would_read_on_from_are_refused():
     """Prevents: every pack behind an odd step trained a step early, by another rank."""
     lengths, target = drawn_lengths(0, 24), TARGETS[MEGATRON]
-    packs = scheduled([[sample] for sample in range(24)], lengths, 2, 0)
+    packs = shuffle([[sample] for sample in range(24)], lengths, 2, 0)
     files = files_for(MEGATRON, packs, lengths, 2)
     moved = replace(packs, dp_rank=np.where(packs.step == 1, 0, packs.dp_rank))
     for given, told in (

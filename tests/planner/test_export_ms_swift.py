@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cli_cases import run
-from export_cases import drawn_lengths, export_case, files_for, first_obstacle, places_of, scheduled
+from export_cases import drawn_lengths, export_case, files_for, first_obstacle, places_of, shuffle
 from packing_cases import sequential_packs
 
 from omnibal.base.errors import UserError
@@ -90,7 +90,7 @@ def test_packs_that_would_merge_are_refused():
     lengths = drawn_lengths(0, 40)
     lengths = replace(lengths, tokens=np.full(40, 100, np.int32))
     bounds = np.cumsum([0, 4, 4, 2, 4, 4, 4, 4, 4, 4, 4, 2])
-    packs = scheduled([list(range(a, b)) for a, b in pairwise(bounds)], lengths, 1, 0)
+    packs = shuffle([list(range(a, b)) for a, b in pairwise(bounds)], lengths, 1, 0)
     files = files_for(SWIFT, packs, lengths, 1)
     told = first_obstacle(files.plan, files.data, TARGETS[SWIFT])
     order = np.diff(packs.packs.offsets)[np.lexsort((packs.slot, packs.step))].tolist()

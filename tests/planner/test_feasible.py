@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 from cli_cases import failure, run
-from plan_cases import MODEL, changed, counting, example_lengths, example_profile, request
+from plan_cases import MODEL, alter, counting, example_lengths, example_profile, request
 
 from omnibal import Free, Goal, Samples, plan, training_job
 from omnibal.base.errors import DoesNotFit, UserError
@@ -74,9 +74,9 @@ def sized(planned: PlanRequest, **sizes: int) -> PlanRequest:
     """As many micro-batches per rank."""
     parallel = planned.job.parallel.model_copy(update=sizes)
     if isinstance(planned.data, MockData):
-        return changed(planned, parallel=parallel)
+        return alter(planned, parallel=parallel)
     packs_per_step = planned.data.micro_batches(planned.job) * parallel.data
-    return changed(planned, parallel=parallel, packs_per_step=packs_per_step)
+    return alter(planned, parallel=parallel, packs_per_step=packs_per_step)
 
 
 def one_epoch(**changes) -> PlanRequest:
@@ -161,7 +161,7 @@ def test_next_larger_caps_do_not_fit(share):
     tried = [planned.data.caps, *smaller_caps(planned.data.caps, least)]
     caps = change.request.data.caps
     assert fits(change.request)
-    assert not fits(changed(planned, caps=tried[tried.index(caps) - 1]))
+    assert not fits(alter(planned, caps=tried[tried.index(caps) - 1]))
     text = f"--max-tokens {caps['tokens']} --max-tiles {caps['tiles']} instead of 512 and 8"
     assert change.text.startswith(text)
 
@@ -226,7 +226,7 @@ def test_a_larger_device_needs_its_own_memory():
 def test_steps_that_are_given_stay():
     """Prevents other caps for steps that are packed, and another number of packs in them."""
     scheduled, _ = ROOMY.data.schedule(ROOMY.job)
-    planned = tightened(changed(ROOMY, steps=steps_of(scheduled)), 0.9)
+    planned = tightened(alter(ROOMY, steps=steps_of(scheduled)), 0.9)
     found = changes_of(planned)
     assert found
     for change in found:
@@ -242,7 +242,7 @@ def test_jobs_of_levels_are_told_what_fits():
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),
     )
     roomy = one_epoch(parallel=Parallel(pipeline=2, data=2))
-    found = changes_of(tightened(changed(roomy, levels=levels, packs_per_step=8), 0.95))
+    found = changes_of(tightened(alter(roomy, levels=levels, packs_per_step=8), 0.95))
     assert found
     for change in found:
         assert change.request.data.levels == levels
@@ -280,7 +280,7 @@ def test_only_what_was_tried_is_called_not_enough(method):
         tiny = with_memory(one_epoch(**changes, **method), 1e-6)
         if "cost_source" not in changes:
             # No preset is large enough for a model of so many parameters either.
-            tiny = changed(tiny, model=MODEL.with_tower("language", vocab_size=10**10))
+            tiny = alter(tiny, model=MODEL.with_tower("language", vocab_size=10**10))
         with pytest.raises(DoesNotFit) as raised:
             make_plan(tiny)
         message = find_changes(tiny).message(raised.value)

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import numpy as np
 import pytest
-from plan_cases import MODEL, changed, counting, example_lengths, example_profile, job_spec, request
+from plan_cases import MODEL, alter, counting, example_lengths, example_profile, job_spec, request
 
 from omnibal.base.errors import UserError
 from omnibal.cost import source as source_module
@@ -109,7 +109,7 @@ def test_a_plan_directory_gives_its_job_again(tmp_path, source, lengths) -> None
 
 def test_data_that_cannot_be_planned_is_refused_with_the_request() -> None:
     """Prevents constructing a request that no plan can satisfy."""
-    few = partial(changed, changed(request(epochs=1), packs_per_step=2))
+    few = partial(alter, alter(request(epochs=1), packs_per_step=2))
     for asked, message in (
         (partial(few, packs_per_step=2_000_002), "at most 1,000,000"),
         (partial(request, lengths=None, packs_per_step=2_000_002), "at most 1,000,000"),

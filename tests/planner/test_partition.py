@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost, random_features, small_model, workload_of_a_step
-from level_cases import brute_force, level_case, walked
+from level_cases import brute_force, level_case, walk_all
 from partition_cases import (
     all_cuts,
     equal_steps,
@@ -159,7 +159,7 @@ def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, 
         step_ms, peak = planners_figures(cost, result.stages, packs)
         assert result.step_ms == pytest.approx(step_ms, rel=1e-12)
         assert peak <= cap * (1 + 1e-9)
-        walked_ms, peaks = walked([cost], [result.stages], packs)
+        walked_ms, peaks = walk_all([cost], [result.stages], packs)
         assert (step_ms, peak) == pytest.approx((walked_ms, max(peaks)), rel=1e-9)
         again = [np.count_nonzero(recomputed_counts(cost.kinds, s)) for s in result.stages]
         outcomes["recomputed" if max(again) else "kept"] += 1
@@ -214,7 +214,7 @@ def test_the_search_over_levels_equals_brute_force(
         for found in (result, quick, coarse):
             for stages in found.stages_at:
                 check_stages(model, stages)
-            step_ms, of_stages = walked(costs, found.stages_at, packs)
+            step_ms, of_stages = walk_all(costs, found.stages_at, packs)
             assert found.step_ms == pytest.approx(step_ms, rel=1e-9)
             assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
             assert max(of_stages) <= cap * (1 + 1e-9)
@@ -240,7 +240,7 @@ def test_memory_of_levels_is_that_of_a_walk():
                          for _ in range(3)]  # fmt: skip
             memories = stage_memories(cost, stages_at, packs)
             found = [memory.peak_gib * GIB for memory in memories]
-            assert found == pytest.approx(walked(costs, stages_at, packs)[1])
+            assert found == pytest.approx(walk_all(costs, stages_at, packs)[1])
 
 
 @pytest.mark.parametrize("stages", [1, 4])

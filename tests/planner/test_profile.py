@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measured, measurements_of, true_cost
+from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measure, measurements_of, true_cost
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
@@ -31,7 +31,7 @@ def measured_on(model: ModelConfig, parallel: Parallel, **changed: object) -> Pr
     """A profile of what is counted of the model."""
     counted = measurements_of(analytic_cost(model, CLUSTER, parallel, "fp32"))
     sha256 = model_sha256(model)
-    return measured(optimizer=(), links=(), model_sha256=sha256, measurements=counted, **changed)
+    return measure(optimizer=(), links=(), model_sha256=sha256, measurements=counted, **changed)
 
 
 def costs(profile: Profile, parallel: Parallel = PARALLEL, model: ModelConfig = MODEL) -> CostModel:
@@ -40,7 +40,7 @@ def costs(profile: Profile, parallel: Parallel = PARALLEL, model: ModelConfig = 
 
 def test_exact_measurements_give_back_the_true_costs():
     """Prevents a fit that mixes up features, directions or units of measure."""
-    fitted = costs(measured())
+    fitted = costs(measure())
     shapes = np.array([[1, *shape] for shape in [*SHAPES, (12, 2000, 10**6, 700)]])
     for unit, known in true_cost().units.items():
         cost = fitted.units[unit]
@@ -53,7 +53,7 @@ def test_exact_measurements_give_back_the_true_costs():
     assert fitted.link_latency_ms == pytest.approx(0.03)
     assert fitted.link_ms_per_byte == pytest.approx(2e-6)
     assert fitted.source == "profile:test CPU, 2 processes, provider local"
-    assert all(residual.max_error < 1e-3 for residual in fit_residuals(measured(), MODEL))
+    assert all(residual.max_error < 1e-3 for residual in fit_residuals(measure(), MODEL))
 
 
 @pytest.mark.parametrize("changes", [{}, {"imbalance": 2.0}, {"auxiliary_loss": 0.01}], ids=str)
@@ -81,7 +81,7 @@ def test_experts_that_ranks_share_out_cost_what_is_counted_besides(changes):
 
 def test_noise_stays_a_relative_error_of_its_own_size():
     """Prevents fits in which the largest micro-batch outweighs all small ones."""
-    residuals = fit_residuals(measured(noise=0.05), MODEL)
+    residuals = fit_residuals(measure(noise=0.05), MODEL)
     times = [r for r in residuals if r.quantity != "activation_bytes"]
     assert len(times) == 3 * len({*unit_names(MODEL)})
     assert all(0 < r.median_error < 0.05 and r.max_error < 0.12 for r in times)
@@ -92,8 +92,8 @@ def test_what_was_not_measured_is_counted():
     """Prevents zero memory, recomputation, optimizer or link costs from a profile without them, and
     a profile's local link from standing in for the network between nodes."""
     unknown = {"activation_bytes": None, "recompute_ms": None}
-    few = tuple(each.model_copy(update=unknown) for each in measured().measurements)
-    profile = measured(optimizer=(), links=(), measurements=few)
+    few = tuple(each.model_copy(update=unknown) for each in measure().measurements)
+    profile = measure(optimizer=(), links=(), measurements=few)
     counted, fitted = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32"), costs(profile)
     for name, unit in fitted.units.items():
         np.testing.assert_array_equal(unit.activation_bytes, counted.units[name].activation_bytes)
@@ -104,7 +104,7 @@ def test_what_was_not_measured_is_counted():
     assert quantities == {"forward_ms", "backward_ms"}
     across = Parallel(pipeline=CLUSTER.gpus_per_node + 1)
     counted = analytic_cost(MODEL, CLUSTER, across, "fp32")
-    assert costs(measured(), across).link_ms_per_byte == counted.link_ms_per_byte
+    assert costs(measure(), across).link_ms_per_byte == counted.link_ms_per_byte
 
 
 def test_data_parallel_ranks_exchange_at_measured_rates():
@@ -116,14 +116,14 @@ def test_data_parallel_ranks_exchange_at_measured_rates():
         CollectiveTime(kind=kind, ranks=data.data, latency_us=20, gb_per_s=rate)
         for kind, rate in gb_per_s.items()
     )
-    fitted = costs(measured(rates=Rates(device="mine", collectives=collectives)), data)
+    fitted = costs(measure(rates=Rates(device="mine", collectives=collectives)), data)
     sent_bytes = 4 * (data.data - 1) / data.data
     gather_ms, reduction_ms = (sent_bytes / (rate * 1e6) for rate in (2.0, 0.5))
     assert fitted.rates.weight_gather_ms == pytest.approx(gather_ms, rel=1e-6)
     assert fitted.rates.gradient_reduction_ms == pytest.approx(reduction_ms, rel=1e-6)
     # Where none were measured, the rate of a send says how much slower they are than counted.
     counted = analytic_cost(MODEL, CLUSTER, data, "fp32")
-    scaled = costs(measured(), data)
+    scaled = costs(measure(), data)
     # The whole update is divided over the ranks.
     assert scaled.rates.optimizer_ms == pytest.approx(1e-5 / data.data)
     slower = scaled.link_ms_per_byte / counted.link_ms_per_byte
@@ -153,7 +153,7 @@ def test_experts_are_dispatched_at_the_measured_rate_of_an_all_to_all():
         ({"precision": "bf16"}, PARALLEL, "measured in bf16 but the plan is for fp32"),
         ({}, Parallel(tensor=2, pipeline=2), "tensor size 1 but the plan has 2"),
         ({}, Parallel(tensor=2, pipeline=2), "plan with --tp 1 or without --profile"),
-        ({"measurements": measured().measurements[:-5]}, PARALLEL, "no measurement of head"),
+        ({"measurements": measure().measurements[:-5]}, PARALLEL, "no measurement of head"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(
@@ -161,7 +161,7 @@ def test_a_profile_of_something_else_is_refused(
 ):
     """Prevents plans with another job's times."""
     with pytest.raises(UserError, match=message):
-        costs(measured(**changed), parallel)
+        costs(measure(**changed), parallel)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_the_model_hash_covers_what_units_cost(tower, changes, same):
 def test_a_written_profile_reads_back_equal(tmp_path: Path):
     """Prevents losing a field on the way through the file, or leaving temporary files."""
     path = tmp_path / "profile.json"
-    write_profile(measured(noise=0.1), path)
-    assert read_profile(path) == measured(noise=0.1)
+    write_profile(measure(noise=0.1), path)
+    assert read_profile(path) == measure(noise=0.1)
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from cli_cases import PLAN, run
-from plan_cases import MODEL, changed, request
-from profile_cases import measured
+from plan_cases import MODEL, alter, request
+from profile_cases import measure
 
 from omnibal.cost.profile import ReadingMeasurement, write_profile
 from omnibal.cost.source import CostSource
@@ -22,8 +22,8 @@ def reading(factor: float = 1.0, **changes) -> ReadingMeasurement:
 
 
 def planned(read: ReadingMeasurement | None, **changes):
-    cost_source = CostSource(measured(reading=read))
-    return make_plan(changed(request(), cost_source=cost_source, **changes))
+    cost_source = CostSource(measure(reading=read))
+    return make_plan(alter(request(), cost_source=cost_source, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_ranks_that_share_packs_read_their_parts():
 @pytest.mark.parametrize(("factor", "is_told"), [(1e-3, False), (1e4, True)])
 def test_plan_and_check_say_that_reading_binds(capsys, lengths_file, tmp_path, factor, is_told):
     """Prevents: data that is too slow to read from being noticed only in training."""
-    write_profile(measured(reading=reading(factor)), tmp_path / "p.json")
+    write_profile(measure(reading=reading(factor)), tmp_path / "p.json")
     asked = f"{PLAN} --precision fp32 --lengths {lengths_file} --profile {tmp_path}/p.json"
     for command in (f"{asked} -o {tmp_path}/plan", f"check {tmp_path}/plan"):
         run(command)

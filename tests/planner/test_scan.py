@@ -91,7 +91,7 @@ def random_record(rng: np.random.Generator, *more: str) -> dict:
     return {"image": images, **record_of(text, "It is 7.")}
 
 
-def write_and_read(lengths: Lengths, folder: Path) -> bytes:
+def to_bytes(lengths: Lengths, folder: Path) -> bytes:
     write_lengths(lengths, folder / "written.parquet")
     return (folder / "written.parquet").read_bytes()
 
@@ -308,9 +308,7 @@ def test_processes_change_nothing(broken, tokenizer, tmp_path, processes):
     )
     assert sum(done) == 1200 > processes * SAMPLES_PER_TASK
     assert parallel.skipped == broken.scanned.skipped
-    assert write_and_read(parallel.lengths, tmp_path) == write_and_read(
-        broken.scanned.lengths, tmp_path
-    )
+    assert to_bytes(parallel.lengths, tmp_path) == to_bytes(broken.scanned.lengths, tmp_path)
 
 
 def test_the_first_mistakes_are_named_whoever_finds_them(broken, tokenizer):
@@ -346,7 +344,7 @@ def test_a_mended_file_needs_only_the_rest(tmp_path, tokenizer):
         again = scan(annotations, tokenizer, journal=journal)
     shown = [sample.images for sample in annotations if broken in sample.images]
     assert {*opened_by(noted)} == {image.path for images in shown for image in images}
-    assert write_and_read(again.lengths, tmp_path) == write_and_read(whole, tmp_path)
+    assert to_bytes(again.lengths, tmp_path) == to_bytes(whole, tmp_path)
 
 
 def rows_of(*indices: int) -> Counted:
@@ -596,7 +594,7 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
     assert command.returncode == 0
     assert f"resumed: {finished:,} of 6,000 samples were already scanned" in errors
     assert json.loads(printed)["samples"] == 6000
-    assert output.read_bytes() == write_and_read(scan(annotations, tokenizer).lengths, tmp_path)
+    assert output.read_bytes() == to_bytes(scan(annotations, tokenizer).lengths, tmp_path)
     assert not partial.exists()
 
 

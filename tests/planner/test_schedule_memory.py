@@ -81,9 +81,7 @@ class Walk:
     def kept(self, chunk: int, row: int) -> list[float]:
         """Return bytes kept for backward by every unit of a chunk."""
         x = self.features[row]
-        kept = [
-            u.boundary_bytes if a else u.activation_bytes for u, a in self.chunk_units(chunk, row)
-        ]
+        kept = [u.boundary_bytes if a else u.activation_bytes for u, a in self.pairs(chunk, row)]
         return [float(x @ bytes_) for bytes_ in kept]
 
     def chunk_bytes(self, chunk: int, row: int) -> float:
@@ -91,29 +89,27 @@ class Walk:
 
     def late(self, chunk: int, row: int) -> list[float]:
         x = self.features[row]
-        return [float((unit.late_bytes[:2] @ x).sum()) for unit, _ in self.chunk_units(chunk, row)]
+        return [float((unit.late_bytes[:2] @ x).sum()) for unit, _ in self.pairs(chunk, row)]
 
-    def chunk_units(self, chunk: int, row: int):
+    def pairs(self, chunk: int, row: int):
         again = self.again[chunk][self.level[row]]
         return [(self.cost.units[n], a) for n, a in zip(self.units[chunk], again, strict=True)]
 
     def running(self, one: ChunkPass, row: int) -> float:
-        x, units = self.features[row], self.chunk_units(one.chunk, row)
+        x, units = self.features[row], self.pairs(one.chunk, row)
         kept, late = self.kept(one.chunk, row), self.late(one.chunk, row)
         entering = float(x @ self.entering[one.chunk])
         if one.kind is BW:
             return sum(late) + max(float(unit.late_bytes[2] @ x) for unit, _ in units)
         in_two = self.in_two
         names, last = self.units[one.chunk], units[-1][0]
-        max_bytes, passed = entering, dict[str, float]()
+        highest, passed = entering, dict[str, float]()
         for index, (unit, again) in enumerate(units):
             working = unit.two_part_bytes if in_two else unit.transient_bytes
             needed = entering + sum(kept[: index + 1]) + float((working @ x).max())
             if not unit.has_backward:
                 passed[names[index]] = float(unit.passing_bytes @ x)
-                max_bytes = (
-                    max(max_bytes, needed + sum(passed.values())) if one.kind is F else max_bytes
-                )
+                highest = max(highest, needed + sum(passed.values())) if one.kind is F else highest
                 continue
             if again:
                 needed += float((unit.activation_bytes - unit.boundary_bytes) @ x)
@@ -121,18 +117,18 @@ class Walk:
                 needed += float(last.output_gradient_bytes @ x)
             if one.kind is BI:
                 needed += sum(late[index + 1 :])
-            max_bytes = max(max_bytes, needed)
-        return max_bytes
+            highest = max(highest, needed)
+        return highest
 
     def peak(self, operations: tuple[ChunkPass, ...], first: int) -> float:
         """Return peak bytes without links and state."""
-        max_bytes = 0.0
+        highest = 0.0
         for one, kept, late in held_in_list(operations):
             here = {(one.chunk, one.micro_batch)}
             others = sum(self.chunk_bytes(chunk, first + i) for chunk, i in kept - here)
             others += sum(sum(self.late(chunk, first + i)) for chunk, i in late - here)
-            max_bytes = max(max_bytes, others + self.running(one, first + one.micro_batch))
-        return max_bytes
+            highest = max(highest, others + self.running(one, first + one.micro_batch))
+        return highest
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -187,19 +183,19 @@ def links_bytes(
     """Return bytes of cut tensors at their largest level; one buffer per peer and direction."""
     names, rooms = [*cost.units], dict[tuple[object, str], float]()
 
-    def max_bytes(form: np.ndarray) -> float:
+    def highest(form: np.ndarray) -> float:
         return float((form * largest).reshape(cost.levels, -1).sum(axis=1).max())
 
     def there_is(peer: object, tensor: str, sent: bool, form: np.ndarray) -> None:
         way = "stays" if isinstance(peer, str) else "sent" if sent else "comes"
         key = peer, f"{tensor} {way}"
-        rooms[key] = max(rooms.get(key, 0.0), max_bytes(form)) if peer is not None else 0.0
+        rooms[key] = max(rooms.get(key, 0.0), highest(form)) if peer is not None else 0.0
 
     for units, (source, target) in zip(chunks, peers, strict=True):
         before = names.index(units[0]) - 1
         came = cost.units[names[before]]
         back = came.output_gradient_bytes
-        if "layer" in units[0] and (before < 0 or max_bytes(back) == 0):
+        if "layer" in units[0] and (before < 0 or highest(back) == 0):
             back = cost.units[units[0]].output_gradient_bytes
         there_is(source, "input", False, came.output_bytes)
         there_is(source, "gradient", True, back)

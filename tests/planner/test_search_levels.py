@@ -124,6 +124,7 @@ def test_candidates_suit_the_data():
 )
 def test_search_is_as_good_as_trying_everything(pipeline, slack):
     """Prevents estimates that exclude the best levels, and a lower bound above a plan's time.
+
     Estimates ignore the pipeline bubble, so the slack is larger with a pipeline.
     """
     lengths = long_tailed(800, 65_536)

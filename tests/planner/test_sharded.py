@@ -272,6 +272,7 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
     tensor: int, data: int, expert: int, sharded: int, ranks: int, copies: int, apart: int
 ) -> None:
     """Prevents experts sharded over ranks with other experts, or exchanged without need.
+
     By hand: every `ranks`-th sharding rank holds the same experts.
     """
     sizes = {"tensor": tensor, "expert": expert, "sharded": sharded}
@@ -370,6 +371,7 @@ def test_what_does_not_go_with_sharded_weights_is_refused(changes, message):
 def test_copies_of_shares_are_reduced_once_a_step() -> None:
     """Prevents hybrid shards that diverge, and optimizer state divided over ranks with other
     shards.
+
     Eight groups of one node: an all-reduce over one adapter per rank, by hand.
     """
     cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
@@ -443,6 +445,7 @@ def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
 
 def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
     """Prevents a straggler without waiting ranks, and packs dealt as if ranks did not wait.
+
     By hand: every slot takes its slowest rank's passes.
     """
     lengths = example_lengths(count=600)

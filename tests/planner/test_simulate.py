@@ -18,6 +18,7 @@ pytestmark = pytest.mark.quick
 
 def test_unequal_stages_drawn_by_hand():
     """Prevents a wrong link direction or order, and waits charged to the wrong pass.
+
     Times are in ms, links of 0.5.
     stage 0: F0 0-1, F1 1-2, waits for B0 of stage 1 until 8.5 + 0.5, B0 9-11,
       waits for B1 of stage 1 until 15.5 + 0.5, B1 16-18

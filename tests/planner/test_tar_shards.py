@@ -30,7 +30,7 @@ def open_shards(folder: Path, notation: str = "train-{000..002}.tar", **meta) ->
 
 
 @pytest.fixture(scope="module")
-def shards_and_records(tmp_path_factory) -> tuple[Path, list[dict]]:
+def tar_data(tmp_path_factory) -> tuple[Path, list[dict]]:
     """Return a read-only folder with lines.json and three shards, and their records."""
     folder = tmp_path_factory.mktemp("shards")
     records = make_samples(folder)
@@ -60,9 +60,9 @@ def members_of(sample: dict) -> dict[str, bytes]:
     return {name: content for name, content in sample.items() if not name.startswith("__")}
 
 
-def test_the_same_samples_as_webdataset_reads(shards_and_records):
+def test_the_same_samples_as_webdataset_reads(tar_data):
     """Prevents a sample or image that is lost, truncated, moved or swapped."""
-    folder, _ = shards_and_records
+    folder, _ = tar_data
     annotations = open_shards(folder)
     found = read_by_webdataset(str(folder / "train-{000..002}.tar"))
     assert len(annotations) == len(found) == SAMPLES
@@ -119,9 +119,9 @@ def test_odd_members_go_where_webdataset_puts_them(tmp_path, tar_format):
     assert [len(contents) for _, contents in good] == [1, 1, 2]
 
 
-def test_files_and_shards_are_scanned_alike(shards_and_records, tokenizer):
+def test_files_and_shards_are_scanned_alike(tar_data, tokenizer):
     """Prevents lengths that depend on how samples are stored."""
-    folder, _ = shards_and_records
+    folder, _ = tar_data
     files, shards = Annotations.open(folder / "lines.json"), open_shards(folder)
     expected = scan(files, tokenizer).lengths
     for processes in (1, 2):
@@ -305,14 +305,11 @@ assert not {"torch", "webdataset"} & set(sys.modules)
 """
 
 
-def test_shards_need_no_torch_and_a_missing_library_is_named(shards_and_records, tmp_path):
+def test_shards_need_no_torch_and_a_missing_library_is_named(tar_data, tmp_path):
     """Prevents a planner or worker that needs torch, and a traceback if a library is missing."""
-    open_shards(shards_and_records[0])
+    open_shards(tar_data[0])
     (tmp_path / "energon.json").write_text('{"a": {"energon": "x"}}')
-    files, pickled = (
-        (tmp_path / "energon.json", shards_and_records[0] / "meta.json"),
-        tmp_path / "pickled",
-    )
+    files, pickled = (tmp_path / "energon.json", tar_data[0] / "meta.json"), tmp_path / "pickled"
     for program, *arguments in ((WITHOUT_LIBRARIES, *files, pickled), (IN_A_WORKER, pickled)):
         command = [sys.executable, "-c", program, *map(str, arguments)]
         root = Path(__file__).parents[2]
@@ -322,7 +319,7 @@ def test_shards_need_no_torch_and_a_missing_library_is_named(shards_and_records,
             assert '"omnibal[webdataset]"' in said[0] and '"omnibal[energon]"' in said[1]
 
 
-def test_the_same_samples_as_energon_reads(shards_and_records, tmp_path):
+def test_the_same_samples_as_energon_reads(tar_data, tmp_path):
     """Prevents a split, order or exclusion that differs from Energon's."""
     pytest.importorskip("megatron.energon")
     from megatron.energon.epathlib import EPath
@@ -330,8 +327,8 @@ def test_the_same_samples_as_energon_reads(shards_and_records, tmp_path):
     from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
-    (tmp_path / "pictures").symlink_to(shards_and_records[0] / "pictures")
-    names = [path.name for path in write_shards(tmp_path, shards_and_records[1], per_shard=4)]
+    (tmp_path / "pictures").symlink_to(tar_data[0] / "pictures")
+    names = [path.name for path in write_shards(tmp_path, tar_data[1], per_shard=4)]
     WebdatasetPreparator.prepare_dataset(
         tmp_path, names, split_parts_ratio=[("train", 0.7), ("val", 0.3)], workers=1
     )
@@ -388,25 +385,25 @@ def write_energon_index(folder: Path, names: list[str]) -> None:
 
 
 @pytest.fixture
-def indexed_shards(shards_and_records, tmp_path) -> list[Shard]:
+def shard_list(tar_data, tmp_path) -> list[Shard]:
     """Return the shards with an Energon index that lists the last shard first."""
-    names = [path.name for path in sorted(shards_and_records[0].glob("*.tar"))]
+    names = [path.name for path in sorted(tar_data[0].glob("*.tar"))]
     for name in names:
-        (tmp_path / name).write_bytes((shards_and_records[0] / name).read_bytes())
+        (tmp_path / name).write_bytes((tar_data[0] / name).read_bytes())
     write_energon_index(tmp_path, [names[-1], *names[:-1]])
     indexes = zip(names, energon_indexes(tmp_path, names), strict=True)
     return [Shard(tmp_path / name, listed=index) for name, index in indexes]
 
 
-def test_energons_index_is_as_good_as_the_shard(indexed_shards):
+def test_energons_index_is_as_good_as_the_shard(shard_list):
     """Prevents samples or a data hash that differ from the shard's own."""
-    for shard in indexed_shards:
+    for shard in shard_list:
         assert shard.listed is not None
         found, expected = index_shard(shard), index_shard(replace(shard, listed=None))
         assert found.digest == expected.digest
         assert found.start.tolist() == expected.start.tolist()
         assert found.size.tolist() == expected.size.tolist()
-    folder, names = indexed_shards[0].path.parent, [shard.path.name for shard in indexed_shards]
+    folder, names = shard_list[0].path.parent, [shard.path.name for shard in shard_list]
     (folder / "train-001.tar.idx").unlink()
     assert [each is not None for each in energon_indexes(folder, names)] == [True, False, True]
     with sqlite3.connect(folder / ".nv-meta/index.sqlite") as database:
@@ -414,9 +411,9 @@ def test_energons_index_is_as_good_as_the_shard(indexed_shards):
     assert energon_indexes(folder, names) == [None] * 3
 
 
-def test_a_stale_index_of_energons_is_refused(indexed_shards):
+def test_a_stale_index_of_energons_is_refused(shard_list):
     """Prevents offsets from a stale index, even if the shard has equal length and samples."""
-    first, second, third = (shard.path for shard in indexed_shards)
+    first, second, third = (shard.path for shard in shard_list)
     content = bytearray(first.read_bytes())
     with tarfile.open(first) as tar:
         records = [entry for entry in tar if entry.name.endswith(".json")]
@@ -429,6 +426,6 @@ def test_a_stale_index_of_energons_is_refused(indexed_shards):
     offsets = third.with_suffix(".tar.idx")
     offsets.write_bytes(offsets.read_bytes()[8:])
     stale = r"Energon's index says of it .*`energon prepare` again"
-    for shard in indexed_shards:
+    for shard in shard_list:
         with pytest.raises(UserError, match=stale):
             index_shard(shard)

@@ -118,7 +118,7 @@ def drawn_lengths(kind: str) -> Lengths:
 KINDS = ["real", "lognormal", "heavy tails", "all equal", "one huge"]
 
 
-def schedule_packs(
+def deal_packs(
     lengths: Lengths, rules: PackRules, ranks: int, tokens: float, epochs=1, job=None
 ) -> tuple[ScheduledPacks, SampleData]:
     """Return packs under `tokens` times the longest sample, 4 per rank and step, packed by ISF."""
@@ -167,7 +167,7 @@ def test_packs_are_those_that_the_trainer_forms(kind, ranks):
     """Prevents packs, steps or ranks that differ between trainer and plan."""
     for rules in PACK_RULES:
         for tokens in (1, 3.3):
-            packs, data = schedule_packs(drawn_lengths(kind), rules, ranks, tokens)
+            packs, data = deal_packs(drawn_lengths(kind), rules, ranks, tokens)
             assert_rules_hold(packs, data, ranks)
             if rules == TARGETS["ms-swift"].packs and tokens > 1:
                 # No samples are left out, unless all are equal.
@@ -191,10 +191,8 @@ def test_a_lower_packing_length_fills_the_last_step(values, samples):
         bounds = cut_full_steps(tokens, most, per_step, ranks)
         packs = len(bounds) - 1
         whole = packs // per_step * per_step or packs // ranks * ranks
-        next_fit_result = packed_one_by_one(
-            tokens.tolist(), np.add.reduceat(tokens, bounds[:-1]).max()
-        )
-        assert [len(pack) for pack in next_fit_result] == np.diff(bounds).tolist()
+        next_fits = packed_one_by_one(tokens.tolist(), np.add.reduceat(tokens, bounds[:-1]).max())
+        assert [len(pack) for pack in next_fits] == np.diff(bounds).tolist()
         before = len(packed_one_by_one(tokens.tolist(), most)) // per_step
         best = max(count for steps, count in trained.values() if steps <= before + 1)
         lost = best - bounds[whole]
@@ -204,14 +202,14 @@ def test_a_lower_packing_length_fills_the_last_step(values, samples):
 def test_epochs_are_formed_one_after_another():
     """Prevents packs across two epochs, and an epoch that begins within a step."""
     rules = TARGETS["ms-swift"].packs
-    packs, data = schedule_packs(drawn_lengths("lognormal"), rules, 2, 4, epochs=3)
+    packs, data = deal_packs(drawn_lengths("lognormal"), rules, 2, 4, epochs=3)
     assert_rules_hold(packs, data, 2)
     assert len(set(np.diff(np.flatnonzero(np.diff(packs.epoch, prepend=-1))))) == 1
     with pytest.raises(UserError, match="give --epochs 1"):
-        schedule_packs(drawn_lengths("all equal"), rules, 2, 4, epochs=3)
+        deal_packs(drawn_lengths("all equal"), rules, 2, 4, epochs=3)
 
 
-def next_fit_result(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
+def next_fits(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
     """Return next-fit packs of two equal epochs on one rank, from the tokens of packs."""
     half = len(tokens) // 2
     counts = [*map(len, tokens)]
@@ -226,13 +224,13 @@ def next_fit_result(tokens: list[list[int]], packs_per_step: int) -> ScheduledPa
 
 def test_two_epochs_that_come_together_are_refused():
     """Prevents a pack across two epochs, trained as part of the first."""
-    apart = next_fit_result([[6], [5, 1], [4, 2], [6]], packs_per_step=2)
+    apart = next_fits([[6], [5, 1], [4, 2], [6]], packs_per_step=2)
     assert np.diff(apart.packs.offsets).tolist() == [1, 2, 2, 1]
     assert apart.step.tolist() == [0, 0, 1, 1] and apart.epoch.tolist() == [0, 0, 1, 1]
     with pytest.raises(UserError, match="samples of two epochs into one pack"):
-        next_fit_result([[6], [3], [3], [6]], packs_per_step=2)
+        next_fits([[6], [3], [3], [6]], packs_per_step=2)
     with pytest.raises(UserError, match="an epoch has 3 packs, not a multiple of 2 per step"):
-        next_fit_result([[6], [6], [6], [6], [6], [6]], packs_per_step=2)
+        next_fits([[6], [6], [6], [6], [6], [6]], packs_per_step=2)
 
 
 def test_ranks_in_lockstep_keep_like_packs():
@@ -241,7 +239,7 @@ def test_ranks_in_lockstep_keep_like_packs():
     job = job_spec(model=model, parallel=Parallel(pipeline=1, data=8, expert=4))
     uneven = {}
     for rules in (TARGETS["ms-swift"].packs, PackRules(tokens_alone=True)):
-        packs, data = schedule_packs(drawn_lengths("lognormal"), rules, 8, 4, job=job)
+        packs, data = deal_packs(drawn_lengths("lognormal"), rules, 8, 4, job=job)
         if rules.next_fit:
             assert_rules_hold(packs, data, 8)
         load = job.load_ms(packs.packs, data.lengths)

@@ -4,7 +4,7 @@ import math
 
 
 def internvl_grid(width: int, height: int, lowest: int, highest: int, side: int):
-    """InternVL's choice, step by step: equally many tiles stay in the order of Python's set."""
+    """Return InternVL's grid. Grids with equally many tiles keep the order of Python's set."""
     found = {
         (columns, rows)
         for most in range(lowest, highest + 1)

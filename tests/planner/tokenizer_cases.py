@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, as checkpoints ship them, and transformers' classes over them."""
+"""Small tokenizers of each kind, as in checkpoints, and transformers' classes for them."""
 
 import io
 import json
@@ -34,7 +34,7 @@ SPECIAL_TOKENS = {
 
 
 def sentencepiece_model(dummy_prefix: bool, symbols: list[str], strips: bool = False) -> bytes:
-    """A model of the kind of Llama's and InternLM2's: BPE with bytes; they strip no spaces."""
+    """Return a model like Llama's and InternLM2's: BPE with bytes, without stripped spaces."""
     SetMinLogLevel(2)
     model = io.BytesIO()
     SentencePieceTrainer.train(
@@ -56,7 +56,7 @@ def sentencepiece_model(dummy_prefix: bool, symbols: list[str], strips: bool = F
 def write_sentencepiece(
     folder: Path, dummy_prefix: bool = True, rstrip: bool = False, strips=False, **settings
 ) -> Path:
-    """Write a model whose config adds tokens: two with ids of the model's own, others after it."""
+    """Write a model and a config that adds tokens: two with ids of the model, others after it."""
     model, processor = sentencepiece_model(dummy_prefix, UNUSED, strips), SentencePieceProcessor()
     (folder / "tokenizer.model").write_bytes(model)
     processor.LoadFromSerializedProto(model)
@@ -76,7 +76,7 @@ def write_sentencepiece(
 
 
 def slow_of(path: Path, kind: type = SentencePieceBackend, **options) -> SentencePieceBackend:
-    """The slow tokenizer of transformers over the same files."""
+    """Return transformers' slow tokenizer for the same files."""
     config = json.loads(path.with_name("tokenizer_config.json").read_text())
     decoder = {
         int(number): AddedToken(**token) for number, token in config["added_tokens_decoder"].items()
@@ -85,7 +85,7 @@ def slow_of(path: Path, kind: type = SentencePieceBackend, **options) -> Sentenc
 
 
 class LlamaNotLegacy(SentencePieceBackend):
-    """`legacy=False` of Llama's slow tokenizer, which transformers had before its version 5."""
+    """Llama's slow tokenizer with `legacy=False`, which transformers had before version 5."""
 
     def tokenize(self, text, **options):
         if not text:
@@ -98,7 +98,7 @@ class LlamaNotLegacy(SentencePieceBackend):
 def byte_level_bpe(
     texts: list[str], words: str = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\n]*|\s*[\n]+|\s+"
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE like Qwen's, trained on these texts, which a pattern cuts into words."""
+    """Return a byte-level BPE like Qwen's, trained on texts cut into words by a pattern."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -117,7 +117,7 @@ def byte_level_bpe(
 
 
 def write_fast(folder: Path) -> Path:
-    """The same with its added tokens in tokenizer.json."""
+    """Write a byte-level BPE with added tokens in tokenizer.json."""
     model = byte_level_bpe(WORDS)
     model.add_special_tokens(["<s>", "<|endoftext|>", *CONTROLS, *IMAGES])
     model.save(str(folder / "tokenizer.json"))
@@ -126,7 +126,7 @@ def write_fast(folder: Path) -> Path:
 
 
 def save_qwen2(folder: Path) -> Qwen2Tokenizer:
-    """Save a tokenizer of a class of its own over bytes, without a begin token."""
+    """Save a tokenizer with its own class over bytes, without a begin token."""
     model = json.loads(byte_level_bpe(WORDS).to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges)
@@ -136,7 +136,7 @@ def save_qwen2(folder: Path) -> Qwen2Tokenizer:
 
 
 def save_llama3(folder: Path) -> PreTrainedTokenizerFast:
-    """Save bytes cut into words as Llama 3 does, whose post-processor adds a begin token."""
+    """Save a byte BPE with Llama 3's word pattern; its post-processor adds a begin token."""
     words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     rest = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     model, begin = byte_level_bpe(WORDS, words + rest), "<|begin_of_text|>"
@@ -154,7 +154,7 @@ def fast_of(path: Path) -> PreTrainedTokenizerFast:
 
 
 def ids_by(hugging_face) -> Callable[[str], list[int]]:
-    """Ids without a begin token."""
+    """Return a function from text to ids without a begin token."""
     return lambda text: hugging_face(text, add_special_tokens=False).input_ids
 
 
@@ -162,7 +162,7 @@ KINDS = ("legacy", "no dummy prefix", "not legacy", "fast")
 
 
 def write_kind(kind: str, folder: Path, **settings) -> tuple[Path, PreTrainedTokenizerBase]:
-    """Files of a kind of tokenizer, with settings of those not legacy, and transformers' own."""
+    """Return a tokenizer's files and transformers' own; `settings` apply only to "not legacy"."""
     if kind == "fast":
         path = write_fast(folder)
         return path, fast_of(path)
