@@ -1,5 +1,5 @@
-"""The ablation's plans: the same samples in each, costs of what is computed, the best split; and
-what the README and docs say of it, against what was measured."""
+"""Plans of the ablation: equal samples, costs of padding and recomputation, and the published table
+against the measurement."""
 
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ from ablation_variants import AblationJob, Variant, make_variant, recomputing_co
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLES_PER_STEP = 22
-"""Not whole micro-batches of four."""
+"""Not a multiple of the micro-batch size, 4."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def results(job: AblationJob) -> dict[Variant, PlanResult]:
 
 
 def test_every_plan_is_sound_and_trains_each_sample_once(results, tmp_path):
-    """Prevents: a comparison of runs that leave out samples, or that training would refuse."""
+    """Prevents comparing plans that drop samples or that the trainer would refuse."""
     for variant, result in results.items():
         save_plan(result, tmp_path / variant.name)
         assert check_plan(tmp_path / variant.name)
@@ -68,7 +68,7 @@ def test_every_plan_is_sound_and_trains_each_sample_once(results, tmp_path):
 
 
 def test_plain_variants_have_the_same_samples_in_every_step(job, results):
-    """Prevents: careful practice that wins by another order of samples, or by larger steps."""
+    """Prevents the careful baseline from winning by a different sample order or larger steps."""
     common, careful = (results[v].data[0] for v in (Variant.COMMON, Variant.CAREFUL))
     assert common.steps == careful.steps == -(-len(job.lengths) // SAMPLES_PER_STEP)
     for step in range(common.steps):
@@ -82,7 +82,7 @@ def test_plain_variants_have_the_same_samples_in_every_step(job, results):
 
 
 def test_packs_are_balanced_at_about_the_same_step(job, results):
-    """Prevents: balance that wins by a larger global batch, and packs that differ between rows."""
+    """Prevents balancing from winning by a larger global batch or other packs per variant."""
     balanced = [results[v] for v in (Variant.DATA, Variant.MODEL, Variant.MEMORY)]
     assert len({result.plan.data.packs_sha256 for result in balanced}) == 1
     plan, (packs, lengths) = balanced[0].plan, balanced[0].data
@@ -94,7 +94,7 @@ def test_packs_are_balanced_at_about_the_same_step(job, results):
 
 
 def test_common_features_are_those_of_padded_micro_batches(job, results):
-    """Prevents: padding that costs nothing, or that is counted as tiles or loss."""
+    """Prevents padding that costs nothing or is counted as tiles or loss tokens."""
     packs, padded = results[Variant.COMMON].data
     features = pack_features(packs.packs, padded, job.cost.features)
     lengths = job.lengths
@@ -108,7 +108,7 @@ def test_common_features_are_those_of_padded_micro_batches(job, results):
 
 
 def test_recompute_of_each_variant(results):
-    """Prevents: a row that has another row's recomputation."""
+    """Prevents a variant with another variant's recomputation."""
     for variant, result in results.items():
         for stage in result.plan.stages:
             layers = stage.layer_count
@@ -116,7 +116,7 @@ def test_recompute_of_each_variant(results):
 
 
 def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
-    """Prevents: a search that knows other times or memory than the plan it is for."""
+    """Prevents a partition search that assumes other times or memory than its final plan has."""
     packs, lengths = results[Variant.DATA].data
     features = pack_features(packs.packs, lengths, job.cost.features)
     again = results[Variant.DATA].plan.stages
@@ -134,7 +134,7 @@ def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
 
 
 def gradients(links, plan, batch):
-    """Loss and every parameter's gradient of one micro-batch."""
+    """Return the loss and all gradients of one micro-batch."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=0)
     trainer.models[0].zero_grad_buffer()
     batches = MicroBatchStream.of([batch])
@@ -144,7 +144,7 @@ def gradients(links, plan, batch):
 
 
 def test_padding_changes_neither_loss_nor_gradients():
-    """Prevents: padding that is attended to, learned, or that moves an image or an answer."""
+    """Prevents padding that is attended to, learned, or that shifts images or answers."""
     plan = pipeline_plan()
     batch = toy_batch(plan.model, [(1, 9), (0, 6), (2, 20), (1, 4)], seed=5)
     padded = padded_to_longest(batch)
@@ -165,14 +165,14 @@ def result() -> AblationResult:
 
 
 def test_readme_and_picture_show_what_was_measured(result):
-    """Prevents: figures on the front page that no command gave."""
+    """Prevents published figures that differ from the recorded measurement."""
     assert markdown_of(result) in (REPOSITORY / "README.md").read_text()
     drawn = (REPOSITORY / "docs" / "ablation.svg").read_text()
     assert drawn == picture(result.layouts[-1])
 
 
 def test_lost_time_adds_up(result):
-    """Prevents: a table of lost time that hides some."""
+    """Prevents a table of lost time that does not sum to the step time."""
     for layout in result.layouts:
         for one in layout.variants:
             total = sum(lost_entries(one).values())
@@ -181,5 +181,5 @@ def test_lost_time_adds_up(result):
             else:
                 step = sum(one.replayed.step_ms) / len(one.replayed.step_ms)
             assert total == pytest.approx(step)
-            # Rounds of every plan, as they were paired.
+            # Entries of all paired rounds.
             assert len(one.step_ms) == len(one.predicted_ms) == len(one.samples)

@@ -1,4 +1,4 @@
-"""Adapters saved, exported, imported and merged, beside Transformers' own model."""
+"""Adapters saved, exported, imported and merged, compared with Transformers' model."""
 
 import json
 import shutil
@@ -22,25 +22,25 @@ from omnibal.model.parallel import Parallel
 NAME = "300m-qwen2"
 SOME = adapters_of(rank=3, alpha=9, targets="q_proj,k_proj,down_proj", rank_stabilized=True)
 EXACT = 1e-5
-"""Of logits, as a share of the largest."""
+"""Tolerance of logits, relative to the largest."""
 
 
 @pytest.fixture(scope="module")
 def exported_adapter(tmp_path_factory):
-    """A released checkpoint and an adapter of it in PEFT's format."""
+    """Return a released checkpoint and an adapter of it in PEFT's format."""
     run = trained(NAME, SOME, tmp_path_factory.mktemp("run"))
     return run.released, run.adapter
 
 
-def with_adapter(links, name, folder):
-    """Transformers' model with an adapter folder."""
+def run_with_adapter(links, name, folder):
+    """Return results of Transformers' model with an adapter folder."""
     model = transformers_model(KINDS[name])
     add_adapter_products(model, folder)
     return computed_by(model, micro_batches(model_of(name)))
 
 
-def plainly(links, name, folder):
-    """Transformers' model of a released folder."""
+def run_released(links, name, folder):
+    """Return results of Transformers' model loaded from a released folder."""
     model = transformers_model(KINDS[name])
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return computed_by(model, micro_batches(model_of(name)))
@@ -48,17 +48,17 @@ def plainly(links, name, folder):
 
 @pytest.mark.parametrize("adapters", [EVERYWHERE, SOME], ids=["everywhere", "some"])
 def test_an_exported_adapter_computes_what_training_does(tmp_path, adapters):
-    """Prevents: an adapter under other names, with other rows, or at another scale; and a merged
-    model, or an import of the adapter, that is another."""
+    """Prevents an exported adapter with wrong names, rows or scale, and a merged model or a
+    re-imported adapter that computes other logits."""
     run = trained(NAME, adapters, tmp_path)
     ours = computed_here(NAME, adapters, run.run)
-    [theirs] = run_ranks(Parallel(pipeline=1), with_adapter, NAME, run.adapter)
+    [theirs] = run_ranks(Parallel(pipeline=1), run_with_adapter, NAME, run.adapter)
     assert farthest(ours, theirs) < EXACT and ours.loss == pytest.approx(theirs.loss, rel=EXACT)
     before = computed_here(NAME, None, run.imported)
     assert farthest(before, theirs) > 1e-2, "adapters have moved"
     like = open_released(run.released)
     write_export(plan_export_like(open_newest(run.run), like, None), tmp_path / "merged", print)
-    [merged] = run_ranks(Parallel(pipeline=1), plainly, NAME, tmp_path / "merged")
+    [merged] = run_ranks(Parallel(pipeline=1), run_released, NAME, tmp_path / "merged")
     assert farthest(merged, theirs) < EXACT
     import_checkpoint(add_adapter(like, run.adapter), tmp_path / "again", lambda size: None)
     assert open_newest(tmp_path / "again").adapters.rank == adapters.rank
@@ -75,7 +75,7 @@ PEFT = {
     "peft_version": "0.18.0", "qalora_group_size": 16, "rank_pattern": {}, "revision": None,
     "target_parameters": None, "trainable_token_indices": None, "use_qalora": False,
 }  # fmt: skip
-"""Entries that PEFT writes of a plain LoRA, beside those that are exported."""
+"""Entries that PEFT writes for plain LoRA and that the export leaves out."""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ PEFT = {
     ],
 )
 def test_adapters_that_mean_something_else_are_refused(tmp_path, exported_adapter, entries):
-    """Prevents: PEFT's other methods imported as LoRA of the weights, which they change."""
+    """Prevents importing PEFT's other methods as plain LoRA."""
     released, adapter = exported_adapter
     folder = shutil.copytree(adapter, tmp_path / "adapter")
     config = json.loads((folder / CONFIG_FILE).read_text()) | PEFT
@@ -103,7 +103,7 @@ def test_adapters_that_mean_something_else_are_refused(tmp_path, exported_adapte
 
 
 def test_other_adapters_than_the_plans_are_refused(tmp_path):
-    """Prevents: adapters that are left out in silence, or loaded at another scale."""
+    """Prevents adapters silently dropped or loaded at another scale."""
     run = trained(NAME, SOME, tmp_path)
     doubled = SOME.model_copy(update={"alpha": 2 * SOME.alpha})
     for adapters, words in ((doubled, "scale"), (EVERYWHERE, "beside"), (None, "the plan none")):

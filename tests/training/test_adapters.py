@@ -1,5 +1,5 @@
-"""Adapters (LoRA): they alone are trained, and every way to divide ranks trains them to the same
-numbers; test_adapter_files.py has what they compute."""
+"""Adapters (LoRA): only they are trained, and every parallel layout trains them to equal numbers.
+test_adapter_files.py checks their outputs."""
 
 import mixture_cases
 import native_resolution_cases as native
@@ -16,7 +16,7 @@ MODEL = MODELS["6B-like"]
 
 
 def test_adapters_alone_move_and_parts_that_are_trained_whole():
-    """Prevents: base weights that move, adapters that do not, and linears that get some unasked."""
+    """Prevents trained base weights, untrained adapters, and adapters on unselected linears."""
     plan = cut_plan(MODEL, adapters=SOME, frozen=("vision",))
     [moved] = run_ranks(plan.parallel, what_moves, plan)
     assert moved == {name: ".adapters." in name or name.startswith("projector.") for name in moved}
@@ -36,8 +36,8 @@ IN_PARTS = {"tensor": 2, "sequence_parallel": True}
     ],
 )
 def test_every_way_to_divide_equals_one_process(adapters, cut, sizes):
-    """Prevents: gradients of whole matrices that are parts on each rank, and recomputed layers
-    without gradients where nothing before them is trained."""
+    """Prevents adapter gradients not reduced over tensor-parallel ranks, and recomputed layers that
+    lose gradients if no earlier layer is trained."""
     recompute = {"language": (0, 1), "vision": (0,)}
     compare_with_one_process(cut_plan(MODEL, cut, recompute=recompute, adapters=adapters, **sizes))
 
@@ -50,7 +50,7 @@ def test_every_way_to_divide_equals_one_process(adapters, cut, sizes):
     ],
 )
 def test_beside_attention_of_layers_with_experts(cuts, sizes):
-    """Prevents: experts that are frozen, and whose tokens' gradients are lost on other ranks."""
+    """Prevents token gradients lost on expert-parallel ranks if experts are frozen."""
     changes = {"frozen": ("vision",), "adapters": AdapterConfig(rank=4, alpha=8)}
     plan = mixture_cases.plan_of(*cuts, **sizes).model_copy(update=changes)
     compare_with_one_process(plan, rel=2e-5)
@@ -67,8 +67,8 @@ def test_beside_attention_of_layers_with_experts(cuts, sizes):
     ],
 )
 def test_beside_encoders_of_native_resolution(model, cuts, sizes):
-    """Prevents: adapters beside padded heads or a gate of an encoder, or behind deepstack features,
-    that tensor-parallel ranks train otherwise."""
+    """Prevents tensor-parallel ranks from training adapters differently for encoders with padded
+    heads or a gate, or after deepstack features."""
     recompute = {"vision": (0, 3), "language": (0,)}
     plan = cut_plan(model, *cuts, recompute=recompute, adapters=EVERYWHERE, **sizes)
     steps = [native.STEPS[0][::2], native.STEPS[1][:2]]

@@ -1,4 +1,4 @@
-"""The trainer's command line as dataclasses: every option is in one of them, as it was typed."""
+"""The trainer's command line as dataclasses: every option arrives with the value typed."""
 
 import ast
 import sys
@@ -28,14 +28,14 @@ NO_PATHS = dict.fromkeys(("data_index", "data_cache", "data_root"))
 MODULES = Path(arguments_module.__file__).parents[1]
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, words: str) -> tuple[Path, RunArguments | None]:
+def parse_words(monkeypatch: pytest.MonkeyPatch, words: str) -> tuple[Path, RunArguments | None]:
     monkeypatch.setattr(sys, "argv", ["pretrain_vlm.py", *words.split()])
     return parse_arguments()
 
 
 def test_defaults_are_megatrons_names(monkeypatch) -> None:
-    """Prevents a default that changes when options move from one class to another."""
-    assert parsed(monkeypatch, TRAIN)[1] == RunArguments(
+    """Prevents a default that changes when options move to another class."""
+    assert parse_words(monkeypatch, TRAIN)[1] == RunArguments(
         tokenizer_model=Path("t"), save=Path("s"), load=None, data=Path("d.json"),
         skip_train=False, finetune=False, train_iters=None, seed=42, max_skipped_steps=5,
         num_workers=2, provider="local", samples=MicroBatchOptions(seed=42, augment=True),
@@ -54,7 +54,7 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
 
 
 def test_what_is_typed_arrives(monkeypatch) -> None:
-    """Prevents an option that is accepted and has no effect."""
+    """Prevents an option that is parsed and has no effect."""
     words = (
         f"{TRAIN} --load l --finetune --train-iters 7 --seed 3 --no-async-save --save-interval 5 "
         "--replan-at 50,7 --elastic "
@@ -64,7 +64,7 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
         "--wandb-project w --tensorboard-dir b --profile-steps 2-4 --eval-data e.json "
         "--eval-samples 9 --eval-interval 6 --max-new-tokens 11"
     )
-    run, plain = parsed(monkeypatch, words)[1], parsed(monkeypatch, TRAIN)[1]
+    run, plain = parse_words(monkeypatch, words)[1], parse_words(monkeypatch, TRAIN)[1]
     sizes = {"lr": 1e-3, "vision_lr": 1e-4, "drop_path_rate": 0.1}
     sizes |= {"loss_weighting": LossWeighting.SAMPLE}
     told = {"loss_weighting": LossWeighting.SAMPLE, "on_bad_sample": OnBadSample.SKIP}
@@ -84,8 +84,8 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
 
 
 def test_rates_are_those_of_recipes() -> None:
-    """Prevents a rate of whole weights for adapters, the language model's for a trained vision
-    tower, and a rate for one that is frozen."""
+    """Prevents the full fine-tuning rate for adapters, the language model's rate for a trained
+    vision tower, and a rate for a frozen tower."""
     plan, options = pipeline_plan(), replace(OPTIONS, lr=None, min_lr=0.0)
     with_adapters = {"adapters": EVERYWHERE, "frozen": ("vision",)}
     found = fill_rates(options, plan)
@@ -99,8 +99,8 @@ def test_rates_are_those_of_recipes() -> None:
 
 
 def test_dry_run_needs_only_the_plan(monkeypatch) -> None:
-    """Prevents a look at a plan that asks for data that is not there yet."""
-    assert parsed(monkeypatch, "--plan p --dry-run") == (Path("p"), None)
+    """Prevents a dry run that requires data."""
+    assert parse_words(monkeypatch, "--plan p --dry-run") == (Path("p"), None)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_dry_run_needs_only_the_plan(monkeypatch) -> None:
     ],
 )
 def test_options_that_do_not_go_together_are_refused(monkeypatch, words) -> None:
-    """Prevents a mistake that every rank finds by itself, minutes later."""
+    """Prevents invalid option combinations from failing on every rank minutes after launch."""
     with pytest.raises(UserError, match=r"see pretrain_vlm\.py --help"):
-        parsed(monkeypatch, words)
+        parse_words(monkeypatch, words)
 
 
 def test_no_field_is_left_unread() -> None:
-    """Prevents a flag that nothing reads: every field is used somewhere in the trainer."""
+    """Prevents a flag without effect: the trainer must read every field."""
     read = {
         node.attr
         for path in MODULES.rglob("*.py")

@@ -1,4 +1,4 @@
-"""Whisper's encoder imported beside InternVL, trained, and exported: against Transformers' own."""
+"""Whisper's encoder imported next to InternVL, trained and exported, compared with Transformers."""
 
 import shutil
 
@@ -25,7 +25,7 @@ from omnibal.model.parallel import Parallel
 
 CLIPS = 3
 WORDS = [*PIECES, *(f"w{number}" for number in range(41))]
-"""As many as the language model embeds, so that those of recordings are new ones."""
+"""Fills the language model's vocabulary, so that the tokens for recordings get new ids."""
 SIZES = {
     "vocab_size": 60, "d_model": 24, "encoder_layers": 3, "encoder_attention_heads": 3,
     "encoder_ffn_dim": 40, "decoder_layers": 1, "decoder_attention_heads": 3,
@@ -37,7 +37,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A random InternVL and a random Whisper, released, and the run imported of both."""
+    """Return a random released InternVL and Whisper, and the run imported from both."""
     there = tmp_path_factory.mktemp("released")
     seeing = saved("300m-qwen2", there / "internvl", "transformers")
     write_tokenizer(seeing, WORDS)
@@ -45,16 +45,16 @@ def folders(tmp_path_factory):
     whisper = WhisperForConditionalGeneration(WhisperConfig(**SIZES))
     with torch.no_grad():
         for name, value in whisper.named_parameters():
-            if "embed_positions" not in name:  # so that a bias or norm in the wrong place shows
+            if "embed_positions" not in name:  # shows a misplaced bias or norm
                 value += 0.2 * torch.randn_like(value)
     whisper.save_pretrained(there / "whisper")
     run = there / "run"
-    said = converted("import", seeing, "--audio", there / "whisper", "-o", run)
+    said = run_convert("import", seeing, "--audio", there / "whisper", "-o", run)
     assert "with the encoder" in said
     return seeing, there / "whisper", run
 
 
-def converted(*arguments: object) -> str:
+def run_convert(*arguments: object) -> str:
     ended = launcher().run("tools/convert.py", *arguments)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -68,8 +68,8 @@ WANTED_VCH = torch.randn(SIZES["max_source_positions"], CLIPS, SIZES["d_model"],
 """Gradient of the encoder's output."""
 
 
-def heard(links, plan, run):
-    """Output and gradients of this rank's part of the tower, in the pipeline's order."""
+def run_tower(links, plan, run):
+    """Return the output and gradients of this rank's part of the tower, as the pipeline runs it."""
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     load_weights(run, plan, [trainer.stage])
     units = trainer.stage.encoders["audio"]
@@ -82,31 +82,31 @@ def heard(links, plan, run):
     return normed[0].detach(), by_name(trainer.stage, lambda parameter: parameter.main_grad)
 
 
-def heard_by_transformers(links, whisper):
+def run_transformers(links, whisper):
     encoder = WhisperForConditionalGeneration.from_pretrained(whisper).model.encoder.eval()
     output = encoder(FRAMES_CBF).last_hidden_state.transpose(0, 1)
     output.backward(WANTED_VCH)
     return output.detach(), {name: value.grad for name, value in encoder.named_parameters()}
 
 
-def whispers(model):
-    """Parameters that Whisper has, and its tensors that they are made of."""
+def whisper_parameters(model):
+    """Return Whisper's parameters, each with the released tensors it is made of."""
     pairs = ((each, whisper_tensors(each, model.audio, "")) for each in audio_parameters(model))
     return [(parameter, made_of) for parameter, made_of in pairs if made_of is not None]
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_outputs_and_all_gradients_are_those_of_transformers(folders, tensor):
-    """Prevents: a tensor in another's place, a bias of keys, positions or norms that differ."""
+    """Prevents swapped tensors, a bias on keys, and wrong positions or norms."""
     _, whisper, run = folders
-    [(output, gradients)] = run_ranks(Parallel(pipeline=1), heard_by_transformers, whisper)
+    [(output, gradients)] = run_ranks(Parallel(pipeline=1), run_transformers, whisper)
     model = load_model(str(run / "model.toml"))
     plan = toy_plan(model, stages_of(model), tensor=tensor)
-    ranks = run_ranks(plan.parallel, heard, plan, run)
+    ranks = run_ranks(plan.parallel, run_tower, plan, run)
     for found, _ in ranks:
         torch.testing.assert_close(found, output, rtol=1e-4, atol=1e-4)
     compared = set()
-    for parameter, made_of in whispers(model):
+    for parameter, made_of in whisper_parameters(model):
         value = whole(parameter.name, [own[parameter.name] for _, own in ranks])
         value = value[tuple(slice(size) for size in parameter.shape)]
         for name, piece in zip(made_of.names, made_of.arrangement.divide(value), strict=True):
@@ -116,14 +116,14 @@ def test_outputs_and_all_gradients_are_those_of_transformers(folders, tensor):
 
 
 def test_export_gives_both_folders_back(folders, tmp_path):
-    """Prevents: a round trip that changes a value, a decoder that is lost, and an InternVL that
-    cannot be had back without the audio encoder and its words."""
+    """Prevents a round trip that changes a value, loses Whisper's decoder, or leaves the audio
+    encoder and its tokens in the exported InternVL."""
     for released, name in zip(folders[:2], ("internvl", "whisper"), strict=True):
-        converted("export", folders[2], "--like", released, "-o", tmp_path / name)
+        run_convert("export", folders[2], "--like", released, "-o", tmp_path / name)
         assert content(tmp_path / name) == content(released)
 
 
-def drawn_and_words(links, plan, run):
+def initial_and_loaded(links, plan, run):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
     stage = trainer.stage
     initialize_parameters(stage, first_values(stage, seed=0))
@@ -134,7 +134,7 @@ def drawn_and_words(links, plan, run):
 
 
 def test_what_no_checkpoint_has_is_drawn_and_the_tokenizer_gets_its_words(folders):
-    """Prevents: a projector or words without weights, or whose ids are of other words."""
+    """Prevents an uninitialized audio projector or embeddings, and ids of other tokens."""
     seeing, _, run = folders
     model = load_model(str(run / "model.toml"))
     tokenizer, before = open_tokenizer(run / "tokenizer"), open_tokenizer(seeing)
@@ -144,7 +144,7 @@ def test_what_no_checkpoint_has_is_drawn_and_the_tokenizer_gets_its_words(folder
     assert tokenizer.encode(f"{AUDIO_START}{AUDIO_CONTEXT}{AUDIO_END}") == ids
     assert model.language.vocab_size == tokenizer.vocab_size == len(WORDS) + 3
     plan = toy_plan(model, stages_of(model))
-    [(first, loaded)] = run_ranks(Parallel(pipeline=1), drawn_and_words, plan, run)
+    [(first, loaded)] = run_ranks(Parallel(pipeline=1), initial_and_loaded, plan, run)
     for name in first:
         is_drawn = name.startswith("audio_projector.linear")
         assert torch.equal(first[name], loaded[name]) == is_drawn, name
@@ -162,7 +162,7 @@ def test_what_no_checkpoint_has_is_drawn_and_the_tokenizer_gets_its_words(folder
     ],
 )
 def test_other_encoders_are_refused(folders, tmp_path, change, message):
-    """Prevents: a run that is made of a checkpoint which it does not follow."""
+    """Prevents importing checkpoints that contradict their config.json or are not Whisper's."""
     seeing, whisper, _ = folders
     other, run = tmp_path / "whisper", tmp_path / "run"
     shutil.copytree(whisper, other)
@@ -173,7 +173,7 @@ def test_other_encoders_are_refused(folders, tmp_path, change, message):
 
 
 def test_whisper_large_has_its_tensors():
-    """Prevents: names that fit the small model alone."""
+    """Prevents tensor names that only fit a small model."""
     model = load_model("internvl3-8b-whisper")
     audio = model.audio
     config = WhisperConfig(
@@ -183,7 +183,7 @@ def test_whisper_large_has_its_tensors():
     )  # fmt: skip
     with torch.device("meta"):
         expected = {n: tuple(p.shape) for n, p in WhisperEncoder(config).named_parameters()}
-    made_of = [one for _, one in whispers(model)]
+    made_of = [one for _, one in whisper_parameters(model)]
     found = {n: s for one in made_of for n, s in zip(one.names, one.shapes, strict=True)}
     del expected["embed_positions.weight"]
     assert found == expected

@@ -1,4 +1,4 @@
-"""Stopping and resuming: the same weights as if nothing had happened."""
+"""Stopping and resuming: weights equal an uninterrupted run's."""
 
 import functools
 import threading
@@ -36,8 +36,8 @@ def run_range(plan, *arguments, **options):
     return ranks[0][0], weights
 
 
-class Stopped(NamedTuple):
-    """A run that was left alone, and one that was stopped and saved after half of its steps."""
+class StoppedRun(NamedTuple):
+    """An uninterrupted run, and a run stopped and saved after half of its steps."""
 
     plan: Plan
     losses: list[float]
@@ -46,36 +46,36 @@ class Stopped(NamedTuple):
     checkpoint: Path
 
 
-def stop_halfway(plan: Plan, folder: Path) -> Stopped:
+def stop_halfway(plan: Plan, folder: Path) -> StoppedRun:
     whole = run_range(plan, 0, TOTAL_STEPS, None, None)
     first, _ = run_range(plan, 0, 3, None, folder)
-    return Stopped(plan, *whole, first, folder)
+    return StoppedRun(plan, *whole, first, folder)
 
 
-def assert_resumes(stopped: Stopped) -> None:
-    """The second half brings losses and weights of the run that was left alone, to the bit."""
-    assert latest_step(stopped.checkpoint) == 3
-    rest, resumed = run_range(stopped.plan, 3, TOTAL_STEPS, stopped.checkpoint, None)
-    assert stopped.first_losses + rest == stopped.losses
-    assert_equal_tensors(resumed, stopped.weights)
+def assert_resumes(half_run: StoppedRun) -> None:
+    """Assert that the second half gives the uninterrupted run's losses and weights, bit for bit."""
+    assert latest_step(half_run.checkpoint) == 3
+    rest, resumed = run_range(half_run.plan, 3, TOTAL_STEPS, half_run.checkpoint, None)
+    assert half_run.first_losses + rest == half_run.losses
+    assert_equal_tensors(resumed, half_run.weights)
 
 
 @pytest.fixture(scope="module")
 def stopped_on(tmp_path_factory):
-    """A run of two stages, by its number of pipelines; its checkpoint is not to be written to."""
+    """Return a function from data-parallel size to a stopped two-stage run (read-only)."""
 
     @functools.cache
-    def stopped(pipelines):
+    def half_run(pipelines):
         model = toy_model()
         plan = toy_plan(model, stages_of(model, 4), data=pipelines)
         return stop_halfway(plan, tmp_path_factory.mktemp("stopped"))
 
-    return stopped
+    return half_run
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_resumed_equals_uninterrupted_bit_for_bit(stopped_on, pipelines):
-    """Prevents: optimizer, schedule or weights that a checkpoint does not bring back exactly."""
+    """Prevents a checkpoint that restores optimizer, schedule or weights inexactly."""
     assert_resumes(stopped_on(pipelines))
 
 
@@ -89,13 +89,13 @@ def test_resumed_equals_uninterrupted_bit_for_bit(stopped_on, pipelines):
     ],
 )
 def test_resumes_under_another_split(stopped_on, pipelines, cuts, after):
-    """Prevents: a checkpoint that only the split that wrote it can read."""
-    stopped = stopped_on(pipelines)
-    model = stopped.plan.model
+    """Prevents a checkpoint that only the pipeline split that saved it can load."""
+    half_run = stopped_on(pipelines)
+    model = half_run.plan.model
     other = toy_plan(model, stages_of(model, *cuts), data=after)
-    losses, resumed = run_range(other, 3, TOTAL_STEPS, stopped.checkpoint, None)
-    assert losses == pytest.approx(stopped.losses[3:], rel=1e-5)
-    for name, expected in stopped.weights.items():
+    losses, resumed = run_range(other, 3, TOTAL_STEPS, half_run.checkpoint, None)
+    assert losses == pytest.approx(half_run.losses[3:], rel=1e-5)
+    for name, expected in half_run.weights.items():
         torch.testing.assert_close(resumed[name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
@@ -105,17 +105,17 @@ def test_resumes_under_another_split(stopped_on, pipelines, cuts, after):
     ids=["vision", "language", "adapters"],
 )
 def test_resumes_where_a_whole_stage_is_frozen_or_adapted(tmp_path, cut, changes):
-    """Prevents: optimizer settings lost because the stage that stores them trains nothing; and
-    adapters, or their moments, that a checkpoint does not have."""
+    """Prevents optimizer settings lost if the stage that stores them trains nothing, and adapters
+    or their moments missing from a checkpoint."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model, cut)).model_copy(update=changes)
-    stopped = stop_halfway(plan, tmp_path)
-    assert any(".adapters." in name for name in stopped.weights) == ("adapters" in changes)
-    assert_resumes(stopped)
+    half_run = stop_halfway(plan, tmp_path)
+    assert any(".adapters." in name for name in half_run.weights) == ("adapters" in changes)
+    assert_resumes(half_run)
 
 
-def saved_while_training(links, plan, directory):
-    """Saves after step 2 in both ways, and no byte is written before step 5 is done."""
+def save_while_training(links, plan, directory):
+    """Save after step 2 in both modes; hold back asynchronous writes until step 5 is done."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=3)
     parts = parts_of(trainer)
     at_once = CheckpointWriter(directory / "sync", *parts, keep_last=None, asynchronous=False)
@@ -147,10 +147,10 @@ def saved_while_training(links, plan, directory):
 
 
 def test_training_does_not_change_what_is_being_saved(tmp_path):
-    """Prevents: a checkpoint mixed of several steps, as weights change in place."""
+    """Prevents an asynchronous checkpoint that mixes steps because weights change in place."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model, 4), data=2)
-    run_ranks(plan.parallel, saved_while_training, plan, tmp_path)
+    run_ranks(plan.parallel, save_while_training, plan, tmp_path)
     [(tensors, common)], [(expected, expected_common)] = (
         run_ranks(Parallel(pipeline=1, data=1), content, checkpoint_path(tmp_path / way, 2))
         for way in ("async", "sync")
@@ -160,7 +160,7 @@ def test_training_does_not_change_what_is_being_saved(tmp_path):
 
 
 class _Stream:
-    """Work of a fake device in the order it was launched, done when somebody waits."""
+    """A fake CUDA stream: runs the launched work in order at synchronize()."""
 
     def __init__(self):
         self.launched = []
@@ -172,7 +172,7 @@ class _Stream:
 
 
 class _DeviceTensor(torch.Tensor):
-    """Says that it is on a CUDA device; what is done with it happens when its stream gets there."""
+    """A fake CUDA tensor: its operations run when its stream synchronizes."""
 
     @staticmethod
     def __new__(cls, memory, stream):
@@ -192,7 +192,7 @@ class _DeviceTensor(torch.Tensor):
             copied = torch.full_like(own[0], torch.nan)
             device.launched.append(lambda: copied.copy_(own[0]))
             return cls(copied, device)
-        if name == "aten::_to_copy":  # the host waits for it
+        if name == "aten::_to_copy":  # synchronizes with the host
             device.synchronize()
             return own[0].clone()
         assert name in ("aten::copy_", "aten::add_"), name
@@ -201,9 +201,9 @@ class _DeviceTensor(torch.Tensor):
 
 
 def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
-    """Prevents: asynchronous saves that fail on CUDA, as torch writes from the host alone, files of
-    weights that were half copied or already those of the next step, and a host that runs out of
-    memory, as copies are rounded up or made anew for every save."""
+    """Prevents asynchronous saves that fail on CUDA because torch writes from host memory, files of
+    half-copied or next-step weights, and host memory that grows by rounded-up or repeated
+    copies."""
     stream, locked, copies = _Stream(), [], {}
     monkeypatch.setattr(checkpoint, "has_cuda", lambda: True)
     monkeypatch.setattr(checkpoint, "_lock_pages", locked.append)
@@ -212,13 +212,13 @@ def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(torch.nan))
     values = torch.arange(12.0).view(3, 4)
     weight = _DeviceTensor(torch.zeros(3, 4), stream)
-    weight.add_(values)  # the update before the save is still in the stream
+    weight.add_(values)  # the update is still queued in the stream
     data = TensorWriteData(TensorProperties.create_from_tensor(values), values.shape, None)
     item = WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR, tensor_data=data)
     path = tmp_path / "__0_0.distcp"
     bucket = (str(path), path.name, ([], [(item, weight)]))
     [copied] = checkpoint._copy_to_host([bucket], set(), copies)
-    weight.add_(1000.0)  # training goes on
+    weight.add_(1000.0)  # training continues
     writer = SimpleNamespace(transforms=_StorageWriterTransforms())
     checkpoint._write_bucket(writer, copied)
     assert torch.equal(torch.load(path), values)
@@ -226,7 +226,7 @@ def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
     assert torch.equal(weight.memory, values + 1000)
     [(_, _, (_, [(_, again)]))] = checkpoint._copy_to_host([bucket], set(), copies)
     assert again is copied[2][1][0][1] and torch.equal(again, values + 1000)
-    assert [one.nbytes for one in locked] == [values.nbytes]  # no more than the state
+    assert [one.nbytes for one in locked] == [values.nbytes]  # no larger than the state
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
     ids=["model", "options"],
 )
 def test_checkpoints_of_another_run_are_refused(stopped_on, changes, beta, messages):
-    """Prevents: a load that half succeeds, or fails deep inside with tensor shapes; and an option
-    that is given and silently overruled by the checkpoint's."""
+    """Prevents a load that half succeeds or fails with tensor shapes, and an option silently
+    overruled by the checkpoint's value."""
     model = toy_model(**changes)
     plan, given = toy_plan(model, stages_of(model)), replace(OPTIONS, adam_beta2=beta)
     [told] = run_ranks(plan.parallel, refusals, plan, [stopped_on(1).checkpoint], given)
@@ -249,14 +249,14 @@ def test_checkpoints_of_another_run_are_refused(stopped_on, changes, beta, messa
 
 @pytest.mark.parametrize("vision", [1.0, 0.5])
 def test_other_rates_keep_weights_moments_and_position(stopped_on, vision):
-    """Prevents: rates that are given and overruled by the checkpoint's, and Adam's moments or the
-    place in the schedule lost with them. An update is proportional to its rate."""
-    stopped, lr = stopped_on(1), OPTIONS.lr / 2
+    """Prevents new learning rates overruled by the checkpoint's, and lost moments or schedule
+    position. An update is proportional to its rate."""
+    half_run, lr = stopped_on(1), OPTIONS.lr / 2
     rates = {"lr": lr, "min_lr": OPTIONS.min_lr / 2, "vision_lr": vision * lr}
-    load = stopped.checkpoint
-    _, before = run_range(stopped.plan, 3, 3, load, None)
-    _, usual = run_range(stopped.plan, 3, 4, load, None)
-    _, lowered = run_range(stopped.plan, 3, 4, load, None, 3, replace(OPTIONS, **rates))
+    load = half_run.checkpoint
+    _, before = run_range(half_run.plan, 3, 3, load, None)
+    _, usual = run_range(half_run.plan, 3, 4, load, None)
+    _, lowered = run_range(half_run.plan, 3, 4, load, None, 3, replace(OPTIONS, **rates))
     for name, weight in before.items():
         share = 0.5 * (vision if name.startswith(("vision.", "vision_embedding.")) else 1.0)
         expected = weight + share * (usual[name] - weight)
@@ -272,7 +272,7 @@ def test_other_rates_keep_weights_moments_and_position(stopped_on, vision):
     ],
 )
 def test_missing_and_broken_checkpoints_are_refused(tmp_path, tracker, message):
-    """Prevents: training from scratch when a checkpoint was asked for."""
+    """Prevents training from scratch if --load names a missing or broken checkpoint."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model))
     if tracker is not None:

@@ -1,4 +1,4 @@
-"""Saving where writes fail and processes die: nothing saved is lost, and training goes on."""
+"""Saves with failed writes and killed processes: saved steps survive, and training continues."""
 
 import functools
 import multiprocessing
@@ -38,7 +38,7 @@ from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 PACKS = [[(1, 8)], [(0, 9)]]
 SCHEDULED_STEPS = 10_000
 KILLS = ((0, 2), (1, 1), (0, 9), (1, 4), (0, 20), (0, 70))
-"""Ranks that are killed in turn, and at which of their operations on files."""
+"""Rank to kill and number of its file operation, by run."""
 
 
 def two_stages(**vision_changes):
@@ -47,7 +47,7 @@ def two_stages(**vision_changes):
 
 
 def start(links, plan, directory, asynchronous, keep_last=None):
-    """A trainer, what `load_checkpoint` needs of it, and a writer of its state."""
+    """Return a trainer, the arguments of `load_checkpoint`, and a writer of its state."""
     trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
     parts = parts_of(trainer)
     writer = CheckpointWriter(directory, *parts, keep_last=keep_last, asynchronous=asynchronous)
@@ -65,8 +65,8 @@ def names(directory):
 
 
 def save_through_failure(links, plan, directory, asynchronous, fail):
-    """Three steps, a save after each, and a load of the last; the second save fails on this rank
-    as `fail` says."""
+    """Train three steps with a save after each, then load the last. The second save fails on this
+    rank by `fail`."""
     trainer, parts, writer = start(links, plan, directory, asynchronous)
     losses, lines = [], []
     for step in (1, 2, 3):
@@ -77,7 +77,7 @@ def save_through_failure(links, plan, directory, asynchronous, fail):
             else:
                 writer.save(step, {})
             writer.finish()
-        # Only some ranks have written what stays.
+        # Only some ranks have remaining files.
         lines.append([line.partition("; its files are not removed")[0] for line in told])
         if step == 2:
             limit_file_size(resource.RLIM_INFINITY)
@@ -92,7 +92,7 @@ def reference_losses(links, plan, steps):
 
 @functools.cache
 def unlimited_losses():
-    """Of three steps of two stages that save nothing."""
+    """Return losses of three steps without saves."""
     plan = two_stages()
     return run_ranks(plan.parallel, reference_losses, plan, (1, 2, 3))[0]
 
@@ -132,7 +132,7 @@ def too_little_space(writer):
 
 
 def file_in_the_way(writer):
-    # Permissions do not bind every user that runs tests; a file in the way binds all.
+    # Permissions do not bind root; a file in the way fails for every user.
     blocker = part_path(writer._directory, 2)
     if dist.get_rank() == 0:
         blocker.write_text("")
@@ -151,13 +151,13 @@ FAILURES = {
     "space": (True, too_little_space, "a checkpoint takes .* GiB, and only .* are free"),
     "folder": (False, file_in_the_way, "step 2 is not saved: rank 0: .*Not a directory"),
 }
-"""Whether saves are asynchronous, how the second one fails, and what is said of it."""
+"""(asynchronous, failure of the second save, message)."""
 
 
 @pytest.mark.parametrize(("asynchronous", "fail", "reason"), FAILURES.values(), ids=FAILURES)
 def test_failed_save_leaves_all_training(tmp_path, asynchronous, fail, reason):
-    """Prevents: ranks that wait for ever for one whose disk is full, if only at the very end of a
-    save, that may not write, or that stops; and a checkpoint with holes, or that fills the disk."""
+    """Prevents deadlock after a rank's write fails early or late in a save, training that stops,
+    and checkpoints that are incomplete or fill the disk."""
     plan = two_stages()
     results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, asynchronous, fail)
     (losses, lines, kept, step), (_, other_lines, _, other_step) = results
@@ -184,7 +184,7 @@ def save_steps(links, plan, directory, asynchronous, keep_last, steps):
     ids=["sync-all", "async-1", "sync-2"],
 )
 def test_only_the_newest_checkpoints_are_kept(tmp_path, asynchronous, keep_last):
-    """Prevents: disks that fill up, and removal of the one checkpoint that a resume would load."""
+    """Prevents disks that fill up, and removal of the checkpoint that a resume would load."""
     plan = two_stages()
     for step in (3, 9):
         (begin_checkpoint(tmp_path, step) / "rest").write_text("")
@@ -197,7 +197,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, asynchronous, keep_last)
 
 
 def test_going_back_keeps_what_is_newer(tmp_path):
-    """Prevents: going back by hand to step 2, whose next save then counts step 5 as the newest."""
+    """Prevents a return to step 2 by the tracker file from counting step 5 as the newest."""
     plan = two_stages()
     run_ranks(plan.parallel, save_steps, plan, tmp_path, False, None, [1, 2, 5])
     (tmp_path / TRACKER_FILE).write_text("2")
@@ -206,12 +206,12 @@ def test_going_back_keeps_what_is_newer(tmp_path):
 
 
 def test_rests_of_another_layout_are_overwritten(tmp_path):
-    """Prevents: a file of a save that was cut short, read as one of the save that replaced it."""
+    """Prevents files of an interrupted save being loaded with the save that replaced it."""
     plan = two_stages()
     part = begin_checkpoint(tmp_path, 1)
     for name in ("__1_0.distcp", "__7_0.distcp", ".metadata", "common.pt"):
         (part / name).write_bytes(b"rest")
-    # Newer than the tracker file: a kill between its last two operations.
+    # Newer than the tracker file: a kill between the last two operations.
     shutil.copytree(part, checkpoint_path(tmp_path, 2))
     run_ranks(plan.parallel, save_steps, plan, tmp_path, False, None, [1, 2])
     for step in (1, 2):
@@ -227,7 +227,7 @@ DAMAGES = {
 
 
 def test_broken_checkpoints_are_refused_on_every_rank(tmp_path):
-    """Prevents: a traceback, or a rank that waits for one that could not read its file."""
+    """Prevents a traceback, and ranks that hang if another rank cannot read its file."""
     plan = two_stages()
     run_ranks(plan.parallel, save_steps, plan, tmp_path / "whole", False, None, [1])
     directories = []
@@ -246,7 +246,7 @@ def test_broken_checkpoints_are_refused_on_every_rank(tmp_path):
 
 
 def test_every_flipped_byte_is_found(tmp_path):
-    """Prevents: weights, moments or a position that changed on the disk, and are trained on."""
+    """Prevents training on weights, moments or a position corrupted on disk."""
     plan, draw = two_stages(), random.Random(49)
     run_ranks(plan.parallel, save_steps, plan, tmp_path, False, None, [1])
     path = checkpoint_path(tmp_path, 1)
@@ -265,7 +265,7 @@ def test_every_flipped_byte_is_found(tmp_path):
 
 
 def load_and_save(links, plan, directory, saved_step):
-    """Resume, then save as the run would; lines of the load, its step, and saved steps."""
+    """Resume, then save as the run would. Return logged lines and the loaded step."""
     _, parts, _ = start(links, plan, directory, False)
     with logged() as lines:
         step = load_checkpoint(directory, *parts).step
@@ -279,8 +279,8 @@ def load_and_save(links, plan, directory, saved_step):
 
 
 def test_a_broken_newest_save_falls_back_to_the_one_before(tmp_path):
-    """Prevents: days lost since the last of many saves is damaged, or a rank that loads another
-    step than the others; and a resumed run that takes the damaged save for its own."""
+    """Prevents a failed resume if only the newest save is damaged, ranks that load different steps,
+    and a resumed run that mistakes the damaged save for its own."""
     plan = two_stages()
     whole = tmp_path / "whole"
     run_ranks(plan.parallel, save_steps, plan, whole, False, None, [1, 2, 3])
@@ -306,7 +306,7 @@ def test_a_broken_newest_save_falls_back_to_the_one_before(tmp_path):
 
 
 def kill_at_operation(directory, number):
-    """End this process at so many operations on files of a directory."""
+    """Kill this process at file operation `number` in a directory."""
     done = []
 
     def audit(event, arguments):
@@ -319,7 +319,7 @@ def kill_at_operation(directory, number):
 
 
 def train_until_killed(rank, plan, directory, asynchronous, store, kill):
-    """Resume, then train and save after every step, with a record of both."""
+    """Resume, then train and save after every step; record both."""
     launch = RankLaunch(rank=rank, world_size=2, local_rank=rank)
     links = initialize_distributed(launch, plan.parallel, 0, f"file://{store}")
     trainer, parts, writer = start(links, plan, directory, asynchronous, keep_last=2)
@@ -342,7 +342,7 @@ def train_until_killed(rank, plan, directory, asynchronous, store, kill):
 
 
 def killed_run(plan, directory, asynchronous, store, kill):
-    """The record of a run of which a rank is killed in a save, and then the other."""
+    """Return the record of a run with one rank killed during a save, then the other."""
     arguments = (plan, directory, asynchronous, store, kill)
     fork = multiprocessing.get_context("fork").Process
     processes = [fork(target=train_until_killed, args=(rank, *arguments)) for rank in range(2)]
@@ -359,7 +359,7 @@ def killed_run(plan, directory, asynchronous, store, kill):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_killed_at_any_moment_loses_nothing_saved(tmp_path, asynchronous):
-    """Prevents: a kill in mid-save, mid-rename or mid-removal that costs what was saved before."""
+    """Prevents a kill during a save, rename or removal from losing an earlier checkpoint."""
     plan = two_stages(hidden_size=64, ffn_hidden_size=256)
     directory = tmp_path / "run"
     directory.mkdir()

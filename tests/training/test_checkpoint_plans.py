@@ -1,4 +1,4 @@
-"""Checkpoints of every schedule, split, tied head and placement of encoders, under other plans."""
+"""Checkpoints of every schedule, split, tied head and encoder placement under other plans."""
 
 import random
 
@@ -19,11 +19,11 @@ from omnibal.model.parallel import Parallel
 
 ZERO_3 = {"data": 2, "sharded": 2}
 SCHEDULES = {"1f1b": (1, {}), "interleaved": (2, ZERO_3), "zb-h1": (1, {}), "zb-v": (2, {})}
-"""Chunks of a stage, and sizes other than the pipeline's."""
+"""(chunks per stage, sizes other than the pipeline's)."""
 
 
-def drawn_plans(draw, tied):
-    """One stage, then schedules with random cuts; encoders are data-parallel in turn."""
+def draw_plans(draw, tied):
+    """Yield a one-stage plan, then random cuts by schedule, half with data-parallel encoders."""
     model = toy_model().with_tower("language", tied_head=tied)
     yield toy_plan(model, stages_of(model))
     for number, (name, (chunks, sizes)) in enumerate(SCHEDULES.items()):
@@ -40,15 +40,15 @@ def drawn_plans(draw, tied):
 
 
 def tensors_of(trainer):
-    """All weights and moments, made if there are none yet."""
+    """Return all weights and moments, created if absent."""
     state = State(trainer.stages, trainer.optimizers)
     state.sharded_state_dict()
-    # Steps are counted apart.
+    # Step counters are excluded.
     return [t.detach() for t in state.changing_tensors() if t.dim() and t.is_floating_point()]
 
 
-def passed_on(links, plan, load, folder):
-    """Load another plan's checkpoint or make one; save it, lose all, load it again."""
+def save_and_reload(links, plan, load, folder):
+    """Load another plan's checkpoint (None: draw values); save, zero, and load again."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     tensors = tensors_of(trainer)
     if load is None:
@@ -66,16 +66,16 @@ def passed_on(links, plan, load, folder):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_plan_reads_its_own_checkpoint_and_anothers(tmp_path, tied):
-    """Prevents: a load refused since a tower, or both copies of a tied head, lie in several chunks
-    of a stage; and a weight or moment that a plan drops, doubles or puts elsewhere."""
-    first, *others = drawn_plans(random.Random(49 + tied), tied)
+    """Prevents a refused load if several chunks of a stage hold a tower or both copies of a tied
+    head, and weights or moments dropped, duplicated or misplaced by a plan."""
+    first, *others = draw_plans(random.Random(49 + tied), tied)
     load = tmp_path / "first"
-    run_ranks(first.parallel, passed_on, first, None, load)
+    run_ranks(first.parallel, save_and_reload, first, None, load)
     [(expected, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(load, 1))
     assert all(value.any() for value in expected.values())
     for number, plan in enumerate(others):
         folder = tmp_path / str(number)
-        run_ranks(plan.parallel, passed_on, plan, load, folder)
+        run_ranks(plan.parallel, save_and_reload, plan, load, folder)
         load = folder
     [(found, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(load, 1))
     assert_equal_tensors(found, expected)

@@ -1,4 +1,4 @@
-"""Stages of several chunks, against one process and against one chunk a stage."""
+"""Stages with several chunks, compared with one process and with one chunk per stage."""
 
 import pytest
 import torch
@@ -34,8 +34,8 @@ IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
 def plan_of(*cuts, model=PLAIN, name="interleaved", **options):
-    """Two chunks a stage. Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
-    5-6 language layers, 7 head."""
+    """Return a plan with two chunks per stage. Units: 0 vision embed, 1-2 vision layers, 3
+    projector, 4 language embed, 5-6 language layers, 7 head."""
     return with_chunks(pipeline_plan(*cuts, model=model, **options), 2, name)
 
 
@@ -46,7 +46,7 @@ PLANS = {
     "pp2-dp2": chunk_plan(MODEL, 2, 2, data=2),
     "back-and-forth-pp2": chunk_plan(MODEL, 2, 2, name="zb-v"),
     "back-and-forth-pp4": chunk_plan(MODEL, 4, 2, name="zb-v"),
-    # A step of every further plan has no images at all.
+    # Each plan below also runs a step without images.
     "tensor": plan_of(2, 4, 6, **IN_PARTS, **SOME),
     "frozen-vision": plan_of(2, 4, 6, data=2, frozen=("vision",)),
     "frozen-language": plan_of(3, 5, 7, frozen=("language",)),
@@ -57,7 +57,7 @@ PLANS = {
     "tied-one-stage-back-and-forth": plan_of(5, 6, 7, model=TIED, name="zb-v", data=2),
     "tied-one-stage-frozen": plan_of(2, 5, 6, model=TIED, frozen=("language",)),
     "tied-one-part": plan_of(1, 3, 4, model=TIED),
-    # Of experts of one chunk, whose tokens another chunk of the group could wait for.
+    # Two chunks share an expert-parallel group: tokens of one chunk could wait for another chunk.
     "experts": with_chunks(mixture_plan(3, 5, 6, data=2, expert=2, recompute=(0, 2)), 2),
 }
 
@@ -70,13 +70,13 @@ IN_TWO_PARTS = {
     "tied": plan_of(2, 5, 6, model=TIED, name="zb-v", **SOME, **IN_PARTS),
     "frozen": plan_of(2, 4, 6, name="zb-v", frozen=("vision",), **SOME, **IN_PARTS),
 }
-"""Plans whose backwards are in two parts; others have whole ones."""
+"""Plans with split backwards; PLANS have whole backwards."""
 
 
 @pytest.mark.parametrize("name", PLANS | IN_TWO_PARTS)
 def test_same_training_as_one_process(monkeypatch, name):
-    """Prevents: parts of a stage that sum, divide or recompute what is another's, tied copies that
-    drift apart or count twice, and products for weights that are left out, doubled or another's."""
+    """Prevents chunks that reduce, shard or recompute another chunk's parameters, tied copies that
+    drift apart or count twice, and weight gradients lost, doubled or misplaced."""
     if name in PLANS:
         run_by_rule(monkeypatch, "zb-v", whole_back_and_forth)
     plan = (PLANS | IN_TWO_PARTS)[name]
@@ -85,12 +85,12 @@ def test_same_training_as_one_process(monkeypatch, name):
 
 
 def test_many_buckets_are_summed_in_one_order(small_buckets):
-    """Prevents: a bucket reduced too soon, and weights that another chunk does not wait for."""
+    """Prevents a bucket reduced too early, and a forward before its weights are gathered."""
     compare_with_one_process(plan_of(2, 4, 6, data=2))
 
 
 def test_checkpoints_resume_under_another_schedule(tmp_path, monkeypatch):
-    """Prevents: a checkpoint that tells which chunks a stage had, or loses those of one."""
+    """Prevents a checkpoint that depends on the number of chunks or loses a chunk."""
     run_by_rule(monkeypatch, "zb-v", whole_back_and_forth)
     plans = [
         plan_of(2, 5, 6, model=TIED, data=2),
@@ -101,7 +101,7 @@ def test_checkpoints_resume_under_another_schedule(tmp_path, monkeypatch):
 
 
 def held_out_losses(links, plan):
-    """Losses of packs without a backward, and who has them."""
+    """Return this rank's losses of forward-only packs."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     packs = [one for step in enumerate(STEPS) for one in batches_of(plan.model, *step)]
     with trainer.evaluating():
@@ -110,7 +110,7 @@ def held_out_losses(links, plan):
 
 @pytest.mark.parametrize(("name", "last"), [("interleaved", 1), ("zb-v", 0)])
 def test_held_out_losses_equal_one_process(name, last):
-    """Prevents: answers and losses of micro-batches in another order, or from the wrong stage."""
+    """Prevents held-out losses in another order or from the wrong stage."""
     plan, whole = plan_of(2, 4, 6, name=name), pipeline_plan(model=PLAIN)
     [expected] = run_ranks(whole.parallel, held_out_losses, whole)
     ranks = run_ranks(plan.parallel, held_out_losses, plan)
@@ -119,7 +119,7 @@ def test_held_out_losses_equal_one_process(name, last):
 
 
 def unclipped_step(links, plan):
-    """Losses of a step, and gradients by name, as they were summed."""
+    """Return losses and unclipped gradients by name of one step."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     trainer.zero_gradients()
     batches = MicroBatchStream.of(list(batches_of(plan.model, 0, STEPS[0])))
@@ -128,7 +128,7 @@ def unclipped_step(links, plan):
 
 
 def test_sums_are_those_of_one_chunk_a_stage_bit_by_bit():
-    """Prevents: gradients summed over micro-batches in another order than the lists'."""
+    """Prevents gradients accumulated over micro-batches in another order than without chunks."""
     runs = [
         run_ranks(plan.parallel, unclipped_step, plan)
         for plan in (plan_of(2, 4, 6), pipeline_plan(2, 4, 6, model=PLAIN))
@@ -140,7 +140,7 @@ def test_sums_are_those_of_one_chunk_a_stage_bit_by_bit():
 
 
 def test_a_micro_batch_that_waits_keeps_no_images():
-    """Prevents: pixels that stay until all chunks have run, or that are gone when embedded."""
+    """Prevents pixels kept until the last chunk has run, or freed before the vision embed."""
     plan = chunk_plan(MODEL, 2, 2)
     first, second = (plan.stages[part] for part in plan.parts_of(0))
     batches = [random_batch(MODEL, 2, (20, 5), 3, plan.units_of(0)) for _ in range(2)]
@@ -153,7 +153,7 @@ def test_a_micro_batch_that_waits_keeps_no_images():
 
 
 def test_schedules_that_sharing_ranks_run_in_other_orders_are_refused():
-    """Prevents: ranks that run the packs that they share in other orders, and wait for ever."""
+    """Prevents deadlock: ranks of a shared pack must not use a schedule with varying pack order."""
     plan = chunk_plan(MODEL, 2, 2, name="zb-v", data=2)
     level = PlannedLevel(caps=Caps.of(tiles=9, tokens=400), context=2, recompute=((),) * 4)
     shared = plan.model_copy(update={"levels": (level,)})

@@ -1,4 +1,4 @@
-"""Released checkpoints in and out again: the same bytes and weights, and nothing by halves."""
+"""Released checkpoints imported and exported: equal bytes and weights, no partial results."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ from tools import convert
 
 
 def complete(folder: Path) -> Path:
-    """The folder, with what else a released checkpoint has."""
+    """Add tokenizer, code and other companion files to a released checkpoint's folder."""
     write_tokenizer(folder)
     (folder / "README.md").write_text("# A model\n")
     (folder / "modeling_internvl_chat.py").write_text("raise ImportError\n")
@@ -80,7 +80,7 @@ FILES = {"single": None, "sharded": SHARD_BYTES}
 
 
 def in_every_form(cases):
-    """Each case in one file and in several, one of them in fp32 and the other in bf16, by turns."""
+    """Yield each case as a single file and as shards, alternating fp32 and bf16."""
     for number, case in enumerate(cases):
         types = ("fp32", "bf16")[:: 1 if number % 2 else -1]
         for (files, size), dtype in zip(FILES.items(), types, strict=True):
@@ -89,14 +89,14 @@ def in_every_form(cases):
 
 @pytest.mark.parametrize(("name", "layout", "shard_bytes", "dtype"), list(in_every_form(CASES)))
 def test_import_and_export_give_the_same_bytes(tmp_path, name, layout, shard_bytes, dtype):
-    """Prevents: values, types, names, files, metadata or companions that a conversion loses."""
+    """Prevents a conversion that loses values, types, names, files or metadata."""
     copied = OURS[layout].is_original
     source = saved(name, tmp_path / "there", layout, TYPES[dtype], shard_bytes, copied)
     comes_back(complete(source), tmp_path)
 
 
 def test_types_that_differ_between_tensors_stay(tmp_path):
-    """Prevents: norms that are stored in fp32 beside bf16 matrices, and come back rounded."""
+    """Prevents fp32 norms next to bf16 matrices from being rounded."""
     source = saved("6b-llama", tmp_path / "there", "internlm2", torch.bfloat16, SHARD_BYTES)
     tensors = tensors_of(source)
     exact = {name: torch.rand(value.shape) for name, value in tensors.items() if "norm" in name}
@@ -110,7 +110,7 @@ def test_types_that_differ_between_tensors_stay(tmp_path):
     ("name", "shard_size"), list(zip(KINDS, ["20KB", "1GB"] * (len(KINDS) // 2), strict=True))
 )
 def test_what_transformers_saves_comes_back(tmp_path, name, shard_size):
-    """Prevents: files that only this project's tests write, or a tied head that is invented."""
+    """Prevents failure on files saved by Transformers, and an invented tied head."""
     source = tmp_path / "there"
     transformers_model(KINDS[name]).save_pretrained(source, max_shard_size=shard_size)
     assert (len(list(source.glob("*.safetensors"))) > 1) == (shard_size == "20KB")
@@ -126,8 +126,8 @@ TIED_ORIGINAL = [
     ("name", "layout", "shard_bytes", "dtype"), list(in_every_form(TIED_ORIGINAL))
 )
 def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, shard_bytes, dtype):
-    """Prevents: a random head in InternVL's own code, which ties none, whatever config.json says:
-    of a layout that is asked for, or beside a checkpoint that has no copy."""
+    """Prevents a random head in InternVL's own code, which never ties it: exports with a tied head
+    must hold a copy, with --layout and with --like."""
     model = transformers_model(KINDS[name])
     expected = released_tensors(model, layout, head_copy=True)
     expected = {key: value.to(TYPES[dtype]) for key, value in expected.items()}
@@ -135,7 +135,7 @@ def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, sh
     source = complete(saved(name, tmp_path / "there", layout, shard_bytes=shard_bytes))
     assert HEADS[layout] not in tensors_of(source)
     run = imported(source, tmp_path / "run")
-    wanted = None if dtype == "fp32" else TYPES[dtype]  # which it is stored in
+    wanted = None if dtype == "fp32" else TYPES[dtype]  # None: as stored
     like = exported_like(run, source, tmp_path / "like", wanted)
     made = exported_as(run, layout, tmp_path / "made", wanted, size=shard_bytes or 10**9)
     for folder in (like, made):
@@ -155,7 +155,7 @@ def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, sh
         assert beside == expected
 
 
-# In a ring: every layout is led to once, and leads to another.
+# A ring: every layout converts once to the next and once from the previous.
 RINGS = {kind: dict(zip(ring, ring[1:] + ring[:1], strict=True)) for kind, ring in LAYOUTS.items()}
 
 
@@ -164,7 +164,7 @@ RINGS = {kind: dict(zip(ring, ring[1:] + ring[:1], strict=True)) for kind, ring 
     [(name, *pair) for name, kind in KINDS.items() for pair in RINGS[kind.language].items()],
 )
 def test_every_layout_leads_to_another(tmp_path, name, layout, other):
-    """Prevents: exports that are wrong in the same way as imports, and so come back right."""
+    """Prevents export errors that mirror import errors and so cancel in a round trip."""
     run = imported(complete(saved(name, tmp_path / "there", layout)), tmp_path / "run")
     target = exported_as(run, other, tmp_path / "out")
     model, copied = transformers_model(KINDS[name]), OURS[other].is_original
@@ -172,12 +172,12 @@ def test_every_layout_leads_to_another(tmp_path, name, layout, other):
     again = imported(target, tmp_path / "again")
     assert_same_parameters(again, run)
     there, here = open_newest(again).model, open_newest(run).model
-    # What prepares samples is not told by every layout.
+    # Not every layout records the tiling settings.
     assert there.with_tower("vision", tiling=here.vision.tiling).vision == here.vision
     assert there.language == here.language
     files = content(run / "tokenizer")
     if not OURS[other].is_original:
-        # These are made of the model.
+        # Generated from the model.
         assert files.pop("preprocessor_config.json") == b"{}"
         own = json.loads(files.pop("tokenizer_config.json"))
         assert own.items() <= json.loads((target / "tokenizer_config.json").read_text()).items()
@@ -185,7 +185,7 @@ def test_every_layout_leads_to_another(tmp_path, name, layout, other):
 
 
 def test_original_layout_comes_back_with_its_settings(tmp_path):
-    """Prevents: tiles, thumbnails or conversations of another kind after a round trip."""
+    """Prevents other tiles, thumbnails or chat template after a round trip."""
     source = saved("6b-llama", tmp_path / "there", "internlm2", torch.bfloat16)
     run = imported(complete(source), tmp_path / "run")
     model = load_model(str(run / "model.toml"))
@@ -198,7 +198,7 @@ def test_original_layout_comes_back_with_its_settings(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_export_in_another_type(tmp_path, dtype):
-    """Prevents: types that are promised in config.json and not kept, or rounded twice."""
+    """Prevents tensors of another type than config.json states, or rounded twice."""
     source = saved("300m-qwen2", tmp_path / "there", "transformers")
     run = imported(source, tmp_path / "run")
     expected = {name: tensor.to(dtype) for name, tensor in tensors_of(source).items()}
@@ -211,15 +211,15 @@ def test_export_in_another_type(tmp_path, dtype):
     assert index["metadata"]["total_size"] == sum(one.nbytes for one in expected.values())
 
 
-def loaded(links, plan, run):
+def load_run(links, plan, run):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
     assert load_weights(run, plan, trainer.stages) == 0
     return by_name(trainer.stage, lambda parameter: parameter)
 
 
 def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
-    """Prevents: an import that is trained on without its optimizer's state, unsaid; and one whose
-    weights are refused because a plan tiles or asks otherwise than the released model."""
+    """Prevents resuming from an import, which has no optimizer state, and refusing imported weights
+    because a plan changes tiling or prompts."""
     source = saved("300m-qwen2", tmp_path / "there", "transformers")
     run, own = imported(source, tmp_path / "run"), model_of("300m-qwen2")
     said = {
@@ -232,7 +232,7 @@ def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
     plan = toy_plan(other, stages_of(other))
     [told] = run_ranks(plan.parallel, refusals, plan, [run])
     assert told[0] is None and told[1].endswith("start from them with --finetune")
-    assert run_ranks(plan.parallel, loaded, plan, run)
+    assert run_ranks(plan.parallel, load_run, plan, run)
 
 
 # Cut 2 divides the vision layers, cut 6 the language layers (and a tied matrix, into two copies).
@@ -253,8 +253,8 @@ def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
     ],
 )
 def test_every_split_loads_the_released_values(tmp_path, name, splits, stored, precision):
-    """Prevents: weights that depend on the split (of tensor-parallel sizes by cuts), or that a load
-    in another type changes or rounds twice: in fp32 what was released in bf16, bit for bit."""
+    """Prevents loaded weights that depend on pipeline cuts or tensor-parallel size, or that are
+    rounded twice: bf16 values loaded into fp32 stay exact."""
     layout, model = LAYOUTS[KINDS[name].language][-1], model_of(name)
     run = imported(saved(name, tmp_path / "there", layout, stored), tmp_path / "run")
     expected = {
@@ -264,7 +264,7 @@ def test_every_split_loads_the_released_values(tmp_path, name, splits, stored, p
     for cuts, tensor in splits.items():
         plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
         plan = plan.model_copy(update={"precision": precision})
-        found = put_together(plan, run_ranks(plan.parallel, loaded, plan, run))
+        found = put_together(plan, run_ranks(plan.parallel, load_run, plan, run))
         assert_equal_tensors(as_released(found, model, OURS[layout]), expected)
         for parameter in parameters(model):
             real = found[parameter.name][tuple(slice(size) for size in parameter.shape)]
@@ -283,9 +283,8 @@ def test_every_split_loads_the_released_values(tmp_path, name, splits, stored, p
     ],
 )
 def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts, tensor):
-    """Prevents: an export of the weights before training, of optimizer state, of one stage alone,
-    or with a config.json that makes another model of them; and a fine-tuned copy that lacks files
-    of the checkpoint it began with."""
+    """Prevents exporting untrained weights, optimizer state or a single stage, a config.json of
+    another model, and an export that lacks files of the original checkpoint."""
     before = transformers_model(KINDS[name])
     source = complete(saved(name, tmp_path / "there", layout, shard_bytes=SHARD_BYTES))
     run, trained = imported(source, tmp_path / "run"), tmp_path / "trained"
@@ -307,7 +306,7 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     assert after.config.tie_word_embeddings == KINDS[name].tied
     changed = dict(before.named_parameters())
     for key, parameter in after.named_parameters():
-        # A bias of keys in a pre-norm encoder without q and k norms has no gradient.
+        # In a pre-norm encoder without q and k norms, a bias of keys has no gradient.
         assert "k_proj.bias" in key or not torch.equal(parameter, changed[key]), key
     for place, samples in enumerate(micro_batches(model)):
         ours = torch.cat([rank[place] for rank in ranks[-tensor:]], -1)
@@ -328,14 +327,14 @@ def edit_index(change: Callable[[dict[str, str]], None]) -> Callable[[Path], Non
     return lambda folder: edit_json(folder / INDEX, lambda index: change(index["weight_map"]))
 
 
-def pickled(folder: Path) -> None:
+def write_pickle(folder: Path) -> None:
     tensors = tensors_of(folder)
     for path in [*folder.glob("*.safetensors"), folder / INDEX]:
         path.unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
 
 
-def in_two_files(folder: Path) -> None:
+def duplicate_tensors(folder: Path) -> None:
     tensors = load_file(shard(folder, 0)) | load_file(shard(folder, 1))
     save_file(tensors, shard(folder, 0))
 
@@ -358,7 +357,7 @@ BAD = {
             edit_index(lambda at: at.update({NORM: min(at.values())})),
             f"{NORM} is not in",
         ),
-        "in-two-files": (in_two_files, "is in both"),
+        "in-two-files": (duplicate_tensors, "is in both"),
         "outside": (
             edit_index(lambda at: at.update({NORM: "../there/" + at[NORM]})),
             f"has {NORM} in '../there/model-",
@@ -392,7 +391,7 @@ BAD = {
             edit_tensor(WQKV, lambda at: at.to(torch.float8_e4m3fn)),
             "is of type F8_E4M3",
         ),
-        "pickled": (pickled, "only safetensors"),
+        "pickled": (write_pickle, "only safetensors"),
         "no-config": (lambda at: (at / "config.json").unlink(), "no such file"),
         "scaled-rope": (
             edit_config(llm_config__rope_scaling={"rope_type": "llama3", "factor": 8.0}),
@@ -442,12 +441,12 @@ BAD = {
         "head-of-another-type": (edit_tensor(HEADS["qwen2"], torch.Tensor.bfloat16), HEADS["qwen2"])
     },
 }
-"""Damage by the layout of the checkpoint, and what the refusal says."""
+"""(damage, message) by layout."""
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints of one model in two layouts, and of a tied one; never changed."""
+    """Return read-only checkpoints of one model in two layouts, and of a tied model."""
     folder = tmp_path_factory.mktemp("good")
     return {
         layout: complete(saved(name, folder / layout, layout, torch.float32, SHARD_BYTES, True))
@@ -465,8 +464,8 @@ def good_run(good, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys) -> Callable[..., str]:
-    """The one line that a command ends with."""
+def error_line(monkeypatch, capsys) -> Callable[..., str]:
+    """Return a function that runs a failing command and returns its error line."""
 
     def run(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
@@ -482,20 +481,20 @@ def refused(monkeypatch, capsys) -> Callable[..., str]:
 @pytest.mark.parametrize(
     ("layout", "name"), [(layout, name) for layout, cases in BAD.items() for name in cases]
 )
-def test_bad_checkpoint_is_refused(tmp_path, good, refused, layout, name):
-    """Prevents: weights that are imported wrong, a traceback, or a run that is there by half."""
+def test_bad_checkpoint_is_refused(tmp_path, good, error_line, layout, name):
+    """Prevents wrongly imported weights, a traceback, and a partial run directory."""
     source, (change, message) = tmp_path / "there", BAD[layout][name]
     shutil.copytree(good[layout], source)
     change(source)
     before = content(tmp_path)
-    line = refused("import", source, "-o", tmp_path / "new" / "run")
+    line = error_line("import", source, "-o", tmp_path / "new" / "run")
     assert message in line and str(source) in line
     assert content(tmp_path) == before
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_what_exists_is_not_written_over(tmp_path, good, good_run, refused):
-    """Prevents: a run or a checkpoint that is lost to a conversion."""
+def test_what_exists_is_not_written_over(tmp_path, good, good_run, error_line):
+    """Prevents a conversion that overwrites an existing run or checkpoint."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "kept").write_text("kept")
     (tmp_path / "file").write_text("kept")
@@ -509,13 +508,13 @@ def test_what_exists_is_not_written_over(tmp_path, good, good_run, refused):
             ("export", good_run, "--like", good["internlm2"]),
             ("export", good_run, "--layout", "transformers"),
         ):
-            assert f"{target}: {why}" in refused(*arguments, "-o", target)
+            assert f"{target}: {why}" in error_line(*arguments, "-o", target)
     assert content(tmp_path) == before
 
 
 @pytest.fixture(scope="module")
 def places(good, good_run, tmp_path_factory) -> dict[str, Path]:
-    """Folders by the words that stand for them in commands."""
+    """Return folders by their placeholders in commands."""
     folder = tmp_path_factory.mktemp("places")
     for name in ("empty", "words"):
         (folder / name).mkdir()
@@ -548,18 +547,18 @@ def places(good, good_run, tmp_path_factory) -> dict[str, Path]:
         ("export {biased} --layout internvl-llama", "qkv_bias true"),
     ],
 )
-def test_impossible_conversions_are_refused(tmp_path, places, refused, command, message):
-    """Prevents: a traceback over a mistyped path, and an export of weights into files of another
-    model, or of another arrangement."""
-    line = refused(*command.format(**places).split(), "-o", tmp_path / "out")
+def test_impossible_conversions_are_refused(tmp_path, places, error_line, command, message):
+    """Prevents a traceback for a mistyped path, and exporting weights into another model's files or
+    layout."""
+    line = error_line(*command.format(**places).split(), "-o", tmp_path / "out")
     assert message.format(**places) in line and "--load" not in line
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "metadata", "common"])
 @pytest.mark.parametrize("way", ["like", "layout"])
-def test_broken_run_is_not_exported(tmp_path, good, good_run, refused, damage, way):
-    """Prevents: an export that is there by half, of a run whose files are damaged."""
+def test_broken_run_is_not_exported(tmp_path, good, good_run, error_line, damage, way):
+    """Prevents a partial export of a damaged run."""
     run = tmp_path / "run"
     shutil.copytree(good_run, run)
     checkpoint = open_newest(run).path
@@ -572,13 +571,13 @@ def test_broken_run_is_not_exported(tmp_path, good, good_run, refused, damage, w
         (checkpoint / {"metadata": ".metadata", "common": "common.pt"}[damage]).unlink()
     before = content(tmp_path)
     arguments = {"like": ("--like", good["internlm2"]), "layout": ("--layout", "transformers")}
-    line = refused("export", run, *arguments[way], "-o", tmp_path / "out")
+    line = error_line("export", run, *arguments[way], "-o", tmp_path / "out")
     assert str(checkpoint) in line and "restore a copy" in line
     assert content(tmp_path) == before and list(tmp_path.iterdir()) == [run]
 
 
 def test_source_that_vanishes_leaves_nothing(tmp_path, good):
-    """Prevents: a run that is there by half where a file cannot be read any more."""
+    """Prevents a partial run if a source file becomes unreadable during the import."""
     source = tmp_path / "there"
     shutil.copytree(good["internlm2"], source)
     opened = open_released(source)
@@ -594,25 +593,25 @@ def stop(size: int) -> None:
 
 
 @pytest.fixture
-def planned(good_run) -> CheckpointExport:
-    """An export that is still to be written."""
+def planned_export(good_run) -> CheckpointExport:
+    """Return a planned export, not yet written."""
     return plan_export_as(open_newest(good_run), OURS["llama"], None, None, SHARD_BYTES)
 
 
-def test_stopped_conversion_leaves_nothing(tmp_path, good, good_run, planned):
-    """Prevents: half a conversion after Ctrl-C, an error message instead of stopping, rests of a
-    killed one that get into the next, and a folder of the user's that is taken for such rests."""
+def test_stopped_conversion_leaves_nothing(tmp_path, good, good_run, planned_export):
+    """Prevents a partial conversion or an error message after Ctrl-C, leftovers of a killed
+    conversion in the next, and removal of a user's folder with a leftover's name."""
     with pytest.raises(KeyboardInterrupt):
         import_checkpoint(open_released(good["internlm2"]), tmp_path / "run", stop)
     with pytest.raises(KeyboardInterrupt):
-        write_export(planned, tmp_path / "out", stop)
+        write_export(planned_export, tmp_path / "out", stop)
     assert list(tmp_path.iterdir()) == []
     parts = {"run.part", "out.part"}
     for name in parts:
         (tmp_path / name / "iter_0000000").mkdir(parents=True)
         (tmp_path / name / "left").write_text("over")
     imported(good["internlm2"], tmp_path / "run")
-    write_export(planned, tmp_path / "out", lambda size: None)
+    write_export(planned_export, tmp_path / "out", lambda size: None)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out", *parts}
     assert all((tmp_path / name / "left").read_text() == "over" for name in parts)
     assert content(tmp_path / "run").keys() == content(good_run).keys()
@@ -620,29 +619,29 @@ def test_stopped_conversion_leaves_nothing(tmp_path, good, good_run, planned):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, UserError])
-def test_what_stops_a_read_is_told_as_it_is(tmp_path, good, planned, monkeypatch, error):
-    """Prevents: Ctrl-C in the middle of a read that ends as "cannot be read: put a copy back"."""
+def test_what_stops_a_read_is_told_as_it_is(tmp_path, good, planned_export, monkeypatch, error):
+    """Prevents Ctrl-C during a read from being reported as "cannot be read: put a copy back"."""
 
-    def stopped(*arguments: object) -> None:
+    def raise_error(*arguments: object) -> None:
         raise error("as it is")
 
     opened = open_released(good["internlm2"])
-    monkeypatch.setattr(StoredTensors, "_read_item", stopped)
-    monkeypatch.setattr(ReleasedCheckpoint, "read_parameter", stopped)
+    monkeypatch.setattr(StoredTensors, "_read_item", raise_error)
+    monkeypatch.setattr(ReleasedCheckpoint, "read_parameter", raise_error)
     with pytest.raises(error, match=r"^as it is$"):
-        write_export(planned, tmp_path / "out", lambda size: None)
+        write_export(planned_export, tmp_path / "out", lambda size: None)
     with pytest.raises(error, match=r"^as it is$"):
         import_checkpoint(opened, tmp_path / "run", lambda size: None)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_file_system_is_told_at_once(tmp_path, good, planned, monkeypatch):
-    """Prevents: an hour of writing before it turns out that there is no room."""
+def test_full_file_system_is_told_at_once(tmp_path, good, planned_export, monkeypatch):
+    """Prevents writing for an hour before the disk turns out to be full."""
     opened = open_released(good["internlm2"])
     free = opened.bytes - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
     with pytest.raises(UserError, match=f"{opened.bytes:,} bytes .* only {free:,} are free"):
         import_checkpoint(opened, tmp_path / "deep" / "run", stop)
     with pytest.raises(UserError, match=f"only {free:,} are free"):
-        write_export(planned, tmp_path / "deep" / "out", stop)
+        write_export(planned_export, tmp_path / "deep" / "out", stop)
     assert list(tmp_path.iterdir()) == []

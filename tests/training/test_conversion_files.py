@@ -1,4 +1,4 @@
-"""Files beside the weights: configurations, indices and tokenizers, as other tools read them."""
+"""Files next to the weights: configurations, indices and tokenizers, as other tools read them."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ HEAD = "language_model.lm_head.weight"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A sharded checkpoint in the original layout, not to be changed."""
+    """Return a read-only sharded checkpoint in the original layout."""
     folder = tmp_path_factory.mktemp("files") / "there"
     saved("300m-qwen2", folder, "qwen2", torch.bfloat16, SHARD_BYTES)
     write_tokenizer(folder)
@@ -81,7 +81,7 @@ def run(source, tmp_path_factory) -> Path:
     return imported(source, tmp_path_factory.mktemp("files") / "run")
 
 
-def changed(source: Path, target: Path, *changes: Callable[[Path], None]) -> Path:
+def copy_changed(source: Path, target: Path, *changes: Callable[[Path], None]) -> Path:
     shutil.copytree(source, target)
     for change in changes:
         change(target)
@@ -94,8 +94,8 @@ def config_of(folder: Path) -> dict:
 
 LANGUAGE = {"transformers": "text_config", "qwen2": "llm_config"}
 """Table of the language model in a config.json, by layout."""
-# Where the configuration ties the head: the whole model's word, the language model's; whether
-# there is a head, and a tied one's values.
+# (layout, tie_word_embeddings of the model and of its language model, head in the file (None: no
+# tensor; "copy": equal to the embedding), whether the head is tied).
 TIES = {
     "outer-alone": ("transformers", True, False, "other", False),
     "both-but-another-head": ("transformers", True, True, "other", False),
@@ -112,8 +112,8 @@ TIES = {
 
 @pytest.mark.parametrize(("layout", "outer", "inner", "head", "tied"), TIES.values(), ids=TIES)
 def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
-    """Prevents: a trained head that an import drops, or asks for where the model has none: a class
-    that sets one of two entries from the other writes both, and they may differ."""
+    """Prevents an import that drops a trained head or requires a missing head. Transformers saves
+    two entries, one derived from the other, and they may contradict."""
     kind = "300m-qwen2" if head == "other" else "6b-qwen2-tied"
     there = saved(kind, tmp_path / "there", layout, head_copy=head == "copy")
     assert (HEAD in tensors_of(there)) == (head is not None)
@@ -123,7 +123,7 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
     assert open_newest(run).model.language.tied_head == tied
     back = content(exported_like(run, there, tmp_path / "back"))
     if head is None and layout == "qwen2":
-        # What InternVL's own code loads must have the head's tensor, and so has more than came.
+        # InternVL's own code requires the head's tensor, so the export adds it.
         assert HEAD in tensors_of(tmp_path / "back")
         assert back.pop("model.safetensors") != (there / "model.safetensors").read_bytes()
         assert back == {"config.json": (there / "config.json").read_bytes()}
@@ -132,7 +132,7 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
 
 
 def test_what_transformers_saves_again_is_read(tmp_path):
-    """Prevents: a model that Transformers 5 loads untied, and saves saying both, being refused."""
+    """Prevents refusing contradictory entries that Transformers 5 saves for an untied model."""
     there = saved("300m-qwen2", tmp_path / "a", "transformers")
     edit_config(tie_word_embeddings=True)(there)
     InternVLForConditionalGeneration.from_pretrained(there).save_pretrained(tmp_path / "b")
@@ -143,8 +143,8 @@ def test_what_transformers_saves_again_is_read(tmp_path):
 
 @pytest.mark.parametrize("layout", LANGUAGE)
 def test_configuration_is_for_all_versions_and_ends_answers(tmp_path, run, layout):
-    """Prevents: an exported model that talks on behind its answer, a RoPE base of 10,000 in
-    versions of Transformers that look for it elsewhere, and a type that nobody asked for."""
+    """Prevents an exported model that does not stop after its answer, the default RoPE base of
+    10,000 in other versions of Transformers, and another dtype than requested."""
     out = exported_as(run, layout, tmp_path / "out", torch.bfloat16)
     ends, config = GenerationConfig.from_pretrained(out), config_of(out)
     assert (ends.eos_token_id, ends.pad_token_id) == (END_TOKEN, END_TOKEN)
@@ -163,9 +163,8 @@ def test_configuration_is_for_all_versions_and_ends_answers(tmp_path, run, layou
     ("size", "most"), [((16, 16), 6), ((30, 17), 1), ((30, 17), 6), ((47, 16), 6), ((20, 61), 6)]
 )
 def test_image_processor_makes_the_tiles_of_training(tmp_path, source, size, most):
-    """Prevents: images that an exported model is shown in another size, number of tiles or scale of
-    values than it was trained with."""
-    there = changed(source, tmp_path / "there", edit_config(max_dynamic_patch=most))
+    """Prevents inference images of another size, tile count or value scale than in training."""
+    there = copy_changed(source, tmp_path / "there", edit_config(max_dynamic_patch=most))
     run = imported(there, tmp_path / "run")
     processor = AutoImageProcessor.from_pretrained(
         exported_as(run, "transformers", tmp_path / "out"), backend="pil"
@@ -195,8 +194,8 @@ INDICES = {
 
 @pytest.mark.parametrize("change", INDICES.values(), ids=INDICES)
 def test_index_comes_back(tmp_path, source, change):
-    """Prevents: an index that is refused or comes back as this project would write it."""
-    there = changed(source, tmp_path / "there")
+    """Prevents an index that is refused or rewritten in this project's format."""
+    there = copy_changed(source, tmp_path / "there")
     index = change(json.loads((there / INDEX).read_text()))
     (there / INDEX).write_text(json.dumps(index, indent=7))
     run = comes_back(there, tmp_path)
@@ -207,8 +206,8 @@ def test_index_comes_back(tmp_path, source, change):
 
 
 def test_a_whole_file_goes_before_shards(tmp_path, source):
-    """Prevents: other weights than Transformers reads from a folder with both."""
-    there, shards = changed(source, tmp_path / "there"), tensors_of(source)
+    """Prevents loading the shards if Transformers would load the single file."""
+    there, shards = copy_changed(source, tmp_path / "there"), tensors_of(source)
     whole = {name: tensor + 1 for name, tensor in shards.items()}
     save_file(whole, there / "model.safetensors", {"format": "pt"})
     run = imported(there, tmp_path / "run")
@@ -218,7 +217,7 @@ def test_a_whole_file_goes_before_shards(tmp_path, source):
 
 
 def test_configuration_tells_the_type_that_was_asked_for(tmp_path, source, run):
-    """Prevents: a copy in fp16 that loads as bf16, and a config.json that is written anew."""
+    """Prevents an fp16 copy that loads as bf16, and a rewritten config.json."""
     other = exported_like(run, source, tmp_path / "other", TYPES["fp16"])
     text = (source / "config.json").read_text()
     assert text.count('"torch_dtype": "bfloat16"') == 2
@@ -228,9 +227,9 @@ def test_configuration_tells_the_type_that_was_asked_for(tmp_path, source, run):
 
 @pytest.mark.parametrize("message", [None, "", "You see \N{LATIN SMALL LETTER E WITH ACUTE}."])
 def test_system_message_is_of_chats_alone(tmp_path, source, message):
-    """Prevents: conversations that begin otherwise than those the model knows: InternVL's training
-    takes the template's message, whatever config.json says for chats."""
-    there = changed(source, tmp_path / "there", edit_config(system_message=message))
+    """Prevents training prompts that differ from InternVL's: its training uses the template's
+    system message, and config.json's only applies to chats."""
+    there = copy_changed(source, tmp_path / "there", edit_config(system_message=message))
     run = imported(there, tmp_path / "run")
     model = load_model(str(run / "model.toml"))
     assert model == open_newest(run).model
@@ -240,8 +239,7 @@ def test_system_message_is_of_chats_alone(tmp_path, source, message):
 
 
 def test_message_of_training_is_that_of_exported_chats(source, run):
-    """Prevents: an exported model that InternVL's chat asks after another message than it was
-    trained with here."""
+    """Prevents InternVL's chat code from using another system message than training did."""
     model = open_newest(run).model.model_copy(update={"system_message": "Read."})
     for chats, expected in ((None, "Read."), ("", ""), ("See.", "See.")):
         told = model.model_copy(update={"chat_system_message": chats})
@@ -250,13 +248,13 @@ def test_message_of_training_is_that_of_exported_chats(source, run):
 
 
 def test_remedy_of_another_image_size_helps(tmp_path, source):
-    """Prevents: an error about force_image_size whose advice leads to the next error."""
-    there = changed(source, tmp_path / "there", edit_config(force_image_size=32))
+    """Prevents an error about force_image_size with advice that leads to the next error."""
+    there = copy_changed(source, tmp_path / "there", edit_config(force_image_size=32))
     with pytest.raises(UserError, match=r"force_image_size 32, but .* 16 pixels.*set it to 16"):
         open_released(there)
     edit_config(force_image_size=16)(there)
     assert open_released(there).model == open_released(source).model
-    # What resize_pos_embeddings leaves there.
+    # The result of InternVL's resize_pos_embeddings.
     edit_config(force_image_size=32, vision_config__image_size=32)(there)
     name = "vision_model.embeddings.position_embedding"
     edit_tensor(name, lambda at: torch.cat([at, at, at, at[:, 3:]], 1))(there)
@@ -270,9 +268,9 @@ DYNAMIC = {
 
 
 def test_dynamic_rope_limits_samples_and_comes_back(tmp_path, source):
-    """Prevents: samples for which the released model scales its RoPE, computed unscaled; and an
-    export that no longer scales."""
-    run = comes_back(changed(source, tmp_path / "there", edit_config(**DYNAMIC)), tmp_path)
+    """Prevents training without RoPE scaling on samples that the released model would scale, and an
+    export that loses the scaling."""
+    run = comes_back(copy_changed(source, tmp_path / "there", edit_config(**DYNAMIC)), tmp_path)
     language = load_model(str(run / "model.toml")).language
     assert (language.max_positions, language.rope_factor) == (4096, 3.0)
     for layout, table in LANGUAGE.items():
@@ -290,13 +288,13 @@ def test_dynamic_rope_limits_samples_and_comes_back(tmp_path, source):
     [("300m-qwen2", "qwen2", Qwen2Config), ("6b-llama", "llama", LlamaConfig)],
 )
 def test_limit_that_is_not_said_is_the_default_of_the_class(tmp_path, name, layout, kind):
-    """Prevents: a limit that is not the one at which the released model begins to scale."""
+    """Prevents a default limit that differs from where the released model begins to scale."""
     language = open_released(saved(name, tmp_path / "there", layout)).model.language
     assert language.max_positions == kind().max_position_embeddings
 
 
 def test_released_model_scales_just_beyond_the_limit():
-    """Prevents: a limit that is off by one from where Transformers' own RoPE changes."""
+    """Prevents an off-by-one limit: Transformers' RoPE changes one token above it."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
     kinds = ({"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0})
     configs = (LlamaConfig(**sizes, rope_parameters={"rope_theta": 5e3, **kind}) for kind in kinds)
@@ -307,19 +305,19 @@ def test_released_model_scales_just_beyond_the_limit():
 
 
 def test_rope_without_a_type_is_unscaled(tmp_path, source):
-    """Prevents: a refusal of what a class writes for its default."""
+    """Prevents refusing a rope_scaling entry without a type, which means no scaling."""
     scaling = {"rope_type": None, "type": None}
-    there = changed(source, tmp_path / "there", edit_config(llm_config__rope_scaling=scaling))
-    unscaled = changed(source, tmp_path / "b", edit_config(llm_config__rope_scaling=None))
+    there = copy_changed(source, tmp_path / "there", edit_config(llm_config__rope_scaling=scaling))
+    unscaled = copy_changed(source, tmp_path / "b", edit_config(llm_config__rope_scaling=None))
     language = open_released(there).model.language
     assert language == open_released(unscaled).model.language
     assert (language.max_positions, language.rope_factor) == (None, None)
 
 
 def test_model_is_named_after_the_folder_or_the_hub(tmp_path, source, monkeypatch):
-    """Prevents: models whose name is a hash, or that of a folder which a link leads to."""
+    """Prevents models named after a snapshot's hash or a symlink's target."""
     hub = tmp_path / "models--Own--Model-2B"
-    snapshot = changed(source, hub / "snapshots" / "0b2c5ad2b6cc")
+    snapshot = copy_changed(source, hub / "snapshots" / "0b2c5ad2b6cc")
     (tmp_path / "Linked").symlink_to(snapshot)
     names = [open_released(path).model.name for path in (source, snapshot, tmp_path / "Linked")]
     assert names == ["there", "model-2b", "linked"]
@@ -336,7 +334,7 @@ SLOW_TEXTS = [
 
 
 def write_slow_tokenizer(folder: Path, configured: bool = True) -> None:
-    """Files of a small Qwen2 tokenizer, without a tokenizer.json."""
+    """Write the files of a small Qwen2 tokenizer without tokenizer.json."""
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train_from_iterator(
         ["ab aba 12 ab12 12 cab"] * 9, vocab_size=264, min_frequency=2, show_progress=False
@@ -360,7 +358,7 @@ def write_slow_tokenizer(folder: Path, configured: bool = True) -> None:
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_slow_tokenizer_is_what_transformers_makes_of_it(tmp_path, configured):
-    """Prevents: token ids other than those that the model was trained with."""
+    """Prevents other token ids than Transformers' slow tokenizer gives."""
     write_slow_tokenizer(tmp_path, configured)
     theirs = Qwen2Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(make_fast_tokenizer(tmp_path))
@@ -373,7 +371,7 @@ def test_slow_tokenizer_is_what_transformers_makes_of_it(tmp_path, configured):
 
 
 def test_slow_tokenizer_is_imported(tmp_path):
-    """Prevents: a released model that is said to have no tokenizer."""
+    """Prevents refusing a released model with a slow tokenizer as one without tokenizer."""
     config = configuration(KINDS["300m-qwen2"])
     config.text_config.vocab_size = 300
     there = save_released(InternVLForConditionalGeneration(config), tmp_path / "there", "qwen2")
@@ -385,8 +383,8 @@ def test_slow_tokenizer_is_imported(tmp_path):
 
 
 def test_slow_tokenizer_that_is_not_understood_is_told(tmp_path, source):
-    """Prevents: a tokenizer that is made of files of another kind, or said not to be there."""
-    there = changed(source, tmp_path / "there")
+    """Prevents a tokenizer made from inconsistent files, and a misleading "has no tokenizer"."""
+    there = copy_changed(source, tmp_path / "there")
     (there / "tokenizer.json").unlink()
     write_slow_tokenizer(there)
     with pytest.raises(UserError, match=r"there/tokenizer.json has 2\d\d pieces, .* embeds 51"):
@@ -402,7 +400,7 @@ def test_slow_tokenizer_that_is_not_understood_is_told(tmp_path, source):
 
 @pytest.mark.parametrize("template", ["internvl2_5", "Hermes-2"])
 def test_internvl_in_transformers_format_has_its_processors_files(tmp_path, template):
-    """Prevents: an exported InternVL whose processor does not load, or writes other tokens."""
+    """Prevents an exported InternVL with a processor that fails to load or gives other tokens."""
     write_slow_tokenizer(tmp_path, True)
     (tmp_path / "tokenizer.json").write_text(make_fast_tokenizer(tmp_path))
     tokenizer = open_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""The map of tensors at the size of real models: names and shapes alone, no values, no memory."""
+"""The tensor map at real model sizes: names and shapes only, on meta or fake tensors."""
 
 import json
 import math
@@ -48,21 +48,21 @@ from paper import TABLE_9
 pytestmark = pytest.mark.quick
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a piece of a tensor begins and ends, by axis."""
+"""(start, stop) of a piece of a tensor, by axis."""
 
 
 def cuts_of(model: ModelConfig, stage_layers: Sequence[int]) -> list[int]:
-    """Positions in the unit sequence where stages of so many layers begin."""
+    """Return unit positions where stages with these numbers of layers begin."""
     cuts, layers = [], 0
     for own in stage_layers[:-1]:
         layers += own
-        # Before the language layers come the vision embed, the projector and the language embed.
+        # Language layers follow the vision embed, the projector and the language embed.
         cuts.append(layers + (1 if layers < model.vision.layers else 3))
     return cuts
 
 
 def table_9_plan(number: int) -> Plan:
-    """A job of the paper without its data-parallel copies, which smaller jobs below have."""
+    """Return a plan of the paper's table 9 without data parallelism; smaller plans cover it."""
     job = TABLE_9[number]
     model, sizes = load_model(job.model), job.parallel
     stages = stages_of(model, *cuts_of(model, job.stage_layers))
@@ -94,7 +94,7 @@ OF_IMAGES = {
 
 @contextmanager
 def rank_of(plan: Plan, rank: int) -> Iterator[VLMStage]:
-    """The stage of one rank of a world that is not there, of tensors that have no values."""
+    """Yield one rank's stage of fake tensors in a fake process group."""
     sizes = plan.parallel
     dist.init_process_group("fake", rank=rank, world_size=sizes.world_size, store=FakeStore())
     try:
@@ -110,7 +110,7 @@ def rank_of(plan: Plan, rank: int) -> Iterator[VLMStage]:
 
 
 def sharded_tensors(stage: VLMStage) -> Iterator[ShardedTensor]:
-    """What the rank stores, in pieces that lie in one place."""
+    """Yield the rank's sharded tensors, each a single block."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for entry in stage.sharded_state_dict(metadata={"dp_cp_group": group}).values():
         if isinstance(entry, ShardedTensorFactory):
@@ -120,7 +120,7 @@ def sharded_tensors(stage: VLMStage) -> Iterator[ShardedTensor]:
 
 
 def box_of(tensor: ShardedTensor, whole: Sequence[int]) -> Box:
-    """The piece of the tensor without what is padded."""
+    """Return the tensor's block without padding."""
     sizes = (*(1 for _ in range(tensor.prepend_axis_num)), *tensor.local_shape)
     ends = map(sum, zip(tensor.global_offset, sizes, strict=True))
     return tuple(tensor.global_offset), tuple(map(min, ends, whole))
@@ -137,8 +137,8 @@ def overlap(one: Box, other: Box) -> bool:
 
 @pytest.mark.parametrize("plan", (PLANS | OF_IMAGES).values(), ids=PLANS | OF_IMAGES)
 def test_ranks_hold_just_what_the_map_knows(plan):
-    """Prevents: parameters that an import leaves as they were drawn, or an export leaves out; and
-    shards that leave rows out or have them twice, at the sizes and splits of real jobs."""
+    """Prevents parameters unknown to import or export, and sharded checkpoints with missing or
+    overlapping rows at real sizes and splits."""
     known = {parameter.name: parameter for parameter in parameters(plan.model)}
     wholes = {
         one.key: one.shape if one.layers is None else (one.layers, *one.shape)
@@ -172,7 +172,7 @@ def test_ranks_hold_just_what_the_map_knows(plan):
 
 
 def shapes_of(stage: VLMStage) -> dict[str, tuple[int, ...]]:
-    """Of the whole model's parameters, without padding."""
+    """Return global unpadded shapes of the stage's parameters."""
     found = {}
     for name, parameter in stage.named_parameters():
         full, shape = global_parameter_name(stage, name), list(parameter.shape)
@@ -197,12 +197,12 @@ QWEN_VL = {
         TensorLayout.QWEN3_VL_MOE_APART,
     ],
 }
-"""Layouts of each release; the last of dense ones has the names of Transformers' modules."""
+"""Layouts of each release. For dense models the last has the names of Transformers' modules."""
 HUB_CONFIGS = Path(__file__).parents[1] / "planner" / "hub_configs"
 
 
 def released_shapes(model: ModelConfig, layout: TensorLayout) -> dict[str, tuple[int, ...]]:
-    """Shapes of the layout's tensors, none of which is made of two parameters."""
+    """Return shapes of the layout's tensors; assert that none is made of two parameters."""
     found: dict[str, tuple[int, ...]] = {}
     for parameter in parameters(model):
         made_of = find_released(parameter, model, layout)
@@ -216,12 +216,12 @@ def released_shapes(model: ModelConfig, layout: TensorLayout) -> dict[str, tuple
 @pytest.mark.parametrize("layout", TILES)
 @pytest.mark.parametrize("name", PLANS)
 def test_released_names_are_unique(name, layout):
-    """Prevents: two parameters that are read from, or written to, one tensor."""
+    """Prevents two parameters that map to one released tensor."""
     assert released_shapes(PLANS[name].model, layout)
 
 
 def transformers_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model that transformers makes of a folder's config.json."""
+    """Return parameter shapes of Transformers' model for a folder's config.json."""
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
     return {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
@@ -231,8 +231,8 @@ def transformers_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     "name", ["internvl-chat-1.5-6b-34b", "internvit-6b-qwen1.5-110b", "internvl2.5-1b", "tied"]
 )
 def test_released_shapes_are_those_of_transformers(tmp_path, name):
-    """Prevents: names or shapes that hold for small models alone, such as head sizes, and a
-    config.json of another model."""
+    """Prevents names or shapes that only hold for small models, and an exported config.json of
+    another model."""
     model, layout = PLANS[name].model, TensorLayout.TRANSFORMERS_PREFIXED
     made = configurations(model, layout, "float32", None)
     (tmp_path / "config.json").write_text(made["config.json"])
@@ -241,8 +241,8 @@ def test_released_shapes_are_those_of_transformers(tmp_path, name):
 
 @pytest.mark.parametrize("name", QWEN_VL)
 def test_qwen_vl_shapes_are_those_of_transformers(name):
-    """Prevents: names or shapes that hold for small Qwen-VL models alone, and two parameters that
-    are read from one tensor in any layout."""
+    """Prevents names or shapes that only hold for small Qwen-VL models, and two parameters that map
+    to one tensor in any layout."""
     shapes = [
         released_shapes(named_model(str(HUB_CONFIGS / name)), layout) for layout in QWEN_VL[name]
     ]
@@ -254,8 +254,8 @@ CONFIG = json.loads((RELEASED_CONFIGS / "internvl-chat-1.5" / "config.json").rea
 
 
 def whole_checkpoint() -> dict[str, list[int]]:
-    """Shapes of the release's tensors: those that `released.py` states for a layer of each tower,
-    at the sizes of the published configuration."""
+    """Return shapes of the release's tensors: one layer per tower by `released.py`, repeated to the
+    published sizes."""
     text, vision = CONFIG["llm_config"], CONFIG["vision_config"]
     tower = {name: vision[name] for name in VISION_SIZES} | {"num_hidden_layers": 1}
     tower |= {"image_size": [448, 448], "patch_size": [14, 14], "use_qk_norm": True}
@@ -275,8 +275,8 @@ def whole_checkpoint() -> dict[str, list[int]]:
 
 
 def test_released_checkpoint_of_26b_is_understood(tmp_path):
-    """Prevents: a real checkpoint that is refused, taken for another model, or read whole just to
-    look at it."""
+    """Prevents a real checkpoint that is refused, mistaken for another model, or fully read to be
+    inspected."""
     shapes = whole_checkpoint()
     write_holes(tmp_path / "InternVL-Chat-V1-5", CONFIG, shapes, 11)
     values = sum(map(math.prod, shapes.values()))
@@ -291,7 +291,7 @@ def test_released_checkpoint_of_26b_is_understood(tmp_path):
 
 
 def test_released_checkpoint_that_lacks_a_layer_is_refused(tmp_path):
-    """Prevents: a message of thousands of names."""
+    """Prevents an error message with thousands of tensor names."""
     shapes = {name: shape for name, shape in whole_checkpoint().items() if ".layers.3." not in name}
     write_holes(tmp_path / "there", CONFIG, shapes, 11)
     with pytest.raises(UserError, match=r"lacks language_model\.model\.layers\.3\.") as caught:
@@ -301,8 +301,8 @@ def test_released_checkpoint_that_lacks_a_layer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", [Qwen2Config, LlamaConfig])
 def test_what_a_configuration_leaves_out_is_the_default_of_its_class(tmp_path, text):
-    """Prevents: an epsilon, a RoPE base or a norm that is this project's default, and not that of
-    the class that wrote the file."""
+    """Prevents this project's default epsilon, RoPE base or norm replacing the default of the
+    configuration's class."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 99}
     whole = InternVLConfig(text_config=text(**sizes), tie_word_embeddings=False).to_dict()

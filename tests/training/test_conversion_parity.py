@@ -1,4 +1,4 @@
-"""Imported models against transformers' own InternVL: outputs, loss and gradients."""
+"""Imported models compared with Transformers' InternVL: outputs, loss and gradients."""
 
 import functools
 from dataclasses import replace
@@ -25,7 +25,7 @@ from omnibal.model.parallel import Parallel
 
 
 class Reference(NamedTuple):
-    """What transformers makes of the samples, one by one."""
+    """Transformers' outputs of the samples, run separately."""
 
     vision_TVH: torch.Tensor
     projected_KE: torch.Tensor
@@ -49,12 +49,12 @@ def computed_by_transformers(links, name: str) -> Reference:
     return Reference(torch.cat(vision), torch.cat(projected), computed)
 
 
-# Units of the model: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
-# 5-6 language layers, 7 head. A cut is the position of the first unit after it.
+# Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed, 5-6 language layers,
+# 7 head. A cut is the position of the first unit after it.
 @pytest.mark.parametrize(
     ("name", "layout", "cuts", "sequences"),
     [
-        # All layouts of a kind are imported to the same weights (test_conversion.py).
+        # All layouts of a kind import to equal weights (test_conversion.py).
         *(
             pytest.param(name, LAYOUTS[KINDS[name].language][0], (), None, id=name)
             for name in KINDS
@@ -70,9 +70,9 @@ def computed_by_transformers(links, name: str) -> Reference:
     ],
 )
 def test_imported_model_computes_what_transformers_does(tmp_path, name, layout, cuts, sequences):
-    """Prevents: rows of q, k, v or of gate and up in another order, a norm, bias or scale in the
-    place of another, another epsilon or RoPE base; and shards that only fit one process: heads and
-    words that tensor parallelism pads, a tied matrix with two copies, experts of other ranks."""
+    """Prevents reordered rows of q, k, v, gate or up, swapped norms, biases or scales, another
+    epsilon or RoPE base, and sharding errors: padded heads and vocabulary under TP, two copies of a
+    tied matrix, experts on other ranks."""
     expected = reference(name)
     model, parts, sizes = model_of(name), ("vision", "projector"), {}
     if cuts:

@@ -1,4 +1,4 @@
-"""The same program on a CUDA device, in a process that may see it."""
+"""The trainer on a CUDA device, in a process where the device is visible."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from omnibal.model.config import load_model
 
 
 def has_device() -> bool:
-    """Whether the driver's own tool lists a device; torch is told here that there is none."""
+    """Return whether nvidia-smi lists a device. CUDA is hidden from torch in this process."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return False
@@ -27,14 +27,14 @@ def has_device() -> bool:
 
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
 def test_on_device(tmp_path, monkeypatch):
-    """Prevents: code, or compiled bodies, that are only right on a CPU. See each check."""
+    """Prevents code or compiled kernels that are only right on a CPU. See each check."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     result = run_program(cuda_checks.__file__, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_checks_of_a_device_run_as_far_as_a_cpu_goes(tmp_path):
-    """Prevents: checks that fail before they come to the device."""
+    """Prevents device checks that fail before they use the device."""
     names = ("idle_experts", "native_resolution", "attention")
     ended = launcher().run(cuda_checks.__file__, tmp_path, *names)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -44,7 +44,7 @@ def test_checks_of_a_device_run_as_far_as_a_cpu_goes(tmp_path):
 
 
 def test_a_check_that_fails_is_told_and_hides_no_other(tmp_path, capsys):
-    """Prevents: a failed check that ends those after it, or that says nothing of why."""
+    """Prevents a failed check that stops the later checks or hides its reason."""
 
     def broken(folder):
         raise ValueError("of this")
@@ -55,7 +55,7 @@ def test_a_check_that_fails_is_told_and_hides_no_other(tmp_path, capsys):
 
 
 def test_programs_import_what_the_tests_do(monkeypatch):
-    """Prevents: checks without Megatron-core where it lies in a folder beside the Python's own."""
+    """Prevents checks without Megatron-core if it comes from a folder on PYTHONPATH."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["packages", "more"]))
     expected = [str(REPOSITORY), "fake", "packages", "more"]
     assert import_path(Path("fake")).split(os.pathsep) == expected
@@ -64,14 +64,14 @@ def test_programs_import_what_the_tests_do(monkeypatch):
 
 
 def learn_on_a_cpu(links, plan):
-    """Losses, and whether the micro-batch was moved to where the model is."""
+    """Return losses, and the devices that micro-batches were moved to."""
     moved, to = [], MicroBatch.to
     MicroBatch.to = lambda batch, device: moved.append(device) or to(batch, device)
     return cuda_checks.losses_on_one_pack(links, plan, 3, (20, 30, 9), 25), moved
 
 
 def test_the_check_at_real_size_gets_as_far_as_computing():
-    """Prevents: a check for devices that fails before it comes to the device."""
+    """Prevents a real-size device check that fails before it uses the device."""
     paper = load_model("internvl-chat-1.5-6b-20b")
     model = cuda_checks.real_size_plan().model
     for own, whole in ((model.vision, paper.vision), (model.language, paper.language)):

@@ -1,4 +1,4 @@
-"""From packs to tensors: weights, what is random, what cannot be read, and who loads it."""
+"""From packs to tensors: loss weights, random numbers, unreadable samples, loader processes."""
 
 import io
 import itertools
@@ -53,7 +53,7 @@ def random_packs(samples: int, seed: int) -> list[list[int]]:
     ],
 )
 def test_loss_fields_token_by_token(data, weighting, weigh):
-    """Prevents: a weight of another sample, or of one turn instead of the whole sample."""
+    """Prevents a loss weight of another sample, or of one turn instead of the sample."""
     packs = random_packs(len(data.lengths), seed=1)
     dataset = data.dataset(packs, LAST, MicroBatchOptions(loss_weighting=weighting))
     turns = set()
@@ -78,7 +78,7 @@ def test_loss_fields_token_by_token(data, weighting, weigh):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_load_the_same(pictures):
-    """Prevents: tensors or an order that depend on the number of processes."""
+    """Prevents tensors or an order that depend on the number of workers."""
     options = MicroBatchOptions(seed=5, augment=True, drop_path=True)
     packs = random_packs(len(pictures.lengths), seed=3)
     dataset = pictures.dataset(packs, WHOLE, options)
@@ -97,14 +97,14 @@ def test_workers_load_the_same(pictures):
 
 
 def pixels_of(tile: Image.Image) -> torch.Tensor:
-    """float32 [C, P, P] by the definition of normalization."""
+    """Return normalized pixels, float32 [C, P, P], by definition."""
     values = torch.from_numpy(np.array(tile)).permute(2, 0, 1).double()
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     return (values / 255 - mean[:, None, None]) / std[:, None, None]
 
 
 def test_augmented_tiles_are_jpegs(pictures):
-    """Prevents: another augmentation than InternVL's, one draw for all tiles, or any elsewhere."""
+    """Prevents another augmentation than InternVL's, a shared draw, or augmented plain data."""
     dataset = pictures.dataset([[3], [10]], FIRST, MicroBatchOptions(augment=True))
     augmented, plain = (batch.pixels_TCPP for batch in dataset)
     assert pictures.reader.annotations[10].images == pictures.reader.annotations[3].images
@@ -126,25 +126,25 @@ def test_augmented_tiles_are_jpegs(pictures):
 
 
 def test_qualities_are_equally_likely():
-    """Prevents: a quality that never comes, or draws that go together."""
+    """Prevents a JPEG quality that is never drawn, or correlated draws."""
     keys = np.concatenate(
         [tile_keys(Purpose.JPEG_QUALITY, 3, 0, sample, 13) for sample in range(2000)]
     )
     counts = np.bincount(jpeg_qualities(keys), minlength=101)
     assert not counts[:75].any()
-    # 26 bins of 1000: the sum of squares beyond 60 happens once in 10,000 seeds.
+    # 26 bins of 1000: chance of a chi-squared above 60 is 1 in 10,000 seeds.
     assert ((counts[75:] - 1000) ** 2 / 1000).sum() < 60
 
 
 def test_keys_of_every_tile_differ():
-    """Prevents: tiles, samples, epochs, seeds or purposes that share their random numbers."""
+    """Prevents tiles, samples, epochs, seeds or purposes that share random numbers."""
     draws = itertools.product(Purpose, (0, 1, 2**32), (0, 1), (0, 1, 2**33))
     keys = [key for draw in draws for key in tile_keys(*draw, 4).tolist()]
     assert len(set(keys)) == len(keys) == 2 * 3 * 2 * 3 * 4
 
 
 def test_drop_path_keys_follow_the_tiles(data):
-    """Prevents: stages that disagree on the tiles that skip a layer, or annotations read for it."""
+    """Prevents stages that disagree on a tile's dropped layers, or that read annotations for it."""
     options = MicroBatchOptions(seed=9, drop_path=True)
     of_sample = {}
     for seed in (1, 2):
@@ -165,7 +165,7 @@ def test_drop_path_keys_follow_the_tiles(data):
 
 
 def test_host_fields_stay_on_the_host(data):
-    """Prevents: random numbers that the layers read one by one from a device."""
+    """Prevents reads of random numbers from the device, one by one."""
     batch = data.load([0], WHOLE, MicroBatchOptions(drop_path=True)).to(torch.device("meta"))
     assert batch.drop_path_keys_T.device == CPU
     assert {batch.pixels_TCPP.device.type, batch.loss_weights_L.device.type} == {"meta"}
@@ -183,8 +183,8 @@ PACK, BAD = [3, 5, 2, 0, 6], {5, 0}
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_unreadable_samples_stop_or_are_replaced(pictures, damage):
-    """Prevents: training on blank pixels that nobody asked for; and, if asked for, stages that
-    disagree, moved neighbours, loss on what was not seen, or an end at an empty pack."""
+    """Prevents unrequested training on blank pixels. With --on-bad-sample skip, prevents stages
+    that disagree, shifted neighbours, loss on unseen images, or an error at an empty pack."""
     options = replace(SKIP, loss_weighting=LossWeighting.SQRT)
     before = pictures.load(PACK, WHOLE, options)
     assert before.unreadable == ()
@@ -193,7 +193,7 @@ def test_unreadable_samples_stop_or_are_replaced(pictures, damage):
     with pytest.raises(UserError, match="cannot read this image") as error:
         list(load_batches(pictures.dataset([[1], [0]], FIRST), 1, CPU))
     assert str(error.value).startswith(f"{path}: ")
-    # The head needs no image, and the stage that does has stopped.
+    # The head's stage needs no image; the first stage has raised.
     assert pictures.load([0], LAST).unreadable == ()
     alone = pictures.load([0], WHOLE, SKIP)
     assert alone.tiles == len(alone.pixels_TCPP) > 0
@@ -221,7 +221,7 @@ def test_unreadable_samples_stop_or_are_replaced(pictures, damage):
 
 
 def test_other_mistakes_are_not_forgiven(pictures):
-    """Prevents: changed data from passing for broken files."""
+    """Prevents changed data from being treated as unreadable files."""
     Image.new("RGB", (500, 20)).save(pictures.reader.annotations[0].images[0].path)
     changed = pictures.load([0], FIRST, SKIP)
     assert isinstance(changed, UserError) and "where the plan counted" in str(changed)
@@ -234,7 +234,7 @@ def test_other_mistakes_are_not_forgiven(pictures):
 
 LIMIT_S = 300
 TORCH_S = 20.0
-"""Seconds until torch's own watch looks for dead workers."""
+"""Seconds until torch's own check for dead workers."""
 
 
 def many_packs(data: Data) -> PackDataset:
@@ -242,7 +242,7 @@ def many_packs(data: Data) -> PackDataset:
 
 
 def test_killed_worker_is_named_at_once(data, monkeypatch):
-    """Prevents: a run that waits for ever for a worker that the system ended."""
+    """Prevents a run that hangs after the system kills a worker."""
     noticed_by_torch, look = [], _MultiProcessingDataLoaderIter._try_get_data
 
     def late_look(loader):
@@ -253,7 +253,7 @@ def test_killed_worker_is_named_at_once(data, monkeypatch):
             raise
 
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", late_look)
-    others = set(multiprocessing.active_children())  # of an earlier test, which end in their turn
+    others = set(multiprocessing.active_children())  # of an earlier test, still ending
     batches = load_batches(many_packs(data), 2, CPU)
     next(batches)
     workers = [one for one in multiprocessing.active_children() if one not in others]
@@ -265,7 +265,7 @@ def test_killed_worker_is_named_at_once(data, monkeypatch):
 
 
 def test_workers_leave_signals_to_the_trainer(data):
-    """Prevents: a signal to the process group from ending workers before the trainer has saved."""
+    """Prevents a signal to the process group from ending workers before the trainer has saved."""
     dataset = many_packs(data)
     batches = load_batches(dataset, 2, CPU)
     loaded = [next(batches)]
@@ -278,8 +278,8 @@ def test_workers_leave_signals_to_the_trainer(data):
 
 
 def test_closed_batches_leave_no_worker(data):
-    """Prevents: loader processes that pile up, one set for every validation."""
-    others = set(multiprocessing.active_children())  # of a test that killed one of them
+    """Prevents loader processes that accumulate with every validation."""
+    others = set(multiprocessing.active_children())  # of an earlier test
     batches = load_batches(many_packs(data), 2, CPU)
     next(batches)
     workers = set(multiprocessing.active_children()) - others
@@ -291,7 +291,7 @@ def test_closed_batches_leave_no_worker(data):
 
 
 def test_workers_end_with_a_killed_trainer(data):
-    """Prevents: processes that hold memory and files of a job that is gone."""
+    """Prevents orphaned workers that hold memory and files of a dead job."""
     context = multiprocessing.get_context("fork")
     started = context.Event()
     alive, held = os.pipe()
@@ -309,14 +309,14 @@ def test_workers_end_with_a_killed_trainer(data):
     trainer.kill()
     trainer.join()
     assert has_started
-    # The workers inherited the other end: it is closed when the last of them is gone.
+    # Workers inherited the write end: it closes when the last worker ends.
     readable, _, _ = select.select([alive], [], [], LIMIT_S)
     os.close(alive)
     assert readable
 
 
 def test_worker_without_its_trainer_ends():
-    """Prevents: a worker that begins when its trainer is gone, and waits for it for ever."""
+    """Prevents a hanging worker if its trainer ended before the worker began."""
 
     def begin_orphaned() -> None:
         _begin_worker(os.getpid(), 0)  # any process but the parent
@@ -337,7 +337,7 @@ raise RuntimeError("on purpose")
 
 
 def test_failing_program_ends(data):
-    """Prevents: an exception of the trainer from hanging in the wait for its workers."""
+    """Prevents a trainer's exception from hanging in the wait for its workers."""
     ended = subprocess.run(
         [sys.executable, "-c", FAILING_PROGRAM],
         cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
@@ -351,7 +351,7 @@ RANKS = 3
 
 
 def test_validation_packs_hold_every_sample_once(data):
-    """Prevents: held-out samples that are lost, counted twice, or beyond the memory planned."""
+    """Prevents held-out samples lost, counted twice, or beyond the planned memory."""
     samples = 70
     packs = pack_validation(data.reader, samples, Level(caps=CAPS), RANKS)
     options = MicroBatchOptions(seed=1, augment=True, drop_path=True)
@@ -383,7 +383,7 @@ def test_validation_packs_hold_every_sample_once(data):
 
 
 def test_validation_is_as_strict_as_planning(digits, data, tokenizer, tmp_path):
-    """Prevents: a validation loss over other samples than were asked for, without a word."""
+    """Prevents a validation loss over fewer samples than requested without an error."""
     with pytest.raises(UserError, match="all 20 held-out samples exceed"):
         pack_validation(data.reader, 20, Level(caps=Caps.of(tiles=1, tokens=2)), RANKS)
     shutil.copytree(digits / "heldout", tmp_path / "heldout")
@@ -399,7 +399,7 @@ FRAMES = 5
 
 @pytest.mark.parametrize("damage", [b"\0" * 100, b"no picture"])
 def test_unreadable_members_are_replaced(tmp_path, tokenizer, damage):
-    """Prevents: a broken image in a shard from ending a run that was asked to go on."""
+    """Prevents a broken image in a shard from ending a run with --on-bad-sample skip."""
     pytest.importorskip("webdataset")
     write_shards(tmp_path, make_samples(tmp_path))
     (tmp_path / "shards.json").write_text('{"a": {"shards": "train-{000..002}.tar"}}')
@@ -419,7 +419,7 @@ def test_unreadable_members_are_replaced(tmp_path, tokenizer, damage):
 
 
 def test_several_images_share_the_tiles(pictures, tmp_path):
-    """Prevents: more tiles of many images than the released models were trained with."""
+    """Prevents more tiles for several images than in the released models' training."""
     tiling = MODEL.vision.tiling.model_copy(update={"max_dynamic_patch": 3})
     assert MODEL.vision.tiling.max_dynamic_patch == 6
     fewer = replace(pictures.reader, model=MODEL.with_tower("vision", tiling=tiling))
@@ -438,7 +438,7 @@ def test_several_images_share_the_tiles(pictures, tmp_path):
 
 @pytest.fixture
 def video(tmp_path, tokenizer) -> Data:
-    """A video of five frames between two samples of text, and its frames as images."""
+    """Return data with a five-frame video between two texts, and its frames as images."""
     images = [f"clip/{number + 8}.png" for number in range(FRAMES)]
     (tmp_path / "clip").mkdir()
     rng = np.random.default_rng(3)
@@ -455,13 +455,13 @@ def video(tmp_path, tokenizer) -> Data:
 
 
 def test_a_frame_is_a_tile(video, tmp_path):
-    """Prevents: frames that are cut into tiles, in another order, or without their names."""
+    """Prevents frames that are tiled, reordered, or lack their names."""
     batch = video.load([1], WHOLE)
     size = MODEL.vision.image_size
     frames = (Image.open(tmp_path / f"clip/{number + 8}.png") for number in range(FRAMES))
     expected = [pixels_of(frame.resize((size, size), Image.Resampling.BICUBIC)) for frame in frames]
     assert torch.allclose(batch.pixels_TCPP.double(), torch.stack(expected), atol=1e-5)
-    # The same, spelled out: so many images have one tile each.
+    # Spelled out as five images, each is one tile too.
     spelled_out = video.load([3], WHOLE)
     assert batch.token_ids_S.equal(spelled_out.token_ids_S)
     assert batch.pixels_TCPP.equal(spelled_out.pixels_TCPP)
@@ -482,7 +482,7 @@ VIDEO_DAMAGES = {
 
 @pytest.mark.parametrize("damage", VIDEO_DAMAGES.values(), ids=VIDEO_DAMAGES)
 def test_unreadable_videos_are_replaced(video, damage, tmp_path):
-    """Prevents: a lost frame from ending the run, being trained around, or moving text."""
+    """Prevents a lost frame from ending the run, being trained on without it, or shifting text."""
     before = video.load([0, 1, 2], WHOLE, SKIP)
     damage(tmp_path / "clip")
     batches = {

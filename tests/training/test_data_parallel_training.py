@@ -1,4 +1,4 @@
-"""Data-parallel encoders against one process with all in its pipeline: the same training."""
+"""Data-parallel encoders train as one process with all units in its pipeline does."""
 
 from itertools import chain
 
@@ -22,7 +22,7 @@ from megatron.vlm.step.train import build_trainer, train_step
 
 @pytest.mark.parametrize("case", beside.CASES.values(), ids=beside.CASES)
 def test_data_parallel_encoders_train_as_one_process(case):
-    """Prevents: training that depends on who encodes an item, and ranks that wait for ever."""
+    """Prevents training that depends on an item's encoding rank, and hanging ranks."""
     feed = beside.feed_of(case.drop_path)
     compare_with_one_process(beside.plan_of(case), beside.STEPS, feed=feed)
 
@@ -56,12 +56,12 @@ RESUMES = {
 
 @pytest.mark.parametrize(("before", "after"), RESUMES.values(), ids=RESUMES)
 def test_resumes_with_encoders_elsewhere(tmp_path, before, after):
-    """Prevents: a checkpoint that fits one placement of encoders, or moments of others."""
+    """Prevents a checkpoint that fits one encoder placement, and swapped moments."""
     compare_resumed(tmp_path, (before, 2), (after, 2), steps=beside.STEPS, feed=beside.feed_of())
 
 
-def said_by_core(links, plan, folder):
-    """What core says of states that differ between ranks, during a save."""
+def core_warnings(links, plan, folder):
+    """Return Megatron-core's warnings of states that differ between ranks, during a save."""
     with logged("megatron.core.dist_checkpointing.validation") as lines:
         train_steps(links, plan, beside.STEPS[:1], save=folder, feed=beside.feed_of())
     return lines
@@ -78,13 +78,13 @@ def said_by_core(links, plan, folder):
     ids=["pipeline", "beside", "frozen-language", "frozen-stage"],
 )
 def test_ranks_save_the_same_in_common(tmp_path, plan):
-    """Prevents: a warning of core's from every rank at every save, in which a true one is lost."""
-    assert not any(run_ranks(plan.parallel, said_by_core, plan, tmp_path))
+    """Prevents a warning by core from every rank at every save, which hides real warnings."""
+    assert not any(run_ranks(plan.parallel, core_warnings, plan, tmp_path))
 
 
 @pytest.mark.parametrize("sharded", [1, 2])
 def test_bf16_trains_as_fp32(sharded):
-    """Prevents: an exchange that mixes types, or gradients lost to rounding."""
+    """Prevents an exchange that mixes dtypes, and gradients lost to rounding."""
     plan = plan_of({"data": 2}, pipelines=2, audio=True, sharded=sharded)
     fp32 = alone(plan, beside.STEPS, feed=beside.feed_of())[0]
     plan = plan.model_copy(update={"precision": "bf16"})
@@ -95,7 +95,7 @@ def test_bf16_trains_as_fp32(sharded):
 
 
 def passes_of_each_kind(links, plan):
-    """Passes of this rank; and items of every forward of a layer of the encoders, in one step."""
+    """Return this rank's passes, and the items of an encoder layer's forwards, in one step."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     seen = []
     layer = trainer.encoders.stage.encoders["vision"].layers.layers[0]
@@ -106,7 +106,7 @@ def passes_of_each_kind(links, plan):
 
 
 def test_only_what_is_not_kept_runs_again():
-    """Prevents: a forward more than planned, or memory for more items than planned."""
+    """Prevents an extra recomputed forward, and activations of more items than planned."""
     plan = plan_of({"data": 2}, pipelines=2, per_pass=2, kept=3)
     for passes, seen in run_ranks(plan.parallel, passes_of_each_kind, plan):
         assert [items for items, _ in passes] == [2, 1, 2]
@@ -123,12 +123,12 @@ def gradients_in_norm(links, plan):
 
 
 def test_every_gradient_counts_once_in_the_norm():
-    """Prevents: copies of the encoders counted on every tensor-parallel rank, or on one alone."""
+    """Prevents encoder gradients counted on every tensor-parallel rank, or on only one."""
     plan, whole = plan_of({"tensor": 2, "data": 2}, pipelines=2), in_pipeline()
     taken, expected = (
         sum(run_ranks(one.parallel, gradients_in_norm, one)) for one in (plan, whole)
     )
-    # Words that only two tensor-parallel ranks have, in the embedding and the head.
+    # Padding rows of the vocabulary under TP 2, in the embedding and the head.
     language = plan.model.language
     padded = 2 * language.words_of_rank(2) - language.words_of_rank(1)
     assert taken == expected + 2 * padded * language.hidden_size

@@ -1,4 +1,4 @@
-"""Backwards in two parts against whole ones, on the same stages and micro-batches."""
+"""Split backwards (zb-h1) compared with whole backwards, on equal stages and micro-batches."""
 
 from typing import NamedTuple
 
@@ -35,12 +35,12 @@ ADAPTERS = AdapterConfig(rank=4, alpha=8, parts=("language",))
 
 
 class Case(NamedTuple):
-    """A plan, and what of its training is told apart."""
+    """A plan and its training options."""
 
     plan: Plan
     steps: list = STEPS
     adds_up: bool = False
-    """Whether products add to buffers themselves."""
+    """Whether weight gradients are accumulated by the fused kernel."""
 
 
 def toy(*cuts, model=MODEL, recompute=None, frozen=(), adapters=None, **sizes):
@@ -48,8 +48,8 @@ def toy(*cuts, model=MODEL, recompute=None, frozen=(), adapters=None, **sizes):
     return plan.model_copy(update={"frozen": frozen, "adapters": adapters})
 
 
-# Units of the model: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
-# 5-6 language layers, 7 head.
+# Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed, 5-6 language layers,
+# 7 head.
 CASES = {
     "pp2": Case(toy(5)),
     "pp4-recomputed": Case(toy(2, 4, 6, recompute=RECOMPUTE)),
@@ -67,7 +67,7 @@ def in_two_parts(plan):
     return plan.model_copy(update={"schedule": IN_TWO_PARTS})
 
 
-def trained(case, schedule):
+def train_case(case, schedule):
     plan = case.plan.model_copy(update={"schedule": schedule})
     with pytest.MonkeyPatch.context() as monkeypatch:
         fuses = "megatron.vlm.model.configs.fuses_weight_gradients"
@@ -77,10 +77,10 @@ def trained(case, schedule):
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_whole_backwards(small_buckets, name):
-    """Prevents: a weight gradient that is lost, counted twice, of another micro-batch, summed over
-    ranks before it is there, or in another order than of whole backwards."""
+    """Prevents weight gradients lost, counted twice, of another micro-batch, reduced before they
+    are complete, or summed in another order than whole backwards."""
     case = CASES[name]
-    whole, split = trained(case, ONE_FORWARD_ONE_BACKWARD), trained(case, IN_TWO_PARTS)
+    whole, split = train_case(case, ONE_FORWARD_ONE_BACKWARD), train_case(case, IN_TWO_PARTS)
     for (results, gradients, weights), expected in zip(split, whole, strict=True):
         assert results == expected[0]
         for got, one in zip([*gradients, weights], [*expected[1], expected[2]], strict=True):
@@ -90,15 +90,15 @@ def test_training_is_that_of_whole_backwards(small_buckets, name):
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"data": 2}], ids=["alone", "tp2", "dp2"])
 def test_matrix_of_embedding_and_head_in_one_stage(small_buckets, sizes):
-    """Prevents: a tied matrix that has one of its two gradients, or is summed before both."""
+    """Prevents a tied matrix that misses one of two gradients, or is reduced before both."""
     plan = toy(3, model=TIED, **sizes)
-    [reference] = trained(Case(toy(model=TIED)), ONE_FORWARD_ONE_BACKWARD)
-    assert_same_training(trained(Case(plan), IN_TWO_PARTS), plan, reference)
+    [reference] = train_case(Case(toy(model=TIED)), ONE_FORWARD_ONE_BACKWARD)
+    assert_same_training(train_case(Case(plan), IN_TWO_PARTS), plan, reference)
 
 
 def parts_of_backward(links, plan, sample):
-    """Of every parameter, whether the first part and both leave a gradient; what is kept between
-    the two, by weight, as bytes of the input and of the output's gradient."""
+    """Return whether the first part, and both parts, leave a gradient, by parameter; and bytes of
+    the input and output gradient kept between the parts, by weight."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     names = {parameter: name for name, parameter in trainer.stage.named_parameters()}
     trainer.zero_gradients()
@@ -121,7 +121,7 @@ def parts_of_backward(links, plan, sample):
 
 
 def test_first_part_leaves_all_products_for_weights():
-    """Prevents: a linear whose product stays in the part that the stage before waits for."""
+    """Prevents weight products in the first part, which the previous stage waits for."""
     plan = in_two_parts(toy(recompute=RECOMPUTE))
     [(first, both, _)] = run_ranks(plan.parallel, parts_of_backward, plan, (2, 9))
     assert all(both.values())
@@ -131,7 +131,7 @@ def test_first_part_leaves_all_products_for_weights():
 
 
 def test_adapters_and_frozen_linears_leave_nothing():
-    """Prevents: inputs that are kept for products that nobody runs, or that cost next to none."""
+    """Prevents inputs kept for weight products that never run, or that are cheap (adapters)."""
     adapted = in_two_parts(toy(adapters=ADAPTERS, frozen=("vision", "projector")))
     [(first, both, kept)] = run_ranks(adapted.parallel, parts_of_backward, adapted, (2, 9))
     assert kept == {}
@@ -140,7 +140,7 @@ def test_adapters_and_frozen_linears_leave_nothing():
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, IN_PARTS], ids=["alone", "tp2", "tp2-sp"])
 def test_what_is_kept_between_the_parts_is_as_documented(sizes):
-    """Prevents: a rank that keeps the sequence of all ranks, or a view of more than it needs."""
+    """Prevents keeping all ranks' sequence parts, or storages larger than the product's inputs."""
     plan = in_two_parts(toy(**sizes))
     [(*_, kept), *_] = run_ranks(plan.parallel, parts_of_backward, plan, (2, 9))
     vision, language, parts = MODEL.vision, MODEL.language, plan.parallel.tensor
@@ -176,7 +176,7 @@ def test_what_is_kept_between_the_parts_is_as_documented(sizes):
 
 
 def reductions(links, plan):
-    """Whether each reduction of a step's gradients begins while late products run."""
+    """Return for each gradient reduction of a step whether deferred products were running."""
     begun, running = [], []
     reduce, add = _ParamAndGradBucketGroup.start_grad_sync, DeferredWeights.add
 
@@ -198,14 +198,14 @@ def reductions(links, plan):
 
 
 def test_gradients_are_reduced_while_the_last_products_run(small_buckets):
-    """Prevents: data-parallel ranks that exchange all gradients when nothing is left to compute."""
+    """Prevents data-parallel ranks from reducing all gradients after the last computation."""
     plan = in_two_parts(toy(5, data=2))
     for begun in run_ranks(plan.parallel, reductions, plan)[:2]:
         assert len(begun) > 3
-        assert begun == [False, *[True] * (len(begun) - 1)]  # the embedding is of the first part
+        assert begun == [False, *[True] * (len(begun) - 1)]  # the embedding's is in the first part
 
 
 def test_other_linears_are_refused():
-    """Prevents: weight gradients that Transformer Engine sums before they are asked for."""
+    """Prevents a split backward with Transformer Engine, which sums weight gradients at once."""
     with pytest.raises(UserError, match="schedule zb-h1, whose split backward only"):
         build_stage(in_two_parts(toy(5)), 0, provider="te")

@@ -1,4 +1,4 @@
-"""Drop path: which tile skips which branch is the tile's own affair, whoever computes it."""
+"""Drop path: a tile's own key decides which branches it skips, on any rank."""
 
 import functools
 from dataclasses import replace
@@ -34,7 +34,7 @@ def batches_of(model):
 
 
 def losses_of(links, plan, rate, order):
-    """Losses and norms of three steps on the same tiles, in either order."""
+    """Return losses and norms of three steps on equal tiles, in either order."""
     trainer = build_trainer(plan, links, replace(OPTIONS, drop_path_rate=rate), steps=10, seed=3)
     batches = [*batches_of(plan.model)][::order]
     results = [train_step(trainer, MicroBatchStream.of(batches)) for _ in range(3)]
@@ -42,7 +42,7 @@ def losses_of(links, plan, rate, order):
 
 
 def losses(model, *cuts, rate=RATE, order=1, recompute=None, **sizes):
-    """The same of every rank, as one array."""
+    """Return losses and norms of all ranks as one array."""
     plan = cut_plan(model, *cuts, recompute=recompute, **sizes)
     return np.array(run_ranks(plan.parallel, losses_of, plan, rate, order))
 
@@ -57,8 +57,8 @@ def assert_near(found, expected):
 
 
 def test_splits_tensor_ranks_recomputation_and_order_draw_alike():
-    """Prevents: draws that differ between ranks, between forward and its recomputation, or with
-    the place of a tile in the step."""
+    """Prevents draws that differ between ranks, between forward and recomputation, or with a tile's
+    place in the step."""
     expected = scaled_losses()
     assert expected[0, 0, 0] != pytest.approx(scaled_losses(0.0)[0, 0, 0], rel=1e-4)
     assert (losses(SCALED, recompute={"vision": (0, 1, 2, 3)}) == expected).all()
@@ -68,8 +68,8 @@ def test_splits_tensor_ranks_recomputation_and_order_draw_alike():
 
 
 def test_branches_without_layer_scale_are_dropped_as_with_a_scale_of_one():
-    """Prevents: encoders without layer scale, which end their branches in another way, of which
-    nothing is dropped, or where a recomputed layer drops nothing."""
+    """Prevents encoders without layer scale from dropping nothing, in a forward or its
+    recomputation."""
     model = toy_model(layer_scale_init=None)
     bare = losses(model)
     assert bare[0, 0, 0] == pytest.approx(scaled_losses()[0, 0, 0], rel=1e-6)
@@ -86,14 +86,14 @@ def eval_loss(links, plan):
 
 
 def test_nothing_is_dropped_in_evaluation():
-    """Prevents: held-out losses of a thinned model, or of the last training pack's draws."""
+    """Prevents held-out losses with dropped branches or the last training pack's draws."""
     plan = cut_plan(SCALED)
     [(with_keys, without)] = run_ranks(plan.parallel, eval_loss, plan)
     assert with_keys == without
 
 
 def test_rates_rise_linearly_and_kept_branches_make_up_for_dropped_ones():
-    """Prevents: a first layer that is dropped, or outputs that shrink with the rate."""
+    """Prevents dropping in the first layer, and outputs that shrink with the rate."""
     layers, tiles = 9, 40_000
     scales = branch_scales(random_keys(tiles, 1), range(layers), layers, rate=0.4).numpy()
     assert scales.shape == (layers, 2, tiles)
@@ -104,8 +104,8 @@ def test_rates_rise_linearly_and_kept_branches_make_up_for_dropped_ones():
 
 
 def test_draws_of_layers_branches_and_neighbouring_tiles_are_unrelated():
-    """Prevents: all branches of a tile dropped together, which removes the tile."""
-    keys = torch.arange(20_000)  # the worst case: keys in a row
+    """Prevents all branches of a tile dropped together, which removes the tile."""
+    keys = torch.arange(20_000)  # worst case: consecutive keys
     kept = branch_scales(keys, range(4, 8), 8, rate=0.5).numpy().reshape(8, -1) > 0
     correlations = np.corrcoef(kept)
     assert np.abs(correlations - np.eye(8)).max() < 0.03
@@ -113,7 +113,7 @@ def test_draws_of_layers_branches_and_neighbouring_tiles_are_unrelated():
 
 
 def test_stage_draws_its_layers_as_the_whole_tower_does():
-    """Prevents: layers numbered from each stage's own first."""
+    """Prevents drop rates by layer numbers that begin at 0 on every stage."""
     keys = random_keys(50, 2)
     whole = branch_scales(keys, range(6), 6, RATE)
     assert torch.equal(branch_scales(keys, range(2, 5), 6, RATE), whole[2:5])

@@ -1,4 +1,4 @@
-"""What a dry run says of ranks and stages, against those that core and the builder make."""
+"""A dry run's ranks and stages, compared with Megatron-core's groups and the built stages."""
 
 import io
 
@@ -28,7 +28,7 @@ def own_place(links):
     "sizes", [(2, 2, 1), (1, 2, 2), (2, 1, 2)], ids=["tp2-pp2", "pp2-dp2", "tp2-dp2"]
 )
 def test_places_are_those_that_core_assigns(sizes):
-    """Prevents: a printed layout that is not the one that trains."""
+    """Prevents a printed layout that differs from the trained layout."""
     parallel = Parallel(**dict(zip(("tensor", "pipeline", "data"), sizes, strict=True)))
     found = run_ranks(parallel, own_place)
     places = [parallel.place(rank) for rank in range(parallel.world_size)]
@@ -40,7 +40,7 @@ def test_places_are_those_that_core_assigns(sizes):
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 2), (2, 2, 4, 4), (4, 1, 2, 2), (2, 2, 2, 4)])
 def test_expert_groups_are_megatrons(sizes):
-    """Prevents ranks from being in other groups than those that Megatron-core makes."""
+    """Prevents other expert groups than Megatron-core makes."""
     tensor, pipeline, data, expert = sizes
     parallel = Parallel(
         tensor=tensor, pipeline=pipeline, data=data, expert=expert, sequence_parallel=tensor > 1
@@ -56,16 +56,16 @@ def test_expert_groups_are_megatrons(sizes):
         assert len({parallel.place(rank)["data"] for rank in group}) == parallel.lockstep_ranks
 
 
-def printed(plan):
-    """Lines of a dry run, each blank a single one."""
+def dry_run_lines(plan):
+    """Return the lines of a dry run with single spaces."""
     text = io.StringIO()
     print_dry_run(plan, Console(file=text, width=140))
     return [" ".join(line.split()) for line in text.getvalue().splitlines()]
 
 
 def test_stages_name_their_units_and_every_rank_is_listed():
-    """Prevents: layers counted from each stage's own 0, or forgotten ranks."""
-    text = "\n".join(printed(pipeline_plan(3, 8, vision=(1,), language=(2,), data=2)))
+    """Prevents layer numbers that restart on each stage, and missing ranks."""
+    text = "\n".join(dry_run_lines(pipeline_plan(3, 8, vision=(1,), language=(2,), data=2)))
     for said in (
         "6 processes: tensor 1 x pipeline 3 x data 2", "vision embed, vision 0..1 ",
         "vision 2..3, projector, language embed, language 0 ", "language 1..2, head ",
@@ -75,15 +75,15 @@ def test_stages_name_their_units_and_every_rank_is_listed():
 
 
 def test_data_parallel_encoders_are_listed():
-    """Prevents: a dry run that leaves out the encoders where no stage holds them."""
-    lines = printed(data_parallel_plan(MODEL, (2,), data=4, pipelines=2, per_pass=3, kept=7))
+    """Prevents a dry run that omits encoders outside the pipeline."""
+    lines = dry_run_lines(data_parallel_plan(MODEL, (2,), data=4, pipelines=2, per_pass=3, kept=7))
     assert "Data-parallel encoders, replicated: vision embed, vision 0..3, projector" in lines
     assert "vision 3 7 4" in lines
     assert any(line.startswith("0 language embed, language 0 ") for line in lines)
 
 
 def test_levels_name_their_ranks_and_recomputed_layers():
-    """Prevents: a dry run that finds nothing recomputed where levels say what is."""
+    """Prevents a dry run that misses recomputation stated by context-parallel levels."""
     levels = tuple(
         PlannedLevel(caps=Caps.of(tiles=4, tokens=tokens), context=context, recompute=again)
         for tokens, context, again in (
@@ -91,7 +91,7 @@ def test_levels_name_their_ranks_and_recomputed_layers():
             (8000, 2, (("vision 0..3",), ())),
         )
     )
-    lines = printed(pipeline_plan(8, data=2).model_copy(update={"levels": levels}))
+    lines = dry_run_lines(pipeline_plan(8, data=2).model_copy(update={"levels": levels}))
     assert {"0 4 1,000 1", "1 4 8,000 2 contiguous gather"} <= set(lines)
     for said in ("level 0: language 1", "level 1: vision 0..3", "level 0: nothing"):
         assert any(said in line for line in lines), said

@@ -1,5 +1,5 @@
-"""What ranks read where encoders, of tiles or of images at their native resolution, are
-data-parallel, beside whole packs."""
+"""Data read by each rank for data-parallel encoders, of tiles or native-resolution images, compared
+with complete packs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +18,9 @@ from omnibal.base.errors import UserError
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 
 PACKS = [[0, 6], [1, 2, 3], [4, 5], [6], [3, 5, 1], [2, 0, 4]]
-"""Samples of the pictures in packs of two steps."""
+"""Sample numbers of packs of two steps."""
 OF_NATIVE = [[0, 3, 2], [1, 5], [4], [2], [5, 4, 1, 0], [2, 3]]
-"""Packs of the other samples; 2 shows nothing, and 3 and 4 a video."""
+"""Packs of native-resolution samples; sample 2 has no image, 3 and 4 a video."""
 BESIDE = DataParallelEncoders(
     pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 2}, item_ms={"vision": 1.0}
 )
@@ -33,12 +33,12 @@ FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 @pytest.fixture(params=["tiles", *FAMILIES])
 def shown(request, tmp_path, tokenizer) -> Data:
-    """Samples of images."""
+    """Return samples with images."""
     return data_of(request.param, tmp_path, tokenizer)
 
 
 def job_of(shown: Data, options: MicroBatchOptions, texts=None) -> EncodingJob:
-    """Two pipelines of two stages, which read `texts`, or what stages without encoders do."""
+    """Return two pipelines of two stages, which read `texts` (None: as stages without encoders)."""
     is_native = isinstance(shown, NativeData)
     whole = shown.dataset(OF_NATIVE if is_native else PACKS, options=options)
     stages = texts or stages_of(shown.reader.model.without_encoders(), 2)
@@ -46,7 +46,7 @@ def job_of(shown: Data, options: MicroBatchOptions, texts=None) -> EncodingJob:
 
 
 def items_of(batch: MicroBatch) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Each tile with its draw, or each image or video and its grid, from where it begins."""
+    """Yield (start, (tile, draw)) of tiles, or (start, (patches, grid)) of images or videos."""
     if batch.pixels_TCPP is not None:
         yield from enumerate(zip(batch.pixels_TCPP, batch.drop_path_keys_T, strict=True))
     else:
@@ -59,8 +59,8 @@ def items_of(batch: MicroBatch) -> Iterator[tuple[int, list[torch.Tensor]]]:
 
 
 def test_ranks_read_what_they_encode_and_their_own_text(shown):
-    """Prevents: another rank's tile, or another drop-path draw or degradation of it, an image or
-    video that is read twice, in parts or by none, and texts of another pack."""
+    """Prevents another rank's tile, drop-path draw or augmentation, an image or video read twice,
+    partly or never, and text of another pack."""
     is_native = isinstance(shown, NativeData)
     job = job_of(shown, MicroBatchOptions(augment=not is_native, drop_path=not is_native, seed=3))
     whole, seen = list(job.whole), []
@@ -92,7 +92,7 @@ def test_ranks_read_what_they_encode_and_their_own_text(shown):
 
 
 def test_reading_begins_anywhere(pictures):
-    """Prevents: a resumed run that reads the items of another step."""
+    """Prevents a resumed run that reads another step's items."""
     job = job_of(pictures, MicroBatchOptions(), [TEXT] * 2)
     for rank in job.ranks:
         *_, (passes, texts) = job.read(rank)
@@ -104,7 +104,7 @@ def test_reading_begins_anywhere(pictures):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_read_the_same(pictures):
-    """Prevents: passes in another order where several processes read."""
+    """Prevents passes in another order with several workers."""
     dataset = job_of(pictures, MicroBatchOptions(), [TEXT] * 2).dataset(0)
     expected = [one.shape for one in dataset]
     for workers in (0, 2):
@@ -112,12 +112,12 @@ def test_workers_read_the_same(pictures):
 
 
 def test_unreadable_sample_is_told_of_once(shown):
-    """Prevents: a sample counted by every rank that has a tile or text of it, blank tiles whose
-    text is learned, and shapes that are not the plan's."""
+    """Prevents a bad sample counted by every rank that holds a tile or text of it, loss on its
+    text, and shapes that differ from the plan."""
     job = job_of(shown, SKIP)
     shapes = [[one.shape for one in job.dataset(rank)] for rank in job.ranks]
     is_native = isinstance(shown, NativeData)
-    # Of sample 3, of several tiles; or of samples 1 and 5. Each is in packs 1 and 4.
+    # Sample 3 with several tiles, or samples 1 and 5. Each is in packs 1 and 4.
     bad, sample = ([1, 5], 5) if is_native else ([3], 3)
     learned = sum(len(one.labels_L) for one in job.whole)
     lost = 2 * sum(len(shown.load([k]).labels_L) for k in bad)
@@ -136,8 +136,8 @@ def test_unreadable_sample_is_told_of_once(shown):
 @pytest.mark.parametrize("most", [1, 9, 25, 1000])
 @pytest.mark.parametrize("shown", FAMILIES, indirect=True)
 def test_held_out_images_are_split_whole(shown, most):
-    """Prevents: an image in two passes, or one that is left out, where a first stage encodes
-    held-out data for itself."""
+    """Prevents a held-out image split between two passes, or left out, if the first stage encodes
+    it."""
     batch, nothing = shown.load(OF_NATIVE[4]), shown.load(OF_NATIVE[3])
     parts = batch.split_items("image_tokens", most)
     assert [one for part in parts for one in part.image_grids] == list(batch.image_grids)

@@ -1,5 +1,5 @@
-"""Memory of data-parallel encoders: features and gradients alive at once, as planned, and
-passes of held-out packs."""
+"""Memory of data-parallel encoders: peak of features and gradients as planned, and passes of
+held-out packs."""
 
 import weakref
 from dataclasses import replace
@@ -25,14 +25,14 @@ from omnibal.steps.items import shares_of_ranks
 
 WIDTH = 512
 TILES = [[31, 8, 0], [14, 23, 6]]
-"""Of each pack of each data-parallel rank."""
+"""Tiles of each data-parallel rank's packs."""
 RUNS = 4
-"""Most runs of which one must have the planned peak: on a busy machine, threads of gloo hold what
-was exchanged for a moment after the call."""
+"""Maximum runs until one has the planned peak: on a busy machine, gloo's threads hold exchanged
+tensors for a moment after the call."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Most bytes at once of the storages of all tensors that are made meanwhile."""
+    """Records the peak bytes of storages of tensors created while active."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Rows:
-    """An encoder that makes features of nothing, and keeps nothing for its backward."""
+    """An encoder that computes constant features and saves nothing for backward."""
 
     def __init__(self, model):
         self.model_config, self.config = model, SimpleNamespace(params_dtype=torch.float32)
@@ -61,7 +61,7 @@ class Rows:
 
 
 def peak_of_a_step(links, plan, packs):
-    """Bytes at once of features and gradients on this rank; and the weight's gradient."""
+    """Return this rank's peak bytes of features and gradients, and the weight gradient's sum."""
     stage = Rows(plan.model)
     trained = frozenset({"vision"} - {*plan.frozen})
     encoders = Encoders(
@@ -77,7 +77,7 @@ def peak_of_a_step(links, plan, packs):
         for number in range(len(batches)) if ranks.number in ranks.embedding_numbers else ():
             taken = step.take(number)
             if step.trained_outputs:
-                # A micro-batch's own gradients are the pipeline's, and not counted here.
+                # A micro-batch's gradients belong to the pipeline's memory.
                 gradients = {name: torch.ones(()).expand_as(taken[name]) for name in taken}
                 step.store_gradients(number, gradients)
             del taken
@@ -86,7 +86,7 @@ def peak_of_a_step(links, plan, packs):
 
 
 def planned_bytes(plan):
-    """What the plan counts for rows, of an encoder whose layers take no memory."""
+    """Return planned feature bytes of an encoder without activation memory, and a tolerance."""
     cost = encoders_cost(plan.model, plan.cluster, plan.parallel, "fp32", plan.frozen)
     nothing = {"kept_bytes": np.zeros(2), "working_bytes": np.zeros((2, 2)), "input_bytes": 0.0}
     cost = replace(cost, encoders={"vision": replace(cost.encoders["vision"], **nothing)})
@@ -98,7 +98,7 @@ def planned_bytes(plan):
         steps=np.arange(1), pipelines=plan.beside.pipelines, held={"vision": held}, encoded=encoded
     )
     memory = memory_of_encoders(shares, cost, plan.beside)
-    # A pass of one item, its gradient, and rows that tensor-parallel ranks' parts are padded with.
+    # One item's pass, its gradient, and padding rows of the tensor-parallel parts.
     rows = 3 * plan.model.encoders["vision"].tokens_per_item + 3 * plan.parallel.tensor
     return max(memory.features + memory.arrival, memory.encoding), rows * 4.0 * WIDTH
 
@@ -115,8 +115,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_features_and_gradients_at_once_are_those_planned(name):
-    """Prevents: a plan that runs out of memory in an exchange, as a tensor that is done with is
-    still there."""
+    """Prevents out-of-memory in an exchange because a used tensor is not freed."""
     sizes, pipelines, frozen = PLACES[name]
     plan = data_parallel_plan(
         toy_model().with_tower("language", hidden_size=WIDTH),
@@ -139,8 +138,8 @@ def test_features_and_gradients_at_once_are_those_planned(name):
         assert sum(total for _, total in ranks) == rows * WIDTH
 
 
-def encoded_whole_and_in_passes(links, plan):
-    """Features of a pack at once and in passes; items of every forward of each encoder."""
+def encode_whole_and_in_passes(links, plan):
+    """Return features of packs encoded at once and in passes, and items of all forwards."""
     encoders = build_trainer(plan, links, OPTIONS, steps=1, seed=3).encoders
     seen = {name: [] for name in plan.model.encoders}
     for name, items in seen.items():
@@ -156,9 +155,9 @@ def encoded_whole_and_in_passes(links, plan):
 
 
 def test_held_out_packs_are_encoded_in_the_passes_of_training():
-    """Prevents: validation that runs out of memory where training does not."""
+    """Prevents validation that runs out of memory if training fits."""
     plan = data_parallel_plan(model_of_case(Case({}, audio=True)), per_pass=3)
-    [(features, seen)] = run_ranks(plan.parallel, encoded_whole_and_in_passes, plan)
+    [(features, seen)] = run_ranks(plan.parallel, encode_whole_and_in_passes, plan)
     for whole, in_passes in features:
         assert list(whole) == list(in_passes) == ["vision", "audio"]
         torch.testing.assert_close(in_passes, whole, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Shares of data-parallel encoders: what every rank encodes, and where each feature goes."""
+"""Shares of data-parallel encoders: items encoded by each rank, and destinations of features."""
 
 from collections import Counter
 from itertools import chain, islice, product
@@ -25,7 +25,7 @@ SIZES = {
 }  # fmt: skip
 AUDIO = ClipsEncoder(layers=1, mel_bins=8, frames=24, positions_per_token=4, **SIZES)
 IMAGES = ImagesEncoder(layers=3, patch_size=2, deepstack_layers=(0, 1), **SIZES)
-"""Takes whole samples, and makes three rows of a cell."""
+"""Encodes complete samples; three rows per cell."""
 MODELS = [
     MODEL.model_copy(update={"encoders": {"vision": vision, **audio}})
     for vision in (MODEL.vision, IMAGES)
@@ -34,7 +34,7 @@ MODELS = [
 
 
 def random_packs(random, data, steps):
-    """Packs of random items, and lengths of their samples; some ranks have none in a step."""
+    """Return packs of random items and their samples' lengths; some ranks lack packs in a step."""
     each = random.integers(0, 4, (steps, data))
     each[0, 0] += 1
     step, rank = (np.repeat(axis, each.ravel()) for axis in np.indices(each.shape).reshape(2, -1))
@@ -51,7 +51,7 @@ def random_packs(random, data, steps):
 
 
 def shares_of_all(seed):
-    """Shares of every rank of a random job, by global rank."""
+    """Return shares of all ranks of a random job, by global rank."""
     random = np.random.default_rng(seed)
     pipelines = int(random.choice([1, 2, 3]))
     parallel = Parallel(
@@ -84,30 +84,30 @@ def shares_of_all(seed):
 
 
 def items_made(share):
-    """(Pack, encoder, item) of what a rank encodes, in order."""
+    """Return (pack, encoder, item) encoded by a rank, in order."""
     runs = ((run, one.encoder) for one in share.passes for run in one.runs)
     return [(run.row, encoder, item) for run, encoder in runs for item in run.items]
 
 
 def rows_of(items, model):
-    """Names of the rows of items: of their tokens, or of their one and two deepstack features."""
+    """Yield names of the items' rows: of tokens, or of the feature and two deepstack features."""
     for pack, name, item in items:
         encoder = model.encoders[name]
         count = 3 if encoder is IMAGES else encoder.tokens_per_item
         yield from ((pack, name, item, row) for row in range(count))
 
 
-def cut(values, slices):
+def select_rows(values, slices):
     return [value for one in slices for value in values[one]]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_feature_arrives_at_its_place(seed):
-    """Prevents: an item encoded twice or never, and features in another pack's places, which no
-    shape would show."""
+    """Prevents items encoded twice or never, and features at another pack's positions, which shapes
+    would not reveal."""
     ranks = shares_of_all(seed)
     parallel, model = ranks[0].ranks.parallel, ranks[0].model
-    # Ranks are played one after the other; rows are names, and are sent as the route says.
+    # Ranks are simulated in turn; rows are names, sent by the route.
     for shares in ([rank.step(step) for rank in ranks] for step in range(3)):
         made = [items_made(share) for share in shares]
         assert max(Counter(chain(*made)).values(), default=1) == 1
@@ -116,7 +116,7 @@ def test_every_feature_arrives_at_its_place(seed):
             leaving = {}
             for rank in group:
                 route = shares[rank].route
-                rows = iter(cut(list(rows_of(made[rank], model)), route.sent_slices))
+                rows = iter(select_rows(list(rows_of(made[rank], model)), route.sent_slices))
                 for target, count in zip(group, route.sent, strict=True):
                     leaving[rank, target] = list(islice(rows, count))
                 assert not list(rows)
@@ -125,7 +125,7 @@ def test_every_feature_arrives_at_its_place(seed):
 
 
 def check_arrived(share, by_source, model):
-    """This rank's rows are its part of its pipeline's, in order, and others get none."""
+    """Assert that the rank gets its part of its pipeline's rows in order, later stages none."""
     ranks, route = share.ranks, share.route
     place = ranks.parallel.place(ranks.rank)
     assert list(map(len, by_source)) == route.received
@@ -142,14 +142,14 @@ def check_arrived(share, by_source, model):
     for pack, slices in zip(found, share.slices(), strict=True):
         assert all(wanted[slices[name]] == rows for name, rows in pack.items())
     start, stop = (sum(route.parts[: place["tensor"] + more]) for more in (0, 1))
-    assert cut(list(chain(*by_source)), route.received_slices) == wanted[start:stop]
+    assert select_rows(list(chain(*by_source)), route.received_slices) == wanted[start:stop]
     assert sum(route.parts) == len(wanted) and max(route.parts) - min(route.parts) <= 1
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_counted_passes_are_those_of_every_step(seed):
-    """Prevents: a dataset whose items are not the passes that training takes, and more items kept
-    than there is memory for."""
+    """Prevents a dataset with other passes than training takes, and more kept items than
+    planned."""
     for rank in shares_of_all(seed):
         counted = rank.passes_of_steps(0, 3).tolist()
         passes = [rank.step(step).passes for step in range(3)]
@@ -165,13 +165,13 @@ def test_counted_passes_are_those_of_every_step(seed):
             if rank.model.encoders[name] is not IMAGES:
                 assert is_kept == min(kept, sum(one.items for one in own))
                 continue
-            # As many whole samples as fit.
+            # As many complete samples as fit.
             again = [cells for one in own if not one.is_kept for cells in samples_of(one, rank)]
             assert is_kept <= kept and (not again or is_kept + again[0] > kept)
 
 
 def samples_of(planned, rank):
-    """Cells of the samples of a pass, none of which is divided; [] of equal items."""
+    """Return cells of a pass's samples, asserting that none is divided; [] if items are equal."""
     if rank.model.encoders[planned.encoder] is not IMAGES:
         return []
     found = []
@@ -185,7 +185,7 @@ def samples_of(planned, rank):
 
 
 def test_passes_do_not_mix_kept_items_and_others():
-    """Prevents: activations kept of more items, or fewer, than memory was planned for."""
+    """Prevents activations kept for more or fewer items than the plan's memory counts."""
     of_ten = [(0, 4, True), (4, 5, True), (5, 9, False), (9, 10, False)]
     assert pass_bounds(10, 4, 5) == of_ten
     assert pass_bounds(3, 4, 5) == [(0, 3, True)]

@@ -1,4 +1,4 @@
-"""Greedy answers under the pipeline against answering one question at a time by hand."""
+"""Greedy answers under a pipeline, compared with answering questions separately in one process."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
 def answers_one_by_one(links, plan, folder):
-    """No packing, no pipeline, no batching: the whole model on one growing question at a time."""
+    """Return answers without packing, pipeline or batching: one growing sequence at a time."""
     stage = build_trainer(plan, links, OPTIONS, steps=1, seed=1).stage.eval()
     reader = reader_of(folder)
     total, answers = len(reader.annotations), []
@@ -59,8 +59,8 @@ def answers_one_by_one(links, plan, folder):
     return answers
 
 
-def ask_one_image_a_turn(digits: Path, folder: Path) -> None:
-    """Held-out data with an image in each turn, and without any in one."""
+def write_image_per_turn(digits: Path, folder: Path) -> None:
+    """Write held-out data with images in several turns, and a turn without image."""
     (folder / "heldout").mkdir()
     shutil.copy(digits / "tokenizer.model", folder)
     found = Annotations.open(digits / "heldout" / "meta.json")
@@ -78,8 +78,8 @@ def ask_one_image_a_turn(digits: Path, folder: Path) -> None:
 
 
 def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
-    """Prevents: later images from being read for an earlier question."""
-    ask_one_image_a_turn(digits, tmp_path)
+    """Prevents images of later turns in an earlier question's prompt."""
+    write_image_per_turn(digits, tmp_path)
     reader = reader_of(tmp_path)
     sample = reader.annotations[0]
     first, second = reader.tiles_per_image(sample)
@@ -88,7 +88,7 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
     for prompt in prompts:
         context = np.count_nonzero(prompt.token_ids == reader.tokenizer.image_context)
         assert context == prompt.items["tiles"] * reader.model.vision.tokens_per_item
-    # As one question about the first image alone is, which is cut as it is beside the second.
+    # Equals a single question about the first image, tiled as it is with two images.
     alone = replace(sample, images=sample.images[:1], turns=sample.turns[:1])
     share = reader.model.vision.tiling.max_dynamic_patch // 2
     prompt = reader.prompt(replace(alone, max_dynamic_patch=share), 0, room=8)
@@ -109,12 +109,11 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
     ],
 )
 def test_answers_equal_one_by_one(digits, tmp_path, name, cuts, sizes):
-    """Prevents: an answer that depends on its pack, or has seen tiles that no question has shown;
-    a question asked twice, lost, or given tokens of another; a rank whose questions are answered
-    that no longer joins those with which it shares out experts."""
+    """Prevents answers that depend on the pack or use later tiles, questions repeated, lost or
+    mixed up, and a rank that finishes early and no longer joins expert-parallel exchanges."""
     folder = digits
     if sizes is None:
-        ask_one_image_a_turn(digits, tmp_path)
+        write_image_per_turn(digits, tmp_path)
         folder = tmp_path
     model = load_model(name)
     plan = toy_plan(model, stages_of(model, *cuts), **sizes or {})
@@ -122,7 +121,7 @@ def test_answers_equal_one_by_one(digits, tmp_path, name, cuts, sizes):
     evaluation, *others = run_ranks(plan.parallel, pipeline_answers, plan, folder)
     assert all(other == evaluation for other in others)
     [expected] = run_ranks(whole.parallel, answers_one_by_one, whole, folder)
-    ranks = plan.parallel.data  # which take questions in turn
+    ranks = plan.parallel.data  # they take questions in turn
     dealt = [text for rank in range(ranks) for _, _, text in expected[rank::ranks]]
     assert [answer.answered for answer in evaluation.examples] == dealt
     assert len({text for _, _, text in expected}) > 1, "answers must differ to tell them apart"
@@ -133,8 +132,7 @@ def test_answers_equal_one_by_one(digits, tmp_path, name, cuts, sizes):
 
 
 def test_the_images_word_in_an_answer_stands_for_no_image(digits):
-    """Prevents: an end, or images in wrong places, once a model answers with the word that stands
-    for an image's tokens."""
+    """Prevents early ends and shifted images once a model answers with the image token."""
     reader = reader_of(digits)
     questions = [next(_list_questions(reader, SAMPLES, 3)) for _ in range(2)]
     before = question_batch(questions, {}, reader).image_positions_M.tolist()

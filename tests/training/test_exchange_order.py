@@ -1,8 +1,7 @@
-"""Ranks begin their exchanges in one order, group by group, over every feature of the trainer.
+"""Ranks begin exchanges in the same order per group, over every feature of the trainer.
 
-Ranks that begin exchanges of a group in different orders wait for each other for ever on NCCL, and
-on gloo only where a delay lets it happen. So the orders themselves are compared, with random delays
-before each exchange.
+Ranks with different orders deadlock on NCCL, and on gloo only with unlucky delays. So the orders
+are compared, with random delays before each exchange.
 """
 
 import functools
@@ -30,27 +29,27 @@ from omnibal.model.config import load_model
 
 MOST_DELAY_S = 0.002
 UNEVEN = ("alltoall", "gather_", "scatter_", "broadcast")
-"""Collectives whose ranks need not name equally many numbers: beginnings of their names."""
+"""Prefixes of collectives with unequal sizes per rank."""
 
 
 class Exchange(NamedTuple):
-    """A collective or a message that a rank has begun."""
+    """A collective or message begun by a rank."""
 
     kind: str
     """Name of torch's operation, such as `allreduce_`."""
     group: tuple[int, ...]
     """Ranks of its group."""
     name: str
-    """Name of the group, as several may be of the same ranks."""
+    """Name of the group; several groups may have equal ranks."""
     numbers: int
-    """Numbers in its tensors; 0 where its ranks may have unequally many."""
+    """Elements of its tensors; 0 if sizes may differ between ranks."""
     dtype: str
     peer: int | None
-    """The other rank of a message; None for a collective."""
+    """Peer rank of a message; None for a collective."""
 
 
 class ExchangeLog(TorchDispatchMode):
-    """Logs the exchanges that this rank begins while it is entered, each after a random delay."""
+    """Logs exchanges begun by this rank while active, each after a random delay."""
 
     def __init__(self):
         super().__init__()
@@ -82,18 +81,14 @@ def exchange_of(kind, args):
 
 
 def logged_exchanges(links, work, *arguments):
-    """What this rank has begun in `work(links, *arguments)`."""
+    """Return exchanges begun by this rank in `work(links, *arguments)`."""
     with ExchangeLog() as log:
         work(links, *arguments)
     return log.begun
 
 
 def disagreements(logs):
-    """Say where ranks begin exchanges of a group in different orders, or messages go astray.
-
-    Args:
-        logs: of every rank, in the order of ranks.
-    """
+    """Describe exchanges begun in different orders by ranks of a group, and unmatched messages."""
     collectives = defaultdict(lambda: defaultdict(list))
     messages = defaultdict(lambda: ([], []))
     for rank, log in enumerate(logs):
@@ -126,15 +121,15 @@ def disagreements(logs):
     return found
 
 
-def agreed(plan, work, *arguments):
-    """What every rank begins in some work, in the same order as others of its groups."""
+def log_work(plan, work, *arguments):
+    """Return every rank's exchanges in `work`; assert that groups agree on the order."""
     logs = run_ranks(plan.parallel, logged_exchanges, work, plan, *arguments)
     assert disagreements(logs) == []
     return logs
 
 
-def trained(plan, steps, **options):
-    return agreed(plan, functools.partial(tensor_parallel.train_steps, **options), steps)
+def log_training(plan, steps, **options):
+    return log_work(plan, functools.partial(tensor_parallel.train_steps, **options), steps)
 
 
 def kinds_of(logs):
@@ -143,17 +138,17 @@ def kinds_of(logs):
 
 @pytest.mark.parametrize("name", ["pp2-dp2-vision", "dp4-experts"])
 def test_ranks_that_share_packs(name):
-    """Prevents: a rank that waits for ever where its packs are of other levels than its block's."""
+    """Prevents deadlock of a rank with packs of other context-parallel sizes than its block's."""
     case = shared.CASES[name]
-    assert min(map(len, trained(shared.plan_of(case), **shared.options_of(case)))) > 20
+    assert min(map(len, log_training(shared.plan_of(case), **shared.options_of(case)))) > 20
 
 
 @pytest.mark.parametrize("name", ["pp2-dp2", "tp2-sp-dp2-divided", "pp4", "pp2-dp2-zb-v"])
 def test_data_parallel_encoders(tmp_path, name):
-    """Prevents: a rank without items that skips an exchange of features which others begin."""
+    """Prevents a rank without items from skipping a feature exchange that other ranks begin."""
     case = beside.CASES[name]
     feed = beside.feed_of(case.drop_path)
-    assert kinds_of(trained(beside.plan_of(case), beside.STEPS[:2], save=tmp_path, feed=feed))
+    assert kinds_of(log_training(beside.plan_of(case), beside.STEPS[:2], save=tmp_path, feed=feed))
 
 
 def save_and_go_on(links, plan, directory):
@@ -163,20 +158,20 @@ def save_and_go_on(links, plan, directory):
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2, "sequence_parallel": True}, {"data": 2}])
 def test_saving_and_loading(tmp_path, sizes):
-    """Prevents: a rank that gathers for a save, or asks for a load, what others do not."""
-    logs = agreed(pipeline_plan(4, **sizes), save_and_go_on, tmp_path)
+    """Prevents deadlock: collectives of a save or load begun by only some ranks."""
+    logs = log_work(pipeline_plan(4, **sizes), save_and_go_on, tmp_path)
     assert any("gather" in kind for kind in kinds_of(logs))
 
 
 def test_evaluation_with_experts(digits):
-    """Prevents: a rank whose questions are answered that no longer exchanges tokens with others."""
+    """Prevents deadlock: a rank that has answered its questions must keep exchanging tokens."""
     plan = pipeline_plan(3, model=load_model("internvl-digits-moe"), data=2, expert=2)
-    assert any("alltoall" in kind for kind in kinds_of(agreed(plan, pipeline_answers, digits)))
+    assert any("alltoall" in kind for kind in kinds_of(log_work(plan, pipeline_answers, digits)))
 
 
 def test_buckets_are_reduced_in_one_order_and_another_is_noticed(small_buckets):
-    """Prevents: buckets that ranks reduce as their own backwards end; a blind log."""
-    logs = trained(pipeline_plan(5, model=overlap.MODEL, data=2), overlap.STEPS)
+    """Prevents buckets reduced in the order of each rank's backward, and a log that misses it."""
+    logs = log_training(pipeline_plan(5, model=overlap.MODEL, data=2), overlap.STEPS)
     assert "send" in kinds_of(logs)
     own = logs[3]
     shared_by_two = [at for at, each in enumerate(own) if each.peer is None and len(each.group) > 1]

@@ -1,6 +1,6 @@
-"""The exchanges of sharded weights that a stage begins, whatever its packs hold.
+"""Exchanges of a stage's sharded weights do not depend on the packs' modalities.
 
-A rank that begins an exchange after a message which others begin before it waits for ever.
+A rank that begins an exchange after a message, if other ranks begin it before, deadlocks.
 """
 
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ RECOMPUTED = {"vision": (1, 2), "audio": (0,), "language": (1,)}
 
 
 def packs_of(model):
-    """Packs of all modalities, of each, of text, and an empty one."""
+    """Return a pack of all modalities, of single modalities, of text, and an empty pack."""
     empty = MicroBatch.empty(model, torch.device("cpu"), answers=False)
     if model is QWEN:
         return [*native.packs_of(model, 0, [[((Grid(1, 4, 4),), 9)], [((), 7)]]), empty]
@@ -42,15 +42,15 @@ def packs_of(model):
 
 
 def exchanges_by_pack(links, model, cuts):
-    """Lists of each stage's exchanges and messages in order, one for every series of packs; by
-    frozen parts, cuts, stage, and number of packs."""
+    """Return each stage's exchanges and messages in order, a list per series of packs, keyed by
+    (frozen parts, cuts, stage, number of packs)."""
     begun = []
     log_calls(FlatWeights, "begin_gather", begun)
     log_calls(FlatGradients, "begin_sum", begun)
     log_calls(schedule._Mail, "take", begun)
     log_calls(schedule._Mail, "send", begun)
-    dist.irecv = lambda tensor, *_, **__: done(tensor.fill_(1.0))
-    dist.isend = lambda tensor, *_, **__: done(tensor)
+    dist.irecv = lambda tensor, *_, **__: finished_work(tensor.fill_(1.0))
+    dist.isend = lambda tensor, *_, **__: finished_work(tensor)
     packs = packs_of(model)
     series = [[pack] for pack in packs] + [packs, packs[::-1]]
     found = {}
@@ -69,20 +69,20 @@ def exchanges_by_pack(links, model, cuts):
 def log_calls(owner, name, begun):
     call = getattr(owner, name)
 
-    def logged(self, *arguments):
+    def log_call(self, *arguments):
         what = arguments[:1] if owner is schedule._Mail else (id(self),)
         begun.append((name, *what))
         return call(self, *arguments)
 
-    setattr(owner, name, logged)
+    setattr(owner, name, log_call)
 
 
-def done(_):
+def finished_work(_):
     return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
 
 def sharded_stage(plan, part):
-    """A stage whose weights are gathered unit by unit, on one rank."""
+    """Return a stage with weights gathered unit by unit, on one rank."""
     with without_matrices():
         stage = build_stage(plan, part)
     alone = ShardGroups(shards=dist.group.WORLD, copies=dist.group.WORLD)
@@ -109,8 +109,8 @@ def run_stage(plan, part, held, batches):
     ids=["two-encoders", "deepstack"],
 )
 def test_exchanges_are_the_plans_alone(model, cuts):
-    """Prevents: a rank that joins an exchange only after a message, since its pack lacks a
-    modality, and so waits for another rank for ever."""
+    """Prevents a rank from deadlocking because its pack lacks a modality and it joins an exchange
+    only after a message."""
     [found] = run_ranks(Parallel(pipeline=1, data=1), exchanges_by_pack, model, cuts)
     for place, (first, *others) in found.items():
         assert any(name == "begin_gather" for name, _ in first), place
@@ -118,6 +118,6 @@ def test_exchanges_are_the_plans_alone(model, cuts):
 
 
 def test_one_pack_a_rank_with_and_without_recordings():
-    """Prevents: four ranks that wait for ever behind a cut in the second encoder."""
+    """Prevents four ranks from deadlocking if a cut divides the second encoder."""
     steps = [[[(2, 9, 1)], [(1, 7, 0)]], [[(0, 7, 0)], [(1, 9, 1)]]]
     compare_with_one_process(cut_plan(OMNI, 9, data=2, sharded=2), steps)

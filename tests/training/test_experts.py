@@ -1,4 +1,4 @@
-"""Mixture of experts with expert parallelism: against one process, and across its sizes."""
+"""Mixture of experts with expert parallelism, compared with one process and across sizes."""
 
 from dataclasses import replace
 
@@ -18,13 +18,13 @@ from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.check import model_obstacle
 from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
-# Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
-# whose tokens carry no loss.
+# Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and a pack
+# with tokens without loss.
 STEPS = [
     [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],
     [[(0, 7)], [(0, 12), (0, 2)], [(1, 2)], [(0, 5), (2, 9)]],
 ]
-# Dealt in turn: a rank without a pack, one with a pack less, and pipelines of several.
+# Dealt in turn: a rank without a pack, with a pack less, and several packs per pipeline.
 UNEVEN = [[[(1, 8)]], [[(2, 9)], [(0, 12)], [(1, 6), (0, 4)]], [[(0, 21)], [(2, 8)], [(0, 7)]]]
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 # Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed, 5-7 language layers.
@@ -42,13 +42,13 @@ PLANS = {
 
 @pytest.mark.parametrize(("plan", "steps"), PLANS.values(), ids=PLANS)
 def test_same_training_as_one_process(plan, steps):
-    """Prevents: a size that changes routing, a gradient, the auxiliary loss or the norm; a rank
-    without a pack that waits for another's tokens for ever, or empty packs that count."""
+    """Prevents parallel sizes that change routing, gradients, auxiliary loss or norm, deadlock of a
+    rank without a pack, and empty packs that count."""
     compare_with_one_process(plan, steps, rel=2e-5)
 
 
 def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(small_buckets):
-    """Prevents: gradients reduced too soon, and weights that no forward waits for."""
+    """Prevents gradients reduced too early, and forwards that do not wait for weights."""
     compare_with_one_process(plan_of(data=4, expert=2), UNEVEN, rel=2e-5)
 
 
@@ -63,13 +63,13 @@ RESUMES = {
 
 @pytest.mark.parametrize(("before", "after"), RESUMES.values(), ids=RESUMES)
 def test_resumes_under_another_expert_size(tmp_path, before, after):
-    """Prevents: checkpoints whose experts or moments fit one expert-parallel size."""
+    """Prevents checkpoints with experts or moments that fit one expert-parallel size."""
     compare_resumed(tmp_path, (before, 1), (after, 1), steps=STEPS, rel=2e-5)
 
 
 @pytest.mark.in_own_process
 def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
-    """Prevents: what lies in memory as the gradient of an idle expert, as on Blackwell devices."""
+    """Prevents uninitialized memory as an idle expert's gradient, as on Blackwell devices."""
     multiply = F.grouped_mm
 
     def leave_empty_groups(first, second, offs):
@@ -95,7 +95,7 @@ def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
 
 
 def test_choices_for_experts_are_no_other_model():
-    """Prevents: a resume refused for another margin or loss, or granted to other experts."""
+    """Prevents refusing a resume with another margin or auxiliary loss; accepting other experts."""
     chosen = model_of(imbalance=2.0, auxiliary_loss=0.0)
     assert architecture_differences(MODEL, chosen) == []
     [line] = architecture_differences(MODEL, model_of(experts=4))
@@ -103,7 +103,7 @@ def test_choices_for_experts_are_no_other_model():
 
 
 def routed_tokens(links, plan, packs):
-    """Balance of a step, the tokens that it tells of, and what a second look finds."""
+    """Return a step's expert balance, and the balance read a second time."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     batches = list(batches_of(plan.model, 0, packs))
     own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
@@ -112,7 +112,7 @@ def routed_tokens(links, plan, packs):
 
 
 def test_balance_is_told_of_once_and_without_padding():
-    """Prevents: recomputed layers that count twice, padding that counts, or ranks left out."""
+    """Prevents recomputed layers counted twice, padding that counts, and missing ranks."""
     [(expected, again)] = run_ranks(plan_of().parallel, routed_tokens, plan_of(), STEPS[0])
     assert expected.fullest_expert > expected.fullest_rank == 1
     assert again.fullest_expert == 1
@@ -123,7 +123,7 @@ def test_balance_is_told_of_once_and_without_padding():
 
 
 def auxiliary_gradients(links, loss_weight):
-    """Gradient of the last layer's router where no token carries loss, and by the definition."""
+    """Return the last router's gradient without loss tokens, and the gradient by definition."""
     stage = build_trainer(plan_of(), links, OPTIONS, steps=10, seed=3).stage
     layer = stage.language.layers[-1]
     batch = next(batches_of(MODEL, 0, STEPS[0]))
@@ -142,14 +142,14 @@ def auxiliary_gradients(links, loss_weight):
 
 
 def test_auxiliary_loss_is_switch_transformers():
-    """Prevents: an auxiliary loss that is scaled otherwise than its coefficient says."""
+    """Prevents an auxiliary loss scaled differently from its coefficient."""
     [(found, expected)] = run_ranks(plan_of().parallel, auxiliary_gradients, 3.0)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def mixture_outputs(links, model):
-    """Inputs and outputs of the first mixture of experts, and its weights."""
+    """Return inputs and outputs of the first mixture of experts, and its weights."""
     stage = build_trainer(plan_of(model=model), links, OPTIONS, steps=1, seed=3).stage
     layer = stage.language.layers[0].mlp
     seen = []
@@ -171,7 +171,7 @@ def mixture_outputs(links, model):
     ids=["sigmoid", "not-normalized", "one-expert"],
 )
 def test_every_token_is_the_sum_of_its_experts(changes):
-    """Prevents: other scores than the model file asks for, or a factor that is forgotten."""
+    """Prevents routing scores that differ from the model file, or a forgotten weight factor."""
     model = model_of(**changes)
     experts = model.language.kinds[0].experts
     [(given_SH, output_SH, router_EH, first, second)] = run_ranks(
@@ -183,7 +183,7 @@ def test_every_token_is_the_sum_of_its_experts(changes):
     weights_SE = experts.weight_factor * scores_SE * chosen_SE
     if experts.normalized:
         weights_SE /= (scores_SE * chosen_SE).sum(-1, keepdim=True)
-    # Every expert's output for every token.
+    # Output of every expert for every token.
     gate_SEF, value_SEF = torch.einsum("sh,efh->sef", given_SH, first).chunk(2, -1)
     all_SEH = torch.einsum("sef,ehf->seh", F.silu(gate_SEF) * value_SEF, second)
     expected_SH = (weights_SE.unsqueeze(-1) * all_SEH).sum(1)
@@ -201,7 +201,7 @@ def test_every_token_is_the_sum_of_its_experts(changes):
     ],
 )
 def test_what_is_not_trained_is_named(runs, named):
-    """Prevents: experts that the trainer would build as others than the plan's."""
+    """Prevents training experts with unsupported settings as if they were supported."""
     sizes = {"experts": 8, "experts_per_token": 2, "ffn_hidden_size": 10}
     experts = [None if one is None else ExpertsConfig(**{**sizes, **one}) for one in runs]
     own = tuple(LayerRun(layers=1, experts=one) for one in experts)

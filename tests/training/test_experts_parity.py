@@ -1,4 +1,4 @@
-"""A language model with experts against transformers' own Qwen3-MoE: loss and every gradient."""
+"""A language model with experts compared with Transformers' Qwen3-MoE: loss and all gradients."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ def samples_of(model: ModelConfig):
     return [toy_sample(model, 0, tokens, seed=i) for i, tokens in enumerate((12, 7, 16))]
 
 
-def ours(links, model: ModelConfig):
-    """Loss, weights and gradients, by name."""
+def our_loss(links, model: ModelConfig):
+    """Return the loss, weights and gradients by name."""
     unclipped = replace(OPTIONS, clip_grad=0.0)
     trainer = build_trainer(plan_of(model=model), links, unclipped, steps=2, seed=4)
     weights = by_name(trainer.stage, lambda parameter: parameter)
@@ -32,7 +32,7 @@ def ours(links, model: ModelConfig):
 
 
 def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
-    """Loss and gradients of transformers' model with these weights, sample by sample."""
+    """Return loss and gradients of Transformers' model with these weights, sample by sample."""
     theirs = transformers_model(model, tensors)
     loss = torch.cat([answer_losses(theirs, sample)[0] for sample in samples_of(model)]).mean()
     loss.backward()
@@ -41,9 +41,9 @@ def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
 
 @pytest.mark.parametrize("normalized", [True, False])
 def test_equals_transformers(normalized):
-    """Prevents: weights of experts, their order, gate and value, or norms other than Qwen3's."""
+    """Prevents expert weights, their order, gate and value, or norms that differ from Qwen3's."""
     model = model_of(normalized)
-    [(loss, weights, gradients)] = run_ranks(plan_of().parallel, ours, model)
+    [(loss, weights, gradients)] = run_ranks(plan_of().parallel, our_loss, model)
     own = renamed(model, weights)
     [(expected, expected_gradients)] = run_ranks(plan_of().parallel, reference, model, own)
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -56,9 +56,9 @@ def test_equals_transformers(normalized):
 
 @pytest.mark.in_own_process
 def test_auxiliary_loss_is_transformers_of_all_layers():
-    """Prevents: an imported coefficient that trains many times as hard as the one released.
+    """Prevents an imported auxiliary coefficient that acts more strongly than the released value.
 
-    Layers route alike here. Where they do not, Transformers' loss is of their mean, and ours not.
+    All layers route alike here. Otherwise Transformers' loss averages routing over layers.
     """
     layers, experts, chosen = 12, 6, 2
     generator = torch.Generator().manual_seed(1)
@@ -66,10 +66,10 @@ def test_auxiliary_loss_is_transformers_of_all_layers():
     theirs = load_balancing_loss_func((logits_SE,) * layers, experts, chosen)
     scores_SE = logits_SE.softmax(-1)
     shares_E = torch.bincount(scores_SE.topk(chosen).indices.flatten(), minlength=experts) / 128
-    # What the trainer adds for every layer (test_auxiliary_loss_is_switch_transformers).
-    ours = layers * experts * (shares_E * scores_SE.mean(0)).sum()
+    # The trainer's loss of every layer (test_auxiliary_loss_is_switch_transformers).
+    our_loss = layers * experts * (shares_E * scores_SE.mean(0)).sum()
     coefficient = auxiliary_loss(0.001, chosen, layers)
     assert released_coefficient(coefficient, chosen, layers) == 0.001
-    pair = (0.001 * theirs, coefficient * ours)
+    pair = (0.001 * theirs, coefficient * our_loss)
     torch.testing.assert_close(*pair)
     torch.testing.assert_close(*(torch.autograd.grad(one, logits_SE)[0] for one in pair))

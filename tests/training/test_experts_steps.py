@@ -1,4 +1,4 @@
-"""Many steps of training with experts against a plain loop over transformers' own Qwen3-MoE."""
+"""Many training steps with experts compared with a plain loop over Transformers' Qwen3-MoE."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ from omnibal.model.config import ModelConfig
 
 STEPS = 12
 PACKS_PER_STEP = 4
-# Text tokens of the samples of a pack. Packs take turns in lengths, and return after seven.
+# Text tokens of a pack's samples. Packs cycle through lengths, and repeat after seven.
 LENGTHS = [(12, 7), (16,), (5, 6, 9), (21,), (8, 8)]
 AUXILIARY_LOSS = 0.05
 
 
 def packs_of(model: ModelConfig, step: int) -> list[list[ToySample]]:
-    """Samples of a step's packs."""
+    """Return samples of a step's packs."""
     return [
         [
             toy_sample(model, 0, tokens, seed=place % 7 + i)
@@ -35,8 +35,8 @@ def packs_of(model: ModelConfig, step: int) -> list[list[ToySample]]:
     ]
 
 
-def ours(links, plan: Plan):
-    """First weights by name, and every step's loss, gradient norm and rate."""
+def train_ours(links, plan: Plan):
+    """Return first weights by name, and loss, gradient norm and rate of every step."""
     trainer = build_trainer(plan, links, OPTIONS, steps=STEPS, seed=4)
     weights = by_name(trainer.stage, lambda parameter: parameter)
     share = PACKS_PER_STEP // plan.parallel.data
@@ -50,7 +50,7 @@ def ours(links, plan: Plan):
 
 
 def plain_loop(links, model: ModelConfig, tensors: dict[str, torch.Tensor], rates: list[float]):
-    """Loss and gradient norm of every step of transformers' model under torch's AdamW."""
+    """Return loss and gradient norm of every step of Transformers' model under torch's AdamW."""
     theirs = transformers_model(model, tensors)
     groups = [
         {"params": [value], "weight_decay": OPTIONS.weight_decay * (value.dim() > 1)}
@@ -75,11 +75,11 @@ def plain_loop(links, model: ModelConfig, tensors: dict[str, torch.Tensor], rate
 
 
 def pack_losses(theirs, samples: Sequence[ToySample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of a pack's answers, and its load-balancing loss, summed over layers."""
+    """Return losses of a pack's answers, and its load-balancing loss summed over layers."""
     found = [answer_losses(theirs, sample, output_router_logits=True) for sample in samples]
     logits = [output.router_logits for _, output in found]
     experts, chosen = theirs.config.num_experts, theirs.config.num_experts_per_tok
-    # Theirs grows with the experts of a token, and is of all layers' tokens together.
+    # Transformers' loss grows with experts per token, over the tokens of all layers.
     balance = sum(
         load_balancing_loss_func((torch.cat(layer),), experts, chosen) / chosen
         for layer in zip(*logits, strict=True)
@@ -88,13 +88,13 @@ def pack_losses(theirs, samples: Sequence[ToySample]) -> tuple[torch.Tensor, tor
 
 
 def test_equals_a_plain_loop():
-    """Prevents: moments of experts lost or shared out wrongly, rates or decays of their own."""
+    """Prevents expert moments lost or missharded, and other rates or weight decays for experts."""
     model = model_of(normalized=True, auxiliary_loss=AUXILIARY_LOSS)
     plan = plan_of(model=model, data=2, expert=2)
-    (weights, found), _ = run_ranks(plan.parallel, ours, plan)
+    (weights, found), _ = run_ranks(plan.parallel, train_ours, plan)
     rates = [rate for _, _, rate in found]
     alone = plan_of().parallel
     [expected] = run_ranks(alone, plain_loop, model, renamed(model, weights), rates)
     assert [loss for loss, _, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
     assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm in expected], rel=1e-3)
-    assert found[-1][0] < 0.9 * found[0][0]  # it learns: the weights are others than at first
+    assert found[-1][0] < 0.9 * found[0][0]  # the weights have learned

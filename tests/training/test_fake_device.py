@@ -1,4 +1,4 @@
-"""Stages on a fake device; each check runs in a process that has prepared no other."""
+"""Stages on a fake device. Each check runs in a new process."""
 
 import json
 from functools import cache
@@ -26,22 +26,22 @@ CASES = [case.__name__ for case in fake_device_cases.CASES]
 
 
 @cache
-def said(*cases: str) -> str:
-    """What one process says that goes through cases."""
+def run_cases(*cases: str) -> str:
+    """Return the output of one process that runs these cases."""
     ended = launcher().run(fake_device_cases.__file__, *cases)
     return ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_stages_need_what_plans_say(case):
-    """Prevents: bytes or launches other than counted by hand; stages that fit on paper only."""
-    # The dearest has a process, and so its time limit, alone.
-    output = said(*(one for one in CASES if (one == "stages") == (case == "stages")))
+    """Prevents bytes or launches unlike hand counts, and stages that fit only in the plan."""
+    # The slowest case runs alone, with its own time limit.
+    output = run_cases(*(one for one in CASES if (one == "stages") == (case == "stages")))
     assert f"passed {case}" in output, output
 
 
-def planned_for(folder, *sizes, **data):
-    """The directory of a plan for the toy model: of pipeline, data and shards."""
+def write_plan(folder, *sizes, **data):
+    """Return the toy model's plan directory for (pipeline, data, sharded) sizes."""
     parallel = Parallel(**dict(zip(("pipeline", "data", "sharded"), sizes, strict=False)))
     asked = request(
         model=MODEL, cluster=load_cluster("h100-80g"), parallel=parallel, precision="bf16",
@@ -52,25 +52,25 @@ def planned_for(folder, *sizes, **data):
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    """A plan of shapes for two stages."""
-    return planned_for(tmp_path_factory.mktemp("planned"), 2, 2, lengths=None, packs_per_step=8)
+def plan_dir(tmp_path_factory):
+    """Return a plan of shapes for two stages."""
+    return write_plan(tmp_path_factory.mktemp("planned"), 2, 2, lengths=None, packs_per_step=8)
 
 
-def succeed(*command: object) -> dict:
+def run_json(*command: object) -> dict:
     ended = launcher().run(*command, "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads(ended.stdout)
 
 
-def test_the_command_goes_on_and_reports(planned, tmp_path):
-    """Prevents: work that is done twice, output that is no JSON, and times shown as if measured."""
+def test_the_command_goes_on_and_reports(plan_dir, tmp_path):
+    """Prevents repeated work, output that is not JSON, and predicted times shown as measured."""
     kept = tmp_path / "kept"
-    command = ("tools/replay.py", planned, "--fake-device", "-o", kept)
-    first = succeed(*command, "--stages", "1")
+    command = ("tools/replay.py", plan_dir, "--fake-device", "-o", kept)
+    first = run_json(*command, "--stages", "1")
     assert [one["stage"] for one in first["stages"]] == [1]
     written = (kept / "fake_device_1.json").stat()
-    stages = succeed(*command)["stages"]
+    stages = run_json(*command)["stages"]
     assert (kept / "fake_device_1.json").stat().st_mtime_ns == written.st_mtime_ns
     assert [one["stage"] for one in stages] == [0, 1]
     for one in stages:
@@ -79,7 +79,7 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
         assert sum(part["gib"] for part in one["contents"]) == pytest.approx(total)
         assert one["kernels"] > 0 and 0 < one["element_wise_share"] < 1
     page = tmp_path / "report.html"
-    shown = succeed("-m", "omnibal", "report", planned, "--replay", kept, "-o", page)
+    shown = run_json("-m", "omnibal", "report", plan_dir, "--replay", kept, "-o", page)
     allocated = [[one["allocated_gib"] for one in all_] for all_ in (shown["fake_device"], stages)]
     assert allocated[0] == allocated[1] and "replay" not in shown
     text = page.read_text()
@@ -87,18 +87,18 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
 
 
 def test_weights_that_ranks_divide_are_counted_and_not_replayed(tmp_path):
-    """Prevents: a rank alone that gathers from nobody, and empty packs taken for others' rows."""
+    """Prevents a lone rank that gathers from absent ranks, and empty packs read as other ranks'."""
     lengths = lengths_of(tiles=[1] * 13, tokens=[100] * 13, loss_tokens=[20] * 13)
-    plan = planned_for(tmp_path, 1, 2, 2, lengths=lengths, packs_per_step=4)
+    plan = write_plan(tmp_path, 1, 2, 2, lengths=lengths, packs_per_step=4)
     replayed = load_replay(plan, None, None)
-    assert np.ptp(np.bincount(replayed.packs.dp_rank)) > 0  # so that there are empty ones
+    assert np.ptp(np.bincount(replayed.packs.dp_rank)) > 0  # so that some packs are empty
     for name in ("step", "dp_rank", "slot"):
         assert np.array_equal(*(getattr(of, name) for of in (replayed.workload, replayed.packs)))
     command = ("tools/replay.py", plan, "-o", tmp_path / "out")
     ended = launcher().run(*command)
     assert ended.returncode == 2 and "--fake-device" in ended.stderr
     assert not (tmp_path / "out").exists()
-    [counted] = succeed(*command, "--fake-device")["stages"]
+    [counted] = run_json(*command, "--fake-device")["stages"]
     assert any(part["operation"] == "resize_" and part["gib"] for part in counted["contents"])
 
 
@@ -112,26 +112,28 @@ def test_weights_that_ranks_divide_are_counted_and_not_replayed(tmp_path):
         ("--fake-device --provider te", {}, "Transformer Engine"),
     ],
 )
-def test_what_is_missing_or_does_nothing_is_said(planned, tmp_path, options, environment, expected):
-    """Prevents: a traceback where g++ is missing, and an option that is taken and does nothing."""
+def test_what_is_missing_or_does_nothing_is_said(
+    plan_dir, tmp_path, options, environment, expected
+):
+    """Prevents a traceback without g++, and an option that is accepted and has no effect."""
     output = tmp_path / "kept"
-    command = ("tools/replay.py", planned, *options.split(), "-o", output)
+    command = ("tools/replay.py", plan_dir, *options.split(), "-o", output)
     ended = launcher().run(*command, **environment)
     assert ended.returncode == 2 and not output.exists()
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
     assert expected in line
 
 
-def test_another_plans_figures_are_refused(planned, tmp_path):
-    """Prevents: another plan's figures in a report."""
+def test_another_plans_figures_are_refused(plan_dir, tmp_path):
+    """Prevents another plan's figures in a report."""
     info = {"plan_sha256": "0" * 64, "torch": "2", "trainer_sha256": "0" * 64}
     (tmp_path / "fake_device.json").write_text(json.dumps(info))
-    ended = launcher().run("tools/replay.py", planned, "--fake-device", "-o", tmp_path)
+    ended = launcher().run("tools/replay.py", plan_dir, "--fake-device", "-o", tmp_path)
     assert ended.returncode == 2 and "another plan" in ended.stderr
 
 
-def test_a_fake_stage_is_the_one_of_its_name(planned, tmp_path):
-    """Prevents: a stage's figures shown as another's, as a file was copied or renamed."""
+def test_a_fake_stage_is_the_one_of_its_name(plan_dir, tmp_path):
+    """Prevents a stage's figures shown as another's after a file was copied or renamed."""
     for stage in range(2):
         counted = FakeStage(
             stage=0, predicted_gib=None, allocated_gib=3.0, state_gib=2.0, activations_gib=1.0,
@@ -140,14 +142,14 @@ def test_a_fake_stage_is_the_one_of_its_name(planned, tmp_path):
         )  # fmt: skip
         FAKE_REPLAY_FILES.file_of(tmp_path, stage).write_text(counted.model_dump_json())
     with pytest.raises(UserError, match=r"_1\.json: holds stage 0, but is named for 1"):
-        read_fake_stages(tmp_path, open_plan(planned).plan)
+        read_fake_stages(tmp_path, open_plan(plan_dir).plan)
 
 
-def test_what_was_counted_is_of_the_compiled_part_too(planned, tmp_path, monkeypatch):
-    """Prevents: figures of an earlier device.cpp that pass for those of the one there is."""
+def test_what_was_counted_is_of_the_compiled_part_too(plan_dir, tmp_path, monkeypatch):
+    """Prevents reusing figures of an earlier device.cpp."""
     monkeypatch.setattr(fake_stage, "_TRAINER", tmp_path)
     hashes = []
     for name, text in (("a.py", "1"), ("b.cpp", "1"), ("b.cpp", "2"), ("c.md", "1")):
         (tmp_path / name).write_text(text)
-        hashes.append(fake_stage.fake_replay_info(open_plan(planned).plan).trainer_sha256)
+        hashes.append(fake_stage.fake_replay_info(open_plan(plan_dir).plan).trainer_sha256)
     assert len(set(hashes)) == 3 and hashes[2] == hashes[3]

@@ -1,4 +1,4 @@
-"""The table of families in docs/models.md, in code, and what importer and trainer say of them."""
+"""The table of families in docs/models.md agrees with the code, the importer and the trainer."""
 
 import json
 import re
@@ -22,7 +22,7 @@ HEAD = "| family | `model_type` |"
 
 
 def rows() -> list[list[str]]:
-    """Cells of the rows of the table of families."""
+    """Return the cells of the families table's rows."""
     lines = (ROOT / "docs" / "models.md").read_text().splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith(HEAD)) + 2
     table = [line for line in lines[first:][: len(FAMILIES) + 1] if line.startswith("|")]
@@ -30,11 +30,11 @@ def rows() -> list[list[str]]:
 
 
 def test_the_page_is_what_the_code_says():
-    """Prevents: a page that promises a family that is refused, or hides one that is trained."""
+    """Prevents documentation that promises a refused family or omits a trained family."""
     found = [(name, re.findall(r"`(\w+)`", types), yes) for name, types, _, _, yes in rows()]
     for (name, types, trained), family in zip(found, FAMILIES, strict=True):
         assert (name, trained) == (family.name, "yes" if family.is_trained else "no")
-        # A language model that stands alone is named by its ending.
+        # A language model without encoders has a type that ends in _text.
         assert [kind for kind in family.readers if not kind.endswith("_text")] == [
             kind for kind in types if not kind.endswith("_text")
         ]
@@ -42,8 +42,8 @@ def test_the_page_is_what_the_code_says():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.parent.name)
 def test_importer_and_trainer_agree_with_the_table(config):
-    """Prevents: a family that is said to be trained and is refused, by either, or the other way
-    round; of every release whose file is a preset."""
+    """Prevents an importer or trainer that disagrees with the table, for every release among the
+    presets."""
     is_trained = json.loads(config.read_text())["model_type"] in TRAINED_TYPES
     assert (model_obstacle(named_model(str(config.parent))) is None) == is_trained
     names = {"lm_head.weight", "language_model.lm_head.weight"}

@@ -1,4 +1,4 @@
-"""Models read from a hub's `config.json` beside Transformers' classes that read the same file."""
+"""Models read from a hub's `config.json`, compared with Transformers' classes for these files."""
 
 import json
 import random
@@ -31,7 +31,7 @@ CASES = (
 
 
 def fewer_layers(name):
-    """The file's content for fewer language layers, in the spelling that Transformers reads."""
+    """Return the configuration with fewer language layers, spelled as Transformers reads it."""
     config = json.loads((CONFIGS / name / "config.json").read_text())
     language = config.get("text_config", config)
     layers = {"gpt2": "n_layer", "mpt-7b": "n_layers"}.get(name, "num_hidden_layers")
@@ -77,13 +77,13 @@ VALUES = {
     "use_qk_norm": (False, True),
     "tie_word_embeddings": (False, True),
 }
-"""Values of keys that random files take; each is tried in every table that has the key."""
+"""Values for random changes, tried in every table that has the key."""
 OUTER_WIDTHS = {"out_hidden_size", "text_hidden_size", "projection_hidden_size"}
 LISTED_LAYERS = {"deepstack_visual_indexes", "fullatt_block_indexes"}
 
 
-def changed(config: dict, rng: random.Random) -> dict:
-    """A file with some keys changed, in tables at all depths, and widths that follow each other."""
+def change_keys(config: dict, rng: random.Random) -> dict:
+    """Return a copy with random keys changed in all tables, and dependent widths adjusted."""
     config = json.loads(json.dumps(config))
     language = config.get("text_config", config)
     tables = [config, language, config.get("vision_config", {})]
@@ -101,7 +101,7 @@ def changed(config: dict, rng: random.Random) -> dict:
         vision[key] = [at for at in vision[key] if at < vision["depth"]] or vision[key][:0]
     if language.get("pad_token_id") and "vocab_size" in language:
         language["pad_token_id"] %= language["vocab_size"]
-    language.pop("experts_per_token", None)  # another spelling, of GPT-OSS alone
+    language.pop("experts_per_token", None)  # another spelling, in GPT-OSS only
     if "num_experts_per_tok" in language:
         numbers = ("num_experts", "n_routed_experts", "num_local_experts")
         [experts] = (language[name] for name in numbers if name in language)
@@ -113,19 +113,19 @@ def changed(config: dict, rng: random.Random) -> dict:
 
 @pytest.mark.parametrize("name", [*CASES, "internvl"])
 def test_files_and_random_changes_have_the_parameters_of_transformers(name, tmp_path):
-    """Prevents: a parameter that the plan counts and the model has not, or the other way round; and
-    a key that decides what is built, and is read otherwise or not at all.
+    """Prevents parameter counts that differ from Transformers' model, and keys that are misread or
+    ignored.
 
-    Transformers leaves prediction layers out, whose parameters are checked with whole checkpoints'.
+    Transformers omits prediction layers; other tests compare them with complete checkpoints.
     """
-    if name == "internvl":  # whose class ties the head by the outer key: 622 million parameters
+    if name == "internvl":  # this class ties the head by the outer key: 622 million parameters
         InternVLConfig().save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
     else:
         config = fewer_layers(name)
     rng, agreed = random.Random(name), 0
     for is_changed in [False] + [True] * 15:
-        own = changed(config, rng) if is_changed else config
+        own = change_keys(config, rng) if is_changed else config
         (tmp_path / "config.json").write_text(json.dumps(own))
         try:
             model = named_model(str(tmp_path)).with_tower("language", prediction_layers=0)
@@ -143,7 +143,7 @@ def test_files_and_random_changes_have_the_parameters_of_transformers(name, tmp_
 
 @pytest.mark.parametrize(("outer", "has_head"), list(product((True, False), repeat=2)))
 def test_a_checkpoint_tells_whether_internvl_has_a_head(outer, has_head, tmp_path):
-    """Prevents: a released head left out of a plan because a newer version saved the file again."""
+    """Prevents a plan without the released head after a newer version rewrote the file."""
     InternVLConfig(tie_word_embeddings=outer).save_pretrained(tmp_path)
     names = ["model.language_model.embed_tokens.weight", *["lm_head.weight"] * has_head]
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
@@ -154,7 +154,7 @@ def test_a_checkpoint_tells_whether_internvl_has_a_head(outer, has_head, tmp_pat
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "kimi-k2.5"])
 def test_what_transformers_saves_again_is_the_same_model(name, tmp_path):
-    """Prevents: a model that was tuned and saved by a newer version being refused, or another."""
+    """Prevents refusing or misreading a model saved again by a newer version of Transformers."""
     AutoConfig.from_pretrained(CONFIGS / name).save_pretrained(tmp_path / name)
     for processor in (CONFIGS / name).glob("*processor_config.json"):
         shutil.copy(processor, tmp_path / name)
@@ -184,18 +184,18 @@ TABLES = {
     "deepseek_v3": deepseek.DeepseekV3Text,
 }
 STATED_ONLY = {"tie_word_embeddings", "rope_scaling", "rope_parameters", "rope_theta"}
-"""Read as the whole model's, or without a cost."""
+"""Read from the complete model's table, or without effect on cost."""
 DIFFERENT = {
-    # Its weights are there only where a file says so; the class takes one where none does.
+    # The file decides whether its weights exist; the class assumes one layer by default.
     ("deepseek_v3", "num_nextn_predict_layers"),
-    # Always so in the class, which has no such key.
+    # The class always normalizes and has no such key.
     ("qwen3_vl_moe_text", "norm_topk_prob"),
 }
 
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_what_a_file_leaves_out_is_as_its_class_has_it(kind):
-    """Prevents: a key that is left out read as another value than its writer had."""
+    """Prevents a missing key read as another value than the class's default."""
     theirs = AutoConfig.for_model(kind)
     table = TABLES[kind]()
     ours = {
@@ -206,6 +206,6 @@ def test_what_a_file_leaves_out_is_as_its_class_has_it(kind):
     assert len(ours) >= 8
     for name, value in ours.items():
         default = getattr(theirs, name)
-        if value is not None:  # else off, or made of other keys
+        if value is not None:  # else off, or derived from other keys
             as_list = [list(each) if isinstance(each, tuple) else each for each in (value, default)]
             assert as_list[0] == as_list[1], name

@@ -1,4 +1,4 @@
-"""First weights: the same model for any split, of which every rank draws its part alone."""
+"""First weights are equal for any split, and each rank only draws its own part."""
 
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ from megatron.vlm.model.initialize import initial_values
 from megatron.vlm.step.train import build_trainer
 
 TILES = {"_MAX_SINGLE_TILE": 64, "_TILE": (7, 5)}
-"""Tiles so small that a part of any toy's matrix cuts some."""
+"""Tiles so small that parts of any toy matrix cut some."""
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 SPLITS = {
     "tensor-pipeline": cut_plan(MODELS["6B-like"], 2, **IN_PARTS),
@@ -30,7 +30,7 @@ SPLITS = {
 
 
 def first_weights(links, plan, origin="seeded"):
-    """Weights by name, and the number of values drawn for each name."""
+    """Return weights by name, and the number of values drawn for each name."""
     drawn = {}
     draw = initialize._draw_tile
 
@@ -44,8 +44,8 @@ def first_weights(links, plan, origin="seeded"):
     return weights_of(trainer), drawn
 
 
-def alone(model):
-    """First weights and drawn values of one process."""
+def one_process_weights(model):
+    """Return first weights and drawn values of one process."""
     plan = toy_plan(model, stages_of(model))
     [found] = run_ranks(plan.parallel, first_weights, plan)
     return found
@@ -53,8 +53,8 @@ def alone(model):
 
 @pytest.mark.parametrize("plan", SPLITS.values(), ids=SPLITS)
 def test_every_split_begins_with_the_same_bits(plan):
-    """Prevents: another model for another number of devices, and parts of other places."""
-    expected, _ = alone(plan.model)
+    """Prevents first weights that depend on the number of devices or on a rank's part."""
+    expected, _ = one_process_weights(plan.model)
     ranks = run_ranks(plan.parallel, first_weights, plan)
     tensor, found = plan.parallel.tensor, set()
     for first in range(0, len(ranks), tensor):
@@ -70,16 +70,16 @@ def test_every_split_begins_with_the_same_bits(plan):
 
 
 def test_a_rank_draws_its_part():
-    """Prevents: every rank drawing all weights, minutes of one core for a model of 26B."""
+    """Prevents every rank from drawing all weights: minutes of one core for a 26B model."""
     for name, parts in (("sharded", 4), ("experts-tensor", 2), ("tensor-pipeline", 2)):
         plan = SPLITS[name]
-        _, all_drawn = alone(plan.model)
+        _, all_drawn = one_process_weights(plan.model)
         for _, drawn in run_ranks(plan.parallel, first_weights, plan):
             assert sum(drawn.values()) < 1.6 / parts * sum(all_drawn.values())
 
 
 def test_nothing_is_drawn_that_is_loaded_or_timed():
-    """Prevents: minutes of drawing before a load, and adapters that a checkpoint lacks at zero."""
+    """Prevents drawing weights that are loaded, and zero adapters if a checkpoint has none."""
     plan = cut_plan(MODELS["300M-like"], adapters=EVERYWHERE)
     [(_, drawn)] = run_ranks(plan.parallel, first_weights, plan, "loaded")
     assert drawn and all(".adapters." in name for name in drawn)
@@ -87,7 +87,7 @@ def test_nothing_is_drawn_that_is_loaded_or_timed():
     [(weights, drawn)] = run_ranks(plan.parallel, first_weights, plan, "loaded")
     assert not drawn and not any(one.any() for one in weights.values() if one.dim() > 1)
     [(weights, drawn)] = run_ranks(plan.parallel, first_weights, plan, "measured")
-    seeded, _ = alone(plan.model)
+    seeded, _ = one_process_weights(plan.model)
     assert not drawn
     for name, one in weights.items():
         if one.dim() > 1:
@@ -96,7 +96,7 @@ def test_nothing_is_drawn_that_is_loaded_or_timed():
 
 
 def test_a_seed_stays_with_its_numbers():
-    """Prevents: runs of one seed that begin with other weights than those of earlier versions."""
+    """Prevents first weights of a seed that change between versions."""
     name = "vision.layers.0.mlp.linear_fc2.weight"
     values = initial_values(MODELS["300M-like"], name, (24, 96), 3)
     assert values[0, :3].tolist() == pytest.approx([0.0046111173, -0.119277723, 0.101078830])

@@ -1,4 +1,4 @@
-"""The packed kernel's call, with what torch 2.11 and 2.13 have for it on CUDA stood in for.
+"""Calls of the packed attention kernel, with stand-ins for torch 2.11's and 2.13's on CUDA.
 
 Shapes: T packed tokens, K packed keys, N heads of queries, S and C tokens and keys of a sample.
 """
@@ -18,8 +18,8 @@ KEYS = [9, 30, 12, 21]
 
 
 def kernel_of_2_11(query, key, value, *borders_and_longest, window_size=(-1, -1)):
-    """Softmax of all pairs of a sample, or of a piece that ends where its keys end; query head n
-    reads head n // (queries per key)."""
+    """Return attention by sample; causal queries end where the keys end. Query head n reads key
+    head n // (query heads per key head)."""
     served_N = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
     key, value = key[:, served_N], value[:, served_N]
     *borders, longest, longest_keys = borders_and_longest
@@ -48,8 +48,8 @@ def kernel_of_2_13(query, key, value, *borders_and_longest, window_size=(-1, -1)
     ids=["causal", "full", "pieces"],
 )  # fmt: skip
 def test_every_torch_gets_the_arguments_it_knows(monkeypatch, kernel, heads, keys, causal):
-    """Prevents: a TypeError at the first layer under a cluster's torch 2.11, keys given to other
-    queries than theirs, and a piece of a sample that attends to its sample from the front."""
+    """Prevents a TypeError under torch 2.11, query heads that read wrong key heads, and a piece of
+    a sample aligned to the sample's start instead of its end."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     generator = torch.Generator().manual_seed(0)
     shapes = ((TOKENS, heads[0]), (keys, heads[1]), (keys, heads[1]))
@@ -60,7 +60,7 @@ def test_every_torch_gets_the_arguments_it_knows(monkeypatch, kernel, heads, key
 
 
 class _Attention(torch.autograd.Function):
-    """Torch's packed attention, as to what it saves."""
+    """Torch's packed attention, reduced to the tensors it saves."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -74,8 +74,8 @@ class _Attention(torch.autograd.Function):
 
 @pytest.mark.parametrize("knows_groups", [True, False], ids=["2.13", "2.11"])
 def test_no_copy_of_keys_for_every_head_is_kept(monkeypatch, knows_groups):
-    """Prevents: keys and values kept once a query head, which no plan counts and which gathered
-    keys cannot be freed from."""
+    """Prevents saving keys and values per query head: no plan counts these copies, and gathered
+    keys could not be freed."""
     with_option = lambda *given, window_size, enable_gqa: _Attention.apply(*given[:3])  # noqa: E731
     without = lambda *given, window_size: _Attention.apply(*given[:3])  # noqa: E731
     kernel = with_option if knows_groups else without
@@ -92,7 +92,7 @@ def test_no_copy_of_keys_for_every_head_is_kept(monkeypatch, knows_groups):
     ("installed", "major", "used"), [(True, 9, True), (True, 8, False), (False, 9, False)]
 )
 def test_flash_attention_3_is_asked_for_where_it_can_run(monkeypatch, installed, major, used):
-    """Prevents: a slower kernel on Hopper, and a crash on other devices or without the package."""
+    """Prevents a slower kernel on Hopper, and a crash on other devices or without the package."""
     asked = []
     find = importlib.util.find_spec
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Frozen parts: the rest of the model trains as if nothing had changed, and nothing else moves."""
+"""Frozen parts: they do not move, and trained parts train as before."""
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ def prefixes_of(frozen):
 @pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
 @pytest.mark.parametrize("cut", [3, 8], ids=["vision", "language"])
 def test_only_trained_parts_move(frozen, cut):
-    """Prevents: a part that was to stay as it is and is trained, or one that silently is not.
+    """Prevents training a frozen part, or not training another part.
 
-    Covers stages that hold no trained parameter at all, on either end.
+    Covers stages without trained parameters at either end.
     """
     plan = pipeline_plan(cut, frozen=frozen)
     for rank in run_ranks(plan.parallel, what_moves, plan):
@@ -39,7 +39,7 @@ def test_only_trained_parts_move(frozen, cut):
 
 
 def unclipped_gradients(frozen):
-    """Gradients by name of the first step of one process, as they were before they were clipped."""
+    """Return one process's gradients by name of the first step, before clipping."""
     results, gradients, _ = alone(pipeline_plan(frozen=frozen), STEPS)
     clipped = max(1.0, results[0][1] / OPTIONS.clip_grad)
     return {name: gradient * clipped for name, gradient in gradients[0].items()}
@@ -47,7 +47,7 @@ def unclipped_gradients(frozen):
 
 @pytest.mark.parametrize("frozen", FROZEN[:3], ids="+".join)
 def test_frozen_split_equals_frozen_single_process_and_the_gradients_of_the_whole(frozen):
-    """Prevents: gradients that stop at a frozen part which trained ones come before."""
+    """Prevents gradients that stop at a frozen part and so miss trained parts before it."""
     for cut in (3, 8):
         plan = pipeline_plan(cut, vision=(0, 2), language=(1,), frozen=frozen)
         compare_with_one_process(plan, STEPS)
@@ -64,7 +64,7 @@ def kept_bytes(links, plan):
 
 
 def test_frozen_first_stage_keeps_nothing_for_backward():
-    """Prevents: activations of layers that have no backward."""
+    """Prevents keeping activations of frozen layers without a backward."""
     for frozen, keeps in ((("vision", "projector"), False), ((), True)):
         plan = pipeline_plan(6, frozen=frozen)
         assert (run_ranks(plan.parallel, kept_bytes, plan)[0] > 0) == keeps

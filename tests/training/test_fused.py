@@ -1,4 +1,4 @@
-"""What fused operations compute and keep, and how a fake device counts bytes: quick ones."""
+"""Results and kept tensors of fused operations, and the fake device's byte counts: quick checks."""
 
 import pytest
 import torch
@@ -14,21 +14,21 @@ pytestmark = pytest.mark.quick
 @pytest.mark.in_own_process
 @pytest.mark.parametrize("check", CHECKS)
 def test_bodies_are_their_formulas(check):
-    """Prevents: a body that gives other numbers or gradients than its textbook formula, or keeps
-    more for backward than plans count."""
+    """Prevents fused operations with wrong results or gradients, or that keep more for backward
+    than plans count."""
     check(Case("cpu", torch.float32))
 
 
 @pytest.mark.in_own_process
 def test_padded_words_are_in_no_softmax():
-    """Prevents: a loss that gives words which do not exist a gradient, however small."""
+    """Prevents a gradient for logits of padding words."""
     logits = torch.arange(28.0).view(4, 7).cos().requires_grad_()
     cross_entropy(logits * 1.0, torch.tensor([0, 4, 2, 1]), OwnWords(0, 5, None)).sum().backward()
     assert not logits.grad[:, 5:].any() and logits.grad[:, :5].all()
 
 
 class RowLengths(TorchDispatchMode):
-    """Lengths of the rows of all results of two axes."""
+    """Records row lengths of all two-dimensional results."""
 
     def __init__(self):
         super().__init__()
@@ -42,14 +42,14 @@ class RowLengths(TorchDispatchMode):
 
 
 def test_words_are_read_in_whole_padded_rows():
-    """Prevents: a kernel that loads logits value by value, as 16 does not divide a vocabulary."""
+    """Prevents a kernel that loads logits one by one because 16 does not divide the vocabulary."""
     with RowLengths() as rows:
         _local_parts(torch.randn(4, 128), torch.arange(4), 0, 51)
     assert 128 in rows.seen and not any(length % 16 for length in rows.seen - {1, 4})
 
 
 def test_storages_are_counted_from_birth_to_end():
-    """Prevents: a view that counts twice, and memory that is counted when it is gone."""
+    """Prevents views counted twice, and memory counted after it is freed."""
     tracker, label = MemoryTracker(), Label("layer", "made", "forward")
     one = torch.empty(100)
     tracker.hold(one.untyped_storage(), label)

@@ -1,4 +1,4 @@
-"""Bodies of fused operations, compiled for a CPU; test_cuda.py has them on a device."""
+"""Fused operations compiled for a CPU; test_cuda.py runs them on a device."""
 
 import shutil
 from importlib.util import find_spec
@@ -8,10 +8,10 @@ from programs import run_program
 
 
 def test_compiled_bodies_compute_what_is_written(tmp_path):
-    """Prevents: a body that the compiler cannot take, or takes for another, which only a GPU would
-    show."""
+    """Prevents a fused operation that fails to compile or computes other results when compiled,
+    otherwise seen only on a GPU."""
     assert shutil.which("g++"), "install g++, which compiles bodies for a CPU"
-    # The compiler's command line does not quote torch's folder, whose path may have a space.
+    # The compiler's command line does not quote torch's folder, which may contain a space.
     installed = tmp_path / "installed"
     installed.symlink_to(Path(find_spec("torch").origin).parent.parent)
     inductor = {"CACHE_DIR": str(tmp_path / "compiled"), "COMPILE_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Answers of a whole model in one process, against Transformers' own generation and decoding."""
+"""Answers of a complete model in one process, compared with Transformers' generation."""
 
 from pathlib import Path
 
@@ -27,8 +27,8 @@ NEW_TOKENS, CHATS = 6, "c c c"
     scope="module", params=[("300m-qwen2", "qwen2"), ("6b-qwen2-tied", "transformers")], ids=str
 )
 def model_and_run(request, tmp_path_factory):
-    """A random model of Transformers, and the run directory it was imported to; the one in
-    InternVL's layout has a system message for chats, and RoPE that is scaled later."""
+    """Return a random Transformers model and the run it was imported to. In InternVL's layout it
+    has a system message for chats, and RoPE scaled beyond a limit."""
     folder = tmp_path_factory.mktemp("released")
     name, layout = request.param
     saved(name, folder / "model", layout)
@@ -39,7 +39,7 @@ def model_and_run(request, tmp_path_factory):
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Words that stand apart, and the pieces of the chat template."""
+    """Write a tokenizer of words and the chat template's pieces."""
     words = word_tokenizer(PIECES)
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.add_special_tokens(PIECES[:6])
@@ -60,8 +60,8 @@ def sample_of(folder: Path, images: int) -> Sample:
 
 
 def test_answers_are_those_of_transformers(tmp_path, model_and_run):
-    """Prevents: image features in wrong places or of other images, a prompt that is not the
-    template's, and tokens after the answer has ended."""
+    """Prevents misplaced or swapped image features, a prompt that differs from the template, and
+    tokens after the answer's end."""
     model, run = model_and_run
     samples = [sample_of(tmp_path, images) for images in (0, 1, 2)]
     [ours] = run_ranks(Parallel(pipeline=1), answers, run, samples, NEW_TOKENS)
@@ -85,7 +85,7 @@ def test_answers_are_those_of_transformers(tmp_path, model_and_run):
 
 
 def test_chat_prints_the_answer(tmp_path, model_and_run):
-    """Prevents: a command that answers otherwise than the function, or about no image."""
+    """Prevents a chat command that ignores the image or answers differently from `answers`."""
     _, run = model_and_run
     sample = sample_of(tmp_path, 1)
     [[answer]] = run_ranks(Parallel(pipeline=1), answers, run, [sample], NEW_TOKENS)
@@ -107,7 +107,7 @@ def test_chat_prints_the_answer(tmp_path, model_and_run):
     ],
 )
 def test_mistakes_are_one_line(model_and_run, arguments, message):
-    """Prevents: a traceback, or minutes of loading before a mistake is told."""
+    """Prevents a traceback, and minutes of loading before a mistake is reported."""
     _, run = model_and_run
     most = open_newest(run).model.language.max_positions
     if message == "max_positions" and most is None:

@@ -1,4 +1,4 @@
-"""Items as loader processes hand them over: what is unpacked is what was packed."""
+"""Items sent by loader processes: unpacking restores the packed item."""
 
 import pickle
 from dataclasses import dataclass
@@ -20,34 +20,34 @@ class Item:
     missing: torch.Tensor | None = None
 
 
-def sent(item: object) -> tuple[object, Parcel]:
-    """The item behind a pipe."""
+def send_item(item: object) -> tuple[object, Parcel]:
+    """Return the item after pickling, and its parcel."""
     packed = pickle.loads(pickle.dumps(pack_parcel(item)))
     return unpack_parcel(packed), packed
 
 
 @pytest.mark.parametrize("rows", [0, 3, 5_000])
 def test_item_is_the_same_behind_the_pipe(rows):
-    """Prevents: content that goes to another tensor, or that is cut where it is large or empty."""
+    """Prevents tensors swapped or truncated if they are large or empty."""
     whole = torch.arange(rows * 64, dtype=torch.float32).view(rows, 64)
     tensors = {
         "pixels": whole, "turned": whole.T, "part": whole[:, 3:7], "ids": torch.arange(7),
         "flag": torch.tensor([True, False, True]), "number": torch.tensor(2.5),
     }  # fmt: skip
-    found, packed = sent(Item(tensors, ("a", "b")))
+    found, packed = send_item(Item(tensors, ("a", "b")))
     assert isinstance(packed.content, torch.Tensor) == (whole.nbytes > 1 << 20)
     assert found.texts == ("a", "b") and found.missing is None
     assert found.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found.tensors[name].dtype == tensor.dtype
         assert torch.equal(found.tensors[name], tensor)
-        found.tensors[name].zero_()  # it is the receiver's own
+        found.tensors[name].zero_()  # the receiver owns its copy
     assert tensors["ids"].any()
 
 
 def test_values_without_tensors_pass():
-    """Prevents: a mistake in a sample that is lost on its way to whoever reports it."""
-    found, packed = sent(UserError("gone"))
+    """Prevents an error about a sample from being lost on its way from the loader."""
+    found, packed = send_item(UserError("gone"))
     assert isinstance(found, UserError) and str(found) == "gone"
     assert packed.sizes == ()
-    assert np.array_equal(sent(np.arange(3))[0], np.arange(3))
+    assert np.array_equal(send_item(np.arange(3))[0], np.arange(3))

@@ -1,4 +1,4 @@
-"""What the user is told about steps that went wrong, and where figures go besides the run log."""
+"""Messages about failed steps, and metrics written to other tools than the run log."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 def test_spike_is_reported_and_noise_is_not():
-    """Prevents: a jump of the loss that nobody sees, and reports of noise or of first steps."""
+    """Prevents a missed loss spike, and reports of noise or of first steps."""
     first = RunHealth(max_skipped=0)
     assert not any(first.judge(step, loss) for step, loss in enumerate([1.0, 9.0, 2.0, 8.0]))
     random = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def test_spike_is_reported_and_noise_is_not():
 
 
 def test_run_stops_after_too_many_skipped_steps_in_a_row():
-    """Prevents: days of a diverged run; and a run that stops although it recovers each time."""
+    """Prevents days of a diverged run, and stopping a run that recovers each time."""
     health = RunHealth(max_skipped=2, skipped_steps=5)
     for step in range(0, 30, 3):
         with logged() as lines:
@@ -49,7 +49,7 @@ def test_run_stops_after_too_many_skipped_steps_in_a_row():
 
 
 def test_run_stops_when_most_images_are_gone():
-    """Prevents: a model trained on text alone since a disk was unmounted."""
+    """Prevents training on text only after a disk was unmounted."""
     health = RunHealth(max_skipped=0)
     with logged() as lines:
         health.judge(0, 1.0, replaced_share=0.5)
@@ -69,7 +69,7 @@ RECORD = StepRecord(
 
 
 def test_wandb_gets_every_value_with_its_step(monkeypatch, tmp_path):
-    """Prevents: a project that stays empty, has a run for every start, or curves of other units."""
+    """Prevents an empty project, a new run for every restart, and curves in other units."""
     written, started = [], []
     run = SimpleNamespace(log=lambda values, step: written.append((step, values)), finish=list)
     stand_in = SimpleNamespace(init=lambda **options: (started.append(options), run)[1])
@@ -87,7 +87,7 @@ def test_wandb_gets_every_value_with_its_step(monkeypatch, tmp_path):
 
 
 def test_tensorboard_shows_every_point_once_after_a_resume(tmp_path):
-    """Prevents: a validation that a resume at its step hides, or a step that is shown twice."""
+    """Prevents a validation hidden by a resume at its step, and steps shown twice."""
     for resumed, steps in ((0, range(1, 5)), (2, range(3, 7))):
         sink = TensorBoardSink(tmp_path, resumed)
         for step in steps:
@@ -109,7 +109,7 @@ def test_tensorboard_shows_every_point_once_after_a_resume(tmp_path):
     ],
 )
 def test_missing_library_is_said(monkeypatch, tmp_path, missing, open_sink):
-    """Prevents: a traceback, or a run without the curves that were asked for."""
+    """Prevents a traceback, and a run without the requested curves."""
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UserError, match=r"is not installed; pip install"):
         open_sink(tmp_path)

@@ -1,4 +1,4 @@
-"""What the host would wait for on a device while a stage runs its micro-batches."""
+"""Host synchronizations with the device while a stage runs its micro-batches."""
 
 import traceback
 from collections import Counter
@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
 
-# Operations whose result the host needs, or the size of it, before it can go on.
+# Operations with a result or a size that the host must wait for.
 WAITING = {"_local_scalar_dense", "masked_select", "nonzero"}
 RUNS_A_STAGE = ("megatron/vlm/step/schedule.py", "megatron/vlm/step/encoder_phase.py")
 READS_DATA = "megatron/vlm/inputs/"
 
 
 class WaitLog(TorchDispatchMode):
-    """Counts what waits while a stage runs, by the operation and the file that asks for it."""
+    """Counts waits while a stage runs, by operation and calling file."""
 
     def __init__(self):
         super().__init__()
@@ -46,9 +46,9 @@ def waits(links, plan, options):
 
 
 def test_experts_wait_for_the_choice_of_rows_alone():
-    """Prevents: a wait that nobody knows of, in every layer of every micro-batch.
+    """Prevents an unknown host wait in every layer of every micro-batch.
 
-    Core's permutation takes the chosen rows and their weights by a mask, twice a layer.
+    Core's permutation selects rows and weights by a mask, twice per layer.
     """
     case = shared.CASES["dp4-experts"]
     plan = shared.plan_of(case)
@@ -58,7 +58,7 @@ def test_experts_wait_for_the_choice_of_rows_alone():
 
 
 def test_data_parallel_encoders_wait_for_nothing(tmp_path):
-    """Prevents: features or gradients whose sizes are read from the device."""
+    """Prevents sizes of features or gradients being read from the device."""
     case = next(iter(beside.CASES.values()))
     plan, feed = beside.plan_of(case), beside.feed_of(case.drop_path)
     options = {"steps": beside.STEPS[:2], "save": tmp_path, "feed": feed}
@@ -66,7 +66,7 @@ def test_data_parallel_encoders_wait_for_nothing(tmp_path):
 
 
 def calls_of_two_steps(links, plan):
-    """Marks of the clock, waits of the host, and gathers of weights, in order."""
+    """Return the clock's marks, host waits and weight gathers of two steps, in order."""
     calls = []
 
     class Event:
@@ -102,7 +102,7 @@ def calls_of_two_steps(links, plan):
 
 
 def test_weights_are_gathered_while_the_next_step_begins():
-    """Prevents: a step that ends when the weights have come, so that no micro-batch hides them."""
+    """Prevents a step that waits for its weight gathers, so that the next step cannot hide them."""
     plan = pipeline_plan(model=MODELS["300M-like"], data=2)
     for calls in run_ranks(plan.parallel, calls_of_two_steps, plan):
         names = [what for what, _ in calls]

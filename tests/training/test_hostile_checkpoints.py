@@ -1,4 +1,4 @@
-"""Checkpoints from a stranger: what is in them is never run, whoever reads it."""
+"""Checkpoints from an untrusted source never run code in any reader."""
 
 import io
 import os
@@ -23,8 +23,8 @@ from omnibal.job.runlog import checkpoint_path
 STEPS = 10
 
 
-class Runs:
-    """Makes a file when it is unpickled, and is then None."""
+class Attack:
+    """Creates a file when it is unpickled, then is None."""
 
     def __init__(self, made):
         self.made = str(made)
@@ -35,7 +35,7 @@ class Runs:
 
 def archive(made):
     stream = io.BytesIO()
-    torch.save([Runs(made)], stream)
+    torch.save([Attack(made)], stream)
     return stream.getvalue()
 
 
@@ -50,7 +50,7 @@ def edit_metadata(edit):
 
 
 def redirect(kind):
-    """Have the stored things of a kind be an archive that runs."""
+    """Redirect stored items of a kind to an archive that runs code."""
 
     def edit(metadata, folder, made):
         content = archive(made)
@@ -66,7 +66,7 @@ def redirect(kind):
 
 
 @edit_metadata
-def as_objects(metadata, folder, made):
+def store_as_objects(metadata, folder, made):
     redirect("Tensor")(folder, made)
     metadata.storage_data = pickle.loads((folder / ".metadata").read_bytes()).storage_data
     [other, *_] = (one for one in metadata.state_dict_metadata.values() if "Bytes" in str(one))
@@ -74,15 +74,15 @@ def as_objects(metadata, folder, made):
 
 
 @edit_metadata
-def outside(metadata, folder, made):
+def point_outside(metadata, folder, made):
     shutil.copytree(folder, folder.parent / "other")
     for index, place in metadata.storage_data.items():
         elsewhere = f"../other/{place.relative_path}"
         metadata.storage_data[index] = replace(place, relative_path=elsewhere)
 
 
-def within(metadata, folder, made):
-    metadata.storage_meta = Runs(made)
+def inject_object(metadata, folder, made):
+    metadata.storage_meta = Attack(made)
 
 
 CHANGES_A_CLASS = (
@@ -90,20 +90,20 @@ CHANGES_A_CLASS = (
     b"(N}\x8c\x08__hash__cbuiltins\nlist\nstb."
 )
 HOSTILE = {
-    "metadata": lambda folder, made: (folder / ".metadata").write_bytes(pickle.dumps(Runs(made))),
-    "within": edit_metadata(within),
+    "metadata": lambda folder, made: (folder / ".metadata").write_bytes(pickle.dumps(Attack(made))),
+    "within": edit_metadata(inject_object),
     "class": lambda folder, made: (folder / ".metadata").write_bytes(CHANGES_A_CLASS),
     "common": lambda folder, made: (folder / "common.pt").write_bytes(archive(made)),
     "tensors": redirect("Tensor"),
-    "as-objects": as_objects,
-    "outside": outside,
+    "as-objects": store_as_objects,
+    "outside": point_outside,
     "objects": redirect("Bytes"),
 }
-HARMLESS = "objects"  # nothing reads them
+HARMLESS = "objects"  # never read
 
 
 def hostile_copies(run, step, folder, names=HOSTILE):
-    """A copy of a run for each kind, whose checkpoint would make the file beside it."""
+    """Return attacked copies of a run. Running their code would create a `.made` file."""
     for name in names:
         shutil.copytree(run, folder / name)
         path = checkpoint_path(folder / name, step)
@@ -118,7 +118,7 @@ def save_first(links, plan, folder):
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "sharded": 2}], ids=["whole", "sharded"])
 def test_training_runs_nothing_of_a_checkpoint(tmp_path, sizes):
-    """Prevents: code of a stranger run by --load and --finetune, whatever file it is in."""
+    """Prevents --load and --finetune from running code in any file of a checkpoint."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model, *([] if sizes else [4])), **sizes)
     run_ranks(plan.parallel, save_first, plan, tmp_path / "run")
@@ -135,7 +135,7 @@ def test_training_runs_nothing_of_a_checkpoint(tmp_path, sizes):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """An imported run with a tokenizer; not to be changed."""
+    """Return a read-only imported run with a tokenizer."""
     folder = tmp_path_factory.mktemp("released")
     write_tokenizer(saved("300m-qwen2", folder / "model", "transformers"))
     return imported(folder / "model", folder / "run")
@@ -150,14 +150,14 @@ def run(tmp_path_factory):
     ids=["chat", "export"],
 )
 def test_commands_run_nothing_of_a_checkpoint(tmp_path, run, command):
-    """Prevents: the same by chat.py and `convert.py export`, or a mistake of many lines."""
+    """Prevents chat.py and `convert.py export` from running a checkpoint's code, and tracebacks."""
     for folder in hostile_copies(run, 0, tmp_path, ("within", "as-objects", HARMLESS)):
         words = [tmp_path / "out" / folder.name if word == "OUT" else word for word in command]
         ended = launcher().run(*words, folder)
         if folder.name == HARMLESS:
             assert ended.returncode == 0, ended.stderr
         else:
-            # Others are of the progress.
+            # Other lines report progress.
             [line] = (one for one in ended.stderr.splitlines() if one.startswith("error: "))
             assert ended.returncode == 2 and "cannot be read" in line, (folder.name, line)
             assert "Traceback" not in ended.stderr
@@ -165,7 +165,7 @@ def test_commands_run_nothing_of_a_checkpoint(tmp_path, run, command):
 
 
 def test_a_fifo_is_refused(tmp_path, run):
-    """Prevents: a command that waits for ever for a file that nobody writes."""
+    """Prevents a command that hangs on a FIFO."""
     for name in (".metadata", "common.pt", "metadata.json"):
         copy = shutil.copytree(run, tmp_path / name)
         (checkpoint_path(copy, 0) / name).unlink()

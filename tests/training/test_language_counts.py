@@ -1,4 +1,4 @@
-"""Counts of language layers beside Transformers' modules: parameters, operations, kept bytes.
+"""Counts of language layers compared with Transformers: parameters, operations, kept bytes.
 
 Shapes: T tokens of one sample.
 """
@@ -55,7 +55,7 @@ GATED = EXPERTS.model_copy(update={"shared_ffn_hidden_size": 64, "shared_gate": 
 
 @dataclass(frozen=True)
 class Family:
-    """A small model of a family, as Transformers and as this project describe it."""
+    """A small model of a family, configured for Transformers and for this project."""
 
     name: str
     theirs: dict[str, Any]
@@ -66,12 +66,12 @@ class Family:
         return ModelConfig(name=self.name, language=LanguageConfig(**OURS | self.ours))
 
     def module(self, layers: int, attention: str = "eager", **more: Any) -> torch.nn.Module:
-        # A family of text and images has a configuration of both besides.
+        # Families with images have a nested text configuration.
         has_text = hasattr(transformers, f"{self.name}TextConfig")
         config_class = getattr(transformers, f"{self.name}{'Text' if has_text else ''}Config")
         config = config_class(**HIDDEN | self.theirs | {"num_hidden_layers": layers} | more)
         config._attn_implementation = attention
-        config._experts_implementation = "eager"  # grouped kernels are in no counter
+        config._experts_implementation = "eager"  # counters miss grouped kernels
         torch.manual_seed(0)
         heads = {"GPT2": transformers.GPT2LMHeadModel}
         made = heads.get(self.name) or getattr(transformers, f"{self.name}ForCausalLM")
@@ -137,22 +137,22 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def at_tokens(model: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Features of a micro-batch of one sample of T tokens, and those of attention to others."""
+def token_features(model: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return linear features of one sample of T tokens, and its squared (attention) features."""
     names = feature_names(model)
     attends = np.array([name.startswith("squared") for name in names])
     linear = np.array([{"fixed": 1, "tokens": T, "loss_tokens": T}.get(name, 0) for name in names])
     return linear, T * T * attends
 
 
-def of_triangle(triangle: Any, right: Any, *_: Any, **__: Any) -> int:
-    """Operations to solve for all columns of the right side, as products with an inverse."""
+def triangle_flops(triangle: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Return operations to solve for all columns of the right side, as products with an inverse."""
     return int(2 * triangle[-1] * np.prod(right))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_parameters_and_operations_are_those_of_transformers(family):
-    """Prevents a weight or a product of a family's layers that is forgotten, counted twice or of
+    """Prevents a weight or a product of a family's layers that is missed, counted twice or of
     another size."""
     language, module = family.model.language, family.module(family.model.language.layers)
     cost = analytic_cost(family.model, CLUSTER, ONE, "bf16")
@@ -160,17 +160,17 @@ def test_parameters_and_operations_are_those_of_transformers(family):
     parameters = sum(cost.units[name].parameters for name in names) - cost.tied_parameters
     assert parameters == sum(parameter.numel() for parameter in module.parameters())
     counter = FlopCounterMode(
-        display=False, custom_mapping={torch.ops.aten.linalg_solve_triangular: of_triangle}
+        display=False, custom_mapping={torch.ops.aten.linalg_solve_triangular: triangle_flops}
     )
     with torch.no_grad(), counter:
         module(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
-    # Forward is a third of what training takes. Eager attention does both halves of the square.
+    # Forward is a third of training. Eager attention computes both halves of the square.
     flops = unit_flops(family.model, ())
-    linear, squares = at_tokens(family.model)
+    linear, squares = token_features(family.model)
     found = sum(flops[name] @ (linear + 2 * squares) for name in names) / 3
     assert counter.get_total_flops() == pytest.approx(found, rel=0.01)
     rules = sum(kind.linear is not None for kind in language.kinds)
-    # All that differs is the inverse of triangles, which no product makes there, and padding.
+    # The difference: inverses of triangles, solved without products by Transformers, and padding.
     inverse = rules * T * LINEAR.value_heads * CHUNK**2 / 3
     assert found - counter.get_total_flops() == pytest.approx(inverse, rel=0.01)
 
@@ -190,7 +190,7 @@ KEPT = (
 
 
 class InputsOfProducts(TorchDispatchMode):
-    """Tensors that matrix products with weights take, by their storage."""
+    """Records inputs of matrix products with weights, by storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class InputsOfProducts(TorchDispatchMode):
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Tensors that autograd saves, by their storage."""
+    """Records tensors saved by autograd, by storage."""
 
     def __init__(self) -> None:
         self.found: dict[int, torch.Tensor] = {}
@@ -218,13 +218,13 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def bytes_besides(found: dict[int, torch.Tensor], weights: Iterable[torch.Tensor]) -> int:
-    """Bytes of these storages but for those of weights."""
+    """Return bytes of these storages without the weights' storages."""
     held = {each.untyped_storage().data_ptr() for each in weights}
     return sum(one.untyped_storage().nbytes() for at, one in found.items() if at not in held)
 
 
 def kept_bytes(module: torch.nn.Module) -> tuple[int, int]:
-    """Bytes of activations: inputs of products with weights, and all that autograd saves."""
+    """Return bytes of activations: inputs of weight products, and all tensors saved by autograd."""
     saved = SavedTensors()
     with InputsOfProducts() as products, saved:
         module.base_model(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
@@ -236,10 +236,10 @@ def kept_bytes(module: torch.nn.Module) -> tuple[int, int]:
 def test_kept_bytes_are_between_what_must_be_kept_and_what_no_fused_operation_keeps(
     name, more, run
 ):
-    """Prevents lines of what layers keep that are forgotten, or of more than an unfused layer has.
+    """Prevents missing kept activations, and more than an unfused layer keeps.
 
-    A second layer of the kind keeps so much more. At least the inputs of products are kept, as
-    weights' gradients need them; at most all that Transformers' modules save.
+    Measured by adding a second layer. Lower bound: inputs of products, needed for weights'
+    gradients. Upper bound: all tensors that Transformers' modules save.
     """
     [family] = (each for each in FAMILIES if each.name == name)
     found = []
@@ -249,7 +249,7 @@ def test_kept_bytes_are_between_what_must_be_kept_and_what_no_fused_operation_ke
     at_least, at_most = np.subtract(*reversed(found))
     language = family.model.language.model_copy(update={"runs": (run,)})
     model = ModelConfig(name=name, language=language)
-    linear, squares = at_tokens(model)
+    linear, squares = token_features(model)
     lines = kept_lines(model, ONE, "bf16")[run.kind.name]
     counted = sum(float((linear + squares) @ line.bytes) for line in lines)
     assert at_least < counted < at_most

@@ -1,4 +1,4 @@
-"""Layouts beside Megatron-core's own reader of them."""
+"""Layouts compared with Megatron-core's own parser."""
 
 import random
 from itertools import pairwise
@@ -20,7 +20,7 @@ Chunks = tuple[tuple[str, ...], ...]
 
 
 def core_chunks(layout: str | list, pipeline: int) -> Chunks | None:
-    """Words of every chunk, as Megatron-core reads them; None where it refuses the layout."""
+    """Return the units of every chunk as Megatron-core reads them. None if it refuses them."""
     try:
         read = PipelineParallelLayerLayout(layout, pipeline)
     except AssertionError:
@@ -37,7 +37,7 @@ def our_chunks(layout: str | list, pipeline: int) -> Chunks | None:
 
 
 def random_stages(model: ModelConfig, pipeline: int, rng: random.Random) -> tuple[Stage, ...]:
-    """Stages with random numbers of language layers, all encoders on the first."""
+    """Return stages with random numbers of language layers, all encoders on the first."""
     first = []
     for name, tower in model.encoders.items():
         first += [f"{name} embed", f"{name} 0..{tower.layers - 1}", projector_unit(model, name)]
@@ -51,7 +51,7 @@ def random_stages(model: ModelConfig, pipeline: int, rng: random.Random) -> tupl
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_preset_is_written_as_core_reads_it(seed):
-    """Prevents a layout by which Megatron-core puts layers on other stages than planned."""
+    """Prevents Megatron-core from placing layers on other stages than the layout's plan."""
     rng = random.Random(seed)
     for name in preset_names("models"):
         model = load_model(name)
@@ -77,7 +77,7 @@ def test_every_preset_is_written_as_core_reads_it(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_text_is_read_or_refused_as_core_does(seed):
-    """Prevents a linter that passes what Megatron-core refuses, or the other way round."""
+    """Prevents a linter that passes layouts refused by Megatron-core, or the reverse."""
     rng = random.Random(seed)
     taken = 0
     for _ in range(1_500):
@@ -106,13 +106,13 @@ LISTS = (
 
 @pytest.mark.parametrize(("layouts", "pipeline"), [(REPEATS, 1), (LISTS, 2)])
 def test_repeats_and_lists_are_read_or_refused_as_core_does(layouts, pipeline):
-    """Prevents repeats that are read more sensibly than by core, and lists of other words."""
+    """Prevents repeats parsed differently from core, and lists with unknown units."""
     for layout in layouts:
         assert our_chunks(layout, pipeline) == core_chunks(layout, pipeline), layout
 
 
 def test_chunks_of_a_stage_are_those_of_core():
-    """Prevents chunks that are counted stage by stage instead of turn by turn."""
+    """Prevents chunks counted stage by stage instead of round by round."""
     text = "Ett|t|ttt|tttt|t|tL"
     layout = parse_layout(text, 3)
     read = PipelineParallelLayerLayout(text, 3)
@@ -131,11 +131,11 @@ _FIELDS = {
     LAST: "num_layers_in_last_pipeline_stage",
     LAYOUT: "pipeline_model_parallel_layout",
 }
-"""Fields of Megatron-core's configuration that flags of Megatron-LM set."""
+"""Fields of Megatron-core's configuration set by Megatron-LM's flags."""
 
 
 def test_the_shortest_flags_that_express_a_split():
-    """Prevents a layout where shorter flags do, and shorter flags that say another split."""
+    """Prevents a layout if shorter flags suffice, and shorter flags for another split."""
 
     def flags(*layers: int) -> dict[str, str]:
         chunks = [["decoder"] * count for count in layers]
@@ -153,7 +153,7 @@ def test_the_shortest_flags_that_express_a_split():
 
 
 def core_layers(layout: PPLayout, predicted: int) -> tuple[int, ...]:
-    """Layers that Megatron-core builds on every stage, of the flags alone."""
+    """Return the number of layers that Megatron-core builds on every stage for the flags."""
     flags = split_flags(layout)
     told = {_FIELDS[name]: int(v) if v.isdigit() else v for name, v in flags.items()}
     config = TransformerConfig(
@@ -163,13 +163,13 @@ def core_layers(layout: PPLayout, predicted: int) -> tuple[int, ...]:
     )  # fmt: skip
     stages = range(layout.pipeline)
     read = config.pipeline_model_parallel_layout
-    if read is not None:  # of which core asks the rank of a process group
+    if read is not None:  # core would query a process group
         return tuple(read.get_num_layers_to_build(pp_rank=stage) for stage in stages)
     return tuple(get_num_layers_to_build(config, pp_rank=stage) for stage in stages)
 
 
 def test_core_builds_the_layers_of_the_flags():
-    """Prevents flags that core refuses, or by which it divides the layers otherwise."""
+    """Prevents flags that core refuses or splits into other layers."""
     rng = random.Random(0)
     for name in ("internvl3.5-8b", "deepseek-v3"):
         model = load_model(name)
@@ -188,7 +188,7 @@ def test_core_builds_the_layers_of_the_flags():
 
 
 def test_errors_name_the_place():
-    """Prevents an error that leaves the wrong letter, chunk or number of stages to be guessed."""
+    """Prevents an error that does not name the wrong letter, chunk or number of stages."""
     for layout, pipeline, message in (
         ("Ett|txt|L", 1, "'x' in chunk 1, expanded to 'txt'"),
         ("Ett|t|L", 2, "3 chunks for 2 pipeline stages"),

@@ -1,5 +1,5 @@
-"""Rules of launch lines beside megatron-core, by random flags, about half of them broken: what one
-refuses, the other does, and every stage's layers and order of chunks are the same."""
+"""Launch-line rules compared with Megatron-core on random flags, about half of them invalid: equal
+verdicts, layers per stage and chunk order."""
 
 import random
 import warnings
@@ -28,8 +28,8 @@ Case = dict[str, Any]
 Chunks = tuple[tuple[int, ...], ...]
 
 
-def drawn(dice: random.Random) -> Case:
-    """A model's sizes and fields of core's configuration, of which any may be wrong."""
+def draw_case(dice: random.Random) -> Case:
+    """Return a model's sizes and fields of core's configuration, any of them possibly invalid."""
     pipeline = dice.choice([1, 2, 2, 3, 4])
     layers = dice.choice([*[pipeline * dice.randint(1, 4) * 2] * 4, dice.randint(2, 24)])
     case: Case = {
@@ -70,7 +70,7 @@ def _draw_split(dice: random.Random, case: Case, layers: int, pipeline: int) -> 
 
 
 def _draw_layout(dice: random.Random, case: Case, layers: int, pipeline: int) -> None:
-    """Layers cut anywhere, with some letter often added, lost or moved."""
+    """Draw a layout with random cuts, often with a letter added, lost or moved."""
     chunks = pipeline * (1 if pipeline == 1 else dice.choice([1, 1, 2])) + (dice.random() < 0.08)
     cuts = sorted(dice.randint(0, layers) for _ in range(chunks - 1))
     counts = [end - start for start, end in zip([0, *cuts], [*cuts, layers], strict=True)]
@@ -113,8 +113,8 @@ def _draw_recompute(dice: random.Random, case: Case) -> None:
 _OF_MODEL = ("layers", "heads", "kv_heads", "experts", "latent")
 
 
-def of_rules(case: Case) -> tuple[tuple[str, ...], Chunks | None]:
-    """Rules that a case breaks, and the layers of its chunks where it breaks none."""
+def rule_verdict(case: Case) -> tuple[tuple[str, ...], Chunks | None]:
+    """Return the rules that a case breaks, and the layers of its chunks if it breaks none."""
     model = sized_model(*(case[name] for name in _OF_MODEL))
     fields = {name: value for name, value in case.items() if name not in _OF_MODEL}
     shown = (f"model.{name}='{value}'" for name, value in {**fields, "bf16": True}.items())
@@ -124,8 +124,8 @@ def of_rules(case: Case) -> tuple[tuple[str, ...], Chunks | None]:
     return found, None if found else layers_by_chunk(line)
 
 
-def of_core(case: Case) -> Chunks | str:
-    """Layers of every stage's chunks as core builds them, or why it does not."""
+def core_verdict(case: Case) -> Chunks | str:
+    """Return the layers of every stage's chunks as core builds them, or its error."""
     fields = {name: value for name, value in case.items() if name not in _OF_MODEL}
     if case["experts"]:
         fields |= {"num_moe_experts": case["experts"], "moe_ffn_hidden_size": 64}
@@ -141,12 +141,12 @@ def of_core(case: Case) -> Chunks | str:
             params_dtype=torch.bfloat16, add_bias_linear=False, **fields,
         )  # fmt: skip
         assert not case["latent"] or config.multi_latent_attention
-        return _built(config)
+        return _core_chunks(config)
     except _REFUSALS as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _built(config: TransformerConfig) -> Chunks:
+def _core_chunks(config: TransformerConfig) -> Chunks:
     virtual = config.virtual_pipeline_model_parallel_size or 1
     stages = range(config.pipeline_model_parallel_size)
     if virtual > 1 and len(stages) == 1:
@@ -164,28 +164,28 @@ def _built(config: TransformerConfig) -> Chunks:
 
 @pytest.mark.quick
 def test_rules_agree_with_core_on_random_flags():
-    """Prevents: a rule that refuses what core takes, or the reverse, and splits that differ."""
+    """Prevents a rule that refuses flags core accepts, or the reverse, and different splits."""
     dice = random.Random(21)
     broken: Counter[str] = Counter()
     accepted: Counter[str] = Counter()
     for _ in range(CASES):
-        case = drawn(dice)
+        case = draw_case(dice)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = of_core(case)
-        rules, layers = of_rules(case)
+            expected = core_verdict(case)
+        rules, layers = rule_verdict(case)
         assert bool(rules) == isinstance(expected, str), (case, rules, expected)
         assert layers is None or layers == expected, (case, layers, expected)
         broken.update(rules)
         accepted.update(() if rules else ("", *case))
-    # Neither verdict may be rare, and no flag or rule untried.
+    # Both verdicts are common, and every flag and rule is tried.
     assert 0.15 * CASES < accepted[""] < 0.75 * CASES
     assert len(broken) >= 20 and min(accepted.values()) >= 3, (broken, accepted)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 4), (4, 3, 8), (4, 2, 4), (8, 12, 16)])
 def test_chunks_run_in_cores_order(sizes):
-    """Prevents: a bubble and a memory of a schedule that is not Megatron's."""
+    """Prevents bubble and memory estimates of a schedule that differs from Megatron's."""
     stages, chunks, micro_batches = sizes
     table = schedules.get_schedule_table(micro_batches, chunks, stages)
     forwards = [(Pass.FORWARD, *place) for place in table]

@@ -1,4 +1,4 @@
-"""The training loop on toy packs: what it saves, reports and survives."""
+"""The training loop on toy packs: checkpoints, reports and failures."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ PACKS_PER_STEP = 2
 
 
 class BrokenSink:
-    """A reporting library whose server is gone."""
+    """A reporting library with an unreachable server."""
 
     def write(self, step, values):
         raise ConnectionError("no route to host")
@@ -54,9 +54,9 @@ def run_loop(
     links, plan, folder, poisoned=(), stop_after=None, sinks=(), max_skipped=3,
     unwritable=range(0), **options,
 ):  # fmt: skip
-    """(outcome, lines printed, error) of a run whose poisoned steps have pixels that are no number.
+    """Return (outcome, printed lines, error) of a run. Poisoned steps have NaN pixels.
 
-    In `unwritable` steps, counted from 1, rank 1 finds a full disk.
+    In `unwritable` steps, counted from 1, rank 1 has a full disk.
     """
     trainer = build_trainer(plan, links, OPTIONS, steps=STEPS, seed=3)
     batches = [
@@ -97,13 +97,13 @@ def run_loop(
 
 
 def run_all(folder, **options):
-    """The same of both ranks, stages of the toy model."""
+    """Return the results of `run_loop` of both ranks, two stages of the toy model."""
     plan = pipeline_plan(4)
     return run_ranks(plan.parallel, partial(run_loop, **options), plan, folder)
 
 
 def test_run_is_logged_and_saved(tmp_path):
-    """Prevents: steps without a record, or a last checkpoint that is never made."""
+    """Prevents steps without a record, and a missing last checkpoint."""
     ranks = run_all(tmp_path)
     assert all(outcome.steps == STEPS and not outcome.stopped for outcome, _, _ in ranks)
     records = read_run(tmp_path / RUN_FILE)
@@ -120,7 +120,7 @@ def test_run_is_logged_and_saved(tmp_path):
 
 
 def memory_of_three_steps(links):
-    """On a device that the second rank uses more of, whose figures torch keeps until a reset."""
+    """Return memory records of a fake device with peaks that accumulate. Rank 1 uses more."""
     gather.has_cuda, cuda, more = lambda: True, torch.cuda, dist.get_rank()
     peaks_gib, retried, records = Counter(), Counter(), []
     cuda.max_memory_allocated = lambda: peaks_gib["allocated"] * 2**30
@@ -129,7 +129,7 @@ def memory_of_three_steps(links):
     cuda.reset_peak_memory_stats = peaks_gib.clear
     cuda.reset_accumulated_memory_stats = retried.clear
     for allocated, reserved, retries in ((5, 9, 0), (3, 8, 2), (4, 8, 1)):
-        peaks_gib |= Counter(allocated=allocated + more, reserved=reserved + more)  # the larger
+        peaks_gib |= Counter(allocated=allocated + more, reserved=reserved + more)  # the maximum
         retried["times"] += retries * more
         [record] = gather_stage_records(links, dict.fromkeys(Phase, 1.0))
         records.append((record.peak_gib, record.reserved_gib, record.allocation_retries))
@@ -137,20 +137,20 @@ def memory_of_three_steps(links):
 
 
 def test_memory_is_each_steps_own():
-    """Prevents: a first step's peak shown for all, and memory in pieces that nobody sees."""
+    """Prevents the first step's peak shown for all steps, and hidden fragmentation or retries."""
     ranks = run_ranks(Parallel(pipeline=1, data=2), memory_of_three_steps)
     assert ranks == [[(6, 10, 0), (4, 9, 2), (5, 9, 1)]] * 2
 
 
 def test_one_rank_that_is_asked_stops_all_with_a_checkpoint(tmp_path):
-    """Prevents: ranks that train on alone, or a stop that loses the steps since the last save."""
+    """Prevents ranks that train on after another rank stops, and a stop without a checkpoint."""
     ranks = run_all(tmp_path, stop_after=3)
     assert all(outcome.steps == 3 and outcome.stopped for outcome, _, _ in ranks)
     assert latest_step(tmp_path) == 3
 
 
 def test_skipped_steps_are_told_and_no_checkpoint_is_made_of_them(tmp_path):
-    """Prevents: poisoned weights that push the last good checkpoint out."""
+    """Prevents checkpoints of skipped steps from displacing the last good checkpoint."""
     ranks = run_all(tmp_path, poisoned=(3, 5, 6))
     _, lines, error = ranks[0]
     assert error is None
@@ -165,7 +165,7 @@ def test_skipped_steps_are_told_and_no_checkpoint_is_made_of_them(tmp_path):
 
 
 def test_too_many_skipped_steps_end_every_rank_with_the_last_checkpoint_whole(tmp_path):
-    """Prevents: a run that wastes days, and the save before the bad steps left unfinished."""
+    """Prevents days of skipped steps, and an unfinished save of the step before."""
     ranks = run_all(tmp_path, poisoned=(2, 3, 4, 5), max_skipped=0)
     assert all("1 skipped steps in a row" in error for _, _, error in ranks)
     assert latest_step(tmp_path) == 2
@@ -173,7 +173,7 @@ def test_too_many_skipped_steps_end_every_rank_with_the_last_checkpoint_whole(tm
 
 
 def test_broken_reports_do_not_end_a_run(tmp_path):
-    """Prevents: training that a metrics server, or a full disk under the log, brings down."""
+    """Prevents training that ends because of a metrics server or a full disk under the log."""
     (tmp_path / RUN_FILE).mkdir()  # no file can be written there
     ranks = run_all(tmp_path, sinks=(BrokenSink(),))
     outcome, lines, _ = ranks[0]
@@ -193,7 +193,7 @@ def test_broken_reports_do_not_end_a_run(tmp_path):
     ],
 )
 def test_failed_saves_in_a_row_end_every_rank(tmp_path, unwritable, most, trained, newest, verdict):
-    """Prevents: a run of days that looks healthy and leaves no checkpoint."""
+    """Prevents a run of days without a checkpoint because every save fails."""
     ranks = run_all(tmp_path, unwritable=unwritable, exit_after_failed_saves=most)
     assert len(read_run(tmp_path / RUN_FILE)) == trained
     assert latest_step(tmp_path) == newest
@@ -204,7 +204,7 @@ def test_failed_saves_in_a_row_end_every_rank(tmp_path, unwritable, most, traine
 
 @pytest.mark.in_own_process
 def test_log_of_a_daemon_goes_nowhere():
-    """Prevents: a run that ends at its first line where it was started without terminal streams."""
+    """Prevents a run without terminal streams from ending at its first log line."""
     sys.stdout = sys.stderr = None
     show_log(0)
     log = logging.getLogger("megatron.vlm")
@@ -214,7 +214,7 @@ def test_log_of_a_daemon_goes_nowhere():
 
 @pytest.mark.in_own_process
 def test_log_outlives_its_terminal(monkeypatch):
-    """Prevents: a run whose save at SIGHUP fails, as nobody can read that it stops."""
+    """Prevents a failed save at SIGHUP because the terminal for its message is closed."""
     keyboard, terminal = pty.openpty()
     monkeypatch.setattr(sys, "stdout", os.fdopen(terminal, "w"))
     show_log(0)
@@ -224,4 +224,4 @@ def test_log_outlives_its_terminal(monkeypatch):
     os.close(keyboard)
     log.info("lost")
     log.info("lost too")
-    sys.stdout.close()  # writes what is left
+    sys.stdout.close()  # flushes the buffer

@@ -1,4 +1,4 @@
-"""Messages between stages of several chunks: in which order, and that nobody waits for ever."""
+"""Messages between stages with several chunks: their order, and no deadlock."""
 
 import random
 import time
@@ -40,7 +40,7 @@ PLANNED = [
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize(("rule", "chunks"), PLANNED)
 def test_sends_of_planned_schedules_wait_for_those_before(rule, chunks, stages):
-    """Prevents: outputs that pile up in memory, which no plan counts."""
+    """Prevents sent outputs that accumulate in memory, which no plan counts."""
     for micro_batches in (1, stages, 2 * stages + 1, 4 * stages):
         graph = operation_graph(rule, stages, chunks, micro_batches)
         cuts = frozenset(range(stages * chunks - 1))
@@ -53,7 +53,7 @@ PLACEMENTS = {"interleaved": Placement.LOOP, "zb-v": Placement.V}
 
 
 def programs_of(monkeypatch, size, chunks, name, rule):
-    """Events of every stage of a step, and those of them that may load kernels."""
+    """Return events of every stage of a step, and the events that may load kernels."""
     run_by_rule(monkeypatch, name, rule)
     plan = plan_of(size, chunks, name)
     programs = [events_of(monkeypatch, plan, rank) for rank in range(size)]
@@ -68,19 +68,19 @@ def programs_of(monkeypatch, size, chunks, name, rule):
 def test_no_stage_hangs_that_waits_for_its_device_at_first_launches(
     monkeypatch, size, chunks, name
 ):
-    """Prevents: stages that wait for each other in a ring when each of them loads its kernels, and
-    receives that are asked for only when a stage stands idle for them."""
+    """Prevents a ring of stages that wait for each other while loading kernels, and receives posted
+    only when a stage is idle."""
     programs, firsts = programs_of(monkeypatch, size, chunks, name, RULES[name])
     assert hosts_that_hang(programs, firsts) == []
     for draining in firsts:
         assert hosts_that_hang(programs, {draining}) == []
-    # Most are asked for ahead: something is launched between the request and the wait.
-    ahead = [is_ahead for events in programs for is_ahead in asked_ahead(events)]
+    # Most are posted ahead: the stage launches work between post and wait.
+    ahead = [is_ahead for events in programs for is_ahead in receives_ahead(events)]
     assert sum(ahead) > 0.5 * len(ahead)
 
 
-def asked_ahead(events):
-    """Whether anything is launched between each receive's post and the wait for it."""
+def receives_ahead(events):
+    """Yield for each receive whether work is launched between its post and its wait."""
     for place, event in enumerate(events):
         if event.kind == "post":
             after = [(one.kind, one.transfer) for one in events[place:]]
@@ -91,13 +91,13 @@ def asked_ahead(events):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_stage_hangs_with_any_lists(monkeypatch, name, seed):
-    """Prevents: a stage that waits until what it sent is asked for by one that waits for it."""
+    """Prevents deadlock between a stage that waits to send and a peer that waits for it."""
     programs, _ = programs_of(monkeypatch, 3, 2, name, random_rule(seed, PLACEMENTS[name]))
     assert hosts_that_hang(programs, ()) == []
 
 
 def losses_and_gradients(links, plan, rules):
-    """Of one step by each rule, on stages that take now longer and now shorter."""
+    """Return losses and gradients of one step by each rule, on stages with random delays."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     dice = random.Random(links.rank)
     for model in trainer.models:
@@ -118,8 +118,7 @@ def losses_and_gradients(links, plan, rules):
     ("pipeline", "chunks", "name"), [(4, 2, "interleaved"), (2, 3, "interleaved"), (4, 2, "zb-v")]
 )
 def test_any_lists_give_the_same_sums(pipeline, chunks, name):
-    """Prevents: a message that is taken for another one's, or stages that wait for ever, where
-    operations are in any valid order and take any time."""
+    """Prevents swapped messages and deadlock for any valid order and timing of operations."""
     plan = chunk_plan(toy_model(), pipeline, chunks, name=name)
     rules = [RULES[name], *(random_rule(seed, PLACEMENTS[name]) for seed in range(1, 5))]
     for (losses, gradients), *others in run_ranks(plan.parallel, losses_and_gradients, plan, rules):

@@ -1,4 +1,4 @@
-"""The model against itself under changes that must not matter, and against Transformers."""
+"""The model's invariances (packing, recomputation), and its outputs compared with Transformers."""
 
 import json
 from itertools import pairwise
@@ -58,7 +58,7 @@ def packed_and_unpacked(links, model):
     ],
 )
 def test_packed_equals_unpacked(changes):
-    """Prevents: attention, RoPE or labels that cross from one packed sample into the next."""
+    """Prevents attention, RoPE or labels that cross between packed samples."""
     [(together, apart, each)] = run_ranks(ONE, packed_and_unpacked, toy_model(**changes))
     assert together[0][0] == pytest.approx(sum(apart[0]), rel=1e-5)
     assert each == pytest.approx([sum(pair) for pair in pairwise(apart[0])], rel=1e-5)
@@ -66,7 +66,7 @@ def test_packed_equals_unpacked(changes):
 
 
 def with_and_without_recompute(links, model):
-    """(Losses, gradients), and the bytes that backward keeps, for more and more layers."""
+    """Return ((losses, gradients), kept bytes), each for more recomputed layers."""
     batch, found = toy_batch(model, SAMPLES, seed=0), []
     for recompute in ({}, {"vision": (1, 3)}, {"vision": (0, 1, 2, 3), "language": (0, 2)}):
         stage = whole_model(model, recompute)
@@ -87,7 +87,7 @@ def with_and_without_recompute(links, model):
 
 
 def test_recomputed_equals_not_recomputed():
-    """Prevents: recomputation that changes a gradient, or that keeps the activations after all."""
+    """Prevents recomputation that changes a gradient or still keeps the activations."""
     [found] = run_ranks(ONE, with_and_without_recompute, toy_model())
     (plain, *recomputed), (none, some, most) = zip(*found, strict=True)
     assert none > some > most
@@ -97,10 +97,10 @@ def test_recomputed_equals_not_recomputed():
 
 
 def ours_and_transformers(links, model):
-    """(Loss, gradients) a token here, and by Transformers' class with the same weights."""
+    """Return (loss, gradients) per token, ours and of Transformers' class with equal weights."""
     stage = whole_model(model)
     for name, parameter in stage.named_parameters():
-        if parameter.dim() == 1:  # so that a forgotten bias, norm or scale would show
+        if parameter.dim() == 1:  # a missing bias, norm or scale would show
             torch.manual_seed(len(name))
             parameter.data += 0.3 * torch.randn_like(parameter)
     samples = [toy_sample(model, *counts, seed=i) for i, counts in enumerate(SAMPLES)]
@@ -108,7 +108,7 @@ def ours_and_transformers(links, model):
     [loss], gradients = loss_and_gradients(stage, [batch])
     layout, tokens = TensorLayout.TRANSFORMERS_PREFIXED, len(batch.labels_L)
     config = json.loads(configurations(model, layout, "float32", None)[CONFIG_FILE])
-    # A model without layer scale is one whose scales are all 1.
+    # A model without layer scale equals a model with all scales 1.
     config["vision_config"]["layer_scale_init_value"] = 1.0
     theirs = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(**config, image_token_id=IMAGE_TOKEN)
@@ -126,8 +126,8 @@ def ours_and_transformers(links, model):
     ids=["norms-of-both-kinds", "EVA-CLIP-like"],
 )
 def test_model_equals_transformers(changes):
-    """Prevents: q and k norms that follow the normalization, and another epsilon, activation or
-    scale, in models that no released InternVL is; test_conversion_parity.py has those that are."""
+    """Prevents q and k norms tied to the normalization, and a wrong epsilon, activation or scale,
+    in models unlike any released InternVL; test_conversion_parity.py has the released kinds."""
     [(loss, gradients, expected_loss, expected)] = run_ranks(
         ONE, ours_and_transformers, toy_model(**changes)
     )
