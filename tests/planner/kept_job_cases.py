@@ -115,7 +115,7 @@ def _write(folder: Path, name: str, images: ImageSizes | None = None, **columns:
 
 
 def plan_job(job: str, data: Path, plan: Path) -> dict[str, Any]:
-    """Plan a job whose --lengths names a file in `data`; return the printed JSON."""
+    """Plan a job with --lengths from `data`, and return the printed JSON."""
     words = re.sub(r"(?<=--lengths )(\w+)", rf"{shlex.quote(str(data))}/\1.parquet", job)
     printed = StringIO()
     try:

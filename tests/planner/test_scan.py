@@ -112,12 +112,12 @@ def open_journal(annotations: Annotations, tokenizer, folder: Path) -> ScanJourn
     return ScanJournal.open(folder / "journal", scan_key(DIGITS, tokenizer), annotations)
 
 
-def opening() -> contextlib.AbstractContextManager[mock.Mock]:
+def record_opens() -> contextlib.AbstractContextManager[mock.Mock]:
     """Record which image files are opened."""
     return mock.patch.object(ImageFile, "open", autospec=True, side_effect=ImageFile.open)
 
 
-def opened_by(noted: mock.Mock) -> list[Path]:
+def opened_paths(noted: mock.Mock) -> list[Path]:
     return [call.args[0].path for call in noted.call_args_list]
 
 
@@ -233,7 +233,7 @@ def test_a_folder_is_told_from_an_empty_video(tmp_path, tokenizer):
 
 
 def test_data_that_teaches_nothing_is_refused(tmp_path, tokenizer):
-    """Prevents days of training in which no token carries loss."""
+    """Prevents days of training without a token that carries loss."""
     answer = {"role": "assistant", "content": "2", "loss": False}
     record = {"messages": [{"role": "user", "content": "1 + 1?"}, answer]}
     annotations = open_jsonl(tmp_path, record)
@@ -273,9 +273,9 @@ def broken(tmp_path_factory, tokenizer) -> SimpleNamespace:
         bad += [first + k for k in range(samples) if is_bad[k % 400]]
     assert 50 < len(bad) < 600
     annotations = Annotations.open(folder / "meta.json")
-    with opening() as noted:
+    with record_opens() as noted:
         scanned = scan(annotations, tokenizer, on_error="skip")
-    opened = opened_by(noted)
+    opened = opened_paths(noted)
     return SimpleNamespace(annotations=annotations, bad=bad, scanned=scanned, opened=opened)
 
 
@@ -312,7 +312,7 @@ def test_processes_change_nothing(broken, tokenizer, tmp_path, processes):
 
 
 def test_the_first_mistakes_are_named_whoever_finds_them(broken, tokenizer):
-    """Prevents error messages that depend on which process finishes first."""
+    """Prevents error messages that depend on the order of processes."""
     said = set()
     for processes in (1, 2, 3):
         with pytest.raises(UserError) as error:
@@ -340,10 +340,10 @@ def test_a_mended_file_needs_only_the_rest(tmp_path, tokenizer):
     journal, left = open_journal(annotations, tokenizer, tmp_path), 600 - len(skipped)
     assert len(journal.finished) == left
     assert journal.notes(600) == [f"resumed: {left} of 600 samples were already scanned"]
-    with opening() as noted:
+    with record_opens() as noted:
         again = scan(annotations, tokenizer, journal=journal)
     shown = [sample.images for sample in annotations if broken in sample.images]
-    assert {*opened_by(noted)} == {image.path for images in shown for image in images}
+    assert {*opened_paths(noted)} == {image.path for images in shown for image in images}
     assert to_bytes(again.lengths, tmp_path) == to_bytes(whole, tmp_path)
 
 
@@ -413,7 +413,7 @@ def test_a_journal_is_of_files_wherever_they_stand(tmp_path):
     journal = ScanJournal.open(path, "key", fake_annotations(3, 3, 3, keys=tuple(keys[:3])))
     journal.append(rows_of(1, 4, 5))
     journal.append(rows_of(6, 8))
-    # The third file is now first, with twice the records; the second is replaced.
+    # The third file is now first and repeated, and the second is replaced.
     after = SimpleNamespace(
         keys=(keys[2], keys[3], keys[0]),
         file=np.repeat([0, 1, 2], [6, 2, 3]),

@@ -186,7 +186,7 @@ def links_bytes(
     def highest(form: np.ndarray) -> float:
         return float((form * largest).reshape(cost.levels, -1).sum(axis=1).max())
 
-    def there_is(peer: object, tensor: str, sent: bool, form: np.ndarray) -> None:
+    def add_buffer(peer: object, tensor: str, sent: bool, form: np.ndarray) -> None:
         way = "stays" if isinstance(peer, str) else "sent" if sent else "comes"
         key = peer, f"{tensor} {way}"
         rooms[key] = max(rooms.get(key, 0.0), highest(form)) if peer is not None else 0.0
@@ -197,9 +197,9 @@ def links_bytes(
         back = came.output_gradient_bytes
         if "layer" in units[0] and (before < 0 or highest(back) == 0):
             back = cost.units[units[0]].output_gradient_bytes
-        there_is(source, "input", False, came.output_bytes)
-        there_is(source, "gradient", True, back)
+        add_buffer(source, "input", False, came.output_bytes)
+        add_buffer(source, "gradient", True, back)
         last = cost.units[units[-1]]
-        there_is(target, "input", True, last.output_bytes)
-        there_is(target, "gradient", False, last.output_gradient_bytes)
+        add_buffer(target, "input", True, last.output_bytes)
+        add_buffer(target, "gradient", False, last.output_gradient_bytes)
     return sum(rooms.values())

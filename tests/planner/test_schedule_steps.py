@@ -34,7 +34,7 @@ def random_times(rng: np.random.Generator, rows: int, parts: int) -> StageTimes:
     )
 
 
-def ran_alone(
+def run_ranks(
     schedule: PipelineSchedule, stages: int, times: StageTimes, workload: Workload
 ) -> dict[tuple[int, int], dict]:
     """Return start and end of every operation, by step and rank."""
@@ -56,7 +56,7 @@ def test_random_steps_are_as_an_event_loop_runs_them(schedule: PipelineSchedule)
         stages, ranks = int(rng.integers(1, 5)), int(rng.integers(1, 4))
         workload = random_workload(rng, ranks)
         times = random_times(rng, len(workload), stages * schedule.chunks)
-        ran = ran_alone(schedule, stages, times, workload)
+        ran = run_ranks(schedule, stages, times, workload)
         steps = predict_steps(times, workload, nothing_once(stages), schedule)
         for step in (0, 1):
             ends = [end for (at, _), ops in ran.items() if at == step for _, end in ops.values()]
@@ -84,7 +84,7 @@ def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(
     once = nothing_once(stages, reduction_ms=reduction_ms)
     last = {Pass.BACKWARD, Pass.BACKWARD_WEIGHT}
     expected = np.zeros((2, stages))
-    for (step, _), operations in ran_alone(schedule, stages, times, workload).items():
+    for (step, _), operations in run_ranks(schedule, stages, times, workload).items():
         ended = np.zeros((stages, schedule.chunks))
         for (stage, one), (_, end) in operations.items():
             if one.kind in last:

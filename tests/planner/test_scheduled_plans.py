@@ -34,7 +34,7 @@ def base_result() -> PlanResult:
 
 @pytest.fixture(scope="module", params=SCHEDULES, ids=str)
 def saved_plan(request, base_result, tmp_path_factory) -> tuple[PlanResult, Path]:
-    """Return a plan of two stages, cut into as many parts as the schedule has, and its folder."""
+    """Return a plan of two stages, cut into the schedule's parts, and its folder."""
     parts, units = 2 * request.param.chunks, len(unit_spans(MODEL))
     cuts = [units * part // parts for part in range(1, parts)]
     recomputed = np.zeros((parts, sum(kind.is_layer for kind in ASKED.job.cost.kinds)), int)

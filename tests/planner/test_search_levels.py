@@ -81,7 +81,7 @@ def data_of(lengths: Lengths, ranks: int, tokens: int) -> SampleData:
     return SampleData(settings=ISF, lengths=lengths, levels=levels, packs_per_step=2 * ranks)
 
 
-def found_of(request: StrategyRequest, processes: int = 1) -> StrategySearch:
+def run_search(request: StrategyRequest, processes: int = 1) -> StrategySearch:
     return search_with_levels(request, ANY_LEVELS, lambda done: None, processes)
 
 
@@ -129,7 +129,7 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     """
     lengths = long_tailed(800, 65_536)
     request = level_request(lengths, 65_536, 4, pipeline)
-    job, best = request.job, found_of(request).best
+    job, best = request.job, run_search(request).best
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
     setting, sizing = Setting(request=request.draw_samples(), packs={}), Sizing(job.parallel)
     bound = least_ms_per_sample(job, lengths)
@@ -177,7 +177,7 @@ def test_like_samples_are_shared_where_that_saves_recomputation():
     job = replace(job_of(8), cluster=load_cluster("h100-80g"), parallel=parallel)
     request = level_request(lengths, 131_072, 8, job=job)
     assert need_levels(request, ANY_LEVELS)
-    found = found_of(request)
+    found = run_search(request)
     alone = next(each for each in found.ranking if are_plain(each.levels))
     assert len(found.best.levels) == 1 and found.best.levels[0].context > 1
     assert alone.recomputed_layers > 0
@@ -197,7 +197,7 @@ def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline):
     top = int(top_caps(texts(tokens), ["tokens"])["tokens"])
     request = replace(level_request(texts(tokens), top, ranks, pipeline), caps=None)
     assert need_levels(request, ANY_LEVELS)
-    best = found_of(request).best.levels
+    best = run_search(request).best.levels
     packs, _ = replace(data_of(texts(tokens), ranks, top), levels=best).schedule(request.job)
     assert len(packs.packs.samples) == len(tokens)
     assert best[-1].context > 1
@@ -227,7 +227,7 @@ def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
     setting = Setting(request=request.draw_samples(), packs={})
     _, of_hbp = plan_levels(setting, request.caps, (sizing, by_hbp))
     assert isinstance(of_hbp, Strategy)
-    assert found_of(request).best.ms_per_sample <= 1.001 * of_hbp.ms_per_sample
+    assert run_search(request).best.ms_per_sample <= 1.001 * of_hbp.ms_per_sample
 
 
 def test_what_memory_is_missing_is_said(capsys, tmp_path):
@@ -250,7 +250,7 @@ def test_a_curriculum_starts_with_short_packs():
 def test_searches_are_deterministic_on_any_number_of_processes():
     """Prevents plans that differ from run to run."""
     request = level_request(long_tailed(800, 32_768), 32_768, 2)
-    one, two = (found_of(request, processes) for processes in (1, 2))
+    one, two = (run_search(request, processes) for processes in (1, 2))
     assert one == two and not are_plain(one.best.levels)
 
 
@@ -316,7 +316,7 @@ def test_plans_of_levels(capsys, tmp_path, texts_file, levels):
 
 
 def test_levels_of_one_level_are_said_too(capsys, tmp_path, lengths_file):
-    """Prevents JSON whose layout depends on the number of levels."""
+    """Prevents a JSON layout that depends on the number of levels."""
     files = "--lengths", lengths_file, "-o", tmp_path / "plan"
     summary = json.loads(printed(capsys, f"{CAPPED} --json", *files))
     recompute = [stage["recompute"] for stage in summary["stages"]]

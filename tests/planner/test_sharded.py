@@ -45,7 +45,7 @@ XTUNER = TARGETS[TargetName.XTUNER]
 IN_BF16 = RuntimeOptions(scatters_weights_precision=True)
 
 
-def over(ranks: int, **sizes: int) -> Parallel:
+def fsdp(ranks: int, **sizes: int) -> Parallel:
     """Return one stage with fully sharded weights, unless `sizes` says otherwise."""
     return Parallel(**({"pipeline": 1, "data": ranks, "sharded": ranks} | sizes))
 
@@ -53,7 +53,7 @@ def over(ranks: int, **sizes: int) -> Parallel:
 def job(ranks: int, **changes: object) -> JobSpec:
     """Return a job with fully sharded weights."""
     cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
-    whole = JobSpec(model=MODEL, cluster=cluster, parallel=over(ranks), precision="bf16")
+    whole = JobSpec(model=MODEL, cluster=cluster, parallel=fsdp(ranks), precision="bf16")
     return replace(whole, **changes)
 
 
@@ -77,8 +77,8 @@ def measured_cluster(hidden: float | None) -> ClusterConfig:
 def test_exchanges_have_the_times_and_the_overlap_that_were_measured(hidden, is_serial):
     """Prevents one rate for both gathers and reductions if both were measured."""
     _, exchange = sharded_cost(
-        analytic_cost(MODEL, load_cluster("h100-80g"), over(8), "bf16"),
-        *(unit_names(MODEL), measured_cluster(hidden), over(8), "bf16", OWN_RUNTIME),
+        analytic_cost(MODEL, load_cluster("h100-80g"), fsdp(8), "bf16"),
+        *(unit_names(MODEL), measured_cluster(hidden), fsdp(8), "bf16", OWN_RUNTIME),
     )
     # Eight ranks send 7/8: bf16 weights at 2 GB/s, fp32 gradients at 0.5.
     gather_ms, reduce_ms = exchange.gather_ms[0] - 0.05, exchange.reduce_ms[0] - 0.05
@@ -97,8 +97,8 @@ def test_exchanges_have_the_times_and_the_overlap_that_were_measured(hidden, is_
 def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: tuple) -> None:
     """Prevents exchange counted as hidden without computation to hide it, or hidden twice."""
     cluster = slow_cluster(gb_per_s)
-    cost = analytic_cost(MODEL, cluster, over(8), "bf16", frozen)
-    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, over(8), "bf16", IN_BF16)
+    cost = analytic_cost(MODEL, cluster, fsdp(8), "bf16", frozen)
+    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, fsdp(8), "bf16", IN_BF16)
     draw = np.random.default_rng(0)
     scale = np.where(np.array(cost.features) == "fixed", 1, 4_000)
     features = np.abs(draw.normal(size=(5, len(cost.features)))) * scale
@@ -128,8 +128,8 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
     read no weight, and a wrong gradient precision."""
     cluster = slow_cluster(5.0).model_copy(update={"link_latency_us": 30, "link_efficiency": 0.5})
     frozen = ("vision", "projector")
-    cost = analytic_cost(MODEL, cluster, over(ranks), "bf16", frozen)
-    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, over(ranks), "bf16", runtime)
+    cost = analytic_cost(MODEL, cluster, fsdp(ranks), "bf16", frozen)
+    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, fsdp(ranks), "bf16", runtime)
     gradient_bytes = 2 if runtime is IN_BF16 else 4
     for place, kind in enumerate(cost.kinds):
         # A rank receives all shards except its own.
@@ -199,8 +199,8 @@ def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
     gradients of frozen weights, exchange counted twice, and gradient sums without time."""
     cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     model = MODEL.with_tower("language", tied_head=tied)
-    whole = analytic_cost(model, cluster, over(8), "bf16", frozen)
-    shared, _ = sharded_cost(whole, unit_names(model), cluster, over(8), "bf16", runtime)
+    whole = analytic_cost(model, cluster, fsdp(8), "bf16", frozen)
+    shared, _ = sharded_cost(whole, unit_names(model), cluster, fsdp(8), "bf16", runtime)
     assert (whole.tied_trained_parameters > 0) == tied
     assert shared.features == (*whole.features, "exposed_forward_ms", "exposed_backward_ms")
     names, gradient_bytes = unit_names(model), 2 if runtime is IN_BF16 else 4
@@ -237,7 +237,7 @@ def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
 @pytest.mark.parametrize(("expert", "expert_ranks"), [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_experts_are_whole_for_a_while(expert: int, expert_ranks: int) -> None:
     """Prevents memory of other ranks' experts, and missing memory of gathered experts."""
-    model, cluster, sizes = expert_model(), load_cluster("h100-80g"), over(8, expert=expert)
+    model, cluster, sizes = expert_model(), load_cluster("h100-80g"), fsdp(8, expert=expert)
     whole = analytic_cost(model, cluster, sizes, "bf16")
     names = unit_names(model)
     shared, _ = sharded_cost(whole, names, cluster, sizes, "bf16", OWN_RUNTIME)
@@ -273,10 +273,10 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
 ) -> None:
     """Prevents experts sharded over ranks with other experts, or exchanged without need.
 
-    By hand: every `ranks`-th sharding rank holds the same experts.
+    By hand: `ranks` of the sharding ranks hold the same experts.
     """
     sizes = {"tensor": tensor, "expert": expert, "sharded": sharded}
-    parallel = over(data, **sizes, sequence_parallel=tensor > 1)
+    parallel = fsdp(data, **sizes, sequence_parallel=tensor > 1)
     cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
     model = expert_model().with_tower("language", heads=4, kv_heads=4)
     divided = job(8, model=model, cluster=cluster, parallel=parallel)
@@ -308,10 +308,10 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
 
 def test_stages_of_divided_weights_send_over_the_links_of_the_whole_job() -> None:
     """Prevents inter-node sends priced at the intra-node rate."""
-    ways = [over(8, pipeline=2, sharded=sharded) for sharded in (1, 4)]
+    ways = [fsdp(8, pipeline=2, sharded=sharded) for sharded in (1, 4)]
     whole, shared = (job(8, parallel=each).cost for each in ways)
     assert shared.link_ms_per_byte == whole.link_ms_per_byte
-    assert shared.link_ms_per_byte > job(4, parallel=over(4, pipeline=2)).cost.link_ms_per_byte
+    assert shared.link_ms_per_byte > job(4, parallel=fsdp(4, pipeline=2)).cost.link_ms_per_byte
 
 
 def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
@@ -334,7 +334,7 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
 def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> None:
     """Prevents all exposed exchange from being charged to the head's stage."""
     given = {"cluster": measured_cluster(hidden=0.0), "frozen": frozen}
-    one, three = (job(4, parallel=over(4, pipeline=pipeline), **given) for pipeline in (1, 3))
+    one, three = (job(4, parallel=fsdp(4, pipeline=pipeline), **given) for pipeline in (1, 3))
     features = np.ones((2, one.cost.features.index("exposed_forward_ms")))
     whole, divided = (each.exchange.exposed_ms(features) for each in (one, three))
     layer = [kind.name for kind in one.cost.kinds].index("language_layer")
@@ -356,9 +356,9 @@ def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> No
     [
         ({"precision": "fp8"}, "--precision fp8 excludes sharded weights"),
         ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, which supports replicated"),
-        ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, which supports full"),
-        ({"trainer": XTUNER, "parallel": over(2, tensor=2)}, "--tp 2 was given"),
-        ({"model": DIGITS, "trainer": XTUNER, "parallel": over(2, expert=2)}, "--ep 2 was given"),
+        ({"trainer": XTUNER, "parallel": fsdp(4, sharded=2)}, "XTuner v1, which supports full"),
+        ({"trainer": XTUNER, "parallel": fsdp(2, tensor=2)}, "--tp 2 was given"),
+        ({"model": DIGITS, "trainer": XTUNER, "parallel": fsdp(2, expert=2)}, "--ep 2 was given"),
     ],
 )
 def test_what_does_not_go_with_sharded_weights_is_refused(changes, message):
@@ -376,7 +376,7 @@ def test_copies_of_shares_are_reduced_once_a_step() -> None:
     """
     cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
     given = {"cluster": cluster, "frozen": ("vision",)}
-    hybrid, alone = (job(size, parallel=over(size, sharded=8), **given).cost for size in (64, 8))
+    hybrid, alone = (job(size, parallel=fsdp(size, sharded=8), **given).cost for size in (64, 8))
     gb_per_s = cluster.inter_node_gb_per_s * cluster.network_share
     for parameters in (1e9, 5e9):
         sent_bytes = 4 * parameters / 8 * 2 * 7 / 8
@@ -396,14 +396,14 @@ def test_copies_of_shares_are_reduced_once_a_step() -> None:
     assert once.update_ms == pytest.approx(of_all.update_ms)
     # Within the last backward, if gathers stay within the node.
     assert once.exposed_ms(np.array([1e6]))[0] < once.reduction_ms[0] / 2
-    wide = per_step_costs(job(64, parallel=over(64, sharded=16), **given).cost, stages)
+    wide = per_step_costs(job(64, parallel=fsdp(64, sharded=16), **given).cost, stages)
     assert not wide.overlaps and wide.reduction_ms[0] > 0
 
 
 def test_tensor_parallel_ranks_gather_their_parts() -> None:
     """Prevents full weights gathered on every tensor-parallel rank, over separate links."""
     alone, parts = (
-        job(2, parallel=over(16, tensor=tensor, sequence_parallel=tensor > 1)) for tensor in (1, 2)
+        job(2, parallel=fsdp(16, tensor=tensor, sequence_parallel=tensor > 1)) for tensor in (1, 2)
     )
     names = [kind.name for kind in alone.cost.kinds]
     layer = names.index("language_layer")
@@ -435,7 +435,7 @@ def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
         assert found == pytest.approx(shared.exchange.exposed_ms(row[None])[0])
         assert found.min() > 0
     assert {1, 4} == set(workload.context.tolist())
-    whole = job(8, parallel=over(8, sharded=1))
+    whole = job(8, parallel=fsdp(8, sharded=1))
     for cost, before in zip(shared.costs_at(levels), whole.costs_at(levels), strict=True):
         for name, unit in cost.units.items():
             more = unit.transient_bytes[:, 0] - before.units[name].transient_bytes[:, 0]
@@ -450,11 +450,11 @@ def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
     """
     lengths = example_lengths(count=600)
     for sharded in (8, 4):
-        shared = job(8, parallel=over(8, sharded=sharded))
+        shared = job(8, parallel=fsdp(8, sharded=sharded))
         data = data_of(lengths, 32, tiles=12, tokens=2048)
         steps_ms = {}
         for dealt in ("alike", "apart"):
-            of_deal = shared if dealt == "alike" else job(8, parallel=over(8, sharded=1))
+            of_deal = shared if dealt == "alike" else job(8, parallel=fsdp(8, sharded=1))
             packs, used = data.schedule(of_deal)
             workload = shared.workload(packs, used, data.levels)
             stages = [stages_from_cuts(MODEL, ())]
@@ -526,7 +526,7 @@ def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
 
 def test_tokens_without_loss_cost_the_head_too() -> None:
     """Prevents prompt logits left out for trainers that compute them."""
-    plain = job(2, parallel=over(2, sharded=1))
+    plain = job(2, parallel=fsdp(2, sharded=1))
     whole = replace(plain, trainer=TrainerConstraints(stages=StageRules(head_on_all_tokens=True)))
     packs, lengths = data_of(example_lengths(count=200), 4).schedule(plain)
     column = plain.cost.features.index("loss_tokens")

@@ -205,7 +205,7 @@ def test_measured_units_keep_their_times() -> None:
         np.testing.assert_array_equal(unit.context_ms, by_counts.units[name].context_ms)
 
 
-def of_known_shares(context: int, exchange: ContextExchange) -> list[ShareMeasurement]:
+def known_shares(context: int, exchange: ContextExchange) -> list[ShareMeasurement]:
     """Return layers on shares: 3 ms, 0.01 ms per token and 0.05 ms per exchanged token longer."""
     shares = []
     for tokens, exchanged in ((512, 512), (512, 100), (128, 128), (128, 0)):
@@ -232,7 +232,7 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
         for one in example_profile().measurements
     )
     gather, heads = ContextExchange
-    shares = (*of_known_shares(4, gather), *of_known_shares(2, heads))
+    shares = (*known_shares(4, gather), *known_shares(2, heads))
     alone = profile_of_digits(measurements=times)
     measured = profile_of_digits(measurements=times, shares=shares)
     node = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})

@@ -121,7 +121,7 @@ def limited_by(**rules: bool) -> TrainerConstraints:
 
 
 def test_more_stages_than_rules_allow_are_refused():
-    """Prevents a traceback if no split has so few layers per stage."""
+    """Prevents a traceback if the rules allow no split into this many stages."""
     model = load_model("internvl-digits")
     layers = model.language.layers
     for rules, most in (

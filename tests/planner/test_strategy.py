@@ -81,12 +81,12 @@ def possible_parallels(searched: StrategyRequest) -> list[Parallel]:
     return [sizing.parallel for sizing in possible_sizings(searched)]
 
 
-def found_of(searched: StrategyRequest) -> StrategySearch:
+def run_search(searched: StrategyRequest) -> StrategySearch:
     return search_strategies(searched, lambda done: None)
 
 
 def search(**changes) -> StrategySearch:
-    return found_of(strategy_request(**changes))
+    return run_search(strategy_request(**changes))
 
 
 def list_parallels(found: StrategySearch) -> list[Parallel]:
@@ -119,9 +119,9 @@ def test_all_possible_sizes_are_found(gpus, given):
     assert all(each.sequence_parallel == (each.tensor > 1) for each in found)
 
 
-def found_as_planned(searched: StrategyRequest) -> StrategySearch:
+def check_search(searched: StrategyRequest) -> StrategySearch:
     """Return the search after comparing its best, times and bounds with each size planned alone."""
-    found, planned = found_of(searched), {}
+    found, planned = run_search(searched), {}
     for parallel in possible_parallels(searched):
         with contextlib.suppress(DoesNotFit):
             planned[parallel] = planned_ms_per_sample(searched, searched.caps, parallel)
@@ -142,7 +142,7 @@ def found_as_planned(searched: StrategyRequest) -> StrategySearch:
 
 def test_ranking_is_the_planners_own():
     """Prevents ruling out a strategy that may be nearly as fast as the best."""
-    found = found_as_planned(strategy_request(gpus=8, samples_per_step=30))
+    found = check_search(strategy_request(gpus=8, samples_per_step=30))
     assert len(list_parallels(found)) > 5 and found.ruled_out
     for each in found.ruled_out:
         assert each.most_samples_per_second * CLEARLY_WORSE < found.best.samples_per_second
@@ -158,7 +158,7 @@ def test_ranking_with_experts_is_the_planners_own():
         if 4 // p % e == 0
     ]
     assert possible_parallels(searched) == every
-    found = found_as_planned(searched)
+    found = check_search(searched)
     assert len({each.parallel.expert for each in found.ranking}) > 1
     fixed = possible_parallels(strategy_request(model=DIGITS, expert=4))
     assert fixed == [each for each in every if each.expert == 4]
@@ -176,7 +176,7 @@ def test_experts_in_sharded_weights_rank_as_the_planner_alone_says():
             shardings=tuple(WeightSharding), samples_per_step=samples_per_step,
         )  # fmt: skip
         every = possible_parallels(searched)
-        winners.add(found_as_planned(searched).best.parallel.sharded > 1)
+        winners.add(check_search(searched).best.parallel.sharded > 1)
     assert winners == {True, False}
     # Not groups of 4 with all experts: there are two, and each rank has all their state.
     tried = {(each.expert, each.sharded) for each in every if each.pipeline == 1}
@@ -198,7 +198,7 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
         assert {each.pipeline for each in every if each.sharded > 1} == {1, 2, 4}
         assert {each.sharding for each in one_stage if each.tensor == 1} == {*WeightSharding}
         assert {each.sharded for each in one_stage if each.tensor == 1} == {1, 4, 8}
-        choice = ShardingChoice.of_strategies(found := found_as_planned(searched))
+        choice = ShardingChoice.of_strategies(found := check_search(searched))
         winners.add(choice.sharding)
         assert choice.sharding is found.best.parallel.sharding
         assert {choice.sharding, *choice.others} == {each.sharding for each in every}
@@ -209,12 +209,12 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
 def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step):
     """Prevents a plan limit that loses the best strategy or hides skipped strategies."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
-    every = found_of(searched)
+    every = run_search(searched)
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, including strategies that bounds rule out.
     for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_PLANNED_SLACK"):
         monkeypatch.setattr(bounded, slack, 10)
-    few = found_ending_with_its_progress(searched)
+    few = search_with_progress(searched)
     assert few.best == every.best
     assert few.planned <= len(few.ranking) <= 4
     assert_all_listed(few, searched)
@@ -256,7 +256,7 @@ def test_memory_rules_out_what_cannot_be_planned():
     for share in np.arange(0.7, 0.1, -0.1):
         tight = CLUSTER.model_copy(update={"memory_gib": share * peak_gib / 0.9})
         searched = strategy_request(cluster=tight, gpus=8)
-        found = found_of(searched)
+        found = run_search(searched)
         without_room = {
             each.parallel: each for each in found.ruled_out if each.most_samples_per_second is None
         }
@@ -275,7 +275,7 @@ def test_memory_rules_out_what_cannot_be_planned():
 def test_processes_do_not_matter():
     """Prevents results that depend on processes, and a progress bar that does not end at 100 %."""
     searched = strategy_request(gpus=2, caps=None, samples=100, samples_per_step=20)
-    one = found_ending_with_its_progress(searched)
+    one = search_with_progress(searched)
     assert one == search_strategies(searched, lambda done: None, 2)
 
 
@@ -294,7 +294,7 @@ def test_caps_are_chosen_for_each_strategy():
     assert free.best.ms_per_sample <= search(caps=CAPS, **few).best.ms_per_sample * 1.02
 
 
-def found_ending_with_its_progress(searched: StrategyRequest) -> StrategySearch:
+def search_with_progress(searched: StrategyRequest) -> StrategySearch:
     done: list[int] = []
     found = search_strategies(searched, done.append)
     assert sum(done) == progress_total(searched) and min(done) >= 0
@@ -388,14 +388,14 @@ def run_plan(monkeypatch, lengths: Path, directory: Path, unfit: int) -> tuple[i
     """Return exit code and tried sizes if the first `unfit` strategies do not fit all data."""
     tried: list[Parallel] = []
 
-    def scarcely(planned: PlanRequest) -> PlanResult:
+    def plan_or_fail(planned: PlanRequest) -> PlanResult:
         tried.append(planned.job.parallel)
         if len(tried) <= unfit:
             stages = planned.job.parallel.pipeline
             raise DoesNotFit(f"needs too much on {stages} stages", "buy memory")
         return make_plan(planned)
 
-    monkeypatch.setattr("omnibal.search.finalists.make_ordered_plan", scarcely)
+    monkeypatch.setattr("omnibal.search.finalists.make_ordered_plan", plan_or_fail)
     # Plan only the best at a time, in this process.
     monkeypatch.setattr("omnibal.search.finalists._FINALISTS", 1)
     return status(PLAN, lengths, "-o", directory / "plan"), tried
@@ -487,7 +487,7 @@ def test_steps_are_doubled_until_ranks_have_four_packs():
     asked = strategy_request(gpus=8, samples_per_step=10, lengths=example_lengths(count=400))
     samples = with_enough_samples(asked, 1).samples_per_step
     found = [
-        found_of(replace(asked, samples_per_step=size)).best for size in (samples // 2, samples)
+        run_search(replace(asked, samples_per_step=size)).best for size in (samples // 2, samples)
     ]
     assert samples in (20, 40, 80, 160)
     assert found[0].micro_batches < 4 <= found[1].micro_batches
@@ -496,10 +496,10 @@ def test_steps_are_doubled_until_ranks_have_four_packs():
 def test_rates_of_other_steps_are_those_of_their_own_searches():
     """Prevents advice on the step size that contradicts a search at this size."""
     asked = strategy_request(gpus=8, samples_per_step=60)
-    rates = step_rates(asked, found_of(asked), lambda done: None)
+    rates = step_rates(asked, run_search(asked), lambda done: None)
     assert [rate.samples_per_step for rate in rates] == [30, 60, 120, 240]
     for rate in rates:
-        own = found_of(replace(asked, samples_per_step=rate.samples_per_step)).best
+        own = run_search(replace(asked, samples_per_step=rate.samples_per_step)).best
         assert rate.samples_per_second == pytest.approx(own.samples_per_second, rel=0.02)
 
 

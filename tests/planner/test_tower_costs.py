@@ -133,7 +133,7 @@ def test_a_window_costs_the_pairs_within_it():
 
 
 def test_language_without_an_encoder_costs_what_it_does_behind_one():
-    """Prevents a text-only model whose layers cost more or less than InternVL's."""
+    """Prevents layer costs of a text-only model that differ from InternVL's."""
     text = VISION.model_copy(update={"encoders": {}})
     with_vision, alone = cost_of(VISION, tensor=2), cost_of(text, tensor=2)
     texts = {"tokens": 900.0, "squared_tokens": 300_000.0, "loss_tokens": 200.0}

@@ -46,7 +46,7 @@ def test_every_block_is_there_and_none_overlaps():
 
 
 def test_ranks_that_share_a_micro_batch_run_it_at_the_same_time():
-    """Prevents a trace in which ranks that share a micro-batch do not wait for each other."""
+    """Prevents a trace where ranks that share a micro-batch run it at different times."""
     rng = np.random.default_rng(3)
     cost, features = random_cost(rng), random_features(rng, 8)
     workload = workload_of([[2] * 4], features, context=np.tile([1, 2], 4))

@@ -55,7 +55,7 @@ def test_the_part_is_within_the_backward_and_nothing_where_frozen():
 
 
 def test_a_profile_has_as_large_a_part_as_is_counted():
-    """Prevents a missing weight part in measured backwards, or nothing but one."""
+    """Prevents measured backwards without a weight part, or with a weight part only."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(DIGITS)})
     counted, measured = (
         job_spec(cost_source=source).cost.units for source in (ANALYTIC, CostSource(profile))

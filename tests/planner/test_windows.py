@@ -55,7 +55,7 @@ def load_of(lengths: Lengths, pack_ms: float = PACK_MS):
     return load
 
 
-def by_place(packs: ScheduledPacks) -> dict[tuple[int, int], list[list[int]]]:
+def pack_lists(packs: ScheduledPacks) -> dict[tuple[int, int], list[list[int]]]:
     """Return packs by (step, rank), in slot order."""
     found: dict[tuple[int, int], list[list[int]]] = {}
     for row in range(len(packs)):
@@ -73,7 +73,7 @@ def apart_ms(held: list[list[float]], stages: int) -> float:
 def busiest_ms(packs: ScheduledPacks, load, stages: int) -> np.ndarray:
     """Return the busiest rank's time in every step."""
     times = np.zeros(packs.steps)
-    for (step, _), held in by_place(packs).items():
+    for (step, _), held in pack_lists(packs).items():
         rank_ms = apart_ms([load(Packs.from_lists(held)).tolist()], stages)
         times[step] = max(times[step], rank_ms)
     return times
@@ -106,7 +106,7 @@ def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, lo
         full = packs.step % windows < count // window
         busy = set(zip(packs.step[full], packs.dp_rank[full], strict=True))
         assert len(busy) == 2 * (count // window) * ranks
-    by_place(packs)
+    pack_lists(packs)
 
 
 def test_undispatched_windows_are_what_a_plain_loader_makes():
@@ -125,7 +125,7 @@ def test_undispatched_windows_are_what_a_plain_loader_makes():
             made[-1].append(sample)
         for turn, pack in enumerate(made):
             expected.setdefault((step, turn % 3), []).append(pack)
-    assert by_place(packs) == expected
+    assert pack_lists(packs) == expected
 
 
 def partitions(samples: list[int]) -> Iterator[list[list[int]]]:
@@ -169,13 +169,13 @@ def scheduled_ms(
     load = load_of(lengths)
     request = window_request(len(lengths), ranks, stages=stages, lockstep_ranks=lockstep_ranks)
     packs = schedule_windows(lengths, load=load, **request)
-    held = [load(Packs.from_lists(one)).tolist() for one in by_place(packs).values()]
+    held = [load(Packs.from_lists(one)).tolist() for one in pack_lists(packs).values()]
     return step_ms(held, stages)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_ranks_in_lockstep_wait_little_for_each_other(stages):
-    """Prevents expert-parallel slots in which a small pack waits for a large one."""
+    """Prevents expert-parallel slots that mix small and large packs."""
     over, saved = [], []
     for seed in range(15):
         lengths = random_lengths(6, seed)
@@ -211,7 +211,7 @@ def test_dispatch_does_not_depend_on_the_unit_of_time(pack_ms):
             schedule_windows(lengths, load=lambda packs, unit=unit: unit * load(packs), **request)
             for unit in (1.0, 2.0**-20)
         )
-        assert by_place(one) == by_place(other)
+        assert pack_lists(one) == pack_lists(other)
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -259,7 +259,7 @@ def test_hash_is_of_the_samples_of_every_step():
 
 
 def test_edited_windows_are_found(tmp_path):
-    """Prevents training on a plan whose steps are no longer the stream's order."""
+    """Prevents training on a plan with steps that left the stream's order."""
     plan = tmp_path / "plan"
     save_plan(make_plan(PlanRequest(job=job(2), data=stream())), plan)
     assert any("steps are windows of 32 samples" in line for line in check_plan(plan))
