@@ -1,4 +1,4 @@
-"""What an encoding group's nodes keep of the features that they need, beside all dealings."""
+"""Items encoded on the node that needs their features, against all possible assignments."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("gpus_per_node", [1, 3, 8])
 def test_ranks_are_on_the_nodes_of_megatrons_order(gpus_per_node: int) -> None:
-    """Prevents: shares that keep items on a node that is another one in the job."""
+    """Prevents item shares computed with wrong nodes of ranks."""
     sizes = Parallel(tensor=2, pipeline=3, data=4)
     found = nodes_of_groups(sizes, 2, gpus_per_node)
     assert found.shape == (2, 12)
@@ -25,9 +25,9 @@ def test_ranks_are_on_the_nodes_of_megatrons_order(gpus_per_node: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) -> None:
-    """Prevents: features sent between nodes in vain, and uneven shares, by all orders of items."""
+    """Prevents needless feature transfers between nodes, and uneven shares."""
     rng = np.random.default_rng(seed)
-    # The node of every rank of a group of some job.
+    # Node of every rank in a group of a random job.
     pipelines, blocks = int(rng.integers(1, 4)), int(rng.integers(1, 3))
     tensor, pipeline = (int(size) for size in rng.integers(1, 3, 2))
     sizes = Parallel(tensor=tensor, pipeline=pipeline, data=pipelines * blocks)
@@ -60,7 +60,7 @@ def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) ->
                     after[key] = max(after.get(key, 0), kept + gain)
             states = after
     assert at_home == max(states.values())
-    # What the planner counts without laying items on ranks.
+    # The planner's count, without assigning items to ranks.
     held = np.bincount(home, items, pipelines).astype(int)
     homes = Homes.from_nodes(node[None], of_pipeline)
     own, near, of_pipelines = items_at_home(held, share.astype(int), homes)
@@ -73,7 +73,7 @@ def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) ->
 
 
 def test_samples_of_different_groups_keep_to_their_own_nodes() -> None:
-    """Prevents: nodes of one group that count as another's where steps are dealt together."""
+    """Prevents confusing the nodes of groups when their steps are dealt together."""
     homes = Homes.from_nodes(np.array([[2, 2, 3, 3], [0, 1, 0, 1]]), 2)
     assert homes.pipeline.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len({*homes.node[:4]} | {*homes.node[4:]}) == 4

@@ -1,4 +1,4 @@
-"""Data by URLs, of fsspec's memory and moto's S3: lengths, errors of storages, and kept blocks."""
+"""Data by URL, from fsspec's memory and moto's S3: lengths, storage errors and cached blocks."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Watched(MemoryFileSystem):
-    """Files in memory, of which some may not be read, and all that are read are noted."""
+    """Files in memory, with denied paths and a log of reads."""
 
     protocol = "watched"
     store = {}  # noqa: RUF012
@@ -55,8 +55,8 @@ class Watched(MemoryFileSystem):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, Path]:
-    """A folder with a meta of lines and one of shards, both named, of the same samples."""
+def local_metas(tmp_path_factory) -> tuple[Path, Path]:
+    """Return a meta of JSON lines and a meta of shards of equal samples, in one folder."""
     folder = tmp_path_factory.mktemp("made")
     records = make_samples(folder)
     write_shards(folder, records, per_shard=4)
@@ -65,33 +65,33 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def bucket(made, tmp_path) -> str:
-    """URL of the same files in a storage of their own, which no other test has read."""
+def bucket(local_metas, tmp_path) -> str:
+    """Return the URL of these files in a storage that no other test has read."""
     fsspec.register_implementation("watched", Watched, clobber=True)
     Watched.store.clear()
     Watched.denied.clear()
-    for path in made[0].parent.rglob("*"):
+    for path in local_metas[0].parent.rglob("*"):
         if path.is_file():
-            put(tmp_path, str(path.relative_to(made[0].parent)), path.read_bytes())
+            put_file(tmp_path, str(path.relative_to(local_metas[0].parent)), path.read_bytes())
     Watched.read.clear()
     return f"watched://{tmp_path.name}"
 
 
-def put(folder: Path, name: str, content: bytes) -> None:
+def put_file(folder: Path, name: str, content: bytes) -> None:
     """Write a file of the test's storage."""
     Watched().pipe(f"/{folder.name}/{name}", content)
 
 
 def tars_read() -> set[str]:
-    """Names of the shards that were read."""
+    """Return names of the shards that were read."""
     return {path.rpartition("/")[2] for path in Watched.read if path.endswith(".tar")}
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_urls_are_read_as_files_are(made, bucket, tokenizer, which):
-    """Prevents other counts, samples or pixels than those of the same data on a disk."""
-    local = Annotations.open(made[which])
-    remote = Annotations.open(location(f"{bucket}/{made[which].name}"))
+def test_urls_are_read_as_files_are(local_metas, bucket, tokenizer, which):
+    """Prevents other counts, samples or pixels by URL than from a disk."""
+    local = Annotations.open(local_metas[which])
+    remote = Annotations.open(location(f"{bucket}/{local_metas[which].name}"))
     assert remote.sha256 == local.sha256
     remote_lengths, local_lengths = (scan(each, tokenizer).lengths for each in (remote, local))
     assert remote_lengths.sha256 == local_lengths.sha256
@@ -102,9 +102,9 @@ def test_urls_are_read_as_files_are(made, bucket, tokenizer, which):
 
 
 def test_what_was_read_is_kept(bucket, tmp_path):
-    """Prevents every epoch from being paid for and waited for again."""
+    """Prevents downloading the data again in every epoch."""
     content = bytes(range(256)) * (90 << 10)  # more than a process remembers
-    put(tmp_path, "large", content)
+    put_file(tmp_path, "large", content)
     cache = BlockCache.open(tmp_path / "cache", 1)
     assert location(f"{bucket}/large", cache).read_bytes() == content
     Watched.denied.add(f"/{tmp_path.name}/large")
@@ -114,7 +114,7 @@ def test_what_was_read_is_kept(bucket, tmp_path):
 
 
 def test_names_of_files():
-    """Prevents a URL from losing a slash, or a name from being looked for in the wrong place."""
+    """Prevents a URL that loses a slash, and a name resolved in the wrong place."""
     folder = location("s3://bucket/data/meta.json").parent
     assert str(folder) == "s3://bucket/data" and isinstance(folder, RemotePath)
     assert str(named_from(folder, "../images/a.png")) == "s3://bucket/images/a.png"
@@ -127,20 +127,20 @@ def open_indexed(meta: Path, folder: Path) -> Annotations:
     return Annotations.open(meta, DataIndex.resume(folder / "index", LocalPool()))
 
 
-def test_a_denied_shard_loses_nothing(made, bucket, tmp_path):
-    """Prevents hours of reading shards from being done again for one that may not be read."""
+def test_a_denied_shard_loses_nothing(local_metas, bucket, tmp_path):
+    """Prevents reading all shards again after a single denied shard."""
     meta = location(f"{bucket}/shards.json")
     Watched.denied.add(f"/{tmp_path.name}/train-003.tar")
     with pytest.raises(StorageError, match=r"train-003\.tar: may not be read \(Forbidden\)"):
         open_indexed(meta, tmp_path)
     Watched.denied.clear()
     Watched.read.clear()
-    assert open_indexed(meta, tmp_path).sha256 == Annotations.open(made[1]).sha256
+    assert open_indexed(meta, tmp_path).sha256 == Annotations.open(local_metas[1]).sha256
     assert tars_read() == {f"train-00{number}.tar" for number in (3, 4, 5)}
 
 
-def test_a_whole_index_reads_no_file(made, bucket, tmp_path):
-    """Prevents all data read by each process before its first step, and places of an older file."""
+def test_a_whole_index_reads_no_file(local_metas, bucket, tmp_path):
+    """Prevents reading all data in each process before its first step, and outdated offsets."""
     meta, index = location(f"{bucket}/shards.json"), tmp_path / "index"
     whole = open_indexed(meta, tmp_path)
     Watched.read.clear()
@@ -148,7 +148,7 @@ def test_a_whole_index_reads_no_file(made, bucket, tmp_path):
     assert again.sha256 == whole.sha256
     assert not tars_read()
     assert [each.identity for each in again] == [each.identity for each in whole]
-    put(tmp_path, "train-001.tar", (made[1].parent / "train-001.tar").read_bytes())
+    put_file(tmp_path, "train-001.tar", (local_metas[1].parent / "train-001.tar").read_bytes())
     with pytest.raises(UserError, match=r"knows nothing of .*train-001\.tar as it is now"):
         Annotations.open(meta, DataIndex.open_complete(index))
     with pytest.raises(StorageError, match=r"train-001\.tar: has changed"):
@@ -161,7 +161,7 @@ def test_a_whole_index_reads_no_file(made, bucket, tmp_path):
 
 
 def test_indexed_samples_are_opened_without_reading_them(tmp_path):
-    """Prevents minutes in every process of a job before its first step."""
+    """Prevents minutes of reading in every process of a job before its first step."""
     lines, path = b'{"conversations": []}\n' * 1000, tmp_path / "a.jsonl"
     path.write_bytes(lines)
     written = path.stat()
@@ -174,14 +174,14 @@ def test_indexed_samples_are_opened_without_reading_them(tmp_path):
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_a_shard_that_changes_ends_the_scan(made, bucket, tokenizer, tmp_path, is_remote):
-    """Prevents lengths of two versions of a shard, and the loss of what was scanned of others."""
-    for path in made[1].parent.glob("*.tar"):
+def test_a_shard_that_changes_ends_the_scan(local_metas, bucket, tokenizer, tmp_path, is_remote):
+    """Prevents lengths of two versions of a shard, and losing other shards' lengths."""
+    for path in local_metas[1].parent.glob("*.tar"):
         shutil.copyfile(path, tmp_path / path.name)
     annotations = open_meta(tmp_path, a={"shards": "train-{000..005}.tar", "repeat_time": 30})
     meta = tmp_path / "meta.json"
     if is_remote:
-        put(tmp_path, "meta.json", meta.read_bytes())
+        put_file(tmp_path, "meta.json", meta.read_bytes())
         meta = location(f"{bucket}/meta.json")
         annotations = Annotations.open(meta)
     key, calls = scan_key(DIGITS, tokenizer), []
@@ -191,8 +191,8 @@ def test_a_shard_that_changes_ends_the_scan(made, bucket, tokenizer, tmp_path, i
         calls.append(done)
         if len(calls) != 2:  # the first is before any task
             return
-        if is_remote:  # the same bytes under another time
-            put(tmp_path, "train-005.tar", (tmp_path / "train-005.tar").read_bytes())
+        if is_remote:  # equal bytes with another time
+            put_file(tmp_path, "train-005.tar", (tmp_path / "train-005.tar").read_bytes())
         else:
             shutil.copyfile(tmp_path / "train-001.tar", tmp_path / "train-005.tar")
 
@@ -206,7 +206,7 @@ def test_a_shard_that_changes_ends_the_scan(made, bucket, tokenizer, tmp_path, i
 
 
 def command(digits: Path, meta: object, *arguments: object, **environment: str):
-    """`omnibal lengths` with nothing of S3 in the environment but what is given."""
+    """Run `omnibal lengths` with only the given S3 settings in the environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     words = [sys.executable, "-m", "omnibal", "lengths", meta, "--model", DIGITS.name]
     words += ["--tokenizer-model", digits / "tokenizer.model", *arguments]
@@ -217,9 +217,9 @@ def command(digits: Path, meta: object, *arguments: object, **environment: str):
 
 
 @needs_s3
-def test_a_bucket_is_scanned_as_a_folder(made, digits, tmp_path):
-    """Prevents what fsspec's memory does not show of a storage, and other lengths from Ray."""
-    folder, written = made[0].parent, []
+def test_a_bucket_is_scanned_as_a_folder(local_metas, digits, tmp_path):
+    """Prevents storage failures that fsspec's memory does not show, and other lengths with Ray."""
+    folder, written = local_metas[0].parent, []
     ray = ("--engine", "ray") if find_spec("ray") else ("--processes", 1)
     with started_s3(tmp_path) as server:
         server.put_folder(folder)
@@ -239,7 +239,7 @@ def test_a_bucket_is_scanned_as_a_folder(made, digits, tmp_path):
 
 @needs_s3
 def test_a_bucket_without_credentials(digits, tmp_path):
-    """Prevents a traceback of forty frames, or a wait for the metadata of a cloud's machine."""
+    """Prevents a traceback of forty frames, or a wait for a cloud machine's metadata."""
     nothing = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     done = command(digits, "s3://private/meta.json", "-o", tmp_path / "L.parquet", **nothing)
     assert done.returncode == 2
@@ -248,7 +248,7 @@ def test_a_bucket_without_credentials(digits, tmp_path):
 
 
 def test_versions_follow_content_and_time(tmp_path):
-    """Prevents a changed file from being read by the places of the old one."""
+    """Prevents reading a changed file by the offsets of the old file."""
     path, found = tmp_path / "a", []
     for content, times in ((b"1", None), (b"1", (1, 1)), (b"12", (1, 1))):
         path.write_bytes(content)
@@ -286,7 +286,7 @@ def read(cache: BlockCache, name: str) -> bytes:
 
 
 def read_at_random(cache: BlockCache, seed: int, reads: int) -> int:
-    """Read blocks in another process; its number."""
+    """Read random blocks in a child process; return its number."""
     child = os.fork()
     if child:
         return child
@@ -296,7 +296,7 @@ def read_at_random(cache: BlockCache, seed: int, reads: int) -> int:
 
 
 def test_processes_share_it(tmp_path):
-    """Prevents a full disk, and blocks read while another process writes them or is killed."""
+    """Prevents a full disk, and partial blocks from concurrent or killed writers."""
     cache = BlockCache.open(tmp_path, 20 * BLOCK / 2**30)
     for killed in (True, False):
         children = [read_at_random(cache, seed, 100_000 if killed else 300) for seed in range(3)]
@@ -323,17 +323,17 @@ def test_processes_share_it(tmp_path):
 
 
 def test_the_least_recently_used_goes_first(tmp_path):
-    """Prevents a cache that removes just what is read again and again."""
+    """Prevents evicting blocks that are read again and again."""
     cache, fetched = BlockCache.open(tmp_path, 10 * BLOCK / 2**30), []
     order = [each for name in NAMES[:30] for each in (name, NAMES[0])] + [NAMES[5]]
     for name in order:
         cache.block(name, BLOCK, lambda name=name: fetched.append(name) or content_of(name))
-        time.sleep(0.005)  # a clock's tick, by which uses are told apart
+        time.sleep(0.005)  # one clock tick, to order the uses
     assert fetched == [*NAMES[:30], NAMES[5]]
 
 
 def test_what_is_damaged_is_fetched_again(tmp_path):
-    """Prevents half a block, of a machine that went down, from being read as a sample."""
+    """Prevents reading a block that a crash left half written."""
     cache = BlockCache.open(tmp_path / "new", 1)
     read(cache, "a")
     [path] = (tmp_path / "new").glob("??/*")
@@ -361,7 +361,7 @@ def test_a_disk_that_fails_costs_time_alone(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_other_files_is_refused(tmp_path):
-    """Prevents a user's own files from being removed to make room."""
+    """Prevents removing a user's own files to free cache space."""
     (tmp_path / "mine").write_text("notes")
     with pytest.raises(UserError, match="holds other files"):
         BlockCache.open(tmp_path, 1)

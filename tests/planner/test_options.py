@@ -1,4 +1,4 @@
-"""Groups of options: what commands share is declared once, and each gets what was typed."""
+"""Groups of options: declared once, and parsed for each command that shares them."""
 
 import inspect
 import re
@@ -36,7 +36,7 @@ OWN = {
     "max_tokens": "likewise",
     "precision": "fp8 is planned and not profiled",
 }
-"""Names that mean something else from command to command."""
+"""Options with another meaning in each command."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Sizes:
 
 
 def test_a_group_is_given_what_was_typed(capsys) -> None:
-    """Prevents options that are parsed and then lost, or that have another default."""
+    """Prevents options that are parsed and then lost, or get another default."""
     app = typer.Typer()
 
     @app.command()
@@ -68,7 +68,7 @@ def options_of(command: str) -> dict[str, inspect.Parameter]:
 
 
 def test_an_option_of_several_commands_is_declared_once() -> None:
-    """Prevents a name with one range, default or help in a command and another elsewhere."""
+    """Prevents an option with different ranges, defaults or help in two commands."""
     shared = 0
     for first, second in combinations(COMMANDS, 2):
         one, other = options_of(first), options_of(second)
@@ -80,7 +80,7 @@ def test_an_option_of_several_commands_is_declared_once() -> None:
 
 
 def test_names_of_their_own_are_that() -> None:
-    """Prevents the test above from passing over a name that could be declared once."""
+    """Prevents the test above from skipping a name that could be declared once."""
     for name in OWN:
         found = [options_of(command)[name] for command in COMMANDS if name in options_of(command)]
         assert len(found) > 1
@@ -89,7 +89,7 @@ def test_names_of_their_own_are_that() -> None:
 
 @pytest.mark.parametrize("columns", [80, 60])
 def test_help_has_every_option_and_whole_words(columns, monkeypatch, capsys) -> None:
-    """Prevents: an option without help, a word that is cut to fit, and a line wider than asked."""
+    """Prevents an option without help, a truncated word, and a line wider than requested."""
     monkeypatch.setenv("COLUMNS", str(columns))
     for name, command in typer.main.get_command(cli.app).commands.items():
         is_long = any("--help-all" in option.opts for option in command.params)
@@ -105,7 +105,7 @@ def test_help_has_every_option_and_whole_words(columns, monkeypatch, capsys) -> 
 
 
 def test_help_of_plan_begins_with_what_everyone_needs(monkeypatch, capsys) -> None:
-    """Prevents: a page in which --output and --gpus come after options that few need."""
+    """Prevents a help page with --output and --gpus after rarely used options."""
     monkeypatch.setenv("COLUMNS", "80")
     page = printed(capsys, "plan --help")
     names = re.findall(r"^  (?:-o, )?(--[a-z-]+)", page, re.MULTILINE)

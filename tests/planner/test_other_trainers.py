@@ -1,4 +1,4 @@
-"""Launch lines of trainers without Megatron's flags, hosts and dispatchers: what they mean."""
+"""Launch lines of trainers without Megatron's flags, host time and expert dispatchers."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def job_of(text: str, model=MODEL, gpus: int = 8, cluster=CLUSTER, **more: int) 
     ],
 )
 def test_sizes_and_sharding_of_lines(text, launcher, sizes, stage):
-    """Prevents flags of sharding and other trainers' settings that are dropped in silence."""
+    """Prevents silently ignoring sharding flags and other trainers' settings."""
     job = job_of(text)
     assert job.line.launch.launcher is launcher
     assert job.job.parallel == sizes
@@ -104,7 +104,7 @@ def test_sizes_and_sharding_of_lines(text, launcher, sizes, stage):
 
 
 def test_wrong_sharding_is_refused():
-    """Prevents an unknown strategy, or replicas that no ranks make up, taken as another."""
+    """Prevents an unknown strategy, or an indivisible number of replicas, read as another."""
     line = f"{LM} --use-megatron-fsdp --data-parallel-sharding-strategy all"
     with pytest.raises(UserError, match="must be no_shard or"):
         job_of(line)
@@ -114,7 +114,7 @@ def test_wrong_sharding_is_refused():
 
 
 def test_weights_kept_to_backward_cost_memory_and_save_a_gather():
-    """Prevents ZeRO-2 that is predicted as ZeRO-3, or as replicated weights."""
+    """Prevents ZeRO-2 predicted as ZeRO-3 or as replicated weights."""
     full, kept = (
         predict_line(job_of(f"{FOUNDRY} fsdp_config.sharding_strategy={name}", gpus=64))
         for name in ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -125,8 +125,7 @@ def test_weights_kept_to_backward_cost_memory_and_save_a_gather():
 
 
 def test_every_stage_of_sharding_needs_less_memory():
-    """Prevents optimizer state that every rank holds, predicted as if ranks shared it out, and a
-    stage of sharding that is taken for another."""
+    """Prevents replicated optimizer state predicted as sharded, and confused ZeRO stages."""
     fsdp = "--use-megatron-fsdp --data-parallel-sharding-strategy"
     options = (
         "",
@@ -143,7 +142,7 @@ def test_every_stage_of_sharding_needs_less_memory():
 
 
 def test_replicated_state_is_updated_whole_and_reduced_twice_around():
-    """Prevents a step without a distributed optimizer that is as fast as one with."""
+    """Prevents a step without a distributed optimizer predicted as fast as a step with it."""
     bare, shared = (
         predict_line(job_of(f"{LM} {option}")).step_ms
         for option in ("", "--use-distributed-optimizer")
@@ -153,7 +152,7 @@ def test_replicated_state_is_updated_whole_and_reduced_twice_around():
 
 @pytest.mark.parametrize("stages", [3, 5, 8])
 def test_torchs_stages_hold_all_layers(stages):
-    """Prevents layers beyond a multiple of the stages left to the last stage in silence."""
+    """Prevents all layers beyond a multiple of the stages on the last stage."""
     text = f"{TITAN} --training.local_batch_size 2 --parallelism.pipeline_parallel_degree {stages}"
     job = job_of(text, gpus=stages)
     counts = [part.layer_count for part in job.parts]
@@ -174,14 +173,14 @@ def test_torchs_stages_hold_all_layers(stages):
     ],
 )
 def test_lines_that_are_no_whole_job_say_why(text, gpus, words):
-    """Prevents a size that does not divide predicted as another job, or refused as one not said."""
+    """Prevents an indivisible size predicted as another job, or refused as missing."""
     text = text.replace("global-batch-size 8", "global-batch-size 1") if gpus == 5 else text
     with pytest.raises(UserError, match=words):
         job_of(text, gpus=gpus)
 
 
 def test_experts_of_torch_are_not_divided_by_tensor_size():
-    """Prevents Megatron's default of expert tensor parallelism in trainers that have another."""
+    """Prevents Megatron's default expert tensor size in trainers with another default."""
     text = f"{AUTO} --step_scheduler.local_batch_size 1 --distributed.tp_size 2"
     job = job_of(f"{text} --distributed.ep_size 4", load_model("qwen3-30b-a3b"))
     assert job.job.parallel.expert == 4
@@ -189,7 +188,7 @@ def test_experts_of_torch_are_not_divided_by_tensor_size():
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 5, 8, 16])
 def test_nanotron_divides_layers_and_head_by_their_weights(stages):
-    """Prevents a head that the last stage computes beside as many layers as any other."""
+    """Prevents a last stage with the head and a full share of layers."""
     text = f"{NANO} --parallelism.pp {stages} --tokens.micro_batch_size 1 --parallelism.dp 1"
     line = line_of(read_launch(text, {}, None, stages), MODEL)
     (layers,) = zip(*layers_by_chunk(line), strict=True)
@@ -201,8 +200,7 @@ def test_nanotron_divides_layers_and_head_by_their_weights(stages):
 
 
 def test_a_pass_takes_at_least_the_hosts_time():
-    """Prevents small micro-batches that cost nothing but their operations, and large ones that wait
-    for a host which is long ahead."""
+    """Prevents small micro-batches predicted without host time, and large micro-batches with it."""
     costly = CLUSTER.model_copy(update={"host_us": 80.0})
     free = CLUSTER.model_copy(update={"host_us": 0.0})
     slow, fast = (
@@ -236,7 +234,7 @@ def test_graphs_take_the_hosts_time_away():
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_flex_dispatch_sends_a_token_once_to_a_rank_or_node(nodes):
-    """Prevents a share of the links that is not the one of random routing."""
+    """Prevents link traffic that differs from random routing."""
     copies, group = 8, Group(8 * nodes)
     lines = [
         all_to_all_line(CLUSTER, group, "bf16", copies=copies, dispatcher=name)
@@ -250,8 +248,8 @@ def test_flex_dispatch_sends_a_token_once_to_a_rank_or_node(nodes):
 
 
 def test_latency_grows_with_the_ranks_of_a_ring():
-    """Prevents reductions in small buckets over hundreds of ranks that cost what those over eight
-    do, and latency within a node that is the network's."""
+    """Prevents small-bucket reductions over hundreds of ranks at the cost of eight, and network
+    latency within a node."""
     few, many = (
         ring_ms_per_byte(CLUSTER, Group(ranks), "bf16", bucket_bytes=25 * 2**20)
         for ranks in (16, 512)
@@ -265,7 +263,7 @@ def test_latency_grows_with_the_ranks_of_a_ring():
 
 
 def test_short_samples_in_packs_attend_to_less():
-    """Prevents fine-tuning on packed short samples that is predicted as one sample a pack."""
+    """Prevents fine-tuning on packed short samples predicted as one sample per pack."""
     text = LM.replace("4096", "16384")
     whole, short = job_of(text), job_of(text, sample_tokens=256)
     tokens = [job.packs.packs.sums(job.lengths.tokens) for job in (whole, short)]

@@ -1,4 +1,4 @@
-"""Outputs of commands: never in the place of an input, of each other, or of a device."""
+"""Outputs of commands never replace an input, another output or a device."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ DIGITS = "--model internvl-digits --cluster laptop-cpu"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def root(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     write_lengths(example_lengths(), folder / "l.parquet")
     write_profile(example_profile(), folder / "profile.json")
@@ -82,47 +82,47 @@ SCAN = "lengths data.json --model internvl-digits --tokenizer-model tokenizer.mo
         *(f"{SCAN} -o {name}" for name in SCANNED),
     ],
 )
-def test_no_output_replaces_an_input(capsys, made, monkeypatch, command):
-    """Prevents the loss of what a command was given, by whatever name its output goes there."""
-    monkeypatch.chdir(made)
-    before = contents(made)
+def test_no_output_replaces_an_input(capsys, root, monkeypatch, command):
+    """Prevents overwriting an input, by any name of the output."""
+    monkeypatch.chdir(root)
+    before = contents(root)
     error = failure(capsys, command)
     assert error.startswith("error: ") and error.count("\n") == 1
     assert "an input of this command" in error or "is not a Parquet file" in error
-    assert contents(made) == before
+    assert contents(root) == before
 
 
-def test_outputs_do_not_replace_each_other(capsys, made, monkeypatch, tmp_path):
-    """Prevents one of two results from being lost without a word."""
+def test_outputs_do_not_replace_each_other(capsys, root, monkeypatch, tmp_path):
+    """Prevents two outputs overwriting each other without an error."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link.svg").symlink_to("x.svg")
     for other in ("x.svg", "./x.svg", "link.svg"):
-        error = failure(capsys, f"{PACK} {made / 'l.parquet'} -o x.svg --picture {other}")
+        error = failure(capsys, f"{PACK} {root / 'l.parquet'} -o x.svg --picture {other}")
         assert "are the same file" in error
     assert [path.name for path in tmp_path.iterdir()] == ["link.svg"]
 
 
-def test_devices_and_pipes_are_written_to(capsys, made, tmp_path):
-    """Prevents `-o /dev/null` from making a file of the device, and a reader that waits forever."""
-    run(f"{PACK} -o /dev/null", made / "l.parquet")
+def test_devices_and_pipes_are_written_to(capsys, root, tmp_path):
+    """Prevents replacing /dev/null by a file, and a pipe's reader that waits forever."""
+    run(f"{PACK} -o /dev/null", root / "l.parquet")
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     pipe, came = tmp_path / "pipe", tmp_path / "came.parquet"
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: came.write_bytes(pipe.read_bytes()), daemon=True)
     reader.start()
-    run(f"{PACK} -o", pipe, made / "l.parquet")
+    run(f"{PACK} -o", pipe, root / "l.parquet")
     reader.join(10)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert read_packs(came).packs.offsets[-1] == 300
     assert sorted(path.name for path in tmp_path.iterdir()) == ["came.parquet", "pipe"]
 
 
-def test_standard_output_takes_the_file(tmp_path, made):
-    """Prevents the link /dev/stdout, or the file behind it, from being replaced."""
+def test_standard_output_takes_the_file(tmp_path, root):
+    """Prevents replacing the link /dev/stdout, or the file behind it."""
     into = tmp_path / "into"
     with into.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-m", "omnibal", "simulate", made / "plan", "--trace", "/dev/stdout"],
+            [sys.executable, "-m", "omnibal", "simulate", root / "plan", "--trace", "/dev/stdout"],
             stdout=file, check=True, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE,
         )  # fmt: skip
     assert Path("/dev/stdout").is_symlink()
@@ -131,9 +131,9 @@ def test_standard_output_takes_the_file(tmp_path, made):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_device_that_takes_nothing_is_told_of(capsys, made):
-    """Prevents a traceback, or success, where nothing arrived."""
-    assert "No space left" in failure(capsys, "simulate", made / "plan", "--trace", "/dev/full")
+def test_a_device_that_takes_nothing_is_told_of(capsys, root):
+    """Prevents a traceback, or success, although nothing was written."""
+    assert "No space left" in failure(capsys, "simulate", root / "plan", "--trace", "/dev/full")
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_a_device_that_takes_nothing_is_told_of(capsys, made):
         ("report plan -o {}/r.html", "r.html"),
     ],
 )
-def test_a_full_disk_names_the_file(made, tmp_path, command, file):
-    """Prevents: an error of a write that says neither where nor what to do, or blames an input."""
+def test_a_full_disk_names_the_file(root, tmp_path, command, file):
+    """Prevents a write error without path or remedy, or blaming an input."""
     make_dataset(tmp_path / "digits", 10, 10, 0)
     scanned = "lengths " + str(tmp_path / "digits" / "train" / "meta.json")
     words = words_of(command.replace("lengths data.json", scanned).format(tmp_path))
     ended = subprocess.run(
         [sys.executable, "-m", "omnibal", *words],
-        cwd=made,
+        cwd=root,
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)),
@@ -164,7 +164,7 @@ def test_a_full_disk_names_the_file(made, tmp_path, command, file):
 
 
 def test_other_kinds_of_file_are_refused(tmp_path, monkeypatch):
-    """Prevents a socket from being replaced by a file."""
+    """Prevents replacing a socket by a file."""
     path = tmp_path / "s"
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as bound:
@@ -180,7 +180,7 @@ def test_other_kinds_of_file_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_link_stays_and_its_file_is_written(tmp_path):
-    """Prevents a link to a shared result from becoming a file of its own."""
+    """Prevents replacing a link to a shared result by a separate file."""
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "file").write_text("old")
     (tmp_path / "link").symlink_to("far/file")
@@ -193,7 +193,7 @@ def test_a_link_stays_and_its_file_is_written(tmp_path):
 
 
 def test_scan_into_a_device_leaves_no_files_beside_it(tmp_path, monkeypatch):
-    """Prevents `/dev/null.partial` and `/dev/null.skipped.txt`."""
+    """Prevents creating `/dev/null.partial` and `/dev/null.skipped.txt`."""
     make_dataset(tmp_path / "digits", 10, 10, 0)
     monkeypatch.chdir(tmp_path / "digits" / "train")
     before = set(Path("/dev").iterdir())
@@ -202,11 +202,11 @@ def test_scan_into_a_device_leaves_no_files_beside_it(tmp_path, monkeypatch):
     assert set(Path("/dev").iterdir()) == before
 
 
-def test_plans_of_every_way_are_accepted(capsys, made, tmp_path, monkeypatch):
-    """Prevents a check so strict that it refuses what was just planned."""
+def test_plans_of_every_way_are_accepted(capsys, root, tmp_path, monkeypatch):
+    """Prevents output checks that refuse a plan just made."""
     monkeypatch.chdir(tmp_path)
     run(f"plan {DIGITS} --max-tiles 8 --max-tokens 512 -o new/plan --dp 3 --epochs 2 "
-        "--freeze vision --lengths", made / "l.parquet")  # fmt: skip
+        "--freeze vision --lengths", root / "l.parquet")  # fmt: skip
     run(f"{PLAN} --precision fp32 -o shapes")
     for plan in ("new/plan", "shapes"):
         run(f"check {plan}")

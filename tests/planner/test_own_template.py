@@ -1,4 +1,4 @@
-"""Chat templates that come with tokenizers, beside Transformers' apply_chat_template."""
+"""Chat templates that come with tokenizers, against Transformers' apply_chat_template."""
 
 import json
 import random
@@ -49,7 +49,7 @@ MODEL = DIGITS.with_tower("language", vocab_size=1024).model_copy(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A folder with a tokenizer and a chat template, by the template's name."""
+    """Return folders with a tokenizer and a chat template, by the template's name."""
     return {
         name: write_templated(tmp_path_factory.mktemp("tokenizer"), template)
         for name, template in TEMPLATES.items()
@@ -64,7 +64,7 @@ def reference(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def random_sample(seed: int, template: str) -> Sample:
-    """A conversation of up to three turns, with up to two images where the template shows any."""
+    """Return up to three turns, with up to two images if the template shows images."""
     draw = random.Random(seed)
     words = [*WORDS.split(" "), "\n", " ", "1"]
     turns = [
@@ -80,7 +80,7 @@ def random_sample(seed: int, template: str) -> Sample:
 
 
 def messages_of(sample: Sample, before: int | None = None) -> list[dict]:
-    """Messages as apply_chat_template takes them, up to the question of a turn."""
+    """Return messages for apply_chat_template, up to the question of a turn."""
     found = [] if sample.system is None else [{"role": "system", "content": sample.system}]
     for turn in sample.turns if before is None else sample.turns[: before + 1]:
         content: object = turn.question
@@ -95,8 +95,8 @@ def messages_of(sample: Sample, before: int | None = None) -> list[dict]:
     return found if before is None else found[:-1]
 
 
-def expanded(text: str, counts: list[int], template: str) -> str:
-    """As the families' processors expand what their templates write for an image."""
+def expand_images(text: str, counts: list[int], template: str) -> str:
+    """Expand a template's image placeholders as the families' processors do."""
     pads = {"media": "<|media_pad|>", "unclosed": "<|image|>", "trimmed": "<start_of_image>"}
     pad = pads.get(template, "<|image_pad|>")
     first, *others = text.split(pad)
@@ -110,27 +110,27 @@ def expanded(text: str, counts: list[int], template: str) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_token_ids_are_those_of_apply_chat_template(folders, template):
-    """Prevents a conversation, or a prompt of it, that the model would not have been given."""
+    """Prevents conversations or prompts with other tokens than apply_chat_template's."""
     tokenizer, theirs = open_tokenizer(folders[template]), reference(folders[template])
     check_tokenizer(MODEL, tokenizer)
     for seed in range(25):
         sample = random_sample(seed, template)
         counts = [random.Random(seed + k).randint(1, 3) for k in range(len(sample.images))]
 
-        def expected(messages, counts=counts, **options):
+        def expectation(messages, counts=counts, **options):
             tokens = [count * MODEL.vision.tokens_per_item for count in counts]
             text = theirs.apply_chat_template(messages, tokenize=False, **options)
-            return theirs(expanded(text, tokens, template), add_special_tokens=False).input_ids
+            return theirs(expand_images(text, tokens, template), add_special_tokens=False).input_ids
 
         encoded = encode_sample(sample, counts, MODEL, tokenizer)
-        assert encoded.token_ids.tolist() == expected(messages_of(sample))
+        assert encoded.token_ids.tolist() == expectation(messages_of(sample))
         last = len(sample.turns) - 1
-        asked = expected(messages_of(sample, last), add_generation_prompt=True)
+        asked = expectation(messages_of(sample, last), add_generation_prompt=True)
         assert encode_prompt(sample, last, counts, MODEL, tokenizer).tolist() == asked
 
 
 def test_gemmas_images_are_those_of_its_processor(folders):
-    """Prevents line ends around an image that the model was not trained with, or lacks."""
+    """Prevents missing or additional line breaks around Gemma's images."""
     theirs = reference(folders["trimmed"])
     pieces = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     for name, piece in {**pieces, "image_token": "<image_soft_token>"}.items():
@@ -149,12 +149,12 @@ def test_gemmas_images_are_those_of_its_processor(folders):
 
 
 def test_internvls_images_are_those_of_its_processor(tmp_path):
-    """Prevents a folder in Transformers' format from being counted by InternVL's own rules."""
+    """Prevents counting a folder in Transformers' format by InternVL's own rules."""
     (tmp_path / "config.json").write_text(InternVLConfig().to_json_string())
     write_templated(tmp_path, TEMPLATES["tiles"])
     model, theirs = read_hub_config(tmp_path), reference(tmp_path)
     images = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, max_patches=12)
-    processor = object.__new__(InternVLProcessor)  # as its own needs torchvision
+    processor = object.__new__(InternVLProcessor)  # its constructor needs torchvision
     processor.start_image_token, processor.end_image_token = "<img>", "</img>"
     processor.image_token, processor.image_seq_length = "<IMG_CONTEXT>", 256
     tokenizer, draw = open_tokenizer(tmp_path), random.Random(0)
@@ -188,16 +188,16 @@ def test_internvls_images_are_those_of_its_processor(tmp_path):
 
 
 def learned_texts(sample, tokenizer, counts=(), model=MODEL) -> list[str]:
-    """Each run of learned tokens as text."""
+    """Return each run of learned tokens as text."""
     encoded = encode_sample(sample, counts, model, tokenizer)
     borders = np.flatnonzero(np.diff(encoded.loss_mask.astype(int), prepend=0, append=0))
     ids = encoded.token_ids.tolist()
     return [tokenizer.decode(ids[begin:end]) for begin, end in borders.reshape(-1, 2)]
 
 
-def written(answer: str, template: str, last: bool) -> str:
-    """What is to be learned of an answer, told by hand."""
-    # Where the prompt ends in a line end, a token of two goes over the border, and is not learned.
+def answer_text(answer: str, template: str, last: bool) -> str:
+    """Return the learned text of an answer, written by hand."""
+    # If the prompt ends in a line break, a token across the border is not learned.
     block = {"thinking": "<think>\n\n</think>\n\n", "thinking at once": "</think>\n\n"}
     opens = block.get(template, "") if last else ""
     match template:
@@ -210,24 +210,24 @@ def written(answer: str, template: str, last: bool) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_loss_falls_on_answers_and_what_closes_them(folders, template):
-    """Prevents a question, a header or a line end that is learned, or an answer that is not."""
+    """Prevents learning a question, a header or a line break, or not learning an answer."""
     tokenizer = open_tokenizer(folders[template])
     draw = random.Random(0)
     for seed in range(25):
         sample = random_sample(seed, template)
-        # Answers begin and end with letters: a token over the border is no business of this test.
+        # Answers begin and end with letters, so that no token crosses their borders.
         turns = [
             replace(turn, answer=f"x{turn.answer}y", learned=draw.random() < 0.7)
             for turn in sample.turns
         ]
         sample = replace(sample, turns=tuple(turns))
         assert learned_texts(sample, tokenizer, [1] * len(sample.images)) == [
-            written(turn.answer, template, turn is turns[-1]) for turn in turns if turn.learned
+            answer_text(turn.answer, template, turn is turns[-1]) for turn in turns if turn.learned
         ]
 
 
 def test_marked_templates_learn_what_transformers_does(folders):
-    """Prevents another reading of {% generation %} than the one that template authors test."""
+    """Prevents reading {% generation %} differently from Transformers."""
     tokenizer, theirs = open_tokenizer(folders["marked"]), reference(folders["marked"])
     for seed in range(25):
         sample = random_sample(seed, "marked")
@@ -236,7 +236,7 @@ def test_marked_templates_learn_what_transformers_does(folders):
             messages_of(sample), return_dict=True, return_assistant_tokens_mask=True
         )
         assert encoded.token_ids.tolist() == given["input_ids"]
-        # A token that begins before the border and ends behind it is learned there alone.
+        # Only Transformers learns a token that crosses the beginning of an answer.
         mask = encoded.loss_mask
         differ = np.flatnonzero(mask != np.array(given["assistant_masks"], bool))
         assert not mask[differ].any() and mask[differ + 1].all()
@@ -244,7 +244,7 @@ def test_marked_templates_learn_what_transformers_does(folders):
 
 @pytest.mark.parametrize("template", ["thinking", "thinking at once"])
 def test_reasoning(folders, template):
-    """Prevents an answer that is learned without the reasoning that led to it."""
+    """Prevents learning an answer without the reasoning that led to it."""
     tokenizer, other = open_tokenizer(folders[template]), Turn("p", "b", None)
     begin = "" if template == "thinking at once" else "<think>\n"
     for answer in (
@@ -255,15 +255,15 @@ def test_reasoning(folders, template):
         def learned(*turns: Turn) -> list[str]:
             return learned_texts(replace(sample_of(), turns=turns), tokenizer)
 
-        expected = f"{begin}r\n</think>\n\na<|im_end|>"
-        assert learned(answer) == [expected] and learned(other, answer)[-1] == expected
+        expectation = f"{begin}r\n</think>\n\na<|im_end|>"
+        assert learned(answer) == [expectation] and learned(other, answer)[-1] == expectation
         with pytest.raises(UserError, match=r"x\.jsonl: line 1: .*leaves the reasoning out"):
             learned(answer, other)
         assert len(learned(replace(answer, learned=False), other)) == 1
 
 
 def test_tools(folders):
-    """Prevents a call that is not learned, or the answer of a tool that is."""
+    """Prevents a tool call that is not learned, or a tool's result that is."""
     tokenizer, theirs = open_tokenizer(folders["thinking"]), reference(folders["thinking"])
     call, tool = {"name": "add", "arguments": {"a": 1}}, {"name": "add"}
     turns = (
@@ -279,8 +279,8 @@ def test_tools(folders):
         {"role": "assistant", "content": "3"},
     ]
     tools = [{**function, "function": tool}]
-    expected = theirs.apply_chat_template(messages, tools=tools, return_dict=False)
-    assert encode_sample(sample, [], MODEL, tokenizer).token_ids.tolist() == expected
+    expectation = theirs.apply_chat_template(messages, tools=tools, return_dict=False)
+    assert encode_sample(sample, [], MODEL, tokenizer).token_ids.tolist() == expectation
     first, second = learned_texts(sample, tokenizer)
     assert first.startswith("Look:\n<tool_call>") and first.endswith("</tool_call><|im_end|>")
     assert "three" not in first + second
@@ -295,7 +295,7 @@ def test_tools(folders):
     ],
 )
 def test_videos_and_images_at_their_native_resolution(folders, times, counts, shown):
-    """Prevents a video of other tokens than the model knows, or in another place."""
+    """Prevents video tokens that the model does not know, or in another place."""
     tokenizer = open_tokenizer(folders["chatml"])
     encoder = ImagesEncoder(
         layers=1, hidden_size=8, heads=1, ffn_hidden_size=8, normalization="LayerNorm",
@@ -322,7 +322,7 @@ def test_videos_and_images_at_their_native_resolution(folders, times, counts, sh
 
 
 def test_a_scan_counts_what_the_template_writes(folders, tmp_path):
-    """Prevents a hub's model whose users' own data cannot be scanned, or is miscounted."""
+    """Prevents users' own data that a hub model cannot scan, or miscounts."""
     model = read_hub_config(Path(__file__).parent / "hub_configs/qwen3-vl-2b/config.json")
     assert model.chat_template == "tokenizer"
     records, sizes = [], [(40 + 90 * number, 70) for number in range(6)]
@@ -345,7 +345,7 @@ def test_a_scan_counts_what_the_template_writes(folders, tmp_path):
 
 
 def test_pieces_and_ends(folders):
-    """Prevents an answer that never ends, and text that could end one or show an image."""
+    """Prevents an answer that never ends, and text that ends an answer or shows an image."""
     ends = {"chatml": "<|im_end|>", "trimmed": "<end_of_turn>", "unclosed": "<eos>"}
     for name, piece in ends.items():
         tokenizer = open_tokenizer(folders[name])
@@ -369,7 +369,7 @@ def test_pieces_and_ends(folders):
     ],
 )
 def test_what_a_template_cannot_write_is_refused(folders, template, sample, message):
-    """Prevents a tool, an image or a system message that is silently left out."""
+    """Prevents silently omitting a tool, an image or a system message."""
     tokenizer = open_tokenizer(folders[template])
     with pytest.raises(UserError, match=f"line 1: .*{message}"):
         encode_sample(sample, [1] * len(sample.images), MODEL, tokenizer)
@@ -383,14 +383,14 @@ def test_what_a_template_cannot_write_is_refused(folders, template, sample, mess
     ],
 )
 def test_a_template_that_writes_the_past_otherwise_is_refused(tmp_path, template, message):
-    """Prevents loss that falls where an answer stood before the template moved it."""
+    """Prevents loss at an answer's old position after the template moved it."""
     tokenizer = open_tokenizer(write_templated(tmp_path, template))
     with pytest.raises(UserError, match=message):
         encode_sample(sample_of(("q", "a"), ("p", "b")), [], MODEL, tokenizer)
 
 
 def test_where_templates_are_found(tmp_path):
-    """Prevents a template of another file than Transformers takes, and plans that outlive it."""
+    """Prevents reading another template file than Transformers, or not hashing the template."""
     write_templated(tmp_path, "")
     (tmp_path / "chat_template.jinja").unlink()
     bare = open_tokenizer(tmp_path)
@@ -454,13 +454,13 @@ LOOP, END_LOOP = "{% for a in range(99999) %}", "{% endfor %}"
     ],
 )
 def test_hostile_templates_end_in_a_line(template):
-    """Prevents a checkpoint's template that runs for ever, or fills the memory."""
+    """Prevents a checkpoint's template that runs forever or exhausts the memory."""
     with pytest.raises((UserError, jinja2.TemplateError, RecursionError)):
         render_chat(compiled_template(template, "t"), [{"role": "user", "content": "hi"}])
 
 
 def test_limits_do_not_change_what_a_template_writes():
-    """Prevents operators that the limits replace from giving other results than Jinja's."""
+    """Prevents limited operators that give other results than Jinja's."""
     template = "{{ 1 + 2 * 3 ** 2 % 5 }} {{ 'a' ~ 1 ~ [2] }} {{ [1] + [2] }} "
     template += (
         "{{ '%02d%s%5.2f' % (3, 'a', 1.5) }} {{ '{:>9}{}'.format(1, 2) }} {{ [1, 2] | join('-') }}"

@@ -19,7 +19,7 @@ UNRANKED = {
     "omnibal/presets/__init__.py",
     "megatron/vlm/__init__.py",
 }
-"""The version, the entry point, a folder of TOML files, and filters of warnings."""
+"""Version, entry point, a folder of TOML files, and warning filters."""
 
 Graph = dict[str, set[str]]
 
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(text: str) -> dict[str, Layer]:
-    """The rows of the table of layers, by their names."""
+    """Return the rows of the table of layers by name."""
     _, _, after = text.partition("| layer | places | hold | may import |\n")
     rows = after.partition("\n\n")[0].splitlines()[1:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -54,7 +54,7 @@ LAYERS = layers_of((ROOT / "docs/design.md").read_text())
 
 @functools.cache
 def import_graph() -> Graph:
-    """Imports of the planner's and trainer's modules by path, inside functions and for types."""
+    """Return imports of all modules by path, including imports in functions and for types."""
     paths = [*(ROOT / "omnibal").rglob("*.py"), *(ROOT / "megatron").rglob("*.py")]
     modules = {path.relative_to(ROOT).as_posix() for path in paths}
     return {module: set(imports_of(module, modules)) - {module} for module in modules}
@@ -80,7 +80,7 @@ def layer_of(module: str) -> str:
 
 
 def wrong_arrows(graph: Graph) -> list[str]:
-    """Imports that the table does not allow."""
+    """Return imports that the table does not allow."""
     return [
         f"{module} imports {imported}"
         for module, all_imported in sorted(graph.items())
@@ -92,7 +92,7 @@ def wrong_arrows(graph: Graph) -> list[str]:
 
 
 def cycle(graph: Graph) -> list[str]:
-    """Some modules that import each other in a ring; empty where none do."""
+    """Return modules that import each other in a cycle, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -101,7 +101,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def test_the_graph_is_that_of_the_code():
-    """Prevents the tests below from passing on a graph that has lost its arrows."""
+    """Prevents the tests below from passing on a graph without its imports."""
     graph = import_graph()
     assert len(graph) > 100 and sum(map(len, graph.values())) > 400
     assert "omnibal/model/limits.py" in graph["omnibal/steps/steps.py"]
@@ -110,7 +110,7 @@ def test_the_graph_is_that_of_the_code():
 
 
 def test_every_module_is_in_one_row_of_the_table():
-    """Prevents a module, or a row, that the graph says nothing about."""
+    """Prevents a module without a row, or a row without modules."""
     modules = set(import_graph()) - UNRANKED
     assert {layer_of(module) for module in modules} == set(LAYERS)
     for place in (place for layer in LAYERS.values() for place in layer.places):
@@ -130,7 +130,7 @@ def test_layers_are_in_order():
 
 
 def test_imports_go_down_only():
-    """Prevents packing that needs the planner, or modules of a ring that need each other."""
+    """Prevents packing that imports the planner, and import cycles."""
     assert wrong_arrows(import_graph()) == []
     assert cycle(import_graph()) == []
 
@@ -162,11 +162,11 @@ def test_an_arrow_that_goes_up_is_found(module, imported):
 
 
 def test_a_ring_within_a_layer_is_found():
-    """Prevents the same, of modules that the table does not tell apart."""
+    """Prevents missing an import cycle within a layer."""
     graph = import_graph()
     model, analytic = "omnibal/cost/model.py", "omnibal/cost/analytic.py"
     assert model in graph[analytic]
     graph = graph | {model: graph[model] | {analytic}}
     assert wrong_arrows(graph) == []
-    # Through other modules or none, as there are several ways from one to the other.
+    # Possibly through other modules, as there are several paths.
     assert {model, analytic} <= set(cycle(graph))

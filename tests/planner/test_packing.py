@@ -1,4 +1,4 @@
-"""Packing: nothing lost, caps kept, the paper's filter rule, and one clear refusal."""
+"""Packing: all samples kept, caps respected, the paper's filter rule, and one clear refusal."""
 
 from itertools import combinations
 
@@ -30,7 +30,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, 
 
 @given(sizes=SIZES, seed=st.integers(0, 9), method=st.sampled_from(PackingMethod))
 def test_every_method_packs_every_sample_once(sizes, seed, method):
-    """Prevents lost, doubled or overflowing samples, and a bound that a packing undercuts."""
+    """Prevents lost, doubled or overflowing samples, and an invalid lower bound."""
     lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
     packs = pack_samples(lengths, caps, method, seed)
     assert_valid(packs, lengths, caps)
@@ -58,7 +58,7 @@ def test_every_method_packs_every_sample_once(sizes, seed, method):
     ],
 )  # fmt: skip
 def test_adversarial_lengths(sizes, optimum):
-    """Prevents off-by-one cuts where sums meet the caps exactly or one dimension is empty."""
+    """Prevents off-by-one errors if sums equal the caps or one dimension is empty."""
     lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=512)
     bound = packs_lower_bound(lengths, caps)
     assert optimum is None or bound == optimum
@@ -71,14 +71,14 @@ def test_adversarial_lengths(sizes, optimum):
 
 
 def test_bound_is_as_tight_as_all_patterns_allow():
-    """Prevents a bound that is valid and useless: few kinds of samples leave nothing to round."""
+    """Prevents a lower bound that is valid but loose, on few kinds of samples."""
     rng = np.random.default_rng(1)
     caps = Caps.of(tiles=9, tokens=512)
     for _ in range(8):
         kinds = np.unique(rng.integers((0, 60), (6, 400), (4, 2)), axis=0)
         counts = rng.integers(50, 400, len(kinds))
         lengths = make_lengths(np.repeat(kinds, counts, axis=0).tolist())
-        # Fractions of packs are allowed.
+        # Fractional packs are allowed.
         patterns = all_patterns(kinds.T, caps.values)
         least = linprog(np.ones(len(patterns)), A_ub=-patterns.T, b_ub=-counts).fun
         bound = packs_lower_bound(lengths, caps)
@@ -94,7 +94,7 @@ FAMILIES = {
 
 
 def family(name: str, count: int) -> tuple[Lengths, Caps]:
-    """Sizes as one kind of data has them, and its caps."""
+    """Return sizes of one kind of data, and its caps."""
     rng = np.random.default_rng(7)
     if name == "charts":
         tiles = rng.choice([1, 3, 4, 5, 7, 9, 13], count, p=[0.1, 0.2, 0.15, 0.25, 0.15, 0.1, 0.05])
@@ -126,8 +126,8 @@ def test_balanced_is_near_the_bound(name):
     assert len(packs) < len(pack_samples(lengths, caps, PackingMethod.ISF, 0))
 
 
-def unlike(count: int) -> Lengths:
-    """Sizes whose tiles say nothing about their tokens."""
+def independent_sizes(count: int) -> Lengths:
+    """Return sizes with tiles independent of tokens."""
     rng = np.random.default_rng(0)
     tiles = np.clip(rng.lognormal(np.log(3), 0.8, count).round(), 0, 12)
     tokens = np.clip(rng.lognormal(np.log(1000), 1, count), 8, 4096)
@@ -135,8 +135,8 @@ def unlike(count: int) -> Lengths:
 
 
 def test_a_gap_to_packs_at_hand_is_narrowed():
-    """Prevents: a bound percents too low where tiles do not tell tokens, or above packs at hand."""
-    lengths, caps = unlike(1500), Caps.of(tiles=12, tokens=4096)
+    """Prevents a bound percents too low for independent tiles and tokens, or above known packs."""
+    lengths, caps = independent_sizes(1500), Caps.of(tiles=12, tokens=4096)
     packs = len(pack_samples(lengths, caps, PackingMethod.BALANCED, 0))
     counted = SizeCounts.from_sizes(lengths.sizes(caps.names))
     usual, finer = bound_of_counts(counted, caps), bound_of_counts(counted, caps, found=packs)
@@ -144,8 +144,8 @@ def test_a_gap_to_packs_at_hand_is_narrowed():
 
 
 def test_many_samples_are_told_apart_by_finer_types(monkeypatch):
-    """Prevents: a percent more packs of large data, at a tenth of the size."""
-    lengths, caps = unlike(6000), Caps.of(tiles=12, tokens=4096)
+    """Prevents a percent more packs of large data, at a tenth of the size."""
+    lengths, caps = independent_sizes(6000), Caps.of(tiles=12, tokens=4096)
     for name, types in (("MAX_TYPES", 20), ("_FINE_TYPES", 100), ("_SAMPLES_PER_FINE_TYPE", 60)):
         monkeypatch.setattr(balanced, name, types)
     monkeypatch.setattr(balanced, "_try_best_fit", lambda packs, *_: packs)
@@ -157,14 +157,14 @@ def test_many_samples_are_told_apart_by_finer_types(monkeypatch):
 
 @pytest.mark.parametrize("name", ["charts", "ocr"])
 def test_packs_are_mixtures(name):
-    """Prevents packs of one kind of sample, which train worse; ISF's, at random, spread more."""
+    """Prevents packs of one kind of sample, with counts that vary more than ISF's."""
     lengths, caps = family(name, 2000)
     sizes = [np.diff(pack_samples(lengths, caps, m, 0).offsets) for m in PackingMethod]
     assert sizes[0].std() < sizes[1].std()
 
 
 def test_seeds_put_other_samples_together():
-    """Prevents epochs in which the same samples always share a pack."""
+    """Prevents epochs that always pack the same samples together."""
     lengths, caps = family("ocr", 6000)
     pairs = []
     for seed in (0, 1):
@@ -174,7 +174,7 @@ def test_seeds_put_other_samples_together():
 
 
 def paper_isf(lengths: Lengths, caps: Caps, seed: int, iterations: int, q_v: int, q_t: int):
-    """Algorithm 1 sample by sample, with the same shuffles."""
+    """Run Algorithm 1 sample by sample, with equal shuffles."""
     rng, sizes = np.random.default_rng(seed), lengths.sizes(caps.names)
     left, kept = list(range(len(lengths))), []
     for round_number in range(iterations + 1):
@@ -195,7 +195,7 @@ def paper_isf(lengths: Lengths, caps: Caps, seed: int, iterations: int, q_v: int
 
 @pytest.mark.parametrize(("max_tokens", "threshold"), [(4096, 3968), (8192, 8064), (512, 496)])
 def test_isf_equals_the_paper_written_out(max_tokens, threshold):
-    """Prevents cuts unlike Algorithm 1's, and another Q't than Qt - 128 or a small cap's."""
+    """Prevents deviations from Algorithm 1, and another Q't than Qt - 128 or a small cap's."""
     rng = np.random.default_rng(3)
     sizes = rng.integers((0, 1), (6, max_tokens // 2), (300, 2)).tolist()
     lengths, caps = make_lengths(sizes), Caps.of(tiles=9, tokens=max_tokens)
@@ -206,7 +206,7 @@ def test_isf_equals_the_paper_written_out(max_tokens, threshold):
 
 
 def test_oversize_samples_are_refused_by_name():
-    """Prevents the silent dropping of samples that fit no pack."""
+    """Prevents silently dropping samples that fit no pack."""
     lengths = make_lengths([(1, 10)] + [(10, 20)] * 4 + [(1, 600)] * 3)
     with pytest.raises(UserError) as raised:
         pack_isf(lengths, Caps.of(tiles=9, tokens=512), 0)
@@ -231,7 +231,7 @@ def real_lengths() -> Lengths:
 
 @pytest.mark.parametrize("max_tiles", [9, 15])
 def test_packs_of_real_lengths_are_nearly_optimal(real_lengths, max_tiles):
-    """Prevents packs 0.3 % above what is proven, or more than by the authors' code (10,847)."""
+    """Prevents packs 0.3 % above the bound, or 0.5 % above the authors' code (10,847)."""
     caps = Caps.of(tiles=max_tiles, tokens=4096)
     packs, isf = (pack_samples(real_lengths, caps, method, 0) for method in PackingMethod)
     assert_valid(packs, real_lengths, caps)

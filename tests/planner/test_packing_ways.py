@@ -1,4 +1,4 @@
-"""The ways of packing that `balanced` chooses from, each against a plain restatement or a bound."""
+"""Packing heuristics behind `balanced`, each against a plain restatement or a bound."""
 
 from itertools import combinations
 
@@ -22,7 +22,7 @@ from tools.make_lengths import make_lengths as make_mixture
 LARGE = Caps.of(tiles=128, tokens=32_768)
 
 
-def balanced(lengths, caps, seed=0):
+def pack_checked(lengths, caps, seed=0):
     packs = pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
     assert_valid(packs, lengths, caps)
     return packs
@@ -40,34 +40,34 @@ def mixture(samples: int, caps: Caps, multiple: int = 1):
     [((1, 2048), 2, 2), ((1, 1024), 4, 4), ((2, 1024), 9, 4), ((0, 1365), 9, 3), ((3, 10), 9, 3)],
 )
 def test_exact_fits_are_found(size, max_tiles, a_pack):
-    """Prevents room that is kept free where sizes fill a cap to the last token."""
+    """Prevents unused space if sizes fill a cap exactly."""
     for samples in (8, 1000, 4001):
         lengths = make_lengths([size] * samples)
-        packs = balanced(lengths, Caps.of(tiles=max_tiles, tokens=4096))
+        packs = pack_checked(lengths, Caps.of(tiles=max_tiles, tokens=4096))
         assert len(packs) == -(-samples // a_pack)
 
 
 def test_rounded_lengths_fill_the_cap():
-    """Prevents waste where all lengths are multiples of a number that also divides the cap."""
+    """Prevents waste if all lengths are multiples of a divisor of the cap."""
     caps = Caps.of(tiles=9, tokens=4096)
     lengths = mixture(3000, caps, multiple=256)
-    assert len(balanced(lengths, caps)) <= 1.002 * packs_lower_bound(lengths, caps)
+    assert len(pack_checked(lengths, caps)) <= 1.002 * packs_lower_bound(lengths, caps)
 
 
 @pytest.mark.parametrize("samples", [30, 400, 5000])
 @pytest.mark.parametrize(("max_tiles", "max_tokens"), [(128, 32_768), (512, 131_072)])
 def test_large_caps_need_what_the_sums_need(max_tiles, max_tokens, samples):
-    """Prevents packings that fall apart where a pack holds a hundred samples."""
+    """Prevents poor packings with a hundred samples per pack."""
     caps = Caps.of(tiles=max_tiles, tokens=max_tokens)
     lengths = mixture(samples, caps)
-    packs = balanced(lengths, caps)
+    packs = pack_checked(lengths, caps)
     assert len(packs) == naive_lower_bound(lengths, caps) <= len(pack_isf(lengths, caps, 0))
 
 
 def test_level_packs_are_mixtures():
-    """Prevents packs of many samples that are of one kind, though their sums are right."""
+    """Prevents packs with equal sums but samples of one kind."""
     lengths = mixture(5000, LARGE)
-    packs = balanced(lengths, LARGE)
+    packs = pack_checked(lengths, LARGE)
     for part in (lengths.column("tiles"), lengths.tokens):
         sums = packs.sums(part)
         assert sums.std() < 0.01 * sums.mean()
@@ -75,27 +75,27 @@ def test_level_packs_are_mixtures():
 
 
 def test_one_giant_costs_one_pack():
-    """Prevents a single sample at the caps from spoiling the packs of all others."""
+    """Prevents one sample at the caps from spoiling all other packs."""
     rng = np.random.default_rng(0)
     small = [(int(v), int(t)) for v, t in rng.integers((0, 1), (2, 60), (3000, 2))]
     caps = Caps.of(tiles=40, tokens=4096)
-    without = len(balanced(make_lengths(small), caps))
+    without = len(pack_checked(make_lengths(small), caps))
     lengths = make_lengths([(40, 4096), *small])
-    assert len(balanced(lengths, caps)) <= without + 1 == naive_lower_bound(lengths, caps)
+    assert len(pack_checked(lengths, caps)) <= without + 1 == naive_lower_bound(lengths, caps)
 
 
 @pytest.mark.parametrize("samples", [60, 1000])
 def test_partners_of_one_size_are_found(samples):
-    """Prevents types of similar sizes from parting samples that fill a pack only together."""
+    """Prevents size types from separating samples that fill a pack only together."""
     rng = np.random.default_rng(samples)
     first = rng.integers((0, 1), (10, 4096), (samples // 2, 2))
     sizes = np.concatenate([first, (9, 4096) - first])
     lengths = make_lengths(rng.permutation(sizes).tolist())
-    assert len(balanced(lengths, Caps.of(tiles=9, tokens=4096))) == samples // 2
+    assert len(pack_checked(lengths, Caps.of(tiles=9, tokens=4096))) == samples // 2
 
 
 def test_lengths_in_common_units_need_no_more_than_their_sums():
-    """Prevents room below a multiple, which no sample can use, from loosening the bound."""
+    """Prevents a bound loosened by cap space below a multiple, which no sample can use."""
     rng = np.random.default_rng(10)
     caps = Caps.of(tiles=100, tokens=32_700)
     tokens = 256 * rng.integers(1, 60, 2000)
@@ -105,7 +105,7 @@ def test_lengths_in_common_units_need_no_more_than_their_sums():
 
 
 def test_first_fit_equals_its_rule():
-    """Prevents a pack with room that is passed over, and one that is filled beyond a cap."""
+    """Prevents passing over a pack with free space, and filling beyond a cap."""
     rng = np.random.default_rng(7)
     caps = Caps.of(tiles=9, tokens=500)
     for _ in range(20):
@@ -123,7 +123,7 @@ def test_first_fit_equals_its_rule():
 
 
 def test_samples_of_many_tiles_meet_samples_of_many_tokens():
-    """Prevents packs full of tiles beside packs full of tokens, each half empty."""
+    """Prevents packs full of tiles next to packs full of tokens, each half empty."""
     rng = np.random.default_rng(8)
     share = rng.random(600)
     sizes = np.stack([share * 512, np.maximum((1 - share) * 131_072, 1)], axis=1).astype(int)
@@ -132,20 +132,20 @@ def test_samples_of_many_tiles_meet_samples_of_many_tokens():
     assert_valid(Packs.from_lists(packs), lengths, caps)
     larger = np.maximum(*(sizes / (512, 131_072)).T)
     plain = pack_first_fit(sizes.T, larger, caps.values)
-    assert len(balanced(lengths, caps)) <= min(len(packs), len(plain)) + 1
+    assert len(pack_checked(lengths, caps)) <= min(len(packs), len(plain)) + 1
 
 
 def test_thousands_of_small_samples_in_a_pack_are_packed():
-    """Prevents patterns that lose samples, or never end, where a pack holds thousands."""
+    """Prevents lost samples or endless patterns with thousands of samples in a pack."""
     rng = np.random.default_rng(9)
     tiles = np.where(rng.random(500) < 0.05, 9, 0)
     tokens = np.where(rng.random(500) < 0.05, 65_536, rng.integers(1, 30, 500))
     lengths = make_lengths(np.stack([tiles, tokens], axis=1).tolist())
-    balanced(lengths, Caps.of(tiles=9, tokens=65_536))
+    pack_checked(lengths, Caps.of(tiles=9, tokens=65_536))
 
 
 def test_best_fit_with_many_tile_counts_keeps_the_caps():
-    """Prevents shelves of several tile counts from offering what does not fit."""
+    """Prevents best fit from choosing samples that exceed the caps."""
     rng = np.random.default_rng(3)
     lengths = make_lengths(rng.integers((0, 1), (513, 9000), (800, 2)).tolist())
     caps = Caps.of(tiles=512, tokens=10_000)
@@ -156,7 +156,7 @@ def test_best_fit_with_many_tile_counts_keeps_the_caps():
 
 @pytest.mark.parametrize("most", [1, 7, 40, 500])
 def test_types_are_split_where_tokens_spread_most(most):
-    """Prevents types that are too coarse for long samples: the rule once more, group by group."""
+    """Prevents size types too coarse for long samples, against a plain split."""
     rng = np.random.default_rng(most)
     sizes = np.stack([rng.integers(0, 5, 300), rng.lognormal(8, 1, 300).astype(np.int64)])
 
@@ -178,7 +178,7 @@ def test_types_are_split_where_tokens_spread_most(most):
 
 
 def test_packs_filled_one_by_one_are_the_best_of_what_is_left():
-    """Prevents copies taken more often than there are, and room for a more valuable set."""
+    """Prevents using a sample twice, and missing a more valuable set."""
     rng = np.random.default_rng(6)
     for _ in range(40):
         kinds = rng.integers(1, 9, (2, 3))
@@ -195,7 +195,7 @@ def test_packs_filled_one_by_one_are_the_best_of_what_is_left():
 
 
 def test_pairs_are_the_best_there_are():
-    """Prevents a partner that is overlooked when two samples complete a pack."""
+    """Prevents missing the best pair that completes a pack."""
     rng = np.random.default_rng(4)
     caps = Caps.of(tiles=20, tokens=1000)
     for _ in range(30):
@@ -214,7 +214,7 @@ def test_pairs_are_the_best_there_are():
 
 @pytest.mark.parametrize("leading", Leading)
 def test_level_packs_hold_every_sample_once(leading):
-    """Prevents samples lost or doubled when packs trade them, and packs far from level."""
+    """Prevents samples lost or doubled when packs trade them, and uneven packs."""
     lengths = mixture(2000, LARGE)
     sizes = lengths.sizes(LARGE.names)
     packs = deal_level(sizes, 60, LARGE.values, leading, np.random.default_rng(0))
@@ -224,7 +224,7 @@ def test_level_packs_hold_every_sample_once(leading):
 
 
 def test_level_packs_of_image_tokens_are_level():
-    """Prevents uneven packs, or samples lost, where few samples have equally many items."""
+    """Prevents uneven packs or lost samples if few samples have equal item counts."""
     rng = np.random.default_rng(0)
     items = rng.integers(1, 3000, 4000) * (rng.random(4000) < 0.7)
     assert len(np.unique(items)) > 1000

@@ -1,4 +1,4 @@
-"""Commands of README and docs, run on data, a tokenizer and a cluster that a user would bring."""
+"""Commands of README and docs, run on a user's data, tokenizer and cluster."""
 
 import json
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("--tp", 1, "--pp", 1, "--dp", 8, "--no-compare")
-"""Sizes that a search of minutes would choose among."""
+"""Sizes that replace a search of minutes."""
 SWIFT = (
     {"messages": [
         {"role": "user", "content": "<image>What is shown?"},
@@ -40,7 +40,7 @@ LLAVA = (
 
 
 def commands(page: str) -> list[str]:
-    """Lines of a page's blocks that begin with `omnibal`."""
+    """Return lines of a page's code blocks that begin with `omnibal`."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith("omnibal ")]
@@ -48,7 +48,7 @@ def commands(page: str) -> list[str]:
 
 @pytest.fixture
 def users_folder(tmp_path, monkeypatch) -> Path:
-    """Data of ms-swift and of LLaVA by hand, with images, and a checkpoint's tokenizer."""
+    """Return a folder of ms-swift and LLaVA data, images and a checkpoint's tokenizer."""
     monkeypatch.chdir(tmp_path)
     Path("images").mkdir()
     for number, size in enumerate([(640, 480), (64, 64), (90, 300)]):
@@ -61,7 +61,7 @@ def users_folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_readme_runs_on_a_users_data(users_folder):
-    """Prevents: a first command that fails on data or a tokenizer that no script here made."""
+    """Prevents first commands that fail on data or a tokenizer not made by our scripts."""
     scan, *others = commands("README.md")[:4]
     run("", *shlex.split(scan.replace("data.jsonl", "llava.jsonl"))[1:])
     for line in (scan, *others):
@@ -72,7 +72,7 @@ def test_readme_runs_on_a_users_data(users_folder):
 
 
 def test_planning_page_runs_on_its_trial_lengths(tmp_path, monkeypatch):
-    """Prevents: a page whose commands end in an error when they are pasted."""
+    """Prevents a page with commands that fail when pasted."""
     monkeypatch.chdir(tmp_path)
     script = [sys.executable, str(ROOT / "tools/make_lengths.py"), "-o", "lengths.parquet"]
     subprocess.run([*script, "--samples", "2000"], check=True)
@@ -86,7 +86,7 @@ def test_planning_page_runs_on_its_trial_lengths(tmp_path, monkeypatch):
 
 
 def test_samples_on_the_data_page_are_read(users_folder):
-    """Prevents: a form of samples on the page that the scan refuses."""
+    """Prevents a sample format on the page that the scan refuses."""
     page = (ROOT / "docs/data.md").read_text()
     blocks = re.findall(r"^```\w*\n(\{.*?)^```", page, re.M | re.S)
     samples = [json.loads(block) for block in blocks if '"conv' in block or '"messages' in block]
@@ -102,7 +102,7 @@ def test_samples_on_the_data_page_are_read(users_folder):
 
 
 def test_a_cluster_of_ones_own_is_planned_with(tmp_path, capsys):
-    """Prevents: a page whose file is refused, or lacks a field that a plan needs."""
+    """Prevents a cluster file on the page that is refused or lacks a field."""
     [block] = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/costs.md").read_text(), re.M | re.S)
     file = tmp_path / "ours.toml"
     file.write_text(block)
@@ -112,7 +112,7 @@ def test_a_cluster_of_ones_own_is_planned_with(tmp_path, capsys):
 
 
 def test_lint_page_has_what_its_lines_cost(tmp_path, monkeypatch, capsys):
-    """Prevents: an example without a cost, and a figure that is no longer printed."""
+    """Prevents an example without a cost, and a figure that is no longer printed."""
     monkeypatch.chdir(tmp_path)
     flags = "--sequence-parallel --seq-length 4096 --micro-batch-size 1 --global-batch-size 64"
     script = f"torchrun pretrain_gpt.py --tensor-model-parallel-size $TP {flags} --bf16\n"

@@ -1,4 +1,4 @@
-"""The searches for stages and for a schedule's parts against brute force, and stages' model."""
+"""Searches for stages and schedule parts against brute force, and checks of stages."""
 
 import math
 import re
@@ -54,7 +54,7 @@ LAYERS = ("vision_layer", "language_layer")
 
 
 def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, ModelConfig, int]:
-    """Costs, model, packs and pipeline size."""
+    """Return random costs, model, packs and pipeline size."""
     vision, language = rng.integers(1, most_layers, 2)
     model = small_model(int(vision), int(language))
     p = int(rng.integers(1, min(4, vision + language) + 1))
@@ -66,10 +66,10 @@ def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, 
         units = {**cost.units, **{unit: frozen(cost.units[unit]) for unit in frozen_units}}
         cost = replace(cost, units=units)
     packs = random_packs(rng, int(rng.integers(1, 7)))
-    # Drawn apart, so that cases which are known by their seed stay what they are.
+    # A separate generator keeps cases that are known by seed unchanged.
     apart = rng.spawn(1)[0]
-    cost = tied(cost) if apart.random() < 0.3 else cost
-    # A gather of weights, and in most cases buckets that are hidden.
+    cost = tie_head(cost) if apart.random() < 0.3 else cost
+    # A weight gather, and in most cases hidden buckets.
     whole = sum(unit.trained_parameters for unit in cost.units.values())
     cost = replace(
         cost,
@@ -82,24 +82,24 @@ def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, 
 def random_case_of(
     rng: np.random.Generator, towers: str, most: int
 ) -> tuple[CostModel, ModelConfig, Workload, int]:
-    """As `random_case`, for a model of these towers with at most so many layers in all."""
+    """Return a `random_case` for these towers with at most `most` layers in all."""
     number = len(towers.split())
     layers = 1 + rng.multinomial(rng.integers(0, most - number + 1), [1 / number] * number)
     model = model_of(towers, *layers.tolist())
     cost = random_cost(rng, model)
-    # Layers of unlike ratios between features, so that which are worth recomputing depends on more.
+    # Unlike feature ratios per layer, so that no layer is always the best to recompute.
     units = {
         name: replace(unit, recompute_ms=unit.recompute_ms ** rng.integers(1, 4))
         for name, unit in cost.units.items()
     }
     cost = replace(cost, units=units)
     packs = random_packs(rng, int(rng.integers(1, 5)), len(cost.features))
-    cost = tied(cost) if rng.random() < 0.3 else cost
+    cost = tie_head(cost) if rng.random() < 0.3 else cost
     return cost, model, packs, int(rng.integers(1, min(3, model.layers) + 1))
 
 
-def tied(cost: CostModel) -> CostModel:
-    """With language embed and head that are one matrix, which is most of what there is."""
+def tie_head(cost: CostModel) -> CostModel:
+    """Return costs with tied language embed and head, the largest matrix."""
     sizes = {"parameters": 3_000_000, "trained_parameters": 3_000_000}
     ends = ("language_embed", "head")
     units = {**cost.units, **{end: replace(cost.units[end], **sizes) for end in ends}}
@@ -109,7 +109,7 @@ def tied(cost: CostModel) -> CostModel:
 def large_case(
     layers: tuple[int, int], p: int, share_of_least: float
 ) -> tuple[CostModel, ModelConfig, Workload, int, float]:
-    """InternVL with so many vision and language layers, on packs that all differ, and a cap."""
+    """Return InternVL with these layers, on packs that all differ, and a memory cap."""
     base = load_model("internvl-chat-1.5-6b-20b")
     model = base.with_layers(vision=layers[0], language=layers[1])
     rng = np.random.default_rng(1)
@@ -133,7 +133,7 @@ def large_case(
     ],
 )
 def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, int]):
-    """Prevents results that are not the best or do not fit, and layers of another kind."""
+    """Prevents splits that are not optimal or do not fit, and layers of another kind."""
     rng = np.random.default_rng(0)
     outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0, "several": 0}
     for number in range(20 if towers else 55):
@@ -187,8 +187,8 @@ def test_the_search_over_levels_equals_brute_force(
     cases: int,
     lockstep_ranks: int,
 ):
-    """Prevents a result that is not the best, layers of another level, ranks that share a pack and
-    do not wait, bounds above what is possible, and levels that deadlock ranks with experts."""
+    """Prevents suboptimal splits, layers of another level, packs shared without waiting, invalid
+    bounds, and levels that deadlock ranks with experts."""
     rng = np.random.default_rng(0)
     unlike = infeasible = cut_short = 0
     for _ in range(cases):
@@ -226,7 +226,7 @@ def test_the_search_over_levels_equals_brute_force(
 
 
 def test_memory_of_levels_is_that_of_a_walk():
-    """Prevents a peak that leaves out what micro-batches of another level keep meanwhile."""
+    """Prevents a peak without activations kept by micro-batches of other levels."""
     rng = np.random.default_rng(1)
     for _ in range(6):
         costs, model, packs, p = level_case(rng, "vision language", 4, (1, 2, 2), 4)
@@ -245,7 +245,7 @@ def test_memory_of_levels_is_that_of_a_walk():
 
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stages):
-    """Prevents a search without end, or a split that does not fit."""
+    """Prevents an endless search, or a split that does not fit."""
     monkeypatch.setattr(stage_options, "_MAX_OPTIONS", 400)
     model = load_model("llama3.1-70b")
     parallel = Parallel(tensor=8, pipeline=stages, data=8, sequence_parallel=True)
@@ -253,7 +253,7 @@ def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stage
     of_all = side_by_side([analytic_cost(model, cluster, parallel, "bf16")] * 3)
     rng = np.random.default_rng(0)
     contexts, tokens = np.array([1, 2, 8]), np.array([4096, 16384, 32768])
-    # One level for a slot of a step, whatever the rank.
+    # One level per slot of a step, on all ranks.
     level = rng.choice(3, (2, 1, 12), p=[0.6, 0.2, 0.2]).repeat(8, axis=1).ravel()
     share = tokens[level] / contexts[level] * rng.uniform(0.9, 1, len(level))
     squares = share * tokens[level] * rng.uniform(0.2, 1, len(level))
@@ -270,8 +270,8 @@ def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stage
 
 
 def test_micro_batches_that_cost_nothing_decide_nothing():
-    """Prevents that all recomputed sets count as equal since a micro-batch takes no time in either
-    tower: sets that are slower for the others would be kept in place of the best, and `proven`."""
+    """Prevents slower recomputed sets, reported as proven, because a micro-batch takes no time in
+    either tower."""
     rng = np.random.default_rng(0)
     model, several = small_model(2, 2), 0
     for _ in range(40):
@@ -294,7 +294,7 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
 
 
 def test_steps_that_take_no_time_are_searched():
-    """Prevents a search without end: no limit is below nothing, and none grows from it."""
+    """Prevents an endless search if steps take no time."""
     rng = np.random.default_rng(0)
     cost = random_cost(rng)
     nothing = dict.fromkeys(("forward_ms", "backward_ms", "recompute_ms"), np.zeros(5))
@@ -307,7 +307,7 @@ def test_steps_that_take_no_time_are_searched():
 
 
 def test_the_smallest_cap_that_anything_fits_is_searched():
-    """Prevents a cap that is refused, searched without end or given slower stages."""
+    """Prevents a feasible cap refused, searched endlessly or given slower stages."""
     for seed in (44, 67, 111, 246, 303, 329):
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
         least = min_peak_of_splits(cost, model, packs, p)
@@ -321,7 +321,7 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
 
 
 def test_rows_with_another_number_of_micro_batches_are_told_apart():
-    """Prevents that a micro-batch of zeros, which still costs links, is dropped or added."""
+    """Prevents dropping or adding a micro-batch of zeros, which still costs link time."""
     features = np.zeros((6, 5))
     features[[0, 3]] = 1
     packs = equal_steps((2, 1, 3), features).rows(np.arange(5))
@@ -330,7 +330,7 @@ def test_rows_with_another_number_of_micro_batches_are_told_apart():
 
 
 def test_every_path_is_a_lower_bound():
-    """Prevents a bound above what is possible, which would rule out the best split unnoticed."""
+    """Prevents an invalid bound, which would exclude the best split unnoticed."""
     rng = np.random.default_rng(4)
     compared = tight = 0
     for _ in range(60):
@@ -362,7 +362,7 @@ def test_every_path_is_a_lower_bound():
 
 
 def every_split(options: list[StageOptions], units: int) -> np.ndarray:
-    """All ways through the stages' options. [n, p]"""
+    """Return all ways through the stages' options. [n, p]"""
     partial = [((), 0)]
     for option in options:
         partial = [
@@ -374,7 +374,7 @@ def every_split(options: list[StageOptions], units: int) -> np.ndarray:
 
 
 def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
-    """Prevents an inexact result that claims to be proven, and an effort that is not limited."""
+    """Prevents an inexact result reported as proven, and an unlimited effort."""
     case = large_case((30, 50), 8, 1.3)
     best, little = (search_stages(*case, effort=effort) for effort in (1.0, 1e-6))
     assert best.lower_bound_ms == best.step_ms
@@ -390,7 +390,7 @@ def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    """Prevents a search of minutes where the bounds do not meet."""
+    """Prevents a search of minutes if the bounds do not meet."""
     case = large_case((30, 50), 20, 1.2)
     monkeypatch.setattr(partition, "MAX_WORK", 1e6)
     first, again = (search_stages(*case) for _ in range(2))
@@ -404,8 +404,8 @@ def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("share_of_least", [10.0, 1.3, 1.2])
 def test_a_narrow_search_is_proven_by_what_it_learns(monkeypatch, share_of_least):
-    """Prevents a search that stops, or goes on in vain, once all splits that had room are known;
-    and a bound that stays where it is, as no path is known of the splits that decide it."""
+    """Prevents a narrow search that stops early, or continues in vain once all feasible splits are
+    known."""
     for limit in ("_FIRST_WIDTH", "_MAX_WIDTH"):
         monkeypatch.setattr(split_search, limit, 40)
     result = search_stages(*large_case((45, 80), 8, share_of_least))
@@ -413,7 +413,7 @@ def test_a_narrow_search_is_proven_by_what_it_learns(monkeypatch, share_of_least
 
 
 def test_the_bound_of_a_long_run_is_below_its_prediction():
-    """Prevents a bound on all steps beside a prediction of 2,000, if others are heavy."""
+    """Prevents a bound over all steps above a prediction of 2,000 light steps."""
     rng = np.random.default_rng(2)
     cost, model = random_cost(rng), small_model(2, 2)
     features = np.ones((6_001, 5))
@@ -429,7 +429,7 @@ def test_the_bound_of_a_long_run_is_below_its_prediction():
 
 @pytest.mark.parametrize("share_of_least", [10.0, 1.3])
 def test_a_large_model_is_searched_with_few_simulations(share_of_least: float):
-    """Prevents bounds so weak that the search is not over in seconds, and a changing result."""
+    """Prevents bounds too weak for a search of seconds, and results that change."""
     case = large_case((45, 80), 8, share_of_least)
     result, again = search_stages(*case), search_stages(*case)
     check_stages(case[1], result.stages)
@@ -439,7 +439,7 @@ def test_a_large_model_is_searched_with_few_simulations(share_of_least: float):
 
 
 def test_only_sampled_steps_are_simulated_but_all_packs_fit():
-    """Prevents a search as long as the run, and a plan too large in a step that was not sampled."""
+    """Prevents simulating every step of a run, and a plan that does not fit unsampled steps."""
     rng = np.random.default_rng(3)
     cost, model = random_cost(rng), small_model(3, 3)
     features = random_features(rng, 400)
@@ -470,7 +470,7 @@ def test_only_sampled_steps_are_simulated_but_all_packs_fit():
     ],
 )
 def test_stages_that_are_not_the_model_are_refused(index, units, recompute, message):
-    """Prevents training from a hand-edited plan that loses, repeats or misplaces layers."""
+    """Prevents training from an edited plan that loses, repeats or misplaces layers."""
     model = small_model(3, 3)
     stages = list(stages_from_cuts(model, (3, 7)))
     units = units or list(map(str, stages[index].units))
@@ -490,14 +490,14 @@ TWO_CHUNKS = PipelineSchedule(name="interleaved", chunks=2)
 
 
 def ragged_steps(rng: np.random.Generator, micro_batches: int, ranks: int) -> Workload:
-    """Two steps, in which the last rank may lack micro-batches."""
+    """Return two steps in which the last rank may lack micro-batches."""
     packs = steps_of(rng, micro_batches, ranks)
     lacks = (packs.dp_rank == ranks - 1) & (packs.slot >= rng.integers(1, micro_batches + 1))
     return packs if ranks == 1 else packs.rows(np.flatnonzero(~lacks))
 
 
 def steps_of(rng: np.random.Generator, micro_batches: int, ranks: int = 1) -> Workload:
-    """Two steps of equally many micro-batches on every rank."""
+    """Return two steps with equal numbers of micro-batches on every rank."""
     shape = 2, ranks, micro_batches
     return equal_steps(shape, random_features(rng, 2 * ranks * micro_batches))
 
@@ -508,7 +508,7 @@ def predicted_ms(
     packs: Workload,
     schedule: PipelineSchedule = TWO_CHUNKS,
 ) -> float:
-    """Mean step, by the simulator of one plan."""
+    """Return the mean step time by the simulator of one plan."""
     times, once = workload_times(cost, (parts,), packs), per_step_costs(cost, parts, schedule)
     return float(predict_steps(times, packs, once, schedule).step_ms.mean())
 
@@ -521,7 +521,7 @@ def predicted_ms(
     ],
 )
 def test_without_a_cap_the_best_of_all_cuts_is_found(seed, layers, stages, schedule):
-    """Prevents: a search that misses the best cut, or that simulates another step than a plan's."""
+    """Prevents a search that misses the best cut, or simulates another step than a plan's."""
     rng = np.random.default_rng(seed)
     model, cost = small_model(3, layers), random_cost(rng)
     packs = ragged_steps(rng, int(rng.integers(2, 7)), int(rng.integers(1, 3)))
@@ -534,7 +534,7 @@ def test_without_a_cap_the_best_of_all_cuts_is_found(seed, layers, stages, sched
 
 
 def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
-    """Prevents: bounds or moves that leave out the best stages, with ranks of unequal numbers."""
+    """Prevents bounds or moves that exclude the best stages on ranks of unequal micro-batches."""
     for seed in range(5):
         rng = np.random.default_rng(seed)
         model, cost = small_model(4, 8), random_cost(rng)
@@ -545,13 +545,13 @@ def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
 
 
 def peak_bytes(cost: CostModel, parts: tuple[Stage, ...], packs: Workload) -> float:
-    """Peak of the fullest stage, as plans are checked by it."""
+    """Return the peak of the fullest stage, as plans are checked by it."""
     memories = stage_memories(cost, [parts], packs, TWO_CHUNKS)
     return max(memory.peak_gib for memory in memories) * GIB
 
 
 def best_of(cost: CostModel, packs: Workload, options: Collection, share: float) -> tuple:
-    """A cap that such a share of options fits, these, and the mean step of the fastest."""
+    """Return a cap that this share of options fits, these options and their fastest mean step."""
     peaks = np.array([peak_bytes(cost, each, packs) for each in options])
     cap_bytes = float(np.quantile(peaks, share))
     fitting = [each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes]
@@ -559,7 +559,7 @@ def best_of(cost: CostModel, packs: Workload, options: Collection, share: float)
 
 
 def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
-    """Parts with every choice of what they recompute, the earliest layers of each kind."""
+    """Return parts with every recompute count of the earliest layers of each kind."""
     layers = layer_kinds(cost.kinds)
     every = []
     for part in parts:
@@ -572,7 +572,7 @@ def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[t
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) -> None:
-    """Prevents: parts over the cap, and recomputation that costs more than it must."""
+    """Prevents parts over the cap, and needlessly expensive recomputation."""
     rng = np.random.default_rng(seed)
     model, cost = small_model(2, 3), random_cost(rng)
     packs = steps_of(rng, 4)
@@ -584,7 +584,7 @@ def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) ->
 
 
 def test_the_bound_is_below_every_cut() -> None:
-    """Prevents: a proof of what is not so."""
+    """Prevents a lower bound above the optimum."""
     for seed in range(5):
         rng = np.random.default_rng(seed)
         model, cost = small_model(2, 4), random_cost(rng)
@@ -597,7 +597,7 @@ def test_the_bound_is_below_every_cut() -> None:
 @pytest.mark.parametrize("freedom", ["language", "stages"])
 @pytest.mark.parametrize("on_first", [True, False])
 def test_numbers_that_a_trainer_is_told_are_nearly_the_best(freedom: str, on_first: bool) -> None:
-    """Prevents: chunks that a trainer cannot be told, and numbers larger than they must be."""
+    """Prevents chunks that a trainer cannot express, and needlessly large recompute counts."""
     rules = StageRules(encoders_on_first=on_first, recompute=RecomputeFreedom(freedom))
     model, embed = small_model(2, 5), unit_names(small_model(2, 5)).index(LANGUAGE_EMBED)
     for seed in range(2):
@@ -605,7 +605,7 @@ def test_numbers_that_a_trainer_is_told_are_nearly_the_best(freedom: str, on_fir
         cost, packs = random_cost(rng), steps_of(rng, 4)
         cuts = [cut for cut in all_cuts(model, 4) if not on_first or cut[0].size > embed]
         every = [*numbers_of(model, cost, 2, rules.recompute)]
-        # The stages of both parts of a device recompute as many.
+        # Both parts of a device recompute equal numbers of layers.
         options = {tuple(map(recomputing, cut, 2 * each)) for cut in cuts for each in every}
         cap_bytes, fitting, best_ms = best_of(cost, packs, options, 0.3)
         found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS, rules=rules)

@@ -1,4 +1,4 @@
-"""Balance of phases, beside a walk over every step, and as `omnibal plan` tells it."""
+"""Balance of phases, against a walk over every step."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ITEM_MS = {"vision": 5.0, "audio": 8.0}
 def balances_of(
     held: dict[str, np.ndarray], ranks_of_pipeline: int, beside: DataParallelEncoders | None
 ) -> list[PhaseBalance]:
-    """Balance of encoders that take no whole samples."""
+    """Return the balance of encoders that take single items of samples."""
     return encoder_balances(held, ranks_of_pipeline, beside, {}, np.zeros(0, np.int64))
 
 
@@ -25,7 +25,7 @@ def beside(pipelines: int) -> DataParallelEncoders:
 
 
 def held_items(steps: int, ranks: int) -> dict[str, np.ndarray]:
-    """Items of an incoherent mixture: some pipelines have only one kind in a step."""
+    """Return items of an uneven mixture: some pipelines have only one kind in a step."""
     rng = np.random.default_rng(steps)
     return {name: rng.poisson(6, (steps, ranks)) * rng.integers(0, 2, (steps, ranks))
             for name in ITEM_MS}  # fmt: skip
@@ -33,7 +33,7 @@ def held_items(steps: int, ranks: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("pipelines", [1, 2, 4])
 def test_data_parallel_encoders_as_each_step_is_dealt(pipelines: int) -> None:
-    """Prevents: a table of other shares than those that ranks encode, or a bound above them."""
+    """Prevents a table of other shares than ranks encode, or a bound above them."""
     steps, ranks, of_pipeline = 7, 4, 3
     held = held_items(steps, ranks)
     found = {each.phase: each for each in balances_of(held, of_pipeline, beside(pipelines))}
@@ -72,8 +72,8 @@ def test_data_parallel_encoders_as_each_step_is_dealt(pipelines: int) -> None:
 
 
 def test_bounds_of_known_cases() -> None:
-    """Prevents: a bound that is true and says nothing."""
-    # Three images on two ranks take as long as two, and recordings of less than that fit beside.
+    """Prevents a bound that is valid but useless."""
+    # Three images on two ranks take two images' time, which leaves time for short recordings.
     for audio, least_ms, sum_ms in ((0, 10, 15), (1, 11.5, 23), (4, 23.5, 47)):
         held = {"vision": np.array([[3]]), "audio": np.array([[audio]])}
         found = {each.phase: each.bound for each in balances_of(held, 2, beside(1))}
@@ -82,7 +82,7 @@ def test_bounds_of_known_cases() -> None:
 
 
 def test_encoders_in_the_pipeline_are_those_of_pipelines() -> None:
-    """Prevents: a plan of today's kind that claims a balance which nothing gives it."""
+    """Prevents claiming a balance for encoders inside the pipeline."""
     held = {"vision": np.array([[4, 0], [1, 3]])}
     (found,) = balances_of(held, 8, None)
     assert found.imbalance_before == (4 + 3) / (2 + 2)
@@ -92,7 +92,7 @@ def test_encoders_in_the_pipeline_are_those_of_pipelines() -> None:
 
 
 def test_language_model_as_packs_lie() -> None:
-    """Prevents: a bound that some assignment of the same packs is below."""
+    """Prevents a bound above some assignment of these packs."""
     rng = np.random.default_rng(0)
     step = np.repeat([3, 5], 8)
     rank, load_ms = np.tile(np.repeat(np.arange(4), 2), 2), rng.random(16)

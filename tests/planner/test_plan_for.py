@@ -1,4 +1,4 @@
-"""`omnibal plan --for`: plans within what a trainer can be told, and what its limits cost."""
+"""`omnibal plan --for`: plans within a trainer's limits, and the cost of these limits."""
 
 import json
 import re
@@ -37,7 +37,7 @@ PLAN = f"{DIGITS} --dp 2 --micro-batches 4 --packing isf"
 
 
 def run(capsys, command: str, *arguments: object) -> tuple[dict, str]:
-    """What a command prints as JSON, and its notes."""
+    """Return a command's JSON output and its notes."""
     code, said = status(command, *arguments, "--json"), capsys.readouterr()
     assert code == 0, said.err
     return json.loads(said.out), said.err
@@ -45,8 +45,8 @@ def run(capsys, command: str, *arguments: object) -> tuple[dict, str]:
 
 @pytest.mark.parametrize("name", TargetName)
 def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths_file, name):
-    """Prevents a trainer that no plan can be made for, a plan that other commands refuse or that is
-    predicted to be faster under limits, and exports of other packs or steps."""
+    """Prevents a trainer without plans, plans that other commands refuse or that limits make
+    faster, and exports of other packs or steps."""
     target, plan, folder = TARGETS[name], tmp_path / "plan", tmp_path / "export"
     sizes = "--dp 2" if target.max_pipeline == 1 else "--pp 2 --dp 2"
     caps = "--max-tokens 512" if target.packs.tokens_alone else "--max-tokens 512 --max-tiles 8"
@@ -60,7 +60,7 @@ def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths
     assert f"for {target.title}: " in notes
     assert ("WARNING" in notes) == (name is TargetName.XTUNER)
     assert "no pack exceeds" in printed(capsys, "check", plan)
-    # The steps can be taken over, by a run of this project's too.
+    # This project's own runs can reuse the steps too.
     run(capsys, f"{DIGITS} --dp 2 --pp 2 --steps-of {plan} -o {tmp_path / 'again'}")
     first, again = (open_plan(tmp_path / each).plan.data for each in ("plan", "again"))
     assert first.steps_sha256 == again.steps_sha256
@@ -83,7 +83,7 @@ def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths
 
 
 def test_encoders_beside_the_pipeline_are_no_part_of_a_lifted_limit(capsys, tmp_path, lengths_file):
-    """Prevents: a plan refused for encoder placements that only the plan compared with has."""
+    """Prevents refusing a plan for encoder placements of the plan it is compared with."""
     job = "plan --gpus 2 --for xtuner --model internvl-digits --cluster a100-80g"
     plan, _ = run(capsys, job, "--lengths", lengths_file, "-o", tmp_path / "plan")
     assert {each["limit"] for each in plan["limits"]} >= {"sharding"}
@@ -99,7 +99,7 @@ def test_the_plan_to_compare_with_is_the_one_without_the_option(capsys, tmp_path
         for name, options in names.items()
     )  # fmt: skip
     assert free["made_for"] is None and "limits" not in free
-    # Or a plan with one limit less, where one happens to be faster.
+    # Or a plan with one limit less, if that is faster.
     rate = made["samples_per_second_per_gpu"]
     rates = [rate / (1 - limit["slower"]) for limit in made["limits"]]
     best = max(free["samples_per_second_per_gpu"], *rates)
@@ -112,7 +112,7 @@ def test_the_plan_to_compare_with_is_the_one_without_the_option(capsys, tmp_path
     "sizes", ["--dp 2 --micro-batches 4", "--gpus 4 --samples-per-step 60"], ids=["caps", "sizes"]
 )
 def test_caps_and_sizes_are_searched_within_the_limits(capsys, tmp_path, lengths_file, sizes):
-    """Prevents searched caps that limit items where the trainer limits tokens alone."""
+    """Prevents searched caps that limit items for a trainer that only limits tokens."""
     options = f"{sizes} --packing isf --for ms-swift --no-compare --lengths {lengths_file}"
     _, notes = run(capsys, f"{DIGITS} {options}", "-o", tmp_path / "plan")
     assert "--max-tiles" not in notes
@@ -164,7 +164,7 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path, sizes):
     ],
 )
 def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths_file, options, message):
-    """Prevents a plan that leaves out, unsaid, what was asked for."""
+    """Prevents a plan that silently drops a requested option."""
     command = f"{PLAN} --max-tokens 512 --lengths {lengths_file} {options} -o"
     error = failure(capsys, command, tmp_path / "plan")
     assert message in " ".join(error.split())
@@ -172,7 +172,7 @@ def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths_file
 
 
 def test_models_with_alibi_are_not_for_megatron(capsys, tmp_path):
-    """Prevents: a plan of MPT that Megatron-core, without ALiBi, trains as another model."""
+    """Prevents an MPT plan that Megatron-core, without ALiBi, trains as another model."""
     command = "plan --model mpt-1b --cluster h100-80g --pp 1 --dp 8 --max-tokens 2048"
     said = "mpt-1b has ALiBi positions, and Megatron-LM has none"
     assert said in failure(capsys, f"{command} --for megatron-lm -o", tmp_path / "plan")
@@ -184,7 +184,7 @@ def test_models_with_alibi_are_not_for_megatron(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["ms-swift", "megatron-bridge"])
 def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
-    """Prevents: 1F1B where chunks are faster, and chunks that a trainer refuses."""
+    """Prevents 1F1B although chunks are faster, and chunks that a trainer refuses."""
     base = "plan --model internvl3-2b --cluster h100-80g --pp 2 --dp 2 --max-tokens 16384"
     options = "--for", name, "--schedule", "auto", "-o", tmp_path / "plan", "--micro-batches"
     even, odd = (run(capsys, base, *options, count)[0] for count in (4, 5))
@@ -197,19 +197,19 @@ def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
 
 
 def parts_of(limits: TrainerConstraints) -> dict[str, object]:
-    """All limits by name."""
+    """Return all limits by name."""
     named = {"sharding": limits.shardings, "schedules": limits.schedules}
     return {**dict(limits.stages), **dict(limits.packs), **named}
 
 
 @pytest.mark.parametrize("name", TargetName)
 def test_a_limit_is_lifted_alone(name):
-    """Prevents a limit that is not lifted, or another that is lifted with it unsaid."""
+    """Prevents a limit that is not lifted, or another limit lifted with it."""
     limits = without = TARGETS[name]
     together = {LimitName.SHARDING: {"schedules"}, LimitName.ORDER: {"full_steps"}}
     for limit in LimitName:
         fewer, without = lift_limit(limits, limit), lift_limit(without, limit)
-        # Other sizes are another limit of a trainer that divides weights over all ranks.
+        # For a trainer that shards weights over all ranks, sizes are a limit too.
         assert fewer.name == (None if limit is LimitName.SHARDING else name)
         before, after = parts_of(limits), parts_of(fewer)
         changed = {part for part in before if before[part] != after[part]}
@@ -219,7 +219,7 @@ def test_a_limit_is_lifted_alone(name):
 
 
 def test_limits_that_cannot_bind_are_not_looked_at():
-    """Prevents plans that are made to compare what cannot differ."""
+    """Prevents plans made to compare limits that cannot bind."""
     always = {"recompute", "head_on_all_tokens"}
     for tensor, pipeline, has_samples in product((1, 2), (1, 2), (False, True)):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1)
@@ -241,7 +241,7 @@ def test_the_sentence_names_what_costs_most():
     both = CostOfLimits.compare(limits, 91, 95, {first: 95, whole: 100}, 0.03)
     assert both.slower == pytest.approx(0.09)
     assert both.sentence.index("whole encoder (9%)") < both.sentence.index("first stage (4%)")
-    # Of the tenth that is lost, six hundredths are most of it.
+    # Limits that explain most of the 10 % lost need no remark.
     for others, is_more in (((0.05, 0.04), False), ((0.03, 0.02), True)):
         rates = {name: 90 / (1 - each) for name, each in zip((first, whole), others, strict=True)}
         said = CostOfLimits.compare(limits, 90, 100, rates, 0).sentence
@@ -249,7 +249,7 @@ def test_the_sentence_names_what_costs_most():
 
 
 def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
-    """Prevents a search for what a limit of tokens alone costs where caps were given."""
+    """Prevents a search for the cost of token-only limits if caps were given."""
     limits = TARGETS[TargetName.MS_SWIFT]
     small, large = (
         make_plan(request(caps=Caps.of(tiles=tiles, tokens=tokens), packing=PackingMethod.BALANCED))
@@ -262,7 +262,7 @@ def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
 
 
 def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
-    """Prevents as many whole searches as limits, each with packs of its own."""
+    """Prevents a full search per limit, each with its own packs."""
     limits, lengths = TARGETS[TargetName.MEGATRON_LM], example_lengths(count=3000)
     asked = request(lengths=lengths, packs_per_step=16, epochs=1, packing=PackingMethod.BALANCED)
     free, job = make_plan(asked), replace(asked.job, trainer=limits)
@@ -295,7 +295,7 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
 def test_ranks_that_are_all_data_parallel_have_a_pack_each(
     capsys, tmp_path, lengths_file, sizes, options, ranks
 ):
-    """Prevents a step that the user did not give and that is too small for the trainer's ranks."""
+    """Prevents a default step that is too small for the trainer's ranks."""
     if sizes is not None:
         lengths_file = tmp_path / "few.parquet"
         write_lengths(make_lengths(sizes), lengths_file)

@@ -1,4 +1,4 @@
-"""Planner: a plan directory that is whole, repeatable, and made for its data and its memory."""
+"""Planner: plan directories that are complete, repeatable, and fit their data and memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def saved_bytes(directory) -> dict[str, bytes]:
 
 
 def test_same_request_gives_the_same_bytes(tmp_path):
-    """Prevents plans that differ between two equal runs, and a seed that changes nothing."""
+    """Prevents equal requests with different plans, and a seed without effect."""
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
         save_plan(make_plan(request(seed=seed)), tmp_path / name)
     first, again, other = (saved_bytes(tmp_path / name) for name in ("first", "again", "other"))
@@ -39,7 +39,7 @@ def test_same_request_gives_the_same_bytes(tmp_path):
 
 
 def test_tied_head_is_planned_and_checked(tmp_path):
-    """Prevents a model that the plan can hold and the check, or the training, then refuses."""
+    """Prevents a tied head that is planned, and then refused by the check or the training."""
     model = MODEL.with_tower("language", tied_head=True)
     for name, parallel in (("split", Parallel(pipeline=3)), ("whole", Parallel(pipeline=1))):
         tied = make_plan(request(model=model, parallel=parallel, lengths=None))
@@ -55,7 +55,7 @@ def test_tied_head_is_planned_and_checked(tmp_path):
 
 
 def test_tiling_is_that_of_the_scan():
-    """Prevents training from cutting images into other tiles than those that were packed."""
+    """Prevents training with other image tiles than were packed."""
     tiling = TilingConfig(max_dynamic_patch=3)
     lengths = example_lengths(origin_of(MODEL, tiling=tiling))
     assert make_plan(request(lengths=lengths)).plan.model.vision.tiling == tiling
@@ -69,38 +69,38 @@ def test_tiling_is_that_of_the_scan():
     ],
 )
 def test_lengths_of_another_model_are_refused(change, message):
-    """Prevents packs counted with another model's tokens per tile, or words around questions."""
+    """Prevents packs counted with another model's tokens per tile or prompt text."""
     with pytest.raises(UserError, match=message):
         make_plan(request(lengths=example_lengths(origin_of(MODEL, **change))))
 
 
-def limited(most: int) -> ModelConfig:
-    """The model with RoPE that is scaled for samples of more tokens."""
+def with_rope_limit(most: int) -> ModelConfig:
+    """Return the model with RoPE scaled for samples of more than `most` tokens."""
     return MODEL.with_tower("language", max_positions=most, rope_factor=2.0)
 
 
 def test_samples_beyond_the_models_rope_are_refused():
-    """Prevents samples for which the released model scales its RoPE from being trained unscaled."""
+    """Prevents training without the RoPE scaling that the released model has for long samples."""
     lengths = example_lengths()
     longest = int(lengths.tokens.argmax())
     most = int(lengths.tokens[longest])
-    packs, _ = make_plan(request(model=limited(most))).data
+    packs, _ = make_plan(request(model=with_rope_limit(most))).data
     assert packs.tokens.max() > most
     source = lengths.source_names[lengths.source[longest]]
     message = f"sample {longest} of {source} has {most} tokens, but .*max_positions.* is {most - 1}"
     with pytest.raises(UserError, match=message):
-        make_plan(request(model=limited(most - 1)))
+        make_plan(request(model=with_rope_limit(most - 1)))
     with pytest.raises(UserError, match=message):
-        job, free = job_spec(model=limited(most - 1)), FreeSizes(gpus=2)
+        job, free = job_spec(model=with_rope_limit(most - 1)), FreeSizes(gpus=2)
         StrategyRequest(job=job, sizes=free, lengths=lengths, samples_per_step=50, samples=300)
-    # Made-up samples at the caps are of no length that is trained.
-    make_plan(request(model=limited(16), lengths=None))
+    # Mock samples at the caps have no trained length.
+    make_plan(request(model=with_rope_limit(16), lengths=None))
 
 
 def test_ranks_are_balanced_in_predicted_time():
-    """Prevents ranks that hold equally many tiles and tokens but take unequally long."""
+    """Prevents ranks with equal tiles and tokens but unequal time."""
     lengths = example_lengths(count=3000)
-    lengths = replace(lengths, tokens=np.full(3000, 170, np.int32))  # which say nothing of the time
+    lengths = replace(lengths, tokens=np.full(3000, 170, np.int32))  # independent of time
     asked = request(lengths=lengths, epochs=1)
     packs, _ = make_plan(asked).data
     cost = analytic_cost(MODEL, asked.job.cluster, asked.job.parallel, "fp32")
@@ -115,7 +115,7 @@ def test_ranks_are_balanced_in_predicted_time():
 
 
 def test_saving_again_replaces_only_plans(tmp_path):
-    """Prevents a checkpoint or a home directory from being deleted by a mistyped -o."""
+    """Prevents a mistyped -o from deleting a checkpoint or a home directory."""
     result, directory = make_plan(request()), tmp_path / "plan"
     save_plan(make_plan(request(seed=1)), directory)
     save_plan(result, directory)
@@ -134,7 +134,7 @@ def test_saving_again_replaces_only_plans(tmp_path):
 
 @pytest.mark.parametrize("place", ["new", "plan.json"])
 def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch, place):
-    """Prevents half a plan, or none, when the disk fills or the last rename of saving fails."""
+    """Prevents half a plan, or none, after a full disk or a failed rename."""
     directory = tmp_path / "plan"
     save_plan(make_plan(request(seed=1)), directory)
     before, rename = saved_bytes(directory), Path.rename
@@ -155,7 +155,7 @@ def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch, place):
 
 @pytest.mark.parametrize("place", [".", "..", "inner/..", "/"])
 def test_current_directory_is_not_replaced(tmp_path, monkeypatch, place):
-    """Prevents a plan that deletes the directory that its user stands in."""
+    """Prevents a plan that deletes the user's current directory."""
     (tmp_path / "inner").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="contains the current directory"):
@@ -165,6 +165,6 @@ def test_current_directory_is_not_replaced(tmp_path, monkeypatch, place):
 
 @pytest.mark.parametrize("packs_per_step", [0, 6, 9])
 def test_steps_that_ranks_cannot_share_evenly_are_refused(packs_per_step):
-    """Prevents: steps of other sizes than were asked for, without a word."""
+    """Prevents silently planning steps of another size than requested."""
     with pytest.raises(UserError, match=r"multiple of the 4 data-parallel ranks.*: give [48]$"):
         request(parallel=Parallel(pipeline=1, data=4), packs_per_step=packs_per_step)

@@ -1,4 +1,4 @@
-"""What docs/planning.md says does not go together is what the code refuses."""
+"""Conflicts listed in docs/planning.md are the conflicts in the code."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ _SECTION = re.compile(r"^## What does not go together$(.*?)^## ", re.MULTILINE |
 
 
 def rows() -> list[tuple[list[str], list[str], str]]:
-    """Options of the first and of the second column, and the reason, of every row of the tables."""
+    """Return options of the first and second column and the reason, of every row of the tables."""
     found = _SECTION.search(PAGE.read_text())
     assert found is not None
     lines = [line for line in found[1].splitlines() if line.startswith("| `")]
@@ -23,7 +23,7 @@ def rows() -> list[tuple[list[str], list[str], str]]:
 
 
 def test_tables_are_the_codes():
-    """Prevents: a page that promises a pair which is refused, or gives another reason."""
+    """Prevents a page that lacks a refused pair, or gives another reason."""
     written = [(one, other, why) for (one,), others, why in rows() for other in others]
     in_code = [(each.one.value, each.other.value, each.why) for each in CONFLICTS]
     in_code += [(one.value, other.value, why) for one, other, why in NEEDS]
