@@ -56,7 +56,7 @@ def test_base_weights_have_no_gradients_and_what_is_before_no_backward():
     for name in ("vision_embed", "vision_layer", "projector", "language_embed"):
         assert not adapted[name].has_backward, name
     assert adapted["head"].has_backward
-    # Adapter A's gradient keeps the product's input; the low-rank activations are small.
+    # Adapter A's gradient keeps the product's input. Low-rank activations are small.
     more = layer.activation_bytes - whole.activation_bytes
     assert 0 < more[tokens] < 0.01 * whole.activation_bytes[tokens]
     few = job(adapters_of(rank=16, targets="q_proj")).cost.units[LAYER]
@@ -76,7 +76,7 @@ def test_a_part_can_be_trained_whole_beside_adapters():
 
 
 def test_experts_have_none_here_and_have_in_other_trainers():
-    """Prevents adapters on experts here, where unsupported, or none in other trainers."""
+    """Prevents adapters on experts in this trainer, or none on experts in other trainers."""
     model = load_model("qwen3-30b-a3b")
     spec = replace(job(frozen=()), model=model, adapters=ALL)
     other = replace(spec, adapters=ALL.model_copy(update={"experts": True}))
@@ -109,7 +109,7 @@ def test_mistakes_are_told_in_a_line(targets, parts, frozen, words):
 
 @pytest.mark.parametrize("targets", ["all-linear,q_proj", "q_proj,.*v_proj", "(", ""])
 def test_targets_that_do_not_go_together_are_refused(targets):
-    """Prevents a regular expression cut at its commas, or an invalid one that matches nothing."""
+    """Prevents a regular expression cut at its commas, or accepting an invalid pattern."""
     with pytest.raises(UserError, match="adapters"):
         job(adapters_of(rank=8, targets=targets))
 

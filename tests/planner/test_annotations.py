@@ -62,7 +62,7 @@ def test_last_line_with_and_without_newline(tmp_path, ending):
     ("repeat_time", "expected"),
     [
         *[(1, "0123"), (2, "01230123"), (0.5, "01"), (1.25, "01230"), (0.3, "0")],
-        # Below 1 the fraction is floored; 0.95 * 4 and 2.9 * 4 are not integers.
+        # Below 1 the fractional line is dropped. 0.95 * 4 and 2.9 * 4 are not integers.
         *[(0.95, "012"), (2.9, "01230123012")],
     ],
 )
@@ -126,7 +126,7 @@ def test_readable_after_fork(tmp_path):
 
 
 def talk(*speakers: str, system: str = "s") -> dict:
-    """Return a record of these speakers; the texts are their positions."""
+    """Return a record of these speakers. Each text is its position."""
     texts = [system if name == "system" else str(k) for k, name in enumerate(speakers)]
     messages = zip(speakers, texts, strict=True)
     return {"conversations": [{"from": name, "value": text} for name, text in messages]}

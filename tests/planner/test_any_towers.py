@@ -70,8 +70,8 @@ def test_any_towers_are_planned_checked_and_shown(
 
 
 def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
-    """Prevents queueing for a plan no trainer can build, and audio tokens whose features are on
-    another rank."""
+    """Prevents queueing for a plan no trainer can build, and audio tokens without features on their
+    rank."""
     renamed = dict.fromkeys(("vision", "sound"), THREE.encoders["audio"])
     for model, expected in (
         (

@@ -47,7 +47,7 @@ FORWARD_MS = {
     "language_layer": 1.0,
     "head": 1.02,
 }
-"""The paper's forward times of vision and language layers; the other times are guesses."""
+"""The paper's forward times of vision and language layers. Others are guesses."""
 
 
 def random_workload(rng: np.random.Generator, steps: int, m: int, features: int = 5) -> Workload:

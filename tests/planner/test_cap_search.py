@@ -238,7 +238,7 @@ def test_papers_rule_is_what_its_code_does(tokens_per_tile):
     "size", [(1, 200), (3, 900), (6, 3000)], ids=["from above", "in between", "from below"]
 )
 def test_papers_rule_ends_at_4_to_5_samples(size):
-    """Prevents a walk in the wrong direction, or one that stops outside 4 to 5 samples per pack."""
+    """Prevents a walk in the wrong direction, or a stop outside 4 to 5 samples per pack."""
     rng = np.random.default_rng(0)
     sizes = [(size[0] + n % 2, size[1] + int(rng.integers(99))) for n in range(400)]
     lengths = make_lengths(sizes)

@@ -54,7 +54,7 @@ def own_pieces(template: str) -> list[str]:
 
 Ids = Callable[[str], list[int]]
 Expected = tuple[list[int], list[bool] | None]
-"""Ids and mask; the mask is None if InternVL's own would be wrong."""
+"""Ids and mask. The mask is None if InternVL's own would be wrong."""
 
 
 def marks(template: str) -> tuple[list[str], str]:
@@ -171,7 +171,7 @@ def with_images(text: str, tiles: Iterator[int]) -> str:
 def assert_as_internvl(case, model: ModelConfig, sample: Sample, tiles: list[int]) -> bool:
     """Assert InternVL's ids and mask; return whether there was a mask to compare."""
     system = SYSTEM_2_5 if model.chat_template == "internvl2_5" else SYSTEM
-    # A model's empty system message means none; a sample's is an empty turn, as in InternVL.
+    # A model's empty system message means none. A sample's is an empty turn, as in InternVL.
     system = system if model.system_message is None else model.system_message or None
     system = system if sample.system is None else sample.system
     left, messages = iter(tiles), []

@@ -63,7 +63,7 @@ def long_and_short(count: int = 240) -> Lengths:
 
 
 def planned_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
-    """Return a plan of packs for CP 1 and CP 2; the latter recompute a layer."""
+    """Return a plan of packs for CP 1 and CP 2. CP 2 recomputes a layer."""
     stages = stages_from_cuts(OF_LEVELS.model, (4,))
     long = {"context": 2, "cut": CutRule.ZIGZAG, "recompute": ((), stages[1].units[-2].units[:1])}
     levels = (
@@ -262,7 +262,7 @@ def off_its_block(packs: ScheduledPacks) -> ScheduledPacks:
 
 
 def shared_beside_others(packs: ScheduledPacks) -> ScheduledPacks:
-    """Make a rank's own pack context-parallel; all fit the larger caps."""
+    """Make a rank's own pack context-parallel. All fit the larger caps."""
     own = np.flatnonzero((packs.level == 0) & (packs.dp_rank == 2))
     return with_entry("level", own[0], 1)(packs)
 
@@ -398,7 +398,7 @@ def test_steps_count_a_shared_pack_for_each_of_its_ranks(tmp_path):
     """Prevents plans with context-parallel packs reported as having unequal steps."""
     example = planned_with_levels(packs_per_step=8)
     packs, _ = example.data
-    assert len(set(np.bincount(packs.step).tolist())) > 2  # steps may differ by one in any plan
+    assert len(set(np.bincount(packs.step).tolist())) > 2  # steps of any plan may differ by 1
     save_plan(example, tmp_path / "plan")
     assert any(line.startswith("steps are of 8 packs") for line in check_plan(tmp_path / "plan"))
 
@@ -674,7 +674,7 @@ def test_adapters_are_not_planned_beyond_the_key_value_heads():
 
 @pytest.mark.parametrize("trainer", ["xtuner", "ms-swift-deepspeed"])
 def test_a_job_for_a_trainer_that_always_shards_says_so(trainer):
-    """Prevents a job whose sharding differs silently from its parallel sizes."""
+    """Prevents silently resharding a job for a trainer that always shards."""
     parallel = Parallel(pipeline=1, data=8)
     job = training_job("qwen3-8b", "h100-80g", parallel=parallel, trainer=trainer)
     assert job.parallel.sharded == 8

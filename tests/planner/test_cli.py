@@ -128,7 +128,7 @@ def test_pack_prints_one_json_object(capsys, tmp_path, lengths_file):
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 7])
 def test_ranks_without_a_pack_are_told_of(capsys, tmp_path, lengths_file, ranks):
-    """Prevents a step in which half of the ranks idle without a note."""
+    """Prevents idle ranks in a step without a note."""
     made = tmp_path / "packs.parquet"
     run(f"{PACK} --dp {ranks} --micro-batches 1", lengths_file, "-o", made)
     error, packs = capsys.readouterr().err, read_packs(made)

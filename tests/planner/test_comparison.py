@@ -51,7 +51,7 @@ def bars(axes: Axes, colour: str) -> np.ndarray:
 
 
 def test_every_pass_is_drawn_where_it_ran(panels) -> None:
-    """Prevents passes that are missing, overlap or use another time axis than the other step's."""
+    """Prevents passes that are missing, overlap or use a different time axis."""
     for axes, step in zip(panels, STEPS, strict=True):
         assert axes.get_xlim() == (0, float(STEPS[0].timeline.step_ms))
         for colour, kind in (("green", Pass.FORWARD), ("purple", Pass.BACKWARD)):

@@ -26,7 +26,7 @@ SHIPPED = {"a100-80g", "b200-180g", "h100-80g", "h200-141g", "laptop-cpu"}
 
 @pytest.mark.parametrize("name", sorted({*preset_names("clusters")} | SHIPPED))
 def test_every_cluster_preset_loads(name):
-    """Prevents shipping a preset with a wrong field, or whose name differs from its file's."""
+    """Prevents shipping a preset with a wrong field, or under another name."""
     cluster = load_cluster(name)
     assert cluster.name == name
     assert set(cluster.peak_tflops) >= {"bf16", "fp32"}
@@ -35,7 +35,7 @@ def test_every_cluster_preset_loads(name):
 
 @pytest.mark.parametrize(("ratio", "factor"), [(1, 1), (0.5, 2), (0.25, 4), (0.125, 8)])
 def test_pixel_shuffle_factor(ratio, factor):
-    """Prevents a projector whose width disagrees with downsample_ratio."""
+    """Prevents a projector width that disagrees with downsample_ratio."""
     model = ModelConfig.model_validate(DIGITS.model_dump() | {"downsample_ratio": ratio})
     assert model.vision.pixel_shuffle_factor == factor
 
@@ -106,7 +106,7 @@ def scale_rope(**changes):
     ],
 )
 def test_scalings_that_cannot_be_are_refused(language, expected):
-    """Prevents a division by zero, two RoPE scalings of which one is ignored, and a factor without
+    """Prevents a division by zero, an ignored second RoPE scaling, and a factor without
     effect."""
     with pytest.raises(ValueError, match=expected):
         LanguageConfig.model_validate(language)

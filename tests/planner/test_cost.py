@@ -33,7 +33,7 @@ def cost_of(
 
 
 def only(**rates: float) -> ClusterConfig:
-    """Return the cluster with the given rates; all other work takes no time."""
+    """Return the cluster with the given rates. Other work takes no time."""
     links = ("memory_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s")
     free = dict.fromkeys(links, 1e15) | {
         "kernel_us": 1e-15,
@@ -75,7 +75,7 @@ def test_frozen_parts_cost_what_is_left_of_them():
         assert not cost.boundary_bytes.any() and not cost.output_gradient_bytes.any()
         assert cost.trained_parameters == 0 < cost.parameters
         assert np.array_equal(cost.forward_ms, whole[unit].forward_ms)
-    # The projector is the first trained part; its norm needs its product's input gradient.
+    # The projector is the first trained part. Its norm needs its product's input gradient.
     projector = projector_only["projector"]
     assert projector.trained_parameters == projector.parameters
     np.testing.assert_allclose(projector.backward_ms, whole["projector"].backward_ms)
@@ -175,7 +175,7 @@ def test_model_operations_are_six_per_parameter_and_token():
     expected = 6 * (vision_layers + projector) + 4 * patches + attention
     assert tiles == pytest.approx(expected, rel=1e-9)
     assert flops[0] == 0
-    # All parts before the projector are frozen; its norm is trained, so both gradients remain.
+    # All parts before the projector are frozen. Its norm is trained, so both gradients remain.
     frozen = model_flops(MODEL, ("vision",))
     expected = 2 * vision_layers + 6 * projector + 2 * patches + attention / 3
     assert frozen[1] == pytest.approx(expected, rel=1e-9)

@@ -39,7 +39,7 @@ NOTHING = (0, [], set(), (), (0, 0, 0))
 
 
 def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> Device:
-    """Return a bf16 device; its rates do not matter."""
+    """Return a bf16 device. Its rates do not matter."""
     moved, products = dict.fromkeys(MOVING, 1.0), {None: 1.0, "fp32": 1.0, "fp8": 1.0}
     line, sizes = LinearTime(fixed_ms=1.0, each_ms=1.0), {"tensor": tensor, "element_bytes": 2}
     sizes |= {"ring": line, "all_to_all": line, "product_times": None, "kernel_ms": 1.0}
@@ -384,7 +384,7 @@ OF_CLIPS_TOKENS = two_products(
 OF_TILES_TOKENS = two_products(
     *(TILES * 4, 4 * H, WIDTH, 2 * 4 * H, TILES * 4 * 2, "shuffled input"), read=TILES * 17 * H
 )
-"""The 16 patches of 17 positions make 4 tokens; the class token is dropped."""
+"""The 16 patches of 17 positions make 4 tokens. The class token is dropped."""
 
 
 def pooled_cells() -> dict[str, Any]:
@@ -725,8 +725,8 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
 @pytest.mark.parametrize("key_heads", [2, 6])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
-    """Prevents operations and bytes of the gated delta rule that grow quadratically with tokens, or
-    lack one of its kernels."""
+    """Prevents gated-delta-rule operations and bytes that are quadratic in tokens, or lack a
+    kernel."""
     d, e, c = 5, 8, 64
     linear = LinearAttention(
         key_heads=key_heads, value_heads=6, key_head_size=d, value_head_size=e, convolution_width=3
@@ -811,8 +811,8 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
     rows = sent * (1 if expert == 1 else 1.5)
     hidden, inner = own * WIDTH, TOKENS * F / t
     shared_inner = TOKENS * (shared or 0) / t
-    # Each token is copied to its experts, whose outputs are summed: a read and a write, and one of
-    # fp32 sums; rows are sorted by expert, and back.
+    # Each token is copied to its experts; their outputs are summed: a read and a write, and both
+    # of fp32 sums. Rows are sorted by expert, and back.
     copied = 1.25 * 2 * WIDTH * (5 * sent + own) + 1.25 * 2 * WIDTH * 2 * 2 * rows
     weighted = 2 * 2 + 2 * 4
     forward = copied + rows * f * (3 * 2 + weighted) + 12 * own * 5 * 4 + own * WIDTH * (2 + 4)
@@ -845,7 +845,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         backward += 2 * (5 * shared_inner + 2 * 3 * hidden)
         kernels, whole = 32 + 4 + 3, WIDTH * 5 + WIDTH
         for_weights |= {"shared product"}
-    # Tensors in memory, tensors freed by then, and the weight whose gradient is computed.
+    # Tensors in memory, tensors freed by then, and the weight of the computed gradient.
     working = [
         (2 * hidden + 2 * 2 * rows * WIDTH, 0, 0),
         (2 * hidden + 2 * rows * (WIDTH + f), 0, held * WIDTH * f),
@@ -1009,7 +1009,7 @@ LATENT = LatentAttention(
         (LayerKind(), {"output_gate": True}, set(), {}, 192, 4),
         # Two down, two up and one output projection; two linears share the first norm's output.
         (LayerKind(latent=LATENT), {}, {"first norm's output"}, OF_OUTPUT, 160, 7),
-        # Routed and shared experts; the router reads the second norm's output.
+        # Routed and shared experts. The router reads the second norm's output.
         (OF_EXPERTS, {}, {"second norm's output"}, OF_OUTPUT | {"second norm's output": 48}, 0, 6),
     ],
     ids=["dense", "gated", "latent", "experts"],
@@ -1098,8 +1098,7 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     ],
 )
 def test_recomputed_modules(module, kind, lost, products, launches) -> None:
-    """Prevents recomputed modules whose tensors are kept too, or take no memory during their
-    backward."""
+    """Prevents keeping a recomputed module's tensors, or ignoring their memory in its backward."""
     plain, again = (
         language_layer(language(), kind, device(1, runtime=RuntimeOptions(recomputed=given)))
         for given in ((), (module,))

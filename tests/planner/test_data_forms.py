@@ -47,7 +47,7 @@ def parts(*given: object) -> list[dict]:
 
 
 def test_one_conversation_in_every_form(tmp_path):
-    """Prevents a data format that yields other images or texts than the other formats."""
+    """Prevents a data format that yields different images or texts."""
     files, texts = ["x.png", "y.png"], ["three", parts("four"), "five"]
     internvl = said("<image>one<image>two", "three", "four", "five")
     with_system = [{"from": "system", "value": "s"}, *internvl]
@@ -257,7 +257,7 @@ def with_message(place: int, **changes) -> dict:
 
 
 def with_part(kind: str, **extra) -> dict:
-    """Return a record whose question is a single part."""
+    """Return a record with a single part as its question."""
     return talk([{"type": kind, **extra}], "a")
 
 

@@ -126,7 +126,7 @@ def test_a_device_holds_more_than_torch():
     for line in (expert, alone):
         for memory in line.memory:
             assert memory.allocated_gib < memory.reserved_gib < memory.device_gib
-    # Seven peers of an all-to-all; the plan's peak counts them too.
+    # Seven peers of an all-to-all. The plan's peak counts them too.
     peak_gib = expert.prediction.stages[0].memory.peak_gib
     assert peak_gib - expert.peaks_gib[0] == pytest.approx(7 * 384 / 1024)
     # Tensor-parallel communicators of eight GPUs: the group itself, and the norm's.

@@ -20,7 +20,7 @@ def assignments(items: int, ranks: int) -> np.ndarray:
 
 def joined_sets(weight: np.ndarray, ranks: int) -> list[float]:
     """Return sums of sets by largest differencing, ascending: join the two lists of widest spread,
-    the heaviest set of one with the lightest of the other."""
+    heaviest sets with lightest sets."""
 
     def spread(sets: list[list[float]]) -> float:
         sums = [sum(each) for each in sets]

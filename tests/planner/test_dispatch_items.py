@@ -76,7 +76,7 @@ def test_every_item_is_encoded_once_in_few_runs_near_home(cases: int, most: tupl
             # A run ends with its pack, its rank's share, or its pipeline's part.
             with_items = int((items[name] > 0).sum())
             assert len(runs) <= with_items + 2 * pipelines * ranks_of_pipeline
-            # As few items cross pipelines as the shares allow.
+            # The fewest possible items cross pipelines.
             away = runs.rank // ranks_of_pipeline
             crossing = runs.count[pipeline_of_pack[runs.pack] != away].sum()
             here = np.bincount(pipeline_of_pack, items[name], pipelines)

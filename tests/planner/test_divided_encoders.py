@@ -1,4 +1,4 @@
-"""Data-parallel encoders whose weights ranks divide: costs and memory by hand, plans, refusals."""
+"""Data-parallel encoders with sharded weights: costs and memory by hand, plans, refusals."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ EVERY = tuple(WeightSharding)
 NO_HOST = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
 ROUND = {"link_latency_us": 30, "link_efficiency": 0.5, "rates": {}}
 SLOW = NO_HOST.model_copy(update=ROUND | {"intra_node_gb_per_s": 5.0, "inter_node_gb_per_s": 2.0})
-"""Devices whose links no computation hides, with round figures."""
+"""Devices with more communication than computation, and round numbers."""
 
 
 def encoder_units(model: ModelConfig) -> list[str]:
@@ -45,14 +45,14 @@ def encoder_units(model: ModelConfig) -> list[str]:
 
 
 def ring_ms(parameters: Sequence[int], size: int, ranks: int) -> np.ndarray:
-    """A ring within a node: every rank sends all shares but one."""
+    """Return the time of a ring within a node: every rank sends all shards except one."""
     sent_bytes = size * np.array(parameters) * (ranks - 1) / ranks
     return np.where(sent_bytes > 0, 0.03 + sent_bytes / (5e6 * 0.5), 0)
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision",)], ids=["", "projector"])
 def test_passes_wait_for_what_events_one_by_one_wait(frozen: tuple[str, ...]) -> None:
-    """Prevents: exchange left out, hidden behind nothing or counted twice, or not needed at all."""
+    """Prevents an exchange left out, counted twice, hidden without computation, or not needed."""
     cost = analytic_cost(MODEL, SLOW, Parallel(pipeline=1, data=8), "bf16", frozen)
     one = encoders_cost(MODEL, SLOW, JOB, "bf16", frozen, sharded=8).encoders["vision"]
     units = [cost.units[name] for name in encoder_units(MODEL)]
@@ -61,13 +61,13 @@ def test_passes_wait_for_what_events_one_by_one_wait(frozen: tuple[str, ...]) ->
     back[0] = 0  # the embedding's backward reads no weight
     reduced = ring_ms([unit.trained_parameters for unit in units], 4, 8)
     assert (reduced > 0).sum() == (1 if frozen else len(units))
-    # Whole gradients are set to zero, and shares in fp32 added: one is read, one read and written.
+    # Full gradients are zeroed; fp32 shards are accumulated: one is read, one read and written.
     moved = 4 + 3 * 4 / 8
     rate = streamed_bytes_per_ms(SLOW, "bf16")
     added = [(unit, moved * unit.trained_parameters / rate) for unit in units]
 
     def events_ms(items: int, *, runs_again: bool) -> tuple[float, float]:
-        """Forward, and all that comes after the pipeline, of a pass."""
+        """Return a pass's forward time, and its time after the pipeline."""
         row = np.zeros(len(cost.features))
         row[[0, cost.features.index("tiles")]] = 1, items
         nothing = [0.0] * len(units)
@@ -94,7 +94,7 @@ def test_passes_wait_for_what_events_one_by_one_wait(frozen: tuple[str, ...]) ->
 
 
 def test_ranks_hold_shares_and_copies_are_reduced() -> None:
-    """Prevents: state of other shares, weights gathered once a step besides, unequal copies."""
+    """Prevents state of other ranks' shards, extra weight gathers, and unreduced replicas."""
     sizes = MODEL, SLOW, JOB, "bf16"
     whole, node, full = (encoders_cost(*sizes, sharded=ranks) for ranks in (1, 8, 16))
     cost = analytic_cost(MODEL, SLOW, Parallel(pipeline=1, data=16), "bf16")
@@ -104,7 +104,7 @@ def test_ranks_hold_shares_and_copies_are_reduced() -> None:
         assert state == pytest.approx(tuple(np.array([2, 4, 12]) * parameters / ranks))
         assert (divided.evaluation_bytes, divided.gather_ms) == (2 * parameters, 0)
     assert whole.evaluation_bytes == 0
-    # Two copies of each share, over one adapter a rank: reduced, and gathered again.
+    # Two replicas of each shard, one network adapter per rank: reduced and gathered.
     assert full.reduction_ms == 0
     sent_bytes = 2 * (4 * parameters / 8) / 2
     assert node.reduction_ms == pytest.approx(sent_bytes / (2e6 * SLOW.network_share))
@@ -112,7 +112,7 @@ def test_ranks_hold_shares_and_copies_are_reduced() -> None:
 
 
 def test_two_units_are_whole_while_a_pass_runs() -> None:
-    """Prevents: a device out of memory by weights gathered early, or gradients not yet divided."""
+    """Prevents running out of memory by prefetched weights, or by gradients not yet sharded."""
     names = encoder_units(MODEL)
     cost = analytic_cost(MODEL, SLOW, Parallel(pipeline=1, data=8), "bf16")
     one = encoders_cost(MODEL, SLOW, JOB, "bf16", sharded=8).encoders["vision"]
@@ -136,7 +136,7 @@ def test_two_units_are_whole_while_a_pass_runs() -> None:
 
 
 def test_a_block_is_of_neighbours_in_the_order_of_ranks() -> None:
-    """Prevents: a rank that waits for another block's busiest rank, by `Parallel.place`."""
+    """Prevents waiting for another group's busiest rank; groups follow `Parallel.place`."""
     rng = np.random.default_rng(0)
     for sharded in (2, 4, 8, 16):
         cost = encoders_cost(MODEL, SLOW, JOB, "bf16", sharded=sharded)
@@ -153,7 +153,7 @@ def test_a_block_is_of_neighbours_in_the_order_of_ranks() -> None:
 
 
 def job(parallel: Parallel = JOB, **changes: object) -> JobSpec:
-    """A job with data-parallel encoders, whose weights may be held in every way."""
+    """Return a job with data-parallel encoders and all encoder shardings allowed."""
     usual = {"model": MODEL, "cluster": NO_HOST, "precision": "bf16"}
     usual |= {"encoder_shardings": EVERY, "placement": EncoderPlacement.DATA_PARALLEL}
     return JobSpec(parallel=parallel, **(usual | changes))
@@ -167,14 +167,14 @@ def request(job: JobSpec, packs_per_step: int = 16) -> PlanRequest:
 
 @pytest.fixture(scope="module")
 def by_way() -> dict[WeightSharding, PlanResult]:
-    """Plans of one job by the way to hold the encoders' weights."""
+    """Return plans of a job by encoder sharding."""
     return {way: make_plan(request(job(encoder_shardings=(way,)))) for way in EVERY}
 
 
 def test_first_stages_have_room_to_evaluate(by_way) -> None:
-    """Prevents: a first stage out of memory by whole encoders, or their room on other stages."""
+    """Prevents first stages that run out of memory in evaluation, or others charged for it."""
     cost = encoders_cost(MODEL, SLOW, JOB, "bf16", sharded=16)
-    # One rank's four tiles, of which two are kept, in passes of two.
+    # A rank has four tiles, keeps two, and encodes two per pass.
     shares = ItemShares(
         steps=np.arange(1),
         pipelines=1,
@@ -199,7 +199,7 @@ def test_first_stages_have_room_to_evaluate(by_way) -> None:
 
 
 def test_every_way_is_searched_and_the_fastest_taken(by_way) -> None:
-    """Prevents: a plan slower than another way to hold weights, or a bound above what is found."""
+    """Prevents a plan slower than another sharding's, or a bound above the found step time."""
     found = make_plan(request(job()))
     shards = {way: result.plan.beside.sharded for way, result in by_way.items()}
     assert shards == {"replicated": 1, "hybrid": 8, "full": 16}
@@ -210,7 +210,7 @@ def test_every_way_is_searched_and_the_fastest_taken(by_way) -> None:
 
 
 def test_encoders_too_large_for_a_device_are_divided() -> None:
-    """Prevents: encoders refused that fit if divided, or an answer that does not say so."""
+    """Prevents refusing encoders that fit if sharded, or advice without --sharding auto."""
     devices = load_cluster("h100-80g").model_copy(update={"memory_gib": 36.0})
     sizes = Parallel(tensor=8, pipeline=1, data=4, sequence_parallel=True)
     free = job(sizes, model=load_model("internvit-6b-llama3-8b"), cluster=devices)
@@ -226,7 +226,7 @@ def test_encoders_too_large_for_a_device_are_divided() -> None:
 
 
 def test_a_divided_language_model_goes_with_data_parallel_encoders() -> None:
-    """Prevents: OrchMLLM's jobs refused, or planned without waits for encoders and weights."""
+    """Prevents refusing OrchMLLM's jobs, or planning without waits for encoders and weights."""
     sizes = Parallel(pipeline=1, data=16, sharded=16)
     divided, whole = job(sizes), job(sizes.model_copy(update={"sharded": 1}))
     plan = make_plan(request(divided, packs_per_step=32)).plan
@@ -236,10 +236,10 @@ def test_a_divided_language_model_goes_with_data_parallel_encoders() -> None:
     assert (workload.features[:, exposed] > 0).all()
     is_first = workload.features[:, names.index("beside_forward_ms")] > 0
     assert is_first.tolist() == (workload.slot == 0).tolist()
-    # Exchange is of the language model's units alone.
+    # Only the language model's units exchange weights.
     alone = replace(divided, model=MODEL.without_encoders(), placement=EncoderPlacement.PIPELINE)
     text = workload.features.copy()
-    text[:, names.index("tiles")] = 0  # a model without encoders has none to put in their places
+    text[:, names.index("tiles")] = 0  # a model without encoders scatters no features
     found = divided.with_exposed(text)[:, exposed]
     own = np.delete(text, [names.index("tiles")], axis=1)[:, : len(alone.cost.features) - 2]
     np.testing.assert_allclose(found, alone.exchange.exposed_ms(own)[:, 0])
@@ -250,7 +250,7 @@ def test_a_divided_language_model_goes_with_data_parallel_encoders() -> None:
 
 
 def test_blocks_are_of_a_node_or_of_all_ranks() -> None:
-    """Prevents: a block that leaves a node or parts tensor-parallel ranks, or is not found."""
+    """Prevents shard groups across nodes, groups that split tensor-parallel ranks, or no group."""
     cluster = load_cluster("h100-80g")
     for sizes, expected in (
         (Parallel(pipeline=2, data=8), [1, 16, 8]),

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: short enough, and right about links, files and commands."""
+"""README and docs/: length, links, file names and commands."""
 
 import re
 from pathlib import Path
@@ -38,19 +38,19 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that GitHub gives the headings of a page."""
+    """Return GitHub's anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def options_of(command: str) -> set[str]:
-    """Every option of a command of `omnibal`."""
+    """Return all options of an `omnibal` command."""
     parameters = get_command(app).commands[command].params
     return {name for one in parameters for name in (*one.opts, *one.secondary_opts)}
 
 
 def test_readme_is_short_and_reaches_design_and_log():
-    """Prevents: a front page that nobody reads to the end, and pages that nobody finds."""
+    """Prevents a front page too long to read, and pages without a link."""
     assert {"docs/design.md", "docs/log.md"} <= set(_LINK.findall(README.read_text()))
     lines = README.read_text().splitlines()
     assert len(lines) <= MOST_LINES, f"move some of the {len(lines)} lines to a page of docs/"
@@ -58,7 +58,7 @@ def test_readme_is_short_and_reaches_design_and_log():
 
 @each_page
 def test_links_resolve(page: Path):
-    """Prevents: links to files and headings that were moved or renamed."""
+    """Prevents links to moved or renamed files and headings."""
     for link in _LINK.findall(prose(page)):
         if "://" in link:
             continue
@@ -70,14 +70,14 @@ def test_links_resolve(page: Path):
 
 @each_guide
 def test_named_files_exist(page: Path):
-    """Prevents: commands and explanations that name a file which was moved or renamed."""
+    """Prevents commands and explanations that name a moved or renamed file."""
     missing = [name for name in _PLACE.findall(page.read_text()) if not (ROOT / name).exists()]
     assert not missing
 
 
 @each_guide
 def test_commands_exist_with_their_options(page: Path):
-    """Prevents: a command that ends with `no such option` when it is pasted."""
+    """Prevents a pasted command that ends with `no such option`."""
     blocks = "".join(_BLOCK.findall(page.read_text()))
     for line in blocks.replace("\\\n", " ").splitlines():
         words = line.split()
@@ -94,7 +94,7 @@ def test_commands_exist_with_their_options(page: Path):
 
 @pytest.mark.parametrize("page", GUIDES[1:], ids=lambda page: page.name)
 def test_guide_begins_with_a_command(page: Path):
-    """Prevents: a page that explains before what to type, or that no other page leads to."""
+    """Prevents a guide that begins with explanations, or that no page links to."""
     begins, index = "(omnibal|python|scripts/|\\./scripts/)", README
     if page in TRAINERS:
         begins = "omnibal plan [^`]*--for [^`]*\nomnibal export [^`]*```"

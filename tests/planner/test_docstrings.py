@@ -1,4 +1,4 @@
-"""Docstrings stand alone: a reader who lands on one needs no other to understand it."""
+"""Every docstring is readable without the preceding one."""
 
 import ast
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ MIDDLES = (
     *(f"{word} " for word in "Of And Or But Also Those These Which That Whose Whom".split()),
     *("The same", "As above", "Likewise", "Besides", "Ditto"),
 )
-"""Beginnings of sentences that go on from another one."""
+"""Beginnings that continue an earlier sentence."""
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every docstring: of modules, classes and functions, and below variables."""
+    """Yield line and text of every docstring: of modules, classes, functions and variables."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -34,7 +34,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_every_docstring_stands_alone():
-    """Prevents: a docstring that begins in the middle, and says nothing to who has not read on."""
+    """Prevents a docstring that continues another, which is unclear in an editor's tooltip."""
     paths = [*(ROOT / "omnibal").rglob("*.py"), *(ROOT / "megatron" / "vlm").rglob("*.py")]
     trees = {path: ast.parse(path.read_text()) for path in sorted(paths)}
     found = [(path, line, text) for path in trees for line, text in docstrings(trees[path])]
@@ -45,7 +45,7 @@ def test_every_docstring_stands_alone():
 
 
 def test_all_kinds_of_docstrings_are_seen():
-    """Prevents: a test that passes as it looks at nothing."""
+    """Prevents a vacuous test that finds no docstrings."""
     text = '"""A."""\nx = 1\n"""B."""\nclass C:\n    """C."""\n    y: int\n    """D."""\n'
     text += 'def f():\n    """E."""\n    z = "no"\n    "F"\n    return "no"\n'
     assert {doc for _, doc in docstrings(ast.parse(text))} == {"A.", "B.", "C.", "D.", "E.", "F"}

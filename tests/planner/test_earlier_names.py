@@ -1,4 +1,4 @@
-"""Options by their earlier names: the command line that they had before is still read."""
+"""Earlier option names are still accepted on the command line."""
 
 import pytest
 from typer.main import get_command
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_earlier_names_are_read(given, expected):
-    """Prevents: a script that worked ending with `no such option`, and other words changed."""
+    """Prevents an old script failing with `no such option`, and other arguments changed."""
     assert with_current_names(given.split()) == expected.split()
 
 
 def test_help_names_the_options_of_today():
-    """Prevents: a page of help with two names for one option, or with the earlier one alone."""
+    """Prevents help that shows two names for an option, or only the earlier one."""
     names = {name for one in get_command(app).commands["plan"].params for name in one.opts}
     assert "--packing-levels" in names and "--levels" not in names

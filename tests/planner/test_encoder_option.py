@@ -1,4 +1,4 @@
-"""`omnibal plan --encoder`: both placements planned, checked, shown and edited."""
+"""`omnibal plan --encoder`: both placements are planned, checked, shown and edited."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ DIGITS = "--model internvl-digits --max-tiles 8 --max-tokens 512"
 JOB = f"plan --cluster laptop-cpu {DIGITS} "
 SHAPES = f"{JOB} --pp 2 --dp 2 "
 Planned = Callable[[str | None], tuple[Path, str]]
-"""A plan's directory, and what was printed of it, by the option's value."""
+"""Maps the option's value to a plan's directory and printed output."""
 
 
 def printed_by(command: str) -> str:
@@ -31,15 +31,15 @@ def printed_by(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory) -> str:
-    """A command that plans, without the option."""
+    """Return a plan command without the option."""
     path = tmp_path_factory.mktemp("lengths") / "lengths.parquet"
     write_lengths(example_lengths(count=150), path)
     return f"{SHAPES} --packing isf --packing-levels 1 --lengths {path} "
 
 
 @pytest.fixture(scope="module")
-def planned(command, tmp_path_factory) -> Planned:
-    """Plans of one job, each planned once."""
+def plan_once(command, tmp_path_factory) -> Planned:
+    """Return a function that plans the job once per placement."""
     folder = tmp_path_factory.mktemp("plans")
 
     @cache
@@ -51,11 +51,11 @@ def planned(command, tmp_path_factory) -> Planned:
     return plan
 
 
-def test_the_faster_placement_is_taken_and_both_are_told(planned):
-    """Prevents the slower placement, the other one's figures, and other plans than alone."""
+def test_the_faster_placement_is_taken_and_both_are_told(plan_once):
+    """Prevents the slower placement, wrong times, and plans that differ from a direct request."""
     names = {"pipeline": "pipeline", "beside": "data-parallel"}
-    alone = {each: json.loads(planned(name)[1])["step_ms"] for each, name in names.items()}
-    chosen = json.loads(planned("auto")[1])
+    alone = {each: json.loads(plan_once(name)[1])["step_ms"] for each, name in names.items()}
+    chosen = json.loads(plan_once("auto")[1])
     best = min(alone, key=lambda name: alone[name])
     assert chosen["encoder"]["placement"] == best
     assert chosen["encoder"]["pipeline_step_ms"] == alone["pipeline"]
@@ -63,12 +63,12 @@ def test_the_faster_placement_is_taken_and_both_are_told(planned):
     assert "faster" in chosen["encoder"]["reason"]
     assert chosen["step_ms"] == alone[best]
     for name in ("plan.json", "packs.parquet"):
-        of_auto, of_best = (planned(each)[0] / name for each in ("auto", names[best]))
+        of_auto, of_best = (plan_once(each)[0] / name for each in ("auto", names[best]))
         assert of_auto.read_bytes() == of_best.read_bytes()
 
 
 def test_placements_and_schedules_are_told_apart(capsys, tmp_path, command):
-    """Prevents: encoders that are not shown, and layers that are not counted."""
+    """Prevents encoders missing from the output, and an error without the layer count."""
     asked = f"{command} --encoder data-parallel --schedule zb-h1 -o {tmp_path / 'plan'}"
     shown = " ".join(printed_by(asked).split())
     for figure in (" encoders ", "data-parallel", "tiles kept", "exchange of features"):
@@ -77,9 +77,9 @@ def test_placements_and_schedules_are_told_apart(capsys, tmp_path, command):
     assert "here are 6 with 8 layers together" in failure(capsys, asked)
 
 
-def test_plans_in_the_pipeline_are_as_without_the_option(planned):
-    """Prevents a default that changes: plans and their figures are the same bytes."""
-    (default, told), (pipeline, of_option) = planned(None), planned("pipeline")
+def test_plans_in_the_pipeline_are_as_without_the_option(plan_once):
+    """Prevents a changed default: plans and figures must be byte-identical."""
+    (default, told), (pipeline, of_option) = plan_once(None), plan_once("pipeline")
     assert told == of_option
     assert (default / "plan.json").read_bytes() == (pipeline / "plan.json").read_bytes()
     assert "beside" not in json.loads((default / "plan.json").read_text())
@@ -93,7 +93,7 @@ def test_plans_in_the_pipeline_are_as_without_the_option(planned):
 
 
 def test_ranks_share_packs_wherever_encoders_are(tmp_path):
-    """Prevents a comparison of placements that is one of unlike packs."""
+    """Prevents comparing placements by different packs."""
     write_lengths(long_tailed(150, 65_536), tmp_path / "long.parquet")
     printed = printed_by(
         "plan --model internvl2-8b --cluster h100-80g --tp 2 --dp 4 --micro-batches 2 "
@@ -107,7 +107,7 @@ def test_ranks_share_packs_wherever_encoders_are(tmp_path):
 
 
 def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
-    """Prevents a user from mending one placement's mistake alone, and mistakes said twice."""
+    """Prevents an error that names only one placement, and duplicated errors."""
     command = f"{JOB} --dp 2 --encoder auto -o {tmp_path / 'plan'}"
     large = command.replace("--max-tiles 8", "--max-tiles 800").replace("512", "51200")
     error = failure(capsys, f"{large} --memory-gib 0.01")
@@ -120,16 +120,16 @@ def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
     assert not (tmp_path / "plan").exists()
 
 
-def test_plans_are_checked_simulated_and_shown(tmp_path, planned):
-    """Prevents commands that do not know data-parallel encoders, or show plans without them."""
-    plan, _ = planned("data-parallel")
+def test_plans_are_checked_simulated_and_shown(tmp_path, plan_once):
+    """Prevents commands that ignore or crash on data-parallel encoders."""
+    plan, _ = plan_once("data-parallel")
     assert "every language layer" in printed_by(f"check {plan}")
     stored = json.loads((plan / "plan.json").read_text())["prediction"]
     simulated = json.loads(printed_by(f"simulate {plan} --trace {tmp_path / 'trace.json'} --json"))
     assert simulated["step_ms_mean"] == pytest.approx(stored["step_ms"])
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"encoders forward", "encoders backward"} <= {event["name"] for event in events}
-    # Encoders are on every stage of every rank, and nothing of the pipeline begins before them.
+    # Every stage of every rank has encoders, which finish before any pipeline pass.
     first = [event for event in events if event["name"] == "encoders forward"]
     assert len(first) == 4
     begun = [event["ts"] for event in events if event["name"] == "forward 0"]
@@ -151,9 +151,9 @@ def test_plans_are_checked_simulated_and_shown(tmp_path, planned):
         ({}, True, "but may fill 0.01 GiB"),
     ],
 )
-def test_edits_by_hand_are_checked(capsys, tmp_path, planned, changes, is_predicted, mistake):
-    """Prevents edits trained beyond memory or unlike blocks of ranks, and predictions of others."""
-    plan = shutil.copytree(planned("data-parallel")[0], tmp_path / "plan")
+def test_edits_by_hand_are_checked(capsys, tmp_path, plan_once, changes, is_predicted, mistake):
+    """Prevents edits beyond memory or with uneven shard groups, and stale predictions."""
+    plan = shutil.copytree(plan_once("data-parallel")[0], tmp_path / "plan")
     edited = json.loads((plan / "plan.json").read_text())
     edited["beside"] |= changes
     if not changes:
@@ -168,8 +168,8 @@ def test_edits_by_hand_are_checked(capsys, tmp_path, planned, changes, is_predic
         assert mistake in error and error.count("\n") == 1
 
 
-def test_plans_say_how_encoders_are_held(tmp_path, command, planned):
-    """Prevents: a number of ranks that only the file knows, or told of encoders in the pipeline."""
+def test_plans_say_how_encoders_are_held(tmp_path, command, plan_once):
+    """Prevents a shard count only in plan.json, or reported for encoders in the pipeline."""
     plan, beside = tmp_path / "plan", f"{command} --encoder data-parallel"
     full = f"{beside} --sharding full".replace("--pp 2 --dp 2", "--dp 4")
     for asked, ranks, of_language in (
@@ -182,7 +182,7 @@ def test_plans_say_how_encoders_are_held(tmp_path, command, planned):
         assert found["sharding_ranks"] == of_language
         assert read_plan(plan).beside.sharded == found["encoder"]["sharded_ranks"]
     for encoder, of_usual in (("data-parallel", 1), ("pipeline", None)):
-        assert json.loads(planned(encoder)[1])["encoder"].get("sharded_ranks") == of_usual
+        assert json.loads(plan_once(encoder)[1])["encoder"].get("sharded_ranks") == of_usual
     shown = " ".join(printed_by(f"{full} -o {plan}").split())
     assert "weights of encoders sharded over 4 neighbouring ranks" in shown
     printed_by(f"report {plan} -o {tmp_path / 'page.html'}")
@@ -190,9 +190,9 @@ def test_plans_say_how_encoders_are_held(tmp_path, command, planned):
     assert words in (tmp_path / "page.html").read_text()
 
 
-def test_steps_go_on_with_the_other_placement(tmp_path, planned):
-    """Prevents a run that cannot go on when its encoders move: steps stay the same."""
-    first, _ = planned("pipeline")
+def test_steps_go_on_with_the_other_placement(tmp_path, plan_once):
+    """Prevents a run that cannot resume after its encoders move: its steps must not change."""
+    first, _ = plan_once("pipeline")
     job = "plan --model internvl-digits --cluster laptop-cpu --dp 4 --encoder data-parallel"
     printed_by(f"{job} --steps-of {first} -o {tmp_path / 'second'}")
     before, after = (read_plan(plan) for plan in (first, tmp_path / "second"))
@@ -201,7 +201,7 @@ def test_steps_go_on_with_the_other_placement(tmp_path, planned):
 
 
 def test_other_ways_to_plan(tmp_path, command):
-    """Prevents free searches without placements, or that divide encoders asked for whole."""
+    """Prevents a search without placements, or sharded encoders despite --sharding replicated."""
     out = tmp_path / "plan"
     shapes = json.loads(printed_by(f"{SHAPES} --encoder auto --json -o {out}"))
     assert shapes["encoder"]["beside_step_ms"] > 0
@@ -227,7 +227,7 @@ def test_other_ways_to_plan(tmp_path, command):
     ],
 )
 def test_what_cannot_be_beside_is_one_line(capsys, tmp_path, options, expected):
-    """Prevents a traceback, or an answer that leaves open what to change."""
+    """Prevents a traceback, or an error without advice."""
     command = f"plan --cluster laptop-cpu --encoder data-parallel {options}"
     error = failure(capsys, f"{command} -o {tmp_path / 'plan'}")
     assert error.startswith("error: ")
@@ -237,7 +237,7 @@ def test_what_cannot_be_beside_is_one_line(capsys, tmp_path, options, expected):
 
 
 def test_text_only_models_have_one_placement(tmp_path):
-    """Prevents `auto` from refusing a model that has nothing to place."""
+    """Prevents `auto` from refusing a model without encoders."""
     printed = printed_by(
         "plan --model qwen2.5-32b --cluster laptop-cpu --memory-gib 5000 --limit tokens=64 "
         f"--encoder auto --json -o {tmp_path / 'plan'}"

@@ -1,5 +1,4 @@
-"""Data-parallel encoders of images at their native resolution: times, memory, search and plans,
-compared with plain loops."""
+"""Data-parallel encoders of native-resolution images against plain loops: times, memory, plans."""
 
 import json
 from collections.abc import Iterator
@@ -50,11 +49,11 @@ LINKS = {"gpus_per_node": 4, "intra_node_gb_per_s": 40.0, "inter_node_gb_per_s":
 CLUSTER = load_cluster("h100-80g").model_copy(
     update=LINKS | {"rates": {}, "host_us": 0.0, "hop_us": 0.0}
 )
-"""Devices whose links computation does not always hide, of several nodes."""
+"""Devices on several nodes. Communication sometimes exceeds computation."""
 
 
 def images_model(*, audio: bool = False, deepstack: tuple[int, ...] = (0, 2)) -> ModelConfig:
-    """A small model as Qwen3-VL has it, with a second encoder or without."""
+    """Return a small model like Qwen3-VL, optionally with an audio encoder."""
     widths = {"layers": 4, "hidden_size": 64, "heads": 2, "ffn_hidden_size": 160}
     widths |= {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False}
     encoders = {"vision": ImagesEncoder(
@@ -70,7 +69,7 @@ def images_model(*, audio: bool = False, deepstack: tuple[int, ...] = (0, 2)) ->
 
 
 def request(parallel: Parallel, *, count: int = 120, audio: bool = False, **changes) -> PlanRequest:
-    """A request for data-parallel encoders of such a model, of samples with no image or a few."""
+    """Return a request for data-parallel encoders, and samples with zero to three images."""
     rng = np.random.default_rng(0)
     numbers = rng.integers(0, 4, count)
     images = [np.exp(rng.normal(4, 1, number)).astype(int) + 1 for number in numbers]
@@ -91,7 +90,7 @@ def request(parallel: Parallel, *, count: int = 120, audio: bool = False, **chan
 
 @dataclass(frozen=True)
 class Walk:
-    """Samples and passes of every rank of one step, found one by one."""
+    """Samples and passes of every rank in a step, from plain loops."""
 
     job: JobSpec
     cost: EncodersCost
@@ -103,7 +102,7 @@ class Walk:
         return self.job.beside
 
     def samples_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples with images of a group's packs, and the pipelines that hold them."""
+        """Return a group's samples with images, and their pipelines."""
         load = self.workload
         homes = (load.dp_rank - block * self.beside.pipelines).tolist()
         found = [
@@ -115,7 +114,7 @@ class Walk:
         return tuple(np.array(found, np.int64).reshape(-1, 2).T)
 
     def squares_of(self, samples: list[int] | np.ndarray) -> np.ndarray:
-        """Cells and squares of images of samples."""
+        """Return cells and squares of the samples' images."""
         return self.lengths.sizes(["image_tokens", "squared_image_tokens"])[:, samples]
 
     def ms(self, samples: np.ndarray) -> np.ndarray:
@@ -127,7 +126,7 @@ class Walk:
         return (self.beside.item_ms["vision"] + self.beside.square_ms["vision"]) / 2**20
 
     def ranks_of(self, block: int) -> tuple[list[list[int]], list[int]]:
-        """Samples of every rank of a group, and its load in units."""
+        """Return each rank's samples in a group, and its load in units."""
         samples, homes = self.samples_of(block)
         weight = np.maximum(np.rint(self.ms(samples) / self.unit_ms), 1).astype(np.int64)
         of_pipeline = self.cost.ranks_of_pipeline
@@ -137,7 +136,7 @@ class Walk:
         return [samples[rank == each].tolist() for each in range(ranks)], loads
 
     def image_passes(self, samples: list[int]) -> dict[bool, list[tuple[int, int]]]:
-        """Cells and squares of the passes of a rank with these samples: kept ones and others."""
+        """Return cells and squares of a rank's passes: kept and not kept."""
         a_pass, kept = self.beside.items_per_pass["vision"], self.beside.kept_items["vision"]
         found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         before = 0
@@ -151,7 +150,7 @@ class Walk:
         return found
 
     def clip_runs(self, block: int, load: list[int]) -> tuple[ItemRuns, np.ndarray]:
-        """Runs of a group's clips, and the pipeline of every pack in the group."""
+        """Return runs of a group's clips, and the pipeline of every pack."""
         own = self.workload.rows(self.workload.dp_rank // self.beside.pipelines == block)
         home = own.dp_rank - block * self.beside.pipelines
         clips = own.features[:, list(self.job.cost.features).index("clips")].astype(np.int64)
@@ -164,7 +163,7 @@ class Walk:
         return runs["audio"], home
 
     def clip_passes(self, block: int, load: list[int]) -> list[Passes]:
-        """Clips of the passes of every rank of a group, which level what images leave uneven."""
+        """Return clips per pass of every rank; clips even out the images' load."""
         runs, _ = self.clip_runs(block, load)
         counts = np.bincount(runs.rank, runs.count, len(load)).astype(int)
         return [equal_passes(self.beside, "audio", items) for items in counts.tolist()]
@@ -190,8 +189,8 @@ CASES = [
 
 @pytest.mark.parametrize(("parallel", "audio", "divided"), CASES)
 def test_waits_are_those_of_the_busiest_rank(parallel, audio, divided) -> None:
-    """Prevents: a pass, squares or second forwards left out; ranks that divide weights and do not
-    wait for each pass's longest; clips dealt as if ranks had no images to encode."""
+    """Prevents a pass, squares or second forwards left out, sharded ranks that do not wait for the
+    longest pass, and clips assigned regardless of images."""
     ways = tuple(WeightSharding) if divided else (WeightSharding.REPLICATED,)
     asked = request(parallel, audio=audio, encoder_shardings=ways)
     packs, _ = asked.data.schedule(asked.job)
@@ -207,7 +206,7 @@ def test_waits_are_those_of_the_busiest_rank(parallel, audio, divided) -> None:
             columns = [walk.job.cost.features.index(name) for name in ENCODER_WAITS_MS]
             found = np.zeros((parallel.data, 2))
             np.add.at(found, walk.workload.dp_rank, walk.workload.features[:, columns])
-            # What is exchanged comes to it; it is the same for a group's pipelines.
+            # The exchange is added; it is equal for a group's pipelines.
             besides = found - np.repeat(busiest, beside.pipelines, axis=0)
             once = [walk.cost.gather_ms, walk.cost.reduction_ms]
             assert (besides >= np.array(once) - 1e-9).all()
@@ -217,7 +216,7 @@ def test_waits_are_those_of_the_busiest_rank(parallel, audio, divided) -> None:
 
 
 def exchange_ms(walk: Walk, block: int) -> list[float]:
-    """Time of both exchanges of a group, by who sends what to whom."""
+    """Return the time of both exchanges of a group, from all senders and receivers."""
     cost, sizes = walk.cost, walk.job.parallel
     samples, load = walk.ranks_of(block)
     size, of_pipeline = len(samples), cost.ranks_of_pipeline
@@ -249,7 +248,7 @@ def exchange_ms(walk: Walk, block: int) -> list[float]:
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["", "frozen"])
 def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
-    """Prevents: too little memory for a long sample, inputs, activations or deepstack features."""
+    """Prevents too little memory for long samples, inputs, activations or deepstack features."""
     asked = request(Parallel(pipeline=2, data=2), frozen=frozen)
     packs, lengths = asked.data.schedule(asked.job)
     workload = asked.job.workload(packs, lengths, asked.data.levels)
@@ -270,7 +269,7 @@ def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
                     inputs = cells[False] * one.input_bytes * trained
                     activations = sum(one.kept_bytes @ (1, *work) for work in passes[True])
                     kept.append(activations * trained + inputs)
-                    # Two orders of rows, or a pass besides them and what is kept.
+                    # Two orders of rows, or a pass on top of one order and kept activations.
                     peak.append(kept[-1] + 2 * rows[-1])
                     for is_kept, works in passes.items():
                         for work in works:
@@ -292,7 +291,7 @@ def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
 
 
 def test_features_are_as_wide_as_what_language_layers_take() -> None:
-    """Prevents: deepstack features that are exchanged, or held at first stages, for nothing."""
+    """Prevents deepstack features left out of exchanged and stored bytes."""
     plain, deep = images_model(deepstack=()), images_model()
     costs = [encoders_cost(model, CLUSTER, Parallel(pipeline=2, data=2), "bf16").encoders["vision"]
              for model in (plain, deep)]  # fmt: skip
@@ -303,7 +302,7 @@ def test_features_are_as_wide_as_what_language_layers_take() -> None:
 
 
 def test_a_pipeline_without_encoders_carries_deepstack_features() -> None:
-    """Prevents: cuts between first language layers that send less than with encoders in stages."""
+    """Prevents omitting deepstack features from bytes sent between the first language layers."""
     model = images_model()
     alone = model.without_encoders()
     language = [name for name in unit_names(model) if not name.startswith(("vision", "projector"))]
@@ -320,14 +319,14 @@ def test_a_pipeline_without_encoders_carries_deepstack_features() -> None:
 
 
 def test_search_finds_the_fastest_choice() -> None:
-    """Prevents: a choice that is slower than another one of the grid, or a bound above the best."""
+    """Prevents a choice slower than another of the grid, or a bound above the optimum."""
     asked = request(Parallel(pipeline=2, data=2), count=16)
     problem = placement_problem(asked.job, asked.workload(), asked.data.levels)
     choices = list(every_choice(problem, 256))
     works = [problem.with_encoders(beside) for beside in choices]
     split = problem.cost, problem.model
     least = [min_peak_of_splits(*split, workload, problem.stages) for workload in works]
-    # All choices fit, or some do not.
+    # All choices fit, or only some.
     for cap in (np.inf, float(np.quantile(least, 0.6))):
         least_ms, left_out = np.inf, 0
         for beside, workload in zip(choices, works, strict=True):
@@ -344,7 +343,7 @@ def test_search_finds_the_fastest_choice() -> None:
 
 
 def test_plans_are_written_checked_and_counted_anew_where_they_are_edited(tmp_path: Path) -> None:
-    """Prevents: plans that no check takes, edits not counted, and times of no or other squares."""
+    """Prevents plans that fail the check, edits without effect, and wrong encoders' squares."""
     result = make_plan(request(Parallel(pipeline=2, data=2)))
     save_plan(result, tmp_path / "plan")
     check_plan(tmp_path / "plan")
@@ -367,7 +366,7 @@ def test_plans_are_written_checked_and_counted_anew_where_they_are_edited(tmp_pa
 
 
 def test_phases_are_those_of_samples_dealt() -> None:
-    """Prevents: cells counted alike in images of any size, and a bound above what was dealt."""
+    """Prevents counting cells alike in images of any size, and a bound above the assigned load."""
     asked = request(Parallel(pipeline=2, data=2), count=200)
     result = make_plan(asked)
     assert result.data is not None

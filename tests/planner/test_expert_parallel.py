@@ -1,4 +1,4 @@
-"""Expert parallelism: which sizes are possible, and which ranks share or hold the same experts."""
+"""Expert parallelism: valid sizes, and which ranks split or replicate experts."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,21 +47,21 @@ TWO_KEY_HEADS = expert_model().with_tower("language", kv_heads=2)
         (expert_model(), parallel_of(1, 2, 2, 2), None),
         (expert_model(), parallel_of(1, 1, 4, 4), None),
         (expert_model(), parallel_of(1, 1, 3, 3), "does not divide the 8 experts"),
-        # Experts of width 5 are whole.
+        # Experts of width 5 are not divided by tensor parallelism.
         (TWO_KEY_HEADS, parallel_of(2, 1, 1, 1), None),
         (TWO_KEY_HEADS, Parallel(tensor=2, pipeline=1), "without sequence parallelism"),
         (MODEL, parallel_of(1, 1, 2, 2), "no experts: leave --ep out"),
     ],
 )
 def test_experts_are_shared_out_evenly(model, parallel, words):
-    """Prevents ranks with different numbers of experts, tensor ranks that route the same tokens
-    twice, and --ep that is ignored."""
+    """Prevents unequal expert counts per rank, tensor ranks that route the same tokens twice, and
+    an ignored --ep."""
     with pytest.raises(UserError, match=words) if words else nullcontext():
         check_parallel(model, parallel, CLUSTER)
 
 
 def test_sizes_that_do_not_nest_are_refused():
-    """Prevents groups that hold parts of several tensor-parallel groups."""
+    """Prevents expert groups that contain parts of several tensor-parallel groups."""
     with pytest.raises(ValidationError, match="must divide tensor size 2 or be a multiple"):
         Parallel(tensor=2, pipeline=1, data=3, expert=3)
     options = SizeOptions(tp=2, dp=3, ep=3)
@@ -71,7 +71,7 @@ def test_sizes_that_do_not_nest_are_refused():
 
 
 def test_groups_that_divide_weights_hold_whole_groups_of_experts_or_parts():
-    """Prevents: ranks in lockstep with a part of another group, where sizes are changed."""
+    """Prevents shard groups that split an expert group after sizes change."""
     three = Parallel(pipeline=1, data=48, expert=3)
     assert three.with_sharding(WeightSharding.HYBRID, CLUSTER) is None
     assert three.with_sharding(WeightSharding.FULL, CLUSTER).sharded == 48
@@ -91,7 +91,7 @@ def test_groups_that_divide_weights_hold_whole_groups_of_experts_or_parts():
 
 
 def test_all_expert_sizes_are_found():
-    """Prevents a size from being left out of the search, or tried although it cannot be."""
+    """Prevents a size missing from the search, or an invalid size tried."""
     assert expert_sizes(MODEL, 2, 8) == [1]
     model = expert_model()
     for tensor, data in [(1, 1), (1, 8), (2, 3), (4, 6), (2, 8), (8, 2)]:
@@ -107,7 +107,7 @@ def test_all_expert_sizes_are_found():
 
 
 def test_sizes_are_named():
-    """Prevents an expert size that tables and options do not show, and one where there is none."""
+    """Prevents an expert size missing from tables and options, or shown without experts."""
     parallel = parallel_of(2, 2, 4, 4)
     assert parallel.options == "--tp 2 --pp 2 --dp 4 --ep 4"
     assert parallel.text == "TP 2 x PP 2 x DP 4, EP 4"
@@ -118,7 +118,7 @@ def test_sizes_are_named():
 
 @pytest.mark.parametrize("lockstep_ranks", [1, 2, 3, 6])
 def test_ranks_in_lockstep_have_equally_many_micro_batches(lockstep_ranks):
-    """Prevents a rank that waits in an exchange for others which have nothing left to run."""
+    """Prevents a rank that waits in an all-to-all for ranks without micro-batches."""
     rng = np.random.default_rng(lockstep_ranks)
     counts = rng.integers(0, 4, (5, 6))
     counts[3] = 0
@@ -139,8 +139,8 @@ def test_ranks_in_lockstep_have_equally_many_micro_batches(lockstep_ranks):
     ("dp", "lockstep_ranks", "size"), [(4, 2, 13), (6, 3, 12), (8, 8, 20), (4, 2, 3)]
 )
 def test_ranks_in_lockstep_have_like_packs_in_a_slot(dp, lockstep_ranks, size):
-    """Prevents packs that are lost or doubled, groups with empty slots that need none, and slots in
-    which ranks of a group wait longer than where ranks are dealt to alone."""
+    """Prevents lost or repeated packs, needless empty slots, and longer waits in groups than with
+    separately assigned ranks."""
     rng = np.random.default_rng(size)
     steps = 5
     rows = rng.permutation(steps * size).reshape(steps, size)
@@ -164,7 +164,7 @@ def test_ranks_in_lockstep_have_like_packs_in_a_slot(dp, lockstep_ranks, size):
 
 
 def memory_of(expert: int, peer_mib: float = 0.0) -> StageMemory:
-    """Of the only stage of a plan on 4 ranks, that recomputes nothing."""
+    """Return the memory of the stage of a plan on 4 ranks without recomputation."""
     cluster = load_cluster("laptop-cpu").model_copy(update={"peer_mib": peer_mib})
     parallel = parallel_of(1, 1, 4, expert)
     planned = make_plan(request(model=DIGITS, cluster=cluster, parallel=parallel)).plan
@@ -173,8 +173,8 @@ def memory_of(expert: int, peer_mib: float = 0.0) -> StageMemory:
 
 
 def test_memory_of_shared_out_experts_is_counted():
-    """Prevents experts of other ranks from counting, optimizer state that is shared out over ranks
-    of other experts, and buffers of the communication library that are left out."""
+    """Prevents counting other ranks' experts, sharding their optimizer state over wrong ranks, and
+    omitting communication buffers."""
     all_experts = 4 * 4 * 3 * 96 * 64  # layers, experts, matrices
     alone = memory_of(1)
     for expert in (2, 4):
@@ -182,7 +182,7 @@ def test_memory_of_shared_out_experts_is_counted():
         gone = all_experts * (1 - 1 / expert)
         assert (alone.weights_gib - shared.weights_gib) * GIB == pytest.approx(gone * 4)
         assert (alone.gradients_gib - shared.gradients_gib) * GIB == pytest.approx(gone * 4)
-        # Two moments of fp32: a fourth of all experts' state either way.
+        # Two fp32 moments: a quarter of all experts' state for either size.
         assert alone.optimizer_gib * GIB == pytest.approx(shared.optimizer_gib * GIB)
         buffers = memory_of(expert, peer_mib=3).peak_gib - shared.peak_gib
         assert buffers * GIB == pytest.approx((expert - 1) * 3 * 2**20)
@@ -190,7 +190,7 @@ def test_memory_of_shared_out_experts_is_counted():
 
 
 def test_a_larger_expert_size_is_advised():
-    """Prevents a job that does not fit from getting advice that leaves out its own devices."""
+    """Prevents advice for a job that does not fit from ignoring its own devices."""
     asked = request(model=DIGITS, parallel=parallel_of(1, 1, 4, 1))
     shared = asked.with_sizes(parallel_of(1, 1, 4, 2))
     least_gib = [least_need_gib(each) for each in (asked, shared)]
@@ -203,7 +203,7 @@ def test_a_larger_expert_size_is_advised():
 
 
 def test_the_margin_for_uneven_experts_is_replaced():
-    """Prevents --expert-imbalance from being ignored, or from counting where all are on a rank."""
+    """Prevents --expert-imbalance ignored, or applied if a rank has all experts."""
     forward_ms = {}
     for expert, margin in product((1, 4), (1.0, 2.0)):
         model, parallel = with_imbalance(DIGITS, margin), parallel_of(1, 1, 4, expert)
@@ -223,8 +223,7 @@ def test_the_margin_for_uneven_experts_is_replaced():
     [{"--encoder": "data-parallel"}, {"--window": "40", "--dispatch": "off"}, {"--epochs": "2"}],
 )
 def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, options):
-    """Prevents empty micro-batches, or ranks in lockstep, that the check of a plan does not know
-    of."""
+    """Prevents a check that ignores empty micro-batches or lockstep ranks."""
     lengths, out = tmp_path / "lengths.parquet", tmp_path / "plan"
     write_lengths(example_lengths(count=160), lengths)
     sizes = {"--pp": "1", "--dp": "4", "--ep": "4", "--max-tiles": "8", "--max-tokens": "512"}

@@ -1,4 +1,4 @@
-"""Steps of ranks that share out experts: simulated beside an event loop, searched beside walks."""
+"""Expert-parallel steps: simulation against an event loop, search against brute force."""
 
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ LAYER = "language_layer_experts8"
 
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
-    """Prevents stages without experts that wait, stages with any that do not, and shared packs
-    whose ranks wait for fewer others than they should."""
+    """Prevents lockstep waits in stages without experts, missing waits in stages with experts, and
+    shared packs that wait for too few ranks."""
     rng = np.random.default_rng(stages)
     for case in range(12):
         ranks, lockstep_ranks = [(4, 2), (8, 4), (8, 2), (6, 3), (5, 5), (4, 4)][case % 6]
@@ -40,7 +40,7 @@ def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
         links = rng.exponential(0.3, (2, *shape, stages - 1))
         placed = [contexts_of(step, ranks, slots) for step in steps]
         context, counts = (np.concatenate(each) for each in zip(*placed, strict=True))
-        # Groups have equally many micro-batches, and others may have fewer.
+        # Groups have equal numbers of micro-batches; other groups may have fewer.
         counts -= np.repeat(rng.integers(0, 2, len(steps)), ranks)
         context = np.where(np.arange(slots) < counts[:, None], context, 1)
         parts = rng.random(stages) < 0.6
@@ -60,7 +60,7 @@ def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
 def expert_case(
     rng: np.random.Generator, contexts: tuple[int, ...], ranks: int, lockstep_ranks: int
 ) -> tuple[list[CostModel], ModelConfig, Workload, int]:
-    """Costs of every level, a small model, packs whose ranks run in lockstep, and pipeline size."""
+    """Return costs per level, a small model, packs for lockstep ranks, and pipeline size."""
     model = expert_model(int(rng.integers(1, 3)), int(rng.integers(0, 2)), int(rng.integers(1, 3)))
     random = {"optimizer_bytes": 40, "optimizer_ms": 1e-5, "gradient_reduction_ms": 1e-5}
     drawn = {name: rng.uniform(0, most) for name, most in random.items()}
@@ -82,8 +82,8 @@ def expert_case(
     [((1,), 2, 2, 14), ((1,), 4, 2, 8), ((1,), 3, 3, 8), ((1, 2), 4, 4, 2)],
 )
 def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ranks, cases):
-    """Prevents a bound that holds a stage without experts to the waits of one with them, a split
-    that is not the best, and experts' state or buffers that are not counted."""
+    """Prevents a bound that charges expert waits to stages without experts, a suboptimal split, and
+    uncounted expert state or buffers."""
     rng = np.random.default_rng(3)
     waits = without_experts = 0
     for _ in range(cases):
@@ -91,7 +91,7 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
         cost = side_by_side(costs)
         times, peaks = brute_force(costs, model, packs, p)
         cap = np.inf
-        if len(model.language.runs) == 1:  # of several kinds in a row, the count is an upper bound
+        if len(model.language.runs) == 1:  # consecutive kinds make the count an upper bound
             low, high = peaks.min(), peaks.max()
             assert min_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
             cap = rng.uniform(low, low + 0.8 * (high - low)) * (1 + 1e-9)
@@ -110,8 +110,8 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
 
 
 def test_a_path_bounds_every_split():
-    """Prevents a critical path that goes over to another rank in a stage with experts from counting
-    against splits whose stage has none, by which better ones would be ruled out."""
+    """Prevents a critical path through another rank's expert stage from excluding better splits
+    without experts in that stage."""
     rng = np.random.default_rng(5)
     would_be_wrong = 0
     for _ in range(6):
@@ -140,8 +140,8 @@ def test_a_path_bounds_every_split():
 
 
 def test_waits_for_experts_have_a_name():
-    """Prevents these waits from counting as slow ranks or bubble, and empty micro-batches as work
-    that is needed."""
+    """Prevents counting these waits as slow ranks or bubble, and empty micro-batches as needed
+    work."""
     rng, named = np.random.default_rng(6), 0
     for _ in range(6):
         (cost,), model, packs, _ = expert_case(rng, (1,), 4, 2)

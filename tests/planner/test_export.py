@@ -1,4 +1,4 @@
-"""What all exports have in common: what is refused, the order, RUN.md, all or nothing."""
+"""Common behaviour of all exports: refusals, order, RUN.md, atomic writes."""
 
 import re
 import subprocess
@@ -64,7 +64,7 @@ CHUNKS = (
 
 
 def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
-    """Changes to two stages of two chunks, of a plan of shapes."""
+    """Return changes to two stages of two chunks in a plan of shapes."""
     caps, schedule = Caps.of(tiles=1, tokens=64), PipelineSchedule(name=name, chunks=2)
     shapes = Shapes(caps=caps, micro_batches_per_step=micro_batches)
     return {"stages": stages, "pipeline": 2, "schedule": schedule, "data": None, "shapes": shapes}
@@ -97,7 +97,7 @@ def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
     ],
 )  # fmt: skip
 def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
-    """Prevents: a plan exported as flags that mean another plan, or without its chunks."""
+    """Prevents exporting flags that mean another plan, or dropping its chunks."""
     plan, changes = small_case(target).files.plan, changes.copy()
     sizes = {"pipeline": changes.pop("pipeline", len(changes["stages"]))}
     changes["parallel"] = plan.parallel.model_copy(update=sizes)
@@ -106,7 +106,7 @@ def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
 
 
 def test_what_no_trainer_can_be_told_is_named():
-    """Prevents: levels, shared packs or data-parallel encoders dropped without a word."""
+    """Prevents levels, shared packs or data-parallel encoders dropped silently."""
     plan = small_case().files.plan
     caps = [Caps.of(tiles=1, tokens=tokens) for tokens in (100, 5_000)]
     levels = [PlannedLevel(caps=cap, recompute=((),)) for cap in caps]
@@ -124,7 +124,7 @@ def test_what_no_trainer_can_be_told_is_named():
 
 
 def test_sharding_counts_where_ranks_divide_something():
-    """Prevents: ZeRO-1's memory printed for FSDP's run; and one rank's plan refused for it."""
+    """Prevents ZeRO-1 memory printed for an FSDP run, and refusing a one-rank plan."""
     for ranks, refused in ((1, False), (2, True)):
         plan = small_case(XTUNER, ranks).files.plan
         assert first_obstacle(plan, None, TARGETS[XTUNER]) is None
@@ -134,7 +134,7 @@ def test_sharding_counts_where_ranks_divide_something():
 
 
 def test_steps_that_a_trainer_would_read_on_from_are_refused():
-    """Prevents: every pack behind an odd step trained a step early, by another rank."""
+    """Prevents packs after an incomplete step trained a step early, by another rank."""
     lengths, target = drawn_lengths(0, 24), TARGETS[MEGATRON]
     packs = shuffle([[sample] for sample in range(24)], lengths, 2, 0)
     files = files_for(MEGATRON, packs, lengths, 2)
@@ -153,7 +153,7 @@ def test_steps_that_a_trainer_would_read_on_from_are_refused():
 
 
 def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
-    """Prevents: a number that recomputes other layers than the plan; all sets are tried."""
+    """Prevents a layer count that recomputes other layers than the plan; tries all sets."""
     towers = {tower: [f"{tower} {layer}" for layer in range(4)] for tower in ("vision", "language")}
     for mask in range(2**8):
         numbered = enumerate([*towers["vision"], *towers["language"]])
@@ -173,13 +173,13 @@ def holds(stage: Stage, name: str) -> bool:
 
 
 def meant(stages: tuple[Stage, ...], tower: str, number: int) -> set[str]:
-    """Layers that a trainer recomputes by one number."""
+    """Return the layers that a trainer recomputes for this number per stage."""
     return {f"{tower} {layer}" for stage in stages for layer in stage.layers(tower)[:number]}
 
 
 @pytest.mark.parametrize("target", [SWIFT, MEGATRON])
 def test_what_the_limited_search_finds_can_be_told(target):
-    """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
+    """Prevents `omnibal plan --for` from making plans with recomputation that export refuses."""
     rules = TARGETS[target]
     job = JobSpec(
         model=load_model("internvl2.5-8b"),
@@ -197,7 +197,7 @@ def test_what_the_limited_search_finds_can_be_told(target):
 
 
 def test_order_says_where_every_sample_is_trained(tmp_path):
-    """Prevents: rows in another order than the plan's, and a row's number for a sample's."""
+    """Prevents rows in another order than the plan's, and row numbers taken for sample numbers."""
     case = export_case(SWIFT, seed=1, ranks=2, samples=300)
     skipped = 7 + 2 * np.arange(300, dtype=np.int64)
     sources = (np.arange(300) % 3).astype(np.int32)
@@ -231,7 +231,7 @@ def failing(path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
-    """Prevents: half an export that looks like one."""
+    """Prevents a partial export that looks complete."""
     given = export_input(small_case().files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
     names = ["a/one", "b", "c"]
     writers = {name: lambda path: path.write_text("x") and None for name in names}
@@ -251,7 +251,7 @@ def plan(tmp_path) -> Path:
 
 
 def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
-    """Prevents: figures of RUN.md that are not the plan's, and a result that no script can read."""
+    """Prevents figures in RUN.md that differ from the plan's, and output scripts cannot parse."""
     folder = tmp_path / "export"
     given = (plan, "--to", folder, "--data", tmp_path / "data.jsonl")
     told = result(capsys, "export", *given)
@@ -275,7 +275,7 @@ def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
 @pytest.mark.parametrize("target", TargetName)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_run_md_starts_when_it_is_pasted(tmp_path, target, nodes):
-    """Prevents: a command that needs its own folder, or breaks on a blank, quote or letter."""
+    """Prevents a command that depends on its folder, or breaks on spaces, quotes or Unicode."""
     case, name = small_case(target, ranks=2), 'Qwen\'s "8B" $HOME \u6a21\u578b'
     model = case.files.plan.model.model_copy(update={"name": name})
     cluster = case.files.plan.cluster.model_copy(update={"gpus_per_node": 2 // nodes})
@@ -310,7 +310,7 @@ def test_run_md_starts_when_it_is_pasted(tmp_path, target, nodes):
 
 
 def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
-    """Prevents: an export over something else, of other samples, or for a trainer that cannot."""
+    """Prevents an export over existing files, of other samples, or for an incompatible trainer."""
     data, folder = tmp_path / "data.jsonl", tmp_path / "export"
     write_data(299, tmp_path / "fewer.jsonl")
     broken = tmp_path / "broken.jsonl"
@@ -343,7 +343,7 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
 
 
 def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
-    """Prevents: another dataset of as many samples exported in the plan's order."""
+    """Prevents exporting another dataset of equal size in the plan's order."""
     files = small_case().files
     write_data(300, tmp_path / "data.jsonl")
     sha256 = Annotations.open(tmp_path / "data.jsonl").sha256
@@ -360,7 +360,7 @@ def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
 
 
 def test_what_a_prediction_leaves_out_is_told(tmp_path):
-    """Prevents: this project's speed printed for a trainer that computes more."""
+    """Prevents this project's speed printed for a trainer that computes more."""
     told = {}
     for made_for in (None, TargetName.MEGATRON_LM, SWIFT):
         files = small_case().files
@@ -378,7 +378,7 @@ def test_what_a_prediction_leaves_out_is_told(tmp_path):
 
 @pytest.mark.parametrize("target", list(TargetName))
 def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
-    """Prevents: a plan without samples that cannot be exported, or promises steps and samples."""
+    """Prevents a plan of shapes that cannot be exported, or promises steps and samples."""
     planned = make_plan(request(lengths=None, frozen=(), epochs=1)).plan
     parallel = planned.parallel.model_copy(update={"pipeline": 1, "data": 1})
     changes = {"stages": (ALONE,), "parallel": parallel, "made_for": target, "prediction": None}

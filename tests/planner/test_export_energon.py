@@ -1,9 +1,6 @@
-"""Packs for Energon: what its reader, restated here, makes of the files.
-
-Restated of Energon 7.4.1: flavors/webdataset/sharder.py (`split_samples_to_workers`: equal runs of
-lines for all loader processes of all ranks), loader.py (a rank takes turns among its processes) and
-flavors/jsonl/ijsonl.py (offsets).
-"""
+"""Energon packs, read by a copy of its algorithm. From Energon 7.4.1: flavors/webdataset/sharder.py
+(`split_samples_to_workers`: equal runs of lines for all loader processes of all ranks), loader.py
+(a rank alternates between its processes) and flavors/jsonl/ijsonl.py (offsets)."""
 
 import json
 import subprocess
@@ -33,9 +30,9 @@ SAMPLES = 10_000
 
 
 def energon_reads(lines: list, ranks: int, workers: int) -> list[list]:
-    """What every rank reads of a JSONL file, in order."""
+    """Return the lines that every rank reads from a JSONL file, in order."""
     processes = ranks * max(workers, 1)
-    assert len(lines) % processes == 0  # else some have one more, in an order of their own
+    assert len(lines) % processes == 0  # else some processes have an extra line, in another order
     each = len(lines) // processes
     read = []
     for rank in range(ranks):
@@ -46,7 +43,7 @@ def energon_reads(lines: list, ranks: int, workers: int) -> list[list]:
 
 
 class Stored:
-    """Annotations of text in one shard, by their numbers; no file is behind them."""
+    """Annotations of text in a single shard, without a file."""
 
     files = (Path("all.tar"),)
 
@@ -67,7 +64,7 @@ class Stored:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_energon_hands_every_rank_its_packs_in_order(seed, ranks, tmp_path):
-    """Prevents packs that Energon gives to another rank, or in another step, than planned."""
+    """Prevents packs that Energon gives to another rank or step than planned."""
     workers, rng = (0, 2, 3)[seed], np.random.default_rng(seed)
     lengths = lengths_of(tokens=rng.integers(10, 300, SAMPLES), tiles=np.zeros(SAMPLES))
     sizes = {"parallel": Parallel(pipeline=1, data=ranks)}
@@ -92,7 +89,7 @@ def test_energon_hands_every_rank_its_packs_in_order(seed, ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    """A meta of records in a file, with pictures beside it, and the records."""
+    """Return the meta of a file of records with pictures, and the records."""
     folder = tmp_path_factory.mktemp("photos")
     records = make_samples(folder)
     return write_lines(folder, records), records
@@ -116,7 +113,7 @@ def write(files: dict, folder: Path) -> None:
 
 
 def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
-    """Prevents packs that name keys, or members, which the shards made for them do not have."""
+    """Prevents packs that name keys or members missing from their shards."""
     meta, records = photos
     annotations = Annotations.open(meta)
     given = planned_of(annotations)
@@ -142,7 +139,7 @@ def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
 
 
 def test_offsets_are_of_the_lines(photos, tmp_path):
-    """Prevents an index by which Energon reads a line from its middle."""
+    """Prevents an index that points Energon to the middle of a line."""
     given = planned_of(Annotations.open(photos[0]), TargetName.MEGATRON_BRIDGE, workers=2)
     write(energon_files(given), tmp_path)
     content = (tmp_path / "energon/packs.jsonl").read_bytes()
@@ -157,7 +154,7 @@ def test_offsets_are_of_the_lines(photos, tmp_path):
 
 
 def test_shards_are_read_where_they_are(tmp_path):
-    """Prevents samples of shards that are copied."""
+    """Prevents copying samples that are already in shards."""
     pytest.importorskip("webdataset")
     records, meta = make_samples(tmp_path), tmp_path / "meta.json"
     last = len(write_shards(tmp_path, records)) - 1
@@ -179,7 +176,7 @@ def test_shards_are_read_where_they_are(tmp_path):
 
 
 def test_without_data_only_what_needs_none_is_written(photos):
-    """Prevents files of samples that were guessed."""
+    """Prevents guessing samples without data."""
     given = planned_of(Annotations.open(photos[0]))
     exported = megatron_lm.export(replace(given, annotations=None))
     assert not exported.files and "--data-path" not in exported.command

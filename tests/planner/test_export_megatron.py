@@ -1,7 +1,5 @@
-"""Flags and overrides of Megatron trainers, read back as their programs read them.
-
-Megatron-core itself reads the split in tests/training/test_layout_core.py.
-"""
+"""Flags and overrides for Megatron trainers, parsed as these programs do. The split is read by
+Megatron-core in tests/training/test_layout_core.py."""
 
 import shlex
 from types import SimpleNamespace
@@ -36,7 +34,7 @@ EXPERTS = ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64)
 MIXED = LARGER.with_tower("language", runs=(LayerRun(layers=1, experts=EXPERTS),))
 
 
-def planned(
+def make_input(
     stages: tuple[Stage, ...],
     name: TargetName = TargetName.MEGATRON_LM,
     model: ModelConfig = LARGER,
@@ -45,7 +43,7 @@ def planned(
     alike: bool = False,
     **changes,
 ) -> ExportInput:
-    """A plan of packs on two data-parallel ranks: random ones, or all of 3 samples of 100."""
+    """Return the export of a plan on two data-parallel ranks: random packs, or 3 x 100 tokens."""
     rng, parallel = np.random.default_rng(0), Parallel(pipeline=len(stages), data=2, **sizes or {})
     tokens, packs = rng.integers(10, 300, 72), random_packs(72, 3, rng)
     if alike:
@@ -56,7 +54,7 @@ def planned(
 
 
 def flags_of(command: str) -> dict[str, str]:
-    """Flags of a command as argparse reads them."""
+    """Return a command's flags as argparse parses them."""
     words = shlex.split(command.replace("\\\n", " "))
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     ends = [*starts[1:], len(words)]
@@ -76,18 +74,18 @@ def longest(given: ExportInput) -> int:
 
 
 def test_megatron_lm_is_told_split_recomputation_and_batch():
-    """Prevents a launch with other sizes, layers or steps than were planned."""
+    """Prevents a launch with other sizes, layers or steps than planned."""
     again = {0: ("vision 0..5", "language 0..1"), 1: ("language 2..4",), 2: ("language 6..8",),
              3: ("language 9..11",)}  # fmt: skip
     stages = stages_of(LARGER, 2, 4, 3, 3, recompute=again)
-    given = planned(stages, sizes={"tensor": 2, "sequence_parallel": True})
+    given = make_input(stages, sizes={"tensor": 2, "sequence_parallel": True})
     exported = megatron_lm.export(given)
     flags = flags_of(exported.command)
     assert exported.command.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun")
     assert parse_layout(flags["pipeline-model-parallel-layout"], 4).layers == (2, 4, 3, 3)
     assert any("--recompute-vision" in note for note in exported.notes)
     wanted = {
-        # Two layers on the first stage are all that it holds.
+        # The first stage has only two layers.
         "recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": "3",
         "tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "4", "bf16": None,
         "sequence-parallel": "", "micro-batch-size": "1", "overlap-grad-reduce": "",
@@ -100,18 +98,18 @@ def test_megatron_lm_is_told_split_recomputation_and_batch():
 
 
 def test_a_model_without_gates_is_told_with_its_flags():
-    """Prevents: GPT-3 or Nemotron-4 built with SwiGLU and rotary positions by habit."""
+    """Prevents GPT-3 or Nemotron-4 built with the default SwiGLU and rotary positions."""
     nemotron = LARGER.with_tower("language", activation="squared_relu", norm_bias=True)
-    notes = megatron_lm.export(planned(stages_of(LARGER, 6, 6), model=nemotron)).notes
+    notes = megatron_lm.export(make_input(stages_of(LARGER, 6, 6), model=nemotron)).notes
     said = "--squared-relu, no --swiglu, --normalization LayerNorm."
     assert any(note.endswith(said) for note in notes)
-    usual = megatron_lm.export(planned(stages_of(LARGER, 6, 6))).notes
+    usual = megatron_lm.export(make_input(stages_of(LARGER, 6, 6))).notes
     assert not any("is built with" in note for note in usual)
 
 
 def test_experts_are_never_divided():
-    """Prevents expert tensor parallelism, whose size is the tensor size where no flag says it."""
-    given = planned(stages_of(MIXED, 6, 6), model=MIXED, sizes={"expert": 2})
+    """Prevents expert tensor parallelism by default: its size defaults to the tensor size."""
+    given = make_input(stages_of(MIXED, 6, 6), model=MIXED, sizes={"expert": 2})
     flags = flags_of(megatron_lm.export(given).command)
     assert (flags["expert-model-parallel-size"], flags["expert-tensor-parallel-size"]) == ("2", "1")
     overrides = overrides_of(megatron_bridge.export(given).command)
@@ -120,7 +118,7 @@ def test_experts_are_never_divided():
 
 
 def test_overrides_say_the_split_and_take_back_the_recipes():
-    """Prevents a recipe's own layout, or numbers of its ends, from standing beside the plan's."""
+    """Prevents a recipe's layout, or first and last layer counts, overriding the plan's."""
     split = (
         "virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
@@ -133,7 +131,7 @@ def test_overrides_say_the_split_and_take_back_the_recipes():
     }
     for layers, values in cases.items():
         exported = megatron_bridge.export(
-            planned(stages_of(LARGER, *layers), TargetName.MEGATRON_BRIDGE, frozen=("vision",))
+            make_input(stages_of(LARGER, *layers), TargetName.MEGATRON_BRIDGE, frozen=("vision",))
         )
         read = overrides_of(exported.command)
         assert tuple(read[f"model.{name}"] for name in split) == values
@@ -150,19 +148,19 @@ def test_overrides_say_the_split_and_take_back_the_recipes():
 
 
 def test_padding_is_told_with_its_share():
-    """Prevents a prediction without padding that is taken for the run of a trainer that pads."""
-    given = planned(stages_of(LARGER, 6, 6))
+    """Prevents a prediction without padding presented for a trainer that pads."""
+    given = make_input(stages_of(LARGER, 6, 6))
     tokens = given.order.packs.sums(given.files.steps[1].tokens)
     full = 2 * MICRO_BATCHES
     mean = tokens[: len(tokens) // full * full].mean() / longest(given)
     told = [each for each in megatron_lm.export(given).deviations if "padded to the" in each]
     assert len(told) == 1 and f"fill {100 * mean:.1f} % of the {longest(given)} tokens" in told[0]
-    alone = planned(stages_of(LARGER, 12))
+    alone = make_input(stages_of(LARGER, 12))
     assert not any("padded" in each for each in megatron_lm.export(alone).deviations)
 
 
 def test_a_plan_without_a_full_step():
-    """Prevents an export that trains nothing, or ends in a traceback."""
+    """Prevents an export that trains nothing, or a traceback."""
     lengths = lengths_of(tokens=np.arange(10, 13), tiles=np.zeros(3))
     packs = random_packs(3, 1, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
@@ -183,10 +181,10 @@ LAUNCHED = {
 @pytest.mark.parametrize("launcher", sorted(MEGATRON - {Launcher.LOONGFORGE}))
 @pytest.mark.parametrize("case", LAUNCHED)
 def test_an_export_can_start_with_the_plans_stages(case, launcher):
-    """Prevents: an export whose command its trainer refuses."""
+    """Prevents exporting a command that the trainer refuses."""
     model, layers, sizes = LAUNCHED[case]
     target = TargetName(launcher.value)
-    given = planned(stages_of(model, *layers), target, model, sizes, alike=True)
+    given = make_input(stages_of(model, *layers), target, model, sizes, alike=True)
     launch = read_launch(EXPORTS[target](given).command, {})
     assert launch.launcher is launcher
     assert launch.gpus == given.files.plan.parallel.world_size

@@ -1,8 +1,6 @@
-"""Exports for ms-swift beside a restatement of how it packs and deals, and as rows that it reads.
-
-Restated from ms-swift 4.6.0: swift/dataset/packing.py `calculate_matched_group` ("sequential"),
-swift/megatron/trainers/batch_sampler.py and swift/dataloader/shard.py without shuffling.
-"""
+"""Exports for ms-swift against a copy of its packing and sampling, and as rows it reads. From
+ms-swift 4.6.0: swift/dataset/packing.py `calculate_matched_group` ("sequential"),
+swift/megatron/trainers/batch_sampler.py and swift/dataloader/shard.py without shuffling."""
 
 import json
 import re
@@ -46,7 +44,7 @@ def data(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_ms_swift_makes_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
-    """Prevents: packs, or packs of a step and rank, that are not those that were predicted."""
+    """Prevents packs per step and rank that differ from the predicted ones."""
     case = export_case(SWIFT, seed=seed, ranks=ranks)
     made = case.export(data, tmp_path / "export")
     flags = flags_of(made.exported.command)
@@ -74,7 +72,7 @@ def test_ms_swift_makes_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
 
 
 def test_deepspeed_takes_as_many_packs_a_step(tmp_path):
-    """Prevents: another global batch, and a command that trains rows which are not there."""
+    """Prevents another global batch, and a command that names rows not exported."""
     case = export_case(TargetName.MS_SWIFT_DEEPSPEED, seed=0, ranks=8)
     made = case.export(None, tmp_path / "export")
     flags = flags_of(made.exported.command)
@@ -86,7 +84,7 @@ def test_deepspeed_takes_as_many_packs_a_step(tmp_path):
 
 
 def test_packs_that_would_merge_are_refused():
-    """Prevents: a plan exported that ms-swift trains with other packs, and the wrong one named."""
+    """Prevents exporting a plan that ms-swift packs differently, and naming the wrong pack."""
     lengths = drawn_lengths(0, 40)
     lengths = replace(lengths, tokens=np.full(40, 100, np.int32))
     bounds = np.cumsum([0, 4, 4, 2, 4, 4, 4, 4, 4, 4, 4, 2])
@@ -101,13 +99,13 @@ def test_packs_that_would_merge_are_refused():
         export_input(files, TARGETS[SWIFT], None, Path("export"), 0)
 
 
-def said(*turns: tuple[str, object], **more: object) -> dict:
-    """A record of roles and what they say."""
+def chat(*turns: tuple[str, object], **more: object) -> dict:
+    """Return a record of roles and messages."""
     return {"messages": [{"role": role, "content": text} for role, text in turns], **more}
 
 
-def answered(asked: str, answer: str, **more: object) -> dict:
-    """A record in the other form."""
+def sharegpt(asked: str, answer: str, **more: object) -> dict:
+    """Return a record in ShareGPT form."""
     turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]
     return {"conversations": turns, **more}
 
@@ -115,15 +113,15 @@ def answered(asked: str, answer: str, **more: object) -> dict:
 PARTS = [{"type": "text", "text": "See "}, {"type": "image", "image": "b/c.png"}]
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 RECORDS = [
-    answered("<image>\nWhat?", "A", image="a.jpg", id=3),
-    said(("system", "Be brief."), ("user", "Hm?"), ("assistant", "é")),
+    sharegpt("<image>\nWhat?", "A", image="a.jpg", id=3),
+    chat(("system", "Be brief."), ("user", "Hm?"), ("assistant", "é")),
     {"messages": [{"role": "user", "content": PARTS},
                   {"role": "assistant", "content": "B", "loss": False}]},
-    said(("user", "<image><image>"), ("assistant", "C"), images=["/x/d.jpg", "/x/e.jpg"]),
-    said(("user", "q"), ("assistant", "r"), ("tool_call", CALL), ("tool", "7"), ("assistant", "s"),
+    chat(("user", "<image><image>"), ("assistant", "C"), images=["/x/d.jpg", "/x/e.jpg"]),
+    chat(("user", "q"), ("assistant", "r"), ("tool_call", CALL), ("tool", "7"), ("assistant", "s"),
          tools=[{"name": "f"}]),
-    answered("<video>\nGo", "D", video=["f/1.jpg", "f/2.jpg"]),
-    said(("user", "<audio>Hear"), ("assistant", "E"), audios=["g.wav"]),
+    sharegpt("<video>\nGo", "D", video=["f/1.jpg", "f/2.jpg"]),
+    chat(("user", "<audio>Hear"), ("assistant", "E"), audios=["g.wav"]),
 ]  # fmt: skip
 
 
@@ -134,7 +132,7 @@ def annotations_of(path: Path, records: list[dict]) -> Annotations:
 
 
 def test_rows_say_what_the_records_say(tmp_path):
-    """Prevents: an image, a turn or a call that is lost or moved on the way to ms-swift's form."""
+    """Prevents an image, a turn or a call lost or moved by conversion to ms-swift's form."""
     (tmp_path / "in").mkdir()
     source, rows = tmp_path / "in/data.jsonl", tmp_path / "rows.jsonl"
     annotations = annotations_of(source, RECORDS)
@@ -147,7 +145,7 @@ def test_rows_say_what_the_records_say(tmp_path):
         for name in ("images", "recordings", "turns", "system", "tools", "videos"):
             assert getattr(found, name) == getattr(given, name), (sample, name)
     text = rows.read_text().splitlines()
-    assert text[1] == lines[3] and text[4] == lines[1]  # as they were
+    assert text[1] == lines[3] and text[4] == lines[1]  # unchanged
     assert json.loads(text[2])["images"] == [str(tmp_path / "in/a.jpg")]
     assert {key for row in map(json.loads, text) for key in row} == {
         *("messages", "images", "videos", "audios", "tools")
@@ -155,12 +153,12 @@ def test_rows_say_what_the_records_say(tmp_path):
 
 
 def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
-    """Prevents: samples trained otherwise than they were counted, and columns of unknown type."""
+    """Prevents samples trained with other tokens than counted, and columns of unknown type."""
     annotations = annotations_of(tmp_path / "data.jsonl", RECORDS)
     for of_tiles, question in ((False, "<image>\nWhat?"), (True, "<image>What?")):
         row = row_of(annotations[0], of_tiles=of_tiles)
         assert row["messages"][0]["content"] == question
-    plain = said(("user", "<image>\nWhat?"), ("assistant", "A"), images=["/x/d.jpg"])
+    plain = chat(("user", "<image>\nWhat?"), ("assistant", "A"), images=["/x/d.jpg"])
     source = annotations_of(tmp_path / "plain.jsonl", [plain])
     write_rows(source, np.zeros(1, int), tmp_path / "rows.jsonl", of_tiles=True)
     assert '"<image>What?"' in (tmp_path / "rows.jsonl").read_text()
@@ -168,18 +166,18 @@ def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
         row_of(annotations[5], of_tiles=True)
     source, late = tmp_path / "data.jsonl", np.arange(181)
     annotations = annotations_of(
-        source, [said(("user", "x" * 60_000), ("assistant", "y"))] * 180 + [RECORDS[0]]
+        source, [chat(("user", "x" * 60_000), ("assistant", "y"))] * 180 + [RECORDS[0]]
     )
     with pytest.raises(UserError, match='first row with "images" begins 10'):
         write_rows(annotations, late, tmp_path / "late.jsonl")
     write_rows(annotations, late[::-1], tmp_path / "early.jsonl")
-    greeting = said(("assistant", "Hello"), ("user", "Hm?"), ("assistant", "é"))
+    greeting = chat(("assistant", "Hello"), ("user", "Hm?"), ("assistant", "é"))
     with pytest.raises(UserError, match="begins with the assistant"):
         row_of(annotations_of(source, [greeting])[0])
 
 
 def command_of(**changes) -> tuple[Plan, str]:
-    """A small plan with changes that ms-swift can be told, and the command of its export."""
+    """Return a small plan with supported changes, and its export's command."""
     case = export_case(SWIFT, seed=0, ranks=1)
     plan = case.files.plan.model_copy(update=changes)
     assert first_obstacle(plan, case.files.data, TARGETS[SWIFT]) is None
@@ -188,7 +186,7 @@ def command_of(**changes) -> tuple[Plan, str]:
 
 
 def test_flags_say_how_the_plan_is_divided():
-    """Prevents: encoders frozen that the plan trains, layers split or recomputed otherwise."""
+    """Prevents freezing encoders that the plan trains, and other splits or recomputed layers."""
     stages = (
         Stage.parse("vision embed", "vision 0..3", "projector", "language embed", "language 0",
                  recompute=("vision 0..3", "language 0")),
@@ -214,7 +212,7 @@ def test_flags_say_how_the_plan_is_divided():
     [("vision", "freeze"), ("projector", "trainable"), ("language", None)],
 )
 def test_deepstack_projectors_are_frozen_with_their_tower(tmp_path, frozen, flag):
-    """Prevents: projectors that the plan freezes, and ms-swift trains as its aligner's."""
+    """Prevents frozen deepstack projectors from being trained with ms-swift's aligner."""
     job = "plan --model qwen3-vl-8b --cluster h100-80g --tp 2 --dp 4 --max-tokens 4096"
     run(f"{job} --for ms-swift --freeze {frozen}", "-o", tmp_path / "plan")
     run("export", tmp_path / "plan", "--to", tmp_path / "export")
@@ -224,7 +222,7 @@ def test_deepstack_projectors_are_frozen_with_their_tower(tmp_path, frozen, flag
 
 
 def test_flags_say_the_plans_adapters():
-    """Prevents: whole weights, or other modules, trained for a plan of adapters."""
+    """Prevents training all weights, or other modules, for a plan of adapters."""
     adapters = AdapterConfig(rank=16, alpha=32, targets=("q_proj", "v_proj"))
     plan, command = command_of(adapters=adapters, frozen=("vision", "projector"))
     flags = flags_of(command)
@@ -241,8 +239,8 @@ def test_flags_say_the_plans_adapters():
     assert "all other parts frozen" in first_obstacle(whole, None, TARGETS[SWIFT])
 
 
-def cached(folder: Path, lengths: list) -> None:
-    """A cached dataset, in two files, as Hugging Face's datasets writes one."""
+def write_cache(folder: Path, lengths: list) -> None:
+    """Write a cached dataset in two files, as Hugging Face's datasets does."""
     folder.mkdir()
     half = len(lengths) // 2
     for name, part in (("a.arrow", lengths[:half]), ("b.arrow", lengths[half:])):
@@ -254,27 +252,27 @@ def cached(folder: Path, lengths: list) -> None:
 
 
 def test_the_check_of_packs_tells_what_differs(tmp_path):
-    """Prevents: a run on other packs than planned that was checked and found as planned."""
+    """Prevents the check from accepting packs that differ from the plan's."""
     case = export_case(SWIFT, seed=0, ranks=1, samples=300)
     case.export(None, tmp_path / "export")
     order = pq.read_table(tmp_path / "export/order.parquet")
     tokens, packs = order["tokens"].to_pylist(), order["pack"].to_pylist()
-    cached(tmp_path / "same", [[length] for length in tokens])
-    cached(tmp_path / "longer", [tokens[0] + 4_000, *tokens[1:]])
+    write_cache(tmp_path / "same", [[length] for length in tokens])
+    write_cache(tmp_path / "longer", [tokens[0] + 4_000, *tokens[1:]])
 
-    def checked(name: str) -> subprocess.CompletedProcess[str]:
+    def run_check(name: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, tmp_path / "export/check_packs.py", tmp_path / name]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    ended = checked("longer")
+    ended = run_check("longer")
     assert ended.returncode == 1
     assert ended.stdout.startswith("pack 0 differs: 1 of 300 lengths differ (row 0 has")
-    ended = checked("nowhere")
+    ended = run_check("nowhere")
     assert ended.returncode == 2 and not ended.stdout
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
     assert difference(counted_lengths(tmp_path / "same"), tokens, packs) is None
     assert verdict(tokens, tokens, packs)[0].startswith("as planned: ")
-    row = packs.index(packs[-1]) + 1  # not its pack's first, and the pack has room
+    row = packs.index(packs[-1]) + 1  # not its pack's first row, in a pack with free space
     other = [*tokens[:row], tokens[row] - 1, *tokens[row + 1 :]]
     told, status = verdict(other, tokens, packs)
     assert status == 0 and f"1 of 300 lengths differ (row {row} has {other[row]} for" in told

@@ -1,8 +1,6 @@
-"""Exports for XTuner beside a restatement of the checks and the order by which it reads them.
-
-Restated from InternLM/xtuner: xtuner/v1/datasets/preset_pack.py at 5081ed2 (`_validate_arrays`,
-`__getitem__`) and preset_sampler.py at 147cb2e. XTuner itself is not on a package index.
-"""
+"""Exports for XTuner against a copy of its checks and sampling order. From InternLM/xtuner:
+xtuner/v1/datasets/preset_pack.py at 5081ed2 (`_validate_arrays`, `__getitem__`) and
+preset_sampler.py at 147cb2e. XTuner is not on a package index."""
 
 import json
 import sys
@@ -25,7 +23,7 @@ XTUNER = TargetName.XTUNER
 
 
 class PresetPacks:
-    """What the reader keeps of the files, and refuses."""
+    """Copy of XTuner's reader: its arrays and checks."""
 
     def __init__(self, datasets, pack_config_path, pack_max_length, short_pack_strategy="error"):
         folder = Path(pack_config_path)
@@ -55,7 +53,7 @@ class PresetPacks:
 
 
 class Lines:
-    """A dataset of XTuner: an annotation file, whose lines are its samples."""
+    """XTuner dataset: an annotation file with a sample per line."""
 
     def __init__(self, path: Path, tokens: np.ndarray) -> None:
         self.path, self.tokens = str(path), tokens
@@ -68,8 +66,8 @@ class Lines:
         return {"input_ids": [line] * count, "num_tokens": count, "pixel_values": f"image {line}"}
 
 
-def sampled(order: np.ndarray, batch: int, rank: int, ranks: int) -> list[int]:
-    """Packs of one rank: whole steps, dealt one by one."""
+def rank_packs(order: np.ndarray, batch: int, rank: int, ranks: int) -> list[int]:
+    """Return a rank's packs: complete steps, assigned round-robin."""
     total = len(order) // batch * batch // ranks * ranks
     return order[:total][rank:total:ranks].tolist()
 
@@ -80,8 +78,8 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def mended(tmp_path, monkeypatch):
-    """The class that the exported script puts into XTuner's loader, over the restated one."""
+def load_patched(tmp_path, monkeypatch):
+    """Return a loader of the exported script's class, which patches the copied reader."""
     names = ("xtuner", "xtuner.v1", "xtuner.v1.datasets", "xtuner.v1.datasets.config")
     modules = {name: ModuleType(name) for name in (*names, "xtuner.v1.datasets.preset_pack")}
     for module in modules.values():
@@ -100,7 +98,7 @@ def mended(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_xtuner_reads_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
-    """Prevents: packs, or packs of a step and rank, that are not those that were predicted."""
+    """Prevents packs per step and rank that differ from the predicted ones."""
     case = export_case(XTUNER, seed=seed, ranks=ranks)
     folder = tmp_path / "export"
     made = case.export(data, folder)
@@ -115,7 +113,7 @@ def test_xtuner_reads_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
     assert (np.diff(starts) > 0).all()
     assert (packs._samples[:, 5] == tokens[packs._samples[:, 1]]).all()
     for rank in range(ranks):
-        for place, pack in enumerate(sampled(order, batch, rank, ranks)):
+        for place, pack in enumerate(rank_packs(order, batch, rank, ranks)):
             lines = packs._samples[starts[pack] : starts[pack + 1], 1]
             found[place // 4, rank, place % 4] = sorted(lines.tolist())
     steps = made.expected.steps
@@ -124,8 +122,8 @@ def test_xtuner_reads_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
     assert found == whole and sum(map(len, found.values())) == made.expected.samples
 
 
-def test_the_script_keeps_images_and_takes_short_packs(tmp_path, data, mended):
-    """Prevents: a run that ends at the first short pack, or goes on without its images."""
+def test_the_script_keeps_images_and_takes_short_packs(tmp_path, data, load_patched):
+    """Prevents a run that ends at the first short pack, or loses its images."""
     case = export_case(XTUNER, seed=0, ranks=1)
     folder = tmp_path / "export"
     case.export(data, folder)
@@ -133,7 +131,7 @@ def test_the_script_keeps_images_and_takes_short_packs(tmp_path, data, mended):
     arguments = ([lines], str(folder), int(case.packs.tokens.max()))
     with pytest.raises(ValueError, match="< pack_max_length"):
         PresetPacks(*arguments)
-    packs = mended(folder)(*arguments)
+    packs = load_patched(folder)(*arguments)
     samples = [item["input_ids"][0] for item in packs[3]]
     order = np.lexsort((case.packs.slot, case.packs.step))
     assert samples == case.packs.packs[order[3]].tolist()
@@ -144,7 +142,7 @@ def test_the_script_keeps_images_and_takes_short_packs(tmp_path, data, mended):
 
 
 def test_without_data_sources_stand_for_files(tmp_path):
-    """Prevents: an export that needs the samples to say where they are packed."""
+    """Prevents an export that needs the samples to locate them in packs."""
     case = export_case(XTUNER, seed=1, ranks=2, samples=300)
     made = case.export(None, tmp_path / "export")
     rows = np.load(tmp_path / "export/samples.npy")
@@ -157,7 +155,7 @@ def test_without_data_sources_stand_for_files(tmp_path):
 
 
 def test_several_sources_are_several_files(tmp_path):
-    """Prevents: samples of one file read from another, and a record's number for a sample's."""
+    """Prevents reading samples from another file, and record numbers taken for sample numbers."""
     case = export_case(XTUNER, seed=0, ranks=1, samples=300)
     asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
     record = {"messages": asked}
@@ -180,7 +178,7 @@ def test_several_sources_are_several_files(tmp_path):
     for row, sample in zip(rows.tolist(), given.order.packs.samples.tolist(), strict=True):
         name, line = ("a", sample % 100) if sample < 200 else ("b", sample % 50)
         assert (paths[row[0]], row[1]) == (str(tmp_path / f"{name}.jsonl"), line)
-    assert made.settings.count("DatasetConfig(anno_path") == 2  # a file once
+    assert made.settings.count("DatasetConfig(anno_path") == 2  # each file once
     meta["c"]["root"] = "elsewhere"
     with pytest.raises(UserError, match="one image folder per file"):
         export(given_of("meta.json", meta))

@@ -1,4 +1,4 @@
-"""What would fit: every change that is named makes a plan, and no smaller one of its kind does."""
+"""Advice if nothing fits: each change makes a feasible plan, and no smaller one would."""
 
 import pickle
 import re
@@ -37,7 +37,7 @@ LIMITED = StageRules(
     encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE
 )
 ANY = Caps.of(tiles=1, tokens=1)
-"""Of which every sample is larger."""
+"""Every sample exceeds these caps."""
 
 
 def fits(asked: PlanRequest | Goal) -> bool:
@@ -55,7 +55,7 @@ def with_memory(asked: PlanRequest | Goal, gib: float) -> PlanRequest | Goal:
 
 @cache
 def least_memory(asked: PlanRequest | Goal, accuracy: float = 1e-3) -> float:
-    """GiB of a device, by trying: just enough for a plan."""
+    """Return the minimum GiB per device that allow a plan, by bisection."""
     low, high = 0.0, 0.02
     while not fits(with_memory(asked, high)):
         low, high = high, 2 * high
@@ -65,13 +65,13 @@ def least_memory(asked: PlanRequest | Goal, accuracy: float = 1e-3) -> float:
     return high
 
 
-def tightened(planned: PlanRequest, share: float) -> PlanRequest:
-    """With such a share of the memory that is just enough."""
+def limit_memory(planned: PlanRequest, share: float) -> PlanRequest:
+    """Return the request with this share of its minimum memory."""
     return with_memory(planned, share * least_memory(planned))
 
 
-def sized(planned: PlanRequest, **sizes: int) -> PlanRequest:
-    """As many micro-batches per rank."""
+def resize_job(planned: PlanRequest, **sizes: int) -> PlanRequest:
+    """Return the request with these sizes, at constant micro-batches per rank."""
     parallel = planned.job.parallel.model_copy(update=sizes)
     if isinstance(planned.data, MockData):
         return alter(planned, parallel=parallel)
@@ -104,8 +104,8 @@ LARGER = (
     ids=["data-0.97", "data-0.7", "data-0.55", "shapes-0.85", "shapes-0.55"],
 )
 def test_changes_are_the_smallest_that_fit(roomy, share):
-    """Prevents advice that does not help, and more devices than are needed."""
-    planned = tightened(roomy, share)
+    """Prevents advice that does not help, or names more devices than needed."""
+    planned = limit_memory(roomy, share)
     assert not fits(planned)
     found = changes_of(planned)
     for change in found:
@@ -116,7 +116,7 @@ def test_changes_are_the_smallest_that_fit(roomy, share):
         assert list(map(float, figures.groups())) == pytest.approx(exact, rel=0.005)
     expected = set()
     for kinds in LARGER:
-        requests = (sized(planned, **sizes) for sizes in kinds)
+        requests = (resize_job(planned, **sizes) for sizes in kinds)
         expected |= {each.job.parallel for each in [*filter(fits, requests)][:1]}
     parallels = [change.request.job.parallel for change in found]
     assert expected == {
@@ -129,11 +129,11 @@ def test_changes_are_the_smallest_that_fit(roomy, share):
 
 
 def test_changes_keep_to_limits_of_stages():
-    """Prevents advice by splits that a trainer cannot be told."""
+    """Prevents advice with splits that the trainer does not support."""
     most = Parallel(pipeline=MODEL.language.layers)
     roomy = one_epoch(lengths=None, parallel=most, packs_per_step=8)
     limited = replace(roomy, job=replace(roomy.job, trainer=TrainerConstraints(stages=LIMITED)))
-    found = changes_of(tightened(limited, 0.8))
+    found = changes_of(limit_memory(limited, 0.8))
     assert all(
         fits(change.request) and change.request.job.trainer.stages == LIMITED for change in found
     )
@@ -143,9 +143,9 @@ def test_changes_keep_to_limits_of_stages():
 
 
 def test_no_size_between_is_left_out():
-    """Prevents four times the ranks where three times would do."""
-    planned = with_memory(ROOMY_SHAPES, 1.002 * least_memory(sized(ROOMY_SHAPES, data=3)))
-    assert not fits(sized(planned, data=2))
+    """Prevents advising four times the ranks if three times suffice."""
+    planned = with_memory(ROOMY_SHAPES, 1.002 * least_memory(resize_job(ROOMY_SHAPES, data=3)))
+    assert not fits(resize_job(planned, data=2))
     assert 3 in [change.request.job.parallel.data for change in changes_of(planned)]
 
 
@@ -154,8 +154,8 @@ BALANCED = one_epoch(packing=PackingMethod.BALANCED)
 
 @pytest.mark.parametrize("share", [0.95, 0.8])
 def test_next_larger_caps_do_not_fit(share):
-    """Prevents caps smaller than needed, or ones that a sample does not fit."""
-    planned = tightened(BALANCED, share)
+    """Prevents caps smaller than needed, or too small for a sample."""
+    planned = limit_memory(BALANCED, share)
     change = changes_of(planned)[0]
     least = smallest_caps(planned.data.lengths, ("tiles", "tokens"))
     tried = [planned.data.caps, *smaller_caps(planned.data.caps, least)]
@@ -167,7 +167,7 @@ def test_next_larger_caps_do_not_fit(share):
 
 
 def test_smaller_caps_are_round_and_hold_every_sample():
-    """Prevents caps that `omnibal plan` then refuses, and tiles that tokens cannot fill."""
+    """Prevents caps that `omnibal plan` refuses, and tiles that tokens cannot fill."""
     assert smaller_caps(Caps.of(tiles=9, tokens=4096), ANY)[:2] == [
         Caps.of(tiles=8, tokens=3840),
         Caps.of(tiles=8, tokens=3584),
@@ -181,20 +181,20 @@ def test_smaller_caps_are_round_and_hold_every_sample():
 
 
 def test_two_larger_sizes_where_one_is_not_enough():
-    """Prevents silence where more devices would do, though not in one direction."""
+    """Prevents no advice if two sizes must grow together."""
     alone = [{"tensor": 2}, {"data": 4}, {"pipeline": 8}]
-    enough = 0.9 * min(least_memory(sized(ROOMY_SHAPES, **sizes)) for sizes in alone)
+    enough = 0.9 * min(least_memory(resize_job(ROOMY_SHAPES, **sizes)) for sizes in alone)
     planned = with_memory(ROOMY_SHAPES, enough)
     found = changes_of(planned)
     (pair,) = (change for change in found if " --pp " in change.text and "--tp 2" in change.text)
     assert fits(pair.request)
     for tensor, pipeline in product([1, 2], range(2, 9)):
         if tensor * pipeline < pair.request.job.parallel.world_size:
-            assert not fits(sized(planned, tensor=tensor, pipeline=pipeline))
+            assert not fits(resize_job(planned, tensor=tensor, pipeline=pipeline))
 
 
 def test_device_with_more_memory():
-    """Prevents the smallest device that would do from being missed, or a profile's from leaving."""
+    """Prevents missing the smallest sufficient device, and replacing a profile's device."""
     planned = request(
         model=load_model("internvl-chat-1.5-6b-20b"),
         cluster=load_cluster("a100-80g"),
@@ -211,7 +211,7 @@ def test_device_with_more_memory():
 
 
 def test_a_larger_device_needs_its_own_memory():
-    """Prevents advice that does not help while --memory-gib stays on the command line."""
+    """Prevents advice that fails while --memory-gib remains on the command line."""
     whole = one_epoch(
         model=load_model("internvl2-8b"), cluster=load_cluster("a100-80g"), precision="bf16",
         parallel=Parallel(pipeline=2, data=2), lengths=None,
@@ -224,9 +224,9 @@ def test_a_larger_device_needs_its_own_memory():
 
 
 def test_steps_that_are_given_stay():
-    """Prevents other caps for steps that are packed, and another number of packs in them."""
+    """Prevents other caps, or other packs per step, if the steps are fixed."""
     scheduled, _ = ROOMY.data.schedule(ROOMY.job)
-    planned = tightened(alter(ROOMY, steps=steps_of(scheduled)), 0.9)
+    planned = limit_memory(alter(ROOMY, steps=steps_of(scheduled)), 0.9)
     found = changes_of(planned)
     assert found
     for change in found:
@@ -236,13 +236,13 @@ def test_steps_that_are_given_stay():
 
 
 def test_jobs_of_levels_are_told_what_fits():
-    """Prevents advice from the memory of another job than the one of levels."""
+    """Prevents advice computed from memory without context-parallel sizes."""
     levels = (
         Level(caps=Caps.of(tiles=4, tokens=192)),
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),
     )
     roomy = one_epoch(parallel=Parallel(pipeline=2, data=2))
-    found = changes_of(tightened(alter(roomy, levels=levels, packs_per_step=8), 0.95))
+    found = changes_of(limit_memory(alter(roomy, levels=levels, packs_per_step=8), 0.95))
     assert found
     for change in found:
         assert change.request.data.levels == levels
@@ -254,8 +254,8 @@ LAYER = {"split": SplitRule(method=PartitionMethod.LAYER, recompute=RecomputeRul
 
 
 def test_named_methods_are_told_of_more_than_the_search():
-    """Prevents "nothing is enough" though nothing but the search was tried."""
-    tight = tightened(ROOMY, 0.8)
+    """Prevents claiming that nothing suffices although the joint search was not tried."""
+    tight = limit_memory(ROOMY, 0.8)
     expected = [change.request.job.parallel for change in changes_of(tight)]
     found = changes_of(replace(tight, **LAYER))
     assert [change.request.job.parallel for change in found] == expected
@@ -267,7 +267,7 @@ def test_named_methods_are_told_of_more_than_the_search():
 
 @pytest.mark.parametrize("method", [{}, LAYER], ids=["joint", "layer"])
 def test_only_what_was_tried_is_called_not_enough(method):
-    """Prevents caps or devices from being ruled out that were never looked at."""
+    """Prevents excluding caps or devices that were not tried."""
     kinds = ("--max-tokens", "--tp", "--pp", "--dp", "preset device", "joint partition")
     model = {"model_sha256": model_sha256(MODEL)}
     profile = example_profile(activation_bytes=2**20).model_copy(update=model)
@@ -279,7 +279,7 @@ def test_only_what_was_tried_is_called_not_enough(method):
     ):
         tiny = with_memory(one_epoch(**changes, **method), 1e-6)
         if "cost_source" not in changes:
-            # No preset is large enough for a model of so many parameters either.
+            # No preset is large enough for this vocabulary.
             tiny = alter(tiny, model=MODEL.with_tower("language", vocab_size=10**10))
         with pytest.raises(DoesNotFit) as raised:
             make_plan(tiny)
@@ -291,7 +291,7 @@ def test_only_what_was_tried_is_called_not_enough(method):
 
 
 def test_a_cause_with_semicolons_stays_whole():
-    """Prevents a cause cut at its last semicolon, or lost on the way from another process."""
+    """Prevents a cause cut at its last semicolon, or lost in pickling."""
     sent = DoesNotFit("needs 93.0 GiB; the cap is 80.0", "raise it; or use less")
     error = pickle.loads(pickle.dumps(sent))
     assert (error.need, error.advice) == (sent.need, sent.advice)
@@ -303,14 +303,14 @@ def test_a_cause_with_semicolons_stays_whole():
 
 @pytest.mark.parametrize("gib", [125.06, 72.0, 9.996, 0.5, 0.01234, 0.000321])
 def test_small_devices_have_figures(gib):
-    """Prevents "needs 0.0 of 0.0 GiB"."""
+    """Prevents messages like "needs 0.0 of 0.0 GiB"."""
     assert float(gib_text(gib)) == pytest.approx(gib, rel=0.005)
     assert len(gib_text(gib).replace(".", "").lstrip("0")) in (3, 4)
 
 
 def test_many_samples_are_drawn_from(monkeypatch):
-    """Prevents minutes of packing millions of samples for every cap that is tried."""
-    planned = tightened(ROOMY, 0.9)
+    """Prevents minutes of packing millions of samples for every tried cap."""
+    planned = limit_memory(ROOMY, 0.9)
     monkeypatch.setattr(feasible, "SAMPLES", 200)
     packed = counting(monkeypatch, steps, pack_samples)
     found = changes_of(planned)
@@ -319,7 +319,7 @@ def test_many_samples_are_drawn_from(monkeypatch):
 
 
 def test_other_mistakes_are_said_as_they_are():
-    """Prevents a mistake that has nothing to do with memory from being answered with advice."""
+    """Prevents answering a mistake unrelated to memory with advice."""
     with pytest.raises(UserError, match="exceed the caps"):
         find_changes(one_epoch(caps=Caps.of(tiles=1, tokens=64)))
 
@@ -342,11 +342,11 @@ def enough_for(gpus: int, **given) -> float:
 
 @cache
 def enough_for_four_ranks() -> float:
-    """GiB with which four data-parallel ranks fit if they divide weights, and no other way."""
+    """Return GiB that suffice for four data-parallel ranks only with sharded weights."""
     return 1.1 * enough_for(4, tensor=1, pipeline=1)
 
 
-def told(goal: Goal) -> str:
+def fit_advice(goal: Goal) -> str:
     with pytest.raises(UserError, match="what would fit: ") as error:
         plan(goal)
     assert "\n" not in str(error.value)
@@ -355,9 +355,9 @@ def told(goal: Goal) -> str:
 
 @pytest.mark.parametrize("data", [SHAPES, Samples(lengths=example_lengths(count=100), caps=CAPS)])
 def test_as_many_devices_as_are_named_are_planned(data):
-    """Prevents: advice to use more devices that does not say how many, or says too few."""
+    """Prevents advice for more devices without a number, or with too few."""
     gib = enough_for(4, data=data)
-    advice = told(goal_of(gib, 1, data=data))
+    advice = fit_advice(goal_of(gib, 1, data=data))
     [gpus] = map(int, re.findall(r"--gpus (\d+) instead of 1, as in --tp ", advice))
     assert fits(goal_of(gib, gpus, data=data))
     of_a_node = training_job("internvl-digits", "laptop-cpu").cluster.gpus_per_node
@@ -366,9 +366,9 @@ def test_as_many_devices_as_are_named_are_planned(data):
 
 
 def test_what_was_given_is_named_where_it_stands_in_the_way():
-    """Prevents: more devices advised where weights that ranks divide would fit, or free sizes."""
+    """Prevents advising more devices if sharding, or a free size, suffices."""
     gib = enough_for_four_ranks()
-    advice = told(goal_of(gib, 4, shardings=REPLICATED, tensor=1, pipeline=1))
+    advice = fit_advice(goal_of(gib, 4, shardings=REPLICATED, tensor=1, pipeline=1))
     assert "--sharding auto instead of replicated, as in --tp 1 --pp 1 --dp 4 --sharding" in advice
     [named] = re.findall(r"no (--\w\w) 1, as in", advice) or [None]
     for option, left in {"--tp": {"pipeline": 1}, "--pp": {"tensor": 1}}.items():
@@ -377,27 +377,27 @@ def test_what_was_given_is_named_where_it_stands_in_the_way():
 
 
 def test_smaller_caps_are_named():
-    """Prevents: "smaller caps" that nobody has tried."""
+    """Prevents advising "smaller caps" that were not tried."""
     data, half = (ShapesAlone(caps=Caps.of(tiles=tiles, tokens=256 * tiles)) for tiles in (32, 16))
     gib = enough_for(2, data=half)
-    advice = told(goal_of(gib, 2, data=data))
+    advice = fit_advice(goal_of(gib, 2, data=data))
     [caps] = re.findall(r"--max-tokens (\d+) --max-tiles (\d+) instead of", advice)
     tokens, tiles = map(int, caps)
     assert fits(goal_of(gib, 2, data=ShapesAlone(caps=Caps.of(tiles=tiles, tokens=tokens))))
 
 
 def four_ranks(**given) -> Goal:
-    """Of four data-parallel ranks that fit if they divide weights."""
+    """Return a goal of four data-parallel ranks that fits only with sharded weights."""
     parallel = Parallel(pipeline=1, data=4)
     job = training_job("internvl-digits", "laptop-cpu", parallel=parallel)
     return with_memory(Goal(job=job, **given), enough_for_four_ranks())
 
 
 def test_one_device_is_told_of_adapters_before_larger_devices(tmp_path, capsys):
-    """Prevents: a user of one GPU who is sent to buy another where adapters would fit."""
+    """Prevents advising a user with one GPU to buy another if adapters suffice."""
     job = "plan --cluster a100-80g --gpus 1 --model internvl3-8b --max-tokens 4096"
-    told = failure(capsys, job, "-o", tmp_path / "whole").split("what would fit: ")[1]
-    ways = [re.match(r"--[a-z-]+(?: [a-z0-9-]+)?", way)[0] for way in told.split("; or ")]
+    fit_advice = failure(capsys, job, "-o", tmp_path / "whole").split("what would fit: ")[1]
+    ways = [re.match(r"--[a-z-]+(?: [a-z0-9-]+)?", way)[0] for way in fit_advice.split("; or ")]
     assert ways[:2] == ["--lora-rank 16", "--freeze language"] and "--cluster b200-180g" in ways
     for number, way in enumerate(ways[:2]):
         run(f"{job} {way}", "-o", tmp_path / str(number))
@@ -405,15 +405,15 @@ def test_one_device_is_told_of_adapters_before_larger_devices(tmp_path, capsys):
 
 @pytest.mark.parametrize("levels", [LevelRule(count=1), LevelRule()])
 def test_given_sizes_with_samples_are_told_of_sharding(levels):
-    """Prevents: a search of levels that ends with general advice, or names stages alone."""
+    """Prevents general advice after a search over levels, or advice of stages only."""
     data = Samples(lengths=example_lengths(), caps=CAPS)
     goal = four_ranks(data=data, free=Free(levels=levels, shardings=REPLICATED))
-    assert "--sharding full instead of replicated (needs " in told(goal)
+    assert "--sharding full instead of replicated (needs " in fit_advice(goal)
     assert fits(replace(goal, free=replace(goal.free, shardings=(WeightSharding.FULL,))))
 
 
 def test_reasons_of_what_was_not_chosen_are_no_advice():
-    """Prevents: a plan whose table of other ways says what would fit in its place."""
+    """Prevents advice inside the reasons for rejected shardings of a feasible plan."""
     free = Free(shardings=ALL, placements=(EncoderPlacement.PIPELINE,))
     sharding = plan(four_ranks(data=SHAPES, free=free)).sharding
     assert sharding.sharding is WeightSharding.FULL

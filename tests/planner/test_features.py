@@ -1,4 +1,4 @@
-"""Features by name: one limit or three, and items that are no tiles, from the file to the steps."""
+"""Features by name, with one limit or three, and other items than tiles, from file to steps."""
 
 import json
 import pickle
@@ -40,15 +40,15 @@ FEATURES = (("tokens",), ("clips", "tiles", "tokens"), ("tiles", "loss_tokens", 
 KINDS = pytest.mark.parametrize("names", FEATURES, ids="-".join)
 
 
-def drawn(names: Sequence[str], caps: Caps, samples: int, rng, most: float = 1.0) -> Lengths:
-    """Samples of each feature from nothing up to a share of its cap."""
+def draw_lengths(names: Sequence[str], caps: Caps, samples: int, rng, most: float = 1.0) -> Lengths:
+    """Return samples with each feature from zero up to `most` of its cap."""
     columns = {name: rng.integers(0, int(most * caps[name]) + 1, samples) for name in names}
     columns["tokens"] = np.maximum(columns["tokens"], 1)
     return lengths_of(**columns)
 
 
 def test_caps_have_one_order_and_one_json_form():
-    """Prevents equal limits that are different packs, and plans that cannot be read back."""
+    """Prevents equal caps that pack differently, and plans that cannot be read back."""
     caps = Caps.of(tokens=4096, tiles=9, loss_tokens=100, clips=4)
     assert caps.names == ("clips", "tiles", "loss_tokens", "tokens")
     assert caps.values.tolist() == [4, 9, 100, 4096]
@@ -67,13 +67,13 @@ def test_caps_have_one_order_and_one_json_form():
     "wrong", [{}, {"max_tiles": 9}, {"max_tokens": 0}, {"tokens": 9}, {"max_Tokens": 9}]
 )
 def test_caps_that_are_none_are_refused(wrong):
-    """Prevents packs without a limit of tokens, and keys that nothing reads."""
+    """Prevents packs without a token limit, and unknown keys."""
     with pytest.raises(ValidationError):
         Caps.model_validate(wrong)
 
 
 def test_limits_are_of_features_that_there_are():
-    """Prevents a misspelt limit that never binds, and items that nothing limits."""
+    """Prevents a misspelt limit that never binds, and unlimited items."""
     check_limits(["tiles", "tokens"], ["tiles"], "it")
     check_limits(["loss_tokens", "tokens"], [], "it")
     mistake = r"clip, which it cannot .*--max-tiles MAX and --max-tokens"
@@ -81,13 +81,13 @@ def test_limits_are_of_features_that_there_are():
         check_limits(["tiles", "clip", "tokens"], ["tiles"], "it")
     with pytest.raises(UserError, match="and clips is not; give --limit clips=MAX"):
         check_limits(["tiles", "tokens"], ["tiles", "clips"], "it")
-    # Items that may be limited need not be.
+    # Optional limits may be left out.
     check_limits(["tokens"], [], "it", others=["clips", "tiles"])
     check_limits(["tiles", "tokens"], [], "it", others=["clips", "tiles"])
 
 
 def test_lengths_have_the_columns_that_there_are(tmp_path):
-    """Prevents items of one file that are lost or misplaced beside those of another."""
+    """Prevents items lost or misplaced if files have different columns."""
     texts = lengths_of(tokens=[30, 5], loss_tokens=[7, 2])
     media = lengths_of(clips=[0, 3, 1], tiles=[2, 0, 5], tokens=[9, 8, 7])
     for name, lengths in (("texts", texts), ("media", media)):
@@ -109,7 +109,7 @@ def test_lengths_have_the_columns_that_there_are(tmp_path):
 
 
 def test_other_columns_are_no_items(tmp_path):
-    """Prevents names, scores and another tool's index from becoming limits that are asked for."""
+    """Prevents names, scores and foreign indices from becoming required limits."""
     columns = {
         "tokens": [3], "loss_tokens": [1], "source": ["a"], "clips": [2], "name": ["x"],
         "score": [0.5], "__index_level_0__": [7],
@@ -126,7 +126,7 @@ def test_other_columns_are_no_items(tmp_path):
 
 
 def test_keys_order_sizes_of_any_magnitude():
-    """Prevents sizes that overflow into each other where features are many or large."""
+    """Prevents sort keys that overflow with many or large features."""
     rng = np.random.default_rng(0)
     for most in (3, 2**31 - 1):
         for features in range(5):
@@ -143,11 +143,11 @@ def test_keys_order_sizes_of_any_magnitude():
     ("draws", "samples", "shares", "more"), [(12, (1, 9), (0.5, 1.0), 0), (4, (16, 17), (0.6,), 1)]
 )
 def test_packs_are_the_fewest_or_one_more_of_many(names, draws, samples, shares, more):
-    """Prevents a lost pack, false bounds and packs far from the integer program's optimum."""
+    """Prevents a lost pack, invalid bounds, and packs far from the integer optimum."""
     rng = np.random.default_rng(1)
     for _ in range(draws):
         caps = Caps.of(**{name: int(rng.integers(5, 40)) for name in names})
-        lengths = drawn(names, caps, int(rng.integers(*samples)), rng, rng.choice(shares))
+        lengths = draw_lengths(names, caps, int(rng.integers(*samples)), rng, rng.choice(shares))
         fewest = fewest_packs(lengths.sizes(caps.names), caps.values)
         packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
         assert_valid(packs, lengths, caps)
@@ -159,10 +159,10 @@ def test_packs_are_the_fewest_or_one_more_of_many(names, draws, samples, shares,
 @KINDS
 @pytest.mark.parametrize("most", [0.02, 0.3, 1.0])
 def test_many_samples_are_packed_once_under_all_caps(names, most):
-    """Prevents lost samples, caps that only some ways of packing keep, and more packs than ISF."""
+    """Prevents lost samples, exceeded caps, and more packs than ISF."""
     rng = np.random.default_rng(3)
     caps = Caps.of(**dict(zip(names, (400, 90, 4096)[-len(names) :], strict=True)))
-    lengths = drawn(names, caps, 400, rng, most)
+    lengths = draw_lengths(names, caps, 400, rng, most)
     for seed in range(2):
         packs = pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
         assert_valid(packs, lengths, caps)
@@ -177,11 +177,11 @@ GIVEN_SIZES = np.array([
     [2904, 4186, 4357, 3235, 6452, 2110, 3678, 4948],
 ])  # fmt: skip
 GIVEN_COUNTS = np.array([241, 29, 165, 225, 9, 146, 47, 172])
-"""Sizes (tiles, clips, tokens) and how many samples have each: at their caps, 251 packs suffice."""
+"""Sizes (tiles, clips, tokens) and sample counts: 251 packs suffice at the caps."""
 
 
 def few_sizes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sizes [features, sizes], counts [sizes] and caps [features]; 2 to 6 samples fill a pack."""
+    """Return sizes [features, sizes], counts [sizes], caps [features]; 2 to 6 samples per pack."""
     if seed < 0:
         return GIVEN_SIZES, GIVEN_COUNTS * -seed, np.array([512, 40, 16_384])
     rng = np.random.default_rng(seed)
@@ -191,7 +191,7 @@ def few_sizes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def packs_by_rounding_down(sizes: np.ndarray, counts: np.ndarray, caps: np.ndarray) -> int:
-    """Packs of the linear program over all patterns, rounded down, and first fit of the rest."""
+    """Return packs of the linear program over all patterns: rounded down, plus first fit."""
     columns = all_patterns(sizes, caps)
     times = np.floor(linprog(np.ones(len(columns)), A_ub=-columns.T, b_ub=-counts).x + 1e-9)
     left = np.maximum(counts - times @ columns, 0).astype(int)
@@ -202,7 +202,7 @@ def packs_by_rounding_down(sizes: np.ndarray, counts: np.ndarray, caps: np.ndarr
 
 @pytest.mark.parametrize("seed", [-1, -60, 1, 2, 3, 4])
 def test_three_limits_need_no_more_packs_than_rounding_down(seed):
-    """Prevents a grid too coarse for several kinds of items: 3 to 12 % more packs than must be."""
+    """Prevents 3 to 12 % extra packs by too coarse a grid for several item kinds."""
     sizes, counts, caps = few_sizes(seed)
     columns = np.repeat(sizes, counts, axis=1)
     lengths = lengths_of(**dict(zip(("tiles", "clips", "tokens"), columns, strict=True)))
@@ -216,7 +216,7 @@ def test_three_limits_need_no_more_packs_than_rounding_down(seed):
 
 @pytest.mark.parametrize("samples", [10, 400])
 def test_a_limit_that_never_binds_changes_nothing(samples):
-    """Prevents texts that pack worse, or otherwise, for want of tiles."""
+    """Prevents texts packed worse, or differently, if the data has no tiles."""
     tokens = np.random.default_rng(samples).integers(1, 900, samples)
     texts = lengths_of(tokens=tokens), Caps.of(tokens=1000)
     with_tiles = lengths_of(tiles=0 * tokens, tokens=tokens), Caps.of(tiles=3, tokens=1000)
@@ -224,11 +224,11 @@ def test_a_limit_that_never_binds_changes_nothing(samples):
     for given in (texts, with_tiles):
         packs = pack_samples(*given, PackingMethod.BALANCED, 5)
         lists = packs.samples.tolist(), packs.offsets.tolist()
-        found.append((*lists, packs_lower_bound(*given), scheduled(*given).sha256))
+        found.append((*lists, packs_lower_bound(*given), schedule_packs(*given).sha256))
     assert found[0] == found[1]
 
 
-def scheduled(lengths: Lengths, caps: Caps):
+def schedule_packs(lengths: Lengths, caps: Caps):
     settings_, levels = PackSettings(seed=1, epochs=2), [Level(caps=caps)]
     load = partial(size_load, lengths=lengths)
     steps = draw_steps(lengths, settings_, levels, load, packs_per_step=2, packs_per_row=2)
@@ -237,10 +237,10 @@ def scheduled(lengths: Lengths, caps: Caps):
 
 @KINDS
 def test_steps_have_every_pack_once(names, tmp_path):
-    """Prevents packs that are lost on the way to ranks, and sums of another feature."""
+    """Prevents packs lost in assignment to ranks, and sums of another feature."""
     caps = Caps.of(**dict(zip(names, (40, 90, 500)[-len(names) :], strict=True)))
-    lengths = drawn(names, caps, 30, np.random.default_rng(5), 0.4)
-    packs = scheduled(lengths, caps)
+    lengths = draw_lengths(names, caps, 30, np.random.default_rng(5), 0.4)
+    packs = schedule_packs(lengths, caps)
     assert np.bincount(packs.packs.samples).tolist() == [2] * 30
     for name in (*lengths.item_names, "tokens"):
         assert packs.column(name).tolist() == packs.packs.sums(lengths.column(name)).tolist()
@@ -261,7 +261,7 @@ def test_steps_have_every_pack_once(names, tmp_path):
 
 
 def some_kinds(features: int, rng) -> tuple[np.ndarray, np.ndarray]:
-    """A few sizes, at most five of which fit a pack, and caps."""
+    """Return a few sizes and caps. At most five samples fit a pack."""
     caps = np.array([12, 20, 300])[-features:]
     sizes = rng.integers(0, caps // 2 + 1, (5, features)).T
     sizes[-1] = np.maximum(sizes[-1], 51)
@@ -270,7 +270,7 @@ def some_kinds(features: int, rng) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("features", [1, 3])
 def test_knapsacks_equal_all_packs(features):
-    """Prevents tables that are wrong along an axis, against all patterns."""
+    """Prevents tables wrong along an axis; compares with all patterns."""
     rng = np.random.default_rng(6)
     for _ in range(25):
         sizes, caps = some_kinds(features, rng)
@@ -283,13 +283,13 @@ def test_knapsacks_equal_all_packs(features):
 
 
 def plain_best_fit(sizes, values, first, caps) -> list[list[int]]:
-    """Best fit decreasing, looking at every sample for every place."""
+    """Return best-fit-decreasing packs by scanning all samples for every place."""
     left, packs = sorted(range(len(values)), key=lambda i: -first[i]), []
     while left:
         pack = [left.pop(0)]
         while True:
             room = caps - sizes[:, pack].sum(axis=1)
-            # Of equal items only the sample of most tokens is offered.
+            # Among samples with equal items, only the longest is offered.
             offers: dict[tuple[int, ...], tuple] = {}
             for i in left:
                 if (sizes[:, i] <= room).all():
@@ -307,20 +307,20 @@ def plain_best_fit(sizes, values, first, caps) -> list[list[int]]:
 
 @pytest.mark.parametrize("most", [(), (2, 3), (2**31 - 1, 2**31 - 1, 2**31 - 1)])
 def test_best_fit_equals_its_rule(most):
-    """Prevents a field of one feature from borrowing from the next one's."""
+    """Prevents a packed integer's field from borrowing from its neighbour's."""
     rng = np.random.default_rng(8)
     for _ in range(15):
         caps = np.array([*most, 500])
         sizes = rng.integers(0, caps + 1, (40, len(caps))).T
         if len(most) == 3:
-            sizes = sizes[:, rng.integers(0, 20, 40)]  # No more counts than there are shelves.
+            sizes = sizes[:, rng.integers(0, 20, 40)]  # No more counts than shelves.
         values, first = rng.random(40), rng.random(40)
         given = sizes, values, first, caps
         assert pack_best_fit(*given) == plain_best_fit(*given)
 
 
 def test_mock_samples_are_at_every_cap():
-    """Prevents plans of shapes whose micro-batches lack some of the model's items."""
+    """Prevents micro-batches of shapes that lack some of the model's items."""
     shapes = Shapes(caps=Caps.of(tiles=3, clips=7, tokens=50), micro_batches_per_step=2)
     packs, lengths = data_at_caps(shapes, 2)
     assert lengths.sizes(["clips", "tiles", "tokens"]).tolist() == [[7] * 4, [3] * 4, [50] * 4]
@@ -331,9 +331,9 @@ def test_mock_samples_are_at_every_cap():
 
 @KINDS
 def test_caps_to_search_hold_every_sample(names):
-    """Prevents candidates that refuse a sample, lack a feature, or are not where moves lead."""
+    """Prevents candidate caps that exclude a sample, lack a feature, or ignore a fixed one."""
     caps = Caps.of(**dict(zip(names, (40, 30, 500)[-len(names) :], strict=True)))
-    lengths = drawn(names, caps, 200, np.random.default_rng(9))
+    lengths = draw_lengths(names, caps, 200, np.random.default_rng(9))
     space = CapSpace.for_lengths(lengths, names)
     least, grid = smallest_caps(lengths, names).values, space.grid()
     tried = [*grid, *space.moves(grid[0], 2**0.25)]
@@ -345,7 +345,7 @@ def test_caps_to_search_hold_every_sample(names):
 
 
 def test_commands_take_any_features(capsys, tmp_path):
-    """Prevents options that are parsed and lost, and JSON that hides what was limited."""
+    """Prevents options parsed but not used, and JSON without the limited features."""
     rng = np.random.default_rng(10)
     tokens = rng.integers(5, 200, 150)
     write_lengths(lengths_of(tokens=tokens), tmp_path / "text")

@@ -1,4 +1,4 @@
-"""Writes that leave nothing behind, and reads whose every failure is one line."""
+"""Atomic writes, and read errors in one line."""
 
 import os
 from functools import partial
@@ -38,7 +38,7 @@ read_toml = partial(read_toml_model, Inner)
 
 
 def test_a_finished_write_replaces_the_file(tmp_path):
-    """Prevents readers from seeing the new content before all of it is there."""
+    """Prevents readers from seeing partial new content."""
     path = tmp_path / "a.txt"
     path.write_text("old")
     with atomic(path) as temporary:
@@ -50,7 +50,7 @@ def test_a_finished_write_replaces_the_file(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_failed_write_keeps_the_old_file_and_no_other(tmp_path, error):
-    """Prevents a half-written file, and a temporary one beside it."""
+    """Prevents a partial file, or a leftover temporary file."""
     path = tmp_path / "a.txt"
     path.write_text("old")
     with pytest.raises(error), atomic(path) as temporary:
@@ -61,7 +61,7 @@ def test_a_failed_write_keeps_the_old_file_and_no_other(tmp_path, error):
 
 
 def test_a_folder_cannot_be_written(tmp_path):
-    """Prevents work whose result has no place to go, and a temporary file beside the folder."""
+    """Prevents a result lost because its path is a folder, and a leftover temporary file."""
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="out: is a directory"), atomic(tmp_path / "out") as path:
         path.write_text("x")
@@ -70,7 +70,7 @@ def test_a_folder_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("folder", ["absent", "file"])
 def test_the_error_of_the_write_is_the_one_raised(tmp_path, folder):
-    """Prevents cleaning up from hiding why the write failed."""
+    """Prevents cleanup from hiding the write's error."""
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"No such file|Not a directory") as raised:
         write_json_model(Inner(count=1), tmp_path / folder / "a.json")
@@ -78,7 +78,7 @@ def test_the_error_of_the_write_is_the_one_raised(tmp_path, folder):
 
 
 def test_models_come_back(tmp_path):
-    """Prevents a model that cannot be read, and bytes that differ between writes."""
+    """Prevents a model that cannot be read back, and bytes that differ between writes."""
     path, model = tmp_path / "a.json", Outer(inner=(Inner(count=2), Inner(count=3, ratio=0.5)))
     write_json_model(model, path)
     first, again = path.read_bytes(), read_json_model(Outer, path, "r")
@@ -107,7 +107,7 @@ def test_models_come_back(tmp_path):
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path, read, content, expected):
-    """Prevents tracebacks, and messages of pydantic's that fill a screen."""
+    """Prevents tracebacks, and pydantic messages of many lines."""
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(UserError, match=expected) as raised:
         read(tmp_path / "a", "mend it")
@@ -126,7 +126,7 @@ def test_what_is_no_file_is_named(tmp_path: Path, read):
 
 
 def test_a_finished_folder_gets_its_name(tmp_path):
-    """Prevents a folder that is seen half written, or that only its owner may enter."""
+    """Prevents a folder visible before it is complete, or accessible only to its owner."""
     path, other = tmp_path / "deep" / "out", tmp_path / "other"
     with atomic_directory(path) as temporary:
         (temporary / "a").write_text("a")
@@ -138,7 +138,7 @@ def test_a_finished_folder_gets_its_name(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
 def test_a_failed_folder_leaves_nothing_and_takes_nothing(tmp_path, error):
-    """Prevents rests of a failed write, and a folder of the user's that is taken for such rests."""
+    """Prevents leftovers of a failed write, and deleting a user's folder."""
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "kept").write_text("kept")
     with pytest.raises(error), atomic_directory(tmp_path / "out") as temporary:
@@ -150,7 +150,7 @@ def test_a_failed_folder_leaves_nothing_and_takes_nothing(tmp_path, error):
 
 @pytest.mark.parametrize("leads_to", ["absent", "folder"])
 def test_a_link_is_not_written_over(tmp_path, leads_to):
-    """Prevents hours of writing that end in an error, as no folder can take a link's name."""
+    """Prevents hours of writing that end in an error, as a folder cannot replace a link."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / leads_to)
     with pytest.raises(UserError, match="out: exists already"), atomic_directory(tmp_path / "out"):
@@ -159,7 +159,7 @@ def test_a_link_is_not_written_over(tmp_path, leads_to):
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
-    """Prevents: a pipe or device is read for ever, or `--data-index /dev/null` removes it."""
+    """Prevents hanging on a pipe or device, or `--data-index /dev/null` deleting it."""
     os.mkfifo(tmp_path / "config.json")
     for path in (tmp_path / "config.json", Path("/dev/zero")):
         with pytest.raises(UserError, match="is a pipe or a device"):
@@ -172,7 +172,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 
 @pytest.mark.parametrize("value", ['{"a":' * 9999 + "1" + "}" * 9999, "9" * 5000])
 def test_odd_json_is_one_line(tmp_path, value):
-    """Prevents a traceback for a configuration that nests too deep or holds a huge number."""
+    """Prevents a traceback for deeply nested JSON or a huge number."""
     path = tmp_path / "config.json"
     path.write_text(f'{{"a": {value}}}')
     with pytest.raises(UserError, match="not JSON"):

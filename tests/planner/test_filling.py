@@ -1,4 +1,4 @@
-"""Filling of long packs: a sample goes there if and only if that takes less device time."""
+"""Filling long packs with short samples, only if that takes less device time."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ JOB = JobSpec(
 
 
 def device_ms(tokens: Sequence[int], level: Level) -> float:
-    """Time that one pack of these samples takes of all its ranks."""
+    """Return the device time of a pack of these samples, summed over its ranks."""
     (cost,) = JOB.costs_at([level])
     packs = Packs.from_lists([list(range(len(tokens)))])
     parts = part_features(packs, texts(tokens), level, cost.features)
@@ -36,7 +36,7 @@ def device_ms(tokens: Sequence[int], level: Level) -> float:
     ("context", "cap", "fills"), [(2, 32, True), (8, 32, True), (2, 2_048, True), (8, 2_048, False)]
 )
 def test_samples_fill_where_that_takes_less_time(context, cap, fills):
-    """Prevents short samples in shared packs that exchange them for more than a pack costs."""
+    """Prevents filling shared packs with samples that are cheaper in packs of their own."""
     short = Level(caps=Caps.of(tokens=cap))
     long = Level(caps=Caps.of(tokens=65_536), context=context)
     tokens = [2, cap // 4, cap, 40_000]
@@ -51,7 +51,7 @@ def test_samples_fill_where_that_takes_less_time(context, cap, fills):
 
 
 def test_samples_that_stay_whole_fill_for_nothing():
-    """Prevents a rule that thinks each sample of a shared pack is exchanged."""
+    """Prevents charging exchange for samples that a shared pack keeps on one rank."""
     short = Level(caps=Caps.of(tokens=3_000))
     long = Level(caps=Caps.of(tokens=65_536), context=8, cut=CutRule.WHOLE)
     worth = JOB.worth_filling(texts([16, 2_048, 2_049, 60_000]), (short, long))

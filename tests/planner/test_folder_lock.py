@@ -1,4 +1,4 @@
-"""The lock of a folder that one run writes to."""
+"""The lock of a folder that only one run may write to."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ LOCK = ".lock"
 
 
 def test_a_second_run_is_refused_by_the_name_of_the_first(tmp_path):
-    """Prevents: two trainings that write to one folder, and a user who cannot find the other."""
+    """Prevents two runs writing to one folder, and an error that does not name the first run."""
     node, second = os.uname().nodename, r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S*"
     with lock_folder("-o", tmp_path, print):
         named = rf"process {os.getpid()} on {node} since {second}; .* another -o$"
@@ -38,7 +38,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first(tmp_path):
 
 
 def test_a_dead_holder_frees_its_folder_with_its_children(tmp_path):
-    """Prevents: a folder that a killed run keeps for ever, and one taken from its last save."""
+    """Prevents a lock that outlives a killed run, and one taken while its child still saves."""
     said: list[str] = []
 
     def say(line):
@@ -57,7 +57,7 @@ def test_a_dead_holder_frees_its_folder_with_its_children(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_named():
-    """Prevents: a model that is built for minutes before its first save fails."""
+    """Prevents building a model for minutes before its first save fails."""
     with (
         pytest.raises(UserError, match=r"^--save /proc/run: .*; give a directory that can be writ"),
         lock_folder("--save", Path("/proc/run"), print),

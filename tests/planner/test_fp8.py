@@ -1,4 +1,4 @@
-"""Precision fp8: what it costs and keeps, who can be told, and what of launch lines is read."""
+"""Precision fp8: costs and kept tensors, unsupported targets, and launch-line recipes."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ FEATURES = list(analytic_cost(LLAMA, CLUSTER, ONE, "bf16").features)
 
 
 def layers(parallel: Parallel = ONE, **fp8) -> list[UnitCost]:
-    """A language layer in bf16 and in FP8."""
+    """Return a language layer's costs in bf16 and in FP8."""
     runtime = OWN_RUNTIME.model_copy(update={"fp8": Fp8(**fp8)})
     costs = (
         analytic_cost(LLAMA, CLUSTER, parallel, each, runtime=runtime) for each in ("bf16", "fp8")
@@ -57,8 +57,8 @@ def plan_of(model: ModelConfig, parallel: Parallel) -> Plan:
 
 @pytest.mark.parametrize(("recipe", "cast"), [("delayed", 4), ("mxfp8", 4), ("tensorwise", 6)])
 def test_a_layers_products_go_at_the_fp8_rate_after_casts(recipe, cast):
-    """Prevents: attention or norms at the rate of FP8, casts that cost nothing, and backward's
-    products in bf16."""
+    """Prevents attention or norms at the FP8 rate, casts without time, and backward products in
+    bf16."""
     plain, fast = layers(recipe=recipe)
     saved_ms = 2 * WEIGHTS * (1 / (989e9 * 0.55) - 1 / (1979e9 * CLUSTER.fp8_efficiency))
     forward_ms = saved_ms - INPUTS * cast / MOVED
@@ -67,13 +67,13 @@ def test_a_layers_products_go_at_the_fp8_rate_after_casts(recipe, cast):
     assert per_token(plain.backward_ms - fast.backward_ms) == pytest.approx(backward_ms)
     square = FEATURES.index("squared_tokens")
     assert fast.forward_ms[square] == plain.forward_ms[square] > 0
-    # Kernels that cast, of four inputs and gradients.
+    # Cast kernels of four inputs and gradients.
     kernels_ms = 4 * (2 if recipe == "tensorwise" else 1) * 0.004
     assert (fast.forward_ms - plain.forward_ms)[0] == pytest.approx(kernels_ms)
 
 
 def test_weights_have_two_copies_or_are_those():
-    """Prevents: memory of FP8 weights left out, or of bf16 ones that are not there."""
+    """Prevents omitting memory of FP8 weights, or counting absent bf16 weights."""
     cost, plain = (analytic_cost(LLAMA, CLUSTER, ONE, each) for each in ("fp8", "bf16"))
     runtime = RuntimeOptions(fp8=Fp8(keeps_bf16_weights=False))
     alone = analytic_cost(LLAMA, CLUSTER, ONE, "fp8", runtime=runtime)
@@ -86,7 +86,7 @@ def test_weights_have_two_copies_or_are_those():
 
 
 def test_what_is_no_linear_of_a_language_layer_is_as_in_bf16():
-    """Prevents: head, embeddings, encoders and projectors in FP8."""
+    """Prevents head, embeddings, encoders and projectors in FP8."""
     model = load_model("internvl2.5-8b")
     plain, fast = (analytic_cost(model, CLUSTER, ONE, each).units for each in ("bf16", "fp8"))
     for name in plain.keys() - {"language_layer"}:
@@ -95,16 +95,16 @@ def test_what_is_no_linear_of_a_language_layer_is_as_in_bf16():
 
 
 def test_gathers_of_sequence_parallelism_are_of_bytes():
-    """Prevents: what ranks gather for products in FP8 counted in bf16; sums stay in it."""
+    """Prevents counting gathers of FP8 inputs in bf16; reductions remain in bf16."""
     sizes = Parallel(tensor=4, pipeline=1, sequence_parallel=True)
     plain, fast = (each.collective_ms for each in layers(sizes))
-    # Forward gathers and sums; backward gathers, sums and gathers inputs again.
+    # Forward gathers and reduces; backward gathers, reduces and gathers inputs again.
     assert per_token(fast[0]) / per_token(plain[0]) == pytest.approx(1.5 / 2)
     assert per_token(fast[1]) / per_token(plain[1]) == pytest.approx(2 / 3)
 
 
 def test_experts_are_in_fp8_and_routers_and_gates_are_not():
-    """Prevents: a mixture whose experts stay slow, or whose router is quantised."""
+    """Prevents experts left in bf16, and a quantized router or gate."""
     products = layer_products(load_model("qwen3.5-35b-a3b"), ONE, "fp8")
     mixture = [one for one in products if one.groups > 1]
     assert mixture and all(one.dtype == "fp8" for one in mixture)
@@ -113,7 +113,7 @@ def test_experts_are_in_fp8_and_routers_and_gates_are_not():
     assert routers and all(one.dtype == "fp32" for one in routers)
 
 
-def refused(**changes) -> str:
+def refusal(**changes) -> str:
     given = {"model": LLAMA, "cluster": CLUSTER, "parallel": ONE, "precision": "fp8"}
     with pytest.raises(UserError) as error:
         JobSpec(**(given | changes))
@@ -122,11 +122,11 @@ def refused(**changes) -> str:
 
 
 def test_who_has_no_fp8_says_so():
-    """Prevents: plans of devices, sizes and trainers that cannot multiply in FP8."""
-    assert "no rate for fp8" in refused(cluster=load_cluster("a100-80g"))
+    """Prevents plans for devices, sizes and trainers without FP8."""
+    assert "no rate for fp8" in refusal(cluster=load_cluster("a100-80g"))
     odd = LLAMA.with_tower("language", ffn_hidden_size=14_344)
-    assert "14344" in refused(model=odd) and "multiples of 16" in refused(model=odd)
-    assert "XTuner" in refused(trainer=TARGETS[TargetName.XTUNER])
+    assert "14344" in refusal(model=odd) and "multiples of 16" in refusal(model=odd)
+    assert "XTuner" in refusal(trainer=TARGETS[TargetName.XTUNER])
     plan = plan_of(load_model("internvl3.5-30b-a3b"), ONE)
     assert any("experts" in told and "bf16 only" in told for told in training_obstacles(plan))
 
@@ -136,8 +136,7 @@ def test_who_has_no_fp8_says_so():
     [({}, 16), ({"tensor": 4}, 16), ({"tensor": 4, "sequence_parallel": True}, 64)],
 )
 def test_tokens_are_padded_to_what_fp8_multiplies(sizes, multiple):
-    """Prevents: micro-batches of other lengths on the two ends of a cut, and a rank's part of a
-    sequence that FP8 does not take."""
+    """Prevents unequal micro-batch lengths on two pipeline ends, and sequence parts FP8 rejects."""
     plan = plan_of(LLAMA, Parallel(pipeline=1, **sizes))
     assert plan.token_multiple == multiple
     assert plan.model_copy(update={"precision": "bf16"}).token_multiple == multiple // 16
@@ -166,15 +165,15 @@ READ = {
 }
 
 
-def read(text: str):
+def parse_line(text: str):
     return line_of(read_launch(text, {}), LLAMA)
 
 
 @pytest.mark.parametrize("text", READ)
 def test_recipes_of_lines_are_read(text):
-    """Prevents: a trainer's own way to say FP8 that is predicted in bf16, or as another recipe."""
+    """Prevents a trainer's FP8 option predicted as bf16, or as another recipe."""
     recipe, keeps = READ[text]
-    assert precision_of(read(text)) == ("fp8", Fp8(recipe=recipe, keeps_bf16_weights=keeps))
+    assert precision_of(parse_line(text)) == ("fp8", Fp8(recipe=recipe, keeps_bf16_weights=keeps))
 
 
 @pytest.mark.parametrize(
@@ -188,9 +187,9 @@ def test_recipes_of_lines_are_read(text):
     ],
 )
 def test_other_lines_are_in_bf16(text, told):
-    """Prevents: a line without FP8, or that turns it off, predicted with it."""
-    assert precision_of(read(text))[0] == "bf16"
-    notes = list(notes_on_precision(read(text)))
+    """Prevents predicting FP8 for a line that lacks it or turns it off."""
+    assert precision_of(parse_line(text))[0] == "bf16"
+    notes = list(notes_on_precision(parse_line(text)))
     assert told in " ".join(notes) if told else not notes
 
 
@@ -208,13 +207,13 @@ def test_other_lines_are_in_bf16(text, told):
     ],
 )
 def test_what_is_not_counted_is_said(flags, told):
-    """Prevents: figures of a line that asks for more or less FP8 than is counted, and no word."""
-    (note,) = notes_on_precision(read(LM + flags))
+    """Prevents omitting a note if a line asks for more or less FP8 than is counted."""
+    (note,) = notes_on_precision(parse_line(LM + flags))
     assert told in note
 
 
 def test_a_line_in_fp8_takes_less_than_in_bf16():
-    """Prevents: a precision that is read and predicted as if it were not."""
+    """Prevents a precision that is parsed but does not change the prediction."""
     plain, fast = (
         predict_line(of_line(LM + flags, "llama3.1-8b")) for flags in ("", "--fp8-format hybrid")
     )

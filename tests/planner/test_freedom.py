@@ -1,4 +1,4 @@
-"""More freedom, memory or devices never make the plan of a random goal slower."""
+"""More freedom, memory or devices never slow down a random goal's plan."""
 
 import random
 import re
@@ -11,7 +11,7 @@ from kept_job_cases import plan_job, write_data
 from omnibal.model.config import load_cluster
 
 FIXED = (2, "first sizes do not fit")
-"""A seed of the suite, and a goal by its name; `make goals DRAWS=500` draws others."""
+"""A random seed, and a named goal; `make goals DRAWS=500` draws others."""
 
 
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
     ),
     "qwen3-30b-a3b --lengths texts": (("--max-tokens 8192",), ("--ep 2", "--ep 8")),
 }  # fmt: skip
-"""Options of the kinds' own to choose from."""
+"""Options specific to each kind."""
 GIVEN = (
     ("--tp 1", "--tp 2", "--tp 4"),
     ("--pp 1", "--pp 2", "--pp 4"),
@@ -35,7 +35,7 @@ GIVEN = (
 
 
 class DrawnGoal(NamedTuple):
-    """A goal by its options: what is fixed, and what may be freed."""
+    """A goal by its options: fixed options, and options that may be freed."""
 
     fixed: str
     gpus: int
@@ -48,9 +48,8 @@ class DrawnGoal(NamedTuple):
         sizes = f"--gpus {self.gpus} --memory-gib {self.memory_gib}"
         return f"{self.fixed} {sizes} {' '.join(self.given)}{free}"
 
-    def relaxed(self) -> Iterator["DrawnGoal"]:
-        """Yield the goal with one choice freed, with more memory, and if sizes are free with twice
-        the devices."""
+    def relax_choices(self) -> Iterator["DrawnGoal"]:
+        """Yield goals with a choice freed, more memory, or twice the devices if sizes are free."""
         for freed in self.given:
             yield self._replace(given=tuple(each for each in self.given if each != freed))
         yield self._replace(memory_gib=1.3 * self.memory_gib)
@@ -62,7 +61,7 @@ ESTIMATED_GOAL = DrawnGoal(
     "--model qwen3-30b-a3b --lengths texts --cluster a100-80g --samples-per-step 128",
     gpus=8, memory_gib=80, given=("--pp 1", "--max-tokens 8192", "--schedule 1f1b"),
 )  # fmt: skip
-"""A search once skipped sizes of which it estimated only choices that do not fit."""
+"""A search once skipped these sizes, as all estimated choices did not fit."""
 
 
 def draw_goal(rng: random.Random) -> DrawnGoal:
@@ -78,7 +77,7 @@ def draw_goal(rng: random.Random) -> DrawnGoal:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Draw as many as `--draws` says, from `--seed` on."""
+    """Draw `--draws` goals from `--seed` on."""
     if "seed" in metafunc.fixturenames:
         draws, first = (metafunc.config.getoption(name) for name in ("draws", "seed"))
         metafunc.parametrize("seed", FIXED if draws is None else range(first, first + draws))
@@ -92,11 +91,11 @@ def data(tmp_path_factory):
 
 
 def test_freedom_never_costs(data, tmp_path, seed):
-    """Prevents a search that leaves out, or judges otherwise, what a given choice would reach."""
+    """Prevents a search that misses, or mispredicts, plans reachable with fixed choices."""
     rng, plans = random.Random(seed), iter(range(1000))
 
     def rate(goal: DrawnGoal) -> float | None:
-        """Samples per second of all devices; None if nothing fits or goes together."""
+        """Return samples per second of all devices, or None without a valid plan."""
         try:
             result = plan_job(goal.command, data, tmp_path / f"{next(plans)}")
         except AssertionError:
@@ -109,7 +108,7 @@ def test_freedom_never_costs(data, tmp_path, seed):
         least = rate(goal)
     worse = {
         more.command: (found, least)
-        for more in goal.relaxed()
+        for more in goal.relax_choices()
         if not (found := rate(more)) or found < 0.999 * least
     }
     assert not worse, f"slower than {goal.command}: {worse}"
