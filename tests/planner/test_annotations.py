@@ -291,7 +291,7 @@ def test_images_share_the_most_tiles(tmp_path, images, limit, most):
     assert found.use_thumbnail and sample.shown(TILING) == sample
 
 
-def middles_spelled_out(frames: int, most: int) -> list[int]:
+def reference_frames(frames: int, most: int) -> list[int]:
     """Return InternVL's frames by definition: the middle of each of `most` equal intervals."""
     chosen, parts = [], min(frames, most)
     for part in range(parts):
@@ -331,7 +331,7 @@ def test_middle_frames():
             assert chosen == sorted(set(chosen))
             assert frames > most or chosen == list(range(frames))
             # Floating point reaches a border from below, as NumPy's linspace does.
-            wrong = np.abs(np.subtract(chosen, middles_spelled_out(frames, most)))
+            wrong = np.abs(np.subtract(chosen, reference_frames(frames, most)))
             assert wrong.max() <= 1 and wrong.mean() <= 0.1
     assert middle_frames(100, 4) == [12, 37, 62, 87]
 
@@ -365,7 +365,7 @@ def test_video_frames(tmp_path, question, shown):
         assert [frame.path for frame in of_sample.frames] == [folder / name for name in names]
         assert sample.files == of_sample.frames
         few = sample.shown(tiling)
-        chosen = [names[k] for k in middles_spelled_out(4, 3)]
+        chosen = [names[k] for k in reference_frames(4, 3)]
         assert [image.path.name for image in few.images] == chosen
         assert few.turns[0].question == shown
         assert few.shown(tiling) == few and few.files == few.images

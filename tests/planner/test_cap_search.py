@@ -71,11 +71,11 @@ def search(rule="time", **changes) -> CapSearch:
     return search_caps(request_of(**changes), rule, lambda done: None)
 
 
-def planned_alone(searched: StrategyRequest, caps: Caps) -> float:
+def plan_ms(searched: StrategyRequest, caps: Caps) -> float:
     return planned_ms_per_sample(searched, caps, searched.job.parallel)
 
 
-def least_of(lengths: Lengths) -> Caps:
+def min_caps(lengths: Lengths) -> Caps:
     return smallest_caps(lengths, ("tiles", "tokens"))
 
 
@@ -88,7 +88,7 @@ def test_winner_is_the_best_of_the_planners_own_predictions(packing):
     shown = [each.strategy.ms_per_sample for each in found.candidates]
     assert shown == sorted(shown)
     compared = found.candidates if packing is PackingMethod.ISF else found.candidates[:3]
-    planned = [planned_alone(searched, each.caps) for each in compared]
+    planned = [plan_ms(searched, each.caps) for each in compared]
     np.testing.assert_allclose(shown[: len(planned)], planned, rtol=1e-9)
 
 
@@ -96,9 +96,9 @@ def test_few_candidates_come_close_to_all():
     """Prevents a candidate grid or moves that miss the best caps."""
     searched = request_of()
     found = search_caps(searched, "time", lambda done: None)
-    least = least_of(searched.lengths)
+    least = min_caps(searched.lengths)
     everywhere = [
-        planned_alone(searched, Caps.of(tiles=tiles, tokens=tokens))
+        plan_ms(searched, Caps.of(tiles=tiles, tokens=tokens))
         for tiles in range(least["tiles"], 4 * least["tiles"] + 1, 4)
         for tokens in range(160, 641, 160)
     ]
@@ -231,7 +231,7 @@ def test_papers_rule_is_what_its_code_does(tokens_per_tile):
             for size in (lengths.column("tiles"), lengths.tokens)
         )
     assert len(scores) > 1
-    assert paper_caps(lengths, least_of(lengths), seed) == sorted(scores, key=scores.get)
+    assert paper_caps(lengths, min_caps(lengths), seed) == sorted(scores, key=scores.get)
 
 
 @pytest.mark.parametrize(
@@ -242,14 +242,14 @@ def test_papers_rule_ends_at_4_to_5_samples(size):
     rng = np.random.default_rng(0)
     sizes = [(size[0] + n % 2, size[1] + int(rng.integers(99))) for n in range(400)]
     lengths = make_lengths(sizes)
-    for caps in paper_caps(lengths, least_of(lengths), 0):
+    for caps in paper_caps(lengths, min_caps(lengths), 0):
         assert 4 <= len(lengths) / len(pack_isf(lengths, caps, 0)) <= 5
 
 
 def test_papers_rule_skips_what_does_not_fit_into_memory():
     """Prevents the rule from choosing caps that exceed memory while other candidates fit."""
     costs = {"lengths": documents(), "rule": "paper", "samples": 800}
-    by_rule = paper_caps(documents(), least_of(documents()), 0)
+    by_rule = paper_caps(documents(), min_caps(documents()), 0)
     assert [each.caps for each in search(**costs).candidates] == by_rule
     none_gib, all_gib = 0.001, CLUSTER.memory_gib
     for _ in range(30):

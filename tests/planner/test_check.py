@@ -62,7 +62,7 @@ def long_and_short(count: int = 240) -> Lengths:
     return replace(lengths, tokens=lengths.tokens + extra)
 
 
-def planned_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
+def plan_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
     """Return a plan of packs for CP 1 and CP 2. CP 2 recomputes a layer."""
     stages = stages_from_cuts(OF_LEVELS.model, (4,))
     long = {"context": 2, "cut": CutRule.ZIGZAG, "recompute": ((), stages[1].units[-2].units[:1])}
@@ -93,14 +93,14 @@ def planned_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
 
 
 @pytest.fixture(scope="module")
-def made_of_levels() -> PlanResult:
-    return planned_with_levels()
+def levels_result() -> PlanResult:
+    return plan_with_levels()
 
 
 @pytest.fixture
-def shared(tmp_path: Path, made_of_levels: PlanResult) -> Path:
+def shared(tmp_path: Path, levels_result: PlanResult) -> Path:
     """Return the directory of a plan with context-parallel packs."""
-    save_plan(made_of_levels, tmp_path / "plan")
+    save_plan(levels_result, tmp_path / "plan")
     return tmp_path / "plan"
 
 
@@ -136,16 +136,16 @@ def edit(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps(plan))
 
 
-def test_good_plans_pass(tmp_path, example, made_of_levels):
+def test_good_plans_pass(tmp_path, example, levels_result):
     """Prevents checks that refuse valid plans, and a fixture without context-parallel packs."""
     of_origin = make_plan(request(lengths=example_lengths(origin_of(MODEL))))
     for number, result in enumerate((example, of_origin)):
         save_plan(result, tmp_path / f"{number}")
         assert len(check_plan(tmp_path / f"{number}")) == 14
-    packs, _ = made_of_levels.data
+    packs, _ = levels_result.data
     assert 0 < packs.level.sum() < len(packs)
-    assert made_of_levels.plan.prediction.lost.context_exchange_ms > 0
-    save_plan(made_of_levels, tmp_path / "levels")
+    assert levels_result.plan.prediction.lost.context_exchange_ms > 0
+    save_plan(levels_result, tmp_path / "levels")
     passed = check_plan(tmp_path / "levels")
     assert "packs have 2 levels of context size 1, 2" in passed
     assert "no pack exceeds the caps of its level" in passed
@@ -247,7 +247,7 @@ def other_level(packs: ScheduledPacks) -> ScheduledPacks:
     return with_entry("level", first_row(packs, 0), 2)(packs)
 
 
-def too_long_for_its_level(packs: ScheduledPacks) -> ScheduledPacks:
+def swap_long_pack(packs: ScheduledPacks) -> ScheduledPacks:
     """Swap the samples of a long pack and a short one."""
     moved = swap_rows(first_row(packs, 0), int(packs.tokens.argmax()))(packs)
     return replace(
@@ -255,13 +255,13 @@ def too_long_for_its_level(packs: ScheduledPacks) -> ScheduledPacks:
     )
 
 
-def off_its_block(packs: ScheduledPacks) -> ScheduledPacks:
+def shift_rank(packs: ScheduledPacks) -> ScheduledPacks:
     row = first_row(packs, 1)
     moved = with_entry("dp_rank", row, int(packs.dp_rank[row]) + 1)(packs)
     return moved.take(np.lexsort((moved.slot, moved.dp_rank, moved.step)))
 
 
-def shared_beside_others(packs: ScheduledPacks) -> ScheduledPacks:
+def share_own_pack(packs: ScheduledPacks) -> ScheduledPacks:
     """Make a rank's own pack context-parallel. All fit the larger caps."""
     own = np.flatnonzero((packs.level == 0) & (packs.dp_rank == 2))
     return with_entry("level", own[0], 1)(packs)
@@ -278,9 +278,9 @@ def later_slot(packs: ScheduledPacks) -> ScheduledPacks:
     ("change", "expected"),
     [
         (other_level, "has no such level.*levels go from 0 to 1"),
-        (too_long_for_its_level, "exceeds a cap.*the caps of its level"),
-        (off_its_block, "begin a context-parallel group.*multiple of its level's context"),
-        (shared_beside_others, "another context size than a pack of the same step and slot"),
+        (swap_long_pack, "exceeds a cap.*the caps of its level"),
+        (shift_rank, "begin a context-parallel group.*multiple of its level's context"),
+        (share_own_pack, "another context size than a pack of the same step and slot"),
         (later_slot, "leaves out a slot.*count from 0 in each step"),
     ],
 )
@@ -305,7 +305,7 @@ def test_a_gap_on_a_rank_that_only_shares_is_found(tmp_path, missing):
     dp_rank, slot, level = np.array([row[:3] for row in rows], np.int32).T
     packs = Packs.from_lists([row[3] for row in rows])
     given = packs, long_and_short(25), 0 * slot, dp_rank, slot
-    example = planned_with_levels(ScheduledPacks.from_packs(*given, level=level), len(ranks) + 6)
+    example = plan_with_levels(ScheduledPacks.from_packs(*given, level=level), len(ranks) + 6)
     roomy = tuple(
         level.model_copy(update={"caps": Caps.of(tiles=100, tokens=tokens)})
         for level, tokens in zip(example.plan.levels, (4_000, 5_000), strict=True)
@@ -396,19 +396,19 @@ def test_wrong_levels_are_refused(shared, changes, expected):
 
 def test_steps_count_a_shared_pack_for_each_of_its_ranks(tmp_path):
     """Prevents plans with context-parallel packs reported as having unequal steps."""
-    example = planned_with_levels(packs_per_step=8)
+    example = plan_with_levels(packs_per_step=8)
     packs, _ = example.data
     assert len(set(np.bincount(packs.step).tolist())) > 2  # steps of any plan may differ by 1
     save_plan(example, tmp_path / "plan")
     assert any(line.startswith("steps are of 8 packs") for line in check_plan(tmp_path / "plan"))
 
 
-def test_simulation_and_report_are_of_the_levels(shared, made_of_levels, capsys):
+def test_simulation_and_report_are_of_the_levels(shared, levels_result, capsys):
     """Prevents figures that count a shared pack as one rank's, and hidden recomputation."""
     simulate(shared, None, None, True)
     simulated = json.loads(capsys.readouterr().out)
-    assert simulated["step_ms_mean"] == pytest.approx(made_of_levels.plan.prediction.step_ms)
-    table = stages_table(made_of_levels.plan)
+    assert simulated["step_ms_mean"] == pytest.approx(levels_result.plan.prediction.step_ms)
+    table = stages_table(levels_result.plan)
     at = [column.title for column in table.columns].index("recompute\nby level")
     recomputed = [row[at] for section in table.sections for row in section]
     assert recomputed == ["0 + 0 / 0 + 0", "0 + 0 / 0 + 1"]
@@ -451,7 +451,7 @@ def test_removed_recomputation_is_seen(tmp_path, example, keeps_prediction):
     assert_refused(tmp_path / "plan", "is predicted to need")
 
 
-def recomputing_all(stage: Stage) -> Stage:
+def recompute_vision(stage: Stage) -> Stage:
     return stage.model_copy(update={"recompute": (Span("vision", stage.layers("vision")),)})
 
 
@@ -464,7 +464,7 @@ def recomputing_all(stage: Stage) -> Stage:
             "model": plan.model.with_tower("language", vocab_size=512),
             "settings_sha256": None,
         },
-        lambda plan: {"stages": (recomputing_all(plan.stages[0]), *plan.stages[1:])},
+        lambda plan: {"stages": (recompute_vision(plan.stages[0]), *plan.stages[1:])},
         lambda plan: {"prediction": plan.prediction.model_copy(update={"cost_source": "x"})},
         lambda plan: {"prediction": plan.prediction.model_copy(update={"step_ms": 1.0})},
         lambda plan: {"cluster": plan.cluster.model_copy(update={"link_latency_us": 1e4})},

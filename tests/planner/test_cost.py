@@ -32,7 +32,7 @@ def cost_of(
     return analytic_cost(MODEL, cluster, Parallel(**{"pipeline": 4} | sizes), precision, frozen)
 
 
-def only(**rates: float) -> ClusterConfig:
+def isolate_rates(**rates: float) -> ClusterConfig:
     """Return the cluster with the given rates. Other work takes no time."""
     links = ("memory_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s")
     free = dict.fromkeys(links, 1e15) | {
@@ -46,7 +46,7 @@ def only(**rates: float) -> ClusterConfig:
 
 def test_collectives_are_those_of_megatron():
     """Prevents a collective omitted or counted twice (Korthikanti et al. 2022, section 4.2.2)."""
-    links = only(intra_node_gb_per_s=100.0, link_efficiency=0.5)
+    links = isolate_rates(intra_node_gb_per_s=100.0, link_efficiency=0.5)
     ms_per_byte, ring = 1 / (100e6 * 0.5), 3 / 4
     vision, text = 9 * 1025 * 3200 * 2, 4096 * 6144 * 2
     # Two all-reduces per pass, each a reduce-scatter and an all-gather.
@@ -80,7 +80,7 @@ def test_frozen_parts_cost_what_is_left_of_them():
     assert projector.trained_parameters == projector.parameters
     np.testing.assert_allclose(projector.backward_ms, whole["projector"].backward_ms)
     # The image embedding begins with its weights: the pixels need no gradient.
-    products = only(peak_tflops={"bf16": 100.0})
+    products = isolate_rates(peak_tflops={"bf16": 100.0})
     embed = cost_of(cluster=products).units["vision_embed"]
     np.testing.assert_allclose(embed.backward_ms, embed.forward_ms, rtol=1e-6, atol=1e-9)
     # Frozen layers after the projector compute input gradients only: one product instead of two.
@@ -130,7 +130,7 @@ def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
 
 def test_tied_gradient_crosses_between_two_stages_only():
     """Prevents a tied gradient without all-reduce, or one if on a single stage or frozen."""
-    bare = only(intra_node_gb_per_s=100.0, inter_node_gb_per_s=100.0, link_efficiency=0.5)
+    bare = isolate_rates(intra_node_gb_per_s=100.0, inter_node_gb_per_s=100.0, link_efficiency=0.5)
     parallel = Parallel(pipeline=3)
     together, apart = stages_from_cuts(MODEL, (20, 40)), stages_from_cuts(MODEL, (20, 60))
 
@@ -185,7 +185,7 @@ def test_model_operations_are_six_per_parameter_and_token():
 def test_copies_timed_with_their_latency_are_long_ones():
     """Prevents element-wise kernels at a copy rate that includes latency, which is added again, and
     guessed streaming rates despite measurements."""
-    guessed = only(memory_gb_per_s=1000.0, memory_efficiency=0.5, kernel_us=3.0)
+    guessed = isolate_rates(memory_gb_per_s=1000.0, memory_efficiency=0.5, kernel_us=3.0)
     together = CopyTime(bytes=2**20, ms=0.004)
     apart = CopyTime(latency_us=9.0, gb_per_s=800.0)
     tables = [{}, *({"bf16": Rates(device="test", copies=(one,))} for one in (together, apart))]
@@ -205,7 +205,7 @@ def test_copies_timed_with_their_latency_are_long_ones():
 
 def test_routers_are_computed_in_fp32():
     """Prevents a router's product at the bf16 rate, or at the full peak without efficiency."""
-    slow = only(peak_tflops={"bf16": 1e15, "fp32": 40.0}, matmul_efficiency=0.5)
+    slow = isolate_rates(peak_tflops={"bf16": 1e15, "fp32": 40.0}, matmul_efficiency=0.5)
     experts = ExpertsConfig(experts=7, experts_per_token=2, ffn_hidden_size=64)
     model = MODEL.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
     cost = analytic_cost(model, slow, Parallel(pipeline=1), "bf16")

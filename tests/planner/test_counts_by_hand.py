@@ -648,7 +648,7 @@ def test_language_layer(options: str, sequence_parallel: bool) -> None:
     check(found, dense_layer(sequence_parallel, options))
 
 
-def of_attention_alone(counts: CountedUnit, sequence_parallel: bool) -> dict[str, Any]:
+def count_attention(counts: CountedUnit, sequence_parallel: bool) -> dict[str, Any]:
     """Return counts of a layer's attention, without feed-forward and norms."""
     found, rest = count_unit(counts), dense_layer(sequence_parallel)
     hidden, inner = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1), TOKENS * F / 3
@@ -716,7 +716,7 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
         "for weights": {"normed latents"},
         "shared": 2 * max(latents, block) if sequence_parallel else 0,
     }
-    check(of_attention_alone(counts, sequence_parallel), expected)
+    check(count_attention(counts, sequence_parallel), expected)
     weights = up_from * q + 17 * 6 * (8 + 7) + v * WIDTH + 3 * WIDTH * F
     whole = WIDTH * (17 + 4) + 17 + (WIDTH * 13 + 13 if query_rank else 0)
     assert counts.parameters == 2 * WIDTH + whole + round_up(weights, t)
@@ -750,7 +750,7 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     backward += (6 * k + 3 * v + 2 * state) + (6 * k + 3 * v + triangle)
     fp32 = triangle + triangle  # triangle written and read
     per_token = TOKENS / c * 6
-    found = of_attention_alone(counts, sequence_parallel)
+    found = count_attention(counts, sequence_parallel)
     block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
     hidden = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1)
     # Backward has q, k, v, w, u, new values, states twice, and all their gradients.

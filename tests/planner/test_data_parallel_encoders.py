@@ -344,7 +344,7 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         assert encoder_memory.encoding >= 2 * max(rows)
 
 
-def kept_as_told(parallel: Parallel, **encoders: dict) -> EncodersCost:
+def change_encoders(parallel: Parallel, **encoders: dict) -> EncodersCost:
     """Return encoder costs with these changes; passes need no working memory."""
     (cost,) = random_encoders(np.random.default_rng(0), tuple(encoders), parallel).values()
     told = {name: {"working_bytes": np.zeros((1, 2))} | encoders[name] for name in encoders}
@@ -358,7 +358,7 @@ def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
     """Prevents running out of memory as features arrive, hidden by a larger encoding peak."""
     vision = {"feature_bytes": 1000.0, "input_bytes": 7.0, "kept_bytes": np.zeros(2)}
     sizes, ranks = Parallel(tensor=tensor, pipeline=2, data=2), 4 * tensor
-    cost = kept_as_told(sizes, vision=vision | {"is_trained": is_trained})
+    cost = change_encoders(sizes, vision=vision | {"is_trained": is_trained})
     beside = choice_of(2, 3, {"vision": 1})
     # Two steps: all images in packs of one pipeline, or a few in both.
     shares = ItemShares(
@@ -382,7 +382,7 @@ def test_passes_that_run_again_have_the_room_of_those_that_were_kept():
     """Prevents fewer kept items than fit, by charging second passes on top of freed activations."""
     usual = {"feature_bytes": 1.0, "input_bytes": 0.0, "is_trained": True}
     vision, audio = (usual | {"kept_bytes": np.array([0.0, size])} for size in (100.0, 10.0))
-    cost = kept_as_told(Parallel(pipeline=1, data=1), vision=vision, audio=audio)
+    cost = change_encoders(Parallel(pipeline=1, data=1), vision=vision, audio=audio)
     items = dict.fromkeys(("vision", "audio"), np.array([[9]]))
     shares = ItemShares(steps=np.arange(1), pipelines=1, held=items, encoded=items)
 

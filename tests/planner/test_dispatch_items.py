@@ -38,7 +38,7 @@ def loads_of(found: dict[str, ItemRuns], ranks: int, item_ms: dict[str, float]) 
     return np.sum([np.zeros(ranks), *loads], axis=0)
 
 
-def least_busiest_ms(counts: list[int], item_ms: list[float], ranks: int) -> float:
+def min_busiest_ms(counts: list[int], item_ms: list[float], ranks: int) -> float:
     """Return the busiest rank's time of the best assignment, by trying all."""
     states = {(0.0,) * ranks}
     for count, ms in zip(counts, item_ms, strict=True):
@@ -94,7 +94,7 @@ def test_the_busiest_rank_is_within_an_item_of_the_best(seed: int) -> None:
     busiest_ms = loads_of(share_case(case), ranks, item_ms).max()
     names = sorted(items, key=lambda name: -item_ms[name])
     counts = [int(items[name].sum()) for name in names]
-    best_ms = least_busiest_ms(counts, [item_ms[name] for name in names], ranks)
+    best_ms = min_busiest_ms(counts, [item_ms[name] for name in names], ranks)
     if len(items) < 3:
         assert busiest_ms <= best_ms + min(item_ms.values()) + 1e-6
     if len(items) == 1:

@@ -52,7 +52,7 @@ def small_case(target: TargetName = SWIFT, ranks: int = 1):
     return export_case(target, seed=0, ranks=ranks, samples=300)
 
 
-def recomputing(*layers: tuple[str, ...]) -> tuple[Stage, ...]:
+def stages_with(*layers: tuple[str, ...]) -> tuple[Stage, ...]:
     pairs = zip((FIRST, LAST), layers, strict=True)
     return tuple(Stage.parse(*map(str, stage.units), recompute=again) for stage, again in pairs)
 
@@ -78,11 +78,11 @@ def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
          "stage 1 holds projector, and ms-swift"),
         (SWIFT, {"stages": (Stage.parse(*VISION), Stage.parse(*UNITS[3:]))},
          "first stage does not hold the language embed"),
-        (SWIFT, {"stages": recomputing(("language 0..1",), ("language 2",))},
+        (SWIFT, {"stages": stages_with(("language 0..1",), ("language 2",))},
          "stages recompute 2, 1 layers of language, and"),
-        (SWIFT, {"stages": recomputing(("language 1",), ("language 2",))},
+        (SWIFT, {"stages": stages_with(("language 1",), ("language 2",))},
          "of each stage, with one n"),
-        (SWIFT, {"stages": recomputing(("vision 0..1",), ())},
+        (SWIFT, {"stages": stages_with(("vision 0..1",), ())},
          "2 layers of vision are recomputed and others"),
         (XTUNER, {"stages": (Stage.parse(*UNITS, recompute=("language 0",)),)},
          "1 layers of language are recomputed"),
@@ -158,10 +158,10 @@ def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
     for mask in range(2**8):
         numbered = enumerate([*towers["vision"], *towers["language"]])
         again = [name for number, name in numbered if mask >> number & 1]
-        stages = recomputing(*([n for n in again if holds(s, n)] for s in (FIRST, LAST)))
+        stages = stages_with(*([n for n in again if holds(s, n)] for s in (FIRST, LAST)))
         for tower, every in towers.items():
             mine = {name for name in again if name in every}
-            fitting = [n for n in range(5) if meant(stages, tower, n) == mine]
+            fitting = [n for n in range(5) if first_layers(stages, tower, n) == mine]
             assert (one_number(stages, tower) in fitting) == bool(fitting)
             assert (one_number(stages, tower) is None) == (not fitting)
             assert all_or_none(stages, tower) == {0: False, 4: True}.get(len(mine))
@@ -172,7 +172,7 @@ def holds(stage: Stage, name: str) -> bool:
     return int(number) in stage.layers(tower)
 
 
-def meant(stages: tuple[Stage, ...], tower: str, number: int) -> set[str]:
+def first_layers(stages: tuple[Stage, ...], tower: str, number: int) -> set[str]:
     """Return the layers that a trainer recomputes for this number per stage."""
     return {f"{tower} {layer}" for stage in stages for layer in stage.layers(tower)[:number]}
 
@@ -224,7 +224,7 @@ def test_order_says_where_every_sample_is_trained(tmp_path):
     assert steps == sorted(steps)
 
 
-def failing(path: Path) -> None:
+def fail_midway(path: Path) -> None:
     path.write_text("begun")
     raise UserError("no")
 
@@ -235,7 +235,7 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
     given = export_input(small_case().files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
     names = ["a/one", "b", "c"]
     writers = {name: lambda path: path.write_text("x") and None for name in names}
-    writers[names[place]] = failing
+    writers[names[place]] = fail_midway
     made = make_export(given, lambda given: Exported(files=writers, command="train"))
     with pytest.raises(UserError, match="no"):
         made.write()

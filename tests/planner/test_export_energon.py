@@ -42,7 +42,7 @@ def energon_reads(lines: list, ranks: int, workers: int) -> list[list]:
     return read
 
 
-class Stored:
+class TextShard:
     """Annotations of text in a single shard, without a file."""
 
     files = (Path("all.tar"),)
@@ -71,7 +71,7 @@ def test_energon_hands_every_rank_its_packs_in_order(seed, ranks, tmp_path):
     files = plan_files(random_packs(SAMPLES, 20, rng), lengths, stages_of(MODEL, 4), **sizes)
     given = given_of(files, TargetName.MEGATRON_LM, None, workers)
     (tmp_path / ".nv-meta").mkdir()
-    given = replace(given, annotations=Stored(SAMPLES, tmp_path))
+    given = replace(given, annotations=TextShard(SAMPLES, tmp_path))
     energon_files(given)["energon/packs.jsonl"](tmp_path / "packs.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "packs.jsonl").read_text().splitlines()]
     run = given.files.steps[0]
@@ -95,7 +95,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     return write_lines(folder, records), records
 
 
-def planned_of(
+def make_input(
     annotations: Annotations, name=TargetName.MEGATRON_LM, workers: int = 0
 ) -> ExportInput:
     count = len(annotations)
@@ -116,7 +116,7 @@ def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
     """Prevents packs that name keys or members missing from their shards."""
     meta, records = photos
     annotations = Annotations.open(meta)
-    given = planned_of(annotations)
+    given = make_input(annotations)
     write(megatron_lm.export(given).files, tmp_path)
     folder = tmp_path / "energon"
     made = [sys.executable, str(folder / "make_shards.py"), "--samples-per-shard", "7"]
@@ -140,7 +140,7 @@ def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
 
 def test_offsets_are_of_the_lines(photos, tmp_path):
     """Prevents an index that points Energon to the middle of a line."""
-    given = planned_of(Annotations.open(photos[0]), TargetName.MEGATRON_BRIDGE, workers=2)
+    given = make_input(Annotations.open(photos[0]), TargetName.MEGATRON_BRIDGE, workers=2)
     write(energon_files(given), tmp_path)
     content = (tmp_path / "energon/packs.jsonl").read_bytes()
     offsets = np.frombuffer((tmp_path / "energon/packs.jsonl.idx").read_bytes(), "<u8")
@@ -159,7 +159,7 @@ def test_shards_are_read_where_they_are(tmp_path):
     records, meta = make_samples(tmp_path), tmp_path / "meta.json"
     last = len(write_shards(tmp_path, records)) - 1
     meta.write_text(json.dumps({"a": {"shards": f"train-{{000..{last:03}}}.tar"}}))
-    given = planned_of(Annotations.open(meta))
+    given = make_input(Annotations.open(meta))
     with pytest.raises(UserError, match=r"source 'a' have no index"):
         energon_files(given)
     (tmp_path / ".nv-meta").mkdir()
@@ -177,7 +177,7 @@ def test_shards_are_read_where_they_are(tmp_path):
 
 def test_without_data_only_what_needs_none_is_written(photos):
     """Prevents guessing samples without data."""
-    given = planned_of(Annotations.open(photos[0]))
+    given = make_input(Annotations.open(photos[0]))
     exported = megatron_lm.export(replace(given, annotations=None))
     assert not exported.files and "--data-path" not in exported.command
     assert any("Without --data" in note for note in exported.notes)

@@ -54,7 +54,7 @@ def with_memory(asked: PlanRequest | Goal, gib: float) -> PlanRequest | Goal:
 
 
 @cache
-def least_memory(asked: PlanRequest | Goal, accuracy: float = 1e-3) -> float:
+def min_memory(asked: PlanRequest | Goal, accuracy: float = 1e-3) -> float:
     """Return the minimum GiB per device that allow a plan, by bisection."""
     low, high = 0.0, 0.02
     while not fits(with_memory(asked, high)):
@@ -67,7 +67,7 @@ def least_memory(asked: PlanRequest | Goal, accuracy: float = 1e-3) -> float:
 
 def limit_memory(planned: PlanRequest, share: float) -> PlanRequest:
     """Return the request with this share of its minimum memory."""
-    return with_memory(planned, share * least_memory(planned))
+    return with_memory(planned, share * min_memory(planned))
 
 
 def resize_job(planned: PlanRequest, **sizes: int) -> PlanRequest:
@@ -144,7 +144,7 @@ def test_changes_keep_to_limits_of_stages():
 
 def test_no_size_between_is_left_out():
     """Prevents advising four times the ranks if three times suffice."""
-    planned = with_memory(ROOMY_SHAPES, 1.002 * least_memory(resize_job(ROOMY_SHAPES, data=3)))
+    planned = with_memory(ROOMY_SHAPES, 1.002 * min_memory(resize_job(ROOMY_SHAPES, data=3)))
     assert not fits(resize_job(planned, data=2))
     assert 3 in [change.request.job.parallel.data for change in changes_of(planned)]
 
@@ -183,7 +183,7 @@ def test_smaller_caps_are_round_and_hold_every_sample():
 def test_two_larger_sizes_where_one_is_not_enough():
     """Prevents no advice if two sizes must grow together."""
     alone = [{"tensor": 2}, {"data": 4}, {"pipeline": 8}]
-    enough = 0.9 * min(least_memory(resize_job(ROOMY_SHAPES, **sizes)) for sizes in alone)
+    enough = 0.9 * min(min_memory(resize_job(ROOMY_SHAPES, **sizes)) for sizes in alone)
     planned = with_memory(ROOMY_SHAPES, enough)
     found = changes_of(planned)
     (pair,) = (change for change in found if " --pp " in change.text and "--tp 2" in change.text)
@@ -336,14 +336,14 @@ def goal_of(gib: float, gpus: int, *, shardings=ALL, data=SHAPES, **sizes) -> Go
     return with_memory(Goal(job=job, data=data, free=free), gib)
 
 
-def enough_for(gpus: int, **given) -> float:
-    return least_memory(goal_of(1.0, gpus, **given), 0.03)
+def sufficient_gib(gpus: int, **given) -> float:
+    return min_memory(goal_of(1.0, gpus, **given), 0.03)
 
 
 @cache
-def enough_for_four_ranks() -> float:
+def gib_if_sharded() -> float:
     """Return GiB that suffice for four data-parallel ranks only with sharded weights."""
-    return 1.1 * enough_for(4, tensor=1, pipeline=1)
+    return 1.1 * sufficient_gib(4, tensor=1, pipeline=1)
 
 
 def fit_advice(goal: Goal) -> str:
@@ -356,7 +356,7 @@ def fit_advice(goal: Goal) -> str:
 @pytest.mark.parametrize("data", [SHAPES, Samples(lengths=example_lengths(count=100), caps=CAPS)])
 def test_as_many_devices_as_are_named_are_planned(data):
     """Prevents advice for more devices without a number, or with too few."""
-    gib = enough_for(4, data=data)
+    gib = sufficient_gib(4, data=data)
     advice = fit_advice(goal_of(gib, 1, data=data))
     [gpus] = map(int, re.findall(r"--gpus (\d+) instead of 1, as in --tp ", advice))
     assert fits(goal_of(gib, gpus, data=data))
@@ -367,7 +367,7 @@ def test_as_many_devices_as_are_named_are_planned(data):
 
 def test_what_was_given_is_named_where_it_stands_in_the_way():
     """Prevents advising more devices if sharding, or a free size, suffices."""
-    gib = enough_for_four_ranks()
+    gib = gib_if_sharded()
     advice = fit_advice(goal_of(gib, 4, shardings=REPLICATED, tensor=1, pipeline=1))
     assert "--sharding auto instead of replicated, as in --tp 1 --pp 1 --dp 4 --sharding" in advice
     [named] = re.findall(r"no (--\w\w) 1, as in", advice) or [None]
@@ -379,7 +379,7 @@ def test_what_was_given_is_named_where_it_stands_in_the_way():
 def test_smaller_caps_are_named():
     """Prevents advising "smaller caps" that were not tried."""
     data, half = (ShapesAlone(caps=Caps.of(tiles=tiles, tokens=256 * tiles)) for tiles in (32, 16))
-    gib = enough_for(2, data=half)
+    gib = sufficient_gib(2, data=half)
     advice = fit_advice(goal_of(gib, 2, data=data))
     [caps] = re.findall(r"--max-tokens (\d+) --max-tiles (\d+) instead of", advice)
     tokens, tiles = map(int, caps)
@@ -390,7 +390,7 @@ def four_ranks(**given) -> Goal:
     """Return a goal of four data-parallel ranks that fits only with sharded weights."""
     parallel = Parallel(pipeline=1, data=4)
     job = training_job("internvl-digits", "laptop-cpu", parallel=parallel)
-    return with_memory(Goal(job=job, **given), enough_for_four_ranks())
+    return with_memory(Goal(job=job, **given), gib_if_sharded())
 
 
 def test_one_device_is_told_of_adapters_before_larger_devices(tmp_path, capsys):
