@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
-from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, trained
+from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, train_adapters
 from conversion_cases import computed_by, micro_batches, model_of
 from ranks import run_ranks
 from released import KINDS, save_released, transformers_model
@@ -44,7 +44,7 @@ def language_gradients(gradients, model):
 @pytest.mark.parametrize("adapters", [EVERYWHERE, SOME], ids=["everywhere", "some"])
 def test_peft_computes_what_training_does(tmp_path, adapters):
     """Prevents an exported adapter with other logits, loss or gradients in PEFT."""
-    run = trained(NAME, adapters, tmp_path)
+    run = train_adapters(NAME, adapters, tmp_path)
     ours = computed_here(NAME, adapters, run.run)
     [theirs] = run_ranks(Parallel(pipeline=1), compute_by_peft, NAME, run.adapter)
     assert farthest(ours, theirs) < 1e-5 and ours.loss == pytest.approx(theirs.loss, rel=1e-5)

@@ -1,4 +1,4 @@
-"""A run of adapters on a released model: trained, its adapters exported, and what it computes."""
+"""A run that trains adapters on a released model, its exported adapters and its outputs."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from omnibal.model.adapter_settings import AdapterConfig
 
 EVERYWHERE = AdapterConfig(rank=4, alpha=12, parts=("vision", "projector", "language"))
 FAST = replace(OPTIONS, lr=0.05, min_lr=0.05, clip_grad=0.0)
-"""Few steps that move adapters far."""
+"""A rate that moves adapters far in few steps."""
 
 
 def plan_of(name: str, adapters: AdapterConfig | None) -> Plan:
@@ -29,8 +29,8 @@ def plan_of(name: str, adapters: AdapterConfig | None) -> Plan:
     return cut_plan(model_of(name), adapters=adapters, frozen=tuple(sorted(others)))
 
 
-def _stepped(links, plan: Plan, run: Path, save: Path | None) -> Computed:
-    """What the weights of a run compute, and after a step or more its checkpoint in `save`."""
+def _load_and_step(links, plan: Plan, run: Path, save: Path | None) -> Computed:
+    """Return a run's logits, loss and gradients; save a checkpoint after more steps in `save`."""
     trainer = build_trainer(plan, links, FAST, steps=9, seed=9)
     load_weights(run, plan, trainer.stages)
     for optimizer in trainer.optimizers:
@@ -54,7 +54,7 @@ def _stepped(links, plan: Plan, run: Path, save: Path | None) -> Computed:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Folders of a run with adapters and of what it began with."""
+    """Folders of a run with adapters, and of its sources."""
 
     released: Path
     imported: Path
@@ -62,24 +62,24 @@ class Trained:
     adapter: Path
 
 
-def trained(name: str, adapters: AdapterConfig, folder: Path) -> Trained:
-    """Import a released model, train adapters beside it and export them."""
+def train_adapters(name: str, adapters: AdapterConfig, folder: Path) -> Trained:
+    """Import a released model, train adapters and export them."""
     source = save_released(transformers_model(KINDS[name]), folder / "released", "stacked")
     begun, run = imported(source, folder / "imported"), folder / "run"
     plan = plan_of(name, adapters)
-    run_ranks(plan.parallel, _stepped, plan, begun, run)
+    run_ranks(plan.parallel, _load_and_step, plan, begun, run)
     export_adapter(open_newest(run), TensorLayout.TRANSFORMERS, folder / "adapter", str(source))
     return Trained(released=source, imported=begun, run=run, adapter=folder / "adapter")
 
 
 def computed_here(name: str, adapters: AdapterConfig | None, run: Path) -> Computed:
-    """What a run's weights compute here."""
+    """Return logits, loss and gradients of a run's weights."""
     plan = plan_of(name, adapters)
-    return run_ranks(plan.parallel, _stepped, plan, run, None)[0]
+    return run_ranks(plan.parallel, _load_and_step, plan, run, None)[0]
 
 
 def farthest(found: Computed, expected: Computed) -> float:
-    """Largest difference of logits, over the largest of them."""
+    """Return the largest difference of logits, relative to the largest logit."""
     pairs = list(zip(found.logits_LW, expected.logits_LW, strict=True))
     off = max((own - other).abs().max().item() for own, other in pairs)
     return off / max(other.abs().max().item() for _, other in pairs)

@@ -1,4 +1,4 @@
-"""Training that begins and ends at given steps."""
+"""Training over a range of steps, with checkpoints."""
 
 import resource
 import signal
@@ -21,13 +21,13 @@ PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
 
 
 def parts_of(trainer, options=OPTIONS):
-    """What checkpoints of a trainer are written and loaded with."""
+    """Return a trainer's arguments for saving and loading checkpoints."""
     optimization = (trainer.optimizers, trainer.scheduler, asdict(options))
     return (trainer.plan, trainer.stages, *optimization)
 
 
 def save(trainer, folder, step, options=OPTIONS):
-    """Save at once, and keep all; core finds no rank's state different from the first's."""
+    """Save synchronously; assert that ranks' states are consistent for core."""
     parts = parts_of(trainer, options)
     writer = CheckpointWriter(folder, *parts, keep_last=None, asynchronous=False)
     with logged() as lines, logged("megatron.core.dist_checkpointing.validation") as differences:
@@ -38,7 +38,7 @@ def save(trainer, folder, step, options=OPTIONS):
 
 
 def train_range(links, plan, first, last, load, folder, seed=3, options=OPTIONS):
-    """Losses of steps first..last-1 and the weights after, by global name."""
+    """Return losses of steps first..last-1 and the final weights by global name."""
     trainer = build_trainer(plan, links, options, steps=TOTAL_STEPS, seed=seed)
     if load is not None:
         assert load_checkpoint(load, *parts_of(trainer, options)).step == first
@@ -58,7 +58,7 @@ def train_range(links, plan, first, last, load, folder, seed=3, options=OPTIONS)
 
 
 def refusals(links, plan, folders, options=OPTIONS, steps=TOTAL_STEPS):
-    """What loading a folder's weights, and resuming from it, is refused with, or None; of each."""
+    """Return the errors of `load_weights` and `load_checkpoint` per folder, None if loaded."""
     trainer = build_trainer(plan, links, options, steps=steps, seed=3)
     told = []
     for folder in folders:
@@ -73,13 +73,13 @@ def refusals(links, plan, folders, options=OPTIONS, steps=TOTAL_STEPS):
 
 
 def content(links, path):
-    """Tensors of a checkpoint by name, and what else it has."""
+    """Return a checkpoint's tensors by name, and its common state."""
     loaded = dist_checkpointing.load_plain_tensors(str(path))
     tensors = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
     return tensors, dist_checkpointing.load_common_state_dict(str(path))
 
 
 def limit_file_size(size):
-    """Writes beyond `size` bytes of a file fail; -1 lifts it. Nothing else of the process does."""
+    """Make writes beyond `size` bytes of a file fail, without other effects; -1 lifts the limit."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""Plans whose stages hold several chunks of the toy model, and schedules of them."""
+"""Plans with several chunks of the toy model per stage, and their schedules."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from omnibal.pipeline import schedules
 from omnibal.pipeline.schedules import Pass, PipelineSchedule, StepSchedule, zero_bubble_v
 
 CUTS = {4: (3, 6, 8), 6: (1, 3, 5, 7, 9), 8: (1, 2, 4, 5, 7, 8, 10)}
-"""Cuts of the toy model into so many parts; see pipeline_plan for its units."""
+"""Cuts of the toy model by number of parts; see pipeline_plan for its units."""
 
 
 def with_chunks(plan, chunks, name="interleaved"):
-    """A plan of so many chunks a stage, of one whose stages are these chunks."""
+    """Return the plan with its stages as chunks, `chunks` per stage."""
     pipeline = len(plan.stages) // chunks
     parallel = plan.parallel.model_copy(update={"pipeline": pipeline})
     schedule = PipelineSchedule(name=name, chunks=chunks)
@@ -20,13 +20,13 @@ def with_chunks(plan, chunks, name="interleaved"):
 
 
 def chunk_plan(model, pipeline, chunks, *, name="interleaved", **sizes):
-    """A plan of the toy model with several chunks a stage."""
+    """Return a plan of the toy model with several chunks per stage."""
     stages = stages_of(model, *CUTS[pipeline * chunks])
     return with_chunks(toy_plan(model, stages, **sizes), chunks, name)
 
 
 def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
-    """ZB-V with whole backwards, each where that of the input is."""
+    """Return ZB-V with full backwards in place of input-gradient backwards."""
     in_two = zero_bubble_v(stages, chunks, micro_batches)
     operations = tuple(
         tuple(
@@ -40,6 +40,6 @@ def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> StepSc
 
 
 def run_by_rule(monkeypatch, name, rule):
-    """Have plans of a schedule's name run another rule with its placement, in forked ranks too."""
+    """Make plans of schedule `name` run another rule, in forked ranks too."""
     named = replace(schedules._SCHEDULES[name], rule=rule)
     monkeypatch.setitem(schedules._SCHEDULES, name, named)

@@ -1,4 +1,4 @@
-"""Random legal combinations of features: drawn, planned, and trained beside one process."""
+"""Random legal combinations of features: drawn, planned, and trained against one process."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ import shared_training_cases as shared
 import torch
 from chunk_cases import with_chunks
 from conversion_cases import model_of
-from conversion_file_cases import assert_same_parameters, exported, exported_like
+from conversion_file_cases import assert_same_parameters, export_run, exported_like
 from data_parallel_cases import data_parallel_plan, own_stream
 from native_pass_cases import own_stream as native_stream
 from pydantic import ValidationError
@@ -45,20 +45,20 @@ from omnibal.model.units import frozen_mistake, model_parts
 from omnibal.pipeline.schedules import PipelineSchedule
 
 DEEP = {"layers": 4}
-"""Layers of language models, enough for two chunks on each of two stages."""
+"""Language layers, enough for two chunks on two stages."""
 
 
 LONG = {"max_positions": 640}
-"""A limit that configurations of Transformers always have."""
+"""Required in configurations of Transformers."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and the layout that it is exported in."""
+    """A model and its export layout."""
 
     model: ModelConfig
     layout: TensorLayout | None
-    """None if it is exported like a folder of the model without its audio encoder."""
+    """None: export like a folder of the model without audio encoder."""
 
     @property
     def is_native(self) -> bool:
@@ -67,7 +67,7 @@ class Kind:
 
 @cache
 def kinds() -> dict[str, Kind]:
-    """Every kind of model that is drawn, by name."""
+    """Return the models to draw from, by name."""
     tiles, tied = model_of("300m-qwen2"), model_of("6b-qwen2-tied")
     mixture = model_of("300m-qwen3-moe").with_tower("language", **DEEP)
     text = ModelConfig(
@@ -89,18 +89,18 @@ def kinds() -> dict[str, Kind]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A combination: a plan that may be refused, and how its steps are made."""
+    """A plan that may be refused, and settings of its steps."""
 
     kind: str
     plan: Plan
     weighting: LossWeighting
     drop_path: float
     seed: int
-    """Of the packs."""
+    """Seed of the packs."""
 
     @property
     def words(self) -> str:
-        """The combination in short."""
+        """A short description of the combination."""
         plan = self.plan
         weights = f"{plan.parallel.sharding} weights over {plan.parallel.sharded}"
         beside = plan.beside and f"beside over {plan.beside.pipelines}, {plan.beside.sharded}"
@@ -122,7 +122,7 @@ LEVELS = [(2, CutRule.ZIGZAG), (4, CutRule.WHOLE), (2, CutRule.COST), (4, CutRul
 
 
 def draw_sizes(draw: random.Random, kind: Kind, is_shared: bool) -> dict[str, Any]:
-    """Sizes of at most four ranks; experts and hybrid weights are drawn more often than others."""
+    """Draw sizes of at most four ranks, with more weight on experts and hybrid sharding."""
     tensor, pipeline, data = draw.choice([each for each in WORLDS if each[2] > is_shared])
     sizes: dict[str, Any] = {"pipeline": pipeline, "data": data}
     has_experts = any(layer.experts for layer in kind.model.language.kinds)
@@ -135,7 +135,7 @@ def draw_sizes(draw: random.Random, kind: Kind, is_shared: bool) -> dict[str, An
 
 
 def draw_trained(draw: random.Random, kind: Kind) -> dict[str, Any]:
-    """Frozen parts and adapters that go together."""
+    """Draw compatible frozen parts and adapters."""
     model, parts = kind.model, list(model_parts(kind.model))
     if draw.random() < 0.2:
         own = tuple(part for part in parts if part == "language" or draw.random() < 0.4)
@@ -151,7 +151,7 @@ def draw_trained(draw: random.Random, kind: Kind) -> dict[str, Any]:
 
 
 def draw_plan(draw: random.Random, name: str, trained: dict[str, Any], is_shared: bool) -> Plan:
-    """A plan with cuts, recomputation and levels at random, which check may refuse."""
+    """Draw a plan with random cuts, recomputation and levels; check may refuse it."""
     kind = kinds()[name]
     sizes = draw_sizes(draw, kind, is_shared)
     schedule, chunks = draw.choice(
@@ -200,12 +200,12 @@ def draw_plan(draw: random.Random, name: str, trained: dict[str, Any], is_shared
 
 
 def count_layers(model: ModelConfig, tower: str) -> int:
-    """Number of layers of a tower."""
+    """Return the number of layers of a tower."""
     return model.language.layers if tower == "language" else model.encoders[tower].layers
 
 
 def draw_levels(draw, plan, held, cuts, again) -> Iterator[PlannedLevel]:
-    """Three levels, of which the last two are shared."""
+    """Yield three levels; the last two are context-parallel."""
     same = again()
     shapes = [(1, CutRule.CONTIGUOUS), *draw.sample(LEVELS, 2)]
     for number, (context, cut) in enumerate(shapes, 1):
@@ -221,13 +221,16 @@ def draw_levels(draw, plan, held, cuts, again) -> Iterator[PlannedLevel]:
 
 
 def mock_data(model: ModelConfig) -> MockData:
-    """Four packs a rank, at limits above those of the packs drawn."""
+    """Return mock data of four packs per rank, with caps above the drawn packs."""
     caps = Caps.of(**dict.fromkeys(model.item_features, 40), tokens=120)
     return MockData(caps=caps, micro_batches_per_step=4)
 
 
-def checked(plan: Plan, folder: Path) -> Plan:
-    """The plan as it is read back from a folder that passes check; raises UserError if refused."""
+def check_saved(plan: Plan, folder: Path) -> Plan:
+    """Return the plan read back from a folder that passes check.
+
+    Raises: UserError if check or training refuses it.
+    """
     whole = type(plan).model_validate_json(plan.model_dump_json())
     folder.mkdir()
     write_plan(whole, folder)
@@ -238,8 +241,8 @@ def checked(plan: Plan, folder: Path) -> Plan:
     return whole
 
 
-def planned(draw: random.Random, plan: Plan) -> Plan:
-    """The planner's own plan of the same model and trained parts at other sizes."""
+def plan_again(draw: random.Random, plan: Plan) -> Plan:
+    """Return the planner's plan of this model and its trained parts at other sizes."""
     name = next(each for each, kind in kinds().items() if kind.model == plan.model)
     sizes = draw_sizes(draw, kinds()[name], is_shared=False)
     wanted = [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
@@ -259,11 +262,11 @@ def planned(draw: random.Random, plan: Plan) -> Plan:
 
 
 def legal(make: Callable[[], Plan], folder: Path) -> Plan:
-    """The first plan of `make` that is not refused."""
+    """Return the first plan of `make` that is not refused."""
     refused = list[str]()
     for number in range(200):
         try:
-            return checked(make(), folder / str(number))
+            return check_saved(make(), folder / str(number))
         except UserError as error:
             refused.append(str(error))
         except ValidationError as error:
@@ -272,7 +275,7 @@ def legal(make: Callable[[], Plan], folder: Path) -> Plan:
 
 
 def draw_combination(seed: int, folder: Path) -> tuple[Drawn, Plan]:
-    """A legal combination, and another plan that goes on from it."""
+    """Return a legal combination, and another plan to resume it."""
     draw = random.Random(seed)
     names = [name for name in kinds() for _ in range(KIND_WEIGHTS.get(name, 1))]
     name = draw.choice(names)
@@ -284,7 +287,7 @@ def draw_combination(seed: int, folder: Path) -> tuple[Drawn, Plan]:
     (folder / "own").mkdir()
     (folder / "other").mkdir()
     plan = legal(own, folder / "own")
-    make = own if is_shared or draw.random() < 0.3 else partial(planned, draw, plan)
+    make = own if is_shared or draw.random() < 0.3 else partial(plan_again, draw, plan)
     other = legal(make, folder / "other")
     can_drop = kind.model.takes_images and not plan.model.takes_audio
     drop_path = 0.3 if can_drop and draw.random() < 0.3 else 0.0
@@ -293,7 +296,7 @@ def draw_combination(seed: int, folder: Path) -> tuple[Drawn, Plan]:
 
 
 def packs_of(model, number, packs, weighting, drop_path, is_audio):
-    """The packs of a step, weighted so."""
+    """Yield the packs of a step, with loss weights by `weighting`."""
     for index, samples in enumerate(packs):
         made = [
             toy_sample(model, *counts, text % 3 * is_audio, seed=100 * number + 10 * index + i)
@@ -306,7 +309,7 @@ def packs_of(model, number, packs, weighting, drop_path, is_audio):
 
 
 def steps_of(drawn: Drawn) -> tuple[list, Feed]:
-    """Three steps and how they become micro-batches."""
+    """Return three steps and the feed of their micro-batches."""
     model, draw = drawn.plan.model, random.Random(drawn.seed)
     if drawn.plan.has_shared_packs:
         packed = partial(shared.whole_packs, drop_path=drawn.drop_path)
@@ -327,33 +330,33 @@ def steps_of(drawn: Drawn) -> tuple[list, Feed]:
     return steps, Feed(packed, own_stream, drawn.drop_path)
 
 
-def begun_and_gone_on(links, plan, steps, folder, feed):
-    """Two steps that are saved, and the next by a trainer that loads them."""
+def train_save_resume(links, plan, steps, folder, feed):
+    """Train two steps, save, and train the next step with a trainer that loads them."""
     begun = train_steps(links, plan, steps[:2], save=folder, feed=feed)
     return begun, train_steps(links, plan, steps[2:], load=folder, first=2, feed=feed)
 
 
-def gone_on(links, plan, steps, folder, feed):
+def resume_last_step(links, plan, steps, folder, feed):
     return train_steps(links, plan, steps[2:], load=folder, first=2, feed=feed)
 
 
 def compare_composed(drawn: Drawn, other: Plan, folder: Path) -> None:
-    """Train, save, load under both plans, and export, beside one process."""
+    """Train, save, resume under both plans and export; compare with one process."""
     (steps, feed), plan, run = steps_of(drawn), drawn.plan, folder / "run"
     results, gradients, weights = alone(plan, steps, feed=feed)
-    ranks = run_ranks(plan.parallel, begun_and_gone_on, plan, steps, run, feed)
+    ranks = run_ranks(plan.parallel, train_save_resume, plan, steps, run, feed)
     begun, after = zip(*ranks, strict=True)
     assert_same_results(begun, results[:2], 2e-5)
     rest = results[2:], gradients[2:], weights
     assert_same_training(after, plan, rest, 2e-5)
-    ranks = run_ranks(other.parallel, gone_on, other, steps, run, feed)
+    ranks = run_ranks(other.parallel, resume_last_step, other, steps, run, feed)
     assert_same_training(ranks, other, rest, 2e-5)
     layout = kinds()[drawn.kind].layout
     if layout is None:
         like = saved("300m-qwen2", folder / "like", "transformers")
         out = exported_like(run, like, folder / "out")
     else:
-        out = exported(run, layout, folder / "out")
+        out = export_run(run, layout, folder / "out")
     again = imported(out, folder / "again")
     if plan.adapters is None:
         assert_same_parameters(again, run)

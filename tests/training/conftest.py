@@ -1,6 +1,6 @@
 """Multi-process tests fork their ranks from this process, which has imported torch and Megatron.
 
-A launched process would spend ten seconds on imports; a forked one starts in a fifth of a second.
+Importing takes ten seconds per launched process; forking takes a fifth of a second.
 """
 
 import os
@@ -16,15 +16,15 @@ from omnibal.model.parallel import Parallel
 
 # Before any parallel region: a forked child cannot use its parent's threads.
 torch.set_num_threads(1)
-# A fork spoils torch's pool of threads. In its CUDA build several threads of autograd find out at
-# once, and one may abort; so each child renews the pool before it has any.
+# A fork breaks torch's thread pool. In CUDA builds several autograd threads detect this at once,
+# and one may abort. So each child renews the pool before it starts threads.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 prepare_megatron_core()
 
 
 @pytest.fixture(autouse=True)
 def only_ranks_run_backwards(monkeypatch):
-    """Under torch's CUDA build, ranks forked from a process that has run a backward cannot."""
+    """Fail on backwards in this process: under CUDA builds, its forked ranks could not run any."""
     parent, engine = os.getpid(), torch.autograd.Variable._execution_engine
 
     class Engine:
@@ -39,7 +39,7 @@ def only_ranks_run_backwards(monkeypatch):
 
 @pytest.fixture
 def small_buckets(monkeypatch):
-    """Makes a toy stage's parameters many buckets, as a real one's are."""
+    """Split a toy stage's parameters into many buckets, as in real stages."""
     monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
 
 
@@ -57,7 +57,7 @@ def pictures(tmp_path, tokenizer) -> Data:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is marked so in a forked process, with the fixtures of this one."""
+    """Run tests marked `in_own_process` in a forked process, with fixtures of this process."""
     if pyfuncitem.get_closest_marker("in_own_process") is None:
         return None
     names = pyfuncitem._fixtureinfo.argnames

@@ -40,13 +40,12 @@ OURS = {
 
 
 def loaded_by_transformers(folder: Path) -> PreTrainedModel:
-    """Transformers' model of a folder, which has just its tensors."""
+    """Return Transformers' model of a folder; asserts that all tensors match."""
     loaded, told = AutoModelForImageTextToText.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
     assert not any(told.values()), told
-    # Under this project's stand-ins for CUDA, that load leaves RoPE's tables, which are not stored,
-    # undefined.
+    # With the CUDA stand-ins, loading leaves the RoPE tables, which are not stored, undefined.
     made = type(loaded)(loaded.config).eval()
     made.load_state_dict(loaded.state_dict())
     made.generation_config = loaded.generation_config
@@ -54,7 +53,7 @@ def loaded_by_transformers(folder: Path) -> PreTrainedModel:
 
 
 def example(model: ModelConfig, seed: int, *runs: int) -> ToySample:
-    """Random text and pictures; `runs` are words, tiles, words, tiles and so on."""
+    """Return random text and images. `runs` alternates text tokens and tiles."""
     random = np.random.default_rng(seed)
     ids: list[int] = []
     for place, count in enumerate(runs):
@@ -69,8 +68,8 @@ def example(model: ModelConfig, seed: int, *runs: int) -> ToySample:
 
 
 def micro_batches(model: ModelConfig) -> list[list[ToySample]]:
-    """Two pictures in one sample, text alone, a picture of several tiles; then no picture at all,
-    and a sample after a picture is cut short."""
+    """Return two micro-batches: samples with two images, text only, and an image of several tiles;
+    samples of text only."""
     return [
         [example(model, 0, 3, 2, 4, 1, 6), example(model, 1, 9), example(model, 2, 1, 3, 5)],
         [example(model, 3, 7), example(model, 4, 5)],
@@ -83,7 +82,7 @@ def predicting_positions(sample: ToySample) -> torch.Tensor:
 
 @functools.cache
 def model_of(name: str) -> ModelConfig:
-    """This project's description of the model, written by hand."""
+    """Return the hand-written description of the model."""
     kind = KINDS[name]
     is_6b = kind.vision == "6b"
     toy = load_model("internvl-digits").with_tower(
@@ -103,7 +102,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def logits_of(model: torch.nn.Module, sample: ToySample) -> torch.Tensor:
-    """Logits of Transformers' InternVL where the next token is learned."""
+    """Return logits of Transformers' InternVL at positions before a token with loss."""
     out = model(
         input_ids=torch.tensor([sample.ids]),
         pixel_values=sample.pixels_TCPP if len(sample.pixels_TCPP) else None,
@@ -114,7 +113,7 @@ def logits_of(model: torch.nn.Module, sample: ToySample) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """Logits of every micro-batch, their loss, and gradients by name."""
+    """Logits per micro-batch, their loss, and gradients by name."""
 
     logits_LW: list[torch.Tensor]
     loss: float
@@ -126,7 +125,7 @@ def computed_by(
     packs: Iterable[Sequence[ToySample]],
     logits_of: Callable[[torch.nn.Module, ToySample], torch.Tensor] = logits_of,
 ) -> Computed:
-    """What a model of Transformers computes, sample by sample, with gradients of what it trains."""
+    """Return logits, loss and gradients of a Transformers model, sample by sample."""
     logits, losses = [], []
     for samples in packs:
         own = [logits_of(model, sample) for sample in samples]
@@ -141,9 +140,8 @@ def computed_by(
     return Computed(logits_LW=logits, loss=loss.item(), gradients=gradients)
 
 
-def observed(links, plan: Plan, run: Path, batches: Sequence[MicroBatch], *others: str):
-    """Loss and norm of a step from imported weights, outputs of the head and others in it, and
-    gradients by name."""
+def observe(links, plan: Plan, run: Path, batches: Sequence[MicroBatch], *others: str):
+    """Run a step from imported weights; return (loss, norm), outputs by module, and gradients."""
     trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
     load_weights(run, plan, trainer.stages)
     seen: dict[str, list[torch.Tensor]] = {part: [] for part in ("head", *others)}
@@ -157,7 +155,7 @@ def observed(links, plan: Plan, run: Path, batches: Sequence[MicroBatch], *other
 
 
 def train_and_save(links, plan: Plan, run: Path, directory: Path, batches: Sequence[MicroBatch]):
-    """A step of fine-tuning and a save; the next step's logits are those of what was saved."""
+    """Train a step and save; return the next step's logits, computed from the saved weights."""
     trainer = build_trainer(plan, links, OPTIONS, steps=4, seed=9)
     load_weights(run, plan, trainer.stages)
     trainer.optimizers[0].reload_model_params()
@@ -171,7 +169,7 @@ def train_and_save(links, plan: Plan, run: Path, directory: Path, batches: Seque
 
 
 def add_adapter_products(model: torch.nn.Module, folder: Path) -> None:
-    """Add what an adapter folder has to the weights of Transformers' model, by PEFT's formula."""
+    """Add an adapter folder's products to a Transformers model's weights, by PEFT's formula."""
     config, used = json.loads((folder / "adapter_config.json").read_text()), set()
     tensors = load_file(folder / "adapter_model.safetensors")
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
@@ -183,19 +181,19 @@ def add_adapter_products(model: torch.nn.Module, folder: Path) -> None:
     assert used == tensors.keys(), "all modules that are matched, and no others, have tensors"
 
 
-def groups_of(plan: Plan, ranks: Sequence) -> list[Sequence]:
-    """What ranks gave, by tensor-parallel group."""
+def tensor_groups(plan: Plan, ranks: Sequence) -> list[Sequence]:
+    """Return ranks' results by tensor-parallel group."""
     tensor = plan.parallel.tensor
     return [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
 
 
-def put_together(
+def merge_shards(
     plan: Plan, ranks: Sequence[Mapping[str, torch.Tensor]], gated=("language.",)
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors of all ranks, by name."""
+    """Return full tensors of all ranks, by name."""
     return {
         name: whole(name, [rank[name] for rank in group], gated)
-        for group in groups_of(plan, ranks)
+        for group in tensor_groups(plan, ranks)
         for name in group[0]
     }
 
@@ -208,7 +206,7 @@ def keep(outputs: list[torch.Tensor], module, given, output) -> None:
 def as_released(
     found: Mapping[str, torch.Tensor], model: ModelConfig, layout: TensorLayout
 ) -> dict[str, torch.Tensor]:
-    """Parameters, or their gradients, by name here, taken apart as an export does it."""
+    """Return parameters or gradients split and named as in an export."""
     split = {}
     for parameter in parameters(model):
         made_of = find_released(parameter, model, layout)
@@ -225,9 +223,9 @@ def assert_computes(
     layout: TensorLayout,
     gated: tuple[str, ...] = ("language.",),
 ) -> None:
-    """Ranks have `observed` the logits, loss and gradients that Transformers' model has."""
+    """Assert that `observed` results equal Transformers' logits, loss and gradients."""
     results, seen, gradients = zip(*ranks, strict=True)
-    words, last_stage = plan.model.language.vocab_size, groups_of(plan, seen)[-1]
+    words, last_stage = plan.model.language.vocab_size, tensor_groups(plan, seen)[-1]
     of_ranks = zip(*(own["head"] for own in last_stage), strict=True)
     for parts, other in zip(of_ranks, expected.logits_LW, strict=True):
         logits = torch.cat([part.squeeze(1) for part in parts], -1)[:, :words]
@@ -235,16 +233,16 @@ def assert_computes(
     norm = sum(one.square().sum().item() for one in expected.gradients.values()) ** 0.5
     for result in results:
         assert result == pytest.approx((expected.loss, norm), rel=TOLERANCE)
-    ours = as_released(put_together(plan, gradients, gated), plan.model, layout)
+    ours = as_released(merge_shards(plan, gradients, gated), plan.model, layout)
     assert ours.keys() == expected.gradients.keys()
     for key, gradient in expected.gradients.items():
-        # Without RoPE, keys that all move by the same change nothing but by rounding errors.
+        # Without RoPE, shifting all keys equally changes nothing but rounding errors.
         is_none = key.endswith("attention.k_proj.bias")
         assert_near(ours[key], gradient, key, least=1.0 if is_none else 0.0)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, what: str, least: float = 0.0):
-    """To 1e-4 of the largest value of the tensor."""
+    """Assert equality within 1e-4 of the tensor's largest value."""
     assert found.shape == expected.shape, what
     scale = max(expected.abs().max().item(), least)
     error = (found - expected).abs().max().item()

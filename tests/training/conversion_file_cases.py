@@ -1,4 +1,4 @@
-"""Exported checkpoints' files: what is in them, and what is changed in them."""
+"""Content of exported checkpoints' files, and edits of it."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file under a folder."""
+    """Return the content of each file in a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -37,13 +37,13 @@ def exported_like(run: Path, like: Path, target: Path, dtype=None) -> Path:
 
 
 def comes_back(source: Path, folder: Path) -> Path:
-    """Import a checkpoint, and check that an export like it has the same bytes; returns the run."""
+    """Import a checkpoint and assert that its export is bit-identical; return the run."""
     run = imported(source, folder / "run")
     assert content(exported_like(run, source, folder / "back")) == content(source)
     return run
 
 
-def exported(run: Path, layout: TensorLayout, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
+def export_run(run: Path, layout: TensorLayout, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
     tokenizer = open_tokenizer(run / "tokenizer") if (run / "tokenizer").is_dir() else None
     planned = plan_export_as(open_newest(run), layout, dtype, tokenizer, size)
     write_export(planned, target, lambda size: None)
@@ -51,7 +51,7 @@ def exported(run: Path, layout: TensorLayout, target: Path, dtype=None, size=SHA
 
 
 def exported_as(run: Path, layout: str, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
-    return exported(run, OURS[layout], target, dtype, size)
+    return export_run(run, OURS[layout], target, dtype, size)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
 
 
 def assert_same_parameters(run: Path, other: Path, dtype: str | None = None) -> None:
-    """Also of another type, where `run` was made in one."""
+    """Assert equal parameters of two runs, after a cast if `dtype` is set."""
     identity, there = open_newest(run), open_newest(other)
     assert identity.model.language == there.model.language
     every = list(parameters(identity.model))
@@ -82,7 +82,7 @@ def assert_same_parameters(run: Path, other: Path, dtype: str | None = None) -> 
         assert torch.equal(tensor, expected), parameter.name
 
 
-# What a user can get wrong. Each case changes a copy of a good checkpoint.
+# User errors. Each edit changes a copy of a good checkpoint.
 
 
 def edit_json(path: Path, change: Callable[[dict], None]) -> None:
@@ -92,7 +92,7 @@ def edit_json(path: Path, change: Callable[[dict], None]) -> None:
 
 
 def edit_config(**changes: object) -> Callable[[Path], None]:
-    """Keys with a double underscore are of the table before it."""
+    """Return an edit of config.json; `table__key` sets a key in a table."""
 
     def apply(config: dict) -> None:
         for key, value in changes.items():

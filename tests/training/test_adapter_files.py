@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, trained
+from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, train_adapters
 from checkpoint_cases import refusals
 from conversion_cases import add_adapter_products, computed_by, micro_batches, model_of
 from ranks import run_ranks
@@ -28,7 +28,7 @@ EXACT = 1e-5
 @pytest.fixture(scope="module")
 def exported_adapter(tmp_path_factory):
     """Return a released checkpoint and an adapter of it in PEFT's format."""
-    run = trained(NAME, SOME, tmp_path_factory.mktemp("run"))
+    run = train_adapters(NAME, SOME, tmp_path_factory.mktemp("run"))
     return run.released, run.adapter
 
 
@@ -50,7 +50,7 @@ def run_released(links, name, folder):
 def test_an_exported_adapter_computes_what_training_does(tmp_path, adapters):
     """Prevents an exported adapter with wrong names, rows or scale, and a merged model or a
     re-imported adapter that computes other logits."""
-    run = trained(NAME, adapters, tmp_path)
+    run = train_adapters(NAME, adapters, tmp_path)
     ours = computed_here(NAME, adapters, run.run)
     [theirs] = run_ranks(Parallel(pipeline=1), run_with_adapter, NAME, run.adapter)
     assert farthest(ours, theirs) < EXACT and ours.loss == pytest.approx(theirs.loss, rel=EXACT)
@@ -104,7 +104,7 @@ def test_adapters_that_mean_something_else_are_refused(tmp_path, exported_adapte
 
 def test_other_adapters_than_the_plans_are_refused(tmp_path):
     """Prevents adapters silently dropped or loaded at another scale."""
-    run = trained(NAME, SOME, tmp_path)
+    run = train_adapters(NAME, SOME, tmp_path)
     doubled = SOME.model_copy(update={"alpha": 2 * SOME.alpha})
     for adapters, words in ((doubled, "scale"), (EVERYWHERE, "beside"), (None, "the plan none")):
         plan = plan_of(NAME, adapters)

@@ -15,7 +15,7 @@ from conversion_cases import (
     groups_of,
     micro_batches,
     model_of,
-    observed,
+    observe,
 )
 from ranks import run_ranks
 from released import KINDS, LAYOUTS, imported, renamed, saved, transformers_model
@@ -81,7 +81,7 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout, 
     run = imported(saved(name, tmp_path / "released", layout), tmp_path / "run")
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
     batches = [pack(samples) for samples in micro_batches(model)]
-    ranks = run_ranks(plan.parallel, observed, plan, run, batches, *parts)
+    ranks = run_ranks(plan.parallel, observe, plan, run, batches, *parts)
     first_of_groups = [group[0] for group in groups_of(plan, [seen for _, seen, _ in ranks])]
     *_, last_vision = (
         own["vision"]

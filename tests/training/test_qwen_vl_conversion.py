@@ -14,7 +14,7 @@ from conversion_file_cases import (
     edit_config,
     edit_tensor,
     edit_tensors,
-    exported,
+    export_run,
     tensors_of,
 )
 from qwen_vl_cases import (
@@ -108,7 +108,7 @@ def test_experts_are_read_turned_stacked_and_apart(tmp_path):
         run = comes_back(source, tmp_path / layout)
         assert open_released(source).layout == layout
         for other, expected in forms.items():
-            out = exported(run, other, tmp_path / layout / other)
+            out = export_run(run, other, tmp_path / layout / other)
             assert_equal_tensors(tensors_of(out), dict(expected))
 
 
@@ -128,10 +128,10 @@ def test_square_experts_are_told_apart_by_the_other_stack(tmp_path, inner):
         save_tensors(tmp_path / "there", tensors)
         assert open_released(tmp_path / "there").layout == layout
         run = imported(tmp_path / "there", tmp_path / f"run-{layout}")
-        out = exported(run, TensorLayout.QWEN3_VL_MOE_STACKED, tmp_path / f"out-{layout}")
+        out = export_run(run, TensorLayout.QWEN3_VL_MOE_STACKED, tmp_path / f"out-{layout}")
         assert_equal_tensors(tensors_of(out), own)
     with pytest.raises(UserError, match="experts with square matrices, which layout qwen3-vl-moe"):
-        exported(run, TensorLayout.QWEN3_VL_MOE, tmp_path / "turned")
+        export_run(run, TensorLayout.QWEN3_VL_MOE, tmp_path / "turned")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -143,7 +143,7 @@ def test_export_of_a_layout_is_what_transformers_loads(tmp_path, name, form):
     layout = TensorLayout(kind.layout.removesuffix("-stacked"))
     if form == "own names":
         layout = open_released(save_release(name, tmp_path / "own", own_names=True)).layout
-    out = exported(run, layout, tmp_path / "out")
+    out = export_run(run, layout, tmp_path / "out")
     again = loaded_by_transformers(out)
     assert type(again) is type(model)
     assert_equal_tensors(dict(again.named_parameters()), dict(model.named_parameters()))

@@ -13,11 +13,11 @@ from conversion_cases import (
     assert_near,
     computed_by,
     loaded_by_transformers,
-    observed,
+    observe,
     predicting_positions,
     train_and_save,
 )
-from conversion_file_cases import edit_config, exported
+from conversion_file_cases import edit_config, export_run
 from native_resolution_cases import (
     ImageSample,
     pack_of,
@@ -117,7 +117,7 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout):
     run = import_run(name, tmp_path)
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
-    ranks = run_ranks(plan.parallel, observed, plan, run, batches_of(name))
+    ranks = run_ranks(plan.parallel, observe, plan, run, batches_of(name))
     assert_computes(plan, ranks, reference(name), KINDS[name][1], GATED.get(name, ("language.",)))
 
 
@@ -148,7 +148,7 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
     ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(name))
-    exported(trained, layout, tmp_path / "out")
+    export_run(trained, layout, tmp_path / "out")
     # Image token ids come from a tokenizer, absent here.
     config = json.loads((tmp_path / "released" / "config.json").read_text())
     ids = {key: value for key, value in config.items() if key.endswith("_token_id")}

@@ -1,4 +1,4 @@
-"""One rank of a job alone, against the same rank among the others."""
+"""One rank replayed alone, against the same rank in a full job."""
 
 import time
 import weakref
@@ -62,16 +62,16 @@ ALONE = {
 }
 
 
-def batches_for(stage, model=MODEL):
+def random_batches(stage, model=MODEL):
     return [
         random_batch(model, tiles * model.takes_images, *sizes, stage) for tiles, *sizes in SIZES
     ]
 
 
 def bytes_of_rank(links, plan):
-    """Of a real rank: state after a step, and the most that a step keeps."""
+    """Return a real rank's state bytes after a step, and its peak activation bytes."""
     trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=0)
-    batches = batches_for(plan.units_of(links.rank), plan.model)
+    batches = random_batches(plan.units_of(links.rank), plan.model)
 
     def step():
         train_step(trainer, MicroBatchStream.of(batches))
@@ -82,34 +82,33 @@ def bytes_of_rank(links, plan):
 
 @pytest.mark.parametrize("plan", ALONE.values(), ids=ALONE)
 def test_a_rank_alone_needs_what_it_needs_in_the_job(plan):
-    """Prevents a plan that fits when stages are tried alone, and not in training, to the byte."""
+    """Prevents plans that fit in a replay but not in training; bytes must be equal."""
     ranks = run_ranks(plan.parallel, bytes_of_rank, plan)
     per_stage = plan.parallel.world_size // plan.parallel.pipeline
     for number in range(plan.parallel.pipeline):
         with act_as_stage(plan.parallel, number) as links:
             replayer = StageReplayer(plan, links)
-            batches = batches_for(plan.units_of(number), plan.model)
+            batches = random_batches(plan.units_of(number), plan.model)
             kept_bytes = replayer.activation_bytes(batches)
         assert (replayer.state_bytes, kept_bytes) == ranks[number * per_stage]
 
 
 @pytest.fixture
 def own_clock(monkeypatch):
-    """Times are of the processor, as a busy machine may keep any micro-batch waiting."""
+    """Measure CPU time, as wall time includes waiting on a busy machine."""
     for module in (clock, replay_module):
         monkeypatch.setattr(module, "record_moment", time.thread_time)
 
 
-def least_ms(plan, count, places):
-    """Least times in steps of so many packs, of which one, in these places, is far larger."""
+def min_pass_ms(plan, count, places):
+    """Yield minimal times of a step of `count` packs with one large pack, by its place."""
     large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
     with act_as_stage(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
         replayer.step([small, large])
         for place in places:
             batches = [large if place == i else small for i in range(count)]
-            # Three steps: a page that is touched for the first time is charged to the thread that
-            # touches it.
+            # Three steps, as the first touch of a page is charged to the touching thread.
             steps = [replayer.step(batches) for _ in range(3)]
             assert all((one.recompute_ms < one.backward_ms).all() for one in steps)
             names = ("forward_ms", "backward_ms", "recompute_ms", "weight_ms")
@@ -120,8 +119,8 @@ def least_ms(plan, count, places):
     "again", [{}, {"vision": range(4), "language": range(3)}], ids=["kept", "recomputed"]
 )
 def test_times_belong_to_the_micro_batches_that_took_them(own_clock, again):
-    """Prevents: forwards, backwards and recomputation that are counted to another micro-batch."""
-    for place, times in least_ms(pipeline_plan(3, 7, **again), 5, (0, 2, 4)):
+    """Prevents times of forward, backward or recomputation counted for another micro-batch."""
+    for place, times in min_pass_ms(pipeline_plan(3, 7, **again), 5, (0, 2, 4)):
         for name in ("forward_ms", "backward_ms"):
             assert times[name].shape == (5,) and times[name].argmax() == place
         again_ms = times["recompute_ms"]
@@ -129,38 +128,38 @@ def test_times_belong_to_the_micro_batches_that_took_them(own_clock, again):
 
 
 def test_times_belong_to_the_chunks_that_took_them(own_clock):
-    """Prevents: passes of a chunk, or parts of a backward, whose times another has."""
-    # This stage holds four vision layers, and then a projector, which costs far less.
+    """Prevents swapping times of chunks or of backward parts."""
+    # This stage has four vision layers, then a projector, which is far cheaper.
     plan = with_chunks(pipeline_plan(1, 5, 6), 2, "zb-v")
-    for place, times in least_ms(plan, 4, (0, 3)):
+    for place, times in min_pass_ms(plan, 4, (0, 3)):
         for name in ("forward_ms", "backward_ms", "weight_ms"):
             own_ms = times[name].reshape(4, 2)
             assert own_ms[:, 0].argmax() == place and own_ms[place, 0] > own_ms[place, 1]
 
 
-def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
-    """Prevents: a stage that never stands idle, or not where the schedule has it wait."""
+def test_neighbours_send_when_it_is_predicted(plan_folder, monkeypatch):
+    """Prevents a replayed stage that never waits, or waits at other points than scheduled."""
     slept = []
     monkeypatch.setattr(replay_module.time, "sleep", lambda seconds: slept.append(1e3 * seconds))
     plan = pipeline_plan(3, 7)
     with act_as_stage(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
-        replayer.step(batches_for(plan.stages[1])[:3], (1.0, 2.0, 10.0, 3.0, 20.0, 30.0))
+        replayer.step(random_batches(plan.stages[1])[:3], (1.0, 2.0, 10.0, 3.0, 20.0, 30.0))
         assert slept == pytest.approx([1, 2, 10, 3, 20, 30])
-        replayer.step(batches_for(plan.stages[1])[:3])
+        replayer.step(random_batches(plan.stages[1])[:3])
         assert not any(slept[6:])
-    job = load_replay(planned, None, None)
+    job = load_replay(plan_folder, None, None)
     info = replay_info(job, steps=1, repetitions=1)
     for stage in range(2):
         work = job.work_of(stage, info)
         for rows, waits_ms in zip(work.steps, work.waits_ms, strict=True):
             assert len(waits_ms) == 2 * len(rows)
-        # The last stage waits for the first micro-batch, and the first one for nothing.
+        # The last stage waits for the first micro-batch, the first stage does not.
         assert (work.waits_ms[0][0] > 0) == bool(stage)
 
 
 def test_replaying_changes_no_weight():
-    """Prevents: weights that run away on made-up gradients, or are overwritten by a gather."""
+    """Prevents weights that diverge on random gradients or are overwritten by a gather."""
     plan = pipeline_plan(6, data=2)
     with act_as_stage(plan.parallel, 1) as links:
         torch.manual_seed(3)
@@ -169,19 +168,19 @@ def test_replaying_changes_no_weight():
         torch.manual_seed(3)
         replayer = StageReplayer(plan, links)
         for _ in range(2):
-            replayer.step(batches_for(plan.stages[1]))
+            replayer.step(random_batches(plan.stages[1]))
             replayer.update_ms()
         after = list(replayer.trainer.stage.parameters())
     assert len(after) == len(before) and all(map(torch.equal, after, before))
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory):
+def plan_folder(tmp_path_factory):
     return save_planned(tmp_path_factory.mktemp("planned") / "plan")
 
 
 def save_planned(directory, *levels):
-    """A plan of two stages and ranks, whose levels of packs have (tokens, context size)."""
+    """Save a plan of two stages and two ranks, with packing levels (tokens, context size)."""
     rng = np.random.default_rng(0)
     tiles, text = rng.integers(0, 5, 60), rng.integers(4, 30, 60)
     tokens = tiles * MODEL.vision.tokens_per_item + text
@@ -199,24 +198,24 @@ def save_planned(directory, *levels):
     return directory
 
 
-def replay(planned, output, stages, steps=2):
+def replay(plan_folder, output, stages, steps=2):
     launch = RankLaunch(rank=0, world_size=1, local_rank=0)
-    job = load_replay(planned, None, None)
+    job = load_replay(plan_folder, None, None)
     info = replay_info(job, steps=steps, repetitions=2)
     replay_stages(job, info, stages, output, launch, open_store(launch))
     return job
 
 
-def test_a_stopped_replay_goes_on(planned, tmp_path):
-    """Prevents: a replay of hours that starts again, or that mixes two settings."""
+def test_a_stopped_replay_goes_on(plan_folder, tmp_path):
+    """Prevents restarting a long replay from scratch, or mixing two settings in one."""
     output = tmp_path / "replay"
-    job = replay(planned, output, [0])
+    job = replay(plan_folder, output, [0])
     with pytest.raises(UserError, match="stage 1 is not replayed yet"):
         read_replay(output, job.plan, job.cost, job.workload)
     first = REPLAY_FILES.file_of(output, 0).read_bytes()
     with pytest.raises(UserError, match="another steps"):
-        replay(planned, output, [1], steps=1)
-    replay(planned, output, [0, 1])
+        replay(plan_folder, output, [1], steps=1)
+    replay(plan_folder, output, [0, 1])
     assert REPLAY_FILES.file_of(output, 0).read_bytes() == first
     summary = read_replay(output, job.plan, job.cost, job.workload)
     assert len(summary.each_step_ms) == 2
@@ -224,16 +223,17 @@ def test_a_stopped_replay_goes_on(planned, tmp_path):
     rows = np.flatnonzero(np.isin(job.packs.step, summary.info.steps))
     for stage, replayed in enumerate(stages):
         assert np.array_equal(replayed.rows, rows)
-        # A step takes at least what its busiest stage computes.
+        # A step takes at least its busiest stage's compute time.
         busy_ms = np.sum(replayed.forward_ms) + np.sum(replayed.backward_ms)
         assert summary.each_step_ms.sum() >= busy_ms / 2 > 0
         predicted = replayed.predicted_gib(job.plan.prediction.stages[stage].memory)
-        # Counted costs know little of what kernels on a CPU keep.
+        # Analytic costs do not model what CPU kernels save.
         assert replayed.peak_gib == pytest.approx(predicted, rel=0.5)
 
 
-def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, monkeypatch):
-    """Prevents: hours of other stages lost with one, or its memory missing in the next."""
+def test_one_stage_out_of_memory_costs_the_others_nothing(plan_folder, tmp_path, monkeypatch):
+    """Prevents losing other stages' results after one runs out of memory, and leaking its memory
+    into the next."""
     output, built = tmp_path / "replay", []
 
     class Failing(StageReplayer):
@@ -249,14 +249,14 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, mon
 
     monkeypatch.setattr(replay_module, "StageReplayer", Failing)
     with pytest.raises(UserError, match=r"stage 0 needs more .*Tried to allocate 7 GiB"):
-        replay(planned, output, [0, 1])
+        replay(plan_folder, output, [0, 1])
     assert [one.stage for one in REPLAY_FILES.read_stages(output, 2)] == [1]
     assert len(built) == 2
 
 
-def test_random_content_has_the_packs_sizes(planned):
-    """Prevents: a replay of other micro-batches than the plan's."""
-    job = load_replay(planned, None, None)
+def test_random_content_has_the_packs_sizes(plan_folder):
+    """Prevents replaying micro-batches of sizes other than planned."""
+    job = load_replay(plan_folder, None, None)
     load = random_rows(job.plan, 1, job.packs, job.lengths)
     packs = job.packs
     for row, batch in enumerate(load(np.arange(len(packs)))):
@@ -265,12 +265,12 @@ def test_random_content_has_the_packs_sizes(planned):
         assert len(batch.labels_L) == job.lengths.loss_tokens[packs.packs[row]].sum()
 
 
-def test_what_cannot_be_replayed_is_refused(planned, tmp_path):
-    """Prevents: other samples than the plan's, and a rank alone that waits for others' parts."""
+def test_what_cannot_be_replayed_is_refused(plan_folder, tmp_path):
+    """Prevents samples of other data, and a rank that waits for other ranks' shards."""
     shared, meta = save_planned(tmp_path / "plan", (30, 1), (120, 2)), tmp_path / "meta.json"
     for directory, data, message in (
-        (planned, (meta, None), "go together"),
-        (planned, (meta, tmp_path / "tokenizer.model"), "does not name the data"),
+        (plan_folder, (meta, None), "go together"),
+        (plan_folder, (meta, tmp_path / "tokenizer.model"), "does not name the data"),
         (shared, (None, None), "packs that several ranks share"),
     ):
         with pytest.raises(UserError, match=message):
@@ -278,7 +278,7 @@ def test_what_cannot_be_replayed_is_refused(planned, tmp_path):
 
 
 def test_every_level_recomputes_its_own_layers(tmp_path):
-    """Prevents: a replay that recomputes the layers of one level on the packs of all."""
+    """Prevents applying one packing level's recomputation to packs of other levels."""
     directory = save_planned(tmp_path / "plan", (30, 1), (120, 1))
     plan = read_plan(directory)
     again = tuple(
@@ -303,7 +303,7 @@ def test_every_level_recomputes_its_own_layers(tmp_path):
 
 @pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
 def test_plans_of_any_schedule_are_replayed(tmp_path, name, chunks):
-    """Prevents: times of one chunk, or of one part of a backward, in the place of another's."""
+    """Prevents swapping times of chunks or of backward parts in any schedule."""
     directory = save_planned(tmp_path / "plan")
     cuts = CUTS[4] if chunks == 2 else (6,)
     schedule = PipelineSchedule(name=name, chunks=chunks)

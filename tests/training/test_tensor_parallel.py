@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism against the single-process run, and checkpoints between sizes."""
+"""Tensor and sequence parallelism against one process, and checkpoints between TP sizes."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ PLANS = {
     "tp2-dp2": cut_plan(MODEL, tensor=2, data=2),
     "pp2-dp2": cut_plan(MODELS["300M-like"], 3, data=2),
     "tp4-sp": cut_plan(MODELS["for-four"], tensor=4, sequence_parallel=True),
-    # Ranks that outnumber the key-value heads have copies of them.
+    # With more ranks than key-value heads, heads are replicated.
     "tp2-sp-one-key": ONE_KEY,
     "tp4-two-keys": cut_plan(MODELS["two-keys"], tensor=4, recompute={"language": (1,)}),
     "vision-alone": cut_plan(MODEL, **IN_PARTS, frozen=("language", "projector")),
@@ -47,13 +47,13 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_tensor_parallel_equals_one_process(plan):
-    """Prevents: weights drawn by shard, padding that counts, gradients summed twice or never, or
-    hidden in the norm by larger ones, and recomputation that exchanges in another order."""
+    """Prevents weights initialized by shard, padding that affects results, gradients summed twice
+    or never, errors hidden in the norm, and recomputation that reorders collectives."""
     compare_with_one_process(plan)
 
 
 def gradients_in_norm(links, plan):
-    """How many gradients the optimizer takes on this rank, and the rank's parameters by name."""
+    """Return the number of gradients in this rank's norm, and its parameters by name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     batches = list(batches_of(plan.model, 0, STEPS[0]))
     train_step(trainer, MicroBatchStream.of(batches))
@@ -64,7 +64,7 @@ def gradients_in_norm(links, plan):
 
 @pytest.mark.parametrize("name", ["300M-like", "6B-like", "one-key"])
 def test_every_gradient_counts_once_in_the_norm(name):
-    """Prevents: shards left out, or replicas counted twice, where too small to show in the norm."""
+    """Prevents omitted shards or replicas counted twice, too small to change the norm."""
     plan = cut_plan(MODELS[name], **IN_PARTS)
     ranks = run_ranks(plan.parallel, gradients_in_norm, plan)
     wholes = [whole(name, [own[name] for _, own in ranks]) for name in ranks[0][1]]
@@ -80,13 +80,13 @@ def test_every_gradient_counts_once_in_the_norm(name):
     ],
 )
 def test_resumes_under_another_tensor_size(tmp_path, before, after, first):
-    """Prevents: checkpoints whose weights or moments fit one tensor size, or garbage in padding."""
+    """Prevents checkpoints that load at one TP size only, or with garbage in the padding."""
     compare_resumed(tmp_path, (before, first), (after, len(STEPS) - first))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_resumes_from_a_vocabulary_padded_otherwise(tmp_path, monkeypatch, tensor):
-    """Prevents: checkpoints of before words were padded to 128 a rank that no longer fit."""
+    """Prevents losing checkpoints of before the vocabulary was padded to 128 per rank."""
     plan = cut_plan(MODEL, tensor=tensor)
     results, gradients, weights = alone(plan)
     with monkeypatch.context() as earlier:
@@ -98,7 +98,7 @@ def test_resumes_from_a_vocabulary_padded_otherwise(tmp_path, monkeypatch, tenso
 
 
 def answers(links, plan):
-    """Likeliest next tokens, and the loss, with padded words of every kind."""
+    """Return the likeliest next tokens and the loss, with high and low padded logits."""
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     stage, found = trainer.stage.eval(), []
     batch = toy_batch(plan.model, [(2, 9), (0, 7), (1, 5)], seed=0)
@@ -113,7 +113,7 @@ def answers(links, plan):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 def test_every_rank_gives_the_whole_vocabularys_likeliest_word(sequence_parallel):
-    """Prevents: answers from a rank's own words, or words that do not exist."""
+    """Prevents tokens chosen from one rank's vocabulary shard, or from padding."""
     one, plan = cut_plan(MODEL), cut_plan(MODEL, tensor=2, sequence_parallel=sequence_parallel)
     [expected] = run_ranks(one.parallel, answers, one)
     assert len(set(expected[0][0])) > 5
@@ -123,7 +123,7 @@ def test_every_rank_gives_the_whole_vocabularys_likeliest_word(sequence_parallel
 
 
 def test_bf16_equals_one_process_as_far_as_it_can():
-    """Prevents: the exchange of q and k norms from giving another type, or a sum in bf16."""
+    """Prevents a q/k norm exchange that changes the dtype, and sums in bf16."""
     plan = cut_plan(MODEL, **IN_PARTS)
     ranks = run(plan.model_copy(update={"precision": "bf16"}))
     expected = [loss for loss, _, _ in alone(plan)[0]]

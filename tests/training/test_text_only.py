@@ -1,6 +1,6 @@
-"""A model without an encoder: the same numbers under every layout.
+"""A model without encoder, equal under all layouts.
 
-test_text_only_conversion.py compares them with Transformers' own.
+test_text_only_conversion.py compares it with Transformers.
 """
 
 import pytest
@@ -36,13 +36,13 @@ STEPS = [
     ],
 )
 def test_split_equals_one_process(name, cuts, sizes):
-    """Prevents: a stage that waits for image features, or a loss or gradient that a layout
-    changes where no stage has an encoder."""
+    """Prevents stages that wait for image features, and losses or gradients that depend on the
+    layout, without an encoder."""
     plan = cut_plan(MODELS[name], *cuts, recompute={"language": (0, 2)}, **sizes)
     compare_with_one_process(plan, STEPS)
 
 
 def test_a_checkpoint_resumes_under_another_split(tmp_path):
-    """Prevents: a saved text-only model that another layout cannot go on from."""
+    """Prevents text-only checkpoints that resume under their own layout only."""
     layouts = toy_plan(QWEN, stages_of(QWEN, 2)), toy_plan(QWEN, stages_of(QWEN), tensor=2)
     compare_resumed(tmp_path, *((plan, 1) for plan in layouts), steps=STEPS)

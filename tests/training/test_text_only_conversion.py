@@ -1,17 +1,17 @@
-"""Llama, Qwen2 and Qwen3 by transformers: imported, trained and exported without loss."""
+"""Llama, Qwen2 and Qwen3 of Transformers: lossless import, training and export."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conversion_cases import assert_computes, computed_by, observed, predicting_positions
+from conversion_cases import assert_computes, computed_by, observe, predicting_positions
 from conversion_file_cases import (
     assert_equal_tensors,
     comes_back,
     content,
     edit_config,
-    exported,
+    export_run,
     exported_like,
     tensors_of,
 )
@@ -44,7 +44,7 @@ OURS = {
     "layers": 2, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_hidden_size": 44,
     "vocab_size": 51, "norm_eps": 1e-3, "max_positions": 640,
 }  # fmt: skip
-# Of four frequencies, two stay, one is divided and one is in between.
+# Of four frequencies two are kept, one is divided and one is interpolated.
 SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.5,
     "original_max_position_embeddings": 50, "rope_theta": 30.0,
@@ -62,10 +62,10 @@ class Kind(NamedTuple):
     layout: TensorLayout
     pieces: list[str]
     model: ModelConfig
-    """This project's description of it, written by hand."""
+    """The hand-written model description."""
 
 
-def described(template: str, **language: Any) -> ModelConfig:
+def describe(template: str, **language: Any) -> ModelConfig:
     language = LanguageConfig(**OURS, **language)
     return ModelConfig(name="released", chat_template=template, language=language)
 
@@ -77,19 +77,19 @@ KINDS = {
         LlamaConfig(**SIZES, rope_parameters=SCALING, tie_word_embeddings=False),
         TensorLayout.LLAMA,
         LLAMA_PIECES,
-        described("llama3", rope_base=30, rope_scaling=OUR_SCALING),
+        describe("llama3", rope_base=30, rope_scaling=OUR_SCALING),
     ),
     "qwen2-tied": Kind(
         Qwen2Config(**SIZES, rope_theta=5000.0, tie_word_embeddings=True),
         TensorLayout.QWEN2,
         CHATML_PIECES,
-        described("qwen2.5", rope_base=5000, qkv_bias=True, tied_head=True),
+        describe("qwen2.5", rope_base=5000, qkv_bias=True, tied_head=True),
     ),
     "qwen3": Kind(
         Qwen3Config(**SIZES, **PLAIN, head_dim=10, tie_word_embeddings=False),
         TensorLayout.QWEN3,
         CHATML_PIECES,
-        described("tokenizer", rope_base=5000, qk_norm=True, head_size=10),
+        describe("tokenizer", rope_base=5000, qk_norm=True, head_size=10),
     ),
 }
 
@@ -98,8 +98,8 @@ def transformers_model(name: str) -> torch.nn.Module:
     return randomized(AutoModelForCausalLM.from_config(KINDS[name].config))
 
 
-def released(name: str, folder: Path) -> Path:
-    """A folder as transformers writes it, in several files, with a tokenizer."""
+def save_release(name: str, folder: Path) -> Path:
+    """Save a sharded Transformers folder with a tokenizer."""
     transformers_model(name).save_pretrained(folder, max_shard_size="20KB")
     write_tokenizer(folder, KINDS[name].pieces)
     if KINDS[name].model.chat_template == "tokenizer":
@@ -111,13 +111,13 @@ def released(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_model_comes_back_and_is_what_transformers_loads(tmp_path, name):
-    """Prevents: a scaling, a limit, a template, a tensor or a file that an import forgets; and a
-    config.json of another RoPE, norm or head than the weights were trained with."""
+    """Prevents imports that lose RoPE scaling, limits, templates, tensors or files, and a
+    config.json whose RoPE, norm or head differ from training."""
     model, kind = transformers_model(name), KINDS[name]
-    run = comes_back(released(name, tmp_path / "released"), tmp_path)
+    run = comes_back(save_release(name, tmp_path / "released"), tmp_path)
     assert load_model(str(run / "model.toml")) == kind.model
     assert (run / "model.toml").read_text() == config_toml(kind.model)
-    exported(run, kind.layout, tmp_path / "out")
+    export_run(run, kind.layout, tmp_path / "out")
     assert_equal_tensors(tensors_of(tmp_path / "out"), dict(model.named_parameters()))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = open_tokenizer(run / "tokenizer")
@@ -125,7 +125,7 @@ def test_model_comes_back_and_is_what_transformers_loads(tmp_path, name):
     assert type(again) is type(model)
     assert again.generation_config.eos_token_id == tokenizer.id_of(end)
     assert again.config.bos_token_id == tokenizer.id_of(tokenizer.bos_piece)
-    ids = torch.arange(1, 50)[None]  # beyond the scaling's original length
+    ids = torch.arange(1, 50)[None]  # beyond the original length of RoPE scaling
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
     assert open_released(tmp_path / "out").model == kind.model.model_copy(update={"name": "out"})
@@ -133,8 +133,8 @@ def test_model_comes_back_and_is_what_transformers_loads(tmp_path, name):
 
 @pytest.mark.parametrize("is_stacked", [False, True])
 def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked):
-    """Prevents: experts in another order, or gate and up of one that change places, in files of
-    Transformers 4 or of its own names in 5; and an auxiliary loss that comes back as another."""
+    """Prevents reordered experts, swapped gate and up in files of Transformers 4 or 5, and a
+    changed auxiliary loss."""
     config = Qwen3MoeConfig(
         **SIZES, **PLAIN, head_dim=10, num_experts=4, num_experts_per_tok=3, norm_topk_prob=True,
         moe_intermediate_size=20, output_router_logits=is_stacked, router_aux_loss_coef=0.003,
@@ -152,7 +152,7 @@ def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked):
     lines = import_checkpoint(checkpoint, run, lambda size: None)
     assert any("without an auxiliary loss" in line for line in lines) != is_stacked
     assert content(exported_like(run, source, tmp_path / "back")) == content(source)
-    exported(run, other, tmp_path / "out")
+    export_run(run, other, tmp_path / "out")
     again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert again.config.output_router_logits == is_stacked
     assert again.config.router_aux_loss_coef == (0.003 if is_stacked else 0)
@@ -177,20 +177,19 @@ def computed_by_transformers(links, name):
 # Units: 0 language embed, 1-2 language layers, 3 head.
 @pytest.mark.parametrize("name", KINDS)
 def test_imported_model_computes_what_transformers_does(tmp_path, name):
-    """Prevents: rows of q, k, v or of gate and up in another order, and another RoPE, in a sample
-    that is longer than the scaling's original length."""
+    """Prevents reordered q, k, v or gate and up rows, and wrong RoPE beyond the original length."""
     model = KINDS[name].model
-    run = imported(released(name, tmp_path / "released"), tmp_path / "run")
+    run = imported(save_release(name, tmp_path / "released"), tmp_path / "run")
     plan = toy_plan(model, stages_of(model, 2), tensor=2, sequence_parallel=True)
     batches = [pack(samples) for samples in packs_of(model)]
-    ranks = run_ranks(plan.parallel, observed, plan, run, batches)
+    ranks = run_ranks(plan.parallel, observe, plan, run, batches)
     [expected] = run_ranks(Parallel(pipeline=1), computed_by_transformers, name)
     assert_computes(plan, ranks, expected, KINDS[name].layout)
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "qwen2.5-32b"])
 def test_presets_are_what_the_published_configurations_say(name):
-    """Prevents: a preset, or an import, that trains another RoPE, norm or bias than the release."""
+    """Prevents presets or imports with a RoPE, norm or bias other than the release's."""
     model, _ = read_config(RELEASED_CONFIGS / name, {"lm_head.weight"})
     assert model == load_model(name)
 
@@ -220,8 +219,8 @@ def test_presets_are_what_the_published_configurations_say(name):
     ],
 )
 def test_other_models_are_refused(tmp_path, changes, message):
-    """Prevents: an import that trains another function than the released model's."""
-    source = released("llama", tmp_path / "released")
+    """Prevents imports of architectures that train another function."""
+    source = save_release("llama", tmp_path / "released")
     edit_config(**changes)(source)
     with pytest.raises(UserError, match=message):
         open_released(source)
@@ -237,7 +236,7 @@ def test_other_models_are_refused(tmp_path, changes, message):
     ],
 )
 def test_layouts_are_of_models_with_or_without_an_encoder(is_seeing, layout, message):
-    """Prevents: an export that drops an encoder, or a traceback for the lack of one."""
+    """Prevents exports that drop an encoder, and a traceback if there is none."""
     model = load_model("internvl-digits") if is_seeing else KINDS["llama"].model
     with pytest.raises(UserError, match=message):
         check_exportable(model, layout)

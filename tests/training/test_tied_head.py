@@ -1,4 +1,4 @@
-"""One matrix for token embedding and head, in one stage or a copy in each of two."""
+"""One matrix for token embedding and head, in one stage or copied in two stages."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def tied_plan(*cuts, frozen=(), **sizes):
 
 
 def copies_by_tensor_rank(ranks, tensor):
-    """The shards that should be the same: of every stage that has the matrix and data rank."""
+    """Yield the copies of the tied matrix per tensor-parallel rank; they should be equal."""
     for first in range(tensor):
         yield [rank[2][TIED_NAME] for rank in ranks[first::tensor] if TIED_NAME in rank[2]]
 
@@ -46,26 +46,24 @@ def copies_by_tensor_rank(ranks, tensor):
         pytest.param((), {"data": 2}, 2, id="dp2"),
         pytest.param((4,), {}, 1, id="pp2-both-on-the-second"),
         pytest.param((1, 4, 6), {}, 2, id="pp4-embed-on-the-third"),
-        # Alone, the head is divided in its middle; the embedding is all in one rank's half.
+        # A head-only stage is split in the middle. The embedding is in one rank's half.
         pytest.param((7,), {"data": 2}, 4, id="pp2-dp2-head-alone"),
         pytest.param((7,), {"tensor": 2}, 2, id="pp2-tp2-head-alone"),
         pytest.param((5,), {"tensor": 2, "sequence_parallel": True}, 2, id="pp2-tp2-sp"),
     ],
 )
 def test_split_equals_one_process(cuts, sizes, holders):
-    """Prevents: copies that start or drift apart, a gradient of one use only, one summed over the
-    wrong stages or data-parallel shards, or a norm that counts the matrix twice; and an exchange of
-    gradients that are not there, or a frozen matrix that moves."""
+    """Prevents diverging copies, gradients of one use only or summed over wrong stages or shards, a
+    matrix counted twice in the norm, exchanges without gradients, and frozen copies that move."""
     plan = tied_plan(*cuts, **sizes)
     ranks = compare_with_one_process(plan)
     for copies in copies_by_tensor_rank(ranks, plan.parallel.tensor):
-        assert len(copies) == holders  # of trained ones
+        assert len(copies) == holders  # trained copies
         assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
 def test_bf16_copies_stay_the_same():
-    """Prevents: fp32 weights in the optimizer of which one copy counts twice in the norm, or that
-    are stepped apart."""
+    """Prevents fp32 master copies that are counted twice in the norm or updated differently."""
     plan = tied_plan(7, data=2).model_copy(update={"precision": "bf16"})
     ranks = run(plan)
     expected_losses, expected_norms, _ = zip(*alone(plan)[0], strict=True)
@@ -85,7 +83,7 @@ def test_bf16_copies_stay_the_same():
     ],
 )
 def test_resumes_where_the_matrix_is_in_other_stages(tmp_path, plans):
-    """Prevents: a checkpoint with two matrices, or with the moments of one copy alone."""
+    """Prevents checkpoints with two matrices, or with the moments of one copy."""
     compare_resumed(tmp_path, *((plan, 1) for plan in plans))
     _, _, weights = alone(tied_plan())
     [(tensors, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(tmp_path, 3))
@@ -98,8 +96,7 @@ def test_resumes_where_the_matrix_is_in_other_stages(tmp_path, plans):
 
 
 def test_checkpoints_know_whether_the_head_is_tied(tmp_path):
-    """Prevents: a head that is dropped or invented by a load, and checkpoints that cannot be read
-    since models can be tied."""
+    """Prevents loads that drop or invent a head, and failing on checkpoints without `tied_head`."""
     tied, untied = tied_plan(), toy_plan(UNTIED, stages_of(UNTIED))
     assert tied_copies(tied) == tied_copies(untied) == ()
     [(_, _, weights)] = run(untied, STEPS[:1], save=tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks that fail, die, hang or end: what the others do, and what each node's log says."""
+"""Ranks that fail, die, hang or end: the other ranks' exit and the logs of each node."""
 
 import ctypes
 import os
@@ -27,13 +27,13 @@ PACE = Pace(period_s=0.1, stale_s=2.0)
 WORLD = 3
 LIMIT_S = 300
 SLOW_S = 3600
-"""Of the ranks that would wait, so that only the watch can have ended them in time."""
+"""Waiting time of ranks, so long that only the watch can end them in time."""
 Connect = Callable[[int], dist.Store]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One rank's process: exit code (negative of a signal) and output."""
+    """Exit code (negative: a signal) and output of a rank's process."""
 
     code: int
     output: str
@@ -44,7 +44,7 @@ class Ended:
 
 
 def store_of_launcher() -> Connect:
-    """As under torchrun: a server that outlives the ranks."""
+    """Return a connector as under torchrun, where the server outlives the ranks."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def connect(rank: int) -> dist.Store:
@@ -54,7 +54,7 @@ def store_of_launcher() -> Connect:
 
 
 def store_of_rank_0() -> Connect:
-    """As under srun: the store ends with rank 0."""
+    """Return a connector as under srun, where the store ends with rank 0."""
     listener = socket.create_server(("localhost", 0))
 
     def connect(rank: int) -> dist.Store:
@@ -76,18 +76,18 @@ def end_ranks(
     pace: Pace = PACE,
     codes: Sequence[int] = (1, 1, 1),
 ) -> list[Ended]:
-    """`work(rank)` under watch in forked processes joined by gloo, which end with these codes; none
-    may outlive the limit. Ranks have a node, and so a log, of their own each, or share one."""
+    """Run `work(rank)` under watch in forked processes joined by gloo; assert exit codes within the
+    limit. Each rank has an own node and log unless `same_node`."""
     connect = connect or store_of_launcher()
     started, processes = time.monotonic(), {}
-    # No rank may talk to the store's server while others are forked: they would inherit locks that
-    # its threads hold at that moment.
+    # No rank may use the store's server until all are forked: they would inherit locks held by its
+    # threads.
     gate, opener = os.pipe()
     for rank in range(WORLD):
         process = os.fork()
         if process == 0:
             os.close(opener)
-            os.read(gate, 1)  # its end, once all are forked
+            os.read(gate, 1)  # closed once all are forked
             launch = RankLaunch(rank=rank, world_size=WORLD, local_rank=rank if same_node else 0)
             _rank(folder / f"{rank}.log", work, launch, connect, pace)
         processes[process] = rank
@@ -152,7 +152,7 @@ def send_itself(number: int) -> None:
 
 
 def freeze(wake: int, after_s: float) -> None:
-    """Stop this process until a child, which holds none of its connections, sends it a signal."""
+    """Stop this process until a child without its connections sends it a signal."""
     if os.fork() == 0:
         os.closerange(0, 1000)
         time.sleep(after_s)
@@ -167,7 +167,7 @@ DEAD = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class Failure:
-    """What some ranks do, what all then do, and what is said by those that are left."""
+    """Action of the failing ranks, action of all ranks after it, and the expected error."""
 
     ranks: tuple[int, ...]
     failing: Callable[[], None]
@@ -197,18 +197,18 @@ FAILURES = {
     "killed, others in a sleep": Failure(
         (2,), kill, "rank 2 has not been heard of for 2 s", codes=(1, 1, DEAD),
     ),
-    # A node that went down is not one process that was killed.
+    # A node that went down, rather than one killed process.
     "a node": Failure(
         (1, 2), kill, "ranks 1 to 2 have not been heard of", codes=(1, DEAD, DEAD),
     ),
-    # It may not go on by itself when its node comes back.
+    # It must not continue when its node comes back.
     "frozen, and wakes": Failure(
         (1,), partial(freeze, signal.SIGCONT, 1.5 * PACE.stale_s), "rank 1 has not been heard of",
     ),
     "killed with the store": Failure(
         (0,), kill, f"{LOST}DistNetworkError", codes=(DEAD, 1, 1), store=store_of_rank_0,
     ),
-    # As when its power fails: then nothing is ever answered.
+    # As after a power failure, when there is never a reply.
     "frozen with the store": Failure(
         (0,), partial(freeze, signal.SIGKILL, PACE.patience_s + 1), f"{LOST}no answer for",
         codes=(DEAD, 1, 1), store=store_of_rank_0,
@@ -218,7 +218,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
 def test_failure_ends_all_and_is_told_by_every_node(tmp_path, case):
-    """Prevents: ranks that wait for a failed one, and logs in which its error is not found."""
+    """Prevents ranks that wait for a failed rank, and logs without its error."""
 
     def work(rank: int) -> None:
         if rank in case.ranks:
@@ -234,7 +234,7 @@ def test_failure_ends_all_and_is_told_by_every_node(tmp_path, case):
 
 
 def test_user_error_is_told_once_a_node(tmp_path):
-    """Prevents: the same mistake printed by every rank, or taken for a defect."""
+    """Prevents a user error printed by every rank or reported as a defect."""
 
     def work(rank: int) -> None:
         if rank != 0:
@@ -248,17 +248,17 @@ def test_user_error_is_told_once_a_node(tmp_path):
 
 @pytest.mark.parametrize("store", [store_of_launcher, store_of_rank_0])
 def test_ranks_may_end_at_different_times(tmp_path, store):
-    """Prevents: the end of a long evaluation on one rank mistaken for the death of the others."""
+    """Prevents treating ranks as dead because one rank evaluates longer."""
     ended = end_ranks(
         tmp_path, lambda rank: sleep(0.65 * PACE.stale_s * rank), store(), codes=(0, 0, 0)
     )
-    # The main thread is the one that is left.
+    # Only the main thread is left.
     assert [rank.output for rank in ended] == ["left 1\n"] * 3
 
 
 @pytest.mark.parametrize("late_s", [0.8, 4.0], ids=["within the wait", "after the store"])
 def test_rank_that_learns_late_of_the_end_succeeds(tmp_path, late_s):
-    """Prevents: success told as a lost store, because rank 0 took the store with it too early."""
+    """Prevents reporting a lost store after success, if rank 0 closes the store too early."""
 
     def keep_lock() -> None:
         time.sleep(0.3)
@@ -282,7 +282,7 @@ def test_rank_that_learns_late_of_the_end_succeeds(tmp_path, late_s):
     ids=["with lock", "without lock"],
 )
 def test_busy_rank_is_not_taken_for_dead(tmp_path, library, stale_share):
-    """Prevents: a healthy run ended by one long call into C, whether it keeps Python's lock."""
+    """Prevents ending a healthy run during a long C call, with or without the GIL."""
 
     def work(rank: int) -> None:
         if rank == 1:
@@ -293,14 +293,14 @@ def test_busy_rank_is_not_taken_for_dead(tmp_path, library, stale_share):
 
 
 def test_lost_connection_waits_for_its_reason(tmp_path):
-    """Prevents: 'Connection reset by peer' in every log and the reason in none.
+    """Prevents 'Connection reset by peer' in every log and the reason in none.
 
-    Rank 1 closes its connections, by which rank 0 fails at once, and reports only later.
+    Rank 1 closes its connections, so that rank 0 fails at once, and reports later.
     """
 
     def work(rank: int) -> None:
-        # Joining ends for each rank by itself. Gloo prints a line of its own for a rank that is
-        # still joining when a connection is closed, which here would be mistaken for the watch's.
+        # Ranks finish joining independently. If a connection closes before, gloo prints a line that
+        # this test would take for the watch's.
         wait_in_collective()
         if rank == 1:
             dist.destroy_process_group()
@@ -313,7 +313,7 @@ def test_lost_connection_waits_for_its_reason(tmp_path):
 
 
 def test_lost_connection_without_a_reason_is_reported(tmp_path):
-    """Prevents: a run that waits for ever for a reason when only the network failed."""
+    """Prevents waiting forever for a reason if only the network failed."""
 
     def work(rank: int) -> None:
         if rank == 1:
@@ -328,7 +328,7 @@ def test_lost_connection_without_a_reason_is_reported(tmp_path):
 
 
 def test_handlers_are_restored():
-    """Prevents: a process that is deaf to signals after training."""
+    """Prevents a process that ignores signals after training."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with StopSignal() as stop:
         assert not stop.requested
@@ -347,8 +347,8 @@ def test_handlers_are_restored():
     ids=["terminated", "warned", "hung-up", "interrupted", "interrupted-twice"],
 )
 def test_stop_signal_is_remembered_to_the_end(during, after, code):
-    """Prevents: a save that a second SIGTERM cuts off, an orderly stop that a late one makes a
-    failure, as the interpreter takes seconds to end, and a terminal that does not end a run."""
+    """Prevents a save cut off by a second SIGTERM, an orderly stop failed by a late signal during
+    interpreter exit, and a run that survives its closed terminal."""
     process = os.fork()
     if process == 0:
         with StopSignal() as stop:
@@ -361,7 +361,7 @@ def test_stop_signal_is_remembered_to_the_end(during, after, code):
 
 
 def test_nohup_keeps_a_run_from_ending_with_its_terminal():
-    """Prevents: a run under nohup that ends when its terminal is closed."""
+    """Prevents a run under nohup from ending with its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignal() as stop:
@@ -372,7 +372,7 @@ def test_nohup_keeps_a_run_from_ending_with_its_terminal():
 
 
 def test_ranks_that_cannot_meet_are_told_so(monkeypatch):
-    """Prevents: a traceback, or endless waiting, for variables that a launcher would have set."""
+    """Prevents a traceback or endless waiting if launcher variables are missing."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UserError, match=r"rank 1 did not meet all 2 ranks .*MASTER_ADDR expected"):
         open_store(RankLaunch(rank=1, world_size=2, local_rank=1))

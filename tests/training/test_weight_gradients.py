@@ -1,5 +1,5 @@
-"""Gradients that are exchanged while a stage computes, and that products add to buffers as on CUDA,
-against one process that does neither."""
+"""Gradients exchanged during compute, and added to buffers by products as on CUDA, against one
+process that does neither."""
 
 import math
 
@@ -18,7 +18,7 @@ from megatron.vlm.backend import WeightGradients
 
 
 class _LateGather:
-    """A gather whose weights come when they are waited for, and are no numbers before."""
+    """A gather that fills weights on `wait`, and leaves NaN before."""
 
     def __init__(self, bucket_group, data):
         [bucket] = bucket_group.buckets
@@ -35,8 +35,8 @@ class _LateGather:
 
 
 def watched_training(links, plan):
-    """What training gives with late gathers, the rank's place, and (kind, bucket, whether in a
-    backward) of exchanges as they begin."""
+    """Return `train_steps` results with late gathers, the rank's place, and its exchanges as (kind,
+    bucket, in backward)."""
     begun, reduce = [], _ParamAndGradBucketGroup.start_grad_sync
 
     def start_grad_sync(group, **options):
@@ -51,7 +51,7 @@ def watched_training(links, plan):
         group.param_gather_handle = _LateGather(group, group.buckets[0].param_data)
         group.param_gather_dispatched = True
 
-    # In a forked process of this work alone.
+    # This forked process runs nothing else.
     _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
     _ParamAndGradBucketGroup.start_param_sync = start_param_sync
     trained = train_steps(links, plan, STEPS)
@@ -75,8 +75,8 @@ LATE = {
 
 @pytest.mark.parametrize("plan", LATE.values(), ids=LATE)
 def test_late_exchanges_train_as_one_process(small_buckets, plan):
-    """Prevents: a gradient that comes after its bucket was summed, a weight that is used before it
-    is here, and buckets that ranks with other packs exchange in another order, or never."""
+    """Prevents gradients added after their bucket was reduced, weights used before their gather,
+    and buckets exchanged in different orders by ranks."""
     ranks = run_ranks(plan.parallel, watched_training, plan)
     assert_same_training(ranks, plan, alone(plan, STEPS))
     in_order = {}
@@ -89,14 +89,14 @@ def test_late_exchanges_train_as_one_process(small_buckets, plan):
         assert len(buckets) > 3
         gathers = [bucket for kind, bucket, _ in begun if kind == "gather"]
         assert gathers == sorted(buckets, reverse=True) * len(STEPS)
-    # All but those of the rank that has no pack in the first step.
+    # All but exchanges of the rank without a pack in the first step.
     during = [[inside for kind, _, inside in begun if kind == "reduce"] for begun in first_stage]
     assert all(map(all, during[: plan.parallel.tensor]))
     assert all(sum(inside) == len(inside) * 3 // 4 for inside in during[plan.parallel.tensor :])
 
 
 def compare_fused(monkeypatch, plan, steps, work):
-    """Train with products that add weight gradients, beside one process with gradients added."""
+    """Compare fused weight-gradient accumulation with one process that adds gradients."""
     expected = alone(plan, steps)
     monkeypatch.setattr("megatron.vlm.model.configs.fuses_weight_gradients", lambda: True)
     assert_same_training(run_ranks(plan.parallel, work, plan), plan, expected)
@@ -104,7 +104,7 @@ def compare_fused(monkeypatch, plan, steps, work):
 
 @pytest.mark.parametrize("model", [MODEL, TIED], ids=["plain", "tied-in-one-stage"])
 def test_late_exchanges_train_with_fused_weight_gradients(small_buckets, monkeypatch, model):
-    """Prevents: a bucket that is summed before a product adds its weight gradient to it."""
+    """Prevents reducing a bucket before a product adds its weight gradient."""
     plan = pipeline_plan(model=model, data=2, **RECOMPUTE)
     compare_fused(monkeypatch, plan, STEPS, watched_training)
 
@@ -118,7 +118,7 @@ FUSED = {
 
 
 def steps_that_add(links, plan):
-    """The steps of one rank, all of whose products for weight gradients must add them."""
+    """Return `train_steps` results; asserts that products accumulate weight gradients."""
     buffers, add = [], WeightGradients.wgrad_gemm_accum_fp32
     WeightGradients.wgrad_gemm_accum_fp32 = lambda *tensors: buffers.append(add(*tensors))
     result = train_steps(links, plan, PLAIN_STEPS)
@@ -128,13 +128,13 @@ def steps_that_add(links, plan):
 
 @pytest.mark.parametrize("plan", FUSED.values(), ids=FUSED)
 def test_fused_weight_gradients_train_the_same(plan, monkeypatch):
-    """Prevents: a gradient that is lost, or counted twice beside the tied matrix's other use."""
+    """Prevents lost gradients, or gradients counted twice in a tied matrix."""
     compare_fused(monkeypatch, plan, PLAIN_STEPS, steps_that_add)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buffers_take_sums_unrounded(dtype):
-    """Prevents: a small gradient lost to rounding beside a large sum of earlier micro-batches."""
+    """Prevents rounding away a small gradient in a large accumulated sum."""
     input_RI, gradient_RO = (torch.full((3, size), 2.0**-7, dtype=dtype) for size in (4, 5))
     buffer_OI = torch.ones(5, 4)
     WeightGradients.wgrad_gemm_accum_fp32(input_RI, gradient_RO, buffer_OI)
@@ -143,7 +143,7 @@ def test_buffers_take_sums_unrounded(dtype):
 
 @pytest.mark.quick
 def test_device_contexts_work():
-    """Prevents: models that are built on the meta device taking memory, or losing their buffers."""
+    """Prevents models on the meta device from allocating memory or losing buffers."""
     with torch.device("meta"):
         assert torch.empty(2).is_meta and torch.nn.Linear(2, 3).weight.is_meta
     if not torch.cuda.is_available():
