@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from ranks import logged
+from ranks import record_logs
 from toy import OPTIONS, toy_batch
 
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
@@ -30,7 +30,10 @@ def save(trainer, folder, step, options=OPTIONS):
     """Save synchronously; assert that ranks' states are consistent for core."""
     parts = parts_of(trainer, options)
     writer = CheckpointWriter(folder, *parts, keep_last=None, asynchronous=False)
-    with logged() as lines, logged("megatron.core.dist_checkpointing.validation") as differences:
+    with (
+        record_logs() as lines,
+        record_logs("megatron.core.dist_checkpointing.validation") as differences,
+    ):
         writer.save(step, {})
         writer.finish()
     assert lines == [f"saved {checkpoint_path(folder, step)}"]

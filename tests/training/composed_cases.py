@@ -17,7 +17,7 @@ from data_parallel_cases import data_parallel_plan, own_stream
 from native_pass_cases import own_stream as native_stream
 from pydantic import ValidationError
 from ranks import run_ranks
-from released import imported, saved
+from released import imported, save_toy
 from tensor_parallel_cases import (
     Feed,
     alone,
@@ -99,7 +99,7 @@ class Drawn:
     """Seed of the packs."""
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """A short description of the combination."""
         plan = self.plan
         weights = f"{plan.parallel.sharding} weights over {plan.parallel.sharded}"
@@ -205,7 +205,7 @@ def count_layers(model: ModelConfig, tower: str) -> int:
 
 
 def draw_levels(draw, plan, held, cuts, again) -> Iterator[PlannedLevel]:
-    """Yield three levels; the last two are context-parallel."""
+    """Yield three levels. The last two are context-parallel."""
     same = again()
     shapes = [(1, CutRule.CONTIGUOUS), *draw.sample(LEVELS, 2)]
     for number, (context, cut) in enumerate(shapes, 1):
@@ -227,10 +227,7 @@ def mock_data(model: ModelConfig) -> MockData:
 
 
 def check_saved(plan: Plan, folder: Path) -> Plan:
-    """Return the plan read back from a folder that passes check.
-
-    Raises: UserError if check or training refuses it.
-    """
+    """Return the plan as read back from its folder; raises UserError if refused."""
     whole = type(plan).model_validate_json(plan.model_dump_json())
     folder.mkdir()
     write_plan(whole, folder)
@@ -353,7 +350,7 @@ def compare_composed(drawn: Drawn, other: Plan, folder: Path) -> None:
     assert_same_training(ranks, other, rest, 2e-5)
     layout = kinds()[drawn.kind].layout
     if layout is None:
-        like = saved("300m-qwen2", folder / "like", "transformers")
+        like = save_toy("300m-qwen2", folder / "like", "transformers")
         out = exported_like(run, like, folder / "out")
     else:
         out = export_run(run, layout, folder / "out")

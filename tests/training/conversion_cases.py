@@ -45,7 +45,7 @@ def loaded_by_transformers(folder: Path) -> PreTrainedModel:
         folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
     assert not any(told.values()), told
-    # With the CUDA stand-ins, loading leaves the RoPE tables, which are not stored, undefined.
+    # With the CUDA stand-ins, loading leaves the unstored RoPE tables undefined.
     made = type(loaded)(loaded.config).eval()
     made.load_state_dict(loaded.state_dict())
     made.generation_config = loaded.generation_config
@@ -181,19 +181,19 @@ def add_adapter_products(model: torch.nn.Module, folder: Path) -> None:
     assert used == tensors.keys(), "all modules that are matched, and no others, have tensors"
 
 
-def tensor_groups(plan: Plan, ranks: Sequence) -> list[Sequence]:
+def group_ranks(plan: Plan, ranks: Sequence) -> list[Sequence]:
     """Return ranks' results by tensor-parallel group."""
     tensor = plan.parallel.tensor
     return [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
 
 
-def merge_shards(
+def reassemble_shards(
     plan: Plan, ranks: Sequence[Mapping[str, torch.Tensor]], gated=("language.",)
 ) -> dict[str, torch.Tensor]:
     """Return full tensors of all ranks, by name."""
     return {
         name: whole(name, [rank[name] for rank in group], gated)
-        for group in tensor_groups(plan, ranks)
+        for group in group_ranks(plan, ranks)
         for name in group[0]
     }
 
@@ -225,7 +225,7 @@ def assert_computes(
 ) -> None:
     """Assert that `observed` results equal Transformers' logits, loss and gradients."""
     results, seen, gradients = zip(*ranks, strict=True)
-    words, last_stage = plan.model.language.vocab_size, tensor_groups(plan, seen)[-1]
+    words, last_stage = plan.model.language.vocab_size, group_ranks(plan, seen)[-1]
     of_ranks = zip(*(own["head"] for own in last_stage), strict=True)
     for parts, other in zip(of_ranks, expected.logits_LW, strict=True):
         logits = torch.cat([part.squeeze(1) for part in parts], -1)[:, :words]
@@ -233,7 +233,7 @@ def assert_computes(
     norm = sum(one.square().sum().item() for one in expected.gradients.values()) ** 0.5
     for result in results:
         assert result == pytest.approx((expected.loss, norm), rel=TOLERANCE)
-    ours = as_released(merge_shards(plan, gradients, gated), plan.model, layout)
+    ours = as_released(reassemble_shards(plan, gradients, gated), plan.model, layout)
     assert ours.keys() == expected.gradients.keys()
     for key, gradient in expected.gradients.items():
         # Without RoPE, shifting all keys equally changes nothing but rounding errors.

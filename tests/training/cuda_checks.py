@@ -1,7 +1,7 @@
 """Checks on a CUDA device: PYTHONPATH=. python tests/training/cuda_checks.py FOLDER [NAME ...]
 
-Prints PASSED, FAILED or SKIPPED, name, seconds and peak of device memory of each. Without a device,
-checks that need one are skipped, and the others run on the CPU.
+Prints PASSED, FAILED or SKIPPED, name, seconds and peak device memory per check. Without a device,
+checks that need one are skipped. Other checks run on the CPU.
 
 Shapes: T packed tokens, N heads, G key/value heads, D head size.
 """
@@ -39,24 +39,22 @@ PACKS = [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)]]
 
 
 def join() -> PipelineLinks:
-    """This process alone, on the first device."""
+    """Initialize a world of this process, on the first device."""
     launch = RankLaunch(rank=0, world_size=1, local_rank=0)
     return initialize_distributed(launch, Parallel(pipeline=1), seed=0)
 
 
 def attention(folder: Path) -> None:
-    """The packed kernel gives what one call a sample does, of whole samples and of pieces."""
+    """The packed kernel equals a call per sample, for full samples and pieces."""
     segments = [5, 300, 1, 128]
     for keys in (segments, [5, 700, 260, 1024]):
-        torch.testing.assert_close(*attended_both_ways(segments, keys), rtol=3e-2, atol=3e-2)
+        torch.testing.assert_close(*attend_both_ways(segments, keys), rtol=3e-2, atol=3e-2)
 
 
-def attended_both_ways(segments: list[int], keys: list[int]) -> list[list[torch.Tensor]]:
-    """Outputs and gradients of inputs by one call a range, and by the packed kernel.
+def attend_both_ways(segments: list[int], keys: list[int]) -> list[list[torch.Tensor]]:
+    """Return outputs and input gradients, by a call per range and by the packed kernel.
 
-    Args:
-        segments: queries of every range.
-        keys: keys of every range.
+    Args: queries and keys per range.
     """
     packed = borders_of(segments, keys, current_device())
     torch.manual_seed(0)
@@ -72,7 +70,7 @@ def attended_both_ways(segments: list[int], keys: list[int]) -> list[list[torch.
 
 
 def weight_gradients(folder: Path) -> None:
-    """A product adds to a float32 buffer what float64 gives, in place and without a rounding."""
+    """A product accumulates into an fp32 buffer as in float64, in place and unrounded."""
     torch.manual_seed(0)
     input_RI, gradient_RO, buffer = (
         torch.randn(shape, device="cuda") for shape in ((300, 72), (300, 40), (40, 72))
@@ -87,7 +85,7 @@ def weight_gradients(folder: Path) -> None:
 
 
 def _toy_packs(plan: Plan, step: int) -> list[MicroBatch]:
-    """Three packs; images at native resolution have two sizes."""
+    """Return three packs. Native-resolution images have two sizes."""
     model = plan.model
     if model.images is not None:
         sizes = ((6,), (2, 8), (1,))  # tokens of the images
@@ -104,7 +102,7 @@ def _steps(trainer: Trainer, first: int, last: int) -> list[float]:
 
 
 def _compare_precisions(plan: Plan) -> None:
-    """A model learns, and alike in fp32 and bf16, whose kernels differ."""
+    """Assert that a model learns, alike in fp32 and bf16, which use different kernels."""
     links, losses = join(), []
     for precision in ("fp32", "bf16"):
         plan = plan.model_copy(update={"precision": precision})
@@ -120,21 +118,21 @@ def precisions_agree(folder: Path) -> None:
 
 
 def native_resolution(folder: Path) -> None:
-    """Attention within images of different sizes, and within windows of them."""
+    """Attention within images of different sizes, and within their windows."""
     sizes = {
         "layers": 4, "hidden_size": 32, "heads": 2, "ffn_hidden_size": 40, "patch_size": 4,
         "merge_size": 2, "frames_per_patch": 2, "min_pixels": 64, "max_pixels": 4096,
         "normalization": "RMSNorm", "qkv_bias": True, "qk_norm": False, "window_pixels": 16,
         "full_layers": (1,), "image_text": ImageText(),
     }  # fmt: skip
-    # Heads of 16 and 8, which the packed kernel takes.
+    # Head sizes 16 and 8, supported by the packed kernel.
     model = toy_model().with_tower("language", hidden_size=32)
     model = model.model_copy(update={"encoders": {"vision": ImagesEncoder(**sizes)}})
     _compare_precisions(cut_plan(model))
 
 
 def adapters(folder: Path) -> None:
-    """LoRA beside frozen weights in all parts."""
+    """LoRA on frozen weights in all parts."""
     parts = ("vision", "projector", "language")
     _compare_precisions(
         cut_plan(toy_model(), adapters=AdapterConfig(rank=8, alpha=16, parts=parts))
@@ -142,8 +140,8 @@ def adapters(folder: Path) -> None:
 
 
 def idle_experts(folder: Path) -> None:
-    """Experts without a token get gradients of zero, though memory before held something else."""
-    model = mixture_cases.model_of(ffn_hidden_size=16)  # rows of 16 bytes, as products need
+    """Experts without tokens get zero gradients even in memory with stale values."""
+    model = mixture_cases.model_of(ffn_hidden_size=16)  # rows of 16 bytes, required by products
     plan = mixture_cases.plan_of(model=model).model_copy(update={"precision": "bf16"})
     trainer = build_trainer(plan, join(), OPTIONS, steps=10, seed=3)
     layers = [layer.mlp.experts for layer in trainer.stage.language.layers]
@@ -156,14 +154,14 @@ def idle_experts(folder: Path) -> None:
         for layer in layers:
             gradients += [one.main_grad for one in layer.parameters()]
         assert all(one.isfinite().all() for one in gradients)
-    # Three tokens of two experts each: two of eight have none.
+    # Three tokens with two experts each: at least two of eight experts are idle.
     for one in gradients:
         moved = one.view(8, -1).any(1)
         assert 0 < moved.sum() <= 6, moved
 
 
 def fused(folder: Path) -> None:
-    """Fused operations, compiled, beside plain torch."""
+    """Fused operations, compiled, against plain torch."""
     if not has_cuda():
         fused_checks.compare_compiled_for_cpu()
         return
@@ -172,7 +170,7 @@ def fused(folder: Path) -> None:
 
 
 def real_size_plan() -> Plan:
-    """Two layers of InternViT-6B and two of InternLM2-20B, on one device."""
+    """Return a plan of two layers of InternViT-6B and two of InternLM2-20B, on one device."""
     model = load_model("internvl-chat-1.5-6b-20b")
     small = model.with_layers(vision=2, language=2)
     whole = Stage.parse(
@@ -185,8 +183,8 @@ def real_size_plan() -> Plan:
     )  # fmt: skip
 
 
-def losses_on_one_pack(links: PipelineLinks, plan: Plan, *sizes: object) -> list[float]:
-    """Of a few steps at a rate for models of real size, all on the same random pack."""
+def train_on_one_pack(links: PipelineLinks, plan: Plan, *sizes: object) -> list[float]:
+    """Return the losses of four steps on one random pack, at a rate for full-size models."""
     options = replace(OPTIONS, lr=1e-5, min_lr=0.0)
     trainer = build_trainer(plan, links, options, steps=10, seed=0)
     batch = random_batch(plan.model, *sizes).to(current_device())
@@ -195,13 +193,13 @@ def losses_on_one_pack(links: PipelineLinks, plan: Plan, *sizes: object) -> list
 
 def real_size_stage(folder: Path) -> None:
     """Layers of the paper's largest towers learn a pack at its caps."""
-    losses = losses_on_one_pack(join(), real_size_plan(), 9, (1500, 1500, 1096), 400)
+    losses = train_on_one_pack(join(), real_size_plan(), 9, (1500, 1500, 1096), 400)
     assert losses[-1] < losses[0], losses
     print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, losses {losses}")
 
 
 def checkpoint(folder: Path) -> None:
-    """What is saved while training goes on brings back the same losses."""
+    """A checkpoint saved during training resumes with equal losses."""
     links, plan = join(), pipeline_plan()
     trainers = [build_trainer(plan, links, OPTIONS, steps=20, seed=3) for _ in range(2)]
     first, second = trainers
@@ -225,7 +223,7 @@ OF_A_DEVICE = (attention, weight_gradients, real_size_stage)
 
 
 def run(check: Callable[[Path], None], folder: Path) -> bool:
-    """Run one check and print how it ended; whether it did not fail."""
+    """Run a check and print its result; return False if it failed."""
     result, start_s = "PASSED", time.perf_counter()
     if has_cuda():
         torch.cuda.reset_peak_memory_stats()

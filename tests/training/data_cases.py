@@ -1,4 +1,4 @@
-"""A dataset, its lengths, and packs of it."""
+"""A dataset, its lengths and packs."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ SKIP = MicroBatchOptions(on_bad_sample=OnBadSample.SKIP)
 
 
 class Data:
-    """A dataset, its lengths, and packs of it."""
+    """A dataset, its lengths and packs."""
 
     def __init__(self, meta: Path, tokenizer, model: ModelConfig = MODEL) -> None:
         self.reader = SampleReader(Annotations.open(meta), tokenizer, model)
@@ -36,18 +36,18 @@ class Data:
         [self.whole] = stages_of(model)
 
     def load(self, pack, stage=None, options=MicroBatchOptions()):  # noqa: B008
-        """One pack as a stage has it, or a whole model."""
+        """Return a pack as loaded for a stage, by default the full model."""
         return self.dataset([pack], stage, options)[0]
 
     def dataset(self, packs, stage=None, options=MicroBatchOptions(), epoch=0) -> PackDataset:  # noqa: B008
-        """These lists of samples as micro-batches of one rank."""
+        """Return lists of samples as one rank's micro-batches."""
         rows = np.arange(len(packs))
         packs = ScheduledPacks.from_packs(Packs.from_lists(packs), self.lengths, rows, epoch=epoch)
         return PackDataset(self.reader, packs, self.lengths, rows, stage or self.whole, options)
 
 
 def noisy_pictures(folder: Path, tokenizer) -> Data:
-    """Noisy photographs, each format of its own, and two sources of which one is augmented."""
+    """Return noisy photographs in several formats, from an augmented and a plain source."""
     rng = np.random.default_rng(0)
     lines = []
     for number, (width, height, kind) in enumerate(
@@ -65,18 +65,18 @@ def noisy_pictures(folder: Path, tokenizer) -> Data:
     return Data(folder / "meta.json", tokenizer)
 
 
-def said(*texts: str) -> list[dict[str, str]]:
+def make_turns(*texts: str) -> list[dict[str, str]]:
     """Messages of a record: questions and answers in turn."""
     return [{"from": ("human", "gpt")[k % 2], "value": text} for k, text in enumerate(texts)]
 
 
 def _line(images: list[str], answer: str) -> str:
-    turns = said("<image>" * len(images) + "What?", answer, "And?", answer[:2])
+    turns = make_turns("<image>" * len(images) + "What?", answer, "And?", answer[:2])
     return json.dumps({"image": images, "conversations": turns}) + "\n"
 
 
 def shares(dataset: PackDataset, level: Level) -> list:
-    """What every rank of the block loads of the dataset's one pack."""
+    """Return the dataset's pack as loaded by each rank of its context-parallel group."""
     return [
         PackDataset(
             dataset.reader, dataset.scheduled, dataset.lengths, dataset.rows, dataset.stage,
@@ -87,7 +87,7 @@ def shares(dataset: PackDataset, level: Level) -> list:
 
 
 def assert_same(got, expected):
-    """Compare everything of two micro-batches."""
+    """Assert that all fields of two micro-batches are equal."""
     for name, value in vars(expected).items():
         if name == "share" and value is not None:
             assert got.share.part == value.part

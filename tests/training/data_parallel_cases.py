@@ -1,4 +1,4 @@
-"""Toy plans with data-parallel encoders, and a rank's part of a step of given packs."""
+"""Toy plans with data-parallel encoders, and a rank's part of a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
 
 ITEM_FIELDS = {"tiles": ("pixels_TCPP", "drop_path_keys_T"), "clips": ("frames_CBF",)}
-"""Fields of a micro-batch that have an entry an item."""
+"""Fields of a micro-batch with an entry per item."""
 
 
 def data_parallel_plan(
@@ -36,7 +36,7 @@ def data_parallel_plan(
     divided: int = 1,
     **sizes: object,
 ) -> Plan:
-    """A plan whose stages are cut from the language model; cuts count its units alone."""
+    """Return a plan with data-parallel encoders; cuts are positions in the language model."""
     stages = stages_of(model.without_encoders(), *cuts, **(recompute or {}))
     encoders = list(model.encoders)
     beside = DataParallelEncoders(
@@ -51,11 +51,10 @@ def data_parallel_plan(
     return plan.model_copy(update={"beside": beside, "frozen": frozen})
 
 
-def dealt(
+def deal_packs(
     packs: Sequence[MicroBatch], ranks: int, packs_per_step: int | None = None
 ) -> ScheduledPacks:
-    """Steps of packs, one of all of them if no number is given, of which every data-parallel rank
-    has every `ranks`-th."""
+    """Return packs dealt to data-parallel ranks in turn, by default as one step."""
     number = np.arange(len(packs))
     step, at = np.divmod(number, packs_per_step or len(packs))
     counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "clips", "tokens")}
@@ -75,24 +74,22 @@ def shares_of(
 
 
 def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBatchStream:
-    """This rank's part of a step: its passes, and its micro-batches without items, in order."""
+    """Return this rank's part of a step: encoder passes, then micro-batches without items."""
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     if plan.beside is None:
         return MicroBatchStream.of(own)
     in_order = sorted(range(len(packs)), key=lambda i: (i % plan.parallel.data, i))
     return encoding_stream(
-        plan, dealt(packs, plan.parallel.data), [packs[i] for i in in_order], own
+        plan, deal_packs(packs, plan.parallel.data), [packs[i] for i in in_order], own
     )
 
 
 def encoding_stream(
     plan: Plan, scheduled: ScheduledPacks, packs: Sequence[MicroBatch], own: Sequence[MicroBatch]
 ) -> MicroBatchStream:
-    """This rank's passes of a step, and its micro-batches without items, in order.
+    """Return this rank's encoder passes of a step, then its micro-batches without items.
 
-    Args:
-        packs: whole, in their rows.
-        own: this rank's micro-batches, packs or its shares of them.
+    Args: all packs in row order; `own`: this rank's micro-batches, full packs or shards.
     """
     shares = shares_of(plan, scheduled, dist.get_rank()).step(0)
     fields = [name for names in ITEM_FIELDS.values() for name in names]

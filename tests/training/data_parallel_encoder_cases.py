@@ -10,8 +10,8 @@ from mixture_cases import MODEL as MIXTURE
 from tensor_parallel_cases import Feed, model_of
 from toy import toy_audio_encoder, toy_batch
 
-# Packs of (tiles, text tokens) of each step, dealt to data-parallel ranks in turn: fewer packs than
-# slots, all images in one pack, none at all, one pack for all ranks.
+# Packs of (tiles, text tokens) per step, dealt to data-parallel ranks in turn: fewer packs than
+# slots, all images in one pack, no images, one pack for all ranks.
 STEPS = [
     [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)], [(1, 4)], [(0, 9)]],
     [[(0, 20)], [(6, 10), (5, 8)], [(0, 8)], [(0, 5)], [(0, 11)]],
@@ -22,7 +22,7 @@ STEPS = [
 
 @dataclass(frozen=True)
 class Case:
-    """A plan with data-parallel encoders, and everything that goes with it."""
+    """A plan with data-parallel encoders, and its options."""
 
     sizes: dict
     pipelines: int = 1
@@ -59,10 +59,10 @@ CASES = {
     "tp2-sp-dp2-audio": Case(
         IN_PARTS, kept=1, audio=True, frozen=("audio", "audio_projector"),
     ),
-    # Ranks without a pack, or with one less, compute empty ones to join others.
+    # Ranks with fewer packs compute empty packs to join collectives.
     "dp4-experts": Case({"data": 4, "expert": 4}, pipelines=2, kept=1, experts=True),
     "pp2-dp2-experts": Case({"data": 2, "expert": 2}, cuts=(2,), audio=True, experts=True),
-    # Weights of the encoders divided over ranks, some of which have no pass or fewer than others.
+    # Sharded encoders, with unequal numbers of passes per rank.
     "pp2-dp2-divided-by-two": Case(
         {"data": 2}, pipelines=2, cuts=(1,), kept=0, tied=True, frozen=("language",), sharded=2,
     ),
@@ -104,9 +104,9 @@ def plan_of(case):
 
 
 def packs_of(model, number, packs, drop_path=0.0):
-    """The packs of a step, with weights that differ between positions."""
+    """Yield the packs of a step, with loss weights that differ by position."""
     for index, samples in enumerate(packs):
-        if model.takes_audio:  # in some packs without images, and not in all that have any
+        if model.takes_audio:  # in some packs without images, not in all with images
             samples = [(tiles, text, text % 3) for tiles, text in samples]
         batch = toy_batch(model, samples, seed=100 * number + index)
         weights = torch.linspace(0.5, 1.5, len(batch.labels_L))

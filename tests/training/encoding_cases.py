@@ -1,4 +1,5 @@
-"""What ranks of two pipelines of two stages read where they encode together, beside whole packs."""
+"""Data read by ranks of two pipelines of two stages that share encoder passes, against full
+packs."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,20 +19,20 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 PLACES = {"step": [0, 0, 0, 1, 1, 1], "dp_rank": [0, 0, 1, 0, 0, 1], "slot": [0, 1, 0] * 2}
-"""Of six packs: two steps of two pipelines with two, one, two and one."""
+"""Places of six packs: in two steps, two pipelines have two and one packs each."""
 Read = tuple[list[tuple[EncoderPass, MicroBatch]], list[MicroBatch]]
-"""Passes with what was read for them, and texts."""
+"""Encoder passes with their items, and micro-batches without items."""
 
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """Two pipelines of two stages that encode together."""
+    """Two pipelines of two stages that share encoder passes."""
 
     whole: PackDataset
-    """Six packs as one stage reads them."""
+    """Six packs, read for the full model."""
     beside: DataParallelEncoders
     text_stages: Sequence[Stage]
-    """What each stage of the pipeline reads of texts."""
+    """Units of each pipeline stage."""
 
     parallel = Parallel(pipeline=2, data=2)
     ranks = range(4)
@@ -50,13 +51,13 @@ class EncodingJob:
         return shares_of(self, self.whole.scheduled, rank, self.whole.lengths)
 
     def rows(self, rank: int, first_step: int = 0) -> np.ndarray:
-        """Rows of the packs of a global rank's pipeline."""
+        """Return the rows of the packs of a rank's pipeline."""
         packs = self.whole.scheduled
         is_own = packs.dp_rank == self.parallel.place(rank)["data"]
         return np.flatnonzero(is_own & (packs.step >= first_step))
 
     def dataset(self, rank: int, first_step: int = 0) -> EncodingDataset:
-        """What a global rank reads."""
+        """Return the dataset of a global rank."""
         whole, rows = self.whole, self.rows(rank, first_step)
         of_texts = self.text_stages[self.parallel.place(rank)["pipeline"]]
         texts, items = (
@@ -66,7 +67,7 @@ class EncodingJob:
         return EncodingDataset(texts, items, self.shares(rank), first_step, 2)
 
     def read(self, rank: int, first_step: int = 0) -> Iterator[Read]:
-        """What a rank reads of every step, in the order of training."""
+        """Yield a rank's data of each step, in training order."""
         items, steps = iter(self.dataset(rank, first_step)), self.whole.scheduled.step
         for step in range(first_step, 2):
             texts = int((steps[self.rows(rank)] == step).sum())

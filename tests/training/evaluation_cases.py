@@ -1,4 +1,4 @@
-"""Answers of a pipeline, and of a whole model in one process."""
+"""Answers of a pipeline, and of a full model in one process."""
 
 from pathlib import Path
 

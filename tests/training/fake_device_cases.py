@@ -1,7 +1,7 @@
 """Checks on a fake device: python tests/training/fake_device_cases.py NAME.
 
-Each runs in a process of its own, that has prepared Megatron-core for no other device.
-Shapes: T tokens, N heads, D head size.
+Each runs in its own process, as Megatron-core is prepared for one device only. Shapes: T tokens, N
+heads, D head size.
 """
 
 import gc
@@ -66,19 +66,18 @@ Planned = tuple[Plan, tuple[ScheduledPacks, Lengths]]
 CLUSTER = load_cluster("h100-80g")
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
-"""Of predicted from allocated peaks."""
+"""Maximal relative deviation of predicted from allocated peaks."""
 MOST_OF_ADAPTERS = 0.005
-"""The same with adapters: the first layer that has any keeps no input, which is of no one's
-gradient; of models of two layers that is much."""
+"""Bound with adapters: their first layer saves no input, as its gradient is unused. This is a large
+share of a two-layer model."""
 MOST_OF_SCHEDULES = 0.005
-"""The same of other schedules than 1F1B, whose links have room for a tensor throughout."""
+"""Bound for schedules other than 1F1B, which hold a link buffer throughout."""
 UNCOUNTED_GIB = 1 / 64
-"""The same of images at their native resolution, besides: angles of their patches, pixels that wait
-in float32 through a forward, and gradients of deepstack features, which is much of stages of two
-layers alone."""
+"""Added bound for native resolution: patch angles, fp32 pixels during a forward, and gradients of
+deepstack features, large in two-layer stages."""
 MOST_TOO_MUCH = 0.1
-"""The same where a plan is on the safe side: of a pipeline's stages whose weights ranks divide, the
-gradients of the layer after are counted as waiting beside every layer, the stage's last too."""
+"""Bound of overestimates: in sharded pipeline stages, the next layer's gradients are counted with
+each layer, including a stage's last layer."""
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -86,7 +85,7 @@ def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def memory() -> None:
-    """Bytes of tensors that were counted by hand."""
+    """Bytes of allocated tensors, counted by hand."""
     with fake_cuda() as fake_device:
         now, most = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
         assert now() == 0
@@ -108,7 +107,7 @@ def memory() -> None:
         del whole, part
         torch.cuda.reset_peak_memory_stats()
         assert now() == most() == 0
-        # A product and a norm: what they keep for their backward, and need besides.
+        # A product and a norm: saved and temporary tensors.
         x_TD = on_device(1024, 512).requires_grad_()  # 1 MiB
         weight = on_device(512, 512).requires_grad_()  # half
         y_TD = F.linear(x_TD, weight)
@@ -125,7 +124,7 @@ def memory() -> None:
 
 
 def attention() -> None:
-    """It keeps inputs, output and a number a row; its backward needs a float32 gradient."""
+    """Attention saves inputs, output and a number per row. Its backward needs an fp32 gradient."""
     with fake_cuda() as fake_device:
         qkv = [on_device(1024, 8, 64).requires_grad_() for _ in range(3)]  # 1 MiB each
         borders = torch.tensor([0, 512, 1024], dtype=torch.int32).to("cuda")
@@ -140,7 +139,7 @@ def attention() -> None:
         out.backward(gradient)
         rows = 8 * (1024 + 2 * 128)
         most = torch.cuda.max_memory_allocated() - before
-        # What it is not asked for has a gradient too: zeros.
+        # Unused outputs have gradients too: zeros.
         assert most == 3 * MIB + rows * (64 + 1) * 4 + 4 * 8 * 1024 + 512, most
         heads = torch.ops.aten.scaled_dot_product_attention
         vision = [on_device(2, 4, 64, 128).requires_grad_() for _ in range(3)]
@@ -153,18 +152,18 @@ def attention() -> None:
             for one in fake_device.device.counts.operations()
             if one.operation == "aten::_scaled_dot_product_flash_attention"
         ]
-        # Two products of all pairs, and of half of them, also where heads share keys.
+        # Two products over all pairs, or half if causal, with grouped queries too.
         pairs = 2 * 4 * 64 * 64
         assert round(flash.tflop * 1e12) == round(1.5 * 2 * 2 * pairs * 128), flash
 
 
 def refusals() -> None:
-    """What a real device refuses, and fake tensors do not."""
+    """Errors of a real device that fake tensors do not raise."""
     with fake_cuda():
         host = torch.empty(8, 8, dtype=torch.bfloat16)
         borders = torch.tensor([0, 8], dtype=torch.int64).to("cuda")
         summed, pair = on_device(8, 8, dtype=torch.float32), (on_device(8, 8), on_device(8, 8))
-        # A sum in the type that is asked for.
+        # A sum in the requested dtype.
         torch.addmm(summed, *pair, out_dtype=torch.float32, out=summed)
         cases = {
             "a matrix product": lambda: torch.addmm(summed, *pair),
@@ -184,7 +183,7 @@ def refusals() -> None:
 
 
 def host_reads() -> None:
-    """Values that the host waits for, by where they are read; what is on the host is free."""
+    """Device values that the host waits for, by code position. Host tensors do not count."""
     with fake_cuda() as fake_device:
         host_reads, tensor = fake_device.device.counts.host_reads, on_device(4)
         torch.tensor([1, 2, 3]).tolist()
@@ -198,7 +197,7 @@ def host_reads() -> None:
 
 
 def counts() -> None:
-    """Launches, arithmetic and bytes of operations that were counted by hand."""
+    """Launches, FLOPs and bytes of operations, counted by hand."""
     with fake_cuda() as fake_device:
         counts = fake_device.device.counts
         left, right = on_device(64, 32), on_device(32, 16)
@@ -224,7 +223,7 @@ def counts() -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """A preset with few layers, and how it is laid out."""
+    """A preset with few layers, and its parallel layout."""
 
     model: str
     tensor: int = 1
@@ -232,7 +231,7 @@ class Layout:
     vision: int = 2
     language: int = 2
     deepstack: tuple[int, ...] = (0,)
-    """Of the vision layers, of a model that has such."""
+    """Vision layers with deepstack, in models with deepstack."""
     frozen: tuple[str, ...] = ()
     adapters: AdapterConfig | None = None
     recompute: RecomputeRule = RecomputeRule.NONE
@@ -242,11 +241,11 @@ class Layout:
     sharded: int = 1
     expert: int = 1
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
-    """Of another than 1F1B the parts of the model have equally many units."""
+    """With schedules other than 1F1B, parts have equal numbers of units."""
     edited: bool = False
-    """Whether every tower's last layer of a stage, and no other, is recomputed."""
+    """Whether to recompute just each tower's last layer in a stage."""
     kept: int | None = None
-    """Items whose activations data-parallel encoders keep; None where there are no such."""
+    """Items with saved activations in data-parallel encoders, or None if pipelined."""
     encoder_sharded: int = 1
 
 
@@ -264,7 +263,7 @@ LAYOUTS = (
         data=4, sharded=2,
     ),
     Layout(model="internvl2.5-1b", tied=True, stages=2, data=4, sharded=2),
-    # Experts that ranks divide, that every rank of a group has for itself, and of a pipeline.
+    # Expert-parallel, replicated and pipelined experts.
     Layout(model="internvl3.5-30b-a3b", data=4, sharded=4, expert=2, frozen=("vision",)),
     Layout(model="internvl3.5-30b-a3b", data=8, sharded=2, expert=4),
     Layout(
@@ -273,7 +272,7 @@ LAYOUTS = (
     Layout(model="qwen3-vl-8b", tensor=4, sequence=True, edited=True),
     Layout(model="qwen3-vl-4b", data=4, sharded=4, recompute=RecomputeRule.FULL),
     Layout(model="qwen2.5-vl-7b", tensor=2),
-    # Several chunks, and backwards in two parts.
+    # Several chunks, and split backwards.
     Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=INTERLEAVED),
     Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=ZB_V),
     Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=ZB_H1, edited=True),
@@ -286,7 +285,7 @@ LAYOUTS = (
     Layout(
         model="llama3.1-8b", vision=0, adapters=AdapterConfig(rank=16, alpha=32), data=4, sharded=4
     ),
-    # Beside data-parallel encoders.
+    # Data-parallel encoders.
     Layout(model="internvl2.5-8b", kept=5, data=4, stages=2, encoder_sharded=8),
     Layout(model="internvl2.5-8b", kept=2, data=4, sharded=4, encoder_sharded=4),
     Layout(
@@ -312,7 +311,7 @@ def job_of(model: ModelConfig, parallel: Parallel, **options: Any) -> JobSpec:
 
 @cache
 def plan_of(layout: Layout) -> Planned:
-    """A plan, and the micro-batches that it is for."""
+    """Return a plan and its scheduled micro-batches."""
     job = _job_of(layout)
     data = _data_of(layout, job.model.images is not None)
     rule = SplitRule(method=PartitionMethod.LAYER, recompute=layout.recompute)
@@ -331,14 +330,14 @@ def plan_of(layout: Layout) -> Planned:
         passes = {"items_per_pass": {"vision": most}, "kept_items": {"vision": layout.kept}}
         passes |= {"pipelines": 2, "sharded": layout.encoder_sharded}
         changed["beside"] = plan.beside.model_copy(update=passes)
-    return _predicted_anew((plan, scheduled), **changed) if changed else plan, scheduled
+    return _change_and_predict((plan, scheduled), **changed) if changed else plan, scheduled
 
 
 def _job_of(layout: Layout) -> JobSpec:
     model = load_model(layout.model).with_tower("language", tied_head=layout.tied)
     towers = {"language": layout.language} | ({"vision": layout.vision} if layout.vision else {})
     model = model.with_layers(**towers)
-    if expert_counts(model):  # which a fake device fills evenly
+    if expert_counts(model):  # a fake device fills experts evenly
         model = with_imbalance(model, 1.0)
     if model.images is not None:
         deepstack = layout.deepstack if model.images.deepstack_layers else ()
@@ -351,12 +350,12 @@ def _job_of(layout: Layout) -> JobSpec:
     options = {"frozen": layout.frozen, "adapters": layout.adapters}
     if layout.kept is not None:
         return job_of(model, parallel, placement=EncoderPlacement.DATA_PARALLEL, **options)
-    # No buffers of the communication library, of which a fake device has none.
+    # A fake device has no communication buffers.
     return job_of(model, parallel, cluster=CLUSTER.model_copy(update={"peer_mib": 0.0}), **options)
 
 
 def _data_of(layout: Layout, has_images: bool) -> MockData | SampleData:
-    """Micro-batches at caps; of images at native resolution beside encoders uneven ones."""
+    """Return micro-batches at caps, or uneven images for data-parallel native encoders."""
     if layout.kept is not None and has_images:
         rng = np.random.default_rng(0)
         number, size = rng.integers(0, 4, 96), rng.integers(4, 24, 96) ** 2
@@ -373,8 +372,8 @@ def _data_of(layout: Layout, has_images: bool) -> MockData | SampleData:
     return MockData(caps=caps, micro_batches_per_step=number * layout.data)
 
 
-def _predicted_anew(planned: Planned, **changed: object) -> Plan:
-    """The plan with changes, and with the prediction of these."""
+def _change_and_predict(planned: Planned, **changed: object) -> Plan:
+    """Return the plan with changes and their prediction."""
     plan, scheduled = planned[0].model_copy(update=changed), planned[1]
     job = JobSpec.of_plan(plan)
     workload = job.workload(*scheduled, plan.pack_levels)
@@ -383,7 +382,7 @@ def _predicted_anew(planned: Planned, **changed: object) -> Plan:
 
 
 def heaviest_of(planned: Planned, stage: int, windows: int = 1) -> FakeStage:
-    """What a stage needs at its heaviest moments, so many of which are tried."""
+    """Run a stage at its `windows` heaviest moments on the fake device."""
     plan, scheduled = planned
     job = JobSpec.of_plan(plan)
     workload = job.workload(*scheduled, plan.pack_levels)
@@ -396,8 +395,8 @@ def heaviest_of(planned: Planned, stage: int, windows: int = 1) -> FakeStage:
 
 
 def stages() -> None:
-    """A peak as it is predicted, and whose contents add up, of stages of many layouts; and state to
-    the byte where a stage is one chunk that holds all of its weights."""
+    """Predicted peaks of stages in many layouts, and contents that add up to them. State is exact
+    for one-chunk stages that hold all of their weights."""
     for layout in LAYOUTS:
         planned = plan_of(layout)
         is_plain = layout.schedule == ONE_FORWARD_ONE_BACKWARD and layout.kept is None
@@ -422,18 +421,18 @@ def _check_counted(layout: Layout, plan: Plan, counted: FakeStage) -> None:
     assert ("backward_weight" in phases) == layout.schedule.in_two, (*where, phases)
     assert ("encoder" in phases) == (layout.kept is not None), (*where, phases)
     inside = [read for read in counted.host_reads if read.phase != "optimizer"]
-    if plan.parallel.expert > 1:  # Core asks how many tokens are sent to whom.
+    if plan.parallel.expert > 1:  # Core reads the token counts per destination.
         inside = [read for read in inside if "token_dispatcher" not in read.where]
     assert not inside, (*where, inside)
 
 
 def _bounds(layout: Layout, plan: Plan, counted: FakeStage) -> tuple[float, float]:
-    """How much less and more than what is allocated may be predicted, as shares of it."""
+    """Return the maximal relative under- and overestimate of allocated memory."""
     if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
         return MOST_OF_SCHEDULES, MOST_OF_SCHEDULES
     if layout.adapters is not None or layout.kept is not None:
         return MOST_DEVIATION, MOST_OF_ADAPTERS if layout.kept is None else MOST_DEVIATION
-    # Much of models of two layers.
+    # Relevant in two-layer models.
     most = MOST_TOO_MUCH if layout.stages > 1 and layout.sharded > 1 else MOST_DEVIATION
     if plan.model.images is None:
         return MOST_DEVIATION, most
@@ -441,11 +440,11 @@ def _bounds(layout: Layout, plan: Plan, counted: FakeStage) -> tuple[float, floa
 
 
 def tied() -> None:
-    """A peak behind the head's backward, where the tied matrix's gradients are whole and wait for
-    the embedding's: packs of few tokens, fewer of which carry loss."""
+    """A peak after the head's backward, with the full gradient of the tied matrix waiting for the
+    embedding's: packs of few tokens, fewer of them with loss."""
     model = load_model("internvl2.5-1b").with_layers(language=2, vision=1)
     model = model.with_tower("language", tied_head=True)
-    # Short texts, each in a pack of its own, with shorter answers.
+    # Short texts with shorter answers, one per pack.
     lengths = lengths_of(tiles=[0] * 16, tokens=[500] * 16, loss_tokens=[5] * 16)
     levels = (Level(caps=Caps.of(tiles=1, tokens=500)),)
     data = SampleData(lengths=lengths, packs_per_step=8, levels=levels)
@@ -459,8 +458,8 @@ def tied() -> None:
 
 
 def building() -> None:
-    """A rank that keeps a part of a stage has a unit of it whole at most while it builds, and never
-    as much as training is planned to take."""
+    """A rank with sharded weights holds at most one full unit while building a stage, and never
+    exceeds the planned peak."""
     plain = [one for one in LAYOUTS if not one.adapters and one.kept is None]
     for layout in [one for one in plain if one.sharded > 1][::2]:
         plan, _ = plan_of(layout)
@@ -487,8 +486,8 @@ def building() -> None:
 
 
 def levels() -> None:
-    """A peak of two levels, the longer of which recomputes every layer and the shorter none."""
-    # Two stages; nine packs of a long sample, and nine of three short ones.
+    """A peak with two levels: the longer recomputes every layer, the shorter none."""
+    # Two stages. Nine packs of one long sample, and nine of three short samples.
     tiles = np.repeat([9, 2], [9, 27]).astype(np.int32)
     tokens = tiles * 256 + np.repeat([1600, 250], [9, 27])
     lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=[200] * 36)
@@ -506,13 +505,13 @@ def levels() -> None:
         for level, recompute in zip(data.levels, (((),) * len(again), again), strict=True)
     )
     scheduled = packs, lengths = made.data
-    plan = _predicted_anew((made.plan, scheduled), levels=recomputed)
+    plan = _change_and_predict((made.plan, scheduled), levels=recomputed)
     job = JobSpec.of_plan(plan)
     cost, workload = job.cost_of_all(plan.pack_levels), job.workload(packs, lengths, plan.levels)
     both = [stage_memories(cost, [plan.stages_at(level)] * 2, workload) for level in (0, 1)]
     for stage in range(len(plan.stages)):
         counted = heaviest_of((plan, scheduled), stage, windows=len(packs))
-        # Tensors on the links are predicted as large as the run's largest: up to two here.
+        # Link tensors are predicted at the run's maximum: at most two here.
         largest_bytes = packs.tokens.max() * plan.model.language.hidden_size * 2
         too_much = counted.predicted_gib - counted.allocated_gib
         rounding = MOST_DEVIATION * counted.allocated_gib
@@ -523,14 +522,13 @@ def levels() -> None:
 
 
 def _checked_replayer(stage: int, plan: Plan, links: StandInLinks, **more: Any) -> StageReplayer:
-    """A stage whose state is what the plan says, and what core and torch add, which no plan is
-    told: room between parameters in core's buffers, or in the parts of units that ranks divide, the
-    optimizer's step counts, frequencies of rotary embedding."""
+    """Return a replayer after asserting its state bytes: the planned state, padding in buffers or
+    sharded units, step counts, and rotary frequencies."""
     replayer = StageReplayer(plan, links, **more)
     trainer = replayer.trainer
-    room_bytes = _room_bytes(trainer, plan.parallel.sharded > 1)
+    room_bytes = _padding_bytes(trainer, plan.parallel.sharded > 1)
     others = sum(one.nbytes for one in trainer.stage.buffers())
-    # Step counts are the only state of one number.
+    # Step counts are the only scalar state.
     kept = trainer.data_parallel.optimizer_state()
     others += sum(one.nbytes for one in kept if one.dim() == 0)
     memory = plan.prediction.stages[stage].memory
@@ -540,29 +538,29 @@ def _checked_replayer(stage: int, plan: Plan, links: StandInLinks, **more: Any) 
     return replayer
 
 
-def _room_bytes(trainer: Trainer, is_sharded: bool) -> float:
-    """Bytes of what a rank keeps beside parameters, in all kinds of state."""
+def _padding_bytes(trainer: Trainer, is_sharded: bool) -> float:
+    """Return bytes of padding, in all kinds of state."""
     room_bytes = 0.0
     if not is_sharded:
         for one in (*trainer.models[0].buffers, *trainer.models[0].expert_parallel_buffers):
             held, ranks = sum(p.numel() for p in one.params), one.data_parallel_world_size
             room_bytes += (2 + 4) * (one.numel - held)
-            # The first rank's part of the optimizer's state is full of parameters.
+            # The first rank's optimizer shard has no padding.
             room_bytes += (4 + 4 + 4) * (min(one.numel / ranks, held) - held / ranks)
         return room_bytes
     for flat in trainer.stage.sharded.flats:
         share = sum(p.numel() for p in flat.parameters) / flat.groups.shards.size()
         room_bytes += (flat.part_size - share) * (2 + 4 + 4 if flat.is_trained else 2)
-        if flat.is_trained:  # moments are of parameters alone, of which the first ranks have more
+        if flat.is_trained:  # moments have no padding, so first ranks hold more
             room_bytes += (sum(one.end - one.first for one in flat.ranges()) - share) * (4 + 4)
     return room_bytes
 
 
 def device_checks() -> None:
-    """What runs on one device in cuda_checks.py, but for the comparison of numbers."""
+    """Device checks of cuda_checks.py, without comparing values."""
     with fake_cuda() as fake_device:
         for sizes in (([5, 300, 1], [5, 300, 1]), ([5, 300, 1], [5, 700, 260])):
-            both = cuda_checks.attended_both_ways(*sizes)
+            both = cuda_checks.attend_both_ways(*sizes)
             shapes = [[one.shape for one in way] for way in both]
             assert shapes[0] == shapes[1]
         assert {one.phase for one in fake_device.device.counts.operations()} == {"build"}
@@ -580,24 +578,24 @@ def device_checks() -> None:
     real = cuda_checks.real_size_plan()
     with fake_cuda(), act_as_stage(real.parallel, 0) as links:
         sizes = (9, (1500, 1500, 1096), 400)
-        losses = cuda_checks.losses_on_one_pack(links, real, *sizes)
+        losses = cuda_checks.train_on_one_pack(links, real, *sizes)
         assert len(losses) == 4
         assert torch.cuda.max_memory_allocated() > 5 << 30
 
 
 def planted() -> None:
-    """Mistakes in the model, each found by running one stage."""
+    """Planted mistakes in the model, each found by running one stage."""
     planned, forward = plan_of(Layout(model="internvl2.5-1b")), VLMStage.forward
 
     def run_with(change: Callable[[torch.Tensor], torch.Tensor]) -> FakeStage:
         with patch.object(VLMStage, "forward", lambda stage, batch: change(forward(stage, batch))):
             return heaviest_of(planned, 0)
 
-    def mixed(loss: torch.Tensor) -> torch.Tensor:
+    def add_mixed_product(loss: torch.Tensor) -> torch.Tensor:
         return loss + torch.mm(on_device(8, 8), on_device(8, 8, dtype=torch.float32)).sum()
 
     for change, words in (
-        (mixed, "one type"),
+        (add_mixed_product, "one type"),
         (lambda loss: loss + torch.ones(3).sum(0, keepdim=True), "device"),
     ):
         with pytest.raises(RuntimeError, match=words):

@@ -1,7 +1,7 @@
-"""Fused operations beside plain autograd: PYTHONPATH=. python tests/training/fused_checks.py DEVICE
+"""Fused operations against autograd: PYTHONPATH=. python tests/training/fused_checks.py DEVICE
 
-On the device `cuda` their bodies are compiled one by one, as in training; on `cpu`, all in one.
-test_fused.py has them as written.
+On `cuda`, bodies are compiled one by one, as in training; on `cpu`, in one graph. test_fused.py
+runs them uncompiled.
 
 Shapes: S sequence, B batch, H hidden size, N heads, D head size, T tokens.
 """
@@ -15,45 +15,44 @@ from megatron.vlm.model.fused import activations, cross_entropy, head_norms, res
 from megatron.vlm.model.fused.activations import Gelu
 
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
-"""Most that numbers may be off, of the largest: some last digits."""
+"""Maximal error relative to the largest value: a few last digits."""
 
 
 class Case:
-    """Random tensors of a type on a device, and what is computed of them in several ways."""
+    """Random tensors on a device, and comparisons of functions of them."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.generator = torch.Generator().manual_seed(0)
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Numbers that have a gradient."""
+        """Return random numbers with a gradient."""
         numbers = torch.randn(shape, generator=self.generator)
         return numbers.to(self.device, self.dtype).requires_grad_()
 
     def compare(self, function, formula, arguments, kept=None) -> None:
-        """Outputs and gradients of arguments that have one are the formula's in float64.
+        """Compare outputs and gradients with the formula's in float64.
 
-        Args:
-            kept: what the function keeps for backward, in order.
+        Args: `kept`: tensors saved for backward, in order.
         """
         exact = [_leaf(one, torch.float64) for one in arguments]
-        expected = _listed(formula(*exact))
-        # Gradients are not contiguous, as they may come.
+        expected = _as_list(formula(*exact))
+        # Non-contiguous gradients, as in training.
         gradients = [self.random(*one.shape[::-1]).detach() for one in expected]
         gradients = [one.permute(*range(one.dim())[::-1]) for one in gradients]
         torch.autograd.backward(expected, [one.double() for one in gradients])
         expected += _gradients(exact)
         own = [_leaf(one) for one in arguments]
-        outputs = _listed(function(*own))
+        outputs = _as_list(function(*own))
         if kept is not None:
             saved = [one.shape for one in outputs[0].grad_fn.saved_tensors if one is not None]
             assert saved == [one.shape for one in kept if one is not None], (function, saved)
         given = [one.to(output.dtype) for one, output in zip(gradients, outputs, strict=True)]
         torch.autograd.backward(outputs, given)
         for found, other in zip(outputs + _gradients(own), expected, strict=True):
-            self.same(found, other, function)
+            self.assert_same(found, other, function)
 
-    def same(self, found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    def assert_same(self, found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
         assert found.shape == expected.shape, what
         if found.numel():
             rounding, largest = ROUNDING[self.dtype], expected.abs().max().item()
@@ -64,7 +63,7 @@ class Case:
 
 
 def _leaf(one, dtype: torch.dtype | None = None):
-    """An argument with a gradient of its own if it has one, in another type if it has numbers."""
+    """Return a copy of an argument as an own leaf, cast if it is floating point."""
     if not isinstance(one, torch.Tensor) or not one.is_floating_point():
         return one
     return one.detach().to(dtype or one.dtype).requires_grad_(one.requires_grad)
@@ -74,7 +73,7 @@ def _gradients(arguments) -> list[torch.Tensor]:
     return [one.grad for one in arguments if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
-def _listed(outputs) -> list[torch.Tensor]:
+def _as_list(outputs) -> list[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
 
@@ -93,7 +92,7 @@ def _swiglu(inner, bias):
 
 
 def check_activations(case: Case) -> None:
-    """SwiGLU and GELU, of rows that lie apart and of none too."""
+    """SwiGLU and GELU, for strided and empty rows too."""
     strided = case.random(6, 2, 20)[:, 1:, :14]
     for inner in (case.random(5, 2, 14), strided, case.random(0, 1, 8)):
         bias = case.random(inner.shape[-1])
@@ -120,7 +119,7 @@ def _add_and_norm(shortcut, output, bias, scale, tile_scale, weight, norm_bias, 
 
 
 def check_residual(case: Case) -> None:
-    """Norms and residual adds, with and without each of their parts."""
+    """Norms and residual adds, with and without each part."""
     norm, add = residual.NormAndResidual.apply, residual.ScaledAdd.apply
     both = residual.ScaledAddAndNorm.apply
     for tokens, tiles, width in ((7, 3, 20), (0, 2, 8)):
@@ -148,7 +147,7 @@ def _heads(qkv, query_weight, key_weight, width, eps, group):
 
 
 def check_head_norms(case: Case) -> None:
-    """Norms of q and k on one rank, and as two ranks compute them with sums from each other."""
+    """Norms of q and k on one rank, and on two ranks that exchange sums."""
     for tokens in (5, 0):
         qkv, width = case.random(tokens, 2, 3, 12), 12
         weights = [case.random(width) for _ in range(2)]
@@ -173,13 +172,13 @@ def check_head_norms(case: Case) -> None:
     along = sum(head_norms._along(*each) for each in given)
     backs = [head_norms._qkv_gradient(*each, along, width) for each in given]
     for place in range(2):
-        case.same(torch.cat([part[place] for part in normed], 2), outputs[place].detach())
+        case.assert_same(torch.cat([part[place] for part in normed], 2), outputs[place].detach())
     for axis, (parts, leaf) in enumerate(zip(zip(*backs, strict=True), exact, strict=True)):
-        case.same(torch.cat(parts, 2 - axis), leaf.grad)
+        case.assert_same(torch.cat(parts, 2 - axis), leaf.grad)
 
 
 def _turn(heads, cosines, sines):
-    """Every pair of numbers as a complex one times that of its angle."""
+    """Rotate each pair of numbers by a complex product with its angle."""
     pairs = torch.complex(*heads.chunk(2, -1)) * torch.complex(cosines, sines)[:, None]
     return torch.cat((pairs.real, pairs.imag), -1)
 
@@ -199,7 +198,7 @@ def _normed_rotary(qkv, per_group, cosines, sines, query_weight, key_weight, eps
 
 
 def check_rotary(case: Case) -> None:
-    """Rotation of q and k of groups of heads, with a norm of each before it and without."""
+    """Rotation of grouped q and k, with and without norms before it."""
     plain, normed = rotary.SplitAndRotate.apply, rotary.NormAndRotate.apply
     for samples, groups, group, size in (((3, 1, 6), 2, 3, 8), ((1,), 1, 1, 2), ((0,), 1, 2, 4)):
         borders = torch.tensor([0, *samples], device=case.device).cumsum(0).to(torch.int32)
@@ -218,20 +217,20 @@ def _cross_entropy(logits, labels, words):
 
 
 def check_cross_entropy(case: Case) -> None:
-    """The loss with and without padded words, on one rank and as ranks share the words."""
+    """Loss with and without vocabulary padding, on one rank and sharded over ranks."""
     for positions, width, count in ((5, 130, 130), (3, 601, 599), (0, 8, 7), (1, 2, 1)):
         logits = (4 * case.random(positions, width)).detach().requires_grad_()
         labels = torch.arange(positions, device=case.device) * 7 % count
         words = cross_entropy.OwnWords(0, count, None)
         kept = [logits, labels, logits[:, 0]]
         case.compare(cross_entropy.cross_entropy, _cross_entropy, [logits, labels, words], kept)
-    # Words that cannot be, but for one.
+    # All but one logit is -inf.
     late = torch.full((2, 50), -torch.inf, device=case.device, dtype=case.dtype)
     late[:, 40] = 1.0
     labels = torch.tensor([40, 40], device=case.device)
     losses = cross_entropy.cross_entropy(late, labels, cross_entropy.OwnWords(0, 50, None))
     assert not losses.any(), losses
-    # Ranks of 12 words each, of which the second's last four are padding, and one of padding.
+    # Ranks of 12 words: the second with four padded words, the third of padding only.
     labels = torch.tensor([0, 11, 12, 19, 5, 13], device=case.device)
     gradient = torch.rand(6, device=case.device)
     logits = (3 * case.random(6, 20)).detach()
@@ -253,17 +252,17 @@ def check_cross_entropy(case: Case) -> None:
         for own, _, *place in ranks
     )
     assert not second[:, 8:].any() and not third.any()
-    case.same(torch.cat([first, second[:, :8]], 1), exact.grad)
+    case.assert_same(torch.cat([first, second[:, :8]], 1), exact.grad)
 
 
 CHECKS = (check_activations, check_residual, check_head_norms, check_rotary, check_cross_entropy)
 
 
 def compare_compiled_for_cpu() -> None:
-    """Run all bodies as written and compiled, on the first arguments of each of their variants."""
+    """Compare all bodies uncompiled and compiled, on the first arguments per variant."""
     calls, bodies = {}, []
 
-    def recorded(body):
+    def record_calls(body):
         def run(*arguments):
             variant = [one if isinstance(one, Gelu) else one is None for one in arguments]
             if arguments[0].numel() > 1:
@@ -276,7 +275,7 @@ def compare_compiled_for_cpu() -> None:
     for module in (activations, cross_entropy, head_norms, residual, rotary):
         for name, value in list(vars(module).items()):
             if hasattr(value, "__wrapped__"):
-                setattr(module, name, recorded(value))
+                setattr(module, name, record_calls(value))
     for check in CHECKS:
         check(Case("cpu", torch.float32))
     recorded_bodies = [body for body, *_ in calls]

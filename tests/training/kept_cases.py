@@ -1,7 +1,7 @@
-"""What units keep on a fake device, line by line, and need while they run backward: a case of
-fake_device_cases.py.
+"""Activations that units save on a fake device, by line of the cost table, and their backward
+memory: a case of fake_device_cases.py.
 
-Layers are those of real models at real size, of which the middle one of three is looked at.
+Layers have their real sizes. The middle one of three layers is measured.
 """
 
 import gc
@@ -33,14 +33,15 @@ from omnibal.pipeline.unit_runs import stages_from_cuts
 CLUSTER = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
 SEGMENTS, TILES, CLIPS, LOSS_TOKENS = (2048, 1024, 1024), 3, 2, 1000
 IMAGES = (1024, 512, 512)
-"""Tokens of images at their native resolution."""
+"""Tokens of native-resolution images."""
 LAYERS = 3
 ROUNDING = 1 << 18
-"""Bytes that sums of a whole model's tensors may differ by."""
+"""Tolerance in bytes of sums over a model's tensors."""
 INPUTS = ("scaled_add", "aten.add", "aten.clone")
-"""What ends a layer, whose output is the next one's input, and what shuffles the projector's."""
+"""Operations that end a layer (their output is the next layer's input) or shuffle pixels for the
+projector."""
 DEEPSTACK = "vision_deepstack.0"
-"""Module of a deepstack projector, which counts as its layer's."""
+"""Module of a deepstack projector, counted with its layer."""
 
 MODULES = {
     "vision_embed": "vision_embedding",
@@ -51,7 +52,7 @@ MODULES = {
     "language_embed": "embedding",
     "head": "head",
 }
-"""Modules of units that are no layers."""
+"""Modules of units other than layers."""
 
 UNITS = {
     f"{kind}_layer{ending}": f"{kind}.layers.1"
@@ -62,7 +63,7 @@ UNITS = {
     )
     for ending in endings
 } | {name: module for name, module in MODULES.items() if "projector" in name or "audio" in name}
-"""Kinds of unit by the names under which they are measured, and the module of one of each."""
+"""Module of an example unit, by measured name."""
 
 WITH_EXPERTS = " with experts"
 SIZES = {"experts": 32, "experts_per_token": 4, "ffn_hidden_size": 512}
@@ -82,12 +83,12 @@ CASES = (
 
 
 def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str, ...]) -> Plan:
-    """A model of few layers in one stage."""
+    """Return a plan of one stage with few layers."""
     preset = name.removesuffix(WITH_EXPERTS)
     model = load_model(preset)
     model = model.with_layers(**dict.fromkeys(model.towers, LAYERS))
     if model.images is not None:
-        # Of the middle layer, and all after it: a deepstack projector, or windows.
+        # Deepstack projector in the middle layer; windows up to it.
         deepstack = (1,) if model.images.deepstack_layers else ()
         full = (2,) if model.images.full_layers else ()
         model = model.with_tower("vision", deepstack_layers=deepstack, full_layers=full)
@@ -102,12 +103,12 @@ def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str
 
 
 class OnDevice(NamedTuple):
-    """What a micro-batch makes of a device's memory."""
+    """Device memory used by a micro-batch."""
 
     kept: dict[tuple[str, str], int]
-    """Bytes that are there after its forward and were not before, by module and operation."""
+    """Bytes allocated by its forward and still live, by module and operation."""
     most_backward: dict[str, int]
-    """Most bytes besides those before it while a unit runs backward, by the unit's module."""
+    """Peak bytes above the start while a unit runs backward, by module."""
 
 
 def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
@@ -123,7 +124,7 @@ def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
         fields = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
         batch = replace(batch, **{name: fake_device.fake(each) for name, each in fields.items()})
         memory = fake_device.device.memory
-        gc.collect()  # the model of the case before
+        gc.collect()  # frees the previous case's model
         before, before_bytes = memory.live(), memory.now_bytes
         output = trainer.models[0](batch.to(torch.device("cuda")))
         found: dict[tuple[str, str], int] = defaultdict(int)
@@ -137,24 +138,24 @@ def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
 
 
 def _settle(memory: MemoryTracker, most: dict[str, int], label: Label, working: int = 0) -> None:
-    """Note what is there in place of comparing it with the highest moment."""
+    """Record live bytes per unit, replacing the comparison with the peak."""
     tower, _, rest = label.where.partition(".layers.")
     unit = f"{tower}.layers.{rest.partition('.')[0]}" if rest else tower.partition(".")[0]
     most[unit] = max(most[unit], memory.now_bytes + working)
 
 
 def maker(where: str, operation: str) -> str:
-    """How the table names what made a tensor: a fused operation by its name, else the module."""
+    """Return a tensor's origin as in the cost table: the fused operation's name, or the module."""
     library, _, name = operation.partition("::")
     is_fused = library == "omnibal"
     made = f"{where}.{name}".strip(".") if is_fused else where or f"{library}.{name}"
-    # What a router keeps, and rows' weights, count as the mixture's; products as their experts'.
+    # Router tensors and row weights count for the mixture, products for the experts.
     mixture = {"mlp.router": "mlp", "mlp.experts.swiglu": "mlp.experts"}
     return "" if made in INPUTS else mixture.get(made, made)
 
 
 def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
-    """Every line of the cost model's table is what the device has, to its blocks."""
+    """Assert that the device memory equals each line of the cost table, within blocks."""
     plan = one_stage(name, *layout)
     found = on_device(fake_device, plan)
     sizes = {
@@ -178,7 +179,7 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
             beside = kept_below(found, DEEPSTACK)
             allocated |= {f"deepstack.{made}": size for made, size in beside.items()}
         if unit == "audio_embed":
-            del allocated[""]  # its output, which is the first layer's
+            del allocated[""]  # its output counts for the first layer
         what = (name, *layout, unit)
         assert set(allocated) == set(expected), (what, dict(allocated), dict(expected))
         for made, size in allocated.items():
@@ -187,7 +188,7 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
 
 
 def kept_below(found: OnDevice, prefix: str) -> dict[str, int]:
-    """Bytes that a module and those in it have made and that are kept, by what made them."""
+    """Return bytes saved by a module and its submodules, by origin."""
     allocated: dict[str, int] = defaultdict(int)
     for (where, operation), size in found.kept.items():
         if size and (where == prefix or where.startswith(f"{prefix}.")):
@@ -196,7 +197,7 @@ def kept_below(found: OnDevice, prefix: str) -> dict[str, int]:
 
 
 def _with_such_layer(plan: Plan, unit: str, module: str) -> str:
-    """The module, or where the tower's middle layer is of another kind, its last one of this."""
+    """Return the module, or the tower's last layer of this kind if the middle layer differs."""
     names = layer_names(plan.model, "vision") if unit.startswith("vision_layer") else ()
     if not names or names[LAYERS // 2] == unit:
         return module
@@ -205,20 +206,20 @@ def _with_such_layer(plan: Plan, unit: str, module: str) -> str:
 
 
 def _is_still(plan: Plan, unit: str) -> bool:
-    """Whether a unit has no backward: it and all of its tower before it are frozen."""
+    """Return whether a unit has no backward: it and its tower are frozen."""
     tower = "vision" if unit == "projector" else unit.split("_")[0]
     parts = {tower, unit} if unit.endswith("projector") else {tower}
     return tower != "language" and parts & set(model_parts(plan.model)) <= set(plan.frozen)
 
 
 def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> None:
-    """Every unit's backward needs what it works with besides what it and those before it keep."""
+    """Assert each unit's backward peak: saved activations plus its temporary memory."""
     cost = JobSpec(
         model=plan.model, cluster=plan.cluster, parallel=plan.parallel, precision="bf16",
         frozen=plan.frozen,
     ).cost  # fmt: skip
     shared = max(features @ unit.shared_bytes for unit in cost.units.values())
-    # Places of images and both tables of the rotary embedding, which no unit counts.
+    # Image positions and both rotary tables, counted for no unit.
     besides = 2 * sum(SEGMENTS) * 128 * 2 + ROUNDING
     if (tower := plan.model.images) is not None:  # and of patches
         besides += 4 * sum(IMAGES) * tower.positions_per_item * tower.head_width
@@ -234,7 +235,7 @@ def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> Non
         layer = next(numbers[kind.tower]) if kind.is_layer else None
         name = MODULES[kind.name] if layer is None else f"{kind.tower}.layers.{layer}"
         needed = kept + max(unit.transient_bytes @ features) + shared
-        # The loss, whose backward is the head's first moment, is none of its modules'.
+        # The loss is outside the head's modules, but its backward starts the head's.
         measured = max(most[name], most[""]) if name == "head" else most.get(name)
         if kind.has_deepstack and measured is not None:
             measured = max(measured, most[DEEPSTACK.partition(".")[0]])
@@ -242,7 +243,7 @@ def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> Non
             looked_at += 1
             unasked_of = name == "embedding" and "projector" in plan.frozen
             difference = measured - needed
-            # Counted though no frozen encoder asks for it: the gradient of its features.
+            # The feature gradient is counted although a frozen encoder does not need it.
             unasked = features @ cost.units["projector"].output_bytes if unasked_of else 0
             what = (plan.model.name, str(plan.parallel), plan.frozen, name, difference)
             assert -ROUNDING - unasked <= difference <= besides, what
@@ -250,7 +251,7 @@ def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> Non
 
 
 def units_kept() -> None:
-    """Every line of the cost model's table, and what units need while they run backward."""
+    """Each line of the cost table, and the backward memory of units."""
     with fake_cuda() as fake_device:
         for case in CASES:
             check(fake_device, *case)

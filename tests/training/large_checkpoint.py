@@ -1,6 +1,6 @@
 """A checkpoint of some GiB: PYTHONPATH=. python tests/training/large_checkpoint.py FOLDER GIB
 
-Saves it beside training, resumes, and prints as JSON how long that took.
+Saves it during training, resumes, and prints the times as JSON.
 """
 
 import json
@@ -19,7 +19,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 
 PARAMETER_BYTES = 14
-"""Stated: a weight in bf16, and in float32 with two moments."""
+"""Nominal: a weight in bf16, and in float32 with two moments."""
 LAYERS = 8
 
 
@@ -29,7 +29,7 @@ def step(trainer: Trainer) -> float:
 
 
 def main(folder: Path, gib: float) -> None:
-    # A layer has 16 parameters for each square of the width.
+    # A layer has 16 * width**2 parameters.
     width = 64 * max(round((gib * 2**30 / PARAMETER_BYTES / LAYERS / 16) ** 0.5 / 64), 1)
     model = toy_text_model(
         layers=LAYERS, hidden_size=width, heads=width // 64, kv_heads=width // 64,

@@ -1,4 +1,4 @@
-"""A toy model whose language layers have eight experts each, and its plans."""
+"""A toy model with eight experts per language layer, and its plans."""
 
 from toy import stages_of, toy_model, toy_plan
 
@@ -6,7 +6,7 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 
 def model_of(**changes):
-    """Two vision layers, and three language layers of eight experts each."""
+    """Return two vision layers, and three language layers of eight experts each."""
     sizes = {"experts": 8, "experts_per_token": 2, "ffn_hidden_size": 10, "auxiliary_loss": 0.5}
     run_of_layers = LayerRun(layers=1, experts=ExpertsConfig(**{**sizes, **changes}))
     model = toy_model(layers=2, heads=3, hidden_size=24)

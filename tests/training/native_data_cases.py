@@ -1,4 +1,4 @@
-"""Samples of images and videos at their native resolution, and packs of them, at toy size."""
+"""Native-resolution images and videos, and packs of them, at toy size."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import ModelConfig
 
 CUTS = (1, 6, 8, 9)
-"""Stages: embed; layers; projector and language embed; a layer; the rest."""
+"""Stages: embed, layers, projector and language embed, a layer, other layers and head."""
 TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\n' -}}
@@ -35,7 +35,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [
 
 
 def native_models() -> dict[str, ModelConfig]:
-    """Both families at toy size, with a vocabulary for the tokenizer below."""
+    """Return toy models of both families, with the vocabulary of `write_tokenizer`."""
     found = {}
     for name, model in (("qwen3-vl", qwen3_vl()), ("qwen2.5-vl", qwen2_5_vl())):
         small = {"min_pixels": 512, "max_pixels": 4096}
@@ -46,7 +46,7 @@ def native_models() -> dict[str, ModelConfig]:
 
 
 def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL) -> None:
-    """A byte-level tokenizer with a chat template in the manner of Qwen's."""
+    """Write a byte-level tokenizer with a Qwen-like chat template."""
     folder.mkdir(exist_ok=True)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,21 +60,21 @@ def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def talk(*said: str, **shown: Any) -> dict[str, Any]:
-    """A record of questions and answers in turn."""
-    roles = ("user", "assistant") * len(said)
-    messages = [{"role": r, "content": text} for r, text in zip(roles, said, strict=False)]
+def talk(*texts: str, **shown: Any) -> dict[str, Any]:
+    """Return a record of alternating questions and answers."""
+    roles = ("user", "assistant") * len(texts)
+    messages = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=False)]
     return {"messages": messages, **shown}
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Random pixels."""
+    """Return an image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(pixels)
 
 
 def write_samples(folder: Path) -> None:
-    """Six samples: images of several sizes, a video between images, text alone."""
+    """Write six samples: images of several sizes, a video between images, text only."""
     for number, size in enumerate([(30, 22), (9, 40), (64, 16), (25, 25)]):
         picture(*size, number).save(folder / f"{number}.png")
     (folder / "clip").mkdir()
@@ -93,20 +93,20 @@ def write_samples(folder: Path) -> None:
 
 
 def write_records(folder: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a file of them, and the tokenizer."""
+    """Write annotations and a tokenizer."""
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     write_tokenizer(folder / "tokenizer")
 
 
 class NativeData(Data):
-    """Samples of a folder for a model, their lengths, and packs of them."""
+    """Samples of a folder for a model, their lengths and packs."""
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         super().__init__(folder / "a.jsonl", open_tokenizer(folder / "tokenizer"), model)
 
 
 def data_of(kind: str, folder: Path, tokenizer) -> Data:
-    """Pictures as "tiles", or the samples of one of `native_models`."""
+    """Return tiled pictures if `kind` is "tiles", else samples for a model of `native_models`."""
     if kind == "tiles":
         return noisy_pictures(folder, tokenizer)
     write_samples(folder)

@@ -1,4 +1,4 @@
-"""A rank's part of a step of images at their native resolution, with its encoders' passes."""
+"""A rank's part of a step of native-resolution images, with its encoder passes."""
 
 from dataclasses import replace
 
@@ -14,9 +14,8 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from omnibal.packing.packs import Packs, ScheduledPacks
 
 
-def scheduled_step(number, ranks):
-    """A step of packs, of which every data-parallel rank has every `ranks`-th; lengths of its
-    samples; and the place in the step of each pack."""
+def schedule_step(number, ranks):
+    """Return a step's packs dealt to ranks in turn, sample lengths, and each pack's index."""
     packs = STEPS[number]
     place = np.array(sorted(range(len(packs)), key=lambda place: (place % ranks, place)))
     samples = [grids for each in place for grids, _ in packs[each]]
@@ -37,11 +36,11 @@ def scheduled_step(number, ranks):
 
 
 def own_stream(plan, number, packs):
-    """This rank's part of a step: its passes, and its micro-batches without patches, in order."""
+    """Return this rank's part of a step: encoder passes, then micro-batches without patches."""
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     if plan.beside is None:
         return MicroBatchStream.of(own)
-    scheduled, lengths, order = scheduled_step(number, plan.parallel.data)
+    scheduled, lengths, order = schedule_step(number, plan.parallel.data)
     shares = shares_of(plan, scheduled, dist.get_rank(), lengths).step(0)
     passes = [encoder_pass(one, [packs[place] for place in order]) for one in shares.passes]
     texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]

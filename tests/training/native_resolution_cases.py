@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and sparse, and Qwen2.5-VL at toy size, and transformers' models of them.
+"""Qwen3-VL, dense and sparse, and Qwen2.5-VL at toy size, and their Transformers models.
 
 Shapes: Y patches of X values, S tokens, M image tokens.
 """
@@ -23,9 +23,9 @@ from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 IMAGE, VIDEO, START, END = 0, 1, 2, 3
-"""Tokens of images and of videos, and the two around both."""
+"""Tokens of images, of videos, and around both."""
 WORD = 4
-"""The first token of text."""
+"""First text token."""
 
 
 _TOWER = {
@@ -33,12 +33,12 @@ _TOWER = {
     "merge_size": 2, "frames_per_patch": 2, "min_pixels": 64, "max_pixels": 4096,
     "normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False, "image_text": ImageText(),
 }  # fmt: skip
-"""Five layers, and heads of 12."""
+"""Five layers, head size 12."""
 _LANGUAGE = {
     "layers": 3, "hidden_size": 24, "heads": 4, "kv_heads": 2, "head_size": 16,
     "ffn_hidden_size": 40, "vocab_size": 51, "rope_base": 1000.0,
 }  # fmt: skip
-"""Three layers, with room for two deepstack features."""
+"""Three layers, enough for two deepstack features."""
 
 
 def _model(
@@ -52,7 +52,7 @@ def _model(
 
 
 def qwen3_vl(vision: dict[str, Any] | None = None, **language: Any) -> ModelConfig:
-    """Qwen3-VL at toy size: deepstack features of two layers, and learned positions."""
+    """Return a toy Qwen3-VL: deepstack features of two layers, learned positions."""
     sections = RopeSections(time=4, rows=2, columns=2, interleaved=True)
     tower = {
         "activation": "gelu_tanh", "learned_positions": 25, "deepstack_layers": (1, 3),
@@ -63,13 +63,13 @@ def qwen3_vl(vision: dict[str, Any] | None = None, **language: Any) -> ModelConf
 
 
 def qwen3_vl_moe(**language: Any) -> ModelConfig:
-    """Sparse Qwen3-VL at toy size."""
+    """Return a toy sparse Qwen3-VL."""
     experts = ExpertsConfig(experts=6, experts_per_token=2, ffn_hidden_size=12)
     return qwen3_vl(runs=(LayerRun(layers=1, experts=experts),), **language)
 
 
 def qwen2_5_vl(vision: dict[str, Any] | None = None, **language: Any) -> ModelConfig:
-    """Qwen2.5-VL at toy size: windows of 2 x 2 cells in all layers but two."""
+    """Return a toy Qwen2.5-VL: windows of 2 x 2 cells in all layers but two."""
     tower = {
         "normalization": "RMSNorm", "gated": True, "activation": "gelu", "window_pixels": 16,
         "full_layers": (1, 4), "video": VideoConfig(positions_per_second=4.0), **(vision or {}),
@@ -78,13 +78,13 @@ def qwen2_5_vl(vision: dict[str, Any] | None = None, **language: Any) -> ModelCo
 
 
 def qwen2_vl(**language: Any) -> ModelConfig:
-    """Qwen2-VL at toy size."""
+    """Return a toy Qwen2-VL."""
     tower = {"ffn_hidden_size": 72, "activation": "quick_gelu", "video": VideoConfig()}
     return _older("toy-qwen2-vl", tower, language)
 
 
 def _older(name: str, tower: dict[str, Any], language: dict[str, Any]) -> ModelConfig:
-    """A model whose heads take the whole width."""
+    """Return a model with heads over the full width."""
     sections = RopeSections(time=2, rows=1, columns=3)
     own = {"qkv_bias": True, "head_size": None, "heads": 2, "kv_heads": 1, **language}
     return _model(name, sections, {"patch_bias": False, **tower}, own)
@@ -92,11 +92,11 @@ def _older(name: str, tower: dict[str, Any], language: dict[str, Any]) -> ModelC
 
 Grids = tuple[Grid, ...]
 Pack = Sequence[tuple[Grids, int]]
-"""Samples, each images and videos and a number of text tokens."""
+"""Samples of (images and videos, number of text tokens)."""
 
-# Packs of every step: images that are no whole number of windows, videos, a sample that is longer
-# than a pass of an encoder, packs of text alone, one whose only label is an image's, all images in
-# one pack, a step without any, one pack for all ranks. Token counts are odd and even.
+# Packs of each step: images with partial windows, videos, a sample longer than an encoder pass,
+# text-only packs, all images in one pack, a step without images, one pack for all ranks. Token
+# counts are odd and even.
 STEPS: list[list[Pack]] = [
     [
         [((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((Grid(1, 4, 4),), 6)],
@@ -113,18 +113,18 @@ STEPS: list[list[Pack]] = [
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSample(ToySample):
-    """Random text with images and videos in it."""
+    """Random text with images and videos."""
 
     grids: Grids
     patches_YX: torch.Tensor
     positions_3S: torch.Tensor
-    """As transformers' own `get_rope_index` has them."""
+    """By Transformers' `get_rope_index`."""
 
 
 def sample_of(model: ModelConfig, grids: Grids, text_tokens: int, *, seed: int) -> ImageSample:
-    """A sample of random content: a word, then every image between words, then the rest.
+    """Return a random sample: a word, the images between words, then the other words.
 
-    Frames of a video stand apart by a word where the model writes their times as text.
+    A word separates video frames if the model writes their times as text.
     """
     random, tower = np.random.default_rng(seed), model.images
     assert tower is not None and tower.video is not None
@@ -150,11 +150,11 @@ def sample_of(model: ModelConfig, grids: Grids, text_tokens: int, *, seed: int) 
 
 
 _WITHOUT_WEIGHTS: dict[str, Any] = {}
-"""Transformers' models on the device `meta`, by what describes them."""
+"""Transformers' models on the device `meta`, by JSON description."""
 
 
 def rope_positions(model: ModelConfig, ids: Sequence[int], grids: Grids) -> torch.Tensor:
-    """Time, row and column of every token by transformers' `get_rope_index`, int64 [3, S]."""
+    """Return time, row and column per token by Transformers' `get_rope_index`, int64 [3, S]."""
     key, ids_1S = model.model_dump_json(), torch.tensor([ids])
     if key not in _WITHOUT_WEIGHTS:
         with torch.device("meta"):
@@ -172,7 +172,7 @@ def _grid_arguments(ids_1S: torch.Tensor, grids: Grids) -> dict[str, torch.Tenso
 
 
 def pixel_arguments(sample: ImageSample) -> dict[str, torch.Tensor]:
-    """Images and videos of a sample as transformers' models take them."""
+    """Return a sample's images and videos as arguments of Transformers' models."""
     if not sample.grids:
         return {}
     parts = sample.patches_YX.split([grid.patches for grid in sample.grids])
@@ -185,7 +185,7 @@ def pixel_arguments(sample: ImageSample) -> dict[str, torch.Tensor]:
 
 
 def pack_of(samples: Sequence[ImageSample]) -> MicroBatch:
-    """The samples as one micro-batch, with the fields of all stages."""
+    """Return the samples as a micro-batch, with the fields of all stages."""
     batch = pack(samples)
     places_M = (batch.token_ids_S <= VIDEO).nonzero().squeeze(1)
     return replace(
@@ -199,7 +199,7 @@ def pack_of(samples: Sequence[ImageSample]) -> MicroBatch:
 
 
 def packs_of(model: ModelConfig, number: int, packs: Sequence[Pack]) -> Iterator[MicroBatch]:
-    """The packs of step `number`, with weights that differ between positions."""
+    """Yield the packs of step `number`, with loss weights that differ by position."""
     for index, samples in enumerate(packs):
         seed = 100 * number + 10 * index
         made = [sample_of(model, *one, seed=seed + i) for i, one in enumerate(samples)]
@@ -218,7 +218,7 @@ _IDS = {
 
 
 def transformers_model(model: ModelConfig) -> Any:
-    """Transformers' model of these sizes, with weights of its own."""
+    """Return Transformers' model of these sizes, with random weights."""
     has_experts = model.language.kinds[0].experts is not None
     layout = TensorLayout.QWEN3_VL_MOE_STACKED if has_experts else _LAYOUTS[model.name]
     files = qwen_files(model, model.images, layout, "float32", _IDS)

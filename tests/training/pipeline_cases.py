@@ -1,4 +1,4 @@
-"""Plans of the toy model that is split anywhere, and steps of it."""
+"""Plans of the toy model with any cuts, and steps of packs."""
 
 from toy import stages_of, toy_model, toy_plan
 
@@ -7,7 +7,7 @@ from megatron.vlm.model.initialize import global_parameter_name
 MODEL = toy_model()
 TIED = MODEL.with_tower("language", tied_head=True)
 
-# Packs of different shapes; one has no image, one is a single sample, one only images' worth.
+# Packs of different shapes, some without images or with a single sample.
 STEPS = [
     [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],
     [[(0, 20)], [(1, 6), (4, 10)], [(2, 8)]],
@@ -15,17 +15,17 @@ STEPS = [
 
 
 def pipeline_plan(*cuts, model=MODEL, vision=(), language=(), frozen=(), **sizes):
-    """A plan whose stages recompute these layers.
+    """Return a plan with recomputed layers by tower.
 
-    Units of the toy model: 0 vision embed, 1-4 vision layers, 5 projector, 6 language embed,
-    7-9 language layers, 10 head. A cut is the position of the first unit after it.
+    Units of the toy model: 0 vision embed, 1-4 vision layers, 5 projector, 6 language embed, 7-9
+    language layers, 10 head. A cut is the position of the first unit after it.
     """
     stages = stages_of(model, *cuts, vision=vision, language=language)
     return toy_plan(model, stages, **sizes).model_copy(update={"frozen": frozen})
 
 
 def named_parameters(trainer):
-    """The parameters of all chunks of a stage, by global name."""
+    """Return the parameters of all chunks of a stage, by global name."""
     return {
         global_parameter_name(stage, name): parameter
         for stage in trainer.chunks

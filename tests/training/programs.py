@@ -1,4 +1,4 @@
-"""Programs that tests start in a Python of their own, and where those import from."""
+"""Programs that tests start in a new Python process, and their import path."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def import_path(*more: Path) -> str:
-    """PYTHONPATH of the repository and more folders, before what the tests have of it."""
+    """Return a PYTHONPATH of the repository, the folders, and the current PYTHONPATH."""
     own = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(filter(None, [str(REPOSITORY), *map(str, more), own]))
 
@@ -17,7 +17,7 @@ def import_path(*more: Path) -> str:
 def run_program(
     *command: object, imports: tuple[Path, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` in the repository, with more folders to import from."""
+    """Run `python COMMAND` in the repository, with extra import folders."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=REPOSITORY,

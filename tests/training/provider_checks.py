@@ -1,6 +1,5 @@
-"""A model over Transformer Engine's layers, beside the local one, in a process that has a stand-in
-for Transformer Engine: PYTHONPATH=.:tests/training/fake_te python tests/training/provider_checks.py
-"""
+"""A model with Transformer Engine layers against local layers, in a process with a stand-in:
+PYTHONPATH=.:tests/training/fake_te python tests/training/provider_checks.py"""
 
 from dataclasses import replace
 
@@ -32,8 +31,8 @@ SAMPLES = [(2, 9), (0, 12), (1, 6)]
 FP8_MODEL = MODEL.with_tower("language", hidden_size=32, head_size=8, ffn_hidden_size=48, layers=4)
 
 
-def described(provider, model, tensor):
-    """Parameters by name: shape, and how they are divided; and keys of the checkpoint."""
+def describe(provider, model, tensor):
+    """Return the stage, parameter shapes and shardings by name, and checkpoint keys."""
     stage = build_stage(pipeline_plan(model=model, tensor=tensor), 0, provider=provider)
     assert any(isinstance(part, TELinear) for part in stage.modules()) == (provider == "te")
     initialize_parameters(stage, first_values(stage, seed=5))
@@ -45,9 +44,9 @@ def described(provider, model, tensor):
 
 
 def compare(links, model, tensor):
-    """Both providers' names, shapes, divisions and keys; on one rank loss and gradients too."""
+    """Compare providers' parameters and checkpoint keys; on one rank loss and gradients too."""
     (local, *expected), (engine, *found) = (
-        described(provider, model, tensor) for provider in ("local", "te")
+        describe(provider, model, tensor) for provider in ("local", "te")
     )
     assert found == expected, (found, expected)
     if tensor > 1:
@@ -58,13 +57,13 @@ def compare(links, model, tensor):
     sum(losses).backward()
     theirs = dict(engine.named_parameters())
     for name, parameter in local.named_parameters():
-        # Sums in fp32 of either order are good to some of the largest's last digits.
+        # fp32 sums in either order agree up to rounding of the largest values.
         rounding = 1e-5 * float(parameter.grad.abs().max())
         torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-4, atol=rounding)
 
 
-def trained(links, plan, losses):
-    """Losses of two steps of ragged packs, and of the same packs after them."""
+def append_losses(links, plan, losses):
+    """Append losses of two steps of ragged packs, and of a forward pass after them."""
     trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=3, provider="te")
     batches = [toy_batch(plan.model, SAMPLES[:count], seed=count) for count in (3, 1)]
     losses += [train_step(trainer, MicroBatchStream.of(batches)).loss for _ in range(2)]
@@ -72,25 +71,25 @@ def trained(links, plan, losses):
 
 
 def in_fp8(links, plan):
-    """The same losses in FP8 as in bf16, as the stand-in multiplies in bf16; and every linear of
-    every language layer in FP8, with the plan's recipe and whole runs of 16 rows, on weights as the
-    last update left them."""
+    """Assert that FP8 losses equal bf16 losses (the stand-in multiplies in bf16), and that each
+    language linear runs in FP8 with the plan's recipe, rows in multiples of 16 and updated
+    weights."""
     losses = {"bf16": [], "fp8": []}
     for precision, found in losses.items():
         FP8GlobalStateManager.products.clear()
-        trained(links, plan.model_copy(update={"precision": precision}), found)
+        append_losses(links, plan.model_copy(update={"precision": precision}), found)
         if precision == "bf16":
             assert not FP8GlobalStateManager.products
     stage = plan.stages[links.rank]
     layers, again = stage.layers("language"), stage.recomputed_in("language")
-    # Two micro-batches of two steps, layers that are recomputed twice; and a forward of each.
+    # Two micro-batches in two steps (recomputed layers run twice), then a forward of each.
     expected = 4 * (4 * (len(layers) + len(again)) + 2 * len(layers))
     products = FP8GlobalStateManager.products
     assert len(products) == expected, (len(products), expected)
     assert {recipe for recipe, _ in products} == {Float8CurrentScaling(Format.HYBRID)}
     assert all(shape[0] % 16 == 0 and shape[1] == 1 for _, shape in products)
     if links.is_last:
-        # Rounding of bf16: products of more rows are summed in another order.
+        # bf16 rounding: products with more rows are summed in another order.
         torch.testing.assert_close(losses["fp8"], losses["bf16"], rtol=2e-3, atol=0)
 
 
@@ -98,16 +97,16 @@ def is_of_engine(trainer):
     return any(isinstance(part, TELinear) for part in trainer.stage.modules())
 
 
-def replayed(provider):
-    """A replay builds the layers of the provider that it is asked for."""
+def check_replay(provider):
+    """Assert that a replay builds the requested provider's layers."""
     plan = pipeline_plan()
     with act_as_stage(plan.parallel, 0) as links:
         trainer = StageReplayer(plan, links, provider=provider).trainer
         assert is_of_engine(trainer) == (provider == "te")
 
 
-def profiled(links, provider):
-    """A profile measures the layers of the provider that it is asked for."""
+def check_profile(links, provider):
+    """Assert that a profile measures the requested provider's layers."""
     profiler = Profiler(
         JobSpec.of_plan(pipeline_plan()), links, replace(PROFILE, provider=provider)
     )
@@ -122,8 +121,8 @@ if __name__ == "__main__":
         for tensor in (1, 2):
             run_ranks(Parallel(pipeline=1, tensor=tensor), compare, model, tensor)
     for provider in ("local", "te"):
-        run_alone(replayed, {"provider": provider})
-        run_ranks(Parallel(pipeline=1), profiled, provider)
+        run_alone(check_replay, {"provider": provider})
+        run_ranks(Parallel(pipeline=1), check_profile, provider)
     for plan in (
         pipeline_plan(model=FP8_MODEL, language=(1, 2)),
         pipeline_plan(8, model=FP8_MODEL, language=(0, 3)),

@@ -1,4 +1,4 @@
-"""Qwen3-MoE at toy size, and transformers' model of the same weights."""
+"""Qwen3-MoE at toy size, and Transformers' model with equal weights."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 
 
 def model_of(normalized: bool, auxiliary_loss: float = 0.0) -> ModelConfig:
-    """Qwen3-MoE at toy size: norms of heads, wide heads, no biases."""
+    """Return a toy Qwen3-MoE: q/k norms, wide heads, no biases."""
     experts = ExpertsConfig(
         experts=6, experts_per_token=2, ffn_hidden_size=12, normalized=normalized,
         auxiliary_loss=auxiliary_loss,
@@ -20,7 +20,7 @@ def model_of(normalized: bool, auxiliary_loss: float = 0.0) -> ModelConfig:
 
 
 def transformers_model(model: ModelConfig, tensors: dict[str, torch.Tensor]) -> Qwen3MoeForCausalLM:
-    """Transformers' model with these weights."""
+    """Return Transformers' model with these weights."""
     language = model.language
     experts = language.kinds[0].experts
     config = Qwen3MoeConfig(
@@ -38,7 +38,7 @@ def transformers_model(model: ModelConfig, tensors: dict[str, torch.Tensor]) -> 
 
 
 def answer_losses(theirs: Qwen3MoeForCausalLM, sample: ToySample, **options: bool):
-    """Losses of a sample's answers by transformers' model, and the model's whole output."""
+    """Return losses of a sample's answers by Transformers' model, and the model's output."""
     ids = torch.tensor(sample.ids)
     asked = torch.tensor(sample.loss_mask).nonzero().squeeze(1) - 1
     output = theirs.model(input_ids=ids.unsqueeze(0), **options)
@@ -46,8 +46,8 @@ def answer_losses(theirs: Qwen3MoeForCausalLM, sample: ToySample, **options: boo
     return F.cross_entropy(logits_LW, ids[asked + 1], reduction="none"), output
 
 
-def renamed(model: ModelConfig, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This project's tensors under transformers' names, q, k and v apart."""
+def rename_tensors(model: ModelConfig, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this project's tensors with Transformers' names, with q, k and v split."""
     language = model.language
     groups, per_group = language.kv_heads, language.heads // language.kv_heads
     found = {

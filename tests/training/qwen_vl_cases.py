@@ -1,4 +1,4 @@
-"""Small random Qwen-VL models by transformers, and this project's description of them."""
+"""Small random Qwen-VL models of Transformers, and their hand-written descriptions."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import native_resolution_cases
 import torch
 from native_resolution_cases import qwen2_5_vl, qwen2_vl, qwen3_vl
-from released import randomized, word_tokenizer
+from released import randomize, word_tokenizer
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -34,7 +34,7 @@ TEMPLATE = (
     "{%- else %}{{ part.text }}{%- endif %}{%- endfor %}{%- endif %}<|im_end|>\n{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
 )
-"""Qwen's, without tools."""
+"""Qwen's template, without tools."""
 _OLDER_PIXELS = {
     "min_pixels": 56 * 56, "max_pixels": 128 * 28 * 28 * 128,
     "pixel_mean": (0.48145466, 0.4578275, 0.40821073),
@@ -52,18 +52,18 @@ _NEWER_PIXELS = {"min_pixels": 256 * 256, "max_pixels": 4096 * 4096, "video": _N
 
 
 class Kind(NamedTuple):
-    """A model that is tried."""
+    """A model under test."""
 
     config: PretrainedConfig
     make: type[PreTrainedModel]
     layout: str
-    """Of what `save_pretrained` writes."""
+    """Layout written by `save_pretrained`."""
     model: ModelConfig
-    """This project's description of it, written by hand."""
+    """The hand-written model description."""
 
 
 def _kind(model: ModelConfig, layout: str, **tower: Any) -> Kind:
-    """A toy model as a release is described: with ids, a limit and sizes of images."""
+    """Return a toy model described like a release: with ids, maximal positions and image sizes."""
     made = native_resolution_cases.transformers_model(model)
     made.config.update(IDS)
     ends = {"max_position_embeddings": 640, "eos_token_id": 3, "bos_token_id": None}
@@ -76,7 +76,7 @@ def _kind(model: ModelConfig, layout: str, **tower: Any) -> Kind:
 
 _EXPERTS = ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=20)
 _SIZES = {"norm_eps": 1e-3, "rope_base": 5000}
-"""None is the default of its class."""
+"""No value is a class default."""
 KINDS = {
     "qwen2-vl": _kind(qwen2_vl(**_SIZES), "qwen2-vl", **_OLDER_PIXELS),
     "qwen2.5-vl-tied": _kind(qwen2_5_vl(**_SIZES, tied_head=True), "qwen2.5-vl", **_OLDER_PIXELS),
@@ -90,11 +90,11 @@ KINDS = {
 
 
 def transformers_model(name: str, seed: int = 0) -> PreTrainedModel:
-    return randomized(KINDS[name].make(KINDS[name].config), seed)
+    return randomize(KINDS[name].make(KINDS[name].config), seed)
 
 
 def write_companions(folder: Path) -> None:
-    """What stands beside a released checkpoint: tokenizer, template, processors, a licence."""
+    """Write a release's other files: tokenizer, template, processors, license."""
     words = word_tokenizer(PIECES)
     words.add_special_tokens([piece for piece in PIECES if piece.startswith("<|")])
     words.save(str(folder / "tokenizer.json"))
@@ -107,8 +107,7 @@ def write_companions(folder: Path) -> None:
 
 
 def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of Transformers 5's Qwen3-VL-MoE as released files have them, stated anew: a token's
-    row times an expert's matrix."""
+    """Return Transformers 5's Qwen3-VL-MoE tensors with expert matrices transposed as released."""
     return {
         name: torch.stack([matrix.T for matrix in value]) if ".experts." in name else value
         for name, value in tensors.items()
@@ -116,7 +115,7 @@ def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Put other tensors into a folder that `save_pretrained` has written."""
+    """Replace the tensors of a folder written by `save_pretrained`."""
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     whole = {name: value.contiguous() for name, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""Run a function on every rank of a forked world and collect what each returns."""
+"""Run a function on every rank of a forked world and collect the results."""
 
 import faulthandler
 import logging
@@ -25,21 +25,21 @@ Work = Callable[..., Any]
 
 
 def run_ranks(parallel: Parallel, work: Work, *arguments: Any, seed: int = 0) -> list[Any]:
-    """`work(links, *arguments)` on every rank; returns the results in rank order.
+    """Run `work(links, *arguments)` on every rank; return the results in rank order.
 
-    A rank that fails, or does not end in time, fails the calling test with its traceback.
+    A rank that fails or times out fails the calling test with its traceback.
     """
     ranks = range(parallel.world_size)
     return _run_forked([partial(_rank, rank, parallel, seed, work, arguments) for rank in ranks])
 
 
 def run_alone(work: Work, arguments: dict[str, Any]) -> None:
-    """`work(**arguments)` in a forked process that joins no others; fails as `run_ranks` does."""
+    """Run `work(**arguments)` in one forked process; fails as `run_ranks` does."""
     _run_forked([lambda folder: work(**arguments)])
 
 
 def _run_forked(works: list[Work]) -> list[Any]:
-    """Results of works, each in a process of its own, that share a folder."""
+    """Return the results of works, each in its own process, with a shared folder."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(rank) for rank in range(len(works))]
@@ -51,7 +51,7 @@ def _run_forked(works: list[Work]) -> list[Any]:
             process.start()
         _wait(processes)
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        # The others only lost their connection to a rank that a signal has ended.
+        # Other ranks just lost their connection to a rank ended by a signal.
         signals = [
             f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}"
             for rank, process in enumerate(processes)
@@ -66,7 +66,7 @@ def _run_forked(works: list[Work]) -> list[Any]:
 
 
 def _save_result(work: Work, path: Path) -> None:
-    faulthandler.enable()  # says where a crash was, where this test's errors are captured
+    faulthandler.enable()  # prints a crash's traceback to captured stderr
     try:
         torch.save(work(path.parent), path)
     except BaseException:
@@ -83,20 +83,20 @@ def _rank(rank: int, parallel: Parallel, seed: int, work: Work, arguments: tuple
 
 
 def _wait(processes: list[Any]) -> None:
-    """Until all have ended, or the first has failed: the others would wait for it."""
+    """Wait until all processes have ended or one has failed, as others would wait for it."""
     deadline = time.monotonic() + TIMEOUT_S
     running = processes
     while running and time.monotonic() < deadline and not any(one.exitcode for one in processes):
         ended = connection.wait([process.sentinel for process in running], 1.0)
         for process in running:
             if process.sentinel in ended:
-                process.join(1.0)  # it has closed its files, and is gone in a moment
+                process.join(1.0)  # its files are closed, it exits soon
         running = [process for process in running if process.is_alive()]
 
 
 @contextmanager
-def logged(name: str = "megatron.vlm") -> Iterator[list[str]]:
-    """The lines that the trainer, or another package, logs meanwhile in this process."""
+def record_logs(name: str = "megatron.vlm") -> Iterator[list[str]]:
+    """Capture the lines logged in this process, by default by the trainer."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What a stage's host does in a step, on links that only record, and whether hosts then hang."""
+"""A stage's host actions in a step, on recording links, and deadlocks of hosts."""
 
 import random
 from collections import defaultdict
@@ -28,24 +28,24 @@ BATCHES = [
 
 @dataclass(frozen=True)
 class Event:
-    """What a stage's host does: post or wait for a receive, launch, send, or wait for a send."""
+    """A host action: post or wait for a receive, launch, send, or wait for a send."""
 
     kind: str
     what: str
     number: int
     chunk: int = 0
-    """Of a launch."""
+    """Chunk of a launch."""
     pair: tuple[int, int] | None = None
-    """The two stages of a message."""
+    """Stages of a message."""
 
     @property
     def transfer(self):
-        """What a post, a send or a wait is of."""
+        """The transfer of a post, send or wait."""
         return self.what, self.pair, self.number
 
 
 class Recorder(torch.nn.Module):
-    """Stands for a stage and for its connections."""
+    """A stand-in for a stage and for its connections."""
 
     def __init__(self, plan, rank):
         super().__init__()
@@ -94,17 +94,17 @@ class Recorder(torch.nn.Module):
 
 
 def plan_of(size, chunks=1, name="interleaved"):
-    """A plan of the toy model, of one chunk a stage or of several."""
+    """Return a plan of the toy model with `chunks` chunks per stage."""
     plan = pipeline_plan(*CUTS[size * chunks])
     return plan if chunks == 1 else with_chunks(plan, chunks, name)
 
 
 def events_of(monkeypatch, plan, rank, training=True):
-    """Of one step of a stage, in order."""
+    """Return the events of a stage's step, in order."""
     recorder = Recorder(plan, rank)
     monkeypatch.setattr(links.dist, "irecv", recorder.irecv)
     monkeypatch.setattr(links.dist, "isend", recorder.isend)
-    # Not torch's engine: see conftest.
+    # Avoids torch's engine: see conftest.
     monkeypatch.setattr(schedule, "run_backward", lambda outputs: recorder.launch("backward"))
     own = PipelineLinks(
         rank=rank, ranks=range(plan.parallel.pipeline), activations="activations",
@@ -120,8 +120,8 @@ def events_of(monkeypatch, plan, rank, training=True):
     return recorder.events
 
 
-def coming_at(events, event):
-    """What is posted and not waited for when an event happens."""
+def active_receives(events, event):
+    """Return the receives posted but not waited for at an event."""
     before = events[: events.index(event)]
     posted = {one.transfer for one in before if one.kind == "post"}
     over = {one.transfer for one in before if one.kind == "wait"}
@@ -132,8 +132,8 @@ def _transfers(events):
     return {event.transfer for event in events if event.kind in ("post", "send")}
 
 
-def _reached(events, over):
-    """Transfers that a stage's stream gets to without its host, past waits for what is over."""
+def _reach_transfers(events, over):
+    """Return transfers reached by a stage's stream without its host, given finished transfers."""
     for place, event in enumerate(events):
         if event.kind == "wait" and event.transfer not in over:
             return _transfers(events[:place])
@@ -141,13 +141,13 @@ def _reached(events, over):
 
 
 def first_launches(events):
-    """Launches that may load kernels: the first of every kind and chunk."""
+    """Return the launches that may load kernels: the first per kind and chunk."""
     return [event for event in events if event.kind == "launch" and event.number == 0]
 
 
 def hosts_that_hang(programs, draining):
-    """Ranks whose hosts never get to the end of their events, where devices are drained at the
-    launches in `draining`: the host goes on when all transfers that it has begun are over.
+    """Return ranks with deadlocked hosts if devices are drained at launches in `draining`: there
+    the host waits until all its transfers are over.
 
     A transfer is over when both hosts have begun it and both streams have reached it.
     """
@@ -161,14 +161,15 @@ def hosts_that_hang(programs, draining):
                     break
                 places[rank] += 1
         sides = [
-            _reached(program[:place], over) for program, place in zip(programs, places, strict=True)
+            _reach_transfers(program[:place], over)
+            for program, place in zip(programs, places, strict=True)
         ]
         over = over.union(*(one & other for one, other in combinations(sides, 2)))
     return [rank for rank, place in enumerate(places) if place < len(programs[rank])]
 
 
 def random_rule(seed, placement):
-    """A rule of valid lists in a random order: what is run next is any operation that can be."""
+    """Return a schedule rule with a random valid order of operations."""
 
     def rule(stages, chunks, micro_batches):
         dice, parts = random.Random(seed), stages * chunks
@@ -180,14 +181,14 @@ def random_rule(seed, placement):
             for i in range(micro_batches)
         }
 
-        def needed(kind, part, i):
+        def dependencies(kind, part, i):
             if kind is Pass.FORWARD:
                 return {(kind, part - 1, i)} if part else set()
             after = {(kind, part + 1, i)} if part < parts - 1 else set()
             return after | {(Pass.FORWARD, part, i)}
 
         while waiting:
-            one = dice.choice(sorted(each for each in waiting if needed(*each) <= done))
+            one = dice.choice(sorted(each for each in waiting if dependencies(*each) <= done))
             waiting.remove(one)
             done.add(one)
             kind, part, i = one

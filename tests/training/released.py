@@ -1,6 +1,6 @@
-"""Small random InternVL models by transformers, and checkpoints as they are released of them.
+"""Small random InternVL models of Transformers, and released checkpoints of them.
 
-The original layout is stated here anew, row by row, so that the converter is not its own witness.
+The original layout is written again here, row by row, independent of the converter.
 """
 
 import copy
@@ -29,14 +29,14 @@ from transformers import (
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
 
 RELEASED_CONFIGS = Path(__file__).parent / "released_configs"
-"""What of a release's config.json describes the model: of OpenGVLab/InternVL-Chat-V1-5,
-meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct."""
+"""Model fields of config.json of OpenGVLab/InternVL-Chat-V1-5, meta-llama/Llama-3.1-8B-Instruct and
+Qwen/Qwen2.5-32B-Instruct."""
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 IMAGE_TOKEN = 0
 VISION_HEADS = {"300m": 4, "6b": 3}
 WORDS = 51
-"""An odd number, which tensor parallelism pads."""
+"""Odd, so that tensor parallelism pads it."""
 PIECES = "<IMG_CONTEXT> <img> </img> <s> <|im_start|> <|im_end|> <unk> a b c".split()
 ARCHITECTURES = {
     "internlm2": "InternLM2ForCausalLM",
@@ -58,19 +58,19 @@ LANGUAGES = {
     "qwen3": (Qwen3Config, {"head_dim": 6}),
     "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 6} | EXPERTS),
 }
-"""Configuration class, and what it has besides the others."""
+"""Configuration class, and its extra fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What differs between the models that are tried."""
+    """Differences between the tested models."""
 
     vision: str
     """"300m": LayerNorm, biases of q, k and v. "6b": RMSNorm, q and k norms, no such biases, and an
     odd number of heads."""
     language: str
-    """"llama" without biases, "qwen2" with those of q, k and v, "qwen3" with norms of heads, whose
-    size is another than hidden / heads, or "qwen3_moe" with experts too."""
+    """"llama": no biases. "qwen2": q, k and v biases. "qwen3": q/k norms, head size other than
+    hidden / heads. "qwen3_moe": experts too."""
     tied: bool = False
 
 
@@ -82,7 +82,7 @@ KINDS = {
     "6b-qwen3": Kind(vision="6b", language="qwen3"),
     "300m-qwen3-moe": Kind(vision="300m", language="qwen3_moe"),
 }
-# Every way of naming and arranging that holds the model.
+# All layouts that can store the model.
 LAYOUTS = {
     "qwen2": ("transformers", "prefixed", "qwen2"),
     "llama": ("transformers", "prefixed", "llama", "internlm2"),
@@ -93,7 +93,7 @@ CASES = [(name, layout) for name, kind in KINDS.items() for layout in LAYOUTS[ki
 
 
 def configuration(kind: Kind) -> InternVLConfig:
-    """Two layers of each tower; no value is the default of the class."""
+    """Return a configuration of two layers per tower, without class defaults."""
     is_6b = kind.vision == "6b"
     vision = InternVLVisionConfig(
         hidden_size=24,
@@ -103,7 +103,7 @@ def configuration(kind: Kind) -> InternVLConfig:
         image_size=[16, 16],
         patch_size=[4, 4],
         norm_type="rms_norm" if is_6b else "layer_norm",
-        # q and k norms have 1e-6 in transformers, whatever this is.
+        # q and k norms use 1e-6 in Transformers, independent of this value.
         layer_norm_eps=1e-6 if is_6b else 1e-3,
         attention_bias=not is_6b,
         use_qk_norm=is_6b,
@@ -132,11 +132,11 @@ def configuration(kind: Kind) -> InternVLConfig:
 
 
 def transformers_model(kind: Kind, seed: int = 0) -> InternVLForConditionalGeneration:
-    return randomized(InternVLForConditionalGeneration(configuration(kind)), seed)
+    return randomize(InternVLForConditionalGeneration(configuration(kind)), seed)
 
 
-def randomized(model: Model, seed: int = 0) -> Model:
-    """Every parameter random: a norm, a bias or a layer scale that goes astray is seen."""
+def randomize(model: Model, seed: int = 0) -> Model:
+    """Set every parameter to random values, to detect a lost norm, bias or layer scale."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.eval().named_parameters():
@@ -152,22 +152,20 @@ def randomized(model: Model, seed: int = 0) -> Model:
 def released_tensors(
     model: InternVLForConditionalGeneration, layout: str, head_copy: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors under the names of a layout.
+    """Return the model's tensors with the names of a layout.
 
-    Args:
-        head_copy: whether a tied head is there, as a copy of the embedding.
+    Args: `head_copy`: whether a tied head is stored, as a copy of the embedding.
     """
     tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
     if model.config.tie_word_embeddings and head_copy:
         tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
-    return renamed(tensors, model.config, layout)
+    return rename_tensors(tensors, model.config, layout)
 
 
-def renamed(
+def rename_tensors(
     tensors: Mapping[str, torch.Tensor], config: InternVLConfig, layout: str
 ) -> dict[str, torch.Tensor]:
-    """Parameters of the transformers model, or their gradients, as `layout` names and arranges
-    them."""
+    """Return Transformers' parameters or gradients in the names and arrangement of `layout`."""
     if layout in ("prefixed", "stacked"):
         return dict(tensors)
     tensors = dict(experts_apart(tensors))
@@ -177,7 +175,7 @@ def renamed(
 
 
 def experts_apart(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As every released file has them; transformers 5 joins them when it loads."""
+    """Yield tensors with split experts as in released files; Transformers 5 joins them."""
     for name, value in tensors.items():
         stem, _, module = name.rpartition(".experts.")
         for number, matrix in enumerate(value if stem else ()):
@@ -192,7 +190,7 @@ def experts_apart(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, to
 
 
 def _transformers_name(name: str) -> str:
-    """As transformers 4.52 has it, and as save_pretrained still writes it."""
+    """Return the name in Transformers 4.52, still written by `save_pretrained`."""
     if name.startswith("model.language_model."):
         return name.replace("model.language_model.", "language_model.model.", 1)
     return "language_model." + name if name.startswith("lm_head") else name.removeprefix("model.")
@@ -203,7 +201,7 @@ def _original(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _original_vision(tensors, config.vision_config)
     projector = {"0": "layer_norm", "1": "linear_1", "3": "linear_2"}
-    yield from _moved(tensors, "model.multi_modal_projector.", "mlp1.", projector)
+    yield from _move_modules(tensors, "model.multi_modal_projector.", "mlp1.", projector)
     if language == "internlm2":
         yield from _internlm2(tensors, config.text_config)
     else:
@@ -214,10 +212,10 @@ def _original(
         yield HEADS[language], tensors["lm_head.weight"]
 
 
-def _moved(
+def _move_modules(
     tensors: Mapping[str, torch.Tensor], ours: str, theirs: str, modules: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights and biases of modules, those that are there, under other names."""
+    """Yield the existing weights and biases of modules under other names."""
     for there, here in modules.items():
         for part in ("weight", "bias"):
             if f"{ours}{here}.{part}" in tensors:
@@ -230,7 +228,9 @@ def _original_vision(
     ours, theirs = "model.vision_tower.embeddings.", "vision_model.embeddings."
     yield f"{theirs}class_embedding", tensors[f"{ours}cls_token"]
     yield f"{theirs}position_embedding", tensors[f"{ours}position_embeddings"]
-    yield from _moved(tensors, ours, theirs, {"patch_embedding": "patch_embeddings.projection"})
+    yield from _move_modules(
+        tensors, ours, theirs, {"patch_embedding": "patch_embeddings.projection"}
+    )
     modules = {
         "norm1": "layernorm_before", "norm2": "layernorm_after", "attn.q_norm": "attention.q_norm",
         "attn.k_norm": "attention.k_norm", "attn.proj": "attention.projection_layer",
@@ -239,7 +239,7 @@ def _original_vision(
     for layer in range(vision.num_hidden_layers):
         ours = f"model.vision_tower.encoder.layer.{layer}."
         theirs = f"vision_model.encoder.layers.{layer}."
-        yield from _moved(tensors, ours, theirs, modules)
+        yield from _move_modules(tensors, ours, theirs, modules)
         yield f"{theirs}ls1", tensors[f"{ours}lambda_1"]
         yield f"{theirs}ls2", tensors[f"{ours}lambda_2"]
         for part in ["weight", "bias"] if vision.attention_bias else ["weight"]:
@@ -254,7 +254,7 @@ def _internlm2(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     ours, theirs = "model.language_model.", "language_model.model."
     outer = {"tok_embeddings": "embed_tokens", "norm": "norm"}
-    yield from _moved(tensors, ours, theirs, outer)
+    yield from _move_modules(tensors, ours, theirs, outer)
     modules = {
         "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
         "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj",
@@ -263,7 +263,7 @@ def _internlm2(
     head_size = text.hidden_size // text.num_attention_heads
     queries_per_group = text.num_attention_heads // text.num_key_value_heads
     for layer in (f"layers.{number}." for number in range(text.num_hidden_layers)):
-        yield from _moved(tensors, ours + layer, theirs + layer, modules)
+        yield from _move_modules(tensors, ours + layer, theirs + layer, modules)
         q, k, v = (tensors[f"{ours}{layer}self_attn.{one}_proj.weight"] for one in "qkv")
         rows = []
         for group in range(text.num_key_value_heads):
@@ -278,11 +278,11 @@ def _internlm2(
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 TEXT_SIZES = (*SIZES, "num_key_value_heads", "rms_norm_eps", "vocab_size")
 VISION_SIZES = (*SIZES, "layer_norm_eps", "norm_type")
-"""Keys that both kinds of config.json have."""
+"""Keys in both kinds of config.json."""
 
 
 def original_config(config: InternVLConfig, language: str, dtype: torch.dtype) -> dict:
-    """What InternVLChatConfig writes."""
+    """Return the config written by InternVLChatConfig."""
     vision, text = config.vision_config, config.text_config
     return {
         "_commit_hash": None,
@@ -335,11 +335,10 @@ def save_released(
     shard_bytes: int | None = None,
     head_copy: bool = False,
 ) -> Path:
-    """A checkpoint folder without a tokenizer.
+    """Save a checkpoint folder without a tokenizer.
 
-    Args:
-        layout: "transformers", "prefixed", "stacked", or the language model of the original one.
-        shard_bytes: of a file, roughly; None for a single one.
+    Args: layout: "transformers", "prefixed", "stacked", or the original one's language model.
+    shard_bytes: approximate file size; None: one file.
     """
     folder.mkdir(parents=True)
     model = copy.deepcopy(model).to(dtype)
@@ -355,13 +354,13 @@ def save_released(
     return folder
 
 
-def saved(name: str, folder: Path, layout: str, *options, **more) -> Path:
-    """A checkpoint folder of one of `KINDS`, without a tokenizer."""
+def save_toy(name: str, folder: Path, layout: str, *options, **more) -> Path:
+    """Save a checkpoint folder of a model of `KINDS`, without a tokenizer."""
     return save_released(transformers_model(KINDS[name]), folder, layout, *options, **more)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int | None):
-    """As `save_pretrained` does."""
+    """Write tensors as `save_pretrained` does."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, tensor in tensors.items():
         if shard_bytes is not None and sum(one.nbytes for one in shards[-1].values()) > shard_bytes:
@@ -384,7 +383,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes
 def write_holes(
     folder: Path, config: Mapping, shapes: Mapping[str, Sequence[int]], files: int
 ) -> None:
-    """A checkpoint of bf16, of any size, whose values are holes in its files."""
+    """Write a bf16 checkpoint of any size with sparse files."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     weight_map: dict[str, str] = {}
@@ -408,12 +407,12 @@ def word_tokenizer(pieces: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def write_tokenizer(folder: Path, pieces: Sequence[str] = PIECES) -> None:
-    """A fast tokenizer in which `<IMG_CONTEXT>` is `IMAGE_TOKEN`."""
+    """Write a fast tokenizer with `<IMG_CONTEXT>` as `IMAGE_TOKEN`."""
     word_tokenizer(pieces).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
 
 
 def imported(folder: Path, run: Path) -> Path:
-    """The run directory of a released checkpoint."""
+    """Import a released checkpoint; return the run directory."""
     import_checkpoint(open_released(folder), run, lambda size: None)
     return run

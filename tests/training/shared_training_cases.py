@@ -1,4 +1,4 @@
-"""Training with packs that ranks share."""
+"""Training with context-parallel packs."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,15 +22,14 @@ from omnibal.model.levels import ContextExchange, CutRule
 from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
 
-# Rows of slots, each (level, packs); a pack is samples of (tiles, text tokens). Levels 1 and 2 are
-# shared. There are packs without images, with fewer tiles than ranks, and with a sample of which
-# some rank has nothing.
+# Slots as (level, packs), a pack being samples of (tiles, text tokens). Levels 1 and 2 are shared.
+# Packs have no images, fewer tiles than ranks, or a sample absent on some rank.
 FULL = [
     (1, [[(2, 6), (3, 3), (0, 19)], [(0, 25), (0, 4)]]),
     (0, [[(1, 6)], [(0, 9)], [(2, 5), (0, 3)], [(0, 4)]]),
     (2, [[(3, 41), (0, 5)], [(0, 33)]]),
 ]
-# The last rows have packs for some ranks only, the wider ones first.
+# The last rows have packs for some ranks only, wider packs first.
 SHORT = [
     (2, [[(1, 20), (0, 7)], [(0, 12)]]),
     (1, [[(4, 21)]]),
@@ -41,7 +40,7 @@ STEPS = [FULL, SHORT]
 
 @dataclass(frozen=True)
 class Case:
-    """Levels 1 and 2 as (context, cut, exchange), and everything that goes with them."""
+    """Levels 1 and 2 as (context, cut, exchange), and options."""
 
     levels: tuple[tuple[int, CutRule, ContextExchange], ...]
     sizes: dict
@@ -69,7 +68,7 @@ DP4_LEVELS = ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS))
 _TIED = {
     "tied": True, "recompute": ({}, {"vision": (0, 1), "language": (1,)}, {"language": (0,)}),
 }  # fmt: skip
-# Each cut rule is with each exchange, and each kind of parallelism with each of both.
+# Each cut rule and each kind of parallelism is combined with both exchanges.
 CASES = {
     "dp4": Case(
         DP4_LEVELS, {"data": 4}, drop_path=0.3,
@@ -86,7 +85,7 @@ CASES = {
         ((2, CutRule.CONTIGUOUS, GATHER), (2, CutRule.ZIGZAG, HEADS)), {"data": 2}, cuts=(5,),
         **_TIED,
     ),
-    # Ranks that share some packs have other numbers of packs.
+    # Ranks that share a pack have unequal numbers of packs.
     "pp2-of-two-chunks-dp2": Case(
         ((2, CutRule.COST, GATHER), (2, CutRule.ZIGZAG, HEADS)), {"data": 2}, cuts=(2, 5, 6),
         chunks=2, drop_path=0.3, **_TIED,
@@ -122,10 +121,10 @@ CASES = {
 
 
 def plan_of(case) -> Plan:
-    """The case's plan, whose language layers have four key/value heads."""
+    """Return the case's plan, with four key/value heads in language layers."""
     model = model_of(vocabulary=49, kv_heads=4, is_qwen3=case.tied, tied=case.tied)
     if case.experts:
-        # Without the auxiliary loss, which is of a rank's own tokens of a shared pack.
+        # No auxiliary loss, as it is per rank of a shared pack.
         experts = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=10)
         model = model.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
     if case.text_only:
@@ -152,7 +151,7 @@ def plan_of(case) -> Plan:
 
 
 def whole_packs(model, number, rows, drop_path):
-    """The rows of a step with each pack as one micro-batch."""
+    """Yield a step's rows with each pack as one micro-batch."""
     for place, (level, packs) in enumerate(rows):
         row = []
         for index, mixed in enumerate(packs):
@@ -164,13 +163,13 @@ def whole_packs(model, number, rows, drop_path):
 
 
 def own_batches(plan, number, rows):
-    """The micro-batches of this data-parallel rank."""
+    """Return this data-parallel rank's micro-batches."""
     rank, ranks = parallel_state.get_data_parallel_rank(), plan.parallel.data
     batches, placed, is_full = [], [], True
     slots = np.zeros(ranks, int)
     for level, row in rows:
         planned = plan.levels[level]
-        # On fewer ranks than the rows are written for, the rest of a row is one more.
+        # On fewer ranks, a row is split into several.
         blocks = ranks // planned.context
         for first in range(0, len(row), blocks):
             packs = row[first : first + blocks]
@@ -195,6 +194,6 @@ def own_batches(plan, number, rows):
 
 
 def options_of(case):
-    """How the case's packs are made and dealt."""
+    """Return the case's steps and feed."""
     packed = partial(whole_packs, drop_path=case.drop_path)
     return {"steps": STEPS, "feed": Feed(packed, own_batches, case.drop_path)}

@@ -1,5 +1,5 @@
-"""Training in any parallel layout beside one process that has everything: same loss, every
-gradient, same weights after. Tensors are put together from their parts."""
+"""Training in any parallel layout against one process: equal losses, gradients and trained weights.
+Tensors are merged from their shards."""
 
 import functools
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.model.encoders import ImagesEncoder
 
-# A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of
-# the embedding differed by more than 1e-4 on some processors, whose sums round otherwise.
+# A large epsilon, or AdamW turns rounding errors into full steps. With 1e-3, embedding weights
+# differed by more than 1e-4 on some CPUs.
 OPTIONS = replace(OPTIONS, adam_eps=1e-2, vision_lr=OPTIONS.lr / 4)
 
-# Packs as (tiles, text tokens). Token counts are odd and even; a step has no image at all; one pack
-# has no loss ((1, 2): loss begins at the third text token).
+# Packs as (tiles, text tokens). Token counts are odd and even. One step has no image. Pack (1, 2)
+# has no loss, which begins at the third text token.
 STEPS = [
     [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],
     [[(0, 7)], [(0, 12), (0, 2)], [(0, 5)]],
@@ -33,7 +33,7 @@ STEPS = [
 
 
 def model_of(vocabulary=51, kv_heads=2, language_bias=False, is_qwen3=False, tied=False, **vision):
-    """Two layers of each tower; neither heads of the vision encoder nor words divide by 2."""
+    """Return two layers per tower, with vision heads and vocabulary not divisible by 2."""
     model = toy_model(**{"layers": 2, "heads": 3, "hidden_size": 24, **vision})
     sizes = {"layers": 2, "vocab_size": vocabulary, "kv_heads": kv_heads, "tied_head": tied}
     qwen3 = {"qk_norm": True, "head_size": 10} if is_qwen3 else {}
@@ -44,7 +44,7 @@ MODELS = {
     "300M-like": model_of(),
     "6B-like": model_of(language_bias=True, is_qwen3=True, normalization="RMSNorm", qkv_bias=False),
     "without-qk-norm": model_of(qk_norm=False),
-    # At tensor size 4 the vision encoder's fourth rank has padded heads alone.
+    # At TP 4 the vision encoder's fourth rank has only padded heads.
     "one-key": model_of(kv_heads=1, language_bias=True, is_qwen3=True),
     "two-keys": model_of(vocabulary=49, heads=5, hidden_size=20),
     "for-four": model_of(vocabulary=49, kv_heads=4, language_bias=True, heads=5, hidden_size=20),
@@ -53,31 +53,31 @@ TIED, UNTIED = model_of(tied=True), model_of()
 
 
 def with_unequal_weights(batch):
-    """The batch with weights that differ between positions."""
+    """Return the batch with loss weights that differ by position."""
     weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
     return replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
 def batches_of(model, number, packs):
-    """The packs of step `number`."""
+    """Yield the packs of step `number`."""
     for index, samples in enumerate(packs):
         yield with_unequal_weights(toy_batch(model, samples, seed=100 * number + index))
 
 
 def in_turn(plan, number, batches):
-    """The micro-batches of this rank, of a step's that are dealt in turn."""
+    """Return this rank's micro-batches of a step dealt to ranks in turn."""
     return MicroBatchStream.of(
         batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     )
 
 
 class Feed(NamedTuple):
-    """How steps become micro-batches."""
+    """Functions that turn steps into micro-batches."""
 
     packed: Callable = batches_of
-    """Makes the packs of a step."""
+    """Returns the packs of a step."""
     dealt: Callable = in_turn
-    """Gives a rank its part of them."""
+    """Returns a rank's part of the packs."""
     drop_path: float = 0.0
 
 
@@ -85,7 +85,7 @@ PLAIN_FEED = Feed()
 
 
 def train_steps(links, plan, steps, load=None, save=None, first=0, feed=PLAIN_FEED):
-    """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
+    """Return loss, norm and tokens per step, gradients per step, and final weights by name."""
     options = replace(OPTIONS, drop_path_rate=feed.drop_path)
     trainer = build_trainer(plan, links, options, steps=10, seed=3)
     parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(options))
@@ -107,11 +107,11 @@ def train_steps(links, plan, steps, load=None, save=None, first=0, feed=PLAIN_FE
 
 
 BESIDE = "beside "
-"""What names of tensors of data-parallel encoders begin with."""
+"""Name prefix of tensors of data-parallel encoders."""
 
 
 def stages_of_trainer(trainer):
-    """(Beginning of names, stage, its data-parallel model if it is trained) of the whole job."""
+    """Yield (name prefix, stage, data-parallel model if trained) of each chunk and encoder."""
     yield from (("", *pair) for pair in zip(trainer.chunks, trainer.models, strict=True))
     if trainer.encoders is not None:
         copies = trainer.encoders.data_parallel
@@ -119,12 +119,12 @@ def stages_of_trainer(trainer):
 
 
 def gradients_of(trainer):
-    """Gradients of the step by global name, whole on every data-parallel rank."""
+    """Return full gradients of the step by global name, on every data-parallel rank."""
     found = {}
     for begin, stage, model in stages_of_trainer(trainer):
         if stage.sharded is not None:
             parts = {flat: gradients.own_Q for flat, gradients in model.gradients.items()}
-            value = whole_of_parts(parts).__getitem__
+            value = unshard_parameters(parts).__getitem__
         else:
             if model is not None:
                 gather_gradients(model, dist.group.WORLD if begin else None)
@@ -134,18 +134,20 @@ def gradients_of(trainer):
 
 
 def weights_of(trainer):
-    """Trained weights by global name, whole on every data-parallel rank."""
+    """Return full trained weights by global name, on every data-parallel rank."""
     found = {}
     for begin, stage, *_ in stages_of_trainer(trainer):
         value = lambda parameter: parameter  # noqa: E731
         if stage.sharded is not None:
-            value = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats}).__getitem__
+            value = unshard_parameters(
+                {flat: flat.own_Q for flat in stage.sharded.flats}
+            ).__getitem__
         found |= {begin + name: one for name, one in by_name(stage, value).items()}
     return found
 
 
-def whole_of_parts(parts):
-    """Tensors by parameter, of which each rank has a part by the tensor that parameters are in."""
+def unshard_parameters(parts):
+    """Return full tensors by parameter, gathered from shards of flat tensors."""
     found = {}
     for flat, own in parts.items():
         group = flat.groups.shards
@@ -156,7 +158,7 @@ def whole_of_parts(parts):
 
 
 def gather_gradients(model, group=None):
-    """Each data-parallel rank has only its share of the summed gradients; now all have all."""
+    """Gather the reduced gradient shards, so that all ranks have all gradients."""
     group = parallel_state.get_data_parallel_group() if group is None else group
     experts = parallel_state.get_expert_data_parallel_group()
     for buffers, ranks in ((model.buffers, group), (model.expert_parallel_buffers, experts)):
@@ -166,7 +168,7 @@ def gather_gradients(model, group=None):
 
 
 def by_name(stage, value):
-    """Tensors of this rank by global name; of experts those of all expert-parallel ranks."""
+    """Return this rank's tensors by global name, with experts of all expert-parallel ranks."""
     group = parallel_state.get_expert_model_parallel_group()
     found = {
         global_parameter_name(stage, name): value(parameter).detach().clone()
@@ -184,8 +186,8 @@ def run(plan, steps=STEPS, **options):
     return run_ranks(plan.parallel, functools.partial(train_steps, **options), plan, steps)
 
 
-def what_moves(links, plan):
-    """Whether each parameter of a stage moved in two steps; of adapters B moves first, then A."""
+def find_moved(links, plan):
+    """Return whether each parameter moves in two steps; of adapters, B moves first, then A."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     for number, packs in enumerate(STEPS[:2]):
@@ -198,8 +200,7 @@ _ALONE = {}
 
 
 def alone(plan, steps=STEPS, **options):
-    """What one process makes of the plan's model, of packs that nobody shares; it runs once for a
-    model and steps."""
+    """Return one process's results with unshared packs, cached by model and steps."""
     whole = {"context": 1, "recompute": ((),)}
     plan = toy_plan(plan.model, stages_of(plan.model)).model_copy(update={
         "frozen": plan.frozen, "adapters": plan.adapters,
@@ -212,16 +213,16 @@ def alone(plan, steps=STEPS, **options):
 
 
 def compare_with_one_process(plan, steps=STEPS, rel=1e-5, **options):
-    """Train in the plan's layout and on one process; returns what the ranks of the former give."""
+    """Train in the plan's layout and in one process; return the ranks' results."""
     ranks = run(plan, steps, **options)
     assert_same_training(ranks, plan, alone(plan, steps, **options), rel)
     return ranks
 
 
 def compare_resumed(folder, *layouts, steps=STEPS, rel=1e-5, **options):
-    """Train in one layout after another, each a plan and its number of steps, beside one process.
+    """Train in successive layouts (plan, number of steps); compare with one process.
 
-    Each goes on from the checkpoint of the one before it.
+    Each layout resumes from the checkpoint of the previous layout.
     """
     results, gradients, weights = alone(layouts[-1][0], steps, **options)
     done = 0
@@ -241,7 +242,7 @@ DIVIDED_AXIS = {
 
 
 BESIDE_ROWS = ("o_proj", "down_proj", "proj", "out_proj", "fc2", "linear_fc2", "linear_2")
-"""Adapters of linears whose inputs are divided."""
+"""Adapters of row-parallel linears."""
 
 
 def axis_of(name):
@@ -251,17 +252,16 @@ def axis_of(name):
         return None if divides_inputs == (matrix == "lora_b") else int(divides_inputs)
     if name.startswith(("projector.norm.", "vision_embedding.")) or ".experts." in name:
         return None
-    if name.startswith("language.") and "_layernorm" in name:  # one weight for all heads
+    if name.startswith("language.") and "_layernorm" in name:  # shared by all heads
         return None
     [axis] = [axis for end, axis in DIVIDED_AXIS.items() if name.endswith(end)] or [None]
     return axis
 
 
 def whole(name, parts, gated=("language.",)):
-    """A tensor from its parts on the tensor-parallel ranks; replicated ones must be the same.
+    """Return a tensor merged from its tensor-parallel shards; replicas must be equal.
 
-    Args:
-        gated: what names of towers begin with whose feed-forwards have a gate.
+    Args: `gated`: name prefixes of towers with gated feed-forwards.
     """
     axis = axis_of(name)
     if axis is None:
@@ -275,8 +275,8 @@ def whole(name, parts, gated=("language.",)):
 
 
 def assert_equal_whole(ranks, plan, expected):
-    """Tensors by name, put together over ranks, are the expected ones and zero beyond them; of
-    data-parallel encoders every rank has a copy."""
+    """Assert that merged tensors equal the expected, with zero padding; every rank has a copy of
+    data-parallel encoders."""
     towers = plan.model.encoders.items()
     gated = [f"{name}." for name, one in towers if isinstance(one, ImagesEncoder) and one.gated]
     found, tensor = set(), plan.parallel.tensor
@@ -297,7 +297,7 @@ def assert_equal_whole(ranks, plan, expected):
 
 
 def assert_same_results(ranks, expected, rel):
-    """Loss, norm and tokens of each step are those of one process on every rank."""
+    """Assert that every rank's loss, norm and tokens per step equal one process's."""
     for results, *_ in ranks:
         for got, other in zip(results, expected, strict=True):
             assert got == pytest.approx(other, rel=rel)

@@ -5,7 +5,7 @@ import mixture_cases
 import native_resolution_cases as native
 import pytest
 from ranks import run_ranks
-from tensor_parallel_cases import MODELS, Feed, alone, compare_with_one_process, what_moves
+from tensor_parallel_cases import MODELS, Feed, alone, compare_with_one_process, find_moved
 from toy import cut_plan
 
 from omnibal.model.adapter_settings import AdapterConfig, adapters_of
@@ -18,7 +18,7 @@ MODEL = MODELS["6B-like"]
 def test_adapters_alone_move_and_parts_that_are_trained_whole():
     """Prevents trained base weights, untrained adapters, and adapters on unselected linears."""
     plan = cut_plan(MODEL, adapters=SOME, frozen=("vision",))
-    [moved] = run_ranks(plan.parallel, what_moves, plan)
+    [moved] = run_ranks(plan.parallel, find_moved, plan)
     assert moved == {name: ".adapters." in name or name.startswith("projector.") for name in moved}
     names = {name.split(".adapters.")[1] for name in moved if ".adapters." in name}
     pieces = ("q_proj", "v_proj", "down_proj")

@@ -8,7 +8,7 @@ from commands import launcher
 from conversion_cases import assert_near
 from conversion_file_cases import content, edit_config
 from ranks import run_ranks
-from released import PIECES, saved, write_tokenizer
+from released import PIECES, save_toy, write_tokenizer
 from tensor_parallel_cases import by_name, whole
 from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperConfig, WhisperForConditionalGeneration
@@ -39,7 +39,7 @@ SIZES = {
 def folders(tmp_path_factory):
     """Return a random released InternVL and Whisper, and the run imported from both."""
     there = tmp_path_factory.mktemp("released")
-    seeing = saved("300m-qwen2", there / "internvl", "transformers")
+    seeing = save_toy("300m-qwen2", there / "internvl", "transformers")
     write_tokenizer(seeing, WORDS)
     torch.manual_seed(1)
     whisper = WhisperForConditionalGeneration(WhisperConfig(**SIZES))

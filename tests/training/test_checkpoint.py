@@ -14,7 +14,7 @@ from adapter_cases import EVERYWHERE
 from checkpoint_cases import PACKS, TOTAL_STEPS, content, parts_of, refusals, train_range
 from conversion_file_cases import assert_equal_tensors
 from megatron.core import parallel_state
-from ranks import logged, run_ranks
+from ranks import record_logs, run_ranks
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -131,14 +131,14 @@ def save_while_training(links, plan, directory):
             trainer.wait_for_weights()
             at_once.save(2, {"skipped": 1})
             later.save(2, {"skipped": 1})
-        with logged() as lines:
+        with record_logs() as lines:
             later.poll()
         assert lines == []
     assert list(part_path(directory / "async", 2).iterdir()) == []
     assert latest_step(directory / "async") is None
     dist.barrier()
     gate.set()
-    with logged() as lines:
+    with record_logs() as lines:
         later.finish()
     assert lines == [f"saved {checkpoint_path(directory / 'async', 2)}"]
     assert load_checkpoint(directory / "async", *parts) == LoadedCheckpoint(

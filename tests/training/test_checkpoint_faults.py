@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from checkpoint_cases import limit_file_size, parts_of, refusals
-from ranks import TIMEOUT_S, logged, run_ranks
+from ranks import TIMEOUT_S, record_logs, run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
@@ -71,7 +71,7 @@ def save_through_failure(links, plan, directory, asynchronous, fail):
     losses, lines = [], []
     for step in (1, 2, 3):
         losses.append(step_loss(trainer, step))
-        with logged() as told:
+        with record_logs() as told:
             if step == 2:
                 fail(writer)
             else:
@@ -267,7 +267,7 @@ def test_every_flipped_byte_is_found(tmp_path):
 def load_and_save(links, plan, directory, saved_step):
     """Resume, then save as the run would. Return logged lines and the loaded step."""
     _, parts, _ = start(links, plan, directory, False)
-    with logged() as lines:
+    with record_logs() as lines:
         step = load_checkpoint(directory, *parts).step
     if dist.get_rank() == 0:
         name_newest(directory, step)
@@ -294,7 +294,7 @@ def test_a_broken_newest_save_falls_back_to_the_one_before(tmp_path):
         directory = shutil.copytree(whole, tmp_path / name)
         for step, change in damage.items():
             change(checkpoint_path(directory, step))
-        with logged() as told:
+        with record_logs() as told:
             found = open_newest(directory)
         assert found.step == expected
         [line] = told
@@ -334,7 +334,7 @@ def train_until_killed(rank, plan, directory, asynchronous, store, kill):
             loss = step_loss(trainer, step)
             print("loss", step, loss.hex(), file=record)
             step += 1
-            with logged() as lines:
+            with record_logs() as lines:
                 writer.save(step, {})
                 writer.poll()
             for line in lines:

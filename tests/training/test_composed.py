@@ -27,5 +27,5 @@ def test_what_plans_allow_trains_as_one_process(tmp_path, seed):
     """Prevents features that work separately but together hang, train differently, or save a
     checkpoint that another plan cannot load."""
     drawn, other = draw_combination(seed, tmp_path)
-    print(f"{drawn.words}; then {other.parallel}, {other.schedule.name}")
+    print(f"{drawn.summary}; then {other.parallel}, {other.schedule.name}")
     compare_composed(drawn, other, tmp_path)

@@ -17,7 +17,7 @@ from conversion_cases import (
     logits_of,
     micro_batches,
     model_of,
-    put_together,
+    reassemble_shards,
     train_and_save,
 )
 from conversion_file_cases import (
@@ -46,7 +46,7 @@ from released import (
     PIECES,
     imported,
     released_tensors,
-    saved,
+    save_toy,
     transformers_model,
     write_tokenizer,
 )
@@ -91,13 +91,13 @@ def in_every_form(cases):
 def test_import_and_export_give_the_same_bytes(tmp_path, name, layout, shard_bytes, dtype):
     """Prevents a conversion that loses values, types, names, files or metadata."""
     copied = OURS[layout].is_original
-    source = saved(name, tmp_path / "there", layout, TYPES[dtype], shard_bytes, copied)
+    source = save_toy(name, tmp_path / "there", layout, TYPES[dtype], shard_bytes, copied)
     comes_back(complete(source), tmp_path)
 
 
 def test_types_that_differ_between_tensors_stay(tmp_path):
     """Prevents fp32 norms next to bf16 matrices from being rounded."""
-    source = saved("6b-llama", tmp_path / "there", "internlm2", torch.bfloat16, SHARD_BYTES)
+    source = save_toy("6b-llama", tmp_path / "there", "internlm2", torch.bfloat16, SHARD_BYTES)
     tensors = tensors_of(source)
     exact = {name: torch.rand(value.shape) for name, value in tensors.items() if "norm" in name}
     assert len(exact) == 2 * 6 + 1
@@ -132,7 +132,7 @@ def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, sh
     expected = released_tensors(model, layout, head_copy=True)
     expected = {key: value.to(TYPES[dtype]) for key, value in expected.items()}
     size = sum(value.nbytes for value in expected.values())
-    source = complete(saved(name, tmp_path / "there", layout, shard_bytes=shard_bytes))
+    source = complete(save_toy(name, tmp_path / "there", layout, shard_bytes=shard_bytes))
     assert HEADS[layout] not in tensors_of(source)
     run = imported(source, tmp_path / "run")
     wanted = None if dtype == "fp32" else TYPES[dtype]  # None: as stored
@@ -165,7 +165,7 @@ RINGS = {kind: dict(zip(ring, ring[1:] + ring[:1], strict=True)) for kind, ring 
 )
 def test_every_layout_leads_to_another(tmp_path, name, layout, other):
     """Prevents export errors that mirror import errors and so cancel in a round trip."""
-    run = imported(complete(saved(name, tmp_path / "there", layout)), tmp_path / "run")
+    run = imported(complete(save_toy(name, tmp_path / "there", layout)), tmp_path / "run")
     target = exported_as(run, other, tmp_path / "out")
     model, copied = transformers_model(KINDS[name]), OURS[other].is_original
     assert_equal_tensors(tensors_of(target), released_tensors(model, other, head_copy=copied))
@@ -186,7 +186,7 @@ def test_every_layout_leads_to_another(tmp_path, name, layout, other):
 
 def test_original_layout_comes_back_with_its_settings(tmp_path):
     """Prevents other tiles, thumbnails or chat template after a round trip."""
-    source = saved("6b-llama", tmp_path / "there", "internlm2", torch.bfloat16)
+    source = save_toy("6b-llama", tmp_path / "there", "internlm2", torch.bfloat16)
     run = imported(complete(source), tmp_path / "run")
     model = load_model(str(run / "model.toml"))
     assert model.name == "there" and model == open_newest(run).model
@@ -199,7 +199,7 @@ def test_original_layout_comes_back_with_its_settings(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_export_in_another_type(tmp_path, dtype):
     """Prevents tensors of another type than config.json states, or rounded twice."""
-    source = saved("300m-qwen2", tmp_path / "there", "transformers")
+    source = save_toy("300m-qwen2", tmp_path / "there", "transformers")
     run = imported(source, tmp_path / "run")
     expected = {name: tensor.to(dtype) for name, tensor in tensors_of(source).items()}
     like = exported_like(run, source, tmp_path / "like", dtype)
@@ -220,7 +220,7 @@ def load_run(links, plan, run):
 def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
     """Prevents resuming from an import, which has no optimizer state, and refusing imported weights
     because a plan changes tiling or prompts."""
-    source = saved("300m-qwen2", tmp_path / "there", "transformers")
+    source = save_toy("300m-qwen2", tmp_path / "there", "transformers")
     run, own = imported(source, tmp_path / "run"), model_of("300m-qwen2")
     said = {
         "chat_template": "Hermes-2",
@@ -256,7 +256,7 @@ def test_every_split_loads_the_released_values(tmp_path, name, splits, stored, p
     """Prevents loaded weights that depend on pipeline cuts or tensor-parallel size, or that are
     rounded twice: bf16 values loaded into fp32 stay exact."""
     layout, model = LAYOUTS[KINDS[name].language][-1], model_of(name)
-    run = imported(saved(name, tmp_path / "there", layout, stored), tmp_path / "run")
+    run = imported(save_toy(name, tmp_path / "there", layout, stored), tmp_path / "run")
     expected = {
         key: value.bfloat16().to(TYPES[precision])
         for key, value in released_tensors(transformers_model(KINDS[name]), layout).items()
@@ -264,7 +264,7 @@ def test_every_split_loads_the_released_values(tmp_path, name, splits, stored, p
     for cuts, tensor in splits.items():
         plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
         plan = plan.model_copy(update={"precision": precision})
-        found = put_together(plan, run_ranks(plan.parallel, load_run, plan, run))
+        found = reassemble_shards(plan, run_ranks(plan.parallel, load_run, plan, run))
         assert_equal_tensors(as_released(found, model, OURS[layout]), expected)
         for parameter in parameters(model):
             real = found[parameter.name][tuple(slice(size) for size in parameter.shape)]
@@ -286,7 +286,7 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     """Prevents exporting untrained weights, optimizer state or a single stage, a config.json of
     another model, and an export that lacks files of the original checkpoint."""
     before = transformers_model(KINDS[name])
-    source = complete(saved(name, tmp_path / "there", layout, shard_bytes=SHARD_BYTES))
+    source = complete(save_toy(name, tmp_path / "there", layout, shard_bytes=SHARD_BYTES))
     run, trained = imported(source, tmp_path / "run"), tmp_path / "trained"
     model = model_of(name)
     plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
@@ -449,7 +449,7 @@ def good(tmp_path_factory) -> dict[str, Path]:
     """Return read-only checkpoints of one model in two layouts, and of a tied model."""
     folder = tmp_path_factory.mktemp("good")
     return {
-        layout: complete(saved(name, folder / layout, layout, torch.float32, SHARD_BYTES, True))
+        layout: complete(save_toy(name, folder / layout, layout, torch.float32, SHARD_BYTES, True))
         for name, layout in (
             ("6b-llama", "internlm2"),
             ("6b-llama", "transformers"),
@@ -519,7 +519,7 @@ def places(good, good_run, tmp_path_factory) -> dict[str, Path]:
     for name in ("empty", "words"):
         (folder / name).mkdir()
     write_tokenizer(folder / "words", [*PIECES, *map(str, range(99))])
-    saved("300m-qwen2", folder / "other", "qwen2")
+    save_toy("300m-qwen2", folder / "other", "qwen2")
     imported(folder / "other", folder / "biased")
     own = {name: folder / name for name in ("none", "empty", "words", "other", "biased")}
     return own | {"run": good_run, "like": good["internlm2"]}

@@ -31,7 +31,7 @@ from released import (
     configuration,
     imported,
     save_released,
-    saved,
+    save_toy,
     write_tokenizer,
 )
 from safetensors.torch import save_file
@@ -69,7 +69,7 @@ HEAD = "language_model.lm_head.weight"
 def source(tmp_path_factory) -> Path:
     """Return a read-only sharded checkpoint in the original layout."""
     folder = tmp_path_factory.mktemp("files") / "there"
-    saved("300m-qwen2", folder, "qwen2", torch.bfloat16, SHARD_BYTES)
+    save_toy("300m-qwen2", folder, "qwen2", torch.bfloat16, SHARD_BYTES)
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "tokenization_own.py").write_text("raise ImportError\n")
@@ -115,7 +115,7 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
     """Prevents an import that drops a trained head or requires a missing head. Transformers saves
     two entries, one derived from the other, and they may contradict."""
     kind = "300m-qwen2" if head == "other" else "6b-qwen2-tied"
-    there = saved(kind, tmp_path / "there", layout, head_copy=head == "copy")
+    there = save_toy(kind, tmp_path / "there", layout, head_copy=head == "copy")
     assert (HEAD in tensors_of(there)) == (head is not None)
     own = {f"{LANGUAGE[layout]}__tie_word_embeddings": inner}
     edit_config(tie_word_embeddings=outer, **own)(there)
@@ -133,7 +133,7 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
 
 def test_what_transformers_saves_again_is_read(tmp_path):
     """Prevents refusing contradictory entries that Transformers 5 saves for an untied model."""
-    there = saved("300m-qwen2", tmp_path / "a", "transformers")
+    there = save_toy("300m-qwen2", tmp_path / "a", "transformers")
     edit_config(tie_word_embeddings=True)(there)
     InternVLForConditionalGeneration.from_pretrained(there).save_pretrained(tmp_path / "b")
     config = config_of(tmp_path / "b")
@@ -289,7 +289,7 @@ def test_dynamic_rope_limits_samples_and_comes_back(tmp_path, source):
 )
 def test_limit_that_is_not_said_is_the_default_of_the_class(tmp_path, name, layout, kind):
     """Prevents a default limit that differs from where the released model begins to scale."""
-    language = open_released(saved(name, tmp_path / "there", layout)).model.language
+    language = open_released(save_toy(name, tmp_path / "there", layout)).model.language
     assert language.max_positions == kind().max_position_embeddings
 
 

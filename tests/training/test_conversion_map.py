@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from released import RELEASED_CONFIGS, TEXT_SIZES, VISION_SIZES, renamed, write_holes
+from released import RELEASED_CONFIGS, TEXT_SIZES, VISION_SIZES, rename_tensors, write_holes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import stages_of, toy_plan
@@ -267,7 +267,7 @@ def whole_checkpoint() -> dict[str, list[int]]:
     with torch.device("meta"):
         model = InternVLForConditionalGeneration(config)
     shapes = {}
-    for name, value in renamed(dict(model.named_parameters()), config, "internlm2").items():
+    for name, value in rename_tensors(dict(model.named_parameters()), config, "internlm2").items():
         layers = (vision if name.startswith("vision") else text)["num_hidden_layers"]
         numbers = range(layers if ".layers.0." in name else 1)
         shapes |= {name.replace(".0.", f".{n}."): [*value.shape] for n in numbers}

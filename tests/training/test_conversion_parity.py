@@ -12,13 +12,13 @@ from conversion_cases import (
     assert_computes,
     assert_near,
     computed_by,
-    groups_of,
+    group_ranks,
     micro_batches,
     model_of,
     observe,
 )
 from ranks import run_ranks
-from released import KINDS, LAYOUTS, imported, renamed, saved, transformers_model
+from released import KINDS, LAYOUTS, imported, rename_tensors, save_toy, transformers_model
 from toy import pack, stages_of, toy_plan
 
 from omnibal.model.parallel import Parallel
@@ -78,11 +78,11 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout, 
     if cuts:
         sizes = {"tensor": 2, "sequence_parallel": sequences}
         sizes["expert"] = 2 if KINDS[name].language == "qwen3_moe" else 1
-    run = imported(saved(name, tmp_path / "released", layout), tmp_path / "run")
+    run = imported(save_toy(name, tmp_path / "released", layout), tmp_path / "run")
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
     batches = [pack(samples) for samples in micro_batches(model)]
     ranks = run_ranks(plan.parallel, observe, plan, run, batches, *parts)
-    first_of_groups = [group[0] for group in groups_of(plan, [seen for _, seen, _ in ranks])]
+    first_of_groups = [group[0] for group in group_ranks(plan, [seen for _, seen, _ in ranks])]
     *_, last_vision = (
         own["vision"]
         for own, stage in zip(first_of_groups, plan.stages, strict=True)
@@ -93,6 +93,6 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout, 
     assert_near(vision_TVH, expected.vision_TVH, "vision")
     assert_near(torch.cat(projected), expected.projected_KE, "projector")
     config = transformers_model(KINDS[name]).config
-    theirs = renamed(expected.computed.gradients, config, layout)
+    theirs = rename_tensors(expected.computed.gradients, config, layout)
     theirs = replace(expected.computed, gradients=theirs)
     assert_computes(plan, ranks, theirs, OURS[layout])

@@ -67,7 +67,7 @@ def learn_on_a_cpu(links, plan):
     """Return losses, and the devices that micro-batches were moved to."""
     moved, to = [], MicroBatch.to
     MicroBatch.to = lambda batch, device: moved.append(device) or to(batch, device)
-    return cuda_checks.losses_on_one_pack(links, plan, 3, (20, 30, 9), 25), moved
+    return cuda_checks.train_on_one_pack(links, plan, 3, (20, 30, 9), 25), moved
 
 
 def test_the_check_at_real_size_gets_as_far_as_computing():

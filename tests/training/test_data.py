@@ -19,7 +19,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_cases import CPU, FIRST, LAST, MIDDLE, MODEL, SKIP, TEXT, WHOLE, Data, assert_same, said
+from data_cases import (
+    CPU,
+    FIRST,
+    LAST,
+    MIDDLE,
+    MODEL,
+    SKIP,
+    TEXT,
+    WHOLE,
+    Data,
+    assert_same,
+    make_turns,
+)
 from PIL import Image
 from shard_cases import make_samples, write_shards
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -447,7 +459,7 @@ def video(tmp_path, tokenizer) -> Data:
     named = "".join(f"Frame-{number}: <image>\n" for number in range(1, FRAMES + 1))
     shown = [("", {}), ("", {"video": "clip"}), ("", {}), (named, {"image": images})]
     records = [
-        {"conversations": said(f"{names}What?", "A clip."), **files} for names, files in shown
+        {"conversations": make_turns(f"{names}What?", "A clip."), **files} for names, files in shown
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.jsonl"}}')

@@ -7,7 +7,7 @@ import pytest
 import torch
 from data_parallel_cases import own_stream
 from pipeline_cases import pipeline_plan
-from ranks import logged, run_ranks
+from ranks import record_logs, run_ranks
 from tensor_parallel_cases import (
     OPTIONS,
     alone,
@@ -62,7 +62,7 @@ def test_resumes_with_encoders_elsewhere(tmp_path, before, after):
 
 def core_warnings(links, plan, folder):
     """Return Megatron-core's warnings of states that differ between ranks, during a save."""
-    with logged("megatron.core.dist_checkpointing.validation") as lines:
+    with record_logs("megatron.core.dist_checkpointing.validation") as lines:
         train_steps(links, plan, beside.STEPS[:1], save=folder, feed=beside.feed_of())
     return lines
 

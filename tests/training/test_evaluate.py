@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_cases import said
+from data_cases import make_turns
 from evaluation_cases import MAX_NEW_TOKENS, SAMPLES, pipeline_answers, reader_of
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
@@ -70,7 +70,7 @@ def write_image_per_turn(digits: Path, folder: Path) -> None:
         asked = ["<image>\nWhich?", "And?", "<image>\nAnd here?"][: 3 - number % 2]
         shown = [str(images[2 * number])]
         shown += [str(images[2 * number + 1])] * (len(asked) == 3)
-        messages = said(*itertools.chain.from_iterable((question, "7") for question in asked))
+        messages = make_turns(*itertools.chain.from_iterable((question, "7") for question in asked))
         lines.append(json.dumps({"image": shown, "conversations": messages}))
     (folder / "heldout" / "a.jsonl").write_text("\n".join(lines))
     meta = {"a": {"root": "", "annotation": "a.jsonl"}}

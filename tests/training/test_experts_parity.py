@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mixture_cases import plan_of
-from qwen3_moe_cases import answer_losses, model_of, renamed, transformers_model
+from qwen3_moe_cases import answer_losses, model_of, rename_tensors, transformers_model
 from ranks import run_ranks
 from tensor_parallel_cases import by_name, gather_gradients
 from toy import OPTIONS, pack, toy_sample
@@ -44,10 +44,10 @@ def test_equals_transformers(normalized):
     """Prevents expert weights, their order, gate and value, or norms that differ from Qwen3's."""
     model = model_of(normalized)
     [(loss, weights, gradients)] = run_ranks(plan_of().parallel, our_loss, model)
-    own = renamed(model, weights)
+    own = rename_tensors(model, weights)
     [(expected, expected_gradients)] = run_ranks(plan_of().parallel, reference, model, own)
     assert loss == pytest.approx(expected, rel=1e-5)
-    found = renamed(model, gradients)
+    found = rename_tensors(model, gradients)
     assert found.keys() == expected_gradients.keys()
     for name, value in expected_gradients.items():
         atol = 1e-4 * value.abs().max().item()

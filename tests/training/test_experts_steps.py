@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mixture_cases import plan_of
-from qwen3_moe_cases import answer_losses, model_of, renamed, transformers_model
+from qwen3_moe_cases import answer_losses, model_of, rename_tensors, transformers_model
 from ranks import run_ranks
 from tensor_parallel_cases import by_name
 from toy import OPTIONS, ToySample, pack, toy_sample
@@ -94,7 +94,7 @@ def test_equals_a_plain_loop():
     (weights, found), _ = run_ranks(plan.parallel, train_ours, plan)
     rates = [rate for _, _, rate in found]
     alone = plan_of().parallel
-    [expected] = run_ranks(alone, plain_loop, model, renamed(model, weights), rates)
+    [expected] = run_ranks(alone, plain_loop, model, rename_tensors(model, weights), rates)
     assert [loss for loss, _, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
     assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm in expected], rel=1e-3)
     assert found[-1][0] < 0.9 * found[0][0]  # the weights have learned

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pipeline_cases import STEPS, pipeline_plan
 from ranks import run_ranks
-from tensor_parallel_cases import alone, compare_with_one_process, what_moves
+from tensor_parallel_cases import alone, compare_with_one_process, find_moved
 from toy import OPTIONS, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -34,7 +34,7 @@ def test_only_trained_parts_move(frozen, cut):
     Covers stages without trained parameters at either end.
     """
     plan = pipeline_plan(cut, frozen=frozen)
-    for rank in run_ranks(plan.parallel, what_moves, plan):
+    for rank in run_ranks(plan.parallel, find_moved, plan):
         assert rank and rank == {name: not name.startswith(prefixes_of(frozen)) for name in rank}
 
 

@@ -11,7 +11,7 @@ from conversion_file_cases import edit_config
 from evaluation_cases import answers, reader_of_run
 from PIL import Image
 from ranks import run_ranks
-from released import KINDS, PIECES, imported, saved, transformers_model, word_tokenizer
+from released import KINDS, PIECES, imported, save_toy, transformers_model, word_tokenizer
 
 from megatron.vlm.checkpoint.identity import open_newest
 from omnibal.data.chat import encode_prompt
@@ -31,7 +31,7 @@ def model_and_run(request, tmp_path_factory):
     has a system message for chats, and RoPE scaled beyond a limit."""
     folder = tmp_path_factory.mktemp("released")
     name, layout = request.param
-    saved(name, folder / "model", layout)
+    save_toy(name, folder / "model", layout)
     if layout == "qwen2":
         edit_config(system_message=CHATS)(folder / "model")
     write_tokenizer(folder / "model")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ranks import logged
+from ranks import record_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.vlm.run.health import RunHealth
@@ -24,7 +24,7 @@ def test_spike_is_reported_and_noise_is_not():
     random = np.random.default_rng(0)
     health = RunHealth(max_skipped=0)
     losses = 2.0 - 0.001 * np.arange(300) + 0.05 * random.standard_normal(300)
-    with logged() as lines:
+    with record_logs() as lines:
         assert not any(health.judge(step, loss) for step, loss in enumerate(losses))
         assert lines == []
         assert health.judge(300, 3.0)
@@ -35,7 +35,7 @@ def test_run_stops_after_too_many_skipped_steps_in_a_row():
     """Prevents days of a diverged run, and stopping a run that recovers each time."""
     health = RunHealth(max_skipped=2, skipped_steps=5)
     for step in range(0, 30, 3):
-        with logged() as lines:
+        with record_logs() as lines:
             health.judge(step, math.nan, skipped=True)
             health.judge(step + 1, 1.0, skipped=True)
             health.judge(step + 2, 1.0)
@@ -51,7 +51,7 @@ def test_run_stops_after_too_many_skipped_steps_in_a_row():
 def test_run_stops_when_most_images_are_gone():
     """Prevents training on text only after a disk was unmounted."""
     health = RunHealth(max_skipped=0)
-    with logged() as lines:
+    with record_logs() as lines:
         health.judge(0, 1.0, replaced_share=0.5)
     assert lines == []
     with pytest.raises(UserError, match="75% of its samples cannot be read"):

@@ -11,7 +11,7 @@ import torch
 from checkpoint_cases import refusals, save
 from commands import launcher
 from ranks import run_ranks
-from released import imported, saved, write_tokenizer
+from released import imported, save_toy, write_tokenizer
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.identity import open_newest
@@ -137,7 +137,7 @@ def test_training_runs_nothing_of_a_checkpoint(tmp_path, sizes):
 def run(tmp_path_factory):
     """Return a read-only imported run with a tokenizer."""
     folder = tmp_path_factory.mktemp("released")
-    write_tokenizer(saved("300m-qwen2", folder / "model", "transformers"))
+    write_tokenizer(save_toy("300m-qwen2", folder / "model", "transformers"))
     return imported(folder / "model", folder / "run")
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import limit_file_size
-from data_parallel_cases import dealt
+from data_parallel_cases import deal_packs
 from pipeline_cases import pipeline_plan
 from ranks import run_ranks
 from toy import OPTIONS, toy_batch
@@ -78,7 +78,7 @@ def run_loop(
         return len(done) == stop_after and links.rank == 1
 
     data = RunData(
-        stop=STEPS, scheduled=dealt(batches, 1, PACKS_PER_STEP), lengths=None,
+        stop=STEPS, scheduled=deal_packs(batches, 1, PACKS_PER_STEP), lengths=None,
         sharing=Sharing(dp_rank=0, levels=[Level(caps=Caps.of(tokens=64))]),
         batches=iter(batches), pack_flops=np.full(len(batches), 1e6), peak_flops_per_s=1e9,
     )  # fmt: skip

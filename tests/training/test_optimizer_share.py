@@ -91,7 +91,7 @@ def resume_result(links, plan, load, save):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     """Checkpoints after one step, by tensor-parallel size."""
     folders = {tensor: tmp_path_factory.mktemp(f"tensor{tensor}") for tensor in (1, 2)}
     for tensor, folder in folders.items():
@@ -110,14 +110,14 @@ def content(links, path):
     [(1, 1, 4), (2, 2, 2), (2, 1, 4), (1, 2, 2)],
     ids=["four-ranks", "tensor-parallel", "from-tensor-parallel", "to-tensor-parallel"],
 )
-def test_resume_reads_its_own_share(saved, tmp_path, before, tensor, data):
+def test_resume_reads_its_own_share(checkpoints, tmp_path, before, tensor, data):
     """Prevents allocation of other ranks' state on resume, and values read from wrong offsets."""
     plan = pipeline_plan(model=WIDE, data=data, tensor=tensor)
-    checkpoint = checkpoint_path(saved[before], 1)
+    checkpoint = checkpoint_path(checkpoints[before], 1)
     # Metadata files.
     described = sum((checkpoint / name).stat().st_size for name in (".metadata", "common.pt"))
     files = [file for file in sorted(checkpoint.iterdir()) if file.name != CHECKSUMS_FILE]
-    ranks = run_ranks(plan.parallel, resume_result, plan, saved[before], tmp_path)
+    ranks = run_ranks(plan.parallel, resume_result, plan, checkpoints[before], tmp_path)
     for rank, (read, peak, share, weights, stored) in enumerate(ranks):
         assert share < 3 * sum(weights) / data * 1.1
         # Excludes the moments, which are in host memory too without a GPU.

@@ -30,7 +30,7 @@ from native_resolution_cases import (
     transformers_model,
 )
 from ranks import run_ranks
-from released import imported, randomized
+from released import imported, randomize
 from toy import stages_of, toy_plan
 
 from megatron.vlm.checkpoint.identity import open_newest
@@ -67,7 +67,7 @@ def packs_of(model: ModelConfig) -> list[list[ImageSample]]:
 
 
 def theirs(name: str) -> torch.nn.Module:
-    return randomized(transformers_model(MODELS[name]))
+    return randomize(transformers_model(MODELS[name]))
 
 
 def batches_of(name: str) -> list[MicroBatch]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from end_to_end_cases import forked_steps, losses
 from native_data_cases import native_models, picture, write_tokenizer
-from released import KINDS, configuration, randomized, save_released
+from released import KINDS, configuration, randomize, save_released
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -60,7 +60,7 @@ def save(name: str, folder: Path) -> torch.nn.Module:
     for part, piece in IMAGE_PIECES:
         if piece in special:
             model.config.update({part: tokenizer.require_id(piece)})
-    randomized(model)
+    randomize(model)
     if name.startswith("internvl"):
         chat = pieces / "chat_template.jinja"
         shown, template = "<|vision_start|><|image_pad|><|vision_end|>", chat.read_text()

@@ -1,4 +1,4 @@
-"""Micro-batches of remote data equal those of local files; storage errors skip no sample."""
+"""Micro-batches of remote data equal those of local files. Storage errors skip no sample."""
 
 import shutil
 

@@ -17,7 +17,7 @@ from tensor_parallel_cases import (
     TIED,
     compare_with_one_process,
     run,
-    whole_of_parts,
+    unshard_parameters,
 )
 from toy import cut_plan
 
@@ -96,7 +96,7 @@ def test_bf16_trains_as_whole_weights_do():
 def first_weights(links, plan):
     """Assert that sharded initial weights equal a full stage's; return their number."""
     stage = build_trainer(plan, links, OPTIONS, steps=10, seed=3).stage
-    drawn = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats})
+    drawn = unshard_parameters({flat: flat.own_Q for flat in stage.sharded.flats})
     whole = build_stage(plan, links.rank)
     initialize_parameters(whole, first_values(whole, seed=3))
     for (name, expected), parameter in zip(

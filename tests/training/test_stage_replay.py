@@ -232,8 +232,7 @@ def test_a_stopped_replay_goes_on(plan_folder, tmp_path):
 
 
 def test_one_stage_out_of_memory_costs_the_others_nothing(plan_folder, tmp_path, monkeypatch):
-    """Prevents losing other stages' results after one runs out of memory, and leaking its memory
-    into the next."""
+    """Prevents losing other stages' results if one runs out of memory, and memory leaks."""
     output, built = tmp_path / "replay", []
 
     class Failing(StageReplayer):

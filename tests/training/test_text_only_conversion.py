@@ -16,7 +16,7 @@ from conversion_file_cases import (
     tensors_of,
 )
 from ranks import run_ranks
-from released import RELEASED_CONFIGS, imported, randomized, write_tokenizer
+from released import RELEASED_CONFIGS, imported, randomize, write_tokenizer
 from toy import pack, stages_of, toy_plan, toy_sample
 from transformers import (
     AutoModelForCausalLM,
@@ -95,7 +95,7 @@ KINDS = {
 
 
 def transformers_model(name: str) -> torch.nn.Module:
-    return randomized(AutoModelForCausalLM.from_config(KINDS[name].config))
+    return randomize(AutoModelForCausalLM.from_config(KINDS[name].config))
 
 
 def save_release(name: str, folder: Path) -> Path:
@@ -112,7 +112,7 @@ def save_release(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", KINDS)
 def test_model_comes_back_and_is_what_transformers_loads(tmp_path, name):
     """Prevents imports that lose RoPE scaling, limits, templates, tensors or files, and a
-    config.json whose RoPE, norm or head differ from training."""
+    config.json with a RoPE, norm or head other than trained."""
     model, kind = transformers_model(name), KINDS[name]
     run = comes_back(save_release(name, tmp_path / "released"), tmp_path)
     assert load_model(str(run / "model.toml")) == kind.model

@@ -1,4 +1,4 @@
-"""Ranks that fail, die, hang or end: the other ranks' exit and the logs of each node."""
+"""Ranks that fail, die, hang or end: exit of all ranks and logs of each node."""
 
 import ctypes
 import os
@@ -27,7 +27,7 @@ PACE = Pace(period_s=0.1, stale_s=2.0)
 WORLD = 3
 LIMIT_S = 300
 SLOW_S = 3600
-"""Waiting time of ranks, so long that only the watch can end them in time."""
+"""Waiting time of ranks, which only the watch can cut short."""
 Connect = Callable[[int], dist.Store]
 
 
@@ -44,7 +44,7 @@ class Ended:
 
 
 def store_of_launcher() -> Connect:
-    """Return a connector as under torchrun, where the server outlives the ranks."""
+    """Return a connector as under torchrun: the server outlives the ranks."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def connect(rank: int) -> dist.Store:
@@ -54,7 +54,7 @@ def store_of_launcher() -> Connect:
 
 
 def store_of_rank_0() -> Connect:
-    """Return a connector as under srun, where the store ends with rank 0."""
+    """Return a connector as under srun: the store ends with rank 0."""
     listener = socket.create_server(("localhost", 0))
 
     def connect(rank: int) -> dist.Store:

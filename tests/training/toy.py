@@ -1,4 +1,4 @@
-"""A toy model, plans that split it anywhere, and random packs, for the training tests."""
+"""A toy model, plans with any cuts, and random packs, for the training tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ AUDIO_TOKEN = 1
 
 
 def toy_model(**vision_changes: object) -> ModelConfig:
-    """Four vision and three language layers; every optional part of InternViT switched on."""
+    """Return four vision and three language layers, with all optional parts of InternViT."""
     vision = {
         "layers": 4, "hidden_size": 16, "heads": 4, "ffn_hidden_size": 32, "image_size": 16,
         "patch_size": 4, "normalization": "LayerNorm", "qkv_bias": True, "qk_norm": True,
@@ -43,7 +43,7 @@ def toy_model(**vision_changes: object) -> ModelConfig:
 
 
 def toy_audio_encoder(**changes: object) -> ClipsEncoder:
-    """Four layers like Whisper's, over clips that become three tokens."""
+    """Return four layers like Whisper's, with three tokens per clip."""
     sizes = {
         "layers": 4, "hidden_size": 12, "heads": 3, "ffn_hidden_size": 20, "frames": 12,
         "mel_bins": 5, "normalization": "LayerNorm", "norm_eps": 1e-5, "qkv_bias": True,
@@ -53,20 +53,20 @@ def toy_audio_encoder(**changes: object) -> ClipsEncoder:
 
 
 def toy_omni_model(**audio_changes: object) -> ModelConfig:
-    """The toy model with an audio encoder beside its vision encoder."""
+    """Return the toy model with a vision and an audio encoder."""
     model = toy_model()
     audio = toy_audio_encoder(**audio_changes)
     return model.model_copy(update={"encoders": model.encoders | {"audio": audio}})
 
 
 def toy_text_model(**language_changes: object) -> ModelConfig:
-    """Three language layers and no encoder."""
+    """Return three language layers without encoder."""
     language = toy_model().language.model_copy(update=language_changes)
     return ModelConfig(name="toy-text", language=language)
 
 
 def toy_plan(model: ModelConfig, stages: Sequence[Stage], **sizes: object) -> Plan:
-    """A hand-written plan of these parallel sizes, without data or prediction."""
+    """Return a plan of these parallel sizes, without data or prediction."""
     return Plan(
         model=model,
         precision="fp32",
@@ -85,13 +85,13 @@ def cut_plan(
     adapters: AdapterConfig | None = None,
     **sizes: object,
 ) -> Plan:
-    """A plan of stages from cut positions, with layers recomputed by tower."""
+    """Return a plan of stages from cut positions, with recomputed layers by tower."""
     plan = toy_plan(model, stages_of(model, *cuts, **(recompute or {})), **sizes)
     return plan.model_copy(update={"frozen": frozen, "adapters": adapters})
 
 
 def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> list[Stage]:
-    """Stages from cut positions in the unit sequence (1 is right after the vision embed)."""
+    """Return stages from cut positions in the unit sequence (1: after the vision embed)."""
     stages = []
     for stage in stages_from_cuts(model, cuts):
         units = [unit for span in stage.units for unit in span.units if unit.layers]
@@ -102,8 +102,8 @@ def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> l
 
 @dataclass(frozen=True)
 class ToySample:
-    """Random text, pixels and frames of one sample: image tokens after the first token of text,
-    audio tokens after the second."""
+    """Random text, pixels and frames of a sample: image tokens after the first text token, audio
+    tokens after the second."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -143,7 +143,7 @@ def _normal(random: np.random.Generator, *shape: int) -> torch.Tensor:
 def pack(
     samples: Sequence[ToySample], weighting: LossWeighting = LossWeighting.TOKEN
 ) -> MicroBatch:
-    """The samples as one micro-batch, with the fields of all stages."""
+    """Return the samples as one micro-batch, with the fields of all stages."""
     loss_tokens = np.array([sum(sample.loss_mask) for sample in samples])
     weights = np.repeat(sample_loss_weights(loss_tokens, weighting), loss_tokens)
     token_ids = torch.tensor([token for sample in samples for token in sample.ids])
@@ -171,7 +171,7 @@ def pack(
 
 
 def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
-    """One rank's share of a pack, cut out of the fields of all of it, token by token."""
+    """Return one rank's shard of a pack, cut from all fields token by token."""
     if level.context == 1:
         return whole
     feature, bounds = "tiles", item_bounds(whole.tiles, level.context)
@@ -179,7 +179,7 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
         feature, bounds = "image_tokens", _image_bounds(whole, level)
     share = PackShare.cut(np.array(whole.segment_tokens), level, part, {feature: bounds})
     starts, pieces = np.cumsum(whole.segment_tokens) - whole.segment_tokens, share.pieces
-    rows: list[list[int]] = [[] for _ in range(level.context)]  # of every rank, in the pack
+    rows: list[list[int]] = [[] for _ in range(level.context)]  # by rank, in the pack
     for rank, start, first, stop in zip(
         pieces.rank, starts[pieces.sample], pieces.first, pieces.stop, strict=True
     ):
@@ -226,7 +226,7 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
 
 
 def _image_bounds(whole: MicroBatch, level: Level) -> np.ndarray:
-    """Bounds of the image tokens that each rank encodes, as the planner deals them."""
+    """Return bounds of each rank's image tokens, as dealt by the planner."""
     grids = zip(_cells(whole), whole.image_grids, strict=True)
     tokens = np.array([cells for cells, grid in grids for _ in range(grid.times)], np.int64)
     pieces = ImagePieces(
@@ -236,13 +236,13 @@ def _image_bounds(whole: MicroBatch, level: Level) -> np.ndarray:
 
 
 def _cells(whole: MicroBatch) -> list[int]:
-    """Image tokens of one time of every image or video."""
+    """Return the image tokens per frame of each image or video."""
     per_cell = len(whole.patches_YX) // max(whole.image_tokens, 1)
     return [grid.rows * grid.columns // per_cell for grid in whole.image_grids]
 
 
 def _own_items(whole: MicroBatch, feature: str, own: range) -> dict[str, object]:
-    """Fields of these items alone."""
+    """Return the fields of these items."""
     if feature == "tiles":
         fields = {name: vars(whole)[name] for name in ("pixels_TCPP", "drop_path_keys_T")}
         return {n: None if one is None else one[own.start : own.stop] for n, one in fields.items()}
@@ -257,7 +257,7 @@ def _own_items(whole: MicroBatch, feature: str, own: range) -> dict[str, object]
 
 
 def toy_batch(model: ModelConfig, samples: Sequence[tuple[int, ...]], seed: int) -> MicroBatch:
-    """A pack of random samples: (tiles, text tokens), or with clips after them."""
+    """Return a pack of random samples of (tiles, text tokens) or (tiles, text tokens, clips)."""
     return pack(
         [toy_sample(model, *counts, seed=1000 * seed + i) for i, counts in enumerate(samples)]
     )
