@@ -68,8 +68,7 @@ def example(model: ModelConfig, seed: int, *runs: int) -> ToySample:
 
 
 def micro_batches(model: ModelConfig) -> list[list[ToySample]]:
-    """Return two micro-batches: samples with two images, text only, and an image of several tiles;
-    samples of text only."""
+    """Return micro-batches with images, of several tiles and per sample, and of text only."""
     return [
         [example(model, 0, 3, 2, 4, 1, 6), example(model, 1, 9), example(model, 2, 1, 3, 5)],
         [example(model, 3, 7), example(model, 4, 5)],

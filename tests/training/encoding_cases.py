@@ -1,5 +1,4 @@
-"""Data read by ranks of two pipelines of two stages that share encoder passes, against full
-packs."""
+"""Data read by two pipelines of two stages that share encoder passes, against full packs."""
 
 import itertools
 from collections.abc import Iterator, Sequence

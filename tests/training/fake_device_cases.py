@@ -68,8 +68,7 @@ MIB = 1 << 20
 MOST_DEVIATION = 0.001
 """Maximal relative deviation of predicted from allocated peaks."""
 MOST_OF_ADAPTERS = 0.005
-"""Bound with adapters: their first layer saves no input, as its gradient is unused. This is a large
-share of a two-layer model."""
+"""Bound with adapters: the first adapted layer saves no input, much in two-layer models."""
 MOST_OF_SCHEDULES = 0.005
 """Bound for schedules other than 1F1B, which hold a link buffer throughout."""
 UNCOUNTED_GIB = 1 / 64
@@ -458,8 +457,7 @@ def tied() -> None:
 
 
 def building() -> None:
-    """A rank with sharded weights holds at most one full unit while building a stage, and never
-    exceeds the planned peak."""
+    """A rank with sharded weights builds with one full unit at most, within the planned peak."""
     plain = [one for one in LAYOUTS if not one.adapters and one.kept is None]
     for layout in [one for one in plain if one.sharded > 1][::2]:
         plan, _ = plan_of(layout)

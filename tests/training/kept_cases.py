@@ -38,8 +38,7 @@ LAYERS = 3
 ROUNDING = 1 << 18
 """Tolerance in bytes of sums over a model's tensors."""
 INPUTS = ("scaled_add", "aten.add", "aten.clone")
-"""Operations that end a layer (their output is the next layer's input) or shuffle pixels for the
-projector."""
+"""Operations that produce the next layer's input or the projector's shuffled input."""
 DEEPSTACK = "vision_deepstack.0"
 """Module of a deepstack projector, counted with its layer."""
 

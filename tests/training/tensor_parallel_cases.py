@@ -275,8 +275,7 @@ def whole(name, parts, gated=("language.",)):
 
 
 def assert_equal_whole(ranks, plan, expected):
-    """Assert that merged tensors equal the expected, with zero padding; every rank has a copy of
-    data-parallel encoders."""
+    """Assert that merged tensors, and each encoder replica, equal the expected; padding is 0."""
     towers = plan.model.encoders.items()
     gated = [f"{name}." for name, one in towers if isinstance(one, ImagesEncoder) and one.gated]
     found, tensor = set(), plan.parallel.tensor

@@ -36,8 +36,7 @@ def data(request, tmp_path, tokenizer) -> NativeData:
 
 
 def test_all_is_as_transformers_processors_make_it():
-    """Prevents token ids, patches, grids or RoPE positions other than those the released models
-    were trained on."""
+    """Prevents token ids, patches, grids or RoPE positions unlike the released models'."""
     script = [sys.executable, str(ROOT / "benchmarks/native_parity.py")]
     sizes = ["--images", "30", "--clips", "6", "--seed", "3"]
     places = [ROOT, Path(__file__).parent / "fake_tv", *filter(None, [os.getenv("PYTHONPATH")])]

@@ -120,8 +120,7 @@ def test_same_training_as_one_process(model, options):
     ],
 )  # fmt: skip
 def test_resumes_under_another_layout(tmp_path, name, before, after):
-    """Prevents checkpoints without all deepstack projectors, or with gate and value biases
-    swapped."""
+    """Prevents checkpoints that lack deepstack projectors or swap gate and value biases."""
     layouts = (plan_of(name, **before), 1), (plan_of(name, **after), 2)
     compare_resumed(tmp_path, *layouts, steps=STEPS[:3], **TOLD)
 

@@ -41,8 +41,7 @@ def loss_and_gradients(links, model, samples, *recomputed):
 
 @MODELS
 def test_recomputed_equals_not_recomputed(model):
-    """Prevents layers recomputed without their deepstack projector, or on memory that the
-    recomputation has freed."""
+    """Prevents recomputation without the deepstack projector, or reading freed memory."""
     some = {"vision": (1, 2), "language": (0,)}
     [(plain, *again)] = run_ranks(ONE, loss_and_gradients, model, SAMPLES, {}, some, EVERY)
     for loss, gradients in again:
@@ -62,8 +61,7 @@ def test_packs_without_images_give_every_parameter_a_gradient(model):
 
 @pytest.mark.in_own_process
 def test_places_are_transformers_places():
-    """Prevents learned positions or windows that match the released models only for square images
-    or full windows."""
+    """Prevents positions or windows that are right only for square images or full windows."""
     grids = [Grid(1, 6, 4), Grid(2, 10, 14), Grid(1, 2, 2), Grid(1, 8, 16)]
     grid_thw = torch.tensor(grids)
     expected = get_vision_interpolation_indices_and_weights(

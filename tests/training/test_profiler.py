@@ -132,8 +132,7 @@ IMAGES = (0, (90, 10), 7), {"images": (24, 16, 12)}, OF_IMAGES
     ("model", "batch", "item", "tolerance", "ratios"),
     [
         (OMNI, CLIPS, "audio clips", {"abs": 9}, (0.65, 1.35)),
-        # Means over unequal layers: the first language layers add features. Plain torch saves more
-        # than fused operations.
+        # Means over unequal layers. Plain torch saves more than fused operations.
         (qwen3_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
         (qwen2_5_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
     ],

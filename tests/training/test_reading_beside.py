@@ -64,8 +64,7 @@ def read_and_average(links):
 
 
 def test_rates_are_means_over_samples_of_all_processes():
-    """Prevents rates of one process, unweighted means over draws, and rates of absent item
-    kinds."""
+    """Prevents rates of one process, of equally weighted draws, or of absent item kinds."""
     for found in run_ranks(Parallel(pipeline=2), read_and_average):
         assert (found.samples, found.item_ms, found.token_ms) == (2 * 3 * 2, {"tiles": 3.5}, 2.0)
         assert found.is_shared == (not has_cuda())

@@ -1,5 +1,4 @@
-"""A rank's shard of a pack as loaded, for tiles and native-resolution images, against cutting the
-full pack by token and image."""
+"""A rank's shard of a pack, of tiles or native-resolution images, against the cut full pack."""
 
 import itertools
 import os

@@ -1,5 +1,4 @@
-"""Context-parallel packs on four processes, against one process: equal losses, gradients and
-trained weights."""
+"""Context-parallel packs on four processes against one: equal losses, gradients and weights."""
 
 from dataclasses import replace
 from graphlib import TopologicalSorter

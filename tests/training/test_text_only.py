@@ -36,8 +36,7 @@ STEPS = [
     ],
 )
 def test_split_equals_one_process(name, cuts, sizes):
-    """Prevents stages that wait for image features, and losses or gradients that depend on the
-    layout, without an encoder."""
+    """Prevents stages without encoder that wait for features or change the loss."""
     plan = cut_plan(MODELS[name], *cuts, recompute={"language": (0, 2)}, **sizes)
     compare_with_one_process(plan, STEPS)
 

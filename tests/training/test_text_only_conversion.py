@@ -133,8 +133,7 @@ def test_model_comes_back_and_is_what_transformers_loads(tmp_path, name):
 
 @pytest.mark.parametrize("is_stacked", [False, True])
 def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked):
-    """Prevents reordered experts, swapped gate and up in files of Transformers 4 or 5, and a
-    changed auxiliary loss."""
+    """Prevents reordered experts, swapped gate and up, and a changed auxiliary loss."""
     config = Qwen3MoeConfig(
         **SIZES, **PLAIN, head_dim=10, num_experts=4, num_experts_per_tok=3, norm_topk_prob=True,
         moe_intermediate_size=20, output_router_logits=is_stacked, router_aux_loss_coef=0.003,

@@ -35,8 +35,7 @@ class _LateGather:
 
 
 def watched_training(links, plan):
-    """Return `train_steps` results with late gathers, the rank's place, and its exchanges as (kind,
-    bucket, in backward)."""
+    """Return results with late gathers, rank's place, exchanges (kind, bucket, in backward)."""
     begun, reduce = [], _ParamAndGradBucketGroup.start_grad_sync
 
     def start_grad_sync(group, **options):
