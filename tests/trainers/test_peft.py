@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
-from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, train_adapters
-from conversion_cases import computed_by, micro_batches, model_of
+from adapter_cases import EVERYWHERE, compute_run, max_difference, plan_of, train_adapters
+from conversion_cases import compute_samples, micro_batches, model_of
 from ranks import run_ranks
 from released import KINDS, save_released, transformers_model
 
@@ -26,7 +26,7 @@ SOME = adapters_of(rank=3, alpha=9, targets="q_proj,v_proj,down_proj", rank_stab
 def compute_by_peft(links, name, folder):
     """PEFT's logits, loss and gradients with an adapter's folder."""
     model = PeftModel.from_pretrained(transformers_model(KINDS[name]), folder, is_trainable=True)
-    return computed_by(model, micro_batches(model_of(name)))
+    return compute_samples(model, micro_batches(model_of(name)))
 
 
 def language_gradients(gradients, model):
@@ -45,9 +45,9 @@ def language_gradients(gradients, model):
 def test_peft_computes_what_training_does(tmp_path, adapters):
     """Prevents an exported adapter with other logits, loss or gradients in PEFT."""
     run = train_adapters(NAME, adapters, tmp_path)
-    ours = computed_here(NAME, adapters, run.run)
+    ours = compute_run(NAME, adapters, run.run)
     [theirs] = run_ranks(Parallel(pipeline=1), compute_by_peft, NAME, run.adapter)
-    assert farthest(ours, theirs) < 1e-5 and ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+    assert max_difference(ours, theirs) < 1e-5 and ours.loss == pytest.approx(theirs.loss, rel=1e-5)
     own = language_gradients(ours.gradients, NAME)
     expected = {n: g for n, g in theirs.gradients.items() if ".language_model." in n}
     assert own.keys() == expected.keys() and own
@@ -65,7 +65,7 @@ def save_by_peft(links, name, folder):
         if "lora_B" in module:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     model.save_pretrained(folder)
-    return computed_by(model, micro_batches(model_of(name)))
+    return compute_samples(model, micro_batches(model_of(name)))
 
 
 def test_an_adapter_that_peft_has_saved_is_imported(tmp_path):
@@ -74,6 +74,6 @@ def test_an_adapter_that_peft_has_saved_is_imported(tmp_path):
     source = save_released(transformers_model(KINDS[NAME]), tmp_path / "released", "stacked")
     opened = add_adapter(open_released(source), tmp_path / "adapter")
     import_checkpoint(opened, tmp_path / "run", lambda size: None)
-    ours = computed_here(NAME, opened.adapters, tmp_path / "run")
-    assert farthest(ours, theirs) < 1e-5
+    ours = compute_run(NAME, opened.adapters, tmp_path / "run")
+    assert max_difference(ours, theirs) < 1e-5
     assert plan_of(NAME, opened.adapters).adapters == opened.adapters

@@ -72,13 +72,13 @@ def train_adapters(name: str, adapters: AdapterConfig, folder: Path) -> Trained:
     return Trained(released=source, imported=begun, run=run, adapter=folder / "adapter")
 
 
-def computed_here(name: str, adapters: AdapterConfig | None, run: Path) -> Computed:
+def compute_run(name: str, adapters: AdapterConfig | None, run: Path) -> Computed:
     """Return logits, loss and gradients of a run's weights."""
     plan = plan_of(name, adapters)
     return run_ranks(plan.parallel, _load_and_step, plan, run, None)[0]
 
 
-def farthest(found: Computed, expected: Computed) -> float:
+def max_difference(found: Computed, expected: Computed) -> float:
     """Return the largest difference of logits, relative to the largest logit."""
     pairs = list(zip(found.logits_LW, expected.logits_LW, strict=True))
     off = max((own - other).abs().max().item() for own, other in pairs)

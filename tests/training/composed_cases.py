@@ -12,7 +12,7 @@ import shared_training_cases as shared
 import torch
 from chunk_cases import with_chunks
 from conversion_cases import model_of
-from conversion_file_cases import assert_same_parameters, export_run, exported_like
+from conversion_file_cases import assert_same_parameters, export_run, export_to_match
 from data_parallel_cases import data_parallel_plan, own_stream
 from native_pass_cases import own_stream as native_stream
 from pydantic import ValidationError
@@ -258,7 +258,7 @@ def plan_again(draw: random.Random, plan: Plan) -> Plan:
     return make_plan(PlanRequest(job=job, data=mock_data(plan.model), schedule=schedule)).plan
 
 
-def legal(make: Callable[[], Plan], folder: Path) -> Plan:
+def draw_legal(make: Callable[[], Plan], folder: Path) -> Plan:
     """Return the first plan of `make` that is not refused."""
     refused = list[str]()
     for number in range(200):
@@ -283,9 +283,9 @@ def draw_combination(seed: int, folder: Path) -> tuple[Drawn, Plan]:
     own = partial(draw_plan, draw, name, trained, is_shared)
     (folder / "own").mkdir()
     (folder / "other").mkdir()
-    plan = legal(own, folder / "own")
+    plan = draw_legal(own, folder / "own")
     make = own if is_shared or draw.random() < 0.3 else partial(plan_again, draw, plan)
-    other = legal(make, folder / "other")
+    other = draw_legal(make, folder / "other")
     can_drop = kind.model.takes_images and not plan.model.takes_audio
     drop_path = 0.3 if can_drop and draw.random() < 0.3 else 0.0
     weighting = draw.choice([*LossWeighting])
@@ -351,7 +351,7 @@ def compare_composed(drawn: Drawn, other: Plan, folder: Path) -> None:
     layout = kinds()[drawn.kind].layout
     if layout is None:
         like = save_toy("300m-qwen2", folder / "like", "transformers")
-        out = exported_like(run, like, folder / "out")
+        out = export_to_match(run, like, folder / "out")
     else:
         out = export_run(run, layout, folder / "out")
     again = imported(out, folder / "again")

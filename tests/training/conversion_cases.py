@@ -39,7 +39,7 @@ OURS = {
 }
 
 
-def loaded_by_transformers(folder: Path) -> PreTrainedModel:
+def load_in_transformers(folder: Path) -> PreTrainedModel:
     """Return Transformers' model of a folder; asserts that all tensors match."""
     loaded, told = AutoModelForImageTextToText.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
@@ -119,7 +119,7 @@ class Computed:
     gradients: dict[str, torch.Tensor]
 
 
-def computed_by(
+def compute_samples(
     model: torch.nn.Module,
     packs: Iterable[Sequence[ToySample]],
     logits_of: Callable[[torch.nn.Module, ToySample], torch.Tensor] = logits_of,

@@ -30,16 +30,16 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def exported_like(run: Path, like: Path, target: Path, dtype=None) -> Path:
+def export_to_match(run: Path, like: Path, target: Path, dtype=None) -> Path:
     planned = plan_export_like(open_newest(run), open_released(like), dtype)
     write_export(planned, target, lambda size: None)
     return target
 
 
-def comes_back(source: Path, folder: Path) -> Path:
+def check_round_trip(source: Path, folder: Path) -> Path:
     """Import a checkpoint and assert that its export is bit-identical; return the run."""
     run = imported(source, folder / "run")
-    assert content(exported_like(run, source, folder / "back")) == content(source)
+    assert content(export_to_match(run, source, folder / "back")) == content(source)
     return run
 
 
@@ -50,7 +50,7 @@ def export_run(run: Path, layout: TensorLayout, target: Path, dtype=None, size=S
     return target
 
 
-def exported_as(run: Path, layout: str, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
+def export_to_layout(run: Path, layout: str, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
     return export_run(run, OURS[layout], target, dtype, size)
 
 

@@ -81,7 +81,9 @@ CASES = (
 )
 
 
-def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str, ...]) -> Plan:
+def one_stage_plan(
+    name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str, ...]
+) -> Plan:
     """Return a plan of one stage with few layers."""
     preset = name.removesuffix(WITH_EXPERTS)
     model = load_model(preset)
@@ -110,7 +112,7 @@ class OnDevice(NamedTuple):
     """Peak bytes above the start while a unit runs backward, by module."""
 
 
-def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
+def run_on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
     """Run a micro-batch forward and backward."""
     with act_as_stage(plan.parallel, 0) as links:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
@@ -143,7 +145,7 @@ def _settle(memory: MemoryTracker, most: dict[str, int], label: Label, working: 
     most[unit] = max(most[unit], memory.now_bytes + working)
 
 
-def maker(where: str, operation: str) -> str:
+def name_origin(where: str, operation: str) -> str:
     """Return a tensor's origin as in the cost table: the fused operation's name, or the module."""
     library, _, name = operation.partition("::")
     is_fused = library == "omnibal"
@@ -155,8 +157,8 @@ def maker(where: str, operation: str) -> str:
 
 def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
     """Assert that the device memory equals each line of the cost table, within blocks."""
-    plan = one_stage(name, *layout)
-    found = on_device(fake_device, plan)
+    plan = one_stage_plan(name, *layout)
+    found = run_on_device(fake_device, plan)
     sizes = {
         "fixed": 1, "tiles": TILES, "clips": CLIPS, "tokens": sum(SEGMENTS),
         "loss_tokens": LOSS_TOKENS, "squared_tokens": sum(tokens**2 for tokens in SEGMENTS),
@@ -167,15 +169,15 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
     measured = {kind.name: kind.measured_name for kind in unit_kinds(plan.model)}
     lines = {measured[name]: each for name, each in lines.items()}
     for unit, prefix in UNITS.items():
-        if unit not in lines or _is_still(plan, unit):
+        if unit not in lines or _is_frozen(plan, unit):
             continue
-        prefix = _with_such_layer(plan, unit, prefix)
+        prefix = _find_layer(plan, unit, prefix)
         expected: dict[str, float] = defaultdict(float)
         for line in (line for line in lines[unit] if line.what != LAST_OUTPUT):
             expected[line.made_by] += float(features @ line.bytes)
-        allocated = kept_below(found, prefix)
+        allocated = saved_bytes(found, prefix)
         if unit == "vision_layer_deepstack":
-            beside = kept_below(found, DEEPSTACK)
+            beside = saved_bytes(found, DEEPSTACK)
             allocated |= {f"deepstack.{made}": size for made, size in beside.items()}
         if unit == "audio_embed":
             del allocated[""]  # its output counts for the first layer
@@ -186,16 +188,16 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
     check_working(plan, features, found.most_backward)
 
 
-def kept_below(found: OnDevice, prefix: str) -> dict[str, int]:
+def saved_bytes(found: OnDevice, prefix: str) -> dict[str, int]:
     """Return bytes saved by a module and its submodules, by origin."""
     allocated: dict[str, int] = defaultdict(int)
     for (where, operation), size in found.kept.items():
         if size and (where == prefix or where.startswith(f"{prefix}.")):
-            allocated[maker(where[len(prefix) + 1 :], operation)] += size
+            allocated[name_origin(where[len(prefix) + 1 :], operation)] += size
     return allocated
 
 
-def _with_such_layer(plan: Plan, unit: str, module: str) -> str:
+def _find_layer(plan: Plan, unit: str, module: str) -> str:
     """Return the module, or the tower's last layer of this kind if the middle layer differs."""
     names = layer_names(plan.model, "vision") if unit.startswith("vision_layer") else ()
     if not names or names[LAYERS // 2] == unit:
@@ -204,7 +206,7 @@ def _with_such_layer(plan: Plan, unit: str, module: str) -> str:
     return f"vision.layers.{last}"
 
 
-def _is_still(plan: Plan, unit: str) -> bool:
+def _is_frozen(plan: Plan, unit: str) -> bool:
     """Return whether a unit has no backward: it and its tower are frozen."""
     tower = "vision" if unit == "projector" else unit.split("_")[0]
     parts = {tower, unit} if unit.endswith("projector") else {tower}

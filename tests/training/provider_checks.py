@@ -70,7 +70,7 @@ def append_losses(links, plan, losses):
     losses += [float(one) for one in trainer.run_forward(MicroBatchStream.of(batches))]
 
 
-def in_fp8(links, plan):
+def check_fp8(links, plan):
     """Assert that FP8 losses equal bf16 losses (the stand-in multiplies in bf16), and that each
     language linear runs in FP8 with the plan's recipe, rows in multiples of 16 and updated
     weights."""
@@ -127,4 +127,4 @@ if __name__ == "__main__":
         pipeline_plan(model=FP8_MODEL, language=(1, 2)),
         pipeline_plan(8, model=FP8_MODEL, language=(0, 3)),
     ):
-        run_ranks(plan.parallel, in_fp8, plan)
+        run_ranks(plan.parallel, check_fp8, plan)

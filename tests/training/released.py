@@ -168,13 +168,13 @@ def rename_tensors(
     """Return Transformers' parameters or gradients in the names and arrangement of `layout`."""
     if layout in ("prefixed", "stacked"):
         return dict(tensors)
-    tensors = dict(experts_apart(tensors))
+    tensors = dict(expand_experts(tensors))
     if layout == "transformers":
         return {_transformers_name(name): value for name, value in tensors.items()}
     return dict(_original(tensors, config, layout))
 
 
-def experts_apart(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def expand_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors with split experts as in released files; Transformers 5 joins them."""
     for name, value in tensors.items():
         stem, _, module = name.rpartition(".experts.")

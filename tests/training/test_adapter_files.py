@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, train_adapters
+from adapter_cases import EVERYWHERE, compute_run, max_difference, plan_of, train_adapters
 from checkpoint_cases import refusals
-from conversion_cases import add_adapter_products, computed_by, micro_batches, model_of
+from conversion_cases import add_adapter_products, compute_samples, micro_batches, model_of
 from ranks import run_ranks
 from released import KINDS, transformers_model
 from safetensors.torch import load_file
@@ -36,14 +36,14 @@ def run_with_adapter(links, name, folder):
     """Return results of Transformers' model with an adapter folder."""
     model = transformers_model(KINDS[name])
     add_adapter_products(model, folder)
-    return computed_by(model, micro_batches(model_of(name)))
+    return compute_samples(model, micro_batches(model_of(name)))
 
 
 def run_released(links, name, folder):
     """Return results of Transformers' model loaded from a released folder."""
     model = transformers_model(KINDS[name])
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    return computed_by(model, micro_batches(model_of(name)))
+    return compute_samples(model, micro_batches(model_of(name)))
 
 
 @pytest.mark.parametrize("adapters", [EVERYWHERE, SOME], ids=["everywhere", "some"])
@@ -51,19 +51,21 @@ def test_an_exported_adapter_computes_what_training_does(tmp_path, adapters):
     """Prevents an exported adapter with wrong names, rows or scale, and a merged model or a
     re-imported adapter that computes other logits."""
     run = train_adapters(NAME, adapters, tmp_path)
-    ours = computed_here(NAME, adapters, run.run)
+    ours = compute_run(NAME, adapters, run.run)
     [theirs] = run_ranks(Parallel(pipeline=1), run_with_adapter, NAME, run.adapter)
-    assert farthest(ours, theirs) < EXACT and ours.loss == pytest.approx(theirs.loss, rel=EXACT)
-    before = computed_here(NAME, None, run.imported)
-    assert farthest(before, theirs) > 1e-2, "adapters have moved"
+    assert max_difference(ours, theirs) < EXACT and ours.loss == pytest.approx(
+        theirs.loss, rel=EXACT
+    )
+    before = compute_run(NAME, None, run.imported)
+    assert max_difference(before, theirs) > 1e-2, "adapters have moved"
     like = open_released(run.released)
     write_export(plan_export_like(open_newest(run.run), like, None), tmp_path / "merged", print)
     [merged] = run_ranks(Parallel(pipeline=1), run_released, NAME, tmp_path / "merged")
-    assert farthest(merged, theirs) < EXACT
+    assert max_difference(merged, theirs) < EXACT
     import_checkpoint(add_adapter(like, run.adapter), tmp_path / "again", lambda size: None)
     assert open_newest(tmp_path / "again").adapters.rank == adapters.rank
-    again = computed_here(NAME, adapters, tmp_path / "again")
-    assert farthest(again, ours) < EXACT
+    again = compute_run(NAME, adapters, tmp_path / "again")
+    assert max_difference(again, ours) < EXACT
 
 
 PEFT = {

@@ -13,7 +13,7 @@ from conversion_cases import (
     OURS,
     as_released,
     assert_near,
-    loaded_by_transformers,
+    load_in_transformers,
     logits_of,
     micro_batches,
     model_of,
@@ -26,14 +26,14 @@ from conversion_file_cases import (
     TYPES,
     assert_equal_tensors,
     assert_same_parameters,
-    comes_back,
+    check_round_trip,
     content,
     edit_config,
     edit_json,
     edit_tensor,
     edit_tensors,
-    exported_as,
-    exported_like,
+    export_to_layout,
+    export_to_match,
     tensors_of,
 )
 from ranks import run_ranks
@@ -92,7 +92,7 @@ def test_import_and_export_give_the_same_bytes(tmp_path, name, layout, shard_byt
     """Prevents a conversion that loses values, types, names, files or metadata."""
     copied = OURS[layout].is_original
     source = save_toy(name, tmp_path / "there", layout, TYPES[dtype], shard_bytes, copied)
-    comes_back(complete(source), tmp_path)
+    check_round_trip(complete(source), tmp_path)
 
 
 def test_types_that_differ_between_tensors_stay(tmp_path):
@@ -102,7 +102,7 @@ def test_types_that_differ_between_tensors_stay(tmp_path):
     exact = {name: torch.rand(value.shape) for name, value in tensors.items() if "norm" in name}
     assert len(exact) == 2 * 6 + 1
     edit_tensors(lambda at: at.update(exact))(source)
-    out = exported_as(comes_back(source, tmp_path), "internlm2", tmp_path / "out")
+    out = export_to_layout(check_round_trip(source, tmp_path), "internlm2", tmp_path / "out")
     assert_equal_tensors(tensors_of(out), tensors | exact)
 
 
@@ -114,7 +114,7 @@ def test_what_transformers_saves_comes_back(tmp_path, name, shard_size):
     source = tmp_path / "there"
     transformers_model(KINDS[name]).save_pretrained(source, max_shard_size=shard_size)
     assert (len(list(source.glob("*.safetensors"))) > 1) == (shard_size == "20KB")
-    comes_back(complete(source), tmp_path)
+    check_round_trip(complete(source), tmp_path)
 
 
 TIED_ORIGINAL = [
@@ -136,8 +136,8 @@ def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, sh
     assert HEADS[layout] not in tensors_of(source)
     run = imported(source, tmp_path / "run")
     wanted = None if dtype == "fp32" else TYPES[dtype]  # None: as stored
-    like = exported_like(run, source, tmp_path / "like", wanted)
-    made = exported_as(run, layout, tmp_path / "made", wanted, size=shard_bytes or 10**9)
+    like = export_to_match(run, source, tmp_path / "like", wanted)
+    made = export_to_layout(run, layout, tmp_path / "made", wanted, size=shard_bytes or 10**9)
     for folder in (like, made):
         assert_equal_tensors(tensors_of(folder), expected)
         if shard_bytes is not None:
@@ -166,7 +166,7 @@ RINGS = {kind: dict(zip(ring, ring[1:] + ring[:1], strict=True)) for kind, ring 
 def test_every_layout_leads_to_another(tmp_path, name, layout, other):
     """Prevents export errors that mirror import errors and so cancel in a round trip."""
     run = imported(complete(save_toy(name, tmp_path / "there", layout)), tmp_path / "run")
-    target = exported_as(run, other, tmp_path / "out")
+    target = export_to_layout(run, other, tmp_path / "out")
     model, copied = transformers_model(KINDS[name]), OURS[other].is_original
     assert_equal_tensors(tensors_of(target), released_tensors(model, other, head_copy=copied))
     again = imported(target, tmp_path / "again")
@@ -192,7 +192,9 @@ def test_original_layout_comes_back_with_its_settings(tmp_path):
     assert model.name == "there" and model == open_newest(run).model
     assert model.vision.tiling.max_dynamic_patch == 6 and model.vision.tiling.use_thumbnail
     assert model.chat_template == "internlm2-chat"
-    again = imported(exported_as(run, "internlm2", tmp_path / "a" / "there"), tmp_path / "again")
+    again = imported(
+        export_to_layout(run, "internlm2", tmp_path / "a" / "there"), tmp_path / "again"
+    )
     assert open_newest(again).model == model
 
 
@@ -202,8 +204,8 @@ def test_export_in_another_type(tmp_path, dtype):
     source = save_toy("300m-qwen2", tmp_path / "there", "transformers")
     run = imported(source, tmp_path / "run")
     expected = {name: tensor.to(dtype) for name, tensor in tensors_of(source).items()}
-    like = exported_like(run, source, tmp_path / "like", dtype)
-    made = exported_as(run, "transformers", tmp_path / "made", dtype)
+    like = export_to_match(run, source, tmp_path / "like", dtype)
+    made = export_to_layout(run, "transformers", tmp_path / "made", dtype)
     for folder in (like, made):
         assert_equal_tensors(tensors_of(folder), expected)
     assert json.loads((made / "config.json").read_text())["dtype"] == f"{dtype}"[6:]
@@ -292,16 +294,16 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
     batches = [pack(samples) for samples in micro_batches(model)]
     ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches)
-    like = exported_like(trained, source, tmp_path / "like")
+    like = export_to_match(trained, source, tmp_path / "like")
     own, theirs = content(like), content(source)
     assert own.keys() == theirs.keys()
     different = {file for file in own if own[file] != theirs[file]}
     assert different == {path.name for path in source.glob("*.safetensors")}
-    made = exported_as(trained, layout, tmp_path / "made")
+    made = export_to_layout(trained, layout, tmp_path / "made")
     assert_equal_tensors(tensors_of(made), tensors_of(like))
     shutil.copytree(run / "tokenizer", trained / "tokenizer")
-    exported_as(trained, "transformers", tmp_path / "out")
-    after = loaded_by_transformers(tmp_path / "out")
+    export_to_layout(trained, "transformers", tmp_path / "out")
+    after = load_in_transformers(tmp_path / "out")
     assert after.dtype == torch.float32 and after.config.image_token_id == IMAGE_TOKEN
     assert after.config.tie_word_embeddings == KINDS[name].tied
     changed = dict(before.named_parameters())

@@ -14,13 +14,13 @@ from conversion_file_cases import (
     SHARD_BYTES,
     TYPES,
     assert_equal_tensors,
-    comes_back,
+    check_round_trip,
     content,
     edit_config,
     edit_json,
     edit_tensor,
-    exported_as,
-    exported_like,
+    export_to_layout,
+    export_to_match,
     tensors_of,
 )
 from PIL import Image
@@ -121,7 +121,7 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
     edit_config(tie_word_embeddings=outer, **own)(there)
     run = imported(there, tmp_path / "run")
     assert open_newest(run).model.language.tied_head == tied
-    back = content(exported_like(run, there, tmp_path / "back"))
+    back = content(export_to_match(run, there, tmp_path / "back"))
     if head is None and layout == "qwen2":
         # InternVL's own code requires the head's tensor, so the export adds it.
         assert HEAD in tensors_of(tmp_path / "back")
@@ -145,7 +145,7 @@ def test_what_transformers_saves_again_is_read(tmp_path):
 def test_configuration_is_for_all_versions_and_ends_answers(tmp_path, run, layout):
     """Prevents an exported model that does not stop after its answer, the default RoPE base of
     10,000 in other versions of Transformers, and another dtype than requested."""
-    out = exported_as(run, layout, tmp_path / "out", torch.bfloat16)
+    out = export_to_layout(run, layout, tmp_path / "out", torch.bfloat16)
     ends, config = GenerationConfig.from_pretrained(out), config_of(out)
     assert (ends.eos_token_id, ends.pad_token_id) == (END_TOKEN, END_TOKEN)
     text = config[LANGUAGE[layout]]
@@ -167,7 +167,7 @@ def test_image_processor_makes_the_tiles_of_training(tmp_path, source, size, mos
     there = copy_changed(source, tmp_path / "there", edit_config(max_dynamic_patch=most))
     run = imported(there, tmp_path / "run")
     processor = AutoImageProcessor.from_pretrained(
-        exported_as(run, "transformers", tmp_path / "out"), backend="pil"
+        export_to_layout(run, "transformers", tmp_path / "out"), backend="pil"
     )
     values = np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), np.uint8)
     picture = Image.fromarray(values)
@@ -198,8 +198,8 @@ def test_index_comes_back(tmp_path, source, change):
     there = copy_changed(source, tmp_path / "there")
     index = change(json.loads((there / INDEX).read_text()))
     (there / INDEX).write_text(json.dumps(index, indent=7))
-    run = comes_back(there, tmp_path)
-    other = exported_like(run, there, tmp_path / "other", torch.float32)
+    run = check_round_trip(there, tmp_path)
+    other = export_to_match(run, there, tmp_path / "other", torch.float32)
     found = json.loads((other / INDEX).read_text())
     size = sum(one.nbytes for one in tensors_of(other).values())
     assert found == index | {"metadata": (index.get("metadata") or {}) | {"total_size": size}}
@@ -211,14 +211,14 @@ def test_a_whole_file_goes_before_shards(tmp_path, source):
     whole = {name: tensor + 1 for name, tensor in shards.items()}
     save_file(whole, there / "model.safetensors", {"format": "pt"})
     run = imported(there, tmp_path / "run")
-    back = exported_like(run, there, tmp_path / "back")
+    back = export_to_match(run, there, tmp_path / "back")
     assert_equal_tensors(tensors_of(back), whole)
     assert not (back / INDEX).exists()
 
 
 def test_configuration_tells_the_type_that_was_asked_for(tmp_path, source, run):
     """Prevents an fp16 copy that loads as bf16, and a rewritten config.json."""
-    other = exported_like(run, source, tmp_path / "other", TYPES["fp16"])
+    other = export_to_match(run, source, tmp_path / "other", TYPES["fp16"])
     text = (source / "config.json").read_text()
     assert text.count('"torch_dtype": "bfloat16"') == 2
     assert (other / "config.json").read_text() == text.replace('"bfloat16"', '"float16"')
@@ -234,7 +234,7 @@ def test_system_message_is_of_chats_alone(tmp_path, source, message):
     model = load_model(str(run / "model.toml"))
     assert model == open_newest(run).model
     assert (model.system_message, model.chat_system_message) == (None, message)
-    again = imported(exported_as(run, "qwen2", tmp_path / "there2"), tmp_path / "again")
+    again = imported(export_to_layout(run, "qwen2", tmp_path / "there2"), tmp_path / "again")
     assert open_newest(again).model.chat_system_message == message
 
 
@@ -270,11 +270,13 @@ DYNAMIC = {
 def test_dynamic_rope_limits_samples_and_comes_back(tmp_path, source):
     """Prevents training without RoPE scaling on samples that the released model would scale, and an
     export that loses the scaling."""
-    run = comes_back(copy_changed(source, tmp_path / "there", edit_config(**DYNAMIC)), tmp_path)
+    run = check_round_trip(
+        copy_changed(source, tmp_path / "there", edit_config(**DYNAMIC)), tmp_path
+    )
     language = load_model(str(run / "model.toml")).language
     assert (language.max_positions, language.rope_factor) == (4096, 3.0)
     for layout, table in LANGUAGE.items():
-        out = exported_as(run, layout, tmp_path / layout)
+        out = export_to_layout(run, layout, tmp_path / layout)
         assert config_of(out)[table]["max_position_embeddings"] == 4096
         assert open_released(out).model.language == language
     scaling = config_of(tmp_path / "qwen2")["llm_config"]["rope_scaling"]
@@ -379,7 +381,7 @@ def test_slow_tokenizer_is_imported(tmp_path):
     lines = import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)
     assert "tokenizer.json" in lines[-1]
     assert open_tokenizer(tmp_path / "run" / "tokenizer").encode("ab<img>")
-    assert content(exported_like(tmp_path / "run", there, tmp_path / "back")) == content(there)
+    assert content(export_to_match(tmp_path / "run", there, tmp_path / "back")) == content(there)
 
 
 def test_slow_tokenizer_that_is_not_understood_is_told(tmp_path, source):

@@ -11,7 +11,7 @@ from conversion_cases import (
     Computed,
     assert_computes,
     assert_near,
-    computed_by,
+    compute_samples,
     group_ranks,
     micro_batches,
     model_of,
@@ -45,7 +45,7 @@ def computed_by_transformers(links, name: str) -> Reference:
     model.model.multi_modal_projector.register_forward_hook(
         lambda *call: projected.append(call[-1].flatten(0, 1).detach())
     )
-    computed = computed_by(model, micro_batches(model_of(name)))
+    computed = compute_samples(model, micro_batches(model_of(name)))
     return Reference(torch.cat(vision), torch.cat(projected), computed)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conversion_cases import as_released, computed_by
+from conversion_cases import as_released, compute_samples
 from ranks import run_ranks
 from toy import IMAGE_TOKEN, cut_plan, pack, toy_batch, toy_model, toy_sample
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -115,7 +115,7 @@ def ours_and_transformers(links, model):
     ).eval()
     weights = {name: one.detach() for name, one in stage.named_parameters()}
     theirs.load_state_dict(as_released(weights, model, layout), strict=False)
-    expected = computed_by(theirs, [samples])
+    expected = compute_samples(theirs, [samples])
     own = {name: one / tokens for name, one in as_released(gradients, model, layout).items()}
     return loss / tokens, own, expected.loss, expected.gradients
 

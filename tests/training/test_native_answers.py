@@ -21,7 +21,7 @@ NEW_TOKENS = 5
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
-def samples_of(folder: Path) -> list[Sample]:
+def make_samples(folder: Path) -> list[Sample]:
     """Return samples with one image, two images and a video, and text only."""
     (folder / "clip").mkdir()
     sizes = {"0": (30, 22), "1": (9, 40), **{f"clip/{number}": (20, 28) for number in range(5)}}
@@ -78,7 +78,7 @@ def test_answers_are_those_of_transformers(tmp_path, name):
     for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
         (released / file).write_text(json.dumps(settings))
     run = imported(released, tmp_path / "run")
-    samples = samples_of(tmp_path)
+    samples = make_samples(tmp_path)
     expected = [
         transformers_answer(model, reader_of_run(run, sample), sample) for sample in samples
     ]

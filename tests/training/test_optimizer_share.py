@@ -44,9 +44,11 @@ class HostMemory(TorchDispatchMode):
         self._known = set()
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        given = {id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if plain(leaf)}
+        given = {
+            id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if is_cpu_tensor(leaf)
+        }
         result = operation(*arguments, **(options or {}))
-        for leaf in filter(plain, tree_leaves(result)):
+        for leaf in filter(is_cpu_tensor, tree_leaves(result)):
             storage = leaf.untyped_storage()
             key = storage.data_ptr()
             if id(storage) in given or not storage.nbytes() or key in self._known:
@@ -62,7 +64,7 @@ class HostMemory(TorchDispatchMode):
         self.now -= size
 
 
-def plain(leaf):
+def is_cpu_tensor(leaf):
     return type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "cpu"
 
 

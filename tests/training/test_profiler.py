@@ -97,7 +97,7 @@ def unit_and_stage_bytes(stage, batch):
     return kept_bytes_of_units(stage, batch), whole
 
 
-def units_and_stage(links, plan):
+def measure_units_and_stage(links, plan):
     stage = build_stage(plan, 0)
     sizes = [(3, (20, 40), 7), (1, (30,), 30), (6, (50, 9, 41), 1)]
     tiled = plan.model.takes_images
@@ -110,13 +110,13 @@ def units_and_stage(links, plan):
 @pytest.mark.parametrize("model", [MODEL, TEXT], ids=["tiles", "text"])
 def test_units_add_up_to_what_a_whole_stage_keeps(model):
     """Prevents tensors between units that are counted twice or never."""
-    [found] = run_ranks(Parallel(pipeline=1), units_and_stage, pipeline_plan(model=model))
+    [found] = run_ranks(Parallel(pipeline=1), measure_units_and_stage, pipeline_plan(model=model))
     for by_unit, whole in found:
         assert set(by_unit) == set(unit_names(model))
         assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
 
 
-def units_and_profile(links, plan, options, *sizes, **items):
+def measure_and_profile(links, plan, options, *sizes, **items):
     batch = random_batch(plan.model, *sizes, **items)
     by_unit, whole = unit_and_stage_bytes(build_stage(plan, 0), batch)
     profiler = Profiler(JobSpec.of_plan(plan), links, options)
@@ -142,7 +142,7 @@ def test_units_of_encoders_add_up_and_are_measured(model, batch, item, tolerance
     """Prevents swapped or free encoder units, and uncounted deepstack projectors."""
     (sizes, items, options), (tower, feature) = batch, item.split()
     plan = toy_plan(model, stages_of(model))
-    work = partial(units_and_profile, **items)
+    work = partial(measure_and_profile, **items)
     [(by_unit, whole, profile)] = run_ranks(plan.parallel, work, plan, options, *sizes)
     kinds = {kind.name: kind.measured_name for kind in unit_kinds(model)}
     names = [kinds[name] for name in unit_names(model)]

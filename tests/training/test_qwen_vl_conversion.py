@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_cases import loaded_by_transformers
+from conversion_cases import load_in_transformers
 from conversion_file_cases import (
     assert_equal_tensors,
-    comes_back,
+    check_round_trip,
     edit_config,
     edit_tensor,
     edit_tensors,
@@ -25,7 +25,7 @@ from qwen_vl_cases import (
     transformers_model,
     write_companions,
 )
-from released import experts_apart, imported
+from released import expand_experts, imported
 from transformers import Qwen3VLMoeForConditionalGeneration
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
@@ -63,7 +63,7 @@ def test_import_knows_the_model_and_export_gives_the_same_bytes(
     """Prevents imports that lose a size or layer type, and exports with changed tensors, names or
     files, for released and for Transformers' names."""
     source = save_release(name, tmp_path / "released", shard_size, dtype, own_names)
-    run = comes_back(source, tmp_path)
+    run = check_round_trip(source, tmp_path)
     assert load_model(str(run / "model.toml")) == KINDS[name].model
     assert (run / "model.toml").read_text() == config_toml(KINDS[name].model)
     assert named_model(str(source)) == KINDS[name].model
@@ -82,7 +82,7 @@ def test_a_tied_heads_copy_stays(tmp_path, name):
     tensors = tensors_of(source)
     [embedding] = [value for key, value in tensors.items() if key.endswith("embed_tokens.weight")]
     save_tensors(source, tensors | {"lm_head.weight": embedding.clone()})
-    assert open_newest(comes_back(source, tmp_path)).model.language.tied_head
+    assert open_newest(check_round_trip(source, tmp_path)).model.language.tied_head
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path):
@@ -100,12 +100,12 @@ def test_experts_are_read_turned_stacked_and_apart(tmp_path):
     forms = {
         TensorLayout.QWEN3_VL_MOE: as_released(own),
         TensorLayout.QWEN3_VL_MOE_STACKED: own,
-        TensorLayout.QWEN3_VL_MOE_APART: dict(experts_apart(own)),
+        TensorLayout.QWEN3_VL_MOE_APART: dict(expand_experts(own)),
     }
     for layout, tensors in forms.items():
         source = save_release("qwen3-vl-moe", tmp_path / layout / "there")
         save_tensors(source, tensors)
-        run = comes_back(source, tmp_path / layout)
+        run = check_round_trip(source, tmp_path / layout)
         assert open_released(source).layout == layout
         for other, expected in forms.items():
             out = export_run(run, other, tmp_path / layout / other)
@@ -144,7 +144,7 @@ def test_export_of_a_layout_is_what_transformers_loads(tmp_path, name, form):
     if form == "own names":
         layout = open_released(save_release(name, tmp_path / "own", own_names=True)).layout
     out = export_run(run, layout, tmp_path / "out")
-    again = loaded_by_transformers(out)
+    again = load_in_transformers(out)
     assert type(again) is type(model)
     assert_equal_tensors(dict(again.named_parameters()), dict(model.named_parameters()))
     assert {key: again.config.to_dict()[key] for key in IDS} == IDS

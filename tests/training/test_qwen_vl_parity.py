@@ -11,8 +11,8 @@ from conversion_cases import (
     add_adapter_products,
     assert_computes,
     assert_near,
-    computed_by,
-    loaded_by_transformers,
+    compute_samples,
+    load_in_transformers,
     observe,
     predicting_positions,
     train_and_save,
@@ -66,7 +66,7 @@ def packs_of(model: ModelConfig) -> list[list[ImageSample]]:
     ]
 
 
-def theirs(name: str) -> torch.nn.Module:
+def hf_model(name: str) -> torch.nn.Module:
     return randomize(transformers_model(MODELS[name]))
 
 
@@ -76,7 +76,7 @@ def batches_of(name: str) -> list[MicroBatch]:
 
 def import_run(name: str, folder: Path) -> Path:
     """Import a Transformers folder; return the run directory."""
-    theirs(name).save_pretrained(folder / "released", max_shard_size="30KB")
+    hf_model(name).save_pretrained(folder / "released", max_shard_size="30KB")
     return imported(folder / "released", folder / "run")
 
 
@@ -88,11 +88,11 @@ def logits_of(model: torch.nn.Module, sample: ImageSample) -> torch.Tensor:
 
 @functools.cache
 def reference(name: str):
-    return run_ranks(Parallel(pipeline=1), computed_by_transformers, name)[0]
+    return run_ranks(Parallel(pipeline=1), compute_reference, name)[0]
 
 
-def computed_by_transformers(links, name: str) -> Computed:
-    return computed_by(theirs(name), packs_of(MODELS[name]), logits_of)
+def compute_reference(links, name: str) -> Computed:
+    return compute_samples(hf_model(name), packs_of(MODELS[name]), logits_of)
 
 
 # Units: 0 vision embed, 1-5 vision layers (2 and 4 output deepstack features), 6 projector, 7
@@ -122,14 +122,14 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout):
 
 
 def logits_of_folder(links, folder: Path, model: ModelConfig):
-    after = loaded_by_transformers(folder)
+    after = load_in_transformers(folder)
     return logits_of_packs(after, model), dict(after.named_parameters())
 
 
-def logits_of_packs(theirs: torch.nn.Module, model: ModelConfig) -> list[torch.Tensor]:
+def logits_of_packs(hf_model: torch.nn.Module, model: ModelConfig) -> list[torch.Tensor]:
     with torch.no_grad():
         return [
-            torch.cat([logits_of(theirs, sample) for sample in pack]) for pack in packs_of(model)
+            torch.cat([logits_of(hf_model, sample) for sample in pack]) for pack in packs_of(model)
         ]
 
 
@@ -156,7 +156,7 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     [(expected, weights)] = run_ranks(
         Parallel(pipeline=1), logits_of_folder, tmp_path / "out", MODELS[name]
     )
-    before = dict(theirs(name).named_parameters())
+    before = dict(hf_model(name).named_parameters())
     for key, value in weights.items():
         assert not torch.equal(value, before[key]), key
     for place, logits in enumerate(expected):
@@ -164,8 +164,8 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
         assert_near(ours[:, : model.language.vocab_size], logits, "logits")
 
 
-def with_adapter(links, folder: Path, name: str):
-    model = theirs(name)
+def adapter_logits(links, folder: Path, name: str):
+    model = hf_model(name)
     add_adapter_products(model, folder)
     return logits_of_packs(model, MODELS[name])
 
@@ -191,7 +191,7 @@ def test_an_exported_adapter_computes_what_training_does(tmp_path, name, layout)
     assert export_adapter(stored, layout, tmp_path / "adapter", None) > 20
     write_export(plan_export_like(stored, like, None), tmp_path / "merged", print)
     one, model = Parallel(pipeline=1), MODELS[name]
-    [expected] = run_ranks(one, with_adapter, tmp_path / "adapter", name)
+    [expected] = run_ranks(one, adapter_logits, tmp_path / "adapter", name)
     [(merged, _)] = run_ranks(one, logits_of_folder, tmp_path / "merged", model)
     words = model.language.vocab_size
     for own, *others, before in zip(ours, expected, merged, reference(name).logits_LW, strict=True):

@@ -102,7 +102,7 @@ VARYING = [
 EQUAL = [[(2, 9), (1, 14)]] * 5
 
 
-def by_both_schedules(links, plan, packs, varying):
+def run_both_schedules(links, plan, packs, varying):
     """Return (losses, gradients) of this stage by our schedule and by core's."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
@@ -131,7 +131,7 @@ PLANS = {
 @pytest.mark.parametrize(("plan", "packs"), PLANS.values(), ids=PLANS)
 def test_losses_and_gradients_equal_stock(plan, packs):
     """Prevents an order, losses or gradients other than of core's schedules."""
-    ranks = run_ranks(plan.parallel, by_both_schedules, plan, packs, packs is not EQUAL)
+    ranks = run_ranks(plan.parallel, run_both_schedules, plan, packs, packs is not EQUAL)
     for (losses, found), (stock_losses, expected) in ranks:
         torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=0)
         assert found.keys() == expected.keys()

@@ -97,7 +97,7 @@ def test_resumes_from_a_vocabulary_padded_otherwise(tmp_path, monkeypatch, tenso
     assert_same_training(ranks, plan, (results[1:], gradients[1:], weights))
 
 
-def answers(links, plan):
+def likeliest_tokens(links, plan):
     """Return the likeliest next tokens and the loss, with high and low padded logits."""
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     stage, found = trainer.stage.eval(), []
@@ -115,9 +115,9 @@ def answers(links, plan):
 def test_every_rank_gives_the_whole_vocabularys_likeliest_word(sequence_parallel):
     """Prevents tokens chosen from one rank's vocabulary shard, or from padding."""
     one, plan = cut_plan(MODEL), cut_plan(MODEL, tensor=2, sequence_parallel=sequence_parallel)
-    [expected] = run_ranks(one.parallel, answers, one)
+    [expected] = run_ranks(one.parallel, likeliest_tokens, one)
     assert len(set(expected[0][0])) > 5
-    for rank in run_ranks(plan.parallel, answers, plan):
+    for rank in run_ranks(plan.parallel, likeliest_tokens, plan):
         for (words, loss), (other_words, other_loss) in zip(rank, expected, strict=True):
             assert words == other_words and loss == pytest.approx(other_loss, rel=1e-5)
 

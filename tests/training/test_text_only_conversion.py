@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conversion_cases import assert_computes, computed_by, observe, predicting_positions
+from conversion_cases import assert_computes, compute_samples, observe, predicting_positions
 from conversion_file_cases import (
     assert_equal_tensors,
-    comes_back,
+    check_round_trip,
     content,
     edit_config,
     export_run,
-    exported_like,
+    export_to_match,
     tensors_of,
 )
 from ranks import run_ranks
@@ -114,7 +114,7 @@ def test_model_comes_back_and_is_what_transformers_loads(tmp_path, name):
     """Prevents imports that lose RoPE scaling, limits, templates, tensors or files, and a
     config.json with a RoPE, norm or head other than trained."""
     model, kind = transformers_model(name), KINDS[name]
-    run = comes_back(save_release(name, tmp_path / "released"), tmp_path)
+    run = check_round_trip(save_release(name, tmp_path / "released"), tmp_path)
     assert load_model(str(run / "model.toml")) == kind.model
     assert (run / "model.toml").read_text() == config_toml(kind.model)
     export_run(run, kind.layout, tmp_path / "out")
@@ -150,7 +150,7 @@ def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked):
     run = tmp_path / "run"
     lines = import_checkpoint(checkpoint, run, lambda size: None)
     assert any("without an auxiliary loss" in line for line in lines) != is_stacked
-    assert content(exported_like(run, source, tmp_path / "back")) == content(source)
+    assert content(export_to_match(run, source, tmp_path / "back")) == content(source)
     export_run(run, other, tmp_path / "out")
     again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert again.config.output_router_logits == is_stacked
@@ -166,11 +166,11 @@ def packs_of(model: ModelConfig) -> list[list]:
     ]
 
 
-def computed_by_transformers(links, name):
+def compute_reference(links, name):
     def logits_of(model, sample):
         return model(torch.tensor([sample.ids])).logits[0, predicting_positions(sample)]
 
-    return computed_by(transformers_model(name), packs_of(KINDS[name].model), logits_of)
+    return compute_samples(transformers_model(name), packs_of(KINDS[name].model), logits_of)
 
 
 # Units: 0 language embed, 1-2 language layers, 3 head.
@@ -182,7 +182,7 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name):
     plan = toy_plan(model, stages_of(model, 2), tensor=2, sequence_parallel=True)
     batches = [pack(samples) for samples in packs_of(model)]
     ranks = run_ranks(plan.parallel, observe, plan, run, batches)
-    [expected] = run_ranks(Parallel(pipeline=1), computed_by_transformers, name)
+    [expected] = run_ranks(Parallel(pipeline=1), compute_reference, name)
     assert_computes(plan, ranks, expected, KINDS[name].layout)
 
 

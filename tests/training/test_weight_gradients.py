@@ -34,7 +34,7 @@ class _LateGather:
         self._data.copy_(self._whole)
 
 
-def watched_training(links, plan):
+def train_and_watch(links, plan):
     """Return results with late gathers, rank's place, exchanges (kind, bucket, in backward)."""
     begun, reduce = [], _ParamAndGradBucketGroup.start_grad_sync
 
@@ -76,7 +76,7 @@ LATE = {
 def test_late_exchanges_train_as_one_process(small_buckets, plan):
     """Prevents gradients added after their bucket was reduced, weights used before their gather,
     and buckets exchanged in different orders by ranks."""
-    ranks = run_ranks(plan.parallel, watched_training, plan)
+    ranks = run_ranks(plan.parallel, train_and_watch, plan)
     assert_same_training(ranks, plan, alone(plan, STEPS))
     in_order = {}
     for *_, place, begun in ranks:
@@ -105,7 +105,7 @@ def compare_fused(monkeypatch, plan, steps, work):
 def test_late_exchanges_train_with_fused_weight_gradients(small_buckets, monkeypatch, model):
     """Prevents reducing a bucket before a product adds its weight gradient."""
     plan = pipeline_plan(model=model, data=2, **RECOMPUTE)
-    compare_fused(monkeypatch, plan, STEPS, watched_training)
+    compare_fused(monkeypatch, plan, STEPS, train_and_watch)
 
 
 FUSED = {
@@ -116,7 +116,7 @@ FUSED = {
 }
 
 
-def steps_that_add(links, plan):
+def train_with_products(links, plan):
     """Return `train_steps` results; asserts that products accumulate weight gradients."""
     buffers, add = [], WeightGradients.wgrad_gemm_accum_fp32
     WeightGradients.wgrad_gemm_accum_fp32 = lambda *tensors: buffers.append(add(*tensors))
@@ -128,7 +128,7 @@ def steps_that_add(links, plan):
 @pytest.mark.parametrize("plan", FUSED.values(), ids=FUSED)
 def test_fused_weight_gradients_train_the_same(plan, monkeypatch):
     """Prevents lost gradients, or gradients counted twice in a tied matrix."""
-    compare_fused(monkeypatch, plan, PLAIN_STEPS, steps_that_add)
+    compare_fused(monkeypatch, plan, PLAIN_STEPS, train_with_products)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
