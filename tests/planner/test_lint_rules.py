@@ -205,7 +205,7 @@ CASES = [Case(**row) for row in json.loads(ROWS.read_text())]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_a_rule_is_broken_and_kept(case: Case):
-    """Prevents a rule that never fires, a rule that always fires, and advice that does not help."""
+    """Prevents a rule that never or always fires, and advice that does not help."""
     broken = rule_findings(case, case.broken)
     assert case.rule in [one.rule for one in broken]
     message = next(one.message for one in broken if one.rule == case.rule)

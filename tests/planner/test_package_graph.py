@@ -155,7 +155,7 @@ def test_imports_go_down_only():
     ],
 )
 def test_an_arrow_that_goes_up_is_found(module, imported):
-    """Prevents tests that pass whatever is imported."""
+    """Prevents tests that pass despite forbidden imports."""
     graph = import_graph()
     graph = graph | {module: graph[module] | {imported}}
     assert wrong_arrows(graph) == [f"{module} imports {imported}"]

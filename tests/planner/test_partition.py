@@ -490,7 +490,7 @@ TWO_CHUNKS = PipelineSchedule(name="interleaved", chunks=2)
 
 
 def ragged_steps(rng: np.random.Generator, micro_batches: int, ranks: int) -> Workload:
-    """Return two steps in which the last rank may lack micro-batches."""
+    """Return two steps. The last rank may lack micro-batches."""
     packs = steps_of(rng, micro_batches, ranks)
     lacks = (packs.dp_rank == ranks - 1) & (packs.slot >= rng.integers(1, micro_batches + 1))
     return packs if ranks == 1 else packs.rows(np.flatnonzero(~lacks))

@@ -241,7 +241,7 @@ def test_the_sentence_names_what_costs_most():
     both = CostOfLimits.compare(limits, 91, 95, {first: 95, whole: 100}, 0.03)
     assert both.slower == pytest.approx(0.09)
     assert both.sentence.index("whole encoder (9%)") < both.sentence.index("first stage (4%)")
-    # Limits that explain most of the 10 % lost need no remark.
+    # Limits that explain a large part of the 10 % lost need no remark.
     for others, is_more in (((0.05, 0.04), False), ((0.03, 0.02), True)):
         rates = {name: 90 / (1 - each) for name, each in zip((first, whole), others, strict=True)}
         said = CostOfLimits.compare(limits, 90, 100, rates, 0).sentence

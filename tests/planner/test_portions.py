@@ -1,4 +1,4 @@
-"""Data in portions: dealt, packed, proven together, written, read and checked one at a time."""
+"""Data planned in portions: dealt, packed, written, read and checked portion by portion."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ from omnibal.steps.portions import PortionedSamples, PortionPlace
 EPOCHS = 2
 
 
-def planned(lengths: Lengths, folder: Path, portion_samples: int, **settings) -> Plan:
+def write_plan(lengths: Lengths, folder: Path, portion_samples: int, **settings) -> Plan:
     settings = {"micro_batches": 4, "portion_samples": portion_samples} | settings
     data = Samples(lengths=lengths, caps=Caps.of(tiles=9, tokens=400), **settings)
     return save_plan(plan(Goal(job=job_spec(), data=data)).result, folder)
@@ -38,11 +38,11 @@ def planned(lengths: Lengths, folder: Path, portion_samples: int, **settings) ->
 
 @pytest.fixture(scope="module")
 def in_portions(tmp_path_factory) -> Path:
-    """Three portions of 300 samples, of which the scan skipped every seventh, in two epochs."""
+    """Return a plan of three portions of 300 samples in two epochs, without skipped samples."""
     folder = tmp_path_factory.mktemp("portions") / "plan"
     scanned = example_lengths(origin_of(MODEL), 350)
     kept = scanned.take(np.flatnonzero(np.arange(350) % 7 > 0))
-    planned(kept, folder, 100, epochs=EPOCHS)
+    write_plan(kept, folder, 100, epochs=EPOCHS)
     return folder
 
 
@@ -59,7 +59,7 @@ def to_train(in_portions) -> PlanFiles:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_of_portions_are_those_of_all(seed):
-    """Prevents: a size that two portions have from being counted once, or kept twice."""
+    """Prevents counting a size of two portions once, or keeping it twice."""
     sizes = samples(500, seed).sizes(["tiles", "tokens"])
     joined = SizeCounts.join(map(SizeCounts.from_sizes, np.split(sizes, [80, 300], axis=1)))
     amounts, counts = np.unique(sizes, axis=1, return_counts=True)
@@ -70,7 +70,7 @@ def test_counts_of_portions_are_those_of_all(seed):
 
 
 def test_samples_are_dealt_once_and_the_largest_first():
-    """Prevents: a sample in no portion or in two, and caps chosen without the longest sample."""
+    """Prevents a sample in no portion or in two, and caps chosen without the longest sample."""
     every = samples(1000, 5)
     dealt = PortionedSamples.deal(every, PackSettings(portion_samples=300, epochs=3))
     assert dealt.count == 4
@@ -84,7 +84,7 @@ def test_samples_are_dealt_once_and_the_largest_first():
 
 
 def test_every_sample_is_trained_once_an_epoch(in_portions):
-    """Prevents: samples that are lost or repeated between portions, by counting files by hand."""
+    """Prevents samples lost or repeated between portions."""
     data = read_plan(in_portions).data
     assert len(data.portions) == 3 * EPOCHS and data.samples == 300
     for epoch in range(EPOCHS):
@@ -104,7 +104,7 @@ def test_every_sample_is_trained_once_an_epoch(in_portions):
 
 
 def test_all_portions_together_are_one_run(in_portions, to_train):
-    """Prevents: steps, epochs or samples of a report or an export that are not those trained."""
+    """Prevents other steps, epochs or samples in a report or export than were trained."""
     files = open_plan(in_portions)
     packs, lengths = files.steps
     data = files.plan.data
@@ -126,10 +126,10 @@ def test_all_portions_together_are_one_run(in_portions, to_train):
 
 
 def test_data_of_one_portion_is_planned_as_ever(tmp_path):
-    """Prevents: another plan for data that is packed together, byte by byte."""
+    """Prevents changed plan files for data that is packed together."""
     lengths = example_lengths(origin_of(MODEL))
-    planned(lengths, tmp_path / "usual", 2_000_000)
-    planned(lengths, tmp_path / "just", len(lengths))
+    write_plan(lengths, tmp_path / "usual", 2_000_000)
+    write_plan(lengths, tmp_path / "just", len(lengths))
     names = sorted(path.name for path in (tmp_path / "usual").iterdir())
     assert names == ["lengths.parquet", "packs.parquet", "plan.json"]
     for name in names:
@@ -139,7 +139,7 @@ def test_data_of_one_portion_is_planned_as_ever(tmp_path):
 
 
 def test_a_replaced_portion_is_refused(in_portions, tmp_path):
-    """Prevents: training on packs of another epoch, or a plan.json with other sums."""
+    """Prevents training on packs of another epoch, or a plan.json with other sums."""
     plan_json = json.loads((in_portions / "plan.json").read_text())
     copied = shutil.copytree(in_portions, tmp_path / "plan")
     folder = portion_folder(copied, 1)
@@ -153,7 +153,7 @@ def test_a_replaced_portion_is_refused(in_portions, tmp_path):
 
 
 def samples_of_steps(folder: Path) -> list[list[list[int]]]:
-    """Samples of every pack of every step, whatever ranks have them."""
+    """Return samples of every pack of every step, on any rank."""
     packs, lengths = open_plan(folder).steps
     own = [lengths.sample[packs.packs[pack]].tolist() for pack in range(len(packs))]
     rows = [np.flatnonzero(packs.step == step) for step in range(packs.steps)]
@@ -162,7 +162,7 @@ def samples_of_steps(folder: Path) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("data_parallel", [1, 3])
 def test_other_ranks_take_over_steps_in_portions(in_portions, to_train, tmp_path, data_parallel):
-    """Prevents: a plan for other ranks with other samples in a step, by listing every pack."""
+    """Prevents a plan for other ranks with other samples in a step."""
     earlier = to_train.plan
     data = Earlier(plan=earlier, data=to_train.data, directory=in_portions)
     job = job_spec(parallel=Parallel(pipeline=1, data=data_parallel))
@@ -176,14 +176,14 @@ def test_other_ranks_take_over_steps_in_portions(in_portions, to_train, tmp_path
 
 
 def test_steps_in_portions_need_their_directory(to_train):
-    """Prevents: a plan of the first portion alone, given for the whole run's."""
+    """Prevents a plan of the first portion presented as the run's plan."""
     data = Earlier(plan=to_train.plan, data=to_train.data)
     with pytest.raises(UserError, match="no directory to read them from"):
         plan(Goal(job=job_spec(), data=data))
 
 
 def test_packs_of_some_steps_are_those_of_the_run(in_portions):
-    """Prevents: measured passes that are compared with other packs, by listing samples."""
+    """Prevents comparing measured passes with other packs than the run's."""
     data = read_plan(in_portions).data
     steps = [0, data.first_steps[1] - 1, data.first_steps[1], data.steps - 1]
     packs, lengths = join_portions(data, in_portions, steps)
@@ -196,7 +196,7 @@ def test_packs_of_some_steps_are_those_of_the_run(in_portions):
 
 
 def test_a_run_in_portions_is_planned_anew(in_portions, to_train, tmp_path):
-    """Prevents: large data lost with a device, and packs dealt anew although the plan stays."""
+    """Prevents losing large data with a device, and dealing packs again although the plan stays."""
     fewer = save_plan(replan(to_train, None, gpus=2).result, tmp_path / "fewer")
     assert fewer.parallel.world_size == 2
     assert samples_of_steps(tmp_path / "fewer") == samples_of_steps(in_portions)
@@ -209,7 +209,7 @@ def test_a_run_in_portions_is_planned_anew(in_portions, to_train, tmp_path):
 
 
 def test_portions_that_are_kept_are_the_same_files(in_portions, to_train, tmp_path):
-    """Prevents: packs that are dealt anew, in a worse order, where a plan's stages stay."""
+    """Prevents dealing packs again, in a worse order, if a plan's stages stay."""
     portions = EarlierPortions(data=to_train.plan.data, directory=in_portions, are_kept=True)
     kept = PlanResult(plan=to_train.plan, data=to_train.data, search=None, portions=portions)
     save_plan(kept, tmp_path / "kept")
@@ -218,9 +218,9 @@ def test_portions_that_are_kept_are_the_same_files(in_portions, to_train, tmp_pa
 
 
 def test_lengths_without_origin_keep_their_rows(tmp_path):
-    """Prevents: samples of a portion whose place in the data is lost, so that no export is made."""
+    """Prevents losing the place of a portion's samples in the data, which exports need."""
     lengths = replace(example_lengths(None), origin=None)
-    planned(lengths, tmp_path / "plan", 100)
+    write_plan(lengths, tmp_path / "plan", 100)
     packs, joined = open_plan(tmp_path / "plan").steps
     assert joined.sample is None and (joined.tokens == lengths.tokens).all()
     assert (joined.source == lengths.source).all()

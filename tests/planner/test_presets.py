@@ -17,7 +17,7 @@ from omnibal.model.parallel import Parallel, check_parallel
 
 pytestmark = pytest.mark.quick
 
-# Billions of parameters of whole checkpoints; their projector is counted in.
+# Billions of parameters of complete checkpoints, including the projector.
 CHECKPOINTS = {
     name: billions
     for billions, names in {
@@ -38,7 +38,7 @@ CHECKPOINTS = {
     for name in names.split()
 }
 
-# Billions of (encoder, language model) where the pair itself was never released.
+# Billions of (encoder, language model) for pairs that were never released.
 PAIRS = {
     "internvl-chat-1.5-6b-34b": (5.54, 34.4),
     "internvit-6b-llama3-8b": (5.54, 8.03),
@@ -63,7 +63,7 @@ TEXT_ONLY = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3.1-405b": 405_853_388_800,
-    # Of the released 7B, but for 64 words; rounded ones of the papers' and llm-foundry's tables.
+    # The released 7B without 64 words; rounded sizes of the papers' and llm-foundry's tables.
     "mpt-7b": 6_649_286_656 - 64 * 4096,
     "mpt-1b": pytest.approx(1.31e9, rel=0.005),
     "mpt-3b": pytest.approx(2.65e9, rel=0.005),
@@ -72,11 +72,11 @@ TEXT_ONLY = {
     "nemotron-4-15b": pytest.approx(15.6e9, rel=0.005),
     "nemotron-4-340b": pytest.approx(341e9, rel=0.005),
 }
-"""Parameters of whole checkpoints without an encoder, exactly."""
+"""Exact parameters of complete checkpoints without an encoder."""
 
 OMNI = "internvl3-8b-whisper"
 HUB = json.loads((Path(__file__).parent / "hub_configs" / "sources.json").read_text())
-"""Presets made of a hub's files, which `test_hub_presets.py` compares."""
+"""Presets built from hub files, compared in `test_hub_presets.py`."""
 
 
 def linear(inputs: int, outputs: int) -> int:
@@ -93,18 +93,18 @@ def encoder_parameters(model: ModelConfig) -> int:
     return model_parameters(model).stored - language_parameters(model) - projector
 
 
-def near(billions: float):
-    """Published sizes are rounded to two or three digits."""
+def roughly(billions: float):
+    """Return a comparison to a published size, which is rounded to two or three digits."""
     return pytest.approx(billions * 1e9, rel=0.015)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_has_its_published_size(name):
-    """Prevents a wrong layer count, width, vocabulary, or a tied head taken for an untied one; and
-    a wrong InternViT beside a language model that hides it in the sum."""
+    """Prevents a wrong layer count, width, vocabulary or tied head, and a wrong InternViT that a
+    language model hides in the sum."""
     model = load_model(name)
-    assert model_parameters(model).stored == near(CHECKPOINTS[name])
-    assert encoder_parameters(model) == near(5.54 if model.vision.hidden_size == 3200 else 0.304)
+    assert model_parameters(model).stored == roughly(CHECKPOINTS[name])
+    assert encoder_parameters(model) == roughly(5.54 if model.vision.hidden_size == 3200 else 0.304)
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)
@@ -119,12 +119,12 @@ def test_text_only_checkpoint_has_its_published_size(name):
 def test_pair_has_its_parts_published_sizes(name):
     """Prevents a wrong encoder that a large language model would hide in the sum."""
     model, (encoder, language) = load_model(name), PAIRS[name]
-    assert encoder_parameters(model) == near(encoder)
-    assert language_parameters(model) == near(language)
+    assert encoder_parameters(model) == roughly(encoder)
+    assert language_parameters(model) == roughly(language)
 
 
 def test_omni_is_internvl3_8b_and_whisper_large_v3():
-    """Prevents a wrong layer count, width or norm of either, and words of recordings left out.
+    """Prevents a wrong layer count, width or norm of either model, and missing audio tokens.
 
     Published: the 636,968,960 values, fixed positions among them, of Transformers' WhisperEncoder
     with the sizes in the config.json of openai/whisper-large-v3.
@@ -148,7 +148,7 @@ TILED = [name for name in preset_names("models") if load_model(name).takes_image
 
 @pytest.mark.parametrize("name", TILED)
 def test_only_eva_clip_has_no_layer_scale(name):
-    """Prevents a preset that forgets its layer scale, which is then left out unnoticed."""
+    """Prevents a preset without its layer scale, which would be omitted unnoticed."""
     init = load_model(name).vision.layer_scale_init
     assert (init is None) == name.startswith("eva-clip")
 
@@ -161,8 +161,8 @@ HERMES = {
 
 @pytest.mark.parametrize("name", preset_names("models"))
 def test_template_is_the_released_one(name):
-    """Prevents a released model from being trained in words that it never saw, and a preset under
-    another name than its own."""
+    """Prevents training a released model with another chat template than its own, and a preset
+    under another name than its own."""
     model = load_model(name)
     assert model.name == name
     assert all(tower.tokens_per_item > 0 for tower in model.encoders.values())
@@ -182,7 +182,7 @@ def test_template_is_the_released_one(name):
 
 
 def test_every_preset_is_checked():
-    """Prevents a preset whose sizes nobody compares; the quickstarts' were never published."""
+    """Prevents a preset with unchecked sizes. The quickstarts' sizes were never published."""
     assert CHECKPOINTS.keys().isdisjoint(PAIRS)
     assert {*CHECKPOINTS, *PAIRS, *TEXT_ONLY, OMNI, *QUICKSTARTS, *HUB} == {*preset_names("models")}
 
@@ -198,12 +198,12 @@ def test_every_preset_is_checked():
     ],
 )
 def test_sizes_of_the_paper_are_accepted(name, parallel):
-    """Prevents refusing what OmniBal's Table 9 ran: 25 vision heads on 2, 4 and 8 ranks."""
+    """Prevents refusing sizes of OmniBal's Table 9: 25 vision heads on 2, 4 and 8 ranks."""
     check_parallel(load_model(name), parallel, load_cluster("a100-80g"))
 
 
 def test_heads_are_copied_to_multiples_of_them():
-    """Prevents: NVIDIA's TP 8 of 4 key-value heads refused, and gates that core does not copy."""
+    """Prevents refusing TP 8 for 4 key-value heads, or accepting gates that core does not copy."""
     cluster = load_cluster("h100-80g")
     eight = Parallel(tensor=8, pipeline=1, sequence_parallel=True)
     check_parallel(load_model("qwen3-30b-a3b"), eight, cluster)
@@ -222,6 +222,6 @@ def test_heads_are_copied_to_multiples_of_them():
     ],
 )
 def test_mistyped_name_finds_the_nearest(typo, meant):
-    """Prevents a search through thirty names for a slip of the finger."""
+    """Prevents searching thirty names for a mistyped preset."""
     with pytest.raises(UserError, match=f"did you mean '{meant}'"):
         load_model(typo)

@@ -1,4 +1,4 @@
-"""Secrets of URLs and control characters of names stay out of what is printed."""
+"""Secrets in URLs and control characters in names are not printed."""
 
 import json
 
@@ -35,14 +35,14 @@ def test_urls_lose_their_secrets_and_nothing_else(text, shown):
 
 
 def test_names_cannot_write_to_the_terminal():
-    """Prevents a source's name that clears the screen or rewrites a line."""
+    """Prevents a source name that clears the screen or rewrites a line."""
     assert printable("a\x1b[2J\rb\u202e\nc") == "a\\x1b[2J\\rb\\u202e\nc"
     assert printable("\u3000\xa0\u2009\u540d") == "\u3000\xa0\u2009\u540d"
 
 
 @pytest.mark.parametrize("key", ["annotation", "shards"])
 def test_commands_do_not_print_secrets(tmp_path, capsys, monkeypatch, key):
-    """Prevents a failed scan that writes the password of its data to the log."""
+    """Prevents a failed scan from logging the password of its data."""
     monkeypatch.chdir(tmp_path)
     source = {"root": ".", key: f"http://me:{CANARY}@127.0.0.1:9/a.tar?sig={CANARY}"}
     (tmp_path / "meta.json").write_text(json.dumps({"s": source}))
@@ -51,7 +51,7 @@ def test_commands_do_not_print_secrets(tmp_path, capsys, monkeypatch, key):
 
 
 def test_lists_of_skipped_samples_have_no_secrets(tmp_path):
-    """Prevents a signed URL of a bad sample in a file that is shown to others."""
+    """Prevents a signed URL in a list of skipped samples that is shown to others."""
     where = f"https://me:{CANARY}@host/a.jsonl: line 1"
     sample = BadSample(index=0, where=where, message=f"{where}: has 'a\ud800'")
     write_skipped([sample], tmp_path / "skipped.txt")
@@ -61,7 +61,7 @@ def test_lists_of_skipped_samples_have_no_secrets(tmp_path):
 
 @pytest.mark.parametrize("secret", [f"key:{CANARY}@b", f"b/a?sig={CANARY}"])
 def test_backends_do_not_print_secrets(secret):
-    """Prevents: a storage library's message repeats a part of the URL, and so its password."""
+    """Prevents a storage library's error message from printing a URL's password."""
     path = RemotePath(f"memory://{secret}")
     with pytest.raises(StorageError, match="bad name") as raised, _open_storage(path):
         raise ValueError(f"bad name {secret}")

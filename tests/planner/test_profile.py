@@ -1,4 +1,4 @@
-"""Fits from measured profiles, against costs that are known."""
+"""Fits of measured profiles, against known costs."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=128)
 
 
 def model_with(experts: ExpertsConfig) -> ModelConfig:
-    """The model with these experts in every language layer."""
+    """Return the model with these experts in every language layer."""
     return MODEL.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
 
 
-def measured_on(model: ModelConfig, parallel: Parallel, **changed: object) -> Profile:
-    """A profile of what is counted of the model."""
+def make_profile(model: ModelConfig, parallel: Parallel, **changed: object) -> Profile:
+    """Return a profile with the model's analytic costs as measurements."""
     counted = measurements_of(analytic_cost(model, CLUSTER, parallel, "fp32"))
     sha256 = model_sha256(model)
     return measure(optimizer=(), links=(), model_sha256=sha256, measurements=counted, **changed)
@@ -58,10 +58,10 @@ def test_exact_measurements_give_back_the_true_costs():
 
 @pytest.mark.parametrize("changes", [{}, {"imbalance": 2.0}, {"auxiliary_loss": 0.01}], ids=str)
 def test_experts_that_ranks_share_out_cost_what_is_counted_besides(changes):
-    """Prevents experts of a profile that plans of expert parallelism take as if nothing was
-    exchanged and no rank fuller than others; and measuring again for another margin or loss."""
+    """Prevents expert-parallel plans without the exchange and imbalance that a profile lacks, and
+    measuring again for another margin or loss."""
     alone, shared_out = Parallel(pipeline=1, data=4), Parallel(pipeline=1, data=4, expert=4)
-    profile, features = measured_on(model_with(EXPERTS), alone), np.array([1, *SHAPES[-1]])
+    profile, features = make_profile(model_with(EXPERTS), alone), np.array([1, *SHAPES[-1]])
     planned = model_with(EXPERTS.model_copy(update=changes))
     for sizes in (alone, shared_out):
         found = costs(profile, sizes, planned).units[LAYER]
@@ -80,7 +80,7 @@ def test_experts_that_ranks_share_out_cost_what_is_counted_besides(changes):
 
 
 def test_noise_stays_a_relative_error_of_its_own_size():
-    """Prevents fits in which the largest micro-batch outweighs all small ones."""
+    """Prevents fits dominated by the largest micro-batch."""
     residuals = fit_residuals(measure(noise=0.05), MODEL)
     times = [r for r in residuals if r.quantity != "activation_bytes"]
     assert len(times) == 3 * len({*unit_names(MODEL)})
@@ -89,8 +89,8 @@ def test_noise_stays_a_relative_error_of_its_own_size():
 
 
 def test_what_was_not_measured_is_counted():
-    """Prevents zero memory, recomputation, optimizer or link costs from a profile without them, and
-    a profile's local link from standing in for the network between nodes."""
+    """Prevents zero memory, recompute, optimizer or link costs if not measured, and a local link's
+    rate used between nodes."""
     unknown = {"activation_bytes": None, "recompute_ms": None}
     few = tuple(each.model_copy(update=unknown) for each in measure().measurements)
     profile = measure(optimizer=(), links=(), measurements=few)
@@ -108,8 +108,8 @@ def test_what_was_not_measured_is_counted():
 
 
 def test_data_parallel_ranks_exchange_at_measured_rates():
-    """Prevents measured collectives that a profile has and nothing reads, are scaled by the rate of
-    a send once more, or have one rate where gathers and reductions were measured apart."""
+    """Prevents measured collectives that are ignored, scaled twice by the rate of a send, or merged
+    into one rate for gathers and reductions."""
     data = Parallel(pipeline=1, data=CLUSTER.gpus_per_node)
     gb_per_s = {"all_gather": 2.0, "reduce_scatter": 0.5, "all_to_all": 4.0}
     collectives = tuple(
@@ -121,10 +121,10 @@ def test_data_parallel_ranks_exchange_at_measured_rates():
     gather_ms, reduction_ms = (sent_bytes / (rate * 1e6) for rate in (2.0, 0.5))
     assert fitted.rates.weight_gather_ms == pytest.approx(gather_ms, rel=1e-6)
     assert fitted.rates.gradient_reduction_ms == pytest.approx(reduction_ms, rel=1e-6)
-    # Where none were measured, the rate of a send says how much slower they are than counted.
+    # If no collective was measured, the rate of a send scales the counted times.
     counted = analytic_cost(MODEL, CLUSTER, data, "fp32")
     scaled = costs(measure(), data)
-    # The whole update is divided over the ranks.
+    # The update is sharded over the ranks.
     assert scaled.rates.optimizer_ms == pytest.approx(1e-5 / data.data)
     slower = scaled.link_ms_per_byte / counted.link_ms_per_byte
     expected = slower * counted.rates.gradient_reduction_ms
@@ -132,13 +132,13 @@ def test_data_parallel_ranks_exchange_at_measured_rates():
 
 
 def test_experts_are_dispatched_at_the_measured_rate_of_an_all_to_all():
-    """Prevents dispatch of experts that is counted where a profile has measured it."""
+    """Prevents an analytic dispatch time for experts although a profile measured it."""
     model, shared_out = model_with(EXPERTS), Parallel(pipeline=1, data=2, expert=2)
 
     def collective_ms(gb_per_s: float) -> float:
         exchange = CollectiveTime(kind="all_to_all", ranks=2, latency_us=1, gb_per_s=gb_per_s)
         rates = Rates(device="mine", collectives=(exchange,))
-        profile = measured_on(model, Parallel(pipeline=1, data=2), rates=rates)
+        profile = make_profile(model, Parallel(pipeline=1, data=2), rates=rates)
         cost = costs(profile, shared_out, model)
         layer = next(unit for unit in cost.units.values() if unit.expert_parameters)
         return float(layer.collective_ms[0, cost.features.index("tokens")])
@@ -182,13 +182,13 @@ def test_a_profile_of_something_else_is_refused(
     ids=str,
 )
 def test_the_model_hash_covers_what_units_cost(tower, changes, same):
-    """Prevents a profile refused for the model's depth, and one that is used for other sizes."""
+    """Prevents refusing a profile for another depth, or using it for other sizes."""
     model = MODEL.with_tower(tower, **changes) if tower else MODEL.model_copy(update=changes)
     assert (model_sha256(model) == model_sha256(MODEL)) == same
 
 
 def test_a_written_profile_reads_back_equal(tmp_path: Path):
-    """Prevents losing a field on the way through the file, or leaving temporary files."""
+    """Prevents losing a field in the file, or leaving temporary files."""
     path = tmp_path / "profile.json"
     write_profile(measure(noise=0.1), path)
     assert read_profile(path) == measure(noise=0.1)
@@ -197,7 +197,7 @@ def test_a_written_profile_reads_back_equal(tmp_path: Path):
 
 @pytest.mark.parametrize("text", [None, "", '{"device": "x"', '{"device": "x"}'])
 def test_a_broken_profile_is_refused(tmp_path: Path, text: str | None):
-    """Prevents a traceback for a missing, cut off or incomplete file."""
+    """Prevents a traceback for a missing, truncated or incomplete file."""
     path = tmp_path / "profile.json"
     if text is not None:
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""docs/python.md runs as it stands, and what `import omnibal` promises of itself holds."""
+"""docs/python.md runs as written, and `import omnibal` exports the names it lists."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def examples() -> list[tuple[str, str]]:
-    """Every Python block of the page, and what the page says that it prints."""
+    """Return every Python block of the page, and the output that the page shows for it."""
     blocks = [*_BLOCK.findall(PAGE.read_text()), ("text", "")]
     return [
         (block, printed if kind_after == "text" else "")
@@ -33,7 +33,7 @@ def examples() -> list[tuple[str, str]]:
 
 
 def test_page_runs_and_prints_what_it_says(tmp_path, monkeypatch):
-    """Prevents: an example that fails when it is pasted, and a result that is no longer true."""
+    """Prevents an example that fails when pasted, and an outdated result."""
     monkeypatch.chdir(tmp_path)
     command = shlex.split(_BLOCK.findall(PAGE.read_text())[0][1])
     assert command[0] == "python" and command[1].startswith("tools/")
@@ -49,15 +49,15 @@ def test_page_runs_and_prints_what_it_says(tmp_path, monkeypatch):
 
 
 def test_page_shows_every_name():
-    """Prevents: a function of `import omnibal` that no example calls."""
+    """Prevents a function of `import omnibal` that no example calls."""
     code = "".join(block for block, _ in examples())
     shown = set(re.findall(r"\bomnibal\.(\w+)", code)) - {"model", "search"}
-    # What `plan` returns is shown by its attributes.
+    # The result of `plan` is shown by its attributes.
     assert shown | {"Planned"} == set(omnibal.__all__)
 
 
 def test_all_names_resolve():
-    """Prevents: a name that is promised and cannot be imported, or two lists that differ."""
+    """Prevents a listed name that cannot be imported, or two lists that differ."""
     from omnibal import library
 
     assert sorted(omnibal.__all__) == sorted(library.__all__)
@@ -67,7 +67,7 @@ def test_all_names_resolve():
 
 
 def test_import_imports_nothing_large():
-    """Prevents: a program that waits for numpy, scipy or torch before it uses any of them."""
+    """Prevents a program that waits for numpy, scipy or torch before it uses them."""
     large = "{'torch', 'scipy', 'numpy', 'pydantic'} & set(sys.modules)"
     program = f"import sys, omnibal; assert not {large}, {large}"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
@@ -84,6 +84,6 @@ def test_import_imports_nothing_large():
     ids=["precision", "trainer", "packing", "limit"],
 )
 def test_a_word_that_is_not_known_is_refused_with_those_that_are(mistake, said):
-    """Prevents: a KeyError, and a misspelt setting that means nothing."""
+    """Prevents a KeyError, and a misspelt setting that is ignored."""
     with pytest.raises(UserError, match=said):
         mistake()

@@ -1,4 +1,4 @@
-"""Tables of rates: what is refused, what the shipped ones say, and how near they predict."""
+"""Tables of rates: refusals, shipped tables, and prediction errors."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +23,7 @@ PRODUCT_TIMES = ProductTimes.fit(RATES.products, RATES.tflops)
 ATTENTION_TIMES = AttentionTimes.fit(RATES.attention, RATES.tflops)
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def write_toml(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     return path
@@ -54,9 +54,9 @@ HEADS = "tokens = 4096, heads = 8, kv_heads = 8, head_size = 128, value_size = 1
     ],
 )
 def test_a_table_that_cannot_be_is_told_in_one_line(tmp_path: Path, table, told):
-    """Prevents: rates that no device has, or of which half is guessed, in a plan."""
+    """Prevents plans with rates that no device has, or that are half guessed."""
     device = f"[rates.bf16]\ndevice = 'mine'\n{table}\n"
-    path = written(tmp_path, f"{config_toml(assumed_h100())}\n{device}")
+    path = write_toml(tmp_path, f"{config_toml(assumed_h100())}\n{device}")
     with pytest.raises(UserError, match=f"mine.toml: rates: bf16.*{told}") as error:
         load_cluster(str(path))
     assert "\n" not in str(error.value)
@@ -64,13 +64,13 @@ def test_a_table_that_cannot_be_is_told_in_one_line(tmp_path: Path, table, told)
 
 @pytest.mark.parametrize("cluster", [B200, assumed_h100(), TILED], ids=lambda one: one.basis)
 def test_tables_are_read_as_they_are_written(tmp_path: Path, cluster: ClusterConfig):
-    """Prevents: a preset with tables of which a plan keeps others, or that no plan is made with."""
-    assert load_cluster(str(written(tmp_path, config_toml(cluster)))) == cluster
+    """Prevents rate tables that change in a plan, or that no plan can be made with."""
+    assert load_cluster(str(write_toml(tmp_path, config_toml(cluster)))) == cluster
     assert ClusterConfig.model_validate_json(cluster.model_dump_json()) == cluster
 
 
 def test_shares_are_times():
-    """Prevents: a share of another peak, or of other operations than the source counts."""
+    """Prevents a share of another peak, or of other operations than the source counts."""
     forward = next(one for one in RATES.products if one.of == "forward")
     flops = 2 * forward.rows * forward.inner * forward.outer
     assert flops / (forward.time_ms(2250) * 1e-3) / 2250e12 == pytest.approx(forward.share)
@@ -83,7 +83,7 @@ def test_shares_are_times():
 
 
 def test_products_are_predicted_from_the_others():
-    """Prevents: an interpolation that is no better than the rate of all products together."""
+    """Prevents an interpolation no better than one rate for all products."""
     times_ms = np.array([one.time_ms(2250) for one in RATES.products])
     errors = []
     for place in range(0, len(times_ms), 7):
@@ -98,8 +98,8 @@ def test_products_are_predicted_from_the_others():
 
 
 def test_no_product_is_faster_than_its_neighbours():
-    """Prevents: rates beyond what was measured, which a search would settle on, and smoothing over
-    what is known."""
+    """Prevents rates beyond measured values, which a search would settle on, and smoothing over
+    measurements."""
     for one in RATES.products[::7]:
         if one.gradient == "fp32":
             found_ms = PRODUCT_TIMES.ms(one.of, one.rows, one.inner, one.outer)
@@ -114,20 +114,20 @@ def test_no_product_is_faster_than_its_neighbours():
 @pytest.mark.parametrize("sizes", [(8192, 10240), (4096, 4096), (5120, 1536), (8192, 64128)])
 @pytest.mark.parametrize("of", ["forward", "input_gradient", "weight_gradient"])
 def test_lines_are_near_products_of_usual_rows(sizes, of):
-    """Prevents: a fit over all rows that is off where micro-batches are."""
-    # No row of them was measured: a single kernel may be off by what kernels scatter.
+    """Prevents a fit over all rows that is wrong at usual micro-batch sizes."""
+    # These rows were not measured: a single kernel may be off by the scatter of kernels.
     line, rows = PRODUCT_TIMES.line(of, *sizes), np.geomspace(1000, 32000, 12)
     errors = np.abs((line.fixed_ms + rows * line.each_ms) / PRODUCT_TIMES.ms(of, rows, *sizes) - 1)
     assert np.median(errors) < 0.08 and errors.max() < 0.2
 
 
 def test_attention_is_as_measured_where_all_samples_are_of_one_length_and_near_it_elsewhere():
-    """Prevents: short samples at the rate of long ones, few heads at that of many, 131,072 tokens
-    at the rate of 4,096, or a length between two outside of both."""
+    """Prevents short samples at the rate of long samples, few heads at the rate of many, and a
+    length between two at a rate outside of both."""
     of_lengths, of_any = defaultdict(list), defaultdict(list)
     for one in RATES.attention:
         elements = one.head_size + one.value_size
-        # Half of the square, and of whole tiles of 128 keys.
+        # Half of the square, in full tiles of 128 keys.
         operations = one.flops * (one.tokens / 2 + 64) / one.tokens
         for tokens, errors in ((one.tokens, of_lengths), (None, of_any)):
             line = ATTENTION_TIMES.line(one.of, elements, causal=one.causal, tokens=tokens)
@@ -148,7 +148,7 @@ def test_attention_is_as_measured_where_all_samples_are_of_one_length_and_near_i
 
 
 def test_attention_of_one_length_is_no_line_of_tokens():
-    """Prevents: attention that grows with tokens alone where one length was measured."""
+    """Prevents attention linear in tokens if a single length was measured."""
     measured = tuple(one for one in RATES.attention if one.tokens == 4096)
     line = AttentionTimes.fit(measured, 2250.0).line("forward", 256, causal=True)
     of_long = 2 * 16 * 256 * (32768**2 / 2 + 64 * 32768) * line.each_ms
@@ -157,7 +157,7 @@ def test_attention_of_one_length_is_no_line_of_tokens():
 
 
 def test_collectives_that_are_lines_cost_what_the_lines_say():
-    """Prevents: latencies a pass and not a collective, and bytes of the tensor for bytes sent."""
+    """Prevents latencies per pass instead of per collective, and tensor bytes for sent bytes."""
     reduce = CollectiveTime(kind="all_reduce", ranks=8, latency_us=20, gb_per_s=700)
     line = collective_line([reduce], 8)
     assert 2 * line.fixed_ms == pytest.approx(0.02)
@@ -174,15 +174,15 @@ def test_collectives_that_are_lines_cost_what_the_lines_say():
 
 
 def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
-    """Prevents: times of another device's peak, or a table that is read and not scaled."""
+    """Prevents times at another device's peak, or a table that is not scaled."""
     plain = config_toml(assumed_h100().model_copy(update={"basis": "fitted"}))
     text = f"{plain}\n[rates_of]\ncluster = 'b200-180g'\nproducts = 1.1\n"
-    mine = load_cluster(str(written(tmp_path, text)))
+    mine = load_cluster(str(write_toml(tmp_path, text)))
     rates = mine.rates["bf16"]
     assert rates.tflops == 989 and mine.rates_of is None and not rates.collectives
     for one, other in zip(rates.products, RATES.products, strict=True):
         assert one.share == pytest.approx(min(1.1 * other.share, 1))
     assert rates.grouped == RATES.grouped
-    path = written(tmp_path, f"{plain}\n[rates_of]\ncluster = 'laptop-cpu'\n")
+    path = write_toml(tmp_path, f"{plain}\n[rates_of]\ncluster = 'laptop-cpu'\n")
     with pytest.raises(UserError, match=r"rates_of names laptop-cpu, which has no rates"):
         load_cluster(str(path))

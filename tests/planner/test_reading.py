@@ -1,4 +1,4 @@
-"""What reading the data takes of a step, and what is said of it before training."""
+"""Time to read a step's data, and warnings about it before training."""
 
 import numpy as np
 import pytest
@@ -21,23 +21,23 @@ def reading(factor: float = 1.0, **changes) -> ReadingMeasurement:
     return ReadingMeasurement(**fields | {"cores": 2, "is_shared": True} | changes)
 
 
-def planned(read: ReadingMeasurement | None, **changes):
+def plan_with(read: ReadingMeasurement | None, **changes):
     cost_source = CostSource(measure(reading=read))
     return make_plan(alter(request(), cost_source=cost_source, **changes))
 
 
 @pytest.fixture(scope="module")
 def free():
-    return planned(None)
+    return plan_with(None)
 
 
 @pytest.fixture(scope="module")
 def fitting():
-    return planned(reading(1e-3))
+    return plan_with(reading(1e-3))
 
 
 def per_step_ms(result, read: ReadingMeasurement) -> np.ndarray:
-    """Reading by each stage's rank, pack by pack. [steps, p]"""
+    """Return the reading time of each stage's rank, pack by pack. [steps, p]"""
     (packs, lengths), stages = result.data, result.plan.stages
     found = np.zeros((packs.steps, len(stages)))
     for row in range(len(packs)):
@@ -52,7 +52,7 @@ def per_step_ms(result, read: ReadingMeasurement) -> np.ndarray:
 
 
 def test_reading_that_fits_beside_changes_nothing(free, fitting):
-    """Prevents: steps that are prolonged by loader processes that had cores to spare."""
+    """Prevents steps prolonged by loader processes that have idle cores."""
     free, found = free.plan.prediction, fitting.plan.prediction
     assert free.reading is None and "reading" not in free.model_dump()
     assert (found.step_ms, found.lost, found.stages) == (free.step_ms, free.lost, free.stages)
@@ -64,9 +64,9 @@ def test_reading_that_fits_beside_changes_nothing(free, fitting):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_reading_that_binds_is_the_step(free, is_shared):
-    """Prevents: a prediction, and a silence, as if data were always there."""
+    """Prevents a prediction without reading time, and no warning about it."""
     read, free = reading(1e4, is_shared=is_shared), free.plan.prediction
-    result = planned(read)
+    result = plan_with(read)
     found = result.plan.prediction
     ranks = min(result.plan.parallel.world_size, result.plan.cluster.gpus_per_node)
     taken_ms = per_step_ms(result, read).sum(axis=1).mean()
@@ -81,26 +81,26 @@ def test_reading_that_binds_is_the_step(free, is_shared):
 
 
 def test_loaders_that_do_not_keep_up_are_named(fitting):
-    """Prevents: a run whose ranks wait for their only loader process, without a word."""
+    """Prevents a run that silently waits for its only loader process."""
     found = fitting.plan.prediction
 
-    def told(share: float, workers: int) -> str | None:
-        """What is said if a rank of the first stage reads for this share of a step."""
+    def warning(share: float, workers: int) -> str | None:
+        """Return the warning if a rank of the first stage reads for this share of a step."""
         slow = found.reading.model_copy(update={"stage_ms": (share * found.step_ms, 0.0)})
         return too_few_loaders(found.model_copy(update={"reading": slow}), workers)
 
     for workers in (1, 2):
-        assert f"a rank of stage 0 reads for {2.5 * found.step_ms:,.0f} ms" in told(2.5, workers)
-        assert told(2.5, workers).endswith("give --num-workers 3 or more")
-    assert told(2.5, 3) is None
-    # Without loader processes, only what the stage waits is left for its thread.
+        assert f"a rank of stage 0 reads for {2.5 * found.step_ms:,.0f} ms" in warning(2.5, workers)
+        assert warning(2.5, workers).endswith("give --num-workers 3 or more")
+    assert warning(2.5, 3) is None
+    # Without loader processes, the thread reads only while the stage waits.
     waits = found.stages[0].wait_fraction
-    assert told(waits - 0.01, 0) is None
-    assert told(waits + 0.05, 0).endswith("give --num-workers 1 or more")
+    assert warning(waits - 0.01, 0) is None
+    assert warning(waits + 0.05, 0).endswith("give --num-workers 1 or more")
 
 
 def test_data_parallel_encoders_are_read_for_by_all(free):
-    """Prevents: items that are counted for the first stage alone, or for every rank as a whole."""
+    """Prevents counting items for the first stage only, or in full on every rank."""
     stages, names = free.plan.stages, ("fixed", "tiles", "tokens")
     others = len(stages) - 1
     for is_shared, items_ms in ((True, [1.0] + [1.0] * others), (False, [2.0] + [0.0] * others)):
@@ -112,13 +112,13 @@ def test_data_parallel_encoders_are_read_for_by_all(free):
 
 
 def test_ranks_that_share_packs_read_their_parts():
-    """Prevents: packs that are counted whole on each rank that has a part, or in a wrong column."""
+    """Prevents counting packs in full on each context-parallel rank, or in a wrong column."""
     levels = (
         Level(caps=Caps.of(tiles=4, tokens=256)),
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),
     )
     read = reading(1e-3)
-    result = planned(read, levels=levels)
+    result = plan_with(read, levels=levels)
     packs, _ = result.data
     assert result.plan.has_shared_packs
     ranks = packs.steps * result.plan.parallel.data
@@ -133,7 +133,7 @@ def test_ranks_that_share_packs_read_their_parts():
 
 @pytest.mark.parametrize(("factor", "is_told"), [(1e-3, False), (1e4, True)])
 def test_plan_and_check_say_that_reading_binds(capsys, lengths_file, tmp_path, factor, is_told):
-    """Prevents: data that is too slow to read from being noticed only in training."""
+    """Prevents noticing slow data only in training."""
     write_profile(measure(reading=reading(factor)), tmp_path / "p.json")
     asked = f"{PLAN} --precision fp32 --lengths {lengths_file} --profile {tmp_path}/p.json"
     for command in (f"{asked} -o {tmp_path}/plan", f"check {tmp_path}/plan"):

@@ -1,4 +1,4 @@
-"""Recomputation and stage memory against enumeration and figures worked out by hand."""
+"""Recomputation and stage memory, against enumeration and figures computed by hand."""
 
 from dataclasses import replace
 from itertools import product
@@ -85,7 +85,7 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
 
 @pytest.mark.parametrize("costs", [1, 2, 3])
 def test_only_dominated_sets_are_dropped(costs: int):
-    """Prevents losing a set that is the least in some cost, and keeping one that never is."""
+    """Prevents dropping a set that is cheapest in some cost, or keeping a dominated set."""
     rng = np.random.default_rng(costs)
     for _ in range(50):
         group, values = rng.integers(0, 4, 30), rng.integers(0, 5, (30, costs)).astype(float)
@@ -96,7 +96,7 @@ def test_only_dominated_sets_are_dropped(costs: int):
 
 
 def flat_unit(unit: UnitCost, kept: int, input_: int, working: int, parameters: int) -> UnitCost:
-    """The unit at costs that grow with tokens only; kept, input and working memory in MB each."""
+    """Return the unit with costs per token only; kept, input and working memory are in MB."""
     tokens = np.array([0.0, 0, 1, 0, 0])
     return replace(
         unit,
@@ -156,7 +156,7 @@ def test_undominated_rows_are_exactly_the_front():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stage_may_recompute_any_of_its_layers(seed: int):
-    """Prevents an edited plan that recomputes a stage's last layers and needs more than is said."""
+    """Prevents an edited plan that recomputes last layers from needing more than predicted."""
     rng = np.random.default_rng(seed)
     cost = random_cost(rng)
     # A layer's output is as large as its input.
@@ -183,7 +183,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
             kept, left = table.own_kept_bytes[:, kind], table.own_input_bytes[:, kind]
             of_others = table.others_input_bytes if unit in again else table.others_kept_bytes
             others += of_others[:, kind]
-            # A recomputed one runs with all that it keeps otherwise.
+            # A recomputed layer runs with all activations that it keeps otherwise.
             running = own + kept + table.working_bytes[:, kind]
             gradient = 0 if unit is in_order[-1] else table.own_gradient_bytes[:, last]
             most = np.maximum(most, running + gradient)
@@ -201,7 +201,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
 
 
 def test_a_cap_holds_a_peak_of_its_size():
-    """Prevents that the order in which bytes are added decides whether they fit."""
+    """Prevents the order of a sum from deciding whether bytes fit."""
     parts = np.array([0.1, 0.2, 0.3]) * GIB
     one, other = parts.sum(), parts[::-1].sum()
     assert one != other and fits_cap(one, other) and fits_cap(other, one)
@@ -209,7 +209,7 @@ def test_a_cap_holds_a_peak_of_its_size():
 
 
 def test_drawn_stages_keep_each_unit_once():
-    """Prevents passes chosen by stages that hold part of a layer, or lose one."""
+    """Prevents passes chosen by stages that hold part of a layer, or lose a layer."""
     rng = np.random.default_rng(8)
     cost = random_cost(rng, small_model(3, 3))
     fours = np.full(len(cost.features), 4.0)
@@ -218,10 +218,10 @@ def test_drawn_stages_keep_each_unit_once():
     plain = replace(cost, units=units)
     drawn = stage_memory_module._draw_stages(plain, fours)
     others, own, _, links = np.split(drawn, len(fours) * np.arange(1, 4), axis=1)
-    # A unit keeps four bytes of each feature, recomputed or not, besides an input.
+    # A unit keeps four bytes of each feature, recomputed or not, plus an input.
     numbers = (others - others.min()) / 4
     np.testing.assert_allclose(numbers, np.rint(numbers), atol=1e-9)
     assert numbers.max() >= 10
     assert (own <= others + 1e-9).all() and (own < others - 0.5).any()
-    # Some stages begin with the model, and others behind a cut.
+    # Some stages begin with the model, others after a cut.
     assert len(np.unique(links[:, 0])) > 1

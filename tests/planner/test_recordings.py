@@ -1,4 +1,4 @@
-"""Recordings and videos in files: read from their headers, counted, written into conversations."""
+"""Recordings and videos in files: headers, counts and places in conversations."""
 
 import json
 import math
@@ -66,14 +66,14 @@ def test_features_are_whispers(mel_bins, seconds):
         features_BF = log_mel(whole_S, mel_bins)
         assert features_BF.shape == (mel_bins, 100 * seconds) == expected.shape
         np.testing.assert_allclose(features_BF, expected, rtol=0, atol=1e-4)
-        # In double precision, as here; torch's, above, is in single.
+        # Double precision as here, while torch above has single.
         exact = reference._np_extract_fbank_features(whole_S[None], "cpu")[0]
         np.testing.assert_allclose(features_BF, exact, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rate_hz", [8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000])
 def test_clips_from_a_header_are_those_that_are_decoded(tmp_path, rate_hz):
-    """Prevents a clip too many or too few, and clips that depend on which others are read."""
+    """Prevents miscounted clips, and clips that depend on the range that is read."""
     rng = np.random.default_rng(rate_hz)
     common, per_clip = math.gcd(16_000, rate_hz), AUDIO.frames * 160
     for number in range(6):
@@ -100,7 +100,7 @@ def test_clips_from_a_header_are_those_that_are_decoded(tmp_path, rate_hz):
 
 
 def test_a_byte_range_is_read_as_its_file(tmp_path):
-    """Prevents a member of a shard from being read with what stands around it."""
+    """Prevents reading a shard's member with bytes around it."""
     for name, (rate_hz, channels) in SOUNDS.items():
         file = AudioFile(tmp_path / name)
         write_sound(file.path, 1.0, rate_hz, channels)
@@ -112,7 +112,7 @@ def test_a_byte_range_is_read_as_its_file(tmp_path):
 
 
 def test_bad_recordings_are_told_apart(tmp_path):
-    """Prevents a file that ends early, or is no recording, from being counted as one."""
+    """Prevents counting a truncated file, or a file that is no recording."""
 
     def wrong(name: str, content: bytes | None = None) -> str:
         if content is not None:
@@ -155,7 +155,7 @@ def test_bad_recordings_are_told_apart(tmp_path):
     ],
 )
 def test_a_wav_that_was_piped_is_whole(tmp_path, of_file, of_data):
-    """Prevents recordings that a program wrote to a pipe from being refused, or read in part."""
+    """Prevents refusing recordings written to a pipe, or reading them in part."""
     whole, piped = AudioFile(tmp_path / "a.wav"), AudioFile(tmp_path / "b.wav")
     write_sound(whole.path, 0.5, 16_000, 1)
     content = bytearray(whole.path.read_bytes())
@@ -174,7 +174,7 @@ def test_a_wav_that_was_piped_is_whole(tmp_path, of_file, of_data):
 
 
 def test_a_flac_without_its_length_is_not_called_truncated(tmp_path):
-    """Prevents fetching again what is whole; 0 is an unknown length (RFC 9639, section 8.2)."""
+    """Prevents fetching a complete file again: length 0 is unknown (RFC 9639, section 8.2)."""
     path = tmp_path / "a.flac"
     write_sound(path, 0.5, 16_000, 1)
     content = bytearray(path.read_bytes())
@@ -189,7 +189,7 @@ def test_a_flac_without_its_length_is_not_called_truncated(tmp_path):
 
 @pytest.mark.parametrize("form", ["conversations", "messages"])
 def test_recordings_of_a_record(tmp_path, form):
-    """Prevents recordings from being lost, or placed where they were not written."""
+    """Prevents recordings lost, or placed elsewhere than written."""
     both = {"audio": ["b.flac", "a.wav"], "texts": ["A", "a", "B <audio><audio>", "b"]}
     video = {"audio": "a.wav", "video": ["1.png", "2.png"]}
     for record, names, asked in (
@@ -224,13 +224,13 @@ def test_recordings_of_a_record(tmp_path, form):
     ],
 )
 def test_mistakes_about_recordings(tmp_path, record, message):
-    """Prevents a sample whose recordings are not where its text has them."""
+    """Prevents a sample with recordings that do not match its text."""
     with pytest.raises(UserError, match=f"a.jsonl: line 1 {message}"):
         open_jsonl(tmp_path, record)[0]
 
 
 def test_recordings_in_a_conversation(tmp_path, tokenizer):
-    """Prevents audio tokens in the wrong place or number, or any loss on them."""
+    """Prevents audio tokens in the wrong place or number, or loss on them."""
     check_tokenizer(OMNI, tokenizer)
     begin, heard, end = map(tokenizer.require_id, ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"))
     first, seen, last = map(tokenizer.require_id, ("<img>", "<IMG_CONTEXT>", "</img>"))
@@ -261,7 +261,7 @@ def test_recordings_in_a_conversation(tmp_path, tokenizer):
 
 
 def test_recordings_need_a_model_and_a_tokenizer_that_know_them(tmp_path, digits, tokenizer):
-    """Prevents a recording from being passed over, or written as words."""
+    """Prevents ignoring a recording, or writing it as words."""
     [sample] = open_jsonl(tmp_path, record_of(audio="a.wav"))
     with pytest.raises(UserError, match=r"has 1 recording\(s\), but the model has no encoder"):
         encode_sample(sample, [], DIGITS, tokenizer, [1])
@@ -278,7 +278,7 @@ def lengths(meta, tokenizer) -> Lengths:
 
 
 def test_scanned_lengths_are_those_of_what_is_encoded(meta, tokenizer, lengths):
-    """Prevents a plan for other clips or tokens than training meets, with and without images."""
+    """Prevents a plan for other clips or tokens than in training, with and without images."""
     assert lengths.item_names == ("clips", "tiles")
     for row, sample in enumerate(Annotations.open(meta)):
         clips = [
@@ -294,7 +294,7 @@ def test_scanned_lengths_are_those_of_what_is_encoded(meta, tokenizer, lengths):
 
 
 def test_bad_recordings_of_a_scan(tmp_path, tokenizer):
-    """Prevents a scan that does not name the file, or trains on what it cannot read."""
+    """Prevents a scan that does not name an unreadable file, or trains on it."""
     write_sound(tmp_path / "a.wav", 1, 16_000, 1)
     records = [record_of(audio=name) for name in ("a.wav", "b.wav", ".")]
     annotations = open_jsonl(tmp_path, *records)
@@ -308,7 +308,7 @@ def test_bad_recordings_of_a_scan(tmp_path, tokenizer):
 
 
 def test_lengths_are_of_clips_of_one_size(lengths, tokenizer, tmp_path):
-    """Prevents clips of other sizes than the model's, and other files for models without audio."""
+    """Prevents clips of other sizes than the model's, and changed files of models without audio."""
     write_lengths(lengths, tmp_path / "a.parquet")
     again = read_lengths([tmp_path / "a.parquet"])
     assert (again.sha256, again.origin) == (lengths.sha256, lengths.origin)
@@ -324,7 +324,7 @@ def test_lengths_are_of_clips_of_one_size(lengths, tokenizer, tmp_path):
 
 
 def test_shards_hold_recordings(tmp_path, meta, tokenizer, lengths):
-    """Prevents recordings of a shard from being lost, or taken for another sample's."""
+    """Prevents a shard's recordings lost, or assigned to another sample."""
     from webdataset import TarWriter
 
     with TarWriter(str(tmp_path / "a.tar")) as shard:
@@ -346,7 +346,7 @@ def test_shards_hold_recordings(tmp_path, meta, tokenizer, lengths):
 
 
 def test_packs_and_a_plan_under_three_limits(meta, tokenizer, tmp_path, capsys):
-    """Prevents packs over the limit of any of three loads, by the commands as a user gives them."""
+    """Prevents packs over any of three caps, by the commands as a user gives them."""
     model, scanned, packs = (tmp_path / name for name in ("m.toml", "l.parquet", "p.parquet"))
     model.write_text(config_toml(OMNI))
     command = f"lengths {meta} --model {model} --tokenizer-model {tokenizer.path.parent}"
@@ -367,7 +367,7 @@ def test_packs_and_a_plan_under_three_limits(meta, tokenizer, tmp_path, capsys):
 
 
 def test_a_model_that_only_hears(meta, tokenizer, tmp_path):
-    """Prevents audio from needing images beside it."""
+    """Prevents audio models that require images."""
     annotations = Annotations.open(meta)
     heard = annotations.take(np.flatnonzero([not len(one.images) for one in annotations]))
     hears = OMNI.model_copy(update={"encoders": {"audio": AUDIO}})
@@ -383,7 +383,7 @@ ASKED = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content"
 
 
 def write_clip(path: Path, frames: int, rate: int = 24) -> list[np.ndarray]:
-    """A clip of smooth pictures that differ, and its frames as they are decoded."""
+    """Write a clip of smooth, distinct pictures; return its decoded frames."""
     av: Any = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream(CODECS[path.suffix[1:]], rate=rate)
@@ -399,7 +399,7 @@ def write_clip(path: Path, frames: int, rate: int = 24) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("suffix", sorted(CODECS))
 def test_headers_count_the_frames_that_are_decoded(tmp_path, suffix):
-    """Prevents: other tokens than were counted, whether a container says its frames or not."""
+    """Prevents other tokens than counted, in containers with or without a number of frames."""
     for frames in (1, 7, 60):
         path = tmp_path / f"{frames}.{suffix}"
         decoded = write_clip(path, frames, rate=12)
@@ -412,14 +412,14 @@ def test_headers_count_the_frames_that_are_decoded(tmp_path, suffix):
 
 
 @pytest.fixture(scope="module")
-def templated(tmp_path_factory):
+def chatml(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     return open_tokenizer(write_templated(folder, TEMPLATES["chatml"]))
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_lengths_count_videos_in_every_form(tmp_path, templated, name):
-    """Prevents: a form of data whose videos are not counted, or otherwise than in the others."""
+def test_lengths_count_videos_in_every_form(tmp_path, chatml, name):
+    """Prevents a data format with videos not counted, or counted differently."""
     write_clip(tmp_path / "v.mp4", 50)
     model, question = MODELS[name], "<video>\nWhat?"
     turns, answer = said(question, "a"), {"role": "assistant", "content": "a"}
@@ -450,14 +450,14 @@ def test_lengths_count_videos_in_every_form(tmp_path, templated, name):
         open_jsonl(tmp_path, *records),
         open_meta(tmp_path, a={"shards": "a.tar"}),
     ):
-        lengths = scan(annotations, templated, model).lengths
+        lengths = scan(annotations, chatml, model).lengths
         assert set(lengths.column("image_tokens").tolist()) == {grid.patches // 4}
         counts |= set(zip(lengths.tokens.tolist(), lengths.loss_tokens.tolist(), strict=True))
     assert len(counts) == 1
 
 
-def test_bad_videos_are_named_in_one_line(tmp_path, templated):
-    """Prevents: a traceback, or a scan that ends, for one file among many."""
+def test_bad_videos_are_named_in_one_line(tmp_path, chatml):
+    """Prevents a traceback or an aborted scan for one bad file among many."""
     av: Any = pytest.importorskip("av")
     with av.open(str(tmp_path / "sound.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=16_000)
@@ -501,7 +501,7 @@ def test_bad_videos_are_named_in_one_line(tmp_path, templated):
     records = [{"messages": ASKED, "videos": [name]} for name in names]
     annotations = open_jsonl(tmp_path, *records)
     for model in MODELS.values():
-        found = scan(annotations, templated, model, on_error="skip")
+        found = scan(annotations, chatml, model, on_error="skip")
         assert found.lengths.sample.tolist() == [len(reasons)]
         for bad, (name, reason) in zip(found.skipped, reasons.items(), strict=True):
             assert bad.reason.startswith(f"video {tmp_path / name} {reason}")
@@ -509,14 +509,14 @@ def test_bad_videos_are_named_in_one_line(tmp_path, templated):
 
 
 def test_a_file_that_ends_early_is_found_where_it_is_decoded(tmp_path):
-    """Prevents: a run that stops unexplained, as a header promises frames that are not there."""
+    """Prevents an unexplained stop if a header promises missing frames."""
     frames = write_clip(tmp_path / "a.mp4", 20)
     with pytest.raises(BadVideo, match="ends before frame 20, which its header counts"):
         read_video_frames(VideoFile(tmp_path / "a.mp4"), [0, len(frames)])
 
 
 def test_without_pyav_a_line_says_what_to_install(tmp_path, monkeypatch):
-    """Prevents: a traceback where the extra is not installed."""
+    """Prevents a traceback if the extra is not installed."""
     monkeypatch.setitem(sys.modules, "av", None)
     [sample] = open_jsonl(tmp_path, {"messages": ASKED, "videos": ["a.mp4"]})
     with pytest.raises(UserError, match=r'not installed; install it: pip install "omnibal\[video'):
@@ -524,14 +524,14 @@ def test_without_pyav_a_line_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_frames_are_those_that_the_processors_choose():
-    """Prevents: other frames than in Transformers, by counts and frames spelled out by hand."""
+    """Prevents choosing other frames than Transformers."""
     older, newer = (
         partial(sampled_frames, video=model.images.video, rule=model.images)
         for model in MODELS.values()
     )
     assert older(100, 25) == [0, 12, 25, 37, 50, 62, 75, 87]
     assert newer(100, 25) == [0, 14, 28, 42, 57, 71, 85, 99]
-    # Never fewer than four, if there are as many; of Qwen2.5-VL an even number.
+    # At least four if there are enough, and an even number for Qwen2.5-VL.
     assert older(30, 30) == [0, 7, 15, 22] and older(3, 30) == [0, 1]
     assert newer(30, 30) == [0, 10, 19, 29] and newer(3, 30) == [0, 1, 2]
     assert len(older(100_000, 10)) == len(newer(100_000, 10)) == 768

@@ -1,4 +1,4 @@
-"""Re-planning from runs whose true costs are known, as their logs are made of these."""
+"""Re-planning from logs of runs with known true costs."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,8 +30,8 @@ DEEP = MODEL.with_tower("vision", layers=12).with_tower("language", layers=24)
 LENGTHS = example_lengths(origin_of(DEEP), count=1500)
 
 
-def spoiled(unit: str, factor: float, **of_devices) -> CostSource:
-    """The counted costs with one kind of unit, or the devices of stages, so many times as slow."""
+def slow_costs(unit: str, factor: float, **of_devices) -> CostSource:
+    """Return counted costs with one kind of unit, or devices of stages, slower by a factor."""
     features = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
     factors = dict.fromkeys(features, factor)
     units = {unit: UnitFactors(forward=factors, backward=factors)}
@@ -40,7 +40,7 @@ def spoiled(unit: str, factor: float, **of_devices) -> CostSource:
 
 
 @cache
-def planned(job: JobSpec, schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD) -> PlanResult:
+def plan_job(job: JobSpec, schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD) -> PlanResult:
     level = Level(caps=Caps.of(tiles=8, tokens=512))
     data = SampleData(lengths=LENGTHS, levels=(level,), packs_per_step=8 * job.parallel.data)
     return make_ordered_plan(PlanRequest(job=job, data=data, schedule=schedule))
@@ -51,8 +51,8 @@ def deep_job(data: int = 1) -> JobSpec:
     return job_spec(model=DEEP, parallel=Parallel(pipeline=4, data=data))
 
 
-def logged(result: PlanResult, job: JobSpec, slow: dict | None = None) -> RunLog:
-    """What a run of the plan logs on devices of the job's costs, with 3 % of noise a pass.
+def make_log(result: PlanResult, job: JobSpec, slow: dict | None = None) -> RunLog:
+    """Return the log of a run on devices with the job's costs, with 3 % noise per pass.
 
     Args:
         slow: factors by stage and data-parallel rank.
@@ -100,24 +100,24 @@ def true_ms(result: PlanResult, job: JobSpec) -> float:
     return float(simulate_levels(job.cost, plan.stages_at_levels, workload).step_ms.mean())
 
 
-def opened(result: PlanResult, folder):
+def reopen(result: PlanResult, folder):
     save_plan(result, folder)
     return open_plan(folder)
 
 
-def replanned(folder, result: PlanResult, told: JobSpec, **options) -> Replanned:
-    """From a run on devices of the job's costs."""
-    return replan(opened(result, folder), logged(result, told, **options))
+def replan_run(folder, result: PlanResult, told: JobSpec, **options) -> Replanned:
+    """Replan from a run on devices with the job's costs."""
+    return replan(reopen(result, folder), make_log(result, told, **options))
 
 
 def assert_gained(anew: Replanned, before: PlanResult, told: JobSpec, least: float) -> None:
-    """By what was predicted, and by more than so much."""
+    """Assert a gain as predicted, and above `least`."""
     gained = 1 - true_ms(anew.result, told) / true_ms(before, told)
     assert gained > least and anew.gain == pytest.approx(gained, abs=0.03)
 
 
 def assert_nearly(anew: Replanned, right: PlanResult, told: JobSpec, most: float = 1.03) -> None:
-    """As fast as the plan of who knows the costs."""
+    """Assert a step time near the plan made with true costs."""
     assert true_ms(anew.result, told) <= most * true_ms(right, told)
 
 
@@ -125,10 +125,10 @@ def assert_nearly(anew: Replanned, right: PlanResult, told: JobSpec, most: float
     ("unit", "factor"), [("vision_layer", 1.4), ("language_layer", 1 / 1.4)], ids=["more", "less"]
 )
 def test_spoiled_costs_recover(tmp_path, unit, factor):
-    """Prevents: a run that does not tell of a profile that is off by 40 % for a kind of layer."""
-    job, right = deep_job(), planned(deep_job())
-    wrong = planned(replace(job, cost_source=spoiled(unit, factor)))
-    anew = replanned(tmp_path / "plan", wrong, job)
+    """Prevents a run from keeping a profile that is off by 40 % for a kind of layer."""
+    job, right = deep_job(), plan_job(deep_job())
+    wrong = plan_job(replace(job, cost_source=slow_costs(unit, factor)))
+    anew = replan_run(tmp_path / "plan", wrong, job)
     assert true_ms(wrong, job) > 1.05 * true_ms(right, job)
     assert_nearly(anew, right, job)
     found = next(one for one in anew.fit.kinds if one.name == unit)
@@ -139,12 +139,12 @@ def test_spoiled_costs_recover(tmp_path, unit, factor):
 
 
 def test_a_slow_stage_gets_fewer_layers(tmp_path):
-    """Prevents: a slow node that all others wait for, step after step."""
-    told = replace(deep_job(), cost_source=spoiled("head", 1.0, slowness=(1, 1.5, 1, 1)))
-    before, right = planned(deep_job()), planned(told)
-    anew = replanned(tmp_path / "plan", before, told)
-    again = replanned(tmp_path / "anew", anew.result, told)
-    for each in (anew, again):  # not forgotten by the second time
+    """Prevents a slow node that all other nodes wait for in every step."""
+    told = replace(deep_job(), cost_source=slow_costs("head", 1.0, slowness=(1, 1.5, 1, 1)))
+    before, right = plan_job(deep_job()), plan_job(told)
+    anew = replan_run(tmp_path / "plan", before, told)
+    again = replan_run(tmp_path / "anew", anew.result, told)
+    for each in (anew, again):  # still known the second time
         slowness = [stage.slowness for stage in each.fit.stages]
         assert slowness == pytest.approx([1, 1.5, 1, 1], rel=0.04)
     assert_gained(anew, before, told, 0.1)
@@ -152,30 +152,30 @@ def test_a_slow_stage_gets_fewer_layers(tmp_path):
 
 
 def test_a_slow_rank_is_named(tmp_path):
-    """Prevents: a slow device that is lost in the mean over data-parallel ranks."""
+    """Prevents a slow device hidden in the mean over data-parallel ranks."""
     job = deep_job(2)
-    result = planned(job)
-    anew = replanned(tmp_path / "plan", result, job, slow={(2, 1): 1.5})
+    result = plan_job(job)
+    anew = replan_run(tmp_path / "plan", result, job, slow={(2, 1): 1.5})
     ranks = [stage.slow_ranks for stage in anew.fit.stages]
     assert [list(each) for each in ranks] == [[], [], [1], []]
     assert anew.fit.stages[2].slowness == pytest.approx(1.5, rel=0.04)
     slow_ranks = ((1.0,) * 4, (1.0, 1.0, 1.5, 1.0))
-    told = replace(job, cost_source=spoiled("head", 1.0, slow_ranks=slow_ranks))
+    told = replace(job, cost_source=slow_costs("head", 1.0, slow_ranks=slow_ranks))
     assert_gained(anew, result, told, 0.05)
-    of_stages = planned(replace(job, cost_source=spoiled("head", 1.0, slowness=(1, 1, 1.5, 1))))
+    of_stages = plan_job(replace(job, cost_source=slow_costs("head", 1.0, slowness=(1, 1, 1.5, 1))))
     assert_nearly(anew, of_stages, told, 1.01)
 
 
 def test_a_slow_rank_gets_fewer_packs(tmp_path):
-    """Prevents: ranks that wait for a slow one, step after step."""
+    """Prevents ranks that wait for a slow rank in every step."""
     job = job_spec(model=DEEP, parallel=Parallel(pipeline=1, data=2))
-    slow = spoiled("head", 1.0, slow_ranks=((1.0,), (1.5,)), pipeline=1)
+    slow = slow_costs("head", 1.0, slow_ranks=((1.0,), (1.5,)), pipeline=1)
     told = replace(job, cost_source=slow)
-    before = planned(job)
+    before = plan_job(job)
     first = SampleData.of_plan(before.plan, before.data)
     right = make_ordered_plan(PlanRequest(job=told, data=first))
-    anew = replanned(tmp_path / "plan", before, told)
-    again = replanned(tmp_path / "anew", anew.result, told)
+    anew = replan_run(tmp_path / "plan", before, told)
+    again = replan_run(tmp_path / "anew", anew.result, told)
     for each in (anew, again):
         assert each.fit.stages[0].slow_ranks == pytest.approx({1: 1.5}, rel=0.04)
         assert_nearly(each, right, told, 1.02)
@@ -184,10 +184,10 @@ def test_a_slow_rank_gets_fewer_packs(tmp_path):
 
 
 def test_a_run_of_another_plan_is_refused(tmp_path):
-    """Prevents: costs fitted on passes of other stages."""
-    job, result = deep_job(), planned(deep_job())
-    log = logged(result, job)
-    files = opened(result, tmp_path / "plan")
+    """Prevents costs fitted on passes of other stages."""
+    job, result = deep_job(), plan_job(deep_job())
+    log = make_log(result, job)
+    files = reopen(result, tmp_path / "plan")
     with pytest.raises(UserError, match="latest plan, the newest in its folder"):
         replan(files, replace(log, info=log.info.model_copy(update={"plan_sha256": "x"})))
     with pytest.raises(UserError, match="passes of 3 steps"):
@@ -195,9 +195,9 @@ def test_a_run_of_another_plan_is_refused(tmp_path):
 
 
 def test_fewer_devices_keep_the_steps(tmp_path):
-    """Prevents: samples that are lost or doubled when a node is lost."""
-    result = planned(deep_job(2))
-    files, data = opened(result, tmp_path / "plan"), result.plan.data
+    """Prevents samples lost or doubled when a node is lost."""
+    result = plan_job(deep_job(2))
+    files, data = reopen(result, tmp_path / "plan"), result.plan.data
     four, three = (replan(files, None, gpus=gpus).plan for gpus in (4, 3))
     assert (four.parallel.pipeline, four.parallel.data) == (4, 1)
     assert three.parallel.world_size == 3
@@ -210,7 +210,7 @@ def test_fewer_devices_keep_the_steps(tmp_path):
 
 
 def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
-    """Prevents: a traceback for more nodes than a job can have."""
+    """Prevents a traceback for more nodes than a job can have."""
     run(PLAN, "-o", tmp_path / "plan")
     capsys.readouterr()
     anew = ("replan", tmp_path / "plan", "-o")
@@ -221,9 +221,9 @@ def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
 
 
 def test_devices_without_room_for_a_schedule_go_on_in_another(tmp_path):
-    """Prevents: an elastic run that ends, as one device is left and its plan had chunks."""
-    result = planned(deep_job(), PipelineSchedule(name="interleaved", chunks=2))
+    """Prevents an elastic run that ends because its plan has chunks and one device is left."""
+    result = plan_job(deep_job(), PipelineSchedule(name="interleaved", chunks=2))
     assert len(result.plan.stages) == 8
-    anew = replan(opened(result, tmp_path / "plan"), None, gpus=1)
+    anew = replan(reopen(result, tmp_path / "plan"), None, gpus=1)
     assert (anew.plan.schedule.name, len(anew.plan.stages)) == ("1f1b", 1)
     assert anew.plan.data.steps_sha256 == result.plan.data.steps_sha256

@@ -1,4 +1,4 @@
-"""Replays put together to steps, against the prediction and against steps simulated one by one."""
+"""Replays combined into steps, against the prediction and against steps simulated here."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -64,14 +64,14 @@ class Job:
     def write(self, folder: Path, steps: tuple[int, ...] | None = (0,), **info):
         return write_replay(folder, self.plan, self.cost, self.workload, steps, **info)
 
-    def read(self, folder: Path, **changes):
-        """Of the plan with other fields."""
+    def read_back(self, folder: Path, **changes):
+        """Read a replay of the plan with other fields."""
         plan = self.plan.model_copy(update=changes)
         return read_replay(folder, plan, self.cost, self.workload)
 
 
 def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
-    """Unequal packs of the example lengths, in steps of two data-parallel ranks."""
+    """Return a job of unequal packs of the example lengths, on two data-parallel ranks."""
     model, hardware = load_model(name), load_cluster(cluster)
     made = make_plan(request())
     changes = {"model": model, "cluster": hardware, "parallel": parallel, "prediction": None}
@@ -82,7 +82,7 @@ def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
 
 SCHEDULES = {
     "interleaved": PipelineSchedule(name="interleaved", chunks=2),
-    # It is of exactly so many micro-batches.
+    # Depends on the exact number of micro-batches.
     "back_and_forth": PipelineSchedule(name="zb-v", chunks=2),
     "in_two_parts": PipelineSchedule(name="zb-h1"),
 }
@@ -90,11 +90,11 @@ SCHEDULES = {
 
 @cache
 def job_named(name: str) -> Job:
-    """Four stages of the digits model, some layers of them recomputed, or as `name` says."""
+    """Return four stages of the digits model, some layers recomputed, or the variant `name`."""
     if name == "two_levels":
         return two_levels(job_named("small"))
     if name == "tensor_parallel":
-        # Two stages whose 25 vision heads are padded to 26, on two tensor-parallel ranks.
+        # Two stages with 25 vision heads, padded to 26, on two tensor-parallel ranks.
         sizes = Parallel(tensor=2, pipeline=2, data=2, sequence_parallel=True)
         stages = {"cuts": (40,), "recomputed": [(10, 0), (0, 20)]}
         return job_of("internvl-chat-1.5-6b-20b", "a100-80g", sizes, **stages)
@@ -116,7 +116,7 @@ CUTS = (2, 5, 8)
 
 
 def two_levels(small: Job) -> Job:
-    """The same packs, the larger half as a level that costs more and recomputes all layers."""
+    """Return the job with larger packs on a costlier level that recomputes all layers."""
     packs, lengths = small.data
     stages, caps = small.plan.stages, small.plan.data.caps
     half = int(np.median(packs.tokens))
@@ -138,10 +138,10 @@ def two_levels(small: Job) -> Job:
 
 @pytest.mark.parametrize("name", ["small", "tensor_parallel", "two_levels", *SCHEDULES])
 def test_replay_as_predicted_is_the_prediction(tmp_path: Path, name: str) -> None:
-    """Prevents a replay that adds to what was measured: differences must be the devices'."""
+    """Prevents a replay that adds time or memory to its measurements."""
     job = job_named(name)
     job.write(tmp_path, None)
-    replay, predicted = job.read(tmp_path), job.predict()
+    replay, predicted = job.read_back(tmp_path), job.predict()
     assert replay.step_ms == pytest.approx(predicted.step_ms)
     assert replay.predicted_step_ms == pytest.approx(predicted.step_ms)
     assert replay.idle_fraction == pytest.approx(predicted.bubble_fraction)
@@ -160,12 +160,12 @@ def test_replay_as_predicted_is_the_prediction(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["small", *SCHEDULES])
 def test_slower_stage_is_in_every_pass(tmp_path: Path, name: str) -> None:
-    """Prevents a measured time in another chunk's place, or in that of a backward's other part."""
+    """Prevents a measured time used for another chunk, or another part of a backward."""
     job = job_named(name)
     plan, size = job.plan, job.plan.parallel.pipeline
     factors = (1.0, 2.0, *[1.0] * (size - 2))
     job.write(tmp_path, (0, 3), factors=factors)
-    replay = job.read(tmp_path)
+    replay = job.read_back(tmp_path)
     rows = np.isin(job.workload.step, (0, 3))
     times = workload_times(job.cost, [plan.stages], job.workload.rows(rows))
     of_parts = np.array(factors)[[plan.schedule.placement.stage_of(k, size) for k in range(4)]]
@@ -179,10 +179,10 @@ def test_slower_stage_is_in_every_pass(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_heaviest_windows_are_steps_that_need_as_much(name: str) -> None:
-    """Prevents micro-batches that need most among others of their step, and less by themselves."""
+    """Prevents windows that peak within their step, and need less by themselves."""
     job = job_named(name)
     plan, workload = job.plan, job.workload
-    # Links and shared buffers are as large as the whole run's largest micro-batch needs.
+    # Links and shared buffers are sized by the run's largest micro-batch.
     names = "output_bytes", "output_gradient_bytes", "shared_bytes"
     nothing = dict.fromkeys(names, np.zeros(len(job.cost.features)))
     units = {name: replace(unit, **nothing) for name, unit in job.cost.units.items()}
@@ -210,7 +210,7 @@ def test_heaviest_windows_are_steps_that_need_as_much(name: str) -> None:
 
 
 def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) -> None:
-    """Prevents working memory that is compared where none is measured, or left out."""
+    """Prevents comparing working memory that was not measured, or omitting it if measured."""
     stages = small.predict().stages
     for counted in (True, False):
         replays = small.write(tmp_path / f"{counted}", with_working_memory=counted)
@@ -223,28 +223,28 @@ def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) 
 
 
 def test_replay_of_another_plan_is_refused(small: Job, tmp_path: Path) -> None:
-    """Prevents times of other stages or packs beside this plan's prediction."""
+    """Prevents times of other stages or packs compared with this plan's prediction."""
     small.write(tmp_path)
-    small.read(tmp_path, prediction=small.predict())
+    small.read_back(tmp_path, prediction=small.predict())
     fewer = tuple(s.model_copy(update={"recompute": ()}) for s in small.plan.stages)
     with pytest.raises(UserError, match="is the replay of another plan"):
-        small.read(tmp_path, stages=fewer)
+        small.read_back(tmp_path, stages=fewer)
 
 
 def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
-    """Prevents a step without the stages that were not replayed yet."""
+    """Prevents a step without the stages that are not replayed yet."""
     with pytest.raises(UserError, match=r"replay\.json: no such file"):
-        small.read(tmp_path)
+        small.read_back(tmp_path)
     small.write(tmp_path)
     for stage in (1, 2):
         (tmp_path / f"stage_{stage}.json").unlink()
     assert [kept.stage for kept in REPLAY_FILES.read_stages(tmp_path, 4)] == [0, 3]
     with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are missing\)"):
-        small.read(tmp_path)
+        small.read_back(tmp_path)
 
 
 def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
-    """Prevents stages of other steps, content or devices from being put into one step."""
+    """Prevents combining stages of other steps, content or devices into one step."""
     info = replay_info(small.plan, (0, 1))
     REPLAY_FILES.open(tmp_path / "replay", info)
     REPLAY_FILES.open(tmp_path / "replay", info)
@@ -256,7 +256,7 @@ def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
 
 
 def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
-    """Prevents times of one micro-batch in another's place, and lists that do not fit."""
+    """Prevents one micro-batch's times used for another, and lists of unequal lengths."""
     replays = small.write(tmp_path)
     rows = tuple(row + 1 for row in replays[2].rows)
     for changed, other, message in (
@@ -267,7 +267,7 @@ def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
         for replay in changed:
             REPLAY_FILES.write(replay.model_copy(update={"rows": other}), tmp_path)
         with pytest.raises(UserError, match=message):
-            small.read(tmp_path)
+            small.read_back(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
     ],
 )
 def test_a_step_with_what_is_left_over_is_not_chosen(samples_of_packs, odd):
-    """Prevents a replay of a step that is like no other."""
+    """Prevents replaying an unusual step of leftover samples."""
     sizes = np.concatenate(samples_of_packs)
     packs = Packs.from_lists(np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1]))
     step = np.repeat(np.arange(5), list(map(len, samples_of_packs)))
@@ -290,7 +290,7 @@ def test_steps_are_spread_over_the_run(small: Job) -> None:
     """Prevents replaying only a run's beginning, a step twice, or some ranks' packs."""
     packs = small.data[0]
     every = choose_steps(packs, 10**6)
-    epochs = int(packs.epoch[-1]) + 1  # each has a step with what is left over
+    epochs = int(packs.epoch[-1]) + 1  # each has a step of leftover packs
     assert len(every) >= packs.steps - epochs and list(every) == sorted(set(every))
     few = choose_steps(packs, 3)
     parts = np.array_split(np.array(every), 3)
@@ -299,11 +299,11 @@ def test_steps_are_spread_over_the_run(small: Job) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> None:
-    """Prevents a measured peak of lighter micro-batches than the predicted one is of."""
+    """Prevents measuring the peak of lighter micro-batches than predicted."""
     packs, stages = small.data[0], small.plan.stages
     cost, features = random_cost(np.random.default_rng(seed)), small.features
     if seed == 0:
-        # Inputs, which stage 1 keeps alone, grow with tokens, all else with squared lengths.
+        # Inputs, which stage 1 keeps alone, grow with tokens, other memory with squared lengths.
         inputs, inner = 1e4 * np.eye(5)[2], 1e6 * np.eye(5)[3]
         kept = {"boundary_bytes": inputs, "activation_bytes": inputs + inner}
         cost = replace(cost, units={kind: replace(u, **kept) for kind, u in cost.units.items()})
@@ -337,7 +337,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
 
 
 def test_heaviest_packs_are_found_at_their_own_levels(small: Job) -> None:
-    """Prevents a memory peak that is looked for as if all packs recomputed the same layers."""
+    """Prevents searching a memory peak as if all packs recomputed equal layers."""
     job = job_named("two_levels")
     plan, cost, workload = job.plan, job.cost, job.workload
     lighter = 0
@@ -350,7 +350,7 @@ def test_heaviest_packs_are_found_at_their_own_levels(small: Job) -> None:
         assert needed[:, chosen].max() == pytest.approx(most_gib)
         windows = heaviest_windows(cost, plan, stage, workload)
         assert windows[0].predicted_gib == pytest.approx(most_gib)
-        # Where the peak would be, had no pack recomputed anything.
+        # The peak if no pack recomputed anything.
         none = plan.model_copy(update={"levels": ()})
         others = np.concatenate(heaviest_rows(small.cost, none, stage, small.workload))
         lighter += needed[:, others].max() < most_gib

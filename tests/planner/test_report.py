@@ -1,4 +1,4 @@
-"""The report page against numbers worked out here, apart from the report's own code."""
+"""The report page, against numbers computed here without the report's own code."""
 
 import re
 import shutil
@@ -71,7 +71,7 @@ def make_lengths(name="documents") -> Lengths:
 
 
 def make_packs(lengths: Lengths) -> ScheduledPacks:
-    """Three samples a pack in the order given, which keeps both caps."""
+    """Return three samples per pack in the given order, which keeps both caps."""
     samples = np.arange(len(lengths))
     packs = Packs(samples=samples, offsets=np.append(samples[::3], len(samples)))
     step, within = np.divmod(np.arange(len(packs)), DP * MICRO_BATCHES)
@@ -147,7 +147,7 @@ def make_records(steps=STEPS) -> list[runlog.StepRecord]:
 
 RECORDS = make_records()
 ASKED = {"single digit": (200, 171, 0.1), "read the line": (150, 63, 0.001)}
-"""Kinds of questions: their number, that of right answers, and the share right by chance."""
+"""Kinds of questions: their number, the number of right answers, and the share right by chance."""
 
 
 def make_evaluation(text: str) -> runlog.Evaluation:
@@ -172,14 +172,14 @@ def make_evaluation(text: str) -> runlog.Evaluation:
 
 
 def files_of(directory: Path) -> PlanFiles:
-    """As they stand: these plans' predictions are made up, so no check would pass them."""
+    """Return unchecked files, as these plans' predictions are made up."""
     plan = read_plan(directory)
     job, data = make_job(plan, directory), read_plan_data(plan, directory)
     return PlanFiles(plan=plan, job=job, data=data)
 
 
 def write_plan_of(folder: Path, text: str | None = None, **changes) -> Plan:
-    """Write folder/plan with changed fields, and its data if it has any; `text` is all names."""
+    """Write folder/plan with changed fields, and its data if any. `text` replaces all names."""
     (folder / "plan").mkdir()
     lengths = LENGTHS if text is None else make_lengths(text)
     per_step = {"packs_per_step": MICRO_BATCHES, "micro_batches_per_step": MICRO_BATCHES}
@@ -210,7 +210,7 @@ def write_run_of(folder: Path, records: list[runlog.StepRecord], text="documents
 
 
 class Page(HTMLParser):
-    """Collects what the tests ask for and fails on unbalanced elements."""
+    """Parser that collects text, tags and names, and fails on unbalanced elements."""
 
     VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
 
@@ -238,15 +238,15 @@ class Page(HTMLParser):
             self.words.append(data)
 
 
-def reported(folder: Path, *sources: str) -> str:
-    """Page of the folder's plan, with its run and its replay if they are named."""
+def make_page(folder: Path, *sources: str) -> str:
+    """Return the page of the folder's plan, with its run and its replay if named."""
     run, replay = (folder / name if name in sources else None for name in ("run", "replay"))
     write_report(files_of(folder / "plan"), run, folder / "r.html", replay)
     return (folder / "r.html").read_text("ascii")
 
 
 def rows_under(page: str, heading: str) -> list[list[str]]:
-    """Cell texts of the first table after the section heading."""
+    """Return cell texts of the first table after the section heading."""
     section = page.split(f"<h2>{heading}</h2>")[1]
     body = section.split("<tbody>")[1].split("</tbody>")[0]
     return [
@@ -257,7 +257,7 @@ def rows_under(page: str, heading: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with plan/ and run/."""
+    """Return a folder with plan/ and run/."""
     folder = tmp_path_factory.mktemp("report")
     write_plan_of(folder)
     write_run_of(folder, RECORDS)
@@ -266,11 +266,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder) -> str:
-    return reported(folder, "run")
+    return make_page(folder, "run")
 
 
 def test_headline_gives_measured_and_predicted(page):
-    """Prevents a headline that shows other steps' times than the run's median, or a wrong error."""
+    """Prevents a headline with other times than the run's median, or a wrong error."""
     step_ms = statistics.median(record.step_ms for record in RECORDS)
     bubble = statistics.median(
         sum(stage.wait_ms for stage in record.stages) / 2 / record.step_ms for record in RECORDS
@@ -291,7 +291,7 @@ def test_headline_gives_measured_and_predicted(page):
 
 
 def test_stages_have_their_own_times_and_memory(page):
-    """Prevents a time per micro-batch beside one per step, and memory of another kind."""
+    """Prevents comparing times per micro-batch and per step, and memory of another kind."""
     units = (
         (["0", "3", "0", "2 + 0"], "17.0", "vision embed"),
         (["1", "1", "4", "0 + 1"], "9.0", "projector, language embed, head"),
@@ -310,14 +310,14 @@ def test_stages_have_their_own_times_and_memory(page):
 
 
 def test_step_time_by_cause_is_that_of_the_log(folder, page):
-    """Prevents: a split of the measured step that loses time, or scales the wrong stage."""
+    """Prevents a split of the measured step that loses time, or scales the wrong stage."""
     files = files_of(folder / "plan")
     run = summarise_run(RECORDS, 4, None)
     causes = split_measured_step(files.plan, files.job, files.data, run, RECORDS)
     assert sum(causes.values()) == pytest.approx(run.step_ms)
     assert causes["weight update"] == pytest.approx(0.02 * run.step_ms - 1.75, rel=0.05)
     assert causes["reading"] == pytest.approx(0.004 * run.step_ms, rel=0.05)
-    # Without recomputation, forward and backward of both stages, at 1 and 2.2 times a share.
+    # Without recomputation: forward and backward of both stages, 1 and 2.2 times a share.
     kept = tuple(stage.model_copy(update={"recompute": ()}) for stage in STAGES)
     plan = files.plan.model_copy(update={"stages": kept})
     of_kept = split_measured_step(plan, files.job, files.data, run, RECORDS)
@@ -333,7 +333,7 @@ def test_step_time_by_cause_is_that_of_the_log(folder, page):
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"data": 4, "sharded": 4}, {"expert": 2}])
 def test_advice_names_options_that_exist(parallel):
-    """Prevents: a cause without advice, or an option that no command has."""
+    """Prevents a cause without advice, or an option that no command has."""
     sizes = Parallel(**{"pipeline": 2, "data": 2} | parallel)
     model = MODEL.model_copy(update={"name": "any"})
     plan = Plan.model_construct(
@@ -354,7 +354,7 @@ def test_advice_names_options_that_exist(parallel):
 
 
 def test_device_memory_is_compared(tmp_path):
-    """Prevents: a run on GPUs without a measured peak, or a green verdict on a full device."""
+    """Prevents a run on GPUs without a measured peak, or a green verdict on a full device."""
     write_plan_of(tmp_path)
     on_gpu = [
         one.model_copy(
@@ -363,7 +363,7 @@ def test_device_memory_is_compared(tmp_path):
         for one in RECORDS
     ]
     write_run_of(tmp_path, on_gpu)
-    page = reported(tmp_path, "run")
+    page = make_page(tmp_path, "run")
     assert [row[-1] for row in rows_under(page, "Memory")] == ["3.41", "3.11"]
     assert (
         "fits 3.04 of 3.60 usable GiB predicted, on stage 0; 3.41 GiB measured" in Page(page).text
@@ -371,9 +371,9 @@ def test_device_memory_is_compared(tmp_path):
 
 
 def test_memory_over_the_device_does_not_fit(tmp_path):
-    """Prevents a green verdict on a plan that needs the share of a device that is kept free."""
+    """Prevents a green verdict on a plan that needs the reserved share of a device."""
     write_plan_of(tmp_path, cluster=CLUSTER.model_copy(update={"memory_gib": 3.2}))
-    assert "does not fit 3.04 of 2.88 usable GiB" in Page(reported(tmp_path)).text
+    assert "does not fit 3.04 of 2.88 usable GiB" in Page(make_page(tmp_path)).text
 
 
 def test_held_out_accuracy_and_examples(page):
@@ -431,7 +431,7 @@ def test_split_draws_every_layer_once_and_hatches_recomputed(folder):
 
 
 def test_sources_and_fill_are_those_of_the_data(page):
-    """Prevents a mean of another source than the row's name, and fill that is not the packs'."""
+    """Prevents a mean of another source than the row names, and fill of other packs."""
     rows = [row for section in sources_table(LENGTHS, most=2).sections for row in section]
     order = np.argsort(-np.bincount(LENGTHS.source))
     names = [*(LENGTHS.source_names[i] for i in order[:2]), "1 smaller sources", "all"]
@@ -446,7 +446,7 @@ def test_sources_and_fill_are_those_of_the_data(page):
 
 
 def test_page_needs_nothing_else(page):
-    """Prevents a page that loads or runs something, or that cannot be followed without sight."""
+    """Prevents a page that loads or runs something, or lacks labels for screen readers."""
     parsed = Page(page)
     assert not re.search(r"https?:|//\w|url\((?!#)|@import", page)
     assert parsed.names.isdisjoint({"script", "link", "img", "iframe", "object", "embed"})
@@ -455,7 +455,7 @@ def test_page_needs_nothing_else(page):
 
 
 def test_timeline_draws_every_pass_of_the_simulated_step(folder):
-    """Prevents a schedule with passes missing, two at once on one stage, or on another scale."""
+    """Prevents missing passes, overlapping passes on a stage, or another time scale."""
     files = files_of(folder / "plan")
     figure = timeline_figure(files.plan, files.job, PACKS, LENGTHS)
     cost = analytic_cost(files.plan.model, files.plan.cluster, files.plan.parallel, "fp32")
@@ -478,12 +478,12 @@ def test_timeline_draws_every_pass_of_the_simulated_step(folder):
 
 
 def test_shapes_only_plan_has_no_rate(tmp_path):
-    """Prevents an invented rate and duration of a plan that has no samples."""
+    """Prevents an invented rate and duration for a plan without samples."""
     unknown = {"samples_per_second_per_gpu": None, "gpu_days": None}
     shapes = Shapes(caps=CAPS, micro_batches_per_step=MICRO_BATCHES)
     prediction = PREDICTION.model_copy(update=unknown)
     write_plan_of(tmp_path, data=None, shapes=shapes, prediction=prediction)
-    page = reported(tmp_path)
+    page = make_page(tmp_path)
     assert not any(name in page for name in ("Samples/s", "Whole training", "<h2>Data"))
     for stage, row in zip(PREDICTION.stages, rows_under(page, "Stages"), strict=True):
         assert row[4] == f"{stage.forward_ms:.2f}"
@@ -491,8 +491,8 @@ def test_shapes_only_plan_has_no_rate(tmp_path):
 
 
 def test_representative_step_is_full_and_of_median_load():
-    """Prevents the short last step, or an outlier, from standing for the run."""
-    rows = np.flatnonzero(PACKS.step < 6)[:-1]  # Five full steps and one that lacks a pack.
+    """Prevents representing a run by its short last step, or by an outlier."""
+    rows = np.flatnonzero(PACKS.step < 6)[:-1]  # Five full steps and a step that lacks a pack.
     last = (PACKS.step == 5) & (PACKS.dp_rank == 0) & (PACKS.slot == 3)
     part = PACKS.take(rows[~last[rows]])
     load = np.array([9, 1, 5, 2, 7, 4.0])[part.step]
@@ -501,18 +501,18 @@ def test_representative_step_is_full_and_of_median_load():
 
 
 def test_same_input_same_bytes(folder, page, tmp_path):
-    """Prevents timestamps, paths and unordered sets from making two reports of one run differ."""
+    """Prevents reports of one run that differ by timestamps, paths or unordered sets."""
     for name in ("plan", "run"):
         shutil.copytree(folder / name, tmp_path / "other" / name)
-    assert reported(tmp_path / "other", "run") == page
+    assert make_page(tmp_path / "other", "run") == page
     assert not list(tmp_path.rglob("*.part"))
 
 
 def test_text_of_the_data_stays_text(tmp_path):
-    """Prevents names, questions and answers of the data from becoming part of the page's code."""
+    """Prevents names, questions and answers of the data from becoming HTML code."""
     write_plan_of(tmp_path, HOSTILE)
     write_run_of(tmp_path, RECORDS, HOSTILE)
-    parsed = Page(reported(tmp_path, "run"))
+    parsed = Page(make_page(tmp_path, "run"))
     assert parsed.names.isdisjoint({"script", "img"})
     assert not any(name.startswith("on") for _, attrs in parsed.tags for name in attrs)
     # Title, headline, device, kind, question, source.
@@ -528,9 +528,9 @@ def test_text_of_the_data_stays_text(tmp_path):
     ],
 )
 def test_page_of_a_partial_plan(tmp_path, lacking, shown):
-    """Prevents a crash, or an empty section, where the plan holds less than everything."""
+    """Prevents a crash, or an empty section, if a plan lacks data or a prediction."""
     write_plan_of(tmp_path, **dict.fromkeys(lacking))
-    page = reported(tmp_path)
+    page = make_page(tmp_path)
     assert ("measured times are compared" in Page(page).text) is ("prediction" not in lacking)
     titles = {"Stages", "Data", "Memory", "Training"}
     assert {title for title in titles if f"<h2>{title}</h2>" in page} == shown
@@ -541,7 +541,7 @@ def test_page_of_a_short_or_long_run(tmp_path, steps):
     """Prevents a crash on one step, and a page that grows with the length of the run."""
     write_plan_of(tmp_path)
     write_run_of(tmp_path, make_records(steps))
-    assert f"{steps:,} steps, 0 to {steps - 1:,}" in Page(reported(tmp_path, "run")).text
+    assert f"{steps:,} steps, 0 to {steps - 1:,}" in Page(make_page(tmp_path, "run")).text
     assert (tmp_path / "r.html").stat().st_size < 400_000
 
 
@@ -553,7 +553,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     def refuse(said: str, source="run", **changes) -> None:
         write_plan(plan.model_copy(update=changes), tmp_path / "plan")
         with pytest.raises(UserError, match=said):
-            reported(tmp_path, source)
+            make_page(tmp_path, source)
 
     refuse("2 pipeline stages and the plan 1", stages=STAGES[:1], prediction=None)
     runlog.write_run_info(
@@ -569,7 +569,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 
 
 def test_held_out_loss_and_incidents_are_shown(tmp_path):
-    """Prevents: validations that are shown nowhere, and a run that looks clean or ends well."""
+    """Prevents validations shown nowhere, and a run with incidents that looks clean."""
     records = RECORDS.copy()
     for step, change in (
         (5, {"skipped": True, "loss": float("nan")}),
@@ -589,7 +589,7 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path):
     for step in (40, 80):
         validation = runlog.ValidationRecord(step=step, loss=1.25, loss_tokens=10, seconds=1.0)
         runlog.append_record(validation, tmp_path / "run" / runlog.VALIDATION_FILE)
-    text = Page(reported(tmp_path, "run")).text
+    text = Page(make_page(tmp_path, "run")).text
     for told in (
         "held-out data, 1.25 at the end",
         "skipped steps: 1, spikes of the loss: 1, unreadable samples replaced: 3",
@@ -602,7 +602,7 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path):
 
 
 def test_curve_shows_what_it_can():
-    """Prevents one slow step that flattens a curve, and points or validations that are lost."""
+    """Prevents one slow step that flattens a curve, and lost points or validations."""
     values = [record.step_ms for record in RECORDS]
     held_out = [(39, 180.0), (79, float("nan")), (119, 170.0)]
     more = {"predicted": 150.0, "held_out": held_out, "from_zero": True}
@@ -633,11 +633,11 @@ def replays(folder) -> list[StageReplay]:
 
 @pytest.fixture(scope="module")
 def three_columns(folder, replays) -> str:
-    return reported(folder, "run", "replay")
+    return make_page(folder, "run", "replay")
 
 
 def test_replayed_times_stand_between_predicted_and_measured(page, three_columns, replays):
-    """Prevents a replay's time of other steps, ranks or units beside the run's and prediction's."""
+    """Prevents comparing a replay of other steps, ranks or units than the run's."""
     before, after = rows_under(page, "Stages"), rows_under(three_columns, "Stages")
     per_micro_batch = 1 / (len(REPLAYED) * DP * MICRO_BATCHES)
     for old, new, replay in zip(before, after, replays, strict=True):
@@ -652,11 +652,11 @@ def test_replayed_times_stand_between_predicted_and_measured(page, three_columns
 
 
 def test_replay_has_its_own_step_bubble_and_memory(folder, three_columns):
-    """Prevents a replay's deviation from other steps' prediction."""
+    """Prevents a replay's deviation computed from other steps' prediction."""
     files = files_of(folder / "plan")
     plan, workload = files.plan, files.job.workload(*files.data, files.plan.pack_levels)
     replay = read_replay(folder / "replay", plan, files.job.cost, workload)
-    text, alone = Page(three_columns).text, Page(reported(folder, "replay")).text
+    text, alone = Page(three_columns).text, Page(make_page(folder, "replay")).text
     error, of_these = replay.step_ms / replay.predicted_step_ms - 1, replay.predicted_step_ms
     told = f"{milliseconds(replay.step_ms)} (replayed), {100 * error:.1f} % longer than predicted"
     assert f"{told} ({milliseconds(of_these)})" in alone
@@ -670,10 +670,10 @@ def test_replay_has_its_own_step_bubble_and_memory(folder, three_columns):
 
 
 def test_page_of_a_replay_alone(tmp_path):
-    """Prevents a replay that needs a run or a prediction, and code in the name of its device."""
+    """Prevents a replay that needs a run or a prediction, and code in its device's name."""
     write_plan_of(tmp_path, prediction=None)
     write_replay_of(tmp_path, device=HOSTILE, repetitions=1, processes=2, content="data")
-    parsed = Page(page := reported(tmp_path, "replay"))
+    parsed = Page(page := make_page(tmp_path, "replay"))
     assert parsed.names.isdisjoint({"script", "img"})
     # In the note and under provenance.
     assert parsed.text.count(HOSTILE) == 2

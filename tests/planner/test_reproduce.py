@@ -1,4 +1,4 @@
-"""The paper's tables as predicted here: how near they must stay."""
+"""Predictions of the paper's tables, within stated tolerances."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def data() -> paper.Data:
 
 
 def test_the_share_of_the_published_system_is_the_calibrated_one():
-    """Prevents tables that say they are calibrated on a figure which they do not give."""
+    """Prevents tables called calibrated on a figure that they do not reproduce."""
     measured = np.array(paper.FIGURE_2_STAGE_MS)
     predicted = paper.figure_2_ms(CLUSTER.memory_efficiency, CLUSTER)
     off = np.abs(predicted / predicted.sum() - measured / measured.sum())
@@ -70,7 +70,7 @@ BRIDGE = {"source": "Megatron-Bridge"}
     ],
 )
 def test_lines_say_what_rows_say(tmp_path, row, in_line):
-    """Prevents a row predicted as another job: fields in other words that are dropped."""
+    """Prevents a row predicted as another job because fields in other words are dropped."""
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
     record = measured_gpus.compare_row(tmp_path / "rows.json", 0).record()
     assert in_line in record["line"] and record["predicted_ms"] > 0
@@ -99,14 +99,14 @@ def test_lines_say_what_rows_say(tmp_path, row, in_line):
     ],
 )
 def test_rows_that_say_no_job_are_refused(tmp_path, row, why):
-    """Prevents a traceback for a file of rows, or a row predicted as a job that it is not."""
+    """Prevents a traceback for a file of rows, or a row predicted as another job."""
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
     record = measured_gpus.compare_row(tmp_path / "rows.json", 0).record()
     assert why in record["refused"] and "\n" not in record["refused"] and record["kind"]
 
 
 def test_a_step_follows_from_tokens_a_second(tmp_path):
-    """Prevents a rate that is all a row gives being left out of errors."""
+    """Prevents omitting a row from the errors that only gives a token rate."""
     line = "run_recipe.py -tp 1 -pp 1 -mb 1 -gb 64 -sl 4096 -ng 8"
     row = SAID | {"line": line, "measured": {"tokens_s_gpu": 8192}}
     (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
@@ -131,7 +131,7 @@ def test_devices_have_presets(device, preset):
 
 @pytest.fixture(scope="module")
 def measured() -> list[measured_gpus.Compared]:
-    """Published steps and two sets of layouts, predicted."""
+    """Return predictions of published steps and two sets of layouts."""
     files = [
         measured_gpus.FOLDER / f"{name}.json"
         for name in ("steps", "more_steps", "vlm_steps", "ms_swift")
@@ -145,8 +145,8 @@ def measured() -> list[measured_gpus.Compared]:
 
 
 def test_published_steps_are_predicted_as_the_table_says(measured):
-    """Prevents a term that moves what was predicted well away from what GPUs took, and errors shown
-    beside predictions that are others'."""
+    """Prevents a cost term that moves predictions away from measured steps, and published errors of
+    other predictions."""
     found = measured_gpus.errors_by_kind(measured)
     stated = read_toml_model(dict[str, list[PublishedErrors]], ERRORS_FILE, "")["errors"]
     for one, said in zip(found, stated, strict=True):
@@ -173,14 +173,14 @@ def test_published_steps_are_predicted_as_the_table_says(measured):
 
 
 def test_layouts_are_ranked_and_judged(measured):
-    """Prevents a planner whose best layout is not the best measured, or runs out of memory."""
+    """Prevents choosing a layout that is not the fastest measured, or runs out of memory."""
     small, large = measured_gpus.ranking_table(measured)
     assert [row[3] for row in (small, large)] == pytest.approx([0, 0], abs=0.01)
     assert [row[4] for row in (small, large)] >= [0.9, 0.85]
 
 
 def test_a_row_is_predicted_as_its_line(measured, capsys):
-    """Prevents rows that are predicted in another way than what a user gives to lint."""
+    """Prevents rows predicted differently from lint on a user's line."""
     trainers = dict[str, measured_gpus.Compared]()
     for one in measured:
         if one.predicted_ms is not None and one.kind != measured_gpus.LAYOUTS:
@@ -195,7 +195,7 @@ def test_a_row_is_predicted_as_its_line(measured, capsys):
 
 
 def test_ablation(data: paper.Data):
-    """Prevents a cost model in which data, model or memory balance gain another amount."""
+    """Prevents a cost model with other gains from data, model or memory balance."""
     job = paper.Predicted(paper.ABLATION_JOB, CLUSTER)
     full, isf = RecomputeRule.FULL, data.isf
     parameter = job.stages(PartitionMethod.PARAMETER, full, isf, capped=False)
@@ -213,7 +213,7 @@ def test_ablation(data: paper.Data):
 
 @pytest.mark.parametrize("job", paper.TABLE_9, ids=lambda job: job.model)
 def test_models_of_table_9(job: paper.Job, data: paper.Data):
-    """Prevents a model that fits one size only, and a search that is slower than the paper's."""
+    """Prevents a cost model that fits one size only, and a search slower than the paper's."""
     predicted = paper.Predicted(job, CLUSTER)
     parameter = predicted.stages(
         PartitionMethod.PARAMETER, RecomputeRule.FULL, data.random, capped=False
@@ -238,7 +238,7 @@ def texts() -> hbp.Data:
 
 
 def test_hbps_system_is_calibrated_on_its_table_4():
-    """Prevents tables that say they are calibrated on figures which they do not give."""
+    """Prevents tables called calibrated on figures that they do not reproduce."""
     assert hbp.calibrate_share() == pytest.approx(hbp.SHARE_OF_RATES, abs=0.005)
     system = hbp.System("llama3.1-8b", hbp.cluster_at())
     predicted = [system.iteration_s(group) for group in hbp.TABLE_4]
@@ -246,13 +246,13 @@ def test_hbps_system_is_calibrated_on_its_table_4():
 
 
 def test_table_6_of_hbp(texts: hbp.Data):
-    """Prevents levels or balanced batches that gain another amount than published, on our data."""
+    """Prevents other gains from levels or balanced batches than published, on our data."""
     system = hbp.System("llama3.1-8b", hbp.cluster_at())
     one, levels, balanced = (texts.simulate(system, *way) for way in hbp.ways(hbp.GROUPS_8B))
     ratios = np.array([levels.seconds, balanced.seconds]) / one.seconds
     np.testing.assert_allclose(ratios, np.array([4.51, 3.73]) / 5.22, rtol=0.15)
     assert one.attention_balance_ratio == pytest.approx(0.506, rel=0.2)
-    # The paper's ratio is that of groups of eight ranks; over single ranks it is 0.62.
+    # The paper's ratio is over groups of eight ranks; over single ranks it is 0.62.
     assert levels.block_balance_ratio == pytest.approx(0.288, rel=0.2)
     assert balanced.attention_balance_ratio == pytest.approx(0.002, rel=0.2)
     assert one.communication_ratio == 1
@@ -260,7 +260,7 @@ def test_table_6_of_hbp(texts: hbp.Data):
 
 
 def test_table_6_of_hbp_for_the_large_model(texts: hbp.Data):
-    """Prevents a model that fits one size only; how many ranks shared 128K is assumed."""
+    """Prevents a cost model that fits one size only. The ranks that share 128K are assumed."""
     system = hbp.System("llama3.1-70b", hbp.cluster_at())
     published = np.array(hbp.DAYS_70B[1:]) / hbp.DAYS_70B[0]
     for context, tolerance in ((16, 0.22), (8, 0.18)):
@@ -270,7 +270,7 @@ def test_table_6_of_hbp_for_the_large_model(texts: hbp.Data):
 
 
 def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
-    """Prevents a rule that is not HBP's, or a search that finds less than the rule."""
+    """Prevents a rule other than HBP's, or a search worse than the rule."""
     assert hbp.levels_of_table_19() == ((16, 1), (128, 8))
     some = texts.made.take(np.random.default_rng(0).permutation(len(texts.made))[:6_000])
     of_rule, found, least_ms = hbp.level_search(some, seed=0)
@@ -278,7 +278,7 @@ def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
 
 
 def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
-    """Prevents: a plan of whole copies of 11B of encoders on devices of 80 GB."""
+    """Prevents a plan that replicates 11B of encoders on devices of 80 GB."""
     lengths = orch_plan.draw_mixture(2_000)
     media = 256 * lengths.column("tiles") + 250 * lengths.column("clips")
     expected = lengths.loss_tokens + media
@@ -288,6 +288,6 @@ def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
 
 
 def test_memory_of_launch_lines_is_near_what_they_note(measured):
-    """Prevents: jobs of others' examples that are called fitting, or not, by a quarter."""
+    """Prevents fit verdicts off by a quarter on other trainers' examples."""
     errors = [one.memory_error for one in measured if one.file == "ms_swift"]
     assert len(errors) == 5 and -0.23 < min(errors) and max(errors) < 0.02

@@ -1,4 +1,4 @@
-"""Rows of levels: blocks aligned, one context a slot, no gaps, balanced, and in random order."""
+"""Rows of levels: aligned blocks, one context per slot, no gaps, balanced, in random order."""
 
 from dataclasses import replace
 from itertools import product
@@ -54,7 +54,7 @@ def schedule(lengths: Lengths, ranks: int = 4, rows: int = 3, **changes) -> Sche
 
 
 def check_places(packs: ScheduledPacks, levels, ranks: int) -> None:
-    """Everything that a step of shared packs needs to run, from the shares of all ranks."""
+    """Check slots, ranks and contexts of context-parallel packs, by the shares of all ranks."""
     context = np.array([each.context for each in levels])[packs.level]
     assert (packs.dp_rank % context == 0).all()
     assert (packs.dp_rank + context <= ranks).all()
@@ -78,7 +78,7 @@ def check_places(packs: ScheduledPacks, levels, ranks: int) -> None:
     st.sampled_from([None, 1, 12, 40, 500]),
 )
 def test_places_can_run(count, seed, rows, ranks, samples):
-    """Prevents steps that deadlock: gaps, contexts mixed in a slot, blocks that are not aligned."""
+    """Prevents steps that deadlock: gaps, mixed contexts in a slot, misaligned blocks."""
     lengths = long_tailed(count, seed)
     try:
         packs = schedule(lengths, ranks, rows, samples_per_step=samples)
@@ -93,7 +93,7 @@ def test_places_can_run(count, seed, rows, ranks, samples):
     if samples is not None:
         assert packs.steps <= max(round(count / samples), 1)
         return
-    # One step takes what is over, with the rows that have not packs for all ranks.
+    # One step takes leftover packs, including rows with too few packs for all ranks.
     assert np.count_nonzero(slots != rows) <= 1
     assert slots.max() < max(1.5 * rows, rows + len(LEVELS)) + 1
     held = np.bincount(shares_of(packs, LEVELS).step)
@@ -101,7 +101,7 @@ def test_places_can_run(count, seed, rows, ranks, samples):
 
 
 ALONE = (1, 1, 1)
-"""Contexts of levels whose packs nobody shares."""
+"""Contexts of levels without context parallelism."""
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ ALONE = (1, 1, 1)
     ],
 )
 def test_steps_do_not_depend_on_ranks_or_contexts(ranks, contexts):
-    """Prevents samples that are skipped or repeated when a run goes on with other ranks, of which 5
-    do not divide a step's 12 packs, or with other context sizes."""
+    """Prevents skipping or repeating samples when a run resumes with other ranks (5 do not divide a
+    step's 12 packs) or other context sizes."""
     lengths = long_tailed(600)
     planned = schedule(lengths, epochs=2)
     pairs = zip(LEVELS, contexts, strict=True)
@@ -130,8 +130,8 @@ def test_steps_do_not_depend_on_ranks_or_contexts(ranks, contexts):
 
 
 def test_the_order_of_steps_says_nothing_of_length():
-    """Prevents training from short samples to long ones: rank correlations of a step's number and
-    the attention of its packs spread around 0 as those of random orders."""
+    """Prevents training from short to long samples: step numbers and attention work correlate no
+    more than in random orders."""
     lengths = long_tailed(2_000)
     found = []
     for seed in range(30):
@@ -145,7 +145,7 @@ def test_the_order_of_steps_says_nothing_of_length():
 
 
 def test_packs_of_a_row_are_alike_and_steps_mix_levels():
-    """Prevents ranks that wait for a row's longest pack, and steps of one level alone."""
+    """Prevents ranks that wait for a row's longest pack, and steps of a single level."""
     lengths = long_tailed(6_000)
     packs = schedule(lengths)
     load = load_of(lengths)(packs.packs)
@@ -160,7 +160,7 @@ def test_packs_of_a_row_are_alike_and_steps_mix_levels():
 
 
 def test_a_curriculum_begins_with_the_shortest_level():
-    """Prevents long packs first, short ones ever after, and a curriculum that ends early."""
+    """Prevents long packs first, only short packs later, and a curriculum that ends early."""
     lengths = long_tailed(3_000)
     packs = schedule(lengths, curriculum_steps=20, epochs=2)
     assert packs.level[packs.step < 20].max() == 0

@@ -1,4 +1,4 @@
-"""The run's files: what training writes is what reports read, also while it is still writing."""
+"""The run's files: written by training and read by reports, also during a run."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def write_lines(path: Path, *records: StepRecord, tail: str = "") -> Path:
 
 
 def test_times_of_data_parallel_encoders_are_written_where_there_are_any(tmp_path):
-    """Prevents: a log of other runs that is another than before, and one whose times are lost."""
+    """Prevents changed logs without data-parallel encoders, and lost times of these encoders."""
     beside = STAGE.model_copy(update={"encoder_ms": 4.0, "exchange_ms": 0.5})
     path = write_lines(tmp_path / "run.jsonl", record(0), record(1, stages=(beside,)))
     names = [set(json.loads(line)["stages"][0]) for line in path.read_text().splitlines()]
@@ -58,7 +58,7 @@ def test_times_of_data_parallel_encoders_are_written_where_there_are_any(tmp_pat
 
 
 def test_items_of_encoders_are_written_by_their_names(tmp_path):
-    """Prevents: a log of no tiles where images are at their native resolution, and of no images."""
+    """Prevents logging tiles for native-resolution images, and losing their tokens."""
     native = record(1, tiles=0, image_tokens=900)
     path = write_lines(tmp_path / "run.jsonl", record(0), native)
     tiled, of_images = (json.loads(line) for line in path.read_text().splitlines())
@@ -68,7 +68,7 @@ def test_items_of_encoders_are_written_by_their_names(tmp_path):
 
 
 def test_memory_of_an_older_log_is_read(tmp_path):
-    """Prevents a run that can no longer be reported because its log has fewer figures."""
+    """Prevents refusing to report a run because its older log has fewer figures."""
     path = tmp_path / "run.jsonl"
     older = record(0).model_dump(mode="json")
     for key in ("reserved_gib", "allocation_retries"):
@@ -85,7 +85,7 @@ def test_the_last_line_of_a_step_counts(tmp_path):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_diverged_step_is_written_and_read(tmp_path, loss):
-    """Prevents the log of a diverged run from being unreadable just when it is needed."""
+    """Prevents an unreadable log of a diverged run."""
     path = write_lines(tmp_path / "run.jsonl", record(0, loss=loss, grad_norm=math.nan))
     (again,) = read_run(path)
     assert again.loss == pytest.approx(loss, nan_ok=True)
@@ -96,7 +96,7 @@ def test_a_diverged_step_is_written_and_read(tmp_path, loss):
 
 @pytest.mark.parametrize("cut", [1, 10, 60, None])
 def test_a_line_that_is_being_written_is_left_out(tmp_path, cut):
-    """Prevents reports that fail during a run, and records joined to a killed run's half line."""
+    """Prevents reports that fail during a run, and records appended to a partial line."""
     path = tmp_path / "run.jsonl"
     append_record(record(0), path)
     path.write_text(path.read_text() + record(1).model_dump_json()[:cut])
@@ -121,7 +121,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path, cut):
     ],
 )
 def test_a_broken_file_is_refused(tmp_path, name, content, expected):
-    """Prevents steps missing in a report without a word, and a traceback for another folder."""
+    """Prevents silently missing steps in a report, and a traceback for another folder."""
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -130,7 +130,7 @@ def test_a_broken_file_is_refused(tmp_path, name, content, expected):
 
 
 def test_run_info_and_evaluation_come_back(tmp_path):
-    """Prevents lost accuracies, and one run taken for another or refused without evaluation."""
+    """Prevents lost accuracies, confused runs, and refusing a run without evaluation."""
     info = RunInfo(model="internvl-digits", packs_sha256="ab")
     write_run_info(info, tmp_path)
     assert read_run_info(tmp_path) == info
@@ -146,7 +146,7 @@ def test_run_info_and_evaluation_come_back(tmp_path):
 
 
 def test_steps_that_no_checkpoint_holds_are_dropped(tmp_path):
-    """Prevents: figures of steps trained again; odd lines stay, for the reader to refuse."""
+    """Prevents figures of steps trained again, and dropping lines that the reader refuses."""
     path = tmp_path / RUN_FILE
     drop_records(path, 3)
     assert not path.exists()
@@ -158,20 +158,20 @@ def test_steps_that_no_checkpoint_holds_are_dropped(tmp_path):
 
 
 def test_samples_digest_is_of_the_set():
-    """Prevents: a digest that tells packs or ranks apart, or not samples; by hand."""
+    """Prevents a digest that depends on packs or ranks, or ignores samples."""
     expected = hashlib.sha256(np.array([2, 3, 300], "<i8").tobytes()).hexdigest()[:16]
     assert samples_digest(np.array([300, 2, 3], np.int32)) == expected
     assert samples_digest(np.array([300, 2, 4])) != expected
 
 
 def test_steps_are_timed_at_first_and_now_and_then():
-    """Prevents: a log that grows by every pass of a long run, or that never tells of one."""
+    """Prevents a log that grows with every pass of a long run, or stops timing passes."""
     timed = [step for step in range(40, 200) if is_timed(step, 40)]
     assert timed == [*range(40, 140), 140, 150, 160, 170, 180, 190]
 
 
 def test_a_slow_rank_is_named():
-    """Prevents: a slow device that is lost in the mean over ranks; by hand."""
+    """Prevents a slow device hidden in the mean over ranks."""
 
     def stage(*ranks_ms: float) -> StageRecord:
         times = dict.fromkeys(("forward_ms", "backward_ms", "wait_ms", "data_ms"), 1.0)

@@ -1,4 +1,4 @@
-"""Steps of `omnibal run`: done once, again after a change, and gone on with after a stop."""
+"""Steps of `omnibal run`: done once, repeated after a change, and resumed after a stop."""
 
 import json
 import subprocess
@@ -23,14 +23,14 @@ TRAIN = (
 
 
 def make(output: Path, read: Path, more: tuple[str, ...] = (), media: tuple[Path, ...] = ()):
-    """A command that makes a folder, which it may not replace."""
+    """Return a step that makes a folder, which it may not replace."""
     words = ("python", "-c", COUNT, str(output / "made"), *more)
     return RunStep(words=words, reads=(read,), media=media, makes=output / "made")
 
 
 @pytest.fixture
 def do(tmp_path):
-    """Runs steps; returns the lines said without the commands themselves."""
+    """Return a function that runs steps and returns the lines printed, without the commands."""
 
     def do(*steps: RunStep) -> list[str]:
         said: list[str] = []
@@ -41,14 +41,14 @@ def do(tmp_path):
 
 
 def test_a_step_is_done_again_after_any_change_alone(do, tmp_path):
-    """Prevents results of files that have changed since, results made twice, and a lost folder."""
+    """Prevents results of outdated files, repeated work, and a lost folder."""
     read, media = tmp_path / "data.jsonl", tmp_path / "images"
     read.write_text("one")
     (media / "deep").mkdir(parents=True)
     (media / "deep" / "a.PNG").write_bytes(b"1")
     step = make(tmp_path, read, media=(media,))
     assert do(step) == ["ran"]
-    # What a run writes beside its data is no input of it.
+    # Files that a run writes next to its data are no input.
     (media / "lengths.parquet").write_text("no medium")
     assert do(step) == [f"$ {step.text}  (done)"]
     kept = [f"{tmp_path / 'made'} is kept as {tmp_path / f'made-{number}'}" for number in (1, 2, 3)]
@@ -66,7 +66,7 @@ def test_a_step_is_done_again_after_any_change_alone(do, tmp_path):
 
 
 def test_a_failed_step_ends_the_run_and_is_done_again(tmp_path):
-    """Prevents a failure that counts as done, and steps after it that run on what is not there."""
+    """Prevents a failed step counted as done, and later steps that lack its output."""
     failing = RunStep(words=("python", "-c", "raise SystemExit(3)"), makes=tmp_path / "made")
     (tmp_path / "read").write_text("")
     after = make(tmp_path / "after", tmp_path / "read")
@@ -77,8 +77,7 @@ def test_a_failed_step_ends_the_run_and_is_done_again(tmp_path):
 
 
 def test_a_training_goes_on_to_its_last_step(do, tmp_path):
-    """Prevents a stopped training that is exported or begun anew, and one that goes on with a plan
-    of other data."""
+    """Prevents a stopped training exported or restarted, or resumed with other data."""
     plan = tmp_path / "plan"
     plan.mkdir()
     (plan / "plan.json").write_text("1")
@@ -100,8 +99,8 @@ def test_a_training_goes_on_to_its_last_step(do, tmp_path):
 
 
 def test_a_training_goes_on_with_other_rates_and_more_steps(tmp_path, monkeypatch):
-    """Prevents a training that is begun again for a lower rate, and one that goes on with another
-    model, seed or data than its checkpoint has seen."""
+    """Prevents restarting a training for a lower rate, and resuming with another model, seed or
+    data than the checkpoint's."""
     monkeypatch.setattr(
         "omnibal.job.plan_files.hash_steps", lambda plan, steps: {3: "a"}.get(steps)
     )
@@ -119,7 +118,7 @@ def test_a_training_goes_on_with_other_rates_and_more_steps(tmp_path, monkeypatc
 
 
 def test_a_training_elsewhere_is_prepared_once(tmp_path):
-    """Prevents a job that is submitted again when it has ended, and an earlier run taken for it."""
+    """Prevents submitting a finished job again, and mistaking an earlier run for it."""
     run, journal = tmp_path / "run", tmp_path / "steps.json"
     run.mkdir()
     (run / "latest_checkpointed_iteration.txt").write_text("2")
@@ -129,7 +128,7 @@ def test_a_training_elsewhere_is_prepared_once(tmp_path):
     assert run_steps([step], journal, said.append, trains=False) == 0
     assert (tmp_path / "run-1").exists() and not run.exists()
     assert said[-1] == "when it has ended, run this command again"
-    (tmp_path / "run-1").rename(run)  # what the submitted job has made
+    (tmp_path / "run-1").rename(run)  # output of the submitted job
     said.clear()
     assert run_steps([step], journal, said.append, trains=False) == 0
     assert said == [f"$ {step.text}  (done)"]
@@ -156,8 +155,8 @@ def test_first_weights_are_released_given_or_none(tmp_path):
 
 
 def test_a_checkpoint_is_found_in_the_cache_of_its_hub(tmp_path):
-    """Prevents a machine without a network from being asked for what it has, and a failed download
-    that ends in a traceback."""
+    """Prevents downloading a cached checkpoint without a network, and a traceback after a failed
+    download."""
     cached = tmp_path / "models--org--small"
     snapshot = cached / "snapshots" / "0123abc"
     snapshot.mkdir(parents=True)

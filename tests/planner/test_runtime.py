@@ -1,4 +1,4 @@
-"""How a trainer runs a step: what of its exchanges is hidden, beside plain walks of the same."""
+"""Runtime options of trainers: the hidden part of exchanges, against plain walks."""
 
 from typing import Any
 
@@ -35,32 +35,32 @@ def cost_of(runtime: RuntimeOptions = OWN_RUNTIME, *, tensor: int = 4, data: int
     return analytic_cost(MODEL, CLUSTER, parallel, "bf16", runtime=runtime)
 
 
-def changed(**options: Any) -> RuntimeOptions:
+def alter(**options: Any) -> RuntimeOptions:
     return OWN_RUNTIME.model_copy(update=options)
 
 
 def test_each_switch_of_gradients_and_weights_has_its_time_and_memory():
-    """Prevents weights that are gathered twice, or not at all, without --overlap-param-gather; and
-    --grad-reduce-in-bf16 that changes the time and not the memory, or neither."""
-    hidden, waited = cost_of(), cost_of(changed(overlap_weights=False))
+    """Prevents weights gathered twice or never without --overlap-param-gather, and
+    --grad-reduce-in-bf16 that changes only time, only memory or neither."""
+    hidden, waited = cost_of(), cost_of(alter(overlap_weights=False))
     assert waited.rates.weight_gather_ms == 0
     expected_ms = hidden.rates.optimizer_ms + hidden.rates.weight_gather_ms
     assert waited.rates.optimizer_ms == pytest.approx(expected_ms)
-    assert np.isinf(cost_of(changed(overlap_gradients=False)).bucket_parameters)
-    half = cost_of(changed(bf16_gradients=True)).rates
+    assert np.isinf(cost_of(alter(overlap_gradients=False)).bucket_parameters)
+    half = cost_of(alter(bf16_gradients=True)).rates
     assert half.gradient_bytes == hidden.rates.gradient_bytes / 2
     assert half.gradient_reduction_ms == pytest.approx(hidden.rates.gradient_reduction_ms / 2)
-    # An average is a pass over all gradients, which one data-parallel rank does not take.
+    # Averaging is a pass over all gradients, which one data-parallel rank skips.
     for data, passes in ((1, 0), (2, 2)):
         plain = cost_of(data=data).rates.optimizer_ms
-        divided = cost_of(changed(averages_gradients=True), data=data).rates.optimizer_ms
+        divided = cost_of(alter(averages_gradients=True), data=data).rates.optimizer_ms
         expected_ms = passes * 4 / (CLUSTER.memory_gb_per_s * 1e6)
         assert divided - plain == pytest.approx(expected_ms)
 
 
 def test_a_recomputed_module_is_run_again():
-    """Prevents: a feed-forward that backward repeats for nothing, or that is kept all the same."""
-    again = cost_of(changed(recomputed=("mlp",)), tensor=1).units[LAYER]
+    """Prevents a feed-forward recomputed for nothing, or kept although recomputed."""
+    again = cost_of(alter(recomputed=("mlp",)), tensor=1).units[LAYER]
     plain, language = cost_of(tensor=1).units[LAYER], MODEL.language
     elements = np.array([0, 1, 0, 0]) * language.ffn_hidden_size
     products_ms = 6 * language.hidden_size * elements / (989e9 * 0.55)
@@ -73,21 +73,21 @@ def test_a_recomputed_module_is_run_again():
 
 @pytest.mark.parametrize("tensor", [2, 8])
 def test_one_part_of_an_overlapped_exchange_is_waited_for(tensor: int):
-    """Prevents --tp-comm-overlap that hides nothing, or all."""
+    """Prevents --tp-comm-overlap that hides nothing, or everything."""
     plain = cost_of(tensor=tensor).units[LAYER]
-    hidden = cost_of(changed(overlap_tensor=True), tensor=tensor).units[LAYER]
+    hidden = cost_of(alter(overlap_tensor=True), tensor=tensor).units[LAYER]
     np.testing.assert_allclose(hidden.collective_ms, plain.collective_ms / tensor)
     saved = [plain.forward_ms - hidden.forward_ms, plain.backward_ms - hidden.backward_ms]
     np.testing.assert_allclose(saved, plain.collective_ms * (1 - 1 / tensor), atol=1e-12)
 
 
 def ring_ms(ring_tokens: int | None, tokens: int, context: int = 4) -> float:
-    """Time that a ring adds to a layer's forward on a rank's tokens of one sample."""
+    """Return the time that a ring adds to a layer's forward on a rank's tokens of one sample."""
     level = Level(caps=Caps.of(tokens=tokens), context=context)
     parallel = Parallel(pipeline=1, data=context)
     cost = analytic_cost(MODEL, CLUSTER, parallel, "bf16")
     sizes = MODEL, CLUSTER, parallel, "bf16", ()
-    source = ExchangeSource(runtime=changed(ring_tokens=ring_tokens))
+    source = ExchangeSource(runtime=alter(ring_tokens=ring_tokens))
     (shared,) = costs_at(cost, *sizes, (level,), source)
     added = shared.units[LAYER].context_ms[0]
     values = {"fixed": 1.0, "tokens": tokens / context, "exchanged_tokens": tokens / context}
@@ -96,7 +96,7 @@ def ring_ms(ring_tokens: int | None, tokens: int, context: int = 4) -> float:
 
 @pytest.mark.parametrize("tokens", [1_024, 4_096, 131_072])
 def test_a_ring_is_hidden_as_far_as_attention_lasts(tokens: int):
-    """Prevents context parallelism that waits for what a ring hides, or that hides too much.
+    """Prevents context parallelism that waits for hidden exchanges, or hides too much.
 
     Against a walk of the ring, step by step.
     """
@@ -123,7 +123,7 @@ def test_a_ring_is_hidden_as_far_as_attention_lasts(tokens: int):
 @pytest.mark.parametrize("chunks", [2, 5])
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
-    """Prevents chunks whose gradients all wait for the last backward, or for no link."""
+    """Prevents chunks with gradients that all wait for the last backward, or for no link."""
     rng, stages = np.random.default_rng(chunks), 3
     ends, starts = rng.uniform(0, 50, (2, 4, chunks, stages))
     reduction, gather = rng.uniform(1, 60, (2, stages))
@@ -160,7 +160,7 @@ def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
     ],
 )  # fmt: skip
 def test_switches_of_a_line_are_read(flags: str, expected: dict[str, bool]):
-    """Prevents a switch that changes nothing of what is predicted."""
+    """Prevents a switch without effect on the prediction."""
     line = (
         "torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --bf16 "
         f"--pipeline-model-parallel-size 1 --seq-length 4096 --context-parallel-size 2 {flags}"
@@ -175,7 +175,7 @@ def test_switches_of_a_line_are_read(flags: str, expected: dict[str, bool]):
 
 
 def test_what_was_measured_over_the_network_counts_beyond_a_node():
-    """Prevents measured network rates that are read and not used, or used within a node."""
+    """Prevents measured network rates that are ignored, or used within a node."""
     measured = tuple(
         CollectiveTime(kind=kind, ranks=ranks, place="network", latency_us=20, gb_per_s=30)
         for kind, ranks in (("all_gather", 16), ("all_to_all", 16), ("send", 2))
