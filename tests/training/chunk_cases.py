@@ -30,9 +30,11 @@ def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> StepSc
     in_two = zero_bubble_v(stages, chunks, micro_batches)
     operations = tuple(
         tuple(
-            replace(one, kind=Pass.BACKWARD) if one.kind is Pass.BACKWARD_INPUT else one
-            for one in own
-            if one.kind is not Pass.BACKWARD_WEIGHT
+            replace(operation, kind=Pass.BACKWARD)
+            if operation.kind is Pass.BACKWARD_INPUT
+            else operation
+            for operation in own
+            if operation.kind is not Pass.BACKWARD_WEIGHT
         )
         for own in in_two.operations
     )

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from released import imported, save_toy
 from tensor_parallel_cases import (
     Feed,
-    alone,
+    as_one_process,
     assert_same_results,
     assert_same_training,
     train_steps,
@@ -340,7 +340,7 @@ def resume_last_step(links, plan, steps, folder, feed):
 def compare_composed(drawn: Drawn, other: Plan, folder: Path) -> None:
     """Train, save, resume under both plans and export; compare with one process."""
     (steps, feed), plan, run = steps_of(drawn), drawn.plan, folder / "run"
-    results, gradients, weights = alone(plan, steps, feed=feed)
+    results, gradients, weights = as_one_process(plan, steps, feed=feed)
     ranks = run_ranks(plan.parallel, train_save_resume, plan, steps, run, feed)
     begun, after = zip(*ranks, strict=True)
     assert_same_results(begun, results[:2], 2e-5)

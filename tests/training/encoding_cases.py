@@ -65,7 +65,7 @@ class EncodingJob:
         )
         return EncodingDataset(texts, items, self.shares(rank), first_step, 2)
 
-    def read(self, rank: int, first_step: int = 0) -> Iterator[Read]:
+    def stream(self, rank: int, first_step: int = 0) -> Iterator[Read]:
         """Yield a rank's data of each step, in training order."""
         items, steps = iter(self.dataset(rank, first_step)), self.whole.scheduled.step
         for step in range(first_step, 2):

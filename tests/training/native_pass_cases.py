@@ -18,7 +18,7 @@ def schedule_step(number, ranks):
     """Return a step's packs dealt to ranks in turn, sample lengths, and each pack's index."""
     packs = STEPS[number]
     place = np.array(sorted(range(len(packs)), key=lambda place: (place % ranks, place)))
-    samples = [grids for each in place for grids, _ in packs[each]]
+    samples = [grids for index in place for grids, _ in packs[index]]
     cells = [
         [grid.rows * grid.columns // 4 for grid in grids for _ in range(grid.times)]
         for grids in samples
@@ -29,7 +29,7 @@ def schedule_step(number, ranks):
         tokens=[100] * len(cells),
         loss_tokens=[1] * len(cells),
     )
-    ends = np.cumsum([len(packs[each]) for each in place])
+    ends = np.cumsum([len(packs[index]) for index in place])
     members = Packs(samples=np.arange(len(cells)), offsets=np.append(0, ends))
     found = ScheduledPacks.from_packs(members, lengths, 0 * place, place % ranks, place // ranks)
     return found, lengths, place

@@ -199,7 +199,7 @@ def find_moved(links, plan):
 _ALONE = {}
 
 
-def alone(plan, steps=STEPS, **options):
+def as_one_process(plan, steps=STEPS, **options):
     """Return one process's results with unshared packs, cached by model and steps."""
     whole = {"context": 1, "recompute": ((),)}
     plan = toy_plan(plan.model, stages_of(plan.model)).model_copy(update={
@@ -215,7 +215,7 @@ def alone(plan, steps=STEPS, **options):
 def compare_with_one_process(plan, steps=STEPS, rel=1e-5, **options):
     """Train in the plan's layout and in one process; return the ranks' results."""
     ranks = run(plan, steps, **options)
-    assert_same_training(ranks, plan, alone(plan, steps, **options), rel)
+    assert_same_training(ranks, plan, as_one_process(plan, steps, **options), rel)
     return ranks
 
 
@@ -224,7 +224,7 @@ def compare_resumed(folder, *layouts, steps=STEPS, rel=1e-5, **options):
 
     Each layout resumes from the checkpoint of the previous layout.
     """
-    results, gradients, weights = alone(layouts[-1][0], steps, **options)
+    results, gradients, weights = as_one_process(layouts[-1][0], steps, **options)
     done = 0
     for plan, count in layouts:
         first, done = done, done + count

@@ -5,7 +5,7 @@ import mixture_cases
 import native_resolution_cases as native
 import pytest
 from ranks import run_ranks
-from tensor_parallel_cases import MODELS, Feed, alone, compare_with_one_process, find_moved
+from tensor_parallel_cases import MODELS, Feed, as_one_process, compare_with_one_process, find_moved
 from toy import cut_plan
 
 from omnibal.model.adapter_settings import AdapterConfig, adapters_of
@@ -54,7 +54,7 @@ def test_beside_attention_of_layers_with_experts(cuts, sizes):
     changes = {"frozen": ("vision",), "adapters": AdapterConfig(rank=4, alpha=8)}
     plan = mixture_cases.plan_of(*cuts, **sizes).model_copy(update=changes)
     compare_with_one_process(plan, rel=2e-5)
-    _, _, weights = alone(plan)
+    _, _, weights = as_one_process(plan)
     assert any(".adapters.o_proj." in name for name in weights)
     assert not any(".mlp." in name and "language" in name for name in weights)
 
@@ -74,4 +74,4 @@ def test_beside_encoders_of_native_resolution(model, cuts, sizes):
     steps = [native.STEPS[0][::2], native.STEPS[1][:2]]
     given = {"steps": steps, "feed": Feed(native.packs_of)}
     compare_with_one_process(plan, rel=2e-5, **given)
-    assert any(".adapters.qkv." in key for key in alone(plan, **given)[2])
+    assert any(".adapters.qkv." in key for key in as_one_process(plan, **given)[2])

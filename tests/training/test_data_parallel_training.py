@@ -10,7 +10,7 @@ from pipeline_cases import pipeline_plan
 from ranks import record_logs, run_ranks
 from tensor_parallel_cases import (
     OPTIONS,
-    alone,
+    as_one_process,
     compare_resumed,
     compare_with_one_process,
     run,
@@ -86,7 +86,7 @@ def test_ranks_save_the_same_in_common(tmp_path, plan):
 def test_bf16_trains_as_fp32(sharded):
     """Prevents an exchange that mixes dtypes, and gradients lost to rounding."""
     plan = plan_of({"data": 2}, pipelines=2, audio=True, sharded=sharded)
-    fp32 = alone(plan, beside.STEPS, feed=beside.feed_of())[0]
+    fp32 = as_one_process(plan, beside.STEPS, feed=beside.feed_of())[0]
     plan = plan.model_copy(update={"precision": "bf16"})
     for results, _, weights in run(plan, beside.STEPS, feed=beside.feed_of()):
         for got, expected in zip(results, fp32, strict=True):

@@ -66,19 +66,19 @@ def test_ranks_read_what_they_encode_and_their_own_text(shown):
     whole, seen = list(job.whole), []
     for rank in job.ranks:
         rows = iter(job.rows(rank))
-        for passes, texts in job.read(rank):
+        for passes, texts in job.stream(rank):
             for planned, batch in passes:
                 assert batch.tiles + batch.image_tokens == planned.items and not batch.tokens
                 assert batch.rope_positions_3S is None and batch.token_ids_S is None
                 assert is_native or planned.items <= 3
-                read = items_of(batch)
+                stream = items_of(batch)
                 for run in planned.runs:
                     for start, item in items_of(whole[run.row]):
                         if start in run.items:
-                            _, own = next(read)
+                            _, own = next(stream)
                             assert all(map(torch.equal, own, item))
                             seen.append((run.row, start))
-                assert next(read, None) is None
+                assert next(stream, None) is None
             for batch, row in zip(texts, rows, strict=False):
                 assert batch.shape == whole[row].shape
                 assert batch.patches_YX is batch.pixels_TCPP is None
@@ -95,8 +95,8 @@ def test_reading_begins_anywhere(pictures):
     """Prevents a resumed run that reads another step's items."""
     job = job_of(pictures, MicroBatchOptions(), [TEXT] * 2)
     for rank in job.ranks:
-        *_, (passes, texts) = job.read(rank)
-        [(resumed, resumed_texts)] = job.read(rank, first_step=1)
+        *_, (passes, texts) = job.stream(rank)
+        [(resumed, resumed_texts)] = job.stream(rank, first_step=1)
         assert len(texts) == len(resumed_texts)
         for (_, batch), (_, again) in zip(passes, resumed, strict=True):
             assert torch.equal(batch.pixels_TCPP, again.pixels_TCPP)

@@ -85,9 +85,9 @@ def sharded_stage(plan, part):
     """Return a stage with weights gathered unit by unit, on one rank."""
     with without_matrices():
         stage = build_stage(plan, part)
-    alone = ShardGroups(shards=dist.group.WORLD, copies=dist.group.WORLD)
+    as_one_process = ShardGroups(shards=dist.group.WORLD, copies=dist.group.WORLD)
     fed = plan.trained_towers(part - 1) if part else ()
-    divide_weights(stage, alone, alone, first_values(stage, 3), fed)
+    divide_weights(stage, as_one_process, as_one_process, first_values(stage, 3), fed)
     return Sharded(models=[ShardedStage(stage, stage.sharded)], optimizer=None)
 
 

@@ -93,8 +93,8 @@ def test_equals_a_plain_loop():
     plan = plan_of(model=model, data=2, expert=2)
     (weights, found), _ = run_ranks(plan.parallel, train_ours, plan)
     rates = [rate for _, _, rate in found]
-    alone = plan_of().parallel
-    [expected] = run_ranks(alone, plain_loop, model, rename_tensors(model, weights), rates)
+    as_one_process = plan_of().parallel
+    [expected] = run_ranks(as_one_process, plain_loop, model, rename_tensors(model, weights), rates)
     assert [loss for loss, _, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
     assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm in expected], rel=1e-3)
     assert found[-1][0] < 0.9 * found[0][0]  # the weights have learned

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pipeline_cases import STEPS, pipeline_plan
 from ranks import run_ranks
-from tensor_parallel_cases import alone, compare_with_one_process, find_moved
+from tensor_parallel_cases import as_one_process, compare_with_one_process, find_moved
 from toy import OPTIONS, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -40,7 +40,7 @@ def test_only_trained_parts_move(frozen, cut):
 
 def unclipped_gradients(frozen):
     """Return one process's gradients by name of the first step, before clipping."""
-    results, gradients, _ = alone(pipeline_plan(frozen=frozen), STEPS)
+    results, gradients, _ = as_one_process(pipeline_plan(frozen=frozen), STEPS)
     clipped = max(1.0, results[0][1] / OPTIONS.clip_grad)
     return {name: gradient * clipped for name, gradient in gradients[0].items()}
 

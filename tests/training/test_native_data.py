@@ -164,7 +164,7 @@ def test_answers_go_on_from_the_largest_position(data):
     assert shown == [1, 2, 3, 0, 2, 3, 1, 1] and sum(shown) == len(after.image_grids)
     assert len(after.patches_YX) == sum(grid.patches for grid in after.image_grids)
     prompts = before.rope_positions_3S.split(lengths, 1)
-    both = after.rope_positions_3S.split([each + 2 for each in lengths], 1)
+    both = after.rope_positions_3S.split([prompt_tokens + 2 for prompt_tokens in lengths], 1)
     for length, prompt, answered in zip(lengths, prompts, both, strict=True):
         assert torch.equal(answered[:, :length], prompt)
         largest = int(prompt.max())

@@ -72,4 +72,4 @@ def test_places_are_transformers_places():
     order, cells = windows_of(grids, 2, 2)
     expected, borders = get_vision_window_index(grid_thw, 2, 16, 4)
     assert order.tolist() == expected.tolist()
-    assert [4 * each for each in cells] == borders.diff().tolist()
+    assert [4 * cell_count for cell_count in cells] == borders.diff().tolist()

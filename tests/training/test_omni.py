@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tensor_parallel_cases import alone, compare_with_one_process
+from tensor_parallel_cases import as_one_process, compare_with_one_process
 from toy import OPTIONS, cut_plan, toy_batch, toy_omni_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -54,14 +54,14 @@ def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():
     for part, has_items in (("vision_embedding.", [0, 1, 0]), ("audio_embedding.conv", [0, 0, 1])):
         moved = [
             {bool(grad.any()) for name, grad in of_step.items() if name.startswith(part)}
-            for of_step in alone(plan, steps)[1]
+            for of_step in as_one_process(plan, steps)[1]
         ]
         assert moved == [{bool(each)} for each in has_items]
 
 
 def test_keys_of_the_audio_encoder_get_no_bias():
     """Prevents a key bias, absent in Whisper, that Adam trains on rounding errors."""
-    _, gradients, weights = alone(cut_plan(MODEL), STEPS)
+    _, gradients, weights = as_one_process(cut_plan(MODEL), STEPS)
     names = [name for name in weights if name.startswith("audio.") and name.endswith("qkv.bias")]
     assert len(names) == MODEL.audio.layers
     for name in names:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from tensor_parallel_cases import (
     MODELS,
     Feed,
-    alone,
+    as_one_process,
     batches_of,
     compare_with_one_process,
     run,
@@ -72,7 +72,7 @@ def test_bf16_pipeline_trains_with_fp32_master_weights():
     plan = pipeline_plan(4).model_copy(update={"precision": "bf16"})
     ranks = run(plan, steps, **same)
     losses = [loss for loss, _, _ in ranks[0][0]]
-    reference = [loss for loss, _, _ in alone(plan, steps, **same)[0]]
+    reference = [loss for loss, _, _ in as_one_process(plan, steps, **same)[0]]
     assert losses == pytest.approx(reference, rel=2e-2)
     assert losses[-1] < 0.9 * losses[0]
     assert all(weight.dtype == torch.bfloat16 for _, _, own in ranks for weight in own.values())
@@ -86,7 +86,9 @@ def copy_state(trainer):
     """Copy the rank's weights and optimizer state, of data-parallel encoders too."""
     encoders = [] if trainer.encoders is None else [trainer.encoders.data_parallel]
     holders = [trainer.data_parallel, *encoders]
-    kept = [tensor for one in holders for tensor in (*one.weights(), *one.optimizer_state())]
+    kept = [
+        tensor for holder in holders for tensor in (*holder.weights(), *holder.optimizer_state())
+    ]
     return [tensor.detach().clone() for tensor in kept]
 
 
@@ -141,7 +143,7 @@ def test_step_that_is_not_finite_is_skipped_on_every_rank(small_buckets, name, f
     """Prevents weights, moments or replicas corrupted by one batch, updates on only some ranks or
     parts, and exchanges of a skipped step that leak into the next step."""
     plan = (WHOLE | DIVIDED | BESIDE)[name]
-    [(loss, _, _)] = alone(plan, [[[(1, 9)]]], feed=Feed(toy_batches))[0]
+    [(loss, _, _)] = as_one_process(plan, [[[(1, 9)]]], feed=Feed(toy_batches))[0]
     for after_loss, skipped in run_ranks(plan.parallel, step_after_bad_step, plan, FACTORS[factor]):
         assert after_loss == pytest.approx(loss, rel=1e-5)
         assert not skipped

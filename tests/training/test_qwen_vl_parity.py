@@ -61,7 +61,7 @@ def packs_of(model: ModelConfig) -> list[list[ImageSample]]:
     first = [((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((), 7), ((Grid(3, 4, 6),), 8)]
     rows = [first, [((Grid(1, 10, 14),), 6)], [((), 5), ((), 4)]]
     return [
-        [sample_of(model, *each, seed=10 * row + place) for place, each in enumerate(samples)]
+        [sample_of(model, *counts, seed=10 * row + place) for place, counts in enumerate(samples)]
         for row, samples in enumerate(rows)
     ]
 

@@ -31,11 +31,11 @@ def test_draws_read_each_sample_once(data):
     assert len(lengths) % 5 == 0
     drawn = [SampleDraws(data.reader, 5)[item] for item in range(len(lengths) // 5)]
     expected = [lengths.column("tiles").sum(), 0, 0, lengths.tokens.sum()]
-    assert sum(one.counts for one in drawn).tolist() == expected
-    assert sum(one.samples for one in drawn) == len(lengths)
+    assert sum(draw.counts for draw in drawn).tolist() == expected
+    assert sum(draw.samples for draw in drawn) == len(lengths)
     pixels, patches, frames, tokens = drawn[0].content
     assert [len(pixels), len(patches), len(frames), len(tokens)] == drawn[0].counts.tolist()
-    assert not any((one.ms < 0).any() for one in drawn)
+    assert not any((draw.ms < 0).any() for draw in drawn)
 
 
 def test_images_at_their_native_resolution_are_read(tmp_path):

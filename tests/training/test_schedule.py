@@ -62,7 +62,7 @@ def test_later_receives_are_on_their_way_while_a_stage_computes(monkeypatch, siz
 def test_no_stage_hangs_that_waits_for_its_device_at_first_launches(monkeypatch, size, draining):
     """Prevents a circular wait between stages when each synchronizes to load kernels."""
     programs = [events_of(monkeypatch, plan_of(size), rank) for rank in range(size)]
-    assert hosts_that_hang(programs, [FIRST[one] for one in draining]) == []
+    assert hosts_that_hang(programs, [FIRST[direction] for direction in draining]) == []
 
 
 @IN_BOTH

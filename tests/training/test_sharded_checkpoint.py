@@ -11,7 +11,7 @@ from tensor_parallel_cases import (
     MODELS,
     OPTIONS,
     STEPS,
-    alone,
+    as_one_process,
     assert_same_training,
     batches_of,
     run,
@@ -55,7 +55,7 @@ CHANGES = {
 @pytest.mark.parametrize(("make", "before", "after"), CHANGES.values(), ids=CHANGES)
 def test_resumes_under_another_way_of_dividing(tmp_path, make, before, after):
     """Prevents checkpoints that load only with their own sharding, and swapped experts."""
-    results, gradients, weights = alone(make())
+    results, gradients, weights = as_one_process(make())
     run(make(**before), STEPS[:1], save=tmp_path)
     plan = make(**after)
     ranks = run(plan, STEPS[1:], load=tmp_path, first=1)
@@ -118,8 +118,8 @@ def start_finetuning(links, plan, folder):
     load_weights(folder, plan, trainer.stages)
     trainer.optimizers[0].reload_model_params()
     begun = weights_of(trainer)
-    for one in trainer.optimizers[0].ranges:
-        assert torch.equal(one.main, one.flat.own_Q[one.own.place])
+    for weight_range in trainer.optimizers[0].ranges:
+        assert torch.equal(weight_range.main, weight_range.flat.own_Q[weight_range.own.place])
     return begun
 
 

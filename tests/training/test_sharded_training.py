@@ -125,8 +125,8 @@ def test_first_weights_are_those_of_a_whole_stage(plan, precision):
 def shard_group_ranks(links, plan):
     """Return ranks of the shard and replica groups of dense and expert weights."""
     dense, experts = create_shard_groups(plan.parallel)
-    each = (dense.shards, dense.copies, experts.shards, experts.copies)
-    return [dist.get_process_group_ranks(group) for group in each]
+    groups = (dense.shards, dense.copies, experts.shards, experts.copies)
+    return [dist.get_process_group_ranks(group) for group in groups]
 
 
 @pytest.mark.parametrize("plan", MIXTURES.values(), ids=MIXTURES)

@@ -104,7 +104,9 @@ def whole_packs(model, number, rows):
         row = []
         for index, pack in enumerate(packs):
             seed = 1000 * number + 100 * place + 10 * index
-            batch = pack_of([sample_of(model, *one, seed=seed + i) for i, one in enumerate(pack)])
+            batch = pack_of(
+                [sample_of(model, *counts, seed=seed + i) for i, counts in enumerate(pack)]
+            )
             weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
             weight = weights.sum().item()
             row.append(replace(batch, level=level, loss_weights_L=weights, loss_weight=weight))

@@ -110,9 +110,12 @@ def min_pass_ms(plan, count, places):
             batches = [large if place == i else small for i in range(count)]
             # Three steps, as the first touch of a page is charged to the touching thread.
             steps = [replayer.step(batches) for _ in range(3)]
-            assert all((one.recompute_ms < one.backward_ms).all() for one in steps)
+            assert all((timing.recompute_ms < timing.backward_ms).all() for timing in steps)
             names = ("forward_ms", "backward_ms", "recompute_ms", "weight_ms")
-            yield place, {n: np.min([getattr(one, n) for one in steps], axis=0) for n in names}
+            yield (
+                place,
+                {n: np.min([getattr(timing, n) for timing in steps], axis=0) for n in names},
+            )
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(plan_folder, tmp_path,
     monkeypatch.setattr(replay_module, "StageReplayer", Failing)
     with pytest.raises(UserError, match=r"stage 0 needs more .*Tried to allocate 7 GiB"):
         replay(plan_folder, output, [0, 1])
-    assert [one.stage for one in REPLAY_FILES.read_stages(output, 2)] == [1]
+    assert [timing.stage for timing in REPLAY_FILES.read_stages(output, 2)] == [1]
     assert len(built) == 2
 
 

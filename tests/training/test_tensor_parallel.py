@@ -9,7 +9,7 @@ from tensor_parallel_cases import (
     MODELS,
     OPTIONS,
     STEPS,
-    alone,
+    as_one_process,
     assert_same_training,
     batches_of,
     by_name,
@@ -58,7 +58,7 @@ def gradients_in_norm(links, plan):
     batches = list(batches_of(plan.model, 0, STEPS[0]))
     train_step(trainer, MicroBatchStream.of(batches))
     optimizers = trainer.optimizers[0].chained_optimizers
-    taken = [grad for each in optimizers for grad in each.get_main_grads_for_grad_norm()]
+    taken = [grad for optimizer in optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
     return sum(map(torch.numel, taken)), by_name(trainer.stage, lambda parameter: parameter)
 
 
@@ -88,7 +88,7 @@ def test_resumes_under_another_tensor_size(tmp_path, before, after, first):
 def test_resumes_from_a_vocabulary_padded_otherwise(tmp_path, monkeypatch, tensor):
     """Prevents losing checkpoints of before the vocabulary was padded to 128 per rank."""
     plan = cut_plan(MODEL, tensor=tensor)
-    results, gradients, weights = alone(plan)
+    results, gradients, weights = as_one_process(plan)
     with monkeypatch.context() as earlier:
         least = lambda language, ranks: -(-language.vocab_size // ranks)  # noqa: E731
         earlier.setattr(LanguageConfig, "words_of_rank", least)
@@ -114,8 +114,11 @@ def likeliest_tokens(links, plan):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 def test_every_rank_gives_the_whole_vocabularys_likeliest_word(sequence_parallel):
     """Prevents tokens chosen from one rank's vocabulary shard, or from padding."""
-    one, plan = cut_plan(MODEL), cut_plan(MODEL, tensor=2, sequence_parallel=sequence_parallel)
-    [expected] = run_ranks(one.parallel, likeliest_tokens, one)
+    single_plan, plan = (
+        cut_plan(MODEL),
+        cut_plan(MODEL, tensor=2, sequence_parallel=sequence_parallel),
+    )
+    [expected] = run_ranks(single_plan.parallel, likeliest_tokens, single_plan)
     assert len(set(expected[0][0])) > 5
     for rank in run_ranks(plan.parallel, likeliest_tokens, plan):
         for (words, loss), (other_words, other_loss) in zip(rank, expected, strict=True):
@@ -126,7 +129,7 @@ def test_bf16_equals_one_process_as_far_as_it_can():
     """Prevents a q/k norm exchange that changes the dtype, and sums in bf16."""
     plan = cut_plan(MODEL, **IN_PARTS)
     ranks = run(plan.model_copy(update={"precision": "bf16"}))
-    expected = [loss for loss, _, _ in alone(plan)[0]]
+    expected = [loss for loss, _, _ in as_one_process(plan)[0]]
     for results, _, weights in ranks:
         assert [loss for loss, _, _ in results] == pytest.approx(expected, rel=5e-3)
         assert all(weight.dtype == torch.bfloat16 for weight in weights.values())

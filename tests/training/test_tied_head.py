@@ -10,7 +10,7 @@ from tensor_parallel_cases import (
     STEPS,
     TIED,
     UNTIED,
-    alone,
+    as_one_process,
     compare_resumed,
     compare_with_one_process,
     run,
@@ -66,7 +66,7 @@ def test_bf16_copies_stay_the_same():
     """Prevents fp32 master copies that are counted twice in the norm or updated differently."""
     plan = tied_plan(7, data=2).model_copy(update={"precision": "bf16"})
     ranks = run(plan)
-    expected_losses, expected_norms, _ = zip(*alone(plan)[0], strict=True)
+    expected_losses, expected_norms, _ = zip(*as_one_process(plan)[0], strict=True)
     for results, _, _ in ranks:
         losses, norms, _ = zip(*results, strict=True)
         assert losses == pytest.approx(expected_losses, rel=5e-3)
@@ -85,7 +85,7 @@ def test_bf16_copies_stay_the_same():
 def test_resumes_where_the_matrix_is_in_other_stages(tmp_path, plans):
     """Prevents checkpoints with two matrices, or with the moments of one copy."""
     compare_resumed(tmp_path, *((plan, 1) for plan in plans))
-    _, _, weights = alone(tied_plan())
+    _, _, weights = as_one_process(tied_plan())
     [(tensors, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(tmp_path, 3))
     states = {name for name in tensors if name.endswith(TIED_NAME)}
     assert states == {TIED_NAME} | {

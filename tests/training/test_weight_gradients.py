@@ -12,7 +12,7 @@ from overlap_cases import MODEL, STEPS
 from pipeline_cases import pipeline_plan
 from ranks import run_ranks
 from tensor_parallel_cases import STEPS as PLAIN_STEPS
-from tensor_parallel_cases import TIED, alone, assert_same_training, train_steps
+from tensor_parallel_cases import TIED, as_one_process, assert_same_training, train_steps
 
 from megatron.vlm.backend import WeightGradients
 
@@ -77,7 +77,7 @@ def test_late_exchanges_train_as_one_process(small_buckets, plan):
     """Prevents gradients added after their bucket was reduced, weights used before their gather,
     and buckets exchanged in different orders by ranks."""
     ranks = run_ranks(plan.parallel, train_and_watch, plan)
-    assert_same_training(ranks, plan, alone(plan, STEPS))
+    assert_same_training(ranks, plan, as_one_process(plan, STEPS))
     in_order = {}
     for *_, place, begun in ranks:
         order = [(kind, bucket) for kind, bucket, _ in begun]
@@ -96,7 +96,7 @@ def test_late_exchanges_train_as_one_process(small_buckets, plan):
 
 def compare_fused(monkeypatch, plan, steps, work):
     """Compare fused weight-gradient accumulation with one process that adds gradients."""
-    expected = alone(plan, steps)
+    expected = as_one_process(plan, steps)
     monkeypatch.setattr("megatron.vlm.model.configs.fuses_weight_gradients", lambda: True)
     assert_same_training(run_ranks(plan.parallel, work, plan), plan, expected)
 
