@@ -64,7 +64,7 @@ class MeasureOptions:
     ] = 1
 
     def typical_tokens(self) -> int:
-        """Return tokens of a typical sample: as given, or the lengths' mean."""
+        """Return tokens of a typical sample: as given, or the lengths' mean. Raises UserError."""
         if self.tokens_per_sample is not None:
             return self.tokens_per_sample
         if not self.lengths:
@@ -75,7 +75,7 @@ class MeasureOptions:
         return round(read_lengths(self.lengths).tokens.mean())
 
     def data_files(self) -> list[Path]:
-        """Return data and tokenizer files, empty without --data. Raise UserError if missing."""
+        """Return data and tokenizer files, empty if neither is given. Raises UserError."""
         from omnibal.data.annotations import Annotations
         from omnibal.data.tokenizer import list_tokenizer_files, open_tokenizer
 
@@ -94,7 +94,7 @@ class MeasureOptions:
 
 
 def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
-    """Raise unless both or neither option is given."""
+    """Raise UserError, with the reason, if only some of the options are given."""
     given = [name for name, value in values.items() if value is not None]
     missing = [name for name, value in values.items() if value is None]
     if given and missing:
@@ -184,7 +184,7 @@ def profile(
         command += [] if value is None else [name, str(value)]
     with atomic(output) as written:
         command += ["--output", str(written)]
-        # Programs print progress to stderr; stdout is for the result.
+        # The program's output goes to stderr: stdout is for the result.
         returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
         if returncode:
             raise typer.Exit(returncode)

@@ -13,7 +13,7 @@ from omnibal.model.config import Precision
 from omnibal.model.rate_tables import ProductPass
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
-FP32_BYTES = 4  # bytes of a number
+FP32_BYTES = 4
 
 # Kernels bound by memory; `accumulation` adds a micro-batch's gradients to the step's.
 MovingKind = Literal["element_wise", "cast", "permutation", "loss", "accumulation"]
@@ -21,7 +21,7 @@ KernelKind = Literal[
     "product", "low_rank", "attention", "other_attention", MovingKind, "ring", "all_to_all"
 ]
 """`low_rank` is an adapter's product, `ring` tensor-parallel, `all_to_all` expert-parallel."""
-# An input gradient runs if anything before is trained, a weight gradient if the unit is, other
+# An input gradient runs if any earlier unit is trained, a weight gradient if its unit is, other
 # backward kernels always; `repeated` is a recomputed forward.
 KernelPass = Literal[ProductPass, "backward", "repeated"]
 EXCHANGES: tuple[KernelKind, ...] = ("ring", "all_to_all")
@@ -32,7 +32,7 @@ def _nothing() -> np.ndarray:
 
 
 def unit_vectors(features: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the unit vector of every feature, [features] each."""
+    """Return unit vectors by feature, float64 [features] each."""
     return dict(zip(features, np.eye(len(features)), strict=True))
 
 
@@ -46,11 +46,11 @@ class Kernel:
     """Input rows of a product, summed over groups; queries of attention; [features]."""
     inner: float = 0.0
     outer: float = 0.0
-    groups: int = 1  # products of this size in one kernel that share the rows evenly (experts)
+    groups: int = 1  # products [inner, outer] in one kernel that share the rows evenly (experts)
     pairs: np.ndarray = field(default_factory=_nothing)
     """Query-key pairs of attention, [features]; causal attention sees half of the square."""
     heads: float = 0.0
-    elements: float = 0.0  # elements per head of q and k, and of v
+    elements: float = 0.0  # head size of q and k plus that of v
     causal: bool = False
     bytes: np.ndarray = field(default_factory=_nothing)  # moved or sent by other kinds, [features]
     dtype: Literal["fp32", "fp8"] | None = None  # of a product if not the job's; casts are kernels
@@ -58,17 +58,17 @@ class Kernel:
     passes: int = 1  # ring passes of all launches; two in an all-reduce
     waits: int = 0  # times that the host waits for its result
     name: str = ""  # linear's name as in `omnibal.model.adapter_settings.linears`, or `GATHERED`
-    given: str = ""  # the `Kept` line that is its input
-    modules: tuple[str, ...] = ()  # that it is part of (`RecomputedModule`)
+    given: str = ""  # `Kept.what` of its input
+    modules: tuple[str, ...] = ()  # recomputable modules that it is part of (`RecomputedModule`)
 
     @property
     def weights(self) -> float:
-        """Number of weights of a product."""
+        """Number of weights of a product, over all groups."""
         return self.inner * self.outer * self.groups
 
     @property
     def flops(self) -> np.ndarray:
-        """Operations of a product or attention, without recomputed scores, [features]."""
+        """FLOPs of a product or attention, without scores recomputed in backward, [features]."""
         of_pairs = 4 if self.phase == "backward" else 2  # gradients of both operands
         flops = self.rows * 2 * (self.inner * self.outer)
         return flops + self.pairs * of_pairs * (self.heads * self.elements)
@@ -80,7 +80,7 @@ GATHERED = "gathered input or gradient"
 
 
 def in_module(module: str, kernels: Iterable[Kernel]) -> Kernels:
-    """Return kernels as part of a module that may be recomputed."""
+    """Return the kernels with `module` added to the modules that they are part of."""
     return tuple(replace(kernel, modules=(*kernel.modules, module)) for kernel in kernels)
 
 
@@ -94,7 +94,7 @@ def product(
     name: str = "",
     given: str = "",
 ) -> Kernels:
-    """Return the three passes of a linear: inputs [rows, inner] and weights [inner, outer]."""
+    """Return a linear's forward, input gradient and weight gradient; weights [inner, outer]."""
     sizes: dict[str, Any] = {"rows": rows, "inner": inner, "outer": outer, "groups": groups}
     forward = Kernel(kind="product", dtype=dtype, name=name, given=given, **sizes)
     return tuple(replace(forward, phase=phase) for phase in get_args(ProductPass))
@@ -109,7 +109,7 @@ def attention(
     causal: bool = False,
     kind: Literal["attention", "other_attention"] = "attention",
 ) -> Kernels:
-    """Return forward and backward of attention over query-key pairs (tokens if not softmax)."""
+    """Return attention's forward and backward; `pairs` are query-key pairs (tokens if linear)."""
     forward = Kernel(
         kind=kind, pairs=pairs, rows=rows, heads=heads, elements=elements, causal=causal
     )
@@ -122,7 +122,7 @@ def element_wise(
     launches: int = 1,
     kind: Literal["element_wise", "cast", "permutation", "loss"] = "element_wise",
 ) -> Kernels:
-    """Return memory-bound kernels, with two launches in backward per launch in forward."""
+    """Return memory-bound forward and backward kernels; a backward has twice the launches."""
     return (
         Kernel(kind=kind, bytes=forward_bytes, launches=launches),
         Kernel(kind=kind, phase="backward", bytes=backward_bytes, launches=2 * launches),

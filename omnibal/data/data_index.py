@@ -1,4 +1,4 @@
-"""Record positions of a dataset's files, in a resumable log by path and version."""
+"""Positions of records in a dataset's files, in a resumable log keyed by path and version."""
 
 import hashlib
 import json
@@ -39,14 +39,14 @@ class DataFile:
     shard: Shard | None = None
 
     def index(self) -> RecordIndex:
-        """Read the file to find its records; raises UserError."""
+        """Return the positions of the file's records, from reading it. Raises UserError."""
         if self.shard is not None:
             return index_shard(self.shard)
         readers = {"lines": index_lines, "array": index_array, "rows": index_rows}
         return readers[self.holds](self.path)
 
     def key(self, version: str) -> bytes:
-        """Hash all inputs of the index."""
+        """Return the SHA-256 of all inputs of the index: path, version, format and shard."""
         of_shard = () if self.shard is None else (self.shard.samples, sorted(self.shard.excluded))
         inputs = (str(self.path.absolute()), version, self.holds, *of_shard)
         return hashlib.sha256(json.dumps(inputs).encode()).digest()
@@ -61,10 +61,10 @@ def _show_nothing(title: str, total: int) -> Iterator[Callable[[int], None]]:
 class DataIndex:
     """Positions of files' records, from an earlier run or by reading the files."""
 
-    log: RecordLog | None = None  # log to write to, if any
+    log: RecordLog | None = None  # appended to when a file is read, if any
     known: dict[bytes, memoryview] = field(default_factory=dict)  # known indexes by file key
-    complete: Path | None = None  # complete index that forbids reading files, if any
-    pool: Pool = field(default_factory=LocalPool)  # reads files
+    complete: Path | None = None  # index that must have all files, if none may be read
+    pool: Pool = field(default_factory=LocalPool)  # workers that read files
     progress: Progress = _show_nothing
 
     @classmethod
@@ -76,7 +76,7 @@ class DataIndex:
 
     @classmethod
     def open_complete(cls, path: Path) -> "DataIndex":
-        """Open a complete index, so that no data file is read."""
+        """Open an index that must have all files, so that none is read. Raises UserError."""
         if not path.is_file():
             raise UserError(
                 f"{path}: no such index; name the file that `omnibal lengths --data-index` wrote"
@@ -85,7 +85,7 @@ class DataIndex:
         return cls(known=_split_keys(records), complete=path)
 
     def find_records(self, files: Sequence[DataFile]) -> list[RecordIndex]:
-        """Return the records of every file; raises OSError if unreadable."""
+        """Return positions by file. Raises OSError, or UserError if `complete` lacks a file."""
         indexes: dict[int, RecordIndex] = {}
         try:
             versions = versions_of([file.path for file in files]) if self.known else []

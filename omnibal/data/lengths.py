@@ -34,7 +34,7 @@ from omnibal.model.encoders import (
 from omnibal.model.limits import words
 
 _METADATA_KEY = b"omnibal"
-# Metadata key: `sample` indexes rows of a plan's data (a subset, or with repeats).
+# Metadata key of "once" or "repeated": `sample` then indexes rows of a plan's data.
 _ROWS_KEY = b"omnibal_rows"
 _REPEATED = b"repeated"
 _SAMPLE_COLUMN = "sample"
@@ -84,7 +84,7 @@ class LengthsOrigin(Frozen):
 
 
 def check_same_data(name: str, given: str, planned: str) -> None:
-    """Raise unless data or tokenizer are the plan's, by hash."""
+    """Raise UserError unless the SHA-256 of `name`, data or tokenizer, is the planned one."""
     if planned != given:
         raise UserError(
             f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
@@ -94,7 +94,7 @@ def check_same_data(name: str, given: str, planned: str) -> None:
 
 
 def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
-    """Return the side in pixels and the tokens of a tile, None without tiles."""
+    """Return the side in pixels and the tokens of a tile, both None without tiles."""
     if not model.takes_images:
         return None, None
     return model.vision.image_size, model.vision.tokens_per_item
@@ -119,13 +119,13 @@ class Lengths:
     items: dict[str, np.ndarray]  # by name, such as `tiles`
     tokens: np.ndarray
     loss_tokens: np.ndarray
-    source: np.ndarray
+    source: np.ndarray  # index in `source_names`
     source_names: tuple[str, ...]
-    origin: LengthsOrigin | None = None  # None if not from a scan; data cannot then be checked
-    # Sums of squares per image or frame, int64, such as `squared_image_tokens`. If absent, one
-    # image per sample is assumed.
+    origin: LengthsOrigin | None = None  # None if not from one scan; data cannot then be checked
+    # Sums of squared tokens per image or frame, int64, such as `squared_image_tokens`. If absent,
+    # one image per sample is assumed.
     squares: dict[str, np.ndarray] = field(default_factory=dict)
-    sample: np.ndarray | None = None  # annotation index, int64, ascending; None if the row's
+    sample: np.ndarray | None = None  # annotation index, int64, ascending; None if it is the row
     repeats: bool = False  # whether `sample` may repeat an index, as in a mixture
     image_sizes: ImageSizes | None = None  # of every native-resolution image and video
 
@@ -138,7 +138,7 @@ class Lengths:
 
     @property
     def sha256(self) -> str:
-        """Hash of the columns, independent of the file format."""
+        """SHA-256 of the columns and source names, independent of the file format."""
         digest = hashlib.sha256("\0".join(self.source_names).encode())
         if self.item_names != ("tiles",):
             digest.update(repr(self.item_names).encode())
@@ -157,7 +157,7 @@ class Lengths:
         return digest.hexdigest()
 
     def column(self, name: str) -> np.ndarray:
-        """Return a feature per sample, int32 [samples], int64 for squares, 0 if not counted."""
+        """Return a feature, int32 [samples], or 0; int64 squares, or one image's if not counted."""
         if name in self.squares:
             return self.squares[name]
         if name in SQUARED_FEATURES:  # not counted: as of one image, an upper bound
@@ -176,7 +176,7 @@ class Lengths:
         return _IMAGE_FEATURE in self.items and self.image_sizes is None
 
     def pieces_of_images(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens and squares per indivisible piece, and pieces per sample, int64.
+        """Return tokens and squares per indivisible piece, and pieces per sample, all int64.
 
         A piece is an image, a time of a video, or a sample if its images were not counted.
         """
@@ -221,7 +221,7 @@ def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
 
 
 def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTEN) -> None:
-    """Raise if a sample exceeds the model's RoPE range, as RoPE is not scaled by length."""
+    """Raise UserError if a sample exceeds the model's `max_positions`: RoPE is not scaled here."""
     # Positions restart at each sample of a pack, so that packs are not limited.
     limit = model.language.max_positions
     if limit is not None and tokens > limit:
@@ -261,7 +261,7 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
 
 
 def read_lengths(paths: Sequence[Path]) -> Lengths:
-    """Read and join length files: Parquet, OmniBal's list of lengths or its meta JSON."""
+    """Read and join length files: Parquet, OmniBal's list or its meta JSON. Raises UserError."""
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
     parts = [part for path in paths for part in _read_lengths_file(path)]
@@ -281,7 +281,7 @@ def _join_parts(parts: Sequence[Lengths]) -> Lengths:
         for part in parts
     ]
     item_names = sorted({name for part in parts for name in part.items})
-    # Keep only squares and image lists that all parts have.
+    # Keep squares and image lists only if all parts with such items have them.
     lacking = {squares_of(name) for part in parts for name in part.without_squares}
     squares = sorted({name for part in parts for name in part.squares} - lacking)
 
@@ -319,7 +319,7 @@ def length_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _check_item_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
-    """Raise if a row's counts contradict each other or are negative."""
+    """Raise UserError if a row's counts are negative, without tokens or contradictory."""
     files = ", ".join(map(str, paths))
     counted = {name: lengths.column(name) for name in (*lengths.item_names, *_TOKENS)}
     bad = np.any([column < (name == "tokens") for name, column in counted.items()], axis=0)
@@ -376,7 +376,7 @@ def _read_lengths_file(path: Path) -> list[Lengths]:
     if _METADATA_KEY in metadata:
         where, repair = f"{path}: origin", "rebuild it with `omnibal lengths`"
         origin = parse_json_model(LengthsOrigin, metadata[_METADATA_KEY], where, repair)
-    kind = metadata.get(_ROWS_KEY)  # None if `sample` has annotation indices
+    kind = metadata.get(_ROWS_KEY)  # None if `sample` is absent or of annotations
     return [
         Lengths(
             items={name: columns.integers(name, pa.int32()) for name in names},
@@ -432,7 +432,7 @@ def _is_meta(text: str) -> bool:
 
 
 def _list_named_files(text: str, path: Path) -> dict[str, Path]:
-    """Return the length files that a meta JSON names, by source."""
+    """Return the length files that a meta JSON names, by source; relative to its folder."""
     entries = parse_json_model(
         dict[str, _MetaEntry],
         text,
@@ -450,7 +450,7 @@ def _read_lengths_text(path: Path) -> str:
 
 
 def _parse_public(text: str, path: Path, source_name: str) -> Lengths:
-    """Return lengths from OmniBal's public format, which has no loss counts (0)."""
+    """Return lengths from OmniBal's public format. It has no loss tokens: all are 0."""
     records = parse_json_model(
         list[_Record],
         text,

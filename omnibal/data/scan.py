@@ -45,7 +45,7 @@ Before = TypeVar("Before")
 After = TypeVar("After")
 File = TypeVar("File", bound=StoredFile)
 
-OnError = Literal["stop", "skip"]  # treatment of bad samples: raise with the first few, or skip all
+OnError = Literal["stop", "skip"]  # at bad samples: raise with the first few, or skip all
 
 _SAMPLES_PER_TASK = 256  # per process at a time
 _MAX_MISTAKES = 5  # listed in an error
@@ -81,10 +81,10 @@ def scan_lengths(
     on_error: OnError = "stop",
     journal: ScanJournal | None = None,
 ) -> Scan:
-    """Count items, tokens and loss tokens of every sample, without decoding them.
+    """Count items and tokens of every sample. Raises UserError if all are bad, or one at "stop".
 
     Args:
-        on_progress: called with the number of newly scanned samples.
+        on_progress: called with the journal's number of samples, then with every task's.
         journal: opened with `scan_key`. Its samples are not scanned, and new samples are added.
     """
     _check_item_kinds(model)
@@ -140,14 +140,14 @@ def scan_lengths(
 
 
 def scan_key(model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Hash the settings that counts depend on."""
+    """Return the SHA-256, in hex, of the settings that counts depend on."""
     origin = _make_origin("", model, tokenizer).model_dump_json()
     inputs = (VERSION, origin, model.language.max_positions)
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
 def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
-    """Write index, place and reason of every sample, tab-separated; without samples, no file."""
+    """Write index, place and reason of every sample, tab-separated. Remove the file if none."""
     if not skipped:
         path.unlink(missing_ok=True)
         return
@@ -158,7 +158,7 @@ def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
 
 
 def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
-    """Return notes on skipped samples and the file that lists them."""
+    """Return notes: the number of skipped samples, the file that lists them, the first messages."""
     if not skipped:
         return []
     listed = "" if path is None else f", listed in {path}"
@@ -168,7 +168,7 @@ def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scanner:
-    """Scanner of a task's samples, with a cache of file headers."""
+    """Counts a task's samples, with a cache of file headers."""
 
     model: ModelConfig
     tokenizer: Tokenizer
@@ -196,8 +196,8 @@ class _Scanner:
         return Counted(rows=np.array(rows, COUNTED), image_sizes=sizes_of(shown)), bad
 
     def _count_text(self, sample: Sample) -> tuple[Sample, int, int]:
-        """Return a sample with its text tokens, without items', and its loss tokens."""
-        # 1 placeholder token per native-resolution image, none per tiled image or recording.
+        """Return the sample, its tokens without items' tokens, and its loss tokens."""
+        # A native-resolution image takes 1 placeholder token here, subtracted below; others none.
         images = [1 if self.rule else 0] * image_places(sample, self.model)
         clips = [0] * len(sample.recordings)
         text = encode_sample(sample, images, self.model, self.tokenizer, clips)
@@ -207,7 +207,7 @@ class _Scanner:
     def _count_items(
         self, sample: Sample, tokens: int, loss_tokens: int
     ) -> tuple[tuple[int, ...], list[Segments]]:
-        """Return COUNTED's fields without the index, and native-resolution segments."""
+        """Return COUNTED's fields but the index, and segments of native-resolution images."""
         tiles, segments = 0, list[Segments]()
         if self.rule is not None:
             shown = shown_of(sample, self.rule, lambda image: self._image_size(image, sample))

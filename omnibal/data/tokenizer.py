@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece (as Hugging Face's slow tokenizers) or `tokenizer.json`."""
+"""Tokenizers from SentencePiece models (as Hugging Face's slow ones) or `tokenizer.json`."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # `normalizer_spec.add_dummy_prefix = false`: the last value of a repeated protobuf field wins.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-# Tokens of places in an image, which answers have, and marks of items, checked elsewhere.
+# Special tokens that texts may have: places in images, and item marks (checked elsewhere).
 _PLACE_PIECE = re.compile(
     r"<(/?(ref|box|quad)|image|video|audio|\|(object_ref|box|quad|\w+_of_box)(_\w+)?\|)>"
 )
@@ -58,10 +58,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def id_of(self, piece: str) -> int | None:
-        """Return the id of a piece, None if it is no token."""
+        """Return the id of a piece, or None if it is no token."""
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of `text` and the first character of each."""
+        """Return ids and the indices of their first characters. Raises UserError if unsupported."""
         raise UserError(
             f"{self.path}: has no character offsets of tokens, which loss by the tokenizer's own "
             f"chat template needs; save it as {FAST_FILE} (save_pretrained of a fast tokenizer "
@@ -76,7 +76,7 @@ class Tokenizer(ABC):
         return number
 
     def check_text(self, text: str, where: str, pieces: Sequence[str], media: str) -> None:
-        """Raise UserError if a text has `pieces`, or special tokens other than places in images."""
+        """Raise UserError if a text has `pieces`, or special tokens that are no `_PLACE_PIECE`."""
         match = _find_reserved(self.special_pieces, tuple(pieces)).search(text)
         if match is not None:
             raise UserError(
@@ -120,7 +120,7 @@ def list_tokenizer_files(path: Path) -> list[Path]:
 def open_tokenizer(path: Path) -> Tokenizer:
     """Open tokenizer.json, tokenizer.model, or a folder with either, the first preferred.
 
-    Settings come from tokenizer_config.json, otherwise added_tokens.json, in the same folder.
+    Settings are from tokenizer_config.json, its lacking added tokens from added_tokens.json.
     """
     if path.is_dir():
         models = [at for at in (path / FAST_FILE, path / _SENTENCEPIECE_FILE) if at.is_file()]
@@ -213,14 +213,14 @@ class _TemplateHolder(BaseModel):
 
     @property
     def text(self) -> str | None:
-        """Chat template, or the default if several."""
+        """Chat template, or of several the default, or None if absent."""
         if not isinstance(self.chat_template, list):
             return self.chat_template
         return {named.name: named.template for named in self.chat_template}.get("default")
 
 
 def _read_template(path: Path) -> str | None:
-    """Return the first chat template present, in Transformers' order."""
+    """Return the first chat template in Transformers' order of files, or None if absent."""
     alone = path.with_name(TEMPLATE_FILE)
     if alone.is_file():
         try:
@@ -241,7 +241,7 @@ def _content_of_setting(token: _TokenSetting) -> str | None:
 
 
 def _read_settings(path: Path) -> _Settings | None:
-    """Return the settings in the model's folder, None if absent."""
+    """Return the settings in the folder of the model file `path`, or None if absent."""
     config, added = path.with_name(CONFIG_FILE), path.with_name(ADDED_FILE)
     settings = None
     if config.is_file():
@@ -269,7 +269,7 @@ class _SentencePiece(Tokenizer):
         self.path = path
         self.sha256 = _hash_files(content, settings)
         self._settings = settings or _Settings()
-        # Llama's `legacy: false`: text begins with a single space.
+        # Llama with `legacy: false`: one space before the text, none after added tokens.
         llama = self._settings.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
         self._keeps_first_space = llama and self._settings.legacy is False
         SetMinLogLevel(_FATAL_LEVEL)  # otherwise the library logs the error too
@@ -329,7 +329,7 @@ class _SentencePiece(Tokenizer):
         return number if self._model.IdToPiece(number) == piece else None
 
     def _list_added_tokens(self) -> dict[str, tuple[int, AddedToken]]:
-        """Return id and flags of added and built-in special tokens, by content."""
+        """Return id and flags by content, of added tokens and of special pieces of the model."""
         numbers = {piece: self._model.PieceToId(piece) for piece in self._settings.special_pieces}
         special = {
             piece: (number, AddedToken(content=piece, special=True))
@@ -346,7 +346,7 @@ class _SentencePiece(Tokenizer):
         return special | {token.content: (number, token) for number, token in added.items()}
 
     def _split_added(self, text: str) -> list[str]:
-        """Split text into added tokens and runs between them."""
+        """Split text into added tokens and runs between them, stripped as the tokens' flags say."""
         parts = list(filter(None, self._borders.split(text)))
         for place, part in enumerate(parts):
             if part not in self._added:
@@ -367,7 +367,7 @@ class _SentencePiece(Tokenizer):
 
 
 class _Fast(Tokenizer):
-    """Hugging Face tokenizer.json with tokens from tokenizer_config.json."""
+    """Hugging Face tokenizer.json with added tokens and flags from the settings."""
 
     def __init__(self, path: Path, content: bytes, settings: _Settings) -> None:
         self.path = path
@@ -404,7 +404,7 @@ class _Fast(Tokenizer):
         return self._model.token_to_id(piece)
 
     def _add_missing_tokens(self, settings: _Settings) -> None:
-        """Add tokens of the settings that the model lacks, and set flags of the others."""
+        """Add settings' tokens, or set known tokens' flags. Raise UserError if ids differ."""
         decoder = self._model.get_added_tokens_decoder()
         names = [name for name in AddedToken.model_fields if name != "content"]
         flags_of = {

@@ -19,11 +19,11 @@ _CONFIG_REMEDY = "pass a config.json of a model hub, or the folder of one"
 
 
 class _ShardIndex(BaseModel):
-    weight_map: dict[str, str]  # file of every tensor
+    weight_map: dict[str, str]  # file name by tensor name
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the content of a `config.json`. Raise UserError unless it is a JSON object."""
+    """Return the object in a `config.json`. Raise UserError if unreadable or not a JSON object."""
     text = read_text(path, _CONFIG_REMEDY)
     try:
         given = json.loads(text)
@@ -36,7 +36,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def config_errors(path: Path) -> Iterator[None]:
-    """Convert errors in a `config.json` to UserErrors that name the file."""
+    """Convert ValidationErrors and ValueErrors of a `config.json` to UserErrors with its path."""
     try:
         yield
     except UserError:
@@ -48,7 +48,7 @@ def config_errors(path: Path) -> Iterator[None]:
 
 
 def stored_tensors(directory: Path) -> list[str] | None:
-    """Return the tensor names of a sharded checkpoint, or None without an index."""
+    """Return the tensor names in a checkpoint's shard index, or None without index (one file)."""
     path = directory / _INDEX_FILE
     if not path.is_file():
         return None
@@ -64,7 +64,7 @@ def has_chat_template(directory: Path) -> bool:
 
 
 def model_name(directory: Path) -> str:
-    """Return the folder's name, or the model's in a Hugging Face cache, in lower case."""
+    """Return the folder's name in lower case, or in a Hugging Face cache the model's (no ORG)."""
     # A link's own name counts; only ".." must be resolved.
     path = directory.resolve() if ".." in directory.parts else directory.absolute()
     in_cache = path.parent.name == "snapshots"  # models--ORG--NAME/snapshots/COMMIT

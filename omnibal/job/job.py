@@ -51,11 +51,11 @@ class JobSpec:
     cluster: ClusterConfig
     parallel: Parallel
     precision: Precision
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # names of model parts, as in `model_parts`
     adapters: AdapterConfig | None = None  # trained with frozen base matrices
     cost_source: CostSource = ANALYTIC
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
-    beside: DataParallelEncoders | None = None  # None if absent or to be searched
+    beside: DataParallelEncoders | None = None  # None if absent or not chosen yet
     encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)  # to search
     trainer: TrainerConstraints = OWN
     cost: CostModel = field(init=False, repr=False)  # costs of the stages' units
@@ -93,13 +93,13 @@ class JobSpec:
             }
             # The search may still choose any sharding, so the bound is the fastest update.
             cost = pipeline_cost(cost, min(encoder.update_ms for encoder in encoders.values()))
-        # Frozen: fields with init=False are set this way.
+        # The dataclass is frozen, so fields with init=False are set this way.
         object.__setattr__(self, "cost", cost)
         object.__setattr__(self, "encoders_costs", encoders)
         object.__setattr__(self, "exchange", exchange)
 
     def _encoder_shards(self) -> list[int]:
-        """Return sharding sizes of data-parallel encoders."""
+        """Return allowed sharding sizes of data-parallel encoders, in ranks. Raises UserError."""
         if self.beside is not None:
             shards = [self.beside.sharded]
         else:
@@ -140,7 +140,7 @@ class JobSpec:
         return replace(cost, units=cost.units | encoders)
 
     def _check_limits(self) -> None:
-        """Raise for settings that the trainer does not support at any parallel size."""
+        """Raise UserError if the trainer supports precision or placement at no parallel size."""
         trainer = self.trainer
         if self.precision == "fp8" and not (
             trainer.name is None or trainer.runtime.transformer_engine
@@ -156,7 +156,7 @@ class JobSpec:
             )
 
     def check_sizes(self, parallel: Parallel) -> None:
-        """Raise for parallel sizes unsupported by model, cluster or trainer."""
+        """Raise UserError if model, cluster, precision or trainer do not support these sizes."""
         self.trainer.check_sizes(parallel)
         check_parallel(
             self.pipeline_model,
@@ -182,7 +182,7 @@ class JobSpec:
             layer_products(self.model, parallel, self.precision)
 
     def split_obstacle(self, schedule: PipelineSchedule) -> str | None:
-        """Return why this trainer cannot split a schedule's backwards, or None."""
+        """Return why this project's trainer cannot split the schedule's backwards, or None."""
         if self.trainer.name is not None or not schedule.in_two:
             return None
         if self.parallel.sharded > 1:
@@ -193,7 +193,7 @@ class JobSpec:
 
     @property
     def encoders_cost(self) -> EncodersCost | None:
-        """Return data-parallel encoders' costs, or None if absent."""
+        """Costs of the chosen data-parallel encoders, or None if absent or not chosen yet."""
         return None if self.beside is None else self.encoders_costs[self.beside.sharded]
 
     @property
@@ -206,14 +206,14 @@ class JobSpec:
 
     @property
     def rank_slowness(self) -> np.ndarray | None:
-        """Relative time of ranks' slowest devices, [ranks], or None if equal or in lockstep."""
-        # In lockstep every rank waits for the slowest, so fewer packs for it would gain nothing.
+        """Relative time of ranks' slowest devices, [data], or None if equal or all wait."""
+        # Ranks in lockstep or with shared encoders wait for the slowest: fewer packs gain nothing.
         slow = np.array(self.cost.slow_ranks)
         waits = self.parallel.lockstep_ranks > 1 or self.has_data_parallel_encoders
         return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)
 
     def with_exposed(self, features: np.ndarray) -> np.ndarray:
-        """Add waits for the host and exposed sharded collectives to features [..., F], if any."""
+        """Return features [..., F] with host waits and exposed collectives of shards, in ms."""
         features = host_waits(self.cost, features)
         if self.exchange is None:
             return features
@@ -224,7 +224,7 @@ class JobSpec:
         return features
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
-        """Return unit costs per level, with exchanges at measured rates if any."""
+        """Return unit costs per level with context exchanges, at measured rates if any."""
         cluster = self.cost_source.fill_rates(self.cluster)
         trained = trained_kinds(self.model, self.frozen, self.adapters)
         sizes = self.model, cluster, self.parallel, self.precision, trained
@@ -238,7 +238,7 @@ class JobSpec:
     def workload(
         self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
     ) -> Workload:
-        """Return features of every micro-batch, including waits for host and encoders."""
+        """Return features of every micro-batch of the packs, with waits for host and encoders."""
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
@@ -265,7 +265,7 @@ class JobSpec:
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:
-        """Return a plan's job with a source of costs."""
+        """Return the job that a plan is for, with costs from `cost_source`."""
         return cls(
             model=plan.model,
             cluster=plan.cluster,
@@ -280,7 +280,7 @@ class JobSpec:
         )
 
     def plan(self, **fields: Any) -> Plan:
-        """Return a plan of this job; `fields` are the plan's others."""
+        """Return a plan of this job with `fields` as its other fields."""
         names = ("model", "precision", "parallel", "frozen", "adapters", "beside", "cluster")
         settings = {name: getattr(self, name) for name in names}
         return Plan(**settings | {"made_for": self.trainer.name} | fields)
@@ -308,12 +308,12 @@ class JobSpec:
         return memory_cap_gib(self.cluster)
 
     def load_ms(self, packs: Packs, lengths: Lengths) -> np.ndarray:
-        """Predict ms of every pack on all stages, each on one rank. [packs]"""
+        """Return predicted ms of every pack, on one rank, summed over stages, [packs]."""
         features = pack_features(packs, lengths, self.cost.features)
         return model_ms(self.cost, self.pipeline_model, features)
 
     def load_at_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-        """Predict ms of every pack on all stages, max over context-parallel ranks, [packs]."""
+        """Return predicted ms of packs, summed over stages, max over context ranks, [packs]."""
         if are_plain(levels):
             return self.load_ms(packs, lengths)
         level_of_pack, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
@@ -327,5 +327,5 @@ class JobSpec:
         return load
 
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-        """Return whether samples may fill packs of higher levels, bool [levels, samples]."""
+        """Return whether samples cost less in a level's free space, bool [levels, samples]."""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)

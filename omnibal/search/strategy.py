@@ -47,7 +47,7 @@ _TRIAL_TYPES = 64  # number of distinct sample sizes when packing for trials
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSizes:
-    """Number of GPUs, and fixed tensor, pipeline, data and expert parallel sizes."""
+    """Number of GPUs, and fixed tensor, pipeline, data and expert sizes, None to search."""
 
     gpus: int
     tensor: int | None = None
@@ -59,12 +59,12 @@ class FreeSizes:
 
     @property
     def fixed_sizes(self) -> dict[str, int]:
-        """Fixed sizes of the product over GPUs, by option."""
+        """Fixed tensor, pipeline and data sizes, by option. Their product must divide the GPUs."""
         sizes = {"--tp": self.tensor, "--pp": self.pipeline, "--dp": self.data}
         return {name: size for name, size in sizes.items() if size is not None}
 
     def are(self, parallel: Parallel) -> bool:
-        """Whether sizes match the fixed sizes."""
+        """Whether `parallel` has the fixed sizes."""
         return all(getattr(self, n) in (None, getattr(parallel, n)) for n in SIZE_OPTIONS)
 
 
@@ -88,7 +88,7 @@ class StrategyRequest:
     caps: Caps | None = None
     """Caps of every strategy. None to search for caps."""
     fixed_caps: Mapping[str, int] = field(default_factory=dict)
-    """Caps by feature of a search for the others."""
+    """Caps by feature that a search keeps, if `caps` is None."""
     lengths: Lengths
     given: StreamData | SampleData | None = None
     """Data with given steps, which all strategies train. A stream's packs follow the caps."""
@@ -96,7 +96,7 @@ class StrategyRequest:
     rules: PackRules = ANY_PACKS
     samples_per_step: int  # samples per step of all data-parallel ranks
     samples: int
-    """Random samples to compare strategies on. More for large steps, all if fewer."""
+    """Min number of samples drawn to compare on: more for large steps, all if fewer."""
     all_samples: int = 0
     """Number of samples these were drawn from. 0 if not drawn."""
 
@@ -105,11 +105,11 @@ class StrategyRequest:
 
     @property
     def limited_features(self) -> list[str]:
-        """Features whose sums in a pack are limited."""
+        """Features whose sums in a pack are capped, in canonical order."""
         return in_canonical_order({*limited_features(self.job.model), *self.fixed_caps})
 
     def draw_samples(self) -> Self:
-        """Draw samples to compare on: for data with given steps, all or the first windows."""
+        """Return the request on drawn samples: first windows of a stream, all of given steps."""
         wanted = max(self.samples, MIN_STEPS * self.samples_per_step)
         if self.given is not None:
             given = self.given.subsample(wanted)
@@ -118,10 +118,10 @@ class StrategyRequest:
         return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
 
     def sample_data(self, levels: tuple[Level, ...]) -> SampleData:
-        """Data of a trial with packs of these levels. Packs per step are not set yet.
+        """Return data of a trial with packs of these levels. Packs per step are a placeholder.
 
         Full steps and next fit are off: filling the last step is overweighted on few samples, and
-        reading order does not change packs.
+        next fit mostly reorders packs.
         """
         return SampleData(
             lengths=self.lengths,
@@ -134,7 +134,7 @@ class StrategyRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Parallel sizes, sharding and encoder placement."""
+    """Parallel sizes, with weight sharding, and encoder placement."""
 
     parallel: Parallel
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
@@ -174,7 +174,7 @@ class Strategy:
 
     @property
     def choice(self) -> tuple[Sizing, tuple[Level, ...]]:
-        """Sizes, placement and levels, which no other strategy of a ranking has."""
+        """Sizes, placement and levels: unique in a ranking."""
         return self.sizing, self.levels
 
     def predicted_step(self, samples_per_step: int) -> PredictedStep:
@@ -191,7 +191,7 @@ Choice = tuple[Sizing, Caps]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Min memory of a choice that does not fit."""
+    """Min memory per device of a choice that does not fit."""
 
     gib: float
 
@@ -208,7 +208,7 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setting:
-    """Picklable samples and packs for trials of strategies."""
+    """Picklable request, packs and jobs for trials of choices."""
 
     request: StrategyRequest  # request with the drawn samples
     packs: dict[Caps, Packs]
@@ -221,7 +221,7 @@ class Setting:
         return self.jobs[sizing]
 
     def micro_batches(self, choice: Choice) -> float:
-        """Mean micro-batches per rank and step for the requested samples."""
+        """Return mean micro-batches per rank in a step of the requested samples, not rounded."""
         (sizing, caps), request = choice, self.request
         if request.given is not None:
             try:
@@ -232,7 +232,7 @@ class Setting:
         return micro_batches_at(request.samples_per_step, samples, packs, sizing.parallel.data)
 
     def trial(self, choice: Choice) -> Trial | GivenTrial:
-        """Return the job with these sizes, on the packs of these caps."""
+        """Return a trial of these sizes on the packs at these caps, or on data with given steps."""
         (sizing, caps), request = choice, self.request
         job = self.job(sizing)
         if request.given is not None:
@@ -244,20 +244,20 @@ class Setting:
         return Trial(job=job, data=data, packed=[self.packs[caps]], split=request.split)
 
     def trial_of_levels(self, sizing: Sizing, levels: tuple[Level, ...]) -> Trial:
-        """Return the job with these sizes, on new packs of these levels."""
+        """Return a trial of these sizes on new packs of these levels."""
         request, job = self.request, self.job(sizing)
         data = request.sample_data(levels)
         return Trial(job=job, data=data, packed=data.pack(job), split=request.split)
 
     def request_of(self, choice: Choice) -> PlanRequest:
-        """Return the job on steps of the requested samples."""
+        """Return the choice's job on steps of the requested number of samples."""
         return self.trial(choice).request(self.request.samples_per_step)
 
 
 def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int) -> list[Choice]:
-    """Return choices with a pack for every rank in a step, or in all steps of given layouts.
+    """Return choices with a pack per rank in a mean step, or in all samples if layouts are given.
 
-    Makes the packs.
+    Packs the samples under new caps, into `setting.packs`, unless data have given steps.
     """
     request, packs = setting.request, setting.packs
     if request.given is None:
@@ -271,7 +271,7 @@ def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int
 
 
 def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:
-    """Pack the samples under these caps, for any parallel sizes."""
+    """Return the caps and packs of the samples under them, for any parallel sizes."""
     data = setting.request.sample_data((Level(caps=caps),))
     (packs,) = pack_epochs(
         data.lengths, data.settings, data.levels, rules=data.rules, max_types=_TRIAL_TYPES
@@ -280,14 +280,14 @@ def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:
 
 
 def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
-    """Return a bound on a choice's time per sample, or its memory if the state does not fit."""
+    """Return the choice with bounds on its time per sample, or Need if its state does not fit."""
     job, request = setting.job(choice[0]), setting.request
     state_gib = least_state_gib(job)
     if not fits_cap(state_gib, job.memory_cap_gib):
         return choice, Need(gib=state_gib)
     sized = setting.request_of(choice)
     samples = mean_samples(sized)
-    # Without data-parallel encoders.
+    # Data-parallel encoders are added below.
     step_ms = min_step_ms(
         job.cost_of_all(sized.data.levels),
         job.pipeline_model,
@@ -295,7 +295,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
         job.parallel.pipeline,
         job.trainer.stages,
     )
-    # 0 in the pipeline
+    # 0 if encoders are in the pipeline.
     before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, samples)
     least_ms = step_ms / samples
     share = remaining_share(job, request.other_schedules, setting.micro_batches(choice))
@@ -305,7 +305,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
 
 
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
-    """Estimate the ratio of a choice's time to its bound `about_ms`."""
+    """Return the choice with the estimated ratio of its time to the bound `about_ms`, or Need."""
     sized = setting.request_of(choice)
     need_gib, samples = least_need_gib(sized, is_exact=False), mean_samples(sized)
     if not fits_cap(need_gib, sized.job.memory_cap_gib):
@@ -314,12 +314,12 @@ def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
     try:
         return choice, estimated_over_bound(sized, samples * encoders_ms)
     except DoesNotFit:
-        # Data-parallel encoders may leave less free memory than this minimum.
+        # The encoder placements of an estimate may leave less memory than every split needs.
         return choice, Need(gib=need_gib)
 
 
 def plan_choice(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
-    """Plan a choice, known to fit if `fits`."""
+    """Return the choice with its planned strategy, or Need. `fits` skips a memory check."""
     sizing = choice[0]
     try:
         if not fits:

@@ -9,18 +9,18 @@ import heapq
 
 import numpy as np
 
-_MAX_SLOW_CELLS = 1 << 21  # items x ranks for differencing without equal counts
-_PARTNERS = 4  # ranks with minimal load that the busiest rank exchanges with first
-_MAX_FURTHER_PAIRS = 1 << 17  # of items, with further ranks, per exchange
-_MAX_PAIRS = 1 << 24  # of items, in total
+_MAX_SLOW_CELLS = 1 << 21  # max items x ranks for differencing without equal counts
+_PARTNERS = 4  # number of least loaded ranks that the busiest rank exchanges with first
+_MAX_FURTHER_PAIRS = 1 << 17  # max pairs of items tried with further ranks per exchange
+_MAX_PAIRS = 1 << 24  # max pairs of items tried in total
 _LOAD_ROUNDING = 1e-12  # relative error of sums of weights
 
 
 def load_bound(weight: np.ndarray, ranks: int) -> float:
     """Return the max of three lower bounds on the max load, rounded up if all weights are integers.
 
-    The mean, the heaviest item, and for k >= 1: of the `k d + 1` heaviest items one of d ranks has
-    `k + 1`, which weigh at least as much as the `k + 1` lightest of them (Graham's argument, with
+    They are the mean load, the heaviest item, and for each k >= 1 the sum of the `k + 1` lightest
+    of the `k d + 1` heaviest items: one of d ranks has `k + 1` of these (Graham's argument, with
     sums instead of multiples of the lightest).
     """
     if not len(weight):
@@ -66,18 +66,18 @@ def assign_by_differencing(weight: np.ndarray, ranks: int, equal_counts: bool) -
     """Return the rank of every item, by the largest differencing method.
 
     A partial assignment has a set of items per rank, sorted by weight. The two with the widest
-    spread are joined, the heaviest set of one with the lightest of the other, and so on.
+    spread (heaviest minus lightest set) are joined: heaviest set with lightest, and so on.
 
-    With `equal_counts`, partial assignments start with an item per rank: counts differ by at most 1
-    (Michiels, Korst, Aarts and van Leeuwen, STACS 2003), and time and memory are O(items), else
-    O(items x ranks).
+    Partial assignments start with one item, and memory is O(items x ranks). With `equal_counts`
+    they start with an item per rank: memory is O(items), and ranks' counts differ by at most 1
+    (Michiels, Korst, Aarts and van Leeuwen, STACS 2003).
     """
     items = len(weight)
     rank = np.zeros(items, np.int64)
     if not items:
         return rank
     heaviest_first = np.argsort(-weight, kind="stable")
-    # Sets of every partial assignment, heaviest first. Weights are negative, empty sets 0.
+    # Sets of every partial assignment, heaviest first: weights are negated, empty sets are 0.
     together = ranks if equal_counts else 1  # items of a partial assignment at the start
     number = -(-items // together)
     padded, sets = np.zeros(number * together), np.zeros((number, ranks))
@@ -108,11 +108,11 @@ def assign_by_differencing(weight: np.ndarray, ranks: int, equal_counts: bool) -
 def lower_max_load(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:
     """Return the rank of every item after exchanges that lower the busiest rank's load.
 
-    Local search: each exchange, of two items or of one item for none, has the smallest max load of
-    both ranks. Sorted loads decrease strictly, so it terminates; it also stops at load `enough`.
+    Local search: an exchange, of two items or of one item for none, minimizes the max load of both
+    ranks. It ends if none lowers the busiest load, at load `enough`, or after `_MAX_PAIRS` pairs.
     """
     rank, load = rank.copy(), np.bincount(rank, weight, ranks)
-    # A move is an exchange for the sentinel item of weight 0, which ends every rank's items.
+    # The sentinel, an item of weight 0 at the end of every rank's items, stands for no item.
     sentinel, weight = len(weight), np.append(weight, 0.0)
     ends = np.cumsum(np.bincount(rank, minlength=ranks))
     by_rank = np.split(np.argsort(rank, kind="stable"), ends[:-1])

@@ -1,10 +1,10 @@
 """Stochastic depth of the vision tower (Huang et al. 2016, arXiv 1603.09382, as in timm).
 
 As in InternViT, rates rise linearly over the layers from 0, a layer's two branches are drawn
-independently, and kept branches are scaled up. Draws depend on the tile's key and the layer only,
-not on split, packing or recomputation.
+independently, and kept branches are scaled up. A draw depends only on the tile's key, layer and
+branch, not on split, packing or recomputation.
 
-Shapes: L layers of a stage, 2 branches, T tiles.
+Shapes: L layers of a stage, 2 branches, T tiles. Keys are int64, on the host.
 """
 
 from collections.abc import Sequence

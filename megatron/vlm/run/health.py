@@ -8,26 +8,25 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 
-_SPIKE_WINDOW = 100  # past steps that a loss is compared with
-_MIN_WINDOW = 20  # minimum number of past steps to detect a spike
+_SPIKE_WINDOW = 100  # max number of past losses in the mean, without skipped steps
+_MIN_WINDOW = 20  # min number of past losses to detect a spike
 _SPIKE_DEVIATIONS = 6.0  # standard deviations above the mean that make a spike
-_MAX_UNREADABLE_FRACTION = 0.5  # more unreadable samples in a step mean a missing folder
+_MAX_UNREADABLE_FRACTION = 0.5  # a higher share in a step means a missing folder
 _log = logging.getLogger(__name__)
 
 
 class RunHealth:
-    """Counts skipped steps and detects loss spikes. All ranks agree, as losses are equal."""
+    """Counts skipped steps and detects loss spikes, equally on all ranks, as losses are equal."""
 
     def __init__(self, max_skipped: int, skipped_steps: int = 0) -> None:
         self._max_skipped = max_skipped
         self._recent: deque[float] = deque(maxlen=_SPIKE_WINDOW)
         self._in_a_row = 0
-        self.skipped_steps = skipped_steps
-        """Skipped steps of the run, with steps before a resume."""
+        self.skipped_steps = skipped_steps  # of the run, with steps before a resume
 
     @property
     def is_skipping(self) -> bool:
-        """Return whether the last step was skipped, so that the weights may be bad."""
+        """Whether the last step was skipped: the weights may be bad, and are not worth saving."""
         return self._in_a_row > 0
 
     def judge(
@@ -35,7 +34,8 @@ class RunHealth:
     ) -> bool:
         """Record a step, log its problems, and return whether its loss is a spike.
 
-        Raises UserError at too many unreadable samples or skipped steps.
+        Raises UserError after more than `max_skipped` skipped steps in a row, or if
+        `replaced_share`, the share of samples with unreadable images, is above 0.5.
         """
         if replaced_share > _MAX_UNREADABLE_FRACTION:
             raise UserError(

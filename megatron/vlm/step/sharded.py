@@ -7,7 +7,7 @@ joins that unit's exchanges at its next unit or at the end of the forward, befor
 another stage; in backward its parameters have zero gradients, which trigger them.
 
 Gradients are summed over ranks and micro-batches in float32; replicas of a shard are summed once a
-step. Data-parallel encoders run other passes between forward and backward, so either is a pass.
+step. Data-parallel encoders run other passes between forward and backward: each is then a pass.
 
 Shapes: P values of a unit with padding, Q values of this rank's shard.
 """
@@ -31,7 +31,7 @@ class FlatGradients:
         self.weights = weights
         # This rank's shard of the sum over micro-batches and ranks.
         self.own_Q = torch.zeros_like(weights.own_Q, dtype=torch.float32)
-        # Storage is resized on use under the same tensors: core's products store a reference to
+        # Storage is resized on use under the same tensors, as core's products store a reference to
         # `main_grad` in the forward.
         size = weights.part_size * weights.groups.shards.size()
         self._whole_P = self.own_Q.new_empty(size)
@@ -44,7 +44,7 @@ class FlatGradients:
         self._close()
 
     def open(self) -> None:
-        """Allocate full gradients for a pass, of zeros."""
+        """Allocate zeroed full gradients for a pass, unless it has them already."""
         if self._is_open:
             return
         self._is_open = True
@@ -68,7 +68,7 @@ class FlatGradients:
         parameter.grad = None
 
     def begin_sum(self) -> dist.Work | None:
-        """Begin the reduce-scatter of a pass's gradients; collective over the sharding ranks."""
+        """Begin a pass's gradient reduce-scatter and return it, None on one rank; collective."""
         self.open()
         if not self.weights.is_divided:
             return None
@@ -85,7 +85,7 @@ class FlatGradients:
 
 class Exchange(NamedTuple):
     unit: int
-    sums: bool  # whether its gradients are reduced; otherwise its weights are gathered
+    sums: bool  # True to reduce its gradients, False to gather its weights
 
 
 class PassExchanges:
@@ -93,7 +93,7 @@ class PassExchanges:
 
     Args:
         last: unit that runs backward right after its forward and keeps its weights.
-        in_forward: number of exchanges of the forward.
+        in_forward: number of exchanges in the forward.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class ShardedStage(torch.nn.Module):
         self._passes: dict[tuple[str | None, bool, bool], PassExchanges] = {}
         self._pass = PassExchanges()
         self._is_gathered = False  # all weights, for forwards without gradients
-        self._begun = 0  # exchanges of the pass
-        self._computing: int | None = None  # unit
-        self._goes_back = False  # in backward
-        self._held: dict[int, list[dist.Work]] = {}  # gathers of allocated units
-        self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []  # reductions of one unit
-        self._missing: list[set[torch.nn.Parameter]] = []  # parameters without gradient, by unit
+        self._begun = 0  # number of exchanges begun in the pass
+        self._computing: int | None = None  # index of the unit
+        self._goes_back = False  # whether the backward has begun
+        self._held: dict[int, list[dist.Work]] = {}  # gathers by unit with full weights
+        self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []  # of one unit
+        self._missing: list[set[torch.nn.Parameter]] = []  # still without gradient, by unit
         for number, unit in enumerate(self._units):
             for module in unit.modules:
                 module.register_forward_pre_hook(partial(self._before_forward, number))
@@ -175,7 +175,7 @@ class ShardedStage(torch.nn.Module):
 
     @contextmanager
     def gather_weights(self, stays: bool) -> Iterator[None]:
-        """Gather all weights for forwards without gradients, kept if `stays`; collective."""
+        """Gather all weights for forwards without gradients; collective. `stays` keeps them."""
         self.finish_pass()
         for flat in self.weights.flats:
             work = flat.begin_gather()
@@ -196,7 +196,7 @@ class ShardedStage(torch.nn.Module):
             gradients.own_Q.zero_()
 
     def sum_over_copies(self) -> None:
-        """Sum a step's gradients over replicas of this shard."""
+        """Sum a step's gradients over replicas of this shard; collective over them."""
         for flat, gradients in self.gradients.items():
             if flat.groups.copies.size() > 1:
                 dist.all_reduce(gradients.own_Q, group=flat.groups.copies)
@@ -212,13 +212,13 @@ class ShardedStage(torch.nn.Module):
     def _before_forward(self, number: int, *_: Any) -> None:
         if self._is_gathered:
             return
-        if self._goes_back:  # a recomputed layer
+        if self._goes_back:  # recomputation
             self._before_backward(number)
         elif self._computing != number:
             self._enter(number, self._pass.first_gathers[number])
 
     def _after_forward(self, number: int, module: torch.nn.Module, _: Any, output: Any) -> None:
-        # The gradient of an output comes just before the unit's backward.
+        # The hook of an output's gradient runs just before the unit's backward.
         for tensor in output if isinstance(output, tuple) else (output,):
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, number))
@@ -234,7 +234,7 @@ class ShardedStage(torch.nn.Module):
                 self.gradients[flat].open()
 
     def _enter(self, number: int, place: int) -> None:
-        """Wait for a unit's weights and begin gathering the next unit's; release others."""
+        """Begin exchanges to `place`, release other units, wait for weights; gather the next."""
         self._computing = number
         self._begin(place + 1)
         self._release_units(kept=(number,))

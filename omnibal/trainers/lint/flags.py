@@ -13,7 +13,7 @@ from omnibal.trainers.lint.launch_settings import Launch, Launcher
 from omnibal.trainers.lint.other_trainers import NAMES, OTHER_DEFAULTS, PLAIN
 from omnibal.trainers.lint.script import UNKNOWN
 
-# Short flags of Megatron-Bridge's recipe runner, and long names.
+# Long names by short flag of Megatron-Bridge's recipe runner.
 SHORT = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -38,7 +38,7 @@ _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 
 
 def canonical(name: str) -> str:
-    """Return a flag's name with dashes, without section, as Megatron-LM spells it."""
+    """Return a flag's name as Megatron-LM spells it: long, with dashes, without Bridge section."""
     name = NAMES.get(name, name)
     section, _, field = name.partition(".")
     if section in _BRIDGE_SECTIONS and field and "." not in field:
@@ -47,7 +47,7 @@ def canonical(name: str) -> str:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, str | None]:
-    """Return a command's flags and overrides by name; other words are values of the last flag."""
+    """Return values by flag or override, None without a value. Other words join the last flag's."""
     flags: dict[str, str | None] = {}
     last: str | None = None
     for word in words:
@@ -57,7 +57,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str | None]:
         elif flag is not None:
             flags[flag[1]] = flag[2]
             last = None if flag[2] is not None else flag[1]
-        # A variable behind a value may be further flags.
+        # An unknown variable behind a value may hold further flags: it is dropped.
         elif last is not None and not (UNKNOWN.fullmatch(word) and flags[last] is not None):
             before = flags[last]
             if before is not None and word.endswith(".py"):  # torchrun's flags end at the program
@@ -68,7 +68,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str | None]:
 
 
 def flag_of(launch: Launch, name: str) -> str:
-    """Return a flag of Megatron-LM, such as `seq-length`, in the spelling of the line's trainer."""
+    """Return a Megatron-LM flag, such as `seq-length`, as typed for the line's trainer."""
     if launch.launcher is Launcher.MS_SWIFT:
         name = name.replace("seq-length", "max-length").replace("-", "_")
         return f"--{name}{' true' if name == 'sequence_parallel' else ''}"
@@ -89,7 +89,7 @@ def is_override(name: str) -> bool:
 
 
 def whole_number(text: str) -> int | None:
-    """Return a whole number of at most 12 digits, or None for other text."""
+    """Return the integer of at most 12 digits, signed or not, or None for other text."""
     return int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", text) else None
 
 
@@ -101,7 +101,7 @@ def _read_whole(name: str, text: str | None) -> int:
 
 
 def read_positive(name: str, text: str | None) -> int:
-    """Return a size of at least 1."""
+    """Return an integer from 1 to MAX_COUNT. Raises UserError for other text."""
     value = _read_whole(name, text)
     if not 1 <= value <= MAX_COUNT:
         raise UserError(f"{name} must be from 1 to {MAX_COUNT:,}, got {value}; correct it")
@@ -109,7 +109,7 @@ def read_positive(name: str, text: str | None) -> int:
 
 
 def is_on(text: str | None) -> bool:
-    """Return whether a switch is on: without a value, or with any but a false one."""
+    """Return whether a switch is on: its value is absent or not false, 0, no, off, none or null."""
     return text is None or text.strip().lower() not in ("false", "0", "no", "off", "none", "null")
 
 
@@ -118,7 +118,7 @@ def _read_switch(name: str, text: str | None) -> bool:
 
 
 def read_numbers(name: str, text: str | None) -> tuple[int, ...]:
-    """Return whole numbers separated by commas."""
+    """Return the integers separated by commas. Raises UserError for other text."""
     return tuple(_read_whole(name, part) for part in (text or "").split(",") if part.strip())
 
 
@@ -170,9 +170,9 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
     "mtp-num-layers": ("prediction_layers", _read_whole),
 }
 SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _read_switch)
-# Flags for the tokens of a sample or a pack, by precedence.
+# Flags for the tokens of a sample or a pack; the first given is used.
 LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
-FROZEN = {  # part frozen by a switch
+FROZEN = {  # frozen part by switch
     "freeze-llm": "language",
     "freeze-vit": "vision",
     "freeze-aligner": "projector",
@@ -199,5 +199,5 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
 
 
 def is_nothing(text: str | None) -> bool:
-    """Return whether a value means None, as in overrides."""
+    """Return whether a value, as of an override, means None: none, null or empty."""
     return text is not None and text.strip().lower() in ("none", "null", "")

@@ -1,4 +1,4 @@
-"""The job that predicts a launch line; parts without costs are replaced and noted."""
+"""Make the job that predicts a launch line; approximated and uncounted parts get notes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -46,7 +46,7 @@ from omnibal.trainers.lint.sharding import ZeroStage, weight_shards, zero_stage
 from omnibal.trainers.lint.split import layers_by_chunk
 from omnibal.trainers.lint.unmodelled_flags import cuts_samples, notes_on
 
-_GRAPH_HOST_SLOWDOWN = 0.1  # of host time per kernel with CUDA graphs (assumed)
+_GRAPH_HOST_SLOWDOWN = 0.1  # factor on host time per kernel with CUDA graphs (assumed)
 ALL_LAYERS = 10**6  # more than any stage has
 
 
@@ -61,7 +61,7 @@ class LineJob:
     lengths: Lengths
     has_samples: bool
     workload: Workload
-    layers: tuple[tuple[int, ...], ...]  # of the language model, [stages][chunks]
+    layers: tuple[tuple[int, ...], ...]  # counts of language layers, [stages][chunks]
     parts: tuple[Stage, ...]  # chunks in model order, or stages if chunks cannot be simulated
     schedule: PipelineSchedule  # interleaved if several chunks are simulated, else 1F1B
     kind: JobKind
@@ -69,11 +69,11 @@ class LineJob:
 
     @property
     def has_all_chunks(self) -> bool:
-        """Whether stages are predicted with the line's number of chunks."""
+        """Whether stages are predicted in the line's chunks, not each stage as one chunk."""
         return self.schedule.chunks == len(self.layers[0])
 
     def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
-        """Return a plan of the line's job with other parts and schedule."""
+        """Return a plan of the line's job with these parts as stages, this schedule and no data."""
         return self.job.plan(schedule=schedule, stages=tuple(parts), data=None)
 
 
@@ -85,15 +85,15 @@ def make_line_job(
     image_share: float,
     sample_tokens: int | None = None,
 ) -> LineJob:
-    """Return the job of a valid line.
+    """Return the job of a valid line. Raise UserError if it cannot be predicted.
 
-    Samples are those of a dataset, or mock samples of `sample_tokens` tokens (by default the line's
-    sequence length), `image_share` of them from images.
+    Without `samples`, equal mock samples of at least `sample_tokens` tokens fill the sequence
+    length (default: one sample), with `image_share` of the tokens from images.
     """
     _check_predictable(line)
     launch, is_bridge = line.launch, line.launch.launcher is Launcher.MEGATRON_BRIDGE
     length, micro_batch = launch.sequence_length or 1, launch.micro_batch or 1
-    pack_samples = max(length // min(sample_tokens or length, length), 1)  # if mock
+    pack_samples = max(length // min(sample_tokens or length, length), 1)  # of a mock sequence
     sample_tokens = length // pack_samples
     precision, fp8 = precision_of(line)
     trainers = {**TRAINERS, Launcher.LOONGFORGE: LOONGFORGE_TRAINER}
@@ -159,9 +159,9 @@ def make_line_job(
 def _set_sample_tokens(
     line: LaunchLine, samples: Lengths | None, runtime: RuntimeOptions, sample_tokens: int
 ) -> RuntimeOptions:
-    """Return options with the length of samples, for attention kernels and the ring exchange."""
+    """Return options with mock samples' `sample_tokens`, or a dataset's mean `ring_tokens`."""
     if samples is None:
-        # A kernel of attention has all of a sample, but in a ring only a rank's part.
+        # A kernel has a rank's part of a sample, or all of it after an all-to-all (HEADS).
         parts = line.launch.context if line.exchange is ContextExchange.GATHER else 1
         return runtime.model_copy(update={"sample_tokens": max(sample_tokens // parts, 1)})
     if runtime.ring_tokens is None:
@@ -173,7 +173,7 @@ def _set_sample_tokens(
 
 
 def runtime_of(line: LaunchLine, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
-    """Return the trainer's runtime options by the line's switches."""
+    """Return runtime options as the line's switches set them, for Megatron trainers."""
     # Megatron-Bridge recipes overlap communication and fuse the loss by default; Megatron-LM's
     # flags are opt-in; ms-swift's loss is per token, so gradients are summed.
     launch, stage = line.launch, zero_stage(line)
@@ -188,7 +188,7 @@ def runtime_of(line: LaunchLine, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     plain = line.on("no-bias-swiglu-fusion")
     fused_loss = line.on("cross-entropy-loss-fusion", default=is_bridge)
     in_fp32 = line.on("grad-reduce-in-fp32", default=True)
-    # User buffers of the overlap have one shape.
+    # The overlap's user buffers have one shape, so it excludes variable lengths.
     overlap_tensor = line.on("tp-comm-overlap") and not line.on("variable-seq-lengths")
     graphs = line.on("enable-cuda-graph") or line.on("external-cuda-graph")
     has_graphs = graphs or line.text("cuda-graph-impl") is not None
@@ -238,7 +238,7 @@ def _notes_on_job(line: LaunchLine, samples: Lengths | None, job: JobSpec) -> It
 
 
 def _check_predictable(line: LaunchLine) -> None:
-    """Raise if the line lacks settings for a prediction, or builds another model."""
+    """Raise if the line builds another model, lacks settings, or has sizes that do not divide."""
     launch, changed = line.launch, line.changed_sizes
     if changed:
         name, (built, known) = next(iter(changed.items()))
@@ -271,8 +271,8 @@ def _check_predictable(line: LaunchLine) -> None:
 
 
 def _frozen_parts(line: LaunchLine, model: ModelConfig) -> tuple[str, ...]:
-    parts = model_parts(model)  # adapters freeze all parts but the language model
-    if is_adapter(line):
+    parts = model_parts(model)
+    if is_adapter(line):  # adapters freeze all parts but the language model
         return tuple(part for part in parts if part != LANGUAGE)
 
     def flag_part(part: str) -> str:  # freezing flags name all encoders `vision`
@@ -312,7 +312,7 @@ def _sample_caps(
     image_share: float,
     pack_samples: int,
 ) -> Caps:
-    """Return caps of a mock sample, or of a dataset's micro-batch."""
+    """Return caps of a mock sample, or of a micro-batch of dataset samples. Raises UserError."""
     launch = line.launch
     assert launch.sequence_length is not None and launch.micro_batch is not None
     tokens = launch.sequence_length // (launch.context if cuts_samples(line) else 1)
@@ -334,9 +334,9 @@ def _sample_caps(
 def _make_micro_batches(
     line: LaunchLine, job: JobSpec, samples: Lengths | None, caps: Caps, size: int
 ) -> tuple[tuple[Level, ...], ScheduledPacks, Lengths]:
-    """Return level, packs and lengths of a dataset's steps, or of a mock step.
+    """Return the single level, the packs and the lengths of a dataset's steps, or of a mock step.
 
-    A micro-batch of a mock step has `size` samples.
+    A micro-batch of a mock step has `size` samples, each at the `caps`.
     """
     launch, micro_batches, ranks = line.launch, line.micro_batches, job.parallel.data
     assert micro_batches is not None
@@ -375,7 +375,7 @@ def _make_micro_batches(
 def _build_stages(
     line: LaunchLine, model: ModelConfig, layers: Sequence[Sequence[int]]
 ) -> tuple[Stage, ...]:
-    """Return stages of these layers with the line's recomputation, encoders on the first."""
+    """Return stages with these layer counts and the line's recomputation, encoders on the first."""
     held = [sum(chunks) for chunks in layers]
     empty = [stage for stage, count in enumerate(held[1:-1], 1) if not count]
     if empty:
@@ -398,7 +398,7 @@ def _build_stages(
 def _chunk_parts(
     line: LaunchLine, model: ModelConfig, layers: Sequence[Sequence[int]]
 ) -> tuple[tuple[Stage, ...], PipelineSchedule]:
-    """Return all chunks in model order and their schedule, or stages if a chunk is empty."""
+    """Return chunks in model order, interleaved, or stages in 1F1B if one is empty or alone."""
     chunks = len(layers[0])
     if chunks > 1:
         in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
@@ -409,7 +409,7 @@ def _chunk_parts(
 
 
 def _line_recompute_numbers(line: LaunchLine, stage: int) -> tuple[int, int]:
-    """Return recomputed layers of a stage: of the language model per chunk, and of encoders."""
+    """Return counts of recomputed layers in a stage: language layers per chunk, and per encoder."""
     launch, number = line.launch, 0
     if launch.recompute == "full":
         number = launch.recompute_layers or 0
@@ -427,7 +427,7 @@ def _line_recompute_numbers(line: LaunchLine, stage: int) -> tuple[int, int]:
 
 
 def recompute_first(stage: Stage, of_language: int, of_encoders: int) -> Stage:
-    """Return a stage that recomputes the first min(n, held) layers of each tower."""
+    """Return a stage that recomputes its first `of_language` or `of_encoders` layers of a tower."""
     recompute = [
         Span(tower, layers)
         for tower in dict.fromkeys(span.name for span in stage.units if span.layers)

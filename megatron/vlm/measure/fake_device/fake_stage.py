@@ -1,4 +1,4 @@
-"""Stages of a plan at their real size on a fake device: `tools/replay.py --fake-device`."""
+"""Run stages of a plan at their real size on a fake device: `tools/replay.py --fake-device`."""
 
 import gc
 import hashlib
@@ -37,7 +37,7 @@ from omnibal.job.plan import Plan, plan_sha256
 from omnibal.model.config import Precision, Provider
 
 _BYTES_PER_GIB = 2**30
-_MAX_SPREAD = 0.05  # of windows' errors: two predictions this close may have either order
+_MAX_SPREAD = 0.05  # relative; allocations may have either order if predictions are this close
 _TRAINER = Path(__file__).parents[2]
 _SOURCES = (".py", ".cpp")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -51,12 +51,12 @@ def run_fake_stage(
     on_run: Callable[[], None],
     encoding: HeaviestEncoding | None = None,
 ) -> FakeStage:
-    """Return the counts of a stage's window with the largest allocation, on a fake device.
+    """Run a stage's windows on a fake device; return the counts of the largest allocation's window.
 
     Args:
-        heaviest: windows by falling prediction. Windows predicted `_MAX_SPREAD` below the largest
-            allocation's prediction are skipped.
-        on_run: called after building, and after every window.
+        heaviest: windows by falling prediction. A window is skipped if predicted more than
+            `_MAX_SPREAD` below the window with the largest allocation so far.
+        on_run: called after building the stage, and after every window, run or skipped.
     """
     with fake_cuda() as fake_device, act_as_stage(plan.parallel, stage) as links:
 
@@ -87,7 +87,7 @@ def run_fake_stage(
                     worst, worst_predicted_gib = run, window.predicted_gib
             on_run()
         del replayer
-        gc.collect()  # core's cycles: their memory must not count for the next stage
+        gc.collect()  # core's reference cycles: their memory must not count for the next stage
     assert worst is not None, "a stage has micro-batches"
     return worst
 
@@ -105,7 +105,7 @@ def _count_step(
     plan: Plan,
     stage: int,
 ) -> FakeStage:
-    """Run `step`, one rank's step and its update; return the counts."""
+    """Run `step`, one rank's forwards, backwards and update; return its counts and peak memory."""
     memory, counts = device.memory, device.counts
     counts.clear()
     memory.watch()
@@ -118,7 +118,7 @@ def _count_step(
         for count in operations
         if count.phase in COMPUTE_PHASES and count.kind != "communication"
     ]
-    # Layers of a tower are one entry of the contents.
+    # One entry of the contents for all layers of a tower.
     numbers, sizes = Counter[Label](), Counter[Label]()
     for origin, (number, size) in memory.contents().items():
         merged = replace(origin, where=_LAYER_NUMBER.sub(".*", origin.where))
@@ -175,7 +175,7 @@ def check_fake_device(precision: Precision, provider: Provider) -> None:
 def run_fake_stages(
     job: ReplayJob, stages: Sequence[int], output: Path, launch: RankLaunch, store: dist.Store
 ) -> None:
-    """Count unfinished stages, each on one process; return when all are done."""
+    """Write the counts of unfinished stages to `output`, one process per stage; wait for all."""
     install_device()  # before an output is created, as it may fail
     torch.set_num_threads(1)
     info = fake_replay_info(job.plan)

@@ -1,7 +1,7 @@
-"""SwiGLU and GELU, with the preceding bias, that keep only their input.
+"""SwiGLU and GELU of input plus bias, that keep only these two for backward.
 
-Shapes: R rows (any number of leading axes), F feed-forward width of this rank, I = 2F gate and
-value as the first product gives them.
+Shapes: R rows (any number of leading axes), F feed-forward width of this rank, I = 2F with the
+gate first, then the value.
 """
 
 from enum import Enum
@@ -56,7 +56,7 @@ def _bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu) -> torc
 def _swiglu_backward(
     gradient_RF: torch.Tensor, inner_RI: torch.Tensor, bias_I: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # In float32, so that the bias's gradient is a float32 sum.
+    # In float32, so that the bias's gradient is a float32 sum over rows, rounded once.
     gradient_RF = gradient_RF.float()
     biased_RI = inner_RI.float() if bias_I is None else inner_RI.float() + bias_I
     gate_RF, value_RF = biased_RI.chunk(2, -1)
@@ -84,7 +84,7 @@ def _bias_gelu_backward(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, inner_RI, bias_I, form):  # SwiGLU without form
+    def forward(ctx, inner_RI, bias_I, form):  # form: None for SwiGLU
         inner_RI = inner_RI.contiguous()
         ctx.save_for_backward(inner_RI, bias_I)
         ctx.form = form

@@ -30,7 +30,7 @@ def counted_lengths(folder: Path) -> list[int]:
 
 
 def packs_of(lengths: list[int], packing_length: int) -> list[int]:
-    """Return the first row of every pack by next fit."""
+    """Return the first row of every pack that next fit makes of the rows' tokens."""
     begins: list[int] = []
     held = packing_length
     for row, length in enumerate(lengths):
@@ -43,9 +43,9 @@ def packs_of(lengths: list[int], packing_length: int) -> list[int]:
 
 
 def difference(counted: list[int], planned: list[int], packs: list[int]) -> str | None:
-    """Return the first difference from the plan in words, or None.
+    """Return the first difference from the plan's packs in words, or None if equal.
 
-    All by row: tokens `counted` by ms-swift and `planned`, and the plan's `packs`.
+    By row: tokens `counted` by ms-swift, tokens `planned`, and number in `packs` of the plan.
     """
     if len(counted) != len(planned):
         return (
@@ -68,7 +68,7 @@ def difference(counted: list[int], planned: list[int], packs: list[int]) -> str 
 
 
 def other_lengths(counted: list[int], planned: list[int]) -> str | None:
-    """Return the number of rows with unplanned token counts and the first of them, or None."""
+    """Return in words the number of rows with other tokens, and the first, or None without any."""
     differ = [row for row, tokens in enumerate(planned) if counted[row] != tokens]
     if not differ:
         return None
@@ -78,7 +78,7 @@ def other_lengths(counted: list[int], planned: list[int]) -> str | None:
 
 
 def verdict(counted: list[int], planned: list[int], packs: list[int]) -> tuple[str, int]:
-    """Return the message and the exit status."""
+    """Return the message and the exit status: 1 if packs differ, 0 even if only lengths do."""
     problem = difference(counted, planned, packs)
     if problem is not None:
         return problem, 1
