@@ -3,7 +3,6 @@
 Exact figures count the tensors of published safetensors files, by the hub's metadata or index,
 except figures marked as quoted or remembered. Rounded figures come from the model cards and papers
 that are named.
-
 """
 
 import json

@@ -249,7 +249,7 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
     kept = np.array([cells @ unit.activation_bytes for unit in units])
     input_ = np.array([cells @ unit.boundary_bytes for unit in units])
 
-    def at_most(recomputed: np.ndarray) -> float:
+    def peak_bytes(recomputed: np.ndarray) -> float:
         return float(table.running_bytes(held, recomputed)[0])
 
     none, every = np.zeros((2, len(kinds)), np.int64)
@@ -258,12 +258,12 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
     last = plain[-1]
     working = max(cells @ moment for moment in units[last].transient_bytes)
     before = kept[0] + (held[layers] * input_[layers]).sum() - input_[last]
-    assert at_most(every) >= before + kept[last] + working
+    assert peak_bytes(every) >= before + kept[last] + working
     # While a layer of the kind is kept, recomputing another needs no more than keeping it.
     some = none.copy()
     some[plain[0]] = held[plain[0]]
     saved = held[plain[0]] * (kept[plain[0]] - input_[plain[0]])
-    assert at_most(none) - at_most(some) == pytest.approx(saved)
+    assert peak_bytes(none) - peak_bytes(some) == pytest.approx(saved)
 
 
 def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> None:

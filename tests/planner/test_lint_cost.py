@@ -125,7 +125,7 @@ def test_advice_fits_and_is_read_back(tmp_path):
         for advised in (verdict.better, verdict.least):
             assert advised is not None
             assert max(each.device_gib for each in advised.memory) <= CLUSTER.memory_gib
-            line = without_split(one.line) + " " + " ".join(advised.flags)
+            line = drop_split(one.line) + " " + " ".join(advised.flags)
             told = of_line(line, model_of(one.model))
             assert told.schedule == advised.schedule
             if name == "lf-q3vl-30b" or not any(s.recomputed_in("vision") for s in advised.stages):
@@ -141,7 +141,7 @@ def test_no_recomputation_is_never_some():
     assert told[0].parts == told[1].parts
 
 
-def without_split(line: str) -> str:
+def drop_split(line: str) -> str:
     of_layers = (
         "pipeline-model-parallel-layout|custom-(?:virtual-)?pipeline-layers|recompute[a-z-]*|"
         "num-virtual-stages-per-pipeline-rank"

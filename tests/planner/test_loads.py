@@ -94,7 +94,7 @@ def case(
 
 
 @pytest.fixture(scope="module")
-def usual() -> Case:
+def default_case() -> Case:
     return case()
 
 
@@ -176,21 +176,21 @@ def test_bars_are_loads_and_waits(dp: int, micro_batches: int) -> None:
         assert "16 of 40 ranks" in drawn["before"].get_xlabel()
 
 
-def test_key_figures(usual: Case) -> None:
+def test_key_figures(default_case: Case) -> None:
     """Prevents figures of shown steps only, or of the wrong side."""
-    before, trained, padding = loads_before(usual)
-    after = loads_after(usual)
+    before, trained, padding = loads_before(default_case)
+    after = loads_after(default_case)
     assert len(after) > 24
     per_sample = {}
     for side, loads, samples, pad in (
         ("before", before, trained, padding),
-        ("after", after, len(usual.lengths), 0.0),
+        ("after", after, len(default_case.lengths), 0.0),
     ):
         slowest = loads.max(axis=1)
         straggler = np.mean(slowest / loads.mean(axis=1))
         waited = 1 - loads.mean(axis=1).sum() / slowest.sum()
         per_sample[side] = slowest.sum() / samples
-        written = usual.panels[side].get_title("left")
+        written = default_case.panels[side].get_title("left")
         figures = f"straggler factor {straggler:.4f}; {100 * waited:.1f} % of rank time waited"
         assert figures in written and f"{100 * pad:.1f} % padding" in written
         per_step = re.search(r"([\d.]+) samples and ([\d.]+ m?s) per step; (.*) per", written)
@@ -206,10 +206,10 @@ def milliseconds_of(written: str) -> float:
     return float(value.replace(",", "")) * {"ms": 1, "s": 1000}[unit]
 
 
-def test_distributions_rise_through_the_sorted_values(usual: Case) -> None:
+def test_distributions_rise_through_the_sorted_values(default_case: Case) -> None:
     """Prevents distributions of shown steps only, swapped sides, and mirrored curves."""
-    loads = {"before": loads_before(usual)[0], "after": loads_after(usual)}
-    *_, straggler, load = usual.figure.axes
+    loads = {"before": loads_before(default_case)[0], "after": loads_after(default_case)}
+    *_, straggler, load = default_case.figure.axes
     for axes, values_of in (
         (straggler, lambda ms: ms.max(axis=1) / ms.mean(axis=1)),
         (load, np.ravel),
@@ -224,17 +224,17 @@ def test_distributions_rise_through_the_sorted_values(usual: Case) -> None:
             assert reached[-1] == pytest.approx(ordered[-1])
 
 
-def test_title_says_what_is_shown(usual: Case) -> None:
+def test_title_says_what_is_shown(default_case: Case) -> None:
     """Prevents a picture without its job, mistaken for a measurement, or different each time."""
     for word in (
         "Predicted load of ranks: internvl-digits on laptop-cpu",
-        f"900 samples in {len(usual.scheduled)} packs of at most 8 tiles and 512 tokens",
+        f"900 samples in {len(default_case.scheduled)} packs of at most 8 tiles and 512 tokens",
         "4 data-parallel ranks, up to 2 packs each per step",
         "Simulated from predicted time",
         "seed 5",
     ):
-        assert word in usual.picture_text
-    assert case().svg == usual.svg
+        assert word in default_case.picture_text
+    assert case().svg == default_case.svg
 
 
 def test_names_are_text_whatever_they_hold(tmp_path) -> None:

@@ -107,7 +107,7 @@ def test_each_other_cause_has_its_own_entry():
     slow = replace(plain, link_latency_ms=0.5)
     assert find_lost_time(slow, STAGES, work).communication_ms >= 4 * 0.5
     again = stages_from_cuts(MODEL, CUTS, [(3, 0), (0, 1), (0, 2)])
-    # A third more work everywhere; the last stage's head (-1 of 1) is not recomputed.
+    # A third more work everywhere. Stage 2's head (-1 of 1) is not recomputed.
     assert find_lost_time(plain, again, work).recompute_ms > 0
     assert find_lost_time(plain, again, work).ideal_ms == pytest.approx(15)
     for name, entry in (("collective_ms", "communication_ms"), ("padding_ms", "padding_ms")):

@@ -28,7 +28,7 @@ def test_ratios_are_the_paper_s_equations_1_and_2():
     assert pad_ratio(rows, np.array([0, 3, 5])) == pytest.approx(1 / 6)
     # Figure 2, step 0: 4 and 9 images; Eq. 2 gives half of the 0.55 printed there.
     assert dist_ratio(np.array([[4.0, 9.0]])) == pytest.approx((9 - 4) / (9 * 2))
-    # Mean over steps; a step without any image is balanced.
+    # Mean over steps. A step without images is balanced.
     assert dist_ratio(np.array([[4.0, 9.0], [0.0, 0.0]])) == pytest.approx((9 - 4) / (9 * 2) / 2)
     # Slowest over mean rank, averaged over steps.
     assert straggler_factor(np.array([[1.0, 3.0], [10.0, 10.0]])) == pytest.approx((1.5 + 1) / 2)

@@ -82,7 +82,7 @@ def put_file(folder: Path, name: str, content: bytes) -> None:
     Watched().pipe(f"/{folder.name}/{name}", content)
 
 
-def tars_read() -> set[str]:
+def list_tars() -> set[str]:
     """Return names of the shards that were read."""
     return {path.rpartition("/")[2] for path in Watched.read if path.endswith(".tar")}
 
@@ -103,7 +103,7 @@ def test_urls_are_read_as_files_are(local_metas, bucket, tokenizer, which):
 
 def test_what_was_read_is_kept(bucket, tmp_path):
     """Prevents downloading the data again in every epoch."""
-    content = bytes(range(256)) * (90 << 10)  # more than a process remembers
+    content = bytes(range(256)) * (90 << 10)  # exceeds the in-process cache
     put_file(tmp_path, "large", content)
     cache = BlockCache.open(tmp_path / "cache", 1)
     assert location(f"{bucket}/large", cache).read_bytes() == content
@@ -136,7 +136,7 @@ def test_a_denied_shard_loses_nothing(local_metas, bucket, tmp_path):
     Watched.denied.clear()
     Watched.read.clear()
     assert open_indexed(meta, tmp_path).sha256 == Annotations.open(local_metas[1]).sha256
-    assert tars_read() == {f"train-00{number}.tar" for number in (3, 4, 5)}
+    assert list_tars() == {f"train-00{number}.tar" for number in (3, 4, 5)}
 
 
 def test_a_whole_index_reads_no_file(local_metas, bucket, tmp_path):
@@ -146,7 +146,7 @@ def test_a_whole_index_reads_no_file(local_metas, bucket, tmp_path):
     Watched.read.clear()
     again = Annotations.open(meta, DataIndex.open_complete(index))
     assert again.sha256 == whole.sha256
-    assert not tars_read()
+    assert not list_tars()
     assert [each.identity for each in again] == [each.identity for each in whole]
     put_file(tmp_path, "train-001.tar", (local_metas[1].parent / "train-001.tar").read_bytes())
     with pytest.raises(UserError, match=r"knows nothing of .*train-001\.tar as it is now"):

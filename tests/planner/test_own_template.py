@@ -161,7 +161,7 @@ def test_internvls_images_are_those_of_its_processor(tmp_path):
     check_tokenizer(model, tokenizer)
     for seed in range(12):
         sample = random_sample(seed, "chatml")
-        sides = (50, 100, 120, 200, 250, 300, 500, 750, 1000)  # with ties of grids
+        sides = (50, 100, 120, 200, 250, 300, 500, 750, 1000)  # including ties of grids
         sizes = [(draw.choice(sides), draw.choice(sides)) for _ in sample.images]
         rules = InternVLProcessor.images_kwargs
         counts = [images.get_number_of_image_patches(high, wide, rules) for wide, high in sizes]

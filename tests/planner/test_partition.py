@@ -550,7 +550,7 @@ def peak_bytes(cost: CostModel, parts: tuple[Stage, ...], packs: Workload) -> fl
     return max(memory.peak_gib for memory in memories) * GIB
 
 
-def best_of(cost: CostModel, packs: Workload, options: Collection, share: float) -> tuple:
+def cap_options(cost: CostModel, packs: Workload, options: Collection, share: float) -> tuple:
     """Return a cap that this share of options fits, these options and their fastest mean step."""
     peaks = np.array([peak_bytes(cost, each, packs) for each in options])
     cap_bytes = float(np.quantile(peaks, share))
@@ -558,7 +558,7 @@ def best_of(cost: CostModel, packs: Workload, options: Collection, share: float)
     return cap_bytes, fitting, min(predicted_ms(cost, each, packs) for each in fitting)
 
 
-def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
+def recompute_options(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
     """Return parts with every recompute count of the earliest layers of each kind."""
     layers = layer_kinds(cost.kinds)
     every = []
@@ -576,8 +576,8 @@ def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) ->
     rng = np.random.default_rng(seed)
     model, cost = small_model(2, 3), random_cost(rng)
     packs = steps_of(rng, 4)
-    options = [each for cut in all_cuts(model, 4) for each in with_all_recomputed(cost, cut)]
-    cap_bytes, _, best_ms = best_of(cost, packs, options, 0.2)
+    options = [each for cut in all_cuts(model, 4) for each in recompute_options(cost, cut)]
+    cap_bytes, _, best_ms = cap_options(cost, packs, options, 0.2)
     found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS)
     assert peak_bytes(cost, found.stages, packs) <= cap_bytes * (1 + 1e-9)
     assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
@@ -607,7 +607,7 @@ def test_numbers_that_a_trainer_is_told_are_nearly_the_best(freedom: str, on_fir
         every = [*numbers_of(model, cost, 2, rules.recompute)]
         # Both parts of a device recompute equal numbers of layers.
         options = {tuple(map(recomputing, cut, 2 * each)) for cut in cuts for each in every}
-        cap_bytes, fitting, best_ms = best_of(cost, packs, options, 0.3)
+        cap_bytes, fitting, best_ms = cap_options(cost, packs, options, 0.3)
         found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS, rules=rules)
         assert found.stages in fitting
         assert found.step_ms <= best_ms * 1.03

@@ -1,8 +1,8 @@
-"""The shipped model presets against the sizes that their publishers give.
+"""The shipped model presets, against the sizes that their publishers give.
 
-Sources: model cards of the OpenGVLab checkpoints; of InternLM2, Llama 3, Yi and Qwen1.5; the
-EVA-CLIP and EVA-CLIP-18B papers for encoders; 5.54 B of InternViT-6B by its 45 released layers;
-text-only models: half of `total_size`, bytes in bf16, of their `model.safetensors.index.json`.
+Sources: model cards of OpenGVLab's checkpoints, InternLM2, Llama 3, Yi and Qwen1.5; EVA-CLIP and
+EVA-CLIP-18B papers for encoders; 5.54 B of InternViT-6B by its 45 released layers; for text-only
+models half of `total_size` (bytes in bf16) of their `model.safetensors.index.json`.
 """
 
 import json

@@ -150,7 +150,7 @@ def test_undominated_rows_are_exactly_the_front():
     for _ in range(30):
         rows = rng.integers(0, 4, (25, 3)).astype(float)
         distinct = np.unique(rows, axis=0)
-        below = (distinct[:, None] <= distinct).all(axis=2).sum(axis=1) > 1  # another than itself
+        below = (distinct[:, None] <= distinct).all(axis=2).sum(axis=1) > 1  # by another row
         assert sorted(rows[pareto_maximal_rows(rows)].tolist()) == distinct[~below].tolist()
 
 

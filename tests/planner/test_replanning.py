@@ -68,7 +68,7 @@ def make_log(result: PlanResult, job: JobSpec, slow: dict | None = None) -> RunL
         forward[workload.dp_rank == rank, stage] *= factor
         backward[workload.dp_rank == rank, stage] *= factor
     forward, backward = (each * rng.normal(1, 0.03, each.shape) for each in (forward, backward))
-    # Another program takes the machine now and then.
+    # Another program slows the machine now and then.
     backward[rng.random(len(backward)) < 0.05] *= 4
     ranks, records = plan.parallel.data, []
     zeros = dict.fromkeys(("forward_ms", "backward_ms", "wait_ms", "data_ms", "peak_gib"), 0)

@@ -138,7 +138,7 @@ def two_levels(small: Job) -> Job:
 
 @pytest.mark.parametrize("name", ["small", "tensor_parallel", "two_levels", *SCHEDULES])
 def test_replay_as_predicted_is_the_prediction(tmp_path: Path, name: str) -> None:
-    """Prevents a replay that adds time or memory to its measurements."""
+    """Prevents a replay that adds time to its measurements."""
     job = job_named(name)
     job.write(tmp_path, None)
     replay, predicted = job.read_back(tmp_path), job.predict()
@@ -189,22 +189,22 @@ def test_heaviest_windows_are_steps_that_need_as_much(name: str) -> None:
     cost = replace(job.cost, units=units)
     memories = stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
 
-    def most_gib(rows: Workload, stage: int) -> float:
+    def max_gib(rows: Workload, stage: int) -> float:
         arguments = cost, plan.stages_at_levels, rows, plan.schedule, stage, rows.features
         return bytes_of_passes(*arguments).needed.max() / GIB
 
     sizes = set()
     for stage, memory in enumerate(memories):
         windows = heaviest_windows(cost, plan, stage, workload)
-        assert most_gib(workload, stage) == pytest.approx(memory.passes_gib)
+        assert max_gib(workload, stage) == pytest.approx(memory.passes_gib)
         assert windows[0].predicted_gib == pytest.approx(memory.passes_gib)
         heaviest = map(workload.rows, heaviest_rows(cost, plan, stage, workload))
-        assert max(most_gib(own, stage) for own in heaviest) == pytest.approx(memory.passes_gib)
+        assert max(max_gib(own, stage) for own in heaviest) == pytest.approx(memory.passes_gib)
         for window in windows:
             rows = workload.rows(window.rows)
             assert (np.diff(window.rows) == 1).all() and len({*rows.step}) == 1
             alone = replace(rows, slot=np.arange(len(rows)))
-            assert most_gib(alone, stage) >= window.predicted_gib * (1 - 1e-9)
+            assert max_gib(alone, stage) >= window.predicted_gib * (1 - 1e-9)
             sizes.add(len(rows))
     assert min(sizes) <= workload.slot.max(), "none is a part of a step"
 
@@ -342,16 +342,16 @@ def test_heaviest_packs_are_found_at_their_own_levels(small: Job) -> None:
     plan, cost, workload = job.plan, job.cost, job.workload
     lighter = 0
     for stage, memory in enumerate(stage_memories(cost, plan.stages_at_levels, workload)):
-        most_gib = memory.activations_gib + memory.transient_gib
+        max_gib = memory.activations_gib + memory.transient_gib
         features = features_of(workload, cost)
         arguments = cost, plan.stages_at_levels, workload, plan.schedule, stage, features
         needed = bytes_of_passes(*arguments).needed.reshape(2, -1) / GIB
         chosen = np.concatenate(heaviest_rows(cost, plan, stage, workload))
-        assert needed[:, chosen].max() == pytest.approx(most_gib)
+        assert needed[:, chosen].max() == pytest.approx(max_gib)
         windows = heaviest_windows(cost, plan, stage, workload)
-        assert windows[0].predicted_gib == pytest.approx(most_gib)
+        assert windows[0].predicted_gib == pytest.approx(max_gib)
         # The peak if no pack recomputed anything.
         none = plan.model_copy(update={"levels": ()})
         others = np.concatenate(heaviest_rows(small.cost, none, stage, small.workload))
-        lighter += needed[:, others].max() < most_gib
+        lighter += needed[:, others].max() < max_gib
     assert lighter, "levels change no peak"

@@ -632,13 +632,13 @@ def replays(folder) -> list[StageReplay]:
 
 
 @pytest.fixture(scope="module")
-def three_columns(folder, replays) -> str:
+def replay_page(folder, replays) -> str:
     return make_page(folder, "run", "replay")
 
 
-def test_replayed_times_stand_between_predicted_and_measured(page, three_columns, replays):
+def test_replayed_times_stand_between_predicted_and_measured(page, replay_page, replays):
     """Prevents comparing a replay of other steps, ranks or units than the run's."""
-    before, after = rows_under(page, "Stages"), rows_under(three_columns, "Stages")
+    before, after = rows_under(page, "Stages"), rows_under(replay_page, "Stages")
     per_micro_batch = 1 / (len(REPLAYED) * DP * MICRO_BATCHES)
     for old, new, replay in zip(before, after, replays, strict=True):
         _, backward, forward = (new.pop(column) for column in (11, 8, 5))
@@ -646,24 +646,24 @@ def test_replayed_times_stand_between_predicted_and_measured(page, three_columns
         assert forward == f"{sum(replay.forward_ms) * per_micro_batch:.2f}"
         assert backward == f"{sum(replay.backward_ms) * per_micro_batch:.2f}"
     assert len(after[0]) + 3 == 4 + 3 * 3 + 1
-    head = three_columns.split("<h2>Stages</h2>")[1].split("</thead>")[0]
+    head = replay_page.split("<h2>Stages</h2>")[1].split("</thead>")[0]
     heads = re.findall(r"<th[^>]*>([\w ]+)</th>", head)
     assert heads[-10:] == [*(["predicted", "replayed", "measured"] * 3), "other units"]
 
 
-def test_replay_has_its_own_step_bubble_and_memory(folder, three_columns):
+def test_replay_has_its_own_step_bubble_and_memory(folder, replay_page):
     """Prevents a replay's deviation computed from other steps' prediction."""
     files = files_of(folder / "plan")
     plan, workload = files.plan, files.job.workload(*files.data, files.plan.pack_levels)
     replay = read_replay(folder / "replay", plan, files.job.cost, workload)
-    text, alone = Page(three_columns).text, Page(make_page(folder, "replay")).text
+    text, alone = Page(replay_page).text, Page(make_page(folder, "replay")).text
     error, of_these = replay.step_ms / replay.predicted_step_ms - 1, replay.predicted_step_ms
     told = f"{milliseconds(replay.step_ms)} (replayed), {100 * error:.1f} % longer than predicted"
     assert f"{told} ({milliseconds(of_these)})" in alone
     assert f"predicted 13.4 %; replayed {100 * replay.idle_fraction:.1f} %" in text
-    # Activations of 1 and 2 GiB on 0.5 GiB of weights; predicted is all but the working memory.
+    # Activations of 1 and 2 GiB on 0.5 GiB of weights. The prediction omits working memory.
     assert "2.50 GiB replayed where 2.41 were predicted" in text
-    rows = rows_under(three_columns, "Memory")
+    rows = rows_under(replay_page, "Memory")
     assert [row[8:] for row in rows] == [["2.97", "1.50"], ["2.41", "2.50"]]
     assert "A replay on a CPU measures no working memory" in text
     assert "3, 50, 110, on one device" in text
