@@ -120,7 +120,7 @@ def list_tokenizer_files(path: Path) -> list[Path]:
 def open_tokenizer(path: Path) -> Tokenizer:
     """Open tokenizer.json, tokenizer.model, or a folder with either, the first preferred.
 
-    Settings are from tokenizer_config.json, its lacking added tokens from added_tokens.json.
+    Settings are from tokenizer_config.json, added tokens from added_tokens.json if it has none.
     """
     if path.is_dir():
         models = [at for at in (path / FAST_FILE, path / _SENTENCEPIECE_FILE) if at.is_file()]

@@ -139,7 +139,7 @@ class ShardedStage(torch.nn.Module):
         self._computing: int | None = None  # index of the unit
         self._goes_back = False  # whether the backward has begun
         self._held: dict[int, list[dist.Work]] = {}  # gathers by unit with full weights
-        self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []  # of one unit
+        self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []  # reductions of one unit
         self._missing: list[set[torch.nn.Parameter]] = []  # still without gradient, by unit
         for number, unit in enumerate(self._units):
             for module in unit.modules:
@@ -175,7 +175,7 @@ class ShardedStage(torch.nn.Module):
 
     @contextmanager
     def gather_weights(self, stays: bool) -> Iterator[None]:
-        """Gather all weights for forwards without gradients; collective. `stays` keeps them."""
+        """Gather all weights for no-grad forwards; collective. Freed at once unless `stays`."""
         self.finish_pass()
         for flat in self.weights.flats:
             work = flat.begin_gather()
