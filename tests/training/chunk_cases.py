@@ -30,11 +30,9 @@ def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> StepSc
     in_two = zero_bubble_v(stages, chunks, micro_batches)
     operations = tuple(
         tuple(
-            replace(operation, kind=Pass.BACKWARD)
-            if operation.kind is Pass.BACKWARD_INPUT
-            else operation
-            for operation in own
-            if operation.kind is not Pass.BACKWARD_WEIGHT
+            replace(op, kind=Pass.BACKWARD) if op.kind is Pass.BACKWARD_INPUT else op
+            for op in own
+            if op.kind is not Pass.BACKWARD_WEIGHT
         )
         for own in in_two.operations
     )

@@ -120,7 +120,7 @@ def events_of(monkeypatch, plan, rank, training=True):
     return recorder.events
 
 
-def active_receives(events, event):
+def active_at(events, event):
     """Return the receives posted but not waited for at an event."""
     before = events[: events.index(event)]
     posted = {one.transfer for one in before if one.kind == "post"}

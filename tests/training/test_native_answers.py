@@ -42,7 +42,7 @@ def make_samples(folder: Path) -> list[Sample]:
     ]  # fmt: skip
 
 
-def transformers_answer(model, reader: SampleReader, sample: Sample) -> list[int]:
+def hf_answer(model, reader: SampleReader, sample: Sample) -> list[int]:
     """Return token ids that Transformers generates from equal tokens and patches."""
     shown = reader.list_shown(sample)
     prompt = reader.prompt(sample, 0, NEW_TOKENS, chatting=True)
@@ -79,9 +79,7 @@ def test_answers_are_those_of_transformers(tmp_path, name):
         (released / file).write_text(json.dumps(settings))
     run = imported(released, tmp_path / "run")
     samples = make_samples(tmp_path)
-    expected = [
-        transformers_answer(model, reader_of_run(run, sample), sample) for sample in samples
-    ]
+    expected = [hf_answer(model, reader_of_run(run, sample), sample) for sample in samples]
     [found] = run_ranks(Parallel(pipeline=1), answers, run, samples, NEW_TOKENS)
     assert found == expected
     assert any(expected)

@@ -44,11 +44,9 @@ class HostMemory(TorchDispatchMode):
         self._known = set()
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        given = {
-            id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if is_cpu_tensor(leaf)
-        }
+        given = {id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if on_cpu(leaf)}
         result = operation(*arguments, **(options or {}))
-        for leaf in filter(is_cpu_tensor, tree_leaves(result)):
+        for leaf in filter(on_cpu, tree_leaves(result)):
             storage = leaf.untyped_storage()
             key = storage.data_ptr()
             if id(storage) in given or not storage.nbytes() or key in self._known:
@@ -64,7 +62,7 @@ class HostMemory(TorchDispatchMode):
         self.now -= size
 
 
-def is_cpu_tensor(leaf):
+def on_cpu(leaf):
     return type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "cpu"
 
 

@@ -86,9 +86,7 @@ def copy_state(trainer):
     """Copy the rank's weights and optimizer state, of data-parallel encoders too."""
     encoders = [] if trainer.encoders is None else [trainer.encoders.data_parallel]
     holders = [trainer.data_parallel, *encoders]
-    kept = [
-        tensor for holder in holders for tensor in (*holder.weights(), *holder.optimizer_state())
-    ]
+    kept = [tensor for part in holders for tensor in (*part.weights(), *part.optimizer_state())]
     return [tensor.detach().clone() for tensor in kept]
 
 

@@ -29,13 +29,11 @@ def test_remote_samples_train_as_local_ones(digits, tokenizer, tmp_path):
         assert_same(got, expected)
     assert len(list((tmp_path / "cache").glob("??/*"))) > 3
 
-    def raise_connection_error(path: str, **options: object) -> bytes:
+    def raise_error(path: str, **options: object) -> bytes:
         raise ConnectionError("no route to host")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            type(files), "cat_file", lambda self, path, **options: raise_connection_error(path)
-        )
+        patched.setattr(type(files), "cat_file", lambda self, path, **options: raise_error(path))
         error = remote.dataset([[20, 21, 22, 23]], options=SKIP)[0]
     assert isinstance(error, StorageError)
     assert "no route to host" in str(error)

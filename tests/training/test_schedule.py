@@ -8,14 +8,7 @@ import torch
 from chunk_cases import CUTS, with_chunks
 from pipeline_cases import pipeline_plan
 from ranks import run_ranks
-from recorded_schedule_cases import (
-    BATCHES,
-    Event,
-    active_receives,
-    events_of,
-    hosts_that_hang,
-    plan_of,
-)
+from recorded_schedule_cases import BATCHES, Event, active_at, events_of, hosts_that_hang, plan_of
 from toy import OPTIONS, toy_batch
 
 from benchmarks.schedule import gradients, run_ours, run_stock, stock_stages
@@ -41,9 +34,9 @@ def test_nothing_is_on_its_way_while_a_first_forward_is_launched(
     a device synchronization precedes the forward it depends on."""
     plan = plan_of(size).model_copy(update={"frozen": frozen})
     events = events_of(monkeypatch, plan, rank, training)
-    assert active_receives(events, FIRST["forward"]) == set()
+    assert active_at(events, FIRST["forward"]) == set()
     if FIRST["backward"] in events:
-        assert {what for what, _ in active_receives(events, FIRST["backward"])} <= {"activations"}
+        assert {what for what, _ in active_at(events, FIRST["backward"])} <= {"activations"}
 
 
 @pytest.mark.parametrize(("size", "rank"), POSITIONS)
@@ -54,7 +47,7 @@ def test_later_receives_are_on_their_way_while_a_stage_computes(monkeypatch, siz
     received |= {"backward": "gradients"} if rank < size - 1 else {}
     for number in range(1, len(BATCHES) - 1):
         for work, what in received.items():
-            assert (what, number + 1) in active_receives(events, Event("launch", work, number))
+            assert (what, number + 1) in active_at(events, Event("launch", work, number))
 
 
 @pytest.mark.parametrize("size", SIZES)
