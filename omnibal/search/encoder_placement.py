@@ -20,7 +20,7 @@ class PlacementChoice:
 
     chosen: EncoderPlacement
     predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]
-    refused: dict[EncoderPlacement, str]  # reasons against impossible placements
+    refused: dict[EncoderPlacement, str]  # why a placement was not chosen or planned
 
     def step_ms(self, placement: EncoderPlacement) -> float | None:
         """Predicted step time of a placement. None if not planned."""
@@ -61,23 +61,22 @@ class PlacementChoice:
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
                 return _compare_steps(chosen, self.predicted[chosen], prediction)
-        refused = [f"{other.phrase} cannot be: {why}" for other, why in self.refused.items()]
-        return "; ".join(refused) or "no other placement was planned"
+        return "; ".join(self.refused.values()) or "no other placement was planned"
 
 
 def _explain_refusal(
     request: StrategyRequest, search: StrategySearch, placement: EncoderPlacement
 ) -> str:
-    """Return why no strategy has a placement of encoders."""
+    """Return why no strategy has a placement of encoders, as a clause."""
     try:
         possible_sizings(replace(request, placements=(placement,)))
     except UserError as error:
-        return str(error)
-    if request.layouts:
-        for ruled_out in search.ruled_out:
-            if ruled_out.sizing.placement is placement:
-                return ruled_out.why
-    return "no parallel sizes were found with it that are as fast and fit"
+        return f"{placement.phrase} they cannot be: {error}"
+    for ruled_out in search.ruled_out if request.layouts else ():
+        if ruled_out.sizing.placement is placement:
+            slower = "would be slower, " if ruled_out.fastest else "do not fit: "
+            return f"{placement.phrase} they {slower}{ruled_out.why}"
+    return f"{placement.phrase} they fit no parallel sizes that are as fast"
 
 
 def _compare_steps(
