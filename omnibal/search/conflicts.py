@@ -42,7 +42,7 @@ class Conflict:
     why: str
 
 
-_SEVERAL_LEVELS = "packs of several levels cannot be told to another trainer"
+_SEVERAL_LEVELS = "other trainers have one context-parallel size"
 _TAKEN = "it is taken from the earlier plan"
 _OF_WINDOW = "a window is a step, and its packs are balanced inside it"
 CONFLICTS = (
@@ -57,12 +57,12 @@ CONFLICTS = (
     Conflict(
         Feature.LEVELS,
         Feature.SPLIT,
-        "layers are recomputed by level, which only the joint search knows",
+        "only the joint search recomputes layers by level",
     ),
     Conflict(
         Feature.BESIDE,
         Feature.SPLIT,
-        "the encoders' memory is shared with the stages by the joint search alone",
+        "only the joint search shares memory between encoders and stages",
     ),
     Conflict(
         Feature.SCHEDULE,
@@ -75,7 +75,7 @@ CONFLICTS = (
     Conflict(
         Feature.MIXTURE,
         Feature.EPOCHS,
-        "the mixture says how often the samples of a source are seen",
+        "the mixture sets the epochs of every source",
     ),
     Conflict(Feature.WINDOW, Feature.MIXTURE, "samples stay in their order"),
     Conflict(Feature.WINDOW, Feature.SEED, "samples stay in their order"),
@@ -106,8 +106,8 @@ CONFLICTS = (
             (Feature.LEVELS, _SEVERAL_LEVELS),
             (Feature.CURRICULUM, _SEVERAL_LEVELS),
             (Feature.BESIDE, "only this project's trainer has data-parallel encoders"),
-            (Feature.SPLIT, "only the joint search knows what another trainer can be told"),
-            (Feature.EARLIER, "samples are packed anew, as the other trainer forms packs"),
+            (Feature.SPLIT, "only the joint search keeps to another trainer's limits"),
+            (Feature.EARLIER, "the other trainer forms its own packs"),
         )
     ),
 )
@@ -124,15 +124,15 @@ def check_together(given: Mapping[Feature, str]) -> None:
             others = words([given[conflict.other] for conflict in against])
             whys = dict.fromkeys(conflict.why for conflict in against)
             raise UserError(
-                f"{others} cannot be given with {given[one]}: {'; '.join(whys)}; leave "
-                f"{'one of both' if len(against) == 1 else 'these, or that one,'} out"
+                f"{others} cannot be given with {given[one]}: {'; '.join(whys)}; drop "
+                f"{given[one]} or the other{'s' if len(against) > 1 else ''}"
             )
 
 
 NEEDS = (
     (Feature.WINDOW, Feature.SAMPLES, "a window is of samples"),
-    (Feature.DISPATCH, Feature.WINDOW, "samples are dealt as they are read in a window alone"),
-    (Feature.COMPARE, Feature.TRAINER, "there are another trainer's limits to lift"),
+    (Feature.DISPATCH, Feature.WINDOW, "only a window deals samples as they are read"),
+    (Feature.COMPARE, Feature.TRAINER, "it lifts another trainer's limits"),
     (Feature.MIXTURE, Feature.SAMPLES, "it is of samples by their source"),
     (Feature.LEVELS, Feature.SAMPLES, "levels are of samples"),
     (Feature.CURRICULUM, Feature.SAMPLES, "levels are of samples"),
