@@ -207,9 +207,13 @@ class BoundedTrials:
                 self.estimated_ms[choice] = result * bound.about_ms
                 fitting += 1
 
+    def share(self, choice: Choice) -> float:
+        """Share of a choice's time in 1F1B that another schedule may leave."""
+        return self.bounds[choice].share if choice in self.bounds else 1.0
+
     def is_clearly_slower(self, choice: Choice) -> bool:
-        """Whether a choice's bound rules it out of the best."""
-        return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
+        """Whether a choice's bound rules it out of the best, in any schedule."""
+        return self.share(choice) * self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def rank_strategies(self) -> list[Strategy]:
         """Best plan of each strategy that may win by its bound, and of a few more."""
