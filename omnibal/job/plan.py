@@ -157,10 +157,10 @@ class DataPlan(Shapes):
 
     @model_validator(mode="after")
     def _check_portions(self) -> "DataPlan":
-        if self.window is not None and self.method == "isf":
+        if self.window is not None and self.method not in ("balanced", "next_fit", "other"):
             raise ValueError(
-                f"window is {self.window} and method 'isf'; with window, method must be balanced, "
-                "next_fit or other"
+                f"window is {self.window} and method {self.method!r}; with window, method must be "
+                "balanced, next_fit or other"
             )
         if not self.portions:
             return self

@@ -281,12 +281,14 @@ def _encoder_linears(tower: Encoder) -> tuple[Linear, ...]:
     elif isinstance(tower, ClipsEncoder):
         qkv, out = dict.fromkeys(("q_proj", "k_proj", "v_proj"), heads), "out_proj"
         attention, mlp = ["audio_tower.layers.*.self_attn"], ["audio_tower.layers.*"]
-    else:
+    elif isinstance(tower, ImagesEncoder):
         into, back = ["linear_fc1"], "linear_fc2"
         if tower.gated:
             into, back = ["gate_proj", "up_proj"], "down_proj"
         places = ("model.visual.blocks.*", "visual.blocks.*")
         attention, mlp = ([f"{place}.{block}" for place in places] for block in ("attn", "mlp"))
+    else:
+        return ()  # no module names are known
 
     def piece(name: str, inputs: int, outputs: int, blocks: Sequence[str] = mlp) -> Piece:
         # Qwen2-VL's feed-forwards are fc1 and fc2.
