@@ -147,7 +147,9 @@ def test_one_run_writes_to_a_folder(single, digits, tmp_path):
     """Prevents concurrent runs in one folder, and a late error for an unwritable folder."""
     with lock_folder("--save", tmp_path / "run", print):
         message = refuse(*training(single, digits, tmp_path / "run"))
-        assert f"run: process {os.getpid()} on " in message and "another --save" in message
+        assert (
+            f"run: in use by process {os.getpid()} on " in message and "another --save" in message
+        )
     (tmp_path / "file").touch()
     message = refuse(*training(single, digits, tmp_path / "file" / "run"))
     assert "give a directory that can be written to" in message

@@ -205,7 +205,9 @@ def test_fewer_devices_keep_the_steps(tmp_path):
     with pytest.raises(UserError, match="each must have one: give fewer GPUs"):
         replan(files, None, gpus=100_000)
     steps = data.steps
-    with pytest.raises(UserError, match=f"{steps + 1} steps were given .* the plan has {steps}"):
+    with pytest.raises(
+        UserError, match=f"{steps + 1} trained steps were given.* the plan has {steps}"
+    ):
         replan(files, None, gpus=4, after=steps + 1)
 
 

@@ -84,7 +84,7 @@ def test_lines_say_what_rows_say(tmp_path, row, in_line):
         ({name: of for name, of in DENSE.items() if name != "gpus"}, "has no gpus"),
         (DENSE | {"tp": 3}, "are not its 16 GPUs"),
         (DENSE | {"layers": True}, "must be a positive number"),
-        (DENSE | {"precision": "nvfp4"}, "precision nvfp4"),
+        (DENSE | {"precision": "nvfp4"}, "got nvfp4"),
         (DENSE | {"recompute": "some"}, "must be none, selective"),
         (DENSE | {"group": "LoRA packed SQuAD h100"}, "give the adapters"),
         (DENSE | {"group": "FSDP torchtitan", "precision": "fp8"}, "fp8 cannot be set"),
