@@ -1,4 +1,4 @@
-"""Checks of output paths before work starts: none replaces an input or a file of another kind."""
+"""Checks of output paths before work starts: they are writable, of the right kind, and no input."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from omnibal.base.files import is_stream, real_path
 
 
 def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
-    """Raise UserError for outputs (by option) that cannot be written, or are inputs or equal."""
+    """Raise UserError if an output file, by option, is not writable, an input, or given twice."""
     given = {option: path for option, path in outputs.items() if path is not None}
     for option, path in given.items():
         _check_place(option, path)
@@ -33,7 +33,7 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
 
 
 def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Raise UserError for an output folder that cannot be made or filled, or contains an input."""
+    """Raise UserError if an output folder is not writable, or is or contains an input."""
     _check_name(option, folder)
     if folder.is_symlink() and not folder.exists():
         raise UserError(
@@ -55,7 +55,7 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
 
 
 def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Raise UserError for an output folder inside an input folder."""
+    """Raise UserError if an output folder is an input or inside it."""
     real = real_path(folder)
     for read in inputs:
         if real.is_relative_to(real_path(read)):

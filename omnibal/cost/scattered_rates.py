@@ -3,8 +3,8 @@
 The logarithm of the time per operation is a Gaussian process (Rasmussen and Williams 2006, Gaussian
 Processes for Machine Learning, section 2.2) over:
 
-* tile utilisation (128 or 256 wide), and bytes per operation (8 per fp32 gradient element);
-* sizes as the kernel sees them: rows and columns of the output, reduction length;
+* padding to tiles 256 wide, thin sides, and bytes per operation (8 per fp32 gradient element);
+* sizes as the kernel sees them: output rows and columns, reduction length, and operations;
 * rows and widths of the layer, which relate a product to its gradients;
 * noise, as clocks and kernel choice scatter. Measured shapes keep their measured time.
 
@@ -23,14 +23,14 @@ from scipy.linalg import cho_factor, cho_solve
 
 from omnibal.model.rate_tables import GroupedTime, ProductPass, ProductTime
 
-_NEIGHBOURS = 8  # nearest measured shapes used for interpolation
-_ELEMENT_BYTES = 2  # bf16 gradients, used in others' measurements
+_NEIGHBOURS = 8  # nearest measured shapes, whose fastest rate limits a prediction
+_ELEMENT_BYTES = 2  # bf16 operands, and outputs other than weight gradients
 
 # Variances of the components of the log time per operation.
 _LEVEL, _SIZES, _SUMS, _OPERATIONS, _WIDTHS = 7e-3, 2e-3, 8e-4, 1.5e-3, 2e-3
 _TILES = (0.3, 0.4, 0.06)  # of the slopes of `ProductShapes.tiles`
 _PRODUCT = 4e-3  # shared by the passes of one product
-_CHANCE = 6.5e-3
+_CHANCE = 6.5e-3  # noise
 
 
 # Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups.
@@ -64,12 +64,12 @@ class ProductShapes:
 
     @cached_property
     def flops(self) -> np.ndarray:
-        """Operations, [shapes]."""
+        """[shapes]: operations, two per multiply-add."""
         return 2 * np.exp(self.kernel_sizes.sum(axis=1))
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """Log relative cost of tile padding, of bytes, and of thin sides, [shapes, 3]."""
+        """[shapes, 3]: log relative cost of tile padding, of bytes, and of thin sides."""
         m, n, k, _ = np.exp(self.kernel_sizes).T
         padded = np.prod([np.ceil(side / 256 - 1e-9) * 256 / side for side in (m, n)], axis=0)
         moved = _ELEMENT_BYTES * k * (m + n) + self.output_bytes * m * n
@@ -84,7 +84,7 @@ class ProductShapes:
 
 
 def product_shapes(measured: Sequence[ProductTime]) -> ProductShapes:
-    """Return the shapes of measurements."""
+    """Return the shapes of measured products."""
     sizes = [
         (time.rows, time.inner, time.outer, time.groups if isinstance(time, GroupedTime) else 1)
         for time in measured
@@ -107,24 +107,24 @@ class ScatteredTimes:
 
     @classmethod
     def fit(cls, shapes: ProductShapes, times_ms: np.ndarray) -> Self:
-        """Fit to measured times, [shapes]."""
+        """Return the process fitted to `times_ms` [shapes]."""
         log_rates = np.log(times_ms / shapes.flops)
         typical = float(np.median(log_rates))
-        shared = covariance(shapes, shapes) + _CHANCE * np.eye(len(log_rates))
-        weights = cho_solve(cho_factor(shared, lower=True), log_rates - typical)
+        covariances = covariance(shapes, shapes) + _CHANCE * np.eye(len(log_rates))
+        weights = cho_solve(cho_factor(covariances, lower=True), log_rates - typical)
         return cls(shapes=shapes, log_rates=log_rates, typical=typical, weights=weights)
 
     def ms(self, shapes: ProductShapes) -> np.ndarray:
-        """Return times of products, [shapes]."""
+        """Return predicted times of products in ms, [shapes]."""
         layers, others = shapes.layer[:, None], self.shapes.layer[None]
         same = (np.abs(layers - others) < 1e-9).all(axis=2)
         for name in ("passes", "output_bytes"):
             same &= getattr(shapes, name)[:, None] == getattr(self.shapes, name)[None]
         # A measured shape shares its noise too, so it keeps its measured time.
-        shared = covariance(shapes, self.shapes) + _CHANCE * same
-        log_rates = self.typical + shared @ self.weights
-        apart = _distances(shapes.kernel_sizes, self.shapes.kernel_sizes)
-        near = np.argsort(apart, axis=1, kind="stable")[:, :_NEIGHBOURS]
+        covariances = covariance(shapes, self.shapes) + _CHANCE * same
+        log_rates = self.typical + covariances @ self.weights
+        distances = _distances(shapes.kernel_sizes, self.shapes.kernel_sizes)
+        near = np.argsort(distances, axis=1, kind="stable")[:, :_NEIGHBOURS]
         # Never faster than the nearest measurements: extrapolation must not promise speed.
         return np.exp(np.maximum(log_rates, self.log_rates[near].min(axis=1))) * shapes.flops
 
@@ -146,11 +146,11 @@ def covariance(some: ProductShapes, others: ProductShapes) -> np.ndarray:
 
 
 def _distances(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return distances of log sizes, [some, others]."""
+    """Return Euclidean distances of log sizes, [some, others]."""
     return np.linalg.norm(some[:, None] - others[None], axis=2)
 
 
-def _matern(apart: np.ndarray) -> np.ndarray:
+def _matern(distances: np.ndarray) -> np.ndarray:
     """Return Matern-3/2 correlations by distance (Rasmussen and Williams, equation 4.17)."""
-    scaled = np.sqrt(3) * apart
+    scaled = np.sqrt(3) * distances
     return (1 + scaled) * np.exp(-scaled)

@@ -45,7 +45,7 @@ from omnibal.pipeline.workload import Workload
 
 GIB = 1024**3  # bytes
 _CAP_TOLERANCE = 1e-12  # relative tolerance; sums of the same bytes in another order differ by less
-_PASSES_AT_ONCE = 4_096  # passes per chunk of memory computation
+_PASSES_AT_ONCE = 4_096  # passes computed at a time
 _MAX_SAMPLED_STAGES = 9  # max stages per pipeline searched for their heaviest passes
 _DRAWN_STAGES, _DRAWN_STAGES_OF_LEVELS = 8, 32  # random stages for a table of one level, of several
 _FULL_RECOMPUTE_PERIOD = 4  # every n-th drawn stage recomputes all layers
@@ -54,13 +54,13 @@ _MAX_DRAWN_LAYERS = (4, 24)  # max layers per kind in drawn stages: shallow and 
 
 
 def fits_cap(peak: np.ndarray | float, memory_cap: np.ndarray | float) -> np.ndarray:
-    """Return whether peaks fit a memory cap, to rounding: equal peaks fit. [...]"""
+    """Return whether peaks are at most a memory cap, but for rounding. bool [...]"""
     return np.asarray(peak) <= np.asarray(memory_cap) * (1 + _CAP_TOLERANCE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryTable:
-    """Bytes per pass of one chunk and kind of unit, separate for each level.
+    """Bytes per unit of each kind and level, in passes that run one chunk of a stage.
 
     Methods take `counts` [..., chunks * kinds] and `recomputed` [..., chunks * levels * kinds] of
     all chunks of a stage.
@@ -76,7 +76,7 @@ class MemoryTable:
     library_bytes: np.ndarray  # trainer library buffers, allocated once per stage, [buffers]
     has_library: np.ndarray  # whether a stage with the kind has the buffer, [kinds, buffers]
     expert_bytes: np.ndarray  # expert-parallel buffers, allocated once per stage, [kinds]
-    has_backward: np.ndarray
+    has_backward: np.ndarray  # [kinds]
     tied_gradient_bytes: np.ndarray  # extra in backwards of stages with embed and head, [kinds]
     encoder_memory: EncoderMemory  # memory of data-parallel encoders on every device
     largest_working_bytes: np.ndarray  # of a unit on the largest micro-batch, [kinds]
@@ -105,7 +105,7 @@ class MemoryTable:
         return counts.reshape(*counts.shape[:-1], chunks, -1)
 
     def _at_levels(self, counts: np.ndarray) -> np.ndarray:
-        """Repeat units for every level. [..., chunks * levels * kinds]"""
+        """Repeat `counts` for every level. [..., chunks * levels * kinds]"""
         at_levels = np.tile(self._by_chunk(counts), self.levels)
         return at_levels.reshape(*counts.shape[:-1], -1)
 
@@ -120,7 +120,7 @@ class MemoryTable:
     def peak_bytes(
         self, counts: np.ndarray, recomputed: np.ndarray, running: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the peak memory with state, given `running_bytes` if known. [...]"""
+        """Return the peak memory with state, given `running_bytes` if computed before. [...]"""
         if running is None:
             running = self.running_bytes(counts, recomputed)
         peak = (running + self._in_flight_bytes(counts, recomputed)).max(axis=-1)
@@ -134,8 +134,8 @@ class MemoryTable:
         stages with `counts` [..., kinds]. [...]"""
         embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
         encoders = self.encoder_memory
-        # Features arrive before the first forward, and encoding ends before that: these peaks do
-        # not add up with the passes'.
+        # Features arrive before the first forward, and encoding ends before that: peaks of both
+        # do not add to the passes'. Features themselves stay.
         passes = np.maximum(peak, encoders.arrival * embeds) + encoders.features * embeds
         in_step = encoders.resident + np.maximum(passes, encoders.encoding)
         if not encoders.whole:  # an evaluation takes less than a step
@@ -146,7 +146,7 @@ class MemoryTable:
         return np.where(embeds, np.maximum(in_step, evaluating), in_step)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Return the memory of every pass without the state. [..., passes]"""
+        """Return every pass's memory without state and encoders. [..., passes]"""
         return self.running_bytes(counts, recomputed) + self._in_flight_bytes(counts, recomputed)
 
     def _in_flight_bytes(
@@ -199,7 +199,7 @@ class MemoryTable:
         return np.concatenate([np.where(is_inside, inner, outer), after])
 
     def running_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Return the running micro-batch's max memory in every pass, for any stage. [..., passes]
+        """Return the running micro-batch's max memory in every pass, by counts alone. [..., passes]
 
         Recomputing one more layer never raises it: a kind's earliest layers are recomputed, and a
         kept layer runs backward before them with more live activations. Kinds of a tower may be
@@ -210,7 +210,7 @@ class MemoryTable:
         return self._running(units, in_order, _last_kind(units))
 
     def stage_bytes(self, runs_of: Sequence[Sequence[UnitRun]]) -> np.ndarray:
-        """Return the max memory per pass of a stage with every chunk's units in order. [passes]"""
+        """Return every pass's memory as `pass_bytes`, for units in a known order. [passes]"""
         counts, recomputed = contents_of(len(self.kinds), runs_of)
         runs = runs_of[self.chunk]
         in_order = [([run.kind], *counts_of_runs(len(self.kinds), [run])) for run in runs]
@@ -287,12 +287,12 @@ class MemoryTable:
         return self._map_passes(lambda of_passes: np.concatenate([of_passes, next(others)]))
 
     def at_most(self) -> "MemoryTable":
-        """Return one pass per level, an upper bound of all its passes."""
+        """Return a table of one pass per level, the max of its passes in every field."""
         at = [self._own_level == level for level in np.unique(self._own_level)]
         return self._map_passes(lambda of_passes: np.stack([of_passes[a].max(axis=0) for a in at]))
 
     def of_level(self, level: int) -> "MemoryTable":
-        """Return passes of one chunk that run a micro-batch of `level`, plus an empty pass."""
+        """Return a one-chunk table's passes with a micro-batch of `level`, plus an empty pass."""
         chosen = self._own_level == level
         columns = slice(level * len(self.kinds), (level + 1) * len(self.kinds))
         at_levels = len(self.kinds) * self.levels
@@ -332,7 +332,7 @@ def _last_kind(counts: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=8)  # an entry per model
 def _alike_kinds(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
-    """Return the other kinds that differ from each kind only in P2P tensors."""
+    """Return, by kind, indices of the other kinds that differ from it only in P2P tensors."""
     return [
         [index for index, other in enumerate(kinds) if index != i and other.is_like(kind)]
         for i, kind in enumerate(kinds)
@@ -349,7 +349,7 @@ def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
 def build_table(
     cost: CostModel, passes: Passes, encoder_memory: EncoderMemory | None = None
 ) -> MemoryTable:
-    """Return the memory of passes by kind of unit, with data-parallel encoders' memory."""
+    """Return the memory table of passes, with data-parallel encoders' memory, by default none."""
     units, buffers = [*cost.units.values()], cost.library_buffers
     activation, boundary, gradient, passing = (
         _coefficients(cost, f"{name}_bytes")
@@ -489,22 +489,22 @@ def unit_bytes(cost: CostModel, unit: UnitCost | None) -> float:
 
 
 def contents_of(kinds: int, runs_of: Sequence[Sequence[UnitRun]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the units of all chunks [chunks * kinds], and the recomputed units [chunks * levels *
-    kinds]."""
+    """Return a stage's unit counts [chunks * kinds], and recomputed units [chunks * levels *
+    kinds], given its chunks' runs."""
     counts, recomputed = zip(*(counts_of_runs(kinds, runs) for runs in runs_of), strict=True)
     return np.concatenate(counts), np.concatenate(recomputed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassBytes:
-    """Stage memory without state in every pass of a run. [passes] each"""
+    """A stage's bytes in every pass of a run, without state and encoders. Fields are [passes]."""
 
     row: np.ndarray  # workload row of the running micro-batch
-    kind: np.ndarray  # `Pass` of each
+    kind: np.ndarray  # `Pass`
     chunk: np.ndarray
-    needed: np.ndarray  # total without state
-    held: np.ndarray  # activations kept
-    others: np.ndarray  # other micro-batches in flight, counted once per chunk
+    needed: np.ndarray  # total
+    held: np.ndarray  # activations of all micro-batches in flight
+    others: np.ndarray  # number of other micro-batches in flight, counted once per chunk
 
 
 def bytes_of_passes(
@@ -515,8 +515,8 @@ def bytes_of_passes(
     stage: int,
     features: np.ndarray,
 ) -> PassBytes:
-    """Return one stage's memory in all passes of a run with `features` [rows, F], which may differ
-    from the workload's own."""
+    """Return one stage's memory in all passes of a run, for stages `stages_at` [level][part] and
+    `features` [rows, F], which may differ from the workload's own."""
     runs_of = stage_runs(cost, stages_at, schedule)[stage]
     content = contents_of(len(cost.kinds), runs_of)
     size, batches = len(stages_at[0]) // schedule.chunks, []
@@ -539,7 +539,7 @@ def stage_runs(
     stages_at: Sequence[Sequence[Stage]],
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> list[list[tuple[UnitRun, ...]]]:
-    """Return the units of every chunk of every stage, in order."""
+    """Return runs of units in order, [stage][chunk], for stages `stages_at` [level][part]."""
     return [
         [unit_runs(cost.kinds, [stages[part] for stages in stages_at]) for part in parts]
         for parts in schedule.parts_of(len(stages_at[0]))
@@ -552,7 +552,7 @@ def stage_memories(
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> list[StageMemory]:
-    """Return the peak memory per device of every stage, over all passes of a run."""
+    """Return every stage's peak memory per device over all passes, with state and encoders."""
     features, memories = features_of(workload, cost), []
     table = build_table(cost, largest_pass(features, workload, 1, 0), encoder_memory_of(workload))
     for stage, runs_of in enumerate(stage_runs(cost, stages_at, schedule)):
@@ -569,9 +569,9 @@ def stage_memory(
     """Return the memory of a stage with `counts` units [kinds].
 
     Args:
-        table: of any passes, for the encoders' memory.
-        needed: max bytes over all passes without the state.
-        held: max activations of all micro-batches in flight.
+        table: of any passes. Only encoders and largest working memory are used.
+        needed: max `PassBytes.needed` over all passes.
+        held: max `PassBytes.held` over all passes.
     """
     state = np.stack([_state_bytes(cost, unit) for unit in cost.units.values()], axis=1) @ counts
     state -= _state_bytes(cost) * holds_both_ends(cost.kinds, counts)
@@ -597,7 +597,7 @@ def encoder_memory_of(workload: Workload) -> EncoderMemory:
 def build_tables(
     cost: CostModel, workload: Workload, passes: Iterable[Passes]
 ) -> list[MemoryTable]:
-    """Return the memory tables of several stages' or chunks' passes."""
+    """Return a memory table for each of `passes`, of stages or chunks."""
     return [build_table(cost, of_chunk, encoder_memory_of(workload)) for of_chunk in passes]
 
 
@@ -635,7 +635,7 @@ def pareto_tables(cost: CostModel, workload: Workload, stages: int) -> list[Memo
 
 
 def pareto_maximal_rows(rows: np.ndarray) -> np.ndarray:
-    """Return indices of the distinct Pareto-maximal rows of [n, k]."""
+    """Return indices of the distinct Pareto-maximal rows of [n, k], by falling sum."""
     columns, left = np.ascontiguousarray(rows.T), np.arange(len(rows))
     sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
     maximal = []
@@ -649,7 +649,7 @@ def pareto_maximal_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> list[MemoryTable]:
-    """Return memory tables of 1F1B with the few passes that peak for most stage contents.
+    """Return every stage's 1F1B memory table with the passes that peak for random contents.
 
     Plans based on them must be checked in all passes (`heaviest_passes`). With many stages only
     some are sampled, and a stage between two samples has the passes of both.
@@ -671,7 +671,7 @@ def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> l
 
 
 def heaviest_for(drawn: np.ndarray, passes: Passes) -> np.ndarray:
-    """Return indices of the passes that are the peak of any drawn stage.
+    """Return indices of the passes that are the peak of some drawn stage.
 
     Args:
         drawn: bytes per feature of each chunk's other micro-batches, of the running micro-batch, of
@@ -691,8 +691,8 @@ def heaviest_for(drawn: np.ndarray, passes: Passes) -> np.ndarray:
 
 
 def _draw_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
-    """Draw stages of one chunk while a unit of each kind runs, for `heaviest_for`. [stages * kinds
-    * moments, columns]"""
+    """Draw stages of one chunk for `heaviest_for`, a row for every moment of a unit of each kind
+    that a stage holds. [rows, columns]"""
     rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
     units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
@@ -729,8 +729,8 @@ def _draw_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
 def heavy_tables(
     cost: CostModel, workload: Workload, schedule: PipelineSchedule, stages: int
 ) -> list[list[MemoryTable]]:
-    """Return memory tables of every stage's chunks in any schedule, of the passes that are the
-    heaviest of their kind for some drawn stage."""
+    """Return memory tables in any schedule, [stage][chunk], with the passes that are the heaviest
+    of their kind for some drawn stage."""
     features, tables = features_of(workload, cost), []
     for stage in range(stages):
         drawn = _draw_contents(cost, schedule, len(link_buffers(schedule, stages, stage)))

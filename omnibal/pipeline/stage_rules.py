@@ -1,4 +1,4 @@
-"""Restrict stages by a trainer's rules."""
+"""Limits of a trainer on the units that a pipeline stage may hold."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def allowed_runs(
 
 
 def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> None:
-    """Raise if there are more stages than the rules allow."""
+    """Raise UserError if there are more stages than the rules allow."""
     language = model.language.layers
     if rules.language_everywhere:
         limit, why = language, "every stage must hold a layer of the language model"
@@ -43,8 +43,8 @@ def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> Non
 
 
 def limits_in_words(rules: StageRules, model: ModelConfig, stages: int) -> str:
-    """Return the stage limits for a message on memory, such as " with all encoders on the first
-    stage", or "" if none apply. Recomputation is not limited here."""
+    """Return the stage limits in words for a memory error, such as ", with all encoders on the
+    first stage,", or "" if none apply. Limits of recomputation are left out."""
     limits = []
     if rules.encoders_on_first and model.encoders and stages > 1:
         limits.append("all encoders on the first stage")

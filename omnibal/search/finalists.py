@@ -1,6 +1,6 @@
-"""Plans on all data of the strategies that may be the fastest, in their best schedules.
+"""Plan the strategies that may be the fastest on all data, in their best schedules.
 
-Strategies were compared on sampled data. All data may need slightly more memory.
+The search compared them on sampled data. All data may need slightly more memory.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
 _FINALIST_SLACK, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
-_PIPELINES = 4  # max further pipelines to plan in other schedules
+_MAX_PIPELINES = 4  # max further pipelines to plan in other schedules
 
 
 class RequestDoesNotFit(DoesNotFit):
@@ -47,7 +47,7 @@ _Finalist = tuple[Strategy, PlanRequest, PlanResult]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedFinalists:
-    """Fastest of the planned strategies."""
+    """The fastest plan, and the search that its strategy was found by."""
 
     result: PlanResult
     strategies: StrategySearch  # the search, with the fastest first
@@ -58,20 +58,20 @@ class PlannedFinalists:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Finalists:
-    """Planning of a goal's strategies on all data."""
+    """Plans a goal's strategies on all data."""
 
     requests: GoalRequests
 
     def plan(self, request: StrategyRequest, found: StrategySearch) -> PlannedFinalists:
-        """Plan the near-best strategies in their best schedules, and return the fastest."""
+        """Return the fastest plan. Raise `RequestDoesNotFit` if no strategy fits all data."""
         left, first_error, first = found, None, None  # the first request's error is reported
         while True:
-            finalists = _finalists(request, left)
+            finalists = _list_finalists(request, left)
             requests = [self.requests.plan_request(request, strategy) for strategy in finalists]
             first = first or requests[0]  # of the fastest strategy
             # Micro-batches of a single finalist are ordered after its schedule is chosen.
             is_ordered = len(finalists) > 1 or not self.requests.schedules
-            results = _planned_each(requests, is_ordered)
+            results = _plan_all(requests, is_ordered)
             fitting = [
                 (strategy, planned, result)
                 for strategy, planned, result in zip(finalists, requests, results, strict=True)
@@ -94,26 +94,26 @@ class Finalists:
                     predicted=predicted,
                 )
             first_error = first_error or results[0]
-            for lost in finalists:
+            for unfit in finalists:
                 if len(left.ranking) == 1:
                     assert isinstance(first_error, DoesNotFit)
                     raise RequestDoesNotFit(first, first_error) from first_error
                 # samples need less memory than all data
-                left = left.without(lost, "does not fit all data")
+                left = left.without(unfit, "does not fit all data")
                 self.requests.listener.note(
-                    f"{lost.sizing.options} fits the samples it was tried on, and not all: taking "
+                    f"{unfit.sizing.options} fits the samples it was tried on, and not all: taking "
                     f"{left.best.sizing.options}"
                 )
 
     def _choose_schedules(
         self, fitting: list[_Finalist], is_ordered: bool
     ) -> list[tuple[Strategy, PlanResult, ScheduleChoice]]:
-        """Plans in their best schedules, without plans that cannot run in it."""
+        """Return the plans in their best schedules. Refused ones are dropped; raises if all are."""
         scheduled = list[tuple[Strategy, PlanResult, ScheduleChoice]]()
         refused = list[UserError]()
         for strategy, planned, result in fitting:
             try:
-                result, planned = self._in_use(result, planned, is_ordered)
+                result, planned = self._drop_unused_levels(result, planned, is_ordered)
                 chosen = self._choose_schedule(result, planned, is_ordered=is_ordered)
                 scheduled.append((strategy, *chosen))
             except UserError as error:
@@ -125,10 +125,10 @@ class Finalists:
     def _choose_schedule(
         self, result: PlanResult, request: PlanRequest, *, is_ordered: bool
     ) -> tuple[PlanResult, ScheduleChoice]:
-        """Plan in the requested schedule, or in the fastest schedule of the trainer."""
+        """Return the plan in the requested schedule, or in the trainer's fastest schedule."""
         name, names = self.requests.goal.free.schedule, self.requests.schedules
         if request.data.levels != result.plan.pack_levels:
-            # Packs of an earlier plan that had to be shared.
+            # An earlier plan's packs had to be shared: the plan keeps its schedule.
             return result if is_ordered else order_plan(request, result), ScheduleChoice()
         if not names:
             return result, ScheduleChoice()
@@ -142,9 +142,9 @@ class Finalists:
             return (result, choice) if is_ordered else in_order(request, result, choice)
 
     def plan_first(self, request: StrategyRequest) -> tuple[PlanResult, Sizing]:
-        """Plan the first of given layouts, or raise an error of its memory by stages.
+        """Return a plan and its sizes although the search found none, or raise what does not fit.
 
-        An earlier plan may fit although no strategy did, if ranks share its packs.
+        The first placement that fits is planned. Ranks may share an earlier plan's packs.
         """
         refused = dict[EncoderPlacement, UserError]()
         setting, sizings = Setting(request=request, packs={}), possible_sizings(request)
@@ -157,10 +157,10 @@ class Finalists:
                 return self._make_plan(asked), sizing
             except UserError as error:
                 refused[placement] = error
-        raise _neither(refused)
+        raise _neither_placement_error(refused)
 
     def _make_plan(self, request: PlanRequest, is_ordered: bool = True) -> PlanResult:
-        """Make the plan, with an earlier plan's packs shared by ranks if they do not fit one."""
+        """Make a plan. If an earlier plan's packs do not fit one rank, ranks share them."""
         try:
             return _plan(request, is_ordered)
         except DoesNotFit as error:
@@ -173,18 +173,18 @@ class Finalists:
         )
         return self._make_plan(shared, is_ordered)
 
-    def _in_use(
+    def _drop_unused_levels(
         self, result: PlanResult, request: PlanRequest, is_ordered: bool
     ) -> tuple[PlanResult, PlanRequest]:
-        """Replan without levels that got no packs.
+        """Replan without levels that got no packs, and return the plan and its request.
 
-        Levels were chosen on other packs. The steps of an earlier plan keep their levels.
+        Levels were chosen on the search's packs. The steps of an earlier plan keep their levels.
         """
         while True:
             data = request.data
             if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
                 return result, request
-            # by the packs of all data
+            # result.data has the packs of all data, unlike the search
             used = levels_in_use(data.levels, result.data[0].level, data.smallest_caps())
             if used == data.levels:
                 return result, request
@@ -199,8 +199,8 @@ class Finalists:
             result = self._make_plan(request, is_ordered)
 
 
-def _neither(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
-    """Error of all placements, of the first one's request if that does not fit memory."""
+def _neither_placement_error(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
+    """Return an error of all placements, with the first one's request if that does not fit."""
     first, *others = refused.values()
     if not others:
         return first
@@ -214,10 +214,10 @@ def _neither(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
     return RequestDoesNotFit(first.request, DoesNotFit(str(both), first.advice))
 
 
-def _finalists(request: StrategyRequest, found: StrategySearch) -> list[Strategy]:
+def _list_finalists(request: StrategyRequest, found: StrategySearch) -> list[Strategy]:
     """Return near-best strategies, and pipelines that another schedule may make the best.
 
-    Of given layouts, also the best with every placement of encoders.
+    If layouts are given, add the best strategy of every placement of encoders.
     """
     best_ms = found.best.ms_per_sample
     limit_ms = _FINALIST_SLACK * best_ms
@@ -233,16 +233,16 @@ def _finalists(request: StrategyRequest, found: StrategySearch) -> list[Strategy
         if share < 1 and strategy not in near and share * strategy.ms_per_sample <= best_ms:
             possible.append((share * strategy.ms_per_sample, strategy))
     possible.sort(key=lambda pair: pair[0])
-    return near + [strategy for _, strategy in possible[:_PIPELINES]]
+    return near + [strategy for _, strategy in possible[:_MAX_PIPELINES]]
 
 
-def _planned_each(requests: list[PlanRequest], is_ordered: bool) -> list[PlanResult | DoesNotFit]:
+def _plan_all(requests: list[PlanRequest], is_ordered: bool) -> list[PlanResult | DoesNotFit]:
     tasks = [(number, request, is_ordered) for number, request in enumerate(requests)]
-    found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
+    found = dict(map_unordered(_plan_or_error, tasks, min(usable_cores(), len(tasks))))
     return [found[number] for number, *_ in tasks]
 
 
-def _planned_or_not(task: tuple[int, PlanRequest, bool]) -> tuple[int, PlanResult | DoesNotFit]:
+def _plan_or_error(task: tuple[int, PlanRequest, bool]) -> tuple[int, PlanResult | DoesNotFit]:
     number, request, is_ordered = task
     try:
         return number, _plan(request, is_ordered)
@@ -251,18 +251,18 @@ def _planned_or_not(task: tuple[int, PlanRequest, bool]) -> tuple[int, PlanResul
 
 
 def _plan(request: PlanRequest, is_ordered: bool) -> PlanResult:
-    """Make a plan, with its micro-batches in order or as dealt."""
+    """Make a plan. Reorder each rank's micro-batches if `is_ordered`."""
     return make_ordered_plan(request) if is_ordered else make_plan(request)
 
 
 def _final_ms(result: PlanResult) -> float:
-    """Time per sample, plus the required gain if the plan has several levels."""
-    must_gain = 0.0 if are_plain(result.plan.pack_levels) else MIN_LEVELS_GAIN
-    return relative_ms(result.plan.known_prediction) * (1 + must_gain)
+    """Return ms per sample to compare by: plans with several levels must be faster by a margin."""
+    required_gain = 0.0 if are_plain(result.plan.pack_levels) else MIN_LEVELS_GAIN
+    return relative_ms(result.plan.known_prediction) * (1 + required_gain)
 
 
 def _share_packs(request: PlanRequest) -> PlanRequest | None:
-    """Let ranks share an earlier plan's packs of one level. None if that cannot help."""
+    """Return the request with an earlier plan's packs shared by ranks. None if that cannot help."""
     data = request.data
     if not isinstance(data, SampleData) or data.steps is None:
         return None

@@ -1,4 +1,4 @@
-"""Identity of a checkpoint (model, adapters, steps, settings), read without its weights."""
+"""Identity of a checkpoint (model, adapters, steps, settings), read without loading weights."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ from omnibal.model.units import unit_kinds
 
 _log = logging.getLogger(__name__)
 CHECKPOINT_BACKEND = ("torch_dist", 1)  # name and version of core's format
-# Fields of towers and experts that do not change the weights' shapes.
+# Fields that change no weight's shape. Layer scale is compared separately, as on or off.
 _NOT_ARCHITECTURE = (
     *("layer_scale_init", "max_positions", "rope_factor"),
     *("imbalance", "auxiliary_loss"),
@@ -70,10 +70,10 @@ def open_newest(
     rank: int = 0,
     ranks: int = 1,
 ) -> CheckpointIdentity:
-    """Open a run's newest checkpoint with matching checksums. Broken ones are skipped and logged.
+    """Return the newest readable checkpoint. Broken newer ones are skipped; the newest is logged.
 
-    Args:
-        agree: calls a function on every rank, and raises UserError on all if one fails.
+    Raises UserError if there is none. Rank `rank` of `ranks` verifies its part of the checksums.
+    `agree` calls a function on every rank, and raises UserError on all if one fails.
     """
     steps = agree(lambda: list_complete_steps(directory))
     if not steps:
@@ -194,7 +194,7 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def raise_interrupts(error: BaseException) -> None:
-    """Raise a cause of the error that is an interrupt, such as Ctrl-C, or a UserError."""
+    """Raise the first cause that is an interrupt, such as Ctrl-C, or a UserError, if any."""
     for cause in _causes(error):
         if isinstance(cause, UserError) or not isinstance(cause, Exception):
             raise cause from error
@@ -208,7 +208,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the cause that a user can fix, in one line."""
+    """Return the OSError or UserError behind an error in one line, or else its own first line."""
     error = _causes(error)[0]
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError | UserError):

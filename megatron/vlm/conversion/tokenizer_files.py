@@ -50,9 +50,9 @@ _TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundTokenizer:
-    """Files of the run's tokenizer folder."""
+    """Contents of a run's tokenizer folder, before they are written."""
 
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # of the source, to copy
     made: str | None  # generated tokenizer.json, or None if the source has one
     added: tuple[str, ...] = ()  # tokens to add to the source's tokenizer
 
@@ -71,7 +71,7 @@ class FoundTokenizer:
             _add_pieces(target, self.added)
 
     def open(self) -> Tokenizer:
-        """Open the tokenizer of the run's folder."""
+        """Return the tokenizer as written, from a temporary folder."""
         with tempfile.TemporaryDirectory() as temporary:
             self.write(Path(temporary) / TOKENIZER_FOLDER)
             return open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
@@ -85,7 +85,7 @@ def list_tokenizer_files(folder: Path) -> list[Path]:
 
 
 def find_tokenizer(folder: Path, model: ModelConfig) -> FoundTokenizer | None:
-    """Return a released checkpoint's tokenizer, checked against the model, or None if unusable."""
+    """Return a folder's tokenizer, or None without a usable one. Raise if unfit for the model."""
     files = tuple(list_tokenizer_files(folder))
     if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
         check_tokenizer(model, open_tokenizer(folder))
@@ -137,13 +137,13 @@ class _TokenizerConfig(BaseModel):
 
 
 def is_slow(folder: Path) -> bool:
-    """Return whether a folder has a byte-level vocabulary and no tokenizer.json."""
+    """Return whether a folder has vocab.json and merges.txt, but no tokenizer.json."""
     has_files = all((folder / name).is_file() for name in (_VOCABULARY_FILE, _MERGES_FILE))
     return has_files and not (folder / FAST_FILE).is_file()
 
 
 def make_fast_tokenizer(folder: Path) -> str | None:
-    """Return the text of a tokenizer.json, or None unless the tokenizer is Qwen2's."""
+    """Return a tokenizer.json made from vocab.json and merges.txt, or None if it is not Qwen2's."""
     path, config = folder / CONFIG_FILE, _TokenizerConfig()
     if path.is_file():
         config = read_json_model(_TokenizerConfig, path, _FETCH_AGAIN)
@@ -167,7 +167,7 @@ def make_fast_tokenizer(folder: Path) -> str | None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokens, added_file = config.added_tokens_decoder, folder / ADDED_FILE
-    if tokens is None:  # as of older versions of Transformers
+    if tokens is None:  # older Transformers saved added_tokens.json only
         ids = dict[str, int]()
         if added_file.is_file():
             ids = read_json_model(dict[str, int], added_file, _FETCH_AGAIN)

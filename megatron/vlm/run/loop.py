@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopOptions:
-    save: Path
+    save: Path  # run directory of checkpoints, logs and traces
     save_interval: int  # steps between checkpoints. The last step is always saved.
     last_step: int  # number of steps to train, counted from the plan's start, not from a resume
     pause_step: int | None = None  # number of steps to pause after, with a checkpoint, if any
@@ -70,7 +70,7 @@ class RunData:
     encoder_shares: EncoderShares | None = None  # shares of data-parallel encoders, if any
 
     def rows(self, step: int) -> np.ndarray:
-        """Return the rows of all ranks' packs in a step; packs are sorted by step."""
+        """Return indices in `scheduled`, sorted by step, of a step's packs of all ranks."""
         return np.arange(*np.searchsorted(self.scheduled.step, [step, step + 1]))
 
 
@@ -95,14 +95,14 @@ def encoder_shares(
 class RunOutcome:
     steps: int  # steps trained, with steps before a resume
     skipped_steps: int
-    stopped: bool  # whether a stop was requested before the last step
+    stopped: bool  # whether a stop was requested, on any rank
 
 
 class TrainingLoop:
-    """Trains step by step; collective.
+    """Trains, logs, saves and validates step by step; collective.
 
     A portion of the data is opened at its first step. Only rank 0 has sinks; a failing sink is
-    removed. `stop_requested` is polled on each rank after every step.
+    removed. `stop_requested` is polled on each rank before every step, and ends the run after it.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TrainingLoop:
         self._data = next(portions)
 
     def run(self, first_step: int) -> RunOutcome:
-        """Train from `first_step` to the end or a requested stop, and save a checkpoint."""
+        """Train from `first_step` to `options.end` or a requested stop. The last step is saved."""
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()
         tracer = _Tracer(options, self._trainer.links)

@@ -45,8 +45,8 @@ class Channel:
 class StageMessage:
     cut: int  # between parts `cut` and `cut` + 1
     micro_batch: int
-    # Position of the receiver's operation to launch before the receive, or -1. None for a channel's
-    # first message, which is requested on use.
+    # Position in the receiver's list of the operation to launch before the receive, or -1 if none.
+    # None for a channel's first message, which is requested on use.
     after: int | None
 
 
@@ -58,7 +58,7 @@ class StepMessages:
 
 @lru_cache(maxsize=_KEPT_STEPS)
 def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMessages:
-    """Return a step's messages; gradients go back over `trained_cuts`."""
+    """Return a step's messages. Gradients cross only `trained_cuts`."""
     flows = _Flows(graph, trained_cuts)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
     sends_wait = flows.order(with_sends) is not None
@@ -81,7 +81,7 @@ def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMe
 class _Transfer:
     cut: int
     micro_batch: int
-    # Numbers of operations.
+    # Operations, numbered as in `_Flows`.
     sender: int
     receiver: int
 
@@ -90,7 +90,7 @@ _Waits = Iterable[tuple[int, int]]  # pairs of an operation and an operation tha
 
 
 class _Flows:
-    """Messages between operations, numbered over the lists of all stages."""
+    """Transfers by channel. Operations are numbered through the lists of all stages in turn."""
 
     def __init__(self, graph: OperationGraph, trained_cuts: frozenset[int]) -> None:
         schedule = graph.schedule
@@ -125,14 +125,14 @@ class _Flows:
             self._launches.append(list(seen.values()))
 
     def waits(self) -> list[tuple[int, int]]:
-        """Return waits within the lists and for operations' inputs."""
+        """Return waits for the previous operation of a stage and for messages."""
         stages = zip(self.first, self.first[1:], strict=False)
         by_list = [(op, op + 1) for first, end in stages for op in range(first, end - 1)]
         sent = (transfer for transfers in self.channels.values() for transfer in transfers)
         return by_list + [(transfer.sender, transfer.receiver) for transfer in sent]
 
     def waits_of_sends(self) -> Iterator[tuple[int, int]]:
-        """Return a send's waits for the receiver to take the previous message."""
+        """Yield waits of sends until the receiver can take the channel's previous message."""
         for channel, sent in self.channels.items():
             for taker, following in zip(self._takers[channel], sent[1:], strict=False):
                 # A receive is posted at the latest after the operation before its taker.
@@ -142,10 +142,10 @@ class _Flows:
     def list_receive_positions(self, waits: _Waits) -> dict[Channel, list[int | None]]:
         """Return the operation to launch before each receive, or None for first messages.
 
-        It precedes first launches that the message does not depend on, except the launch of the
-        operation that took the previous message.
+        It is the last first launch since the previous message was taken that this message depends
+        on, at least the taker if a first launch; if none, the number before the stage's first.
         """
-        # By operation, a bit mask of its first launches and of all that it depends on.
+        # By operation, a bit mask of the first launches that it is or depends on.
         launches = {launch for of_stage in self._launches for launch in of_stage}
         before, order = self._before(waits), self.order(waits)
         assert order is not None, "waits have a cycle"
@@ -183,7 +183,7 @@ class _Flows:
 
 
 def _list_takers(sent: Sequence[_Transfer]) -> list[int]:
-    """Return the operation that takes each message from the channel."""
+    """Return the number of the operation that takes each message from the channel."""
     # Its user, or an earlier user of a later message, which takes all messages before its own.
     takers = [transfer.receiver for transfer in sent]
     for number in reversed(range(len(takers) - 1)):

@@ -1,4 +1,4 @@
-"""Export for Megatron-LM (core 0.16.1): flags of the split and the batch, and packs for Energon."""
+"""Export for Megatron-LM (core 0.16.1): parallel, layer and batch flags, and packs for Energon."""
 
 from collections.abc import Iterator
 
@@ -31,9 +31,9 @@ _PROGRAM = "YOUR_TRAINING_SCRIPT.py"
 
 
 def export(given: ExportInput) -> Exported:
-    """Return a plan's flags for Megatron-LM's launcher, and its packs for Energon."""
+    """Return a plan's launch command for Megatron-LM, its packs for Energon, and deviations."""
     plan, batch, files = given.plan, Batch.measure(given), energon_files(given)
-    layout, has_ranks = plan_layout(plan), plan.parallel.data > 1
+    layout, has_replicas = plan_layout(plan), plan.parallel.data > 1
     flags = {
         **as_flags(parallel_fields(plan)),
         **_layer_flags_by_name(plan),
@@ -43,7 +43,7 @@ def export(given: ExportInput) -> Exported:
         **({} if given.full_steps is None else {"train-iters": str(given.full_steps)}),
         "calculate-per-token-loss": None,
         "use-distributed-optimizer": None,
-        **({"overlap-grad-reduce": None, "overlap-param-gather": None} if has_ranks else {}),
+        **({"overlap-grad-reduce": None, "overlap-param-gather": None} if has_replicas else {}),
         **({} if plan.precision == "fp32" else {"bf16": None}),
         **fp8_flags(plan),
         "pretrained-checkpoint": "$MODEL",
@@ -67,7 +67,7 @@ def export(given: ExportInput) -> Exported:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Return flags of the split and recomputation."""
+    """Return command-line flags of the pipeline split and recomputation."""
     return flag_lines(_layer_flags_by_name(plan))
 
 
@@ -92,7 +92,7 @@ def _megatron_lm_notes(plan: Plan) -> Iterator[str]:
         "common flags for vision-language models."
     )
     language = plan.model.language
-    # Conditions on the model under which Megatron-LM's defaults, or common flags, do not build it.
+    # Flags unlike Megatron-LM's defaults or common launch lines, and whether the model needs them.
     unusual = {
         "--squared-relu": language.activation == "squared_relu",
         "no --swiglu": language.activation != "gated",

@@ -57,19 +57,19 @@ class LaunchLine:
 
     @cached_property
     def flags(self) -> dict[str, str | None]:
-        """Flags by normalised name."""
+        """Values of flags by normalised name. None for a flag without a value."""
         return {canonical(name): text for name, text in self.launch.flags.items()}
 
     @property
     def misspelled_flags(self) -> Mapping[str, str]:
-        """Probably misspelled flags, with the known name."""
+        """Closest known name by flag that is probably misspelled."""
         known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
         others = [name for name in self.flags if name not in known]
         near = {name: get_close_matches(name, known, 1, _MIN_SIMILARITY) for name in others}
         return {name: names[0] for name, names in near.items() if names}
 
     def on(self, name: str, default: bool = False) -> bool:
-        """Return whether a switch is on."""
+        """Return whether a switch is on, or `default` if not given."""
         return is_on(self.flags[name]) if name in self.flags else default
 
     def text(self, *names: str) -> str | None:
@@ -97,7 +97,7 @@ class LaunchLine:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Sizes that the trainer builds: flags override the model's."""
+        """Sizes that the trainer builds: flags other than 0 override the model's."""
         given: dict[str, Any] = {size: self.number(flag) for flag, size in SIZE_FLAGS.items()}
         return replace(self.model_sizes, **{size: n for size, n in given.items() if n})
 
@@ -140,7 +140,7 @@ class LaunchLine:
 
     @property
     def expert_tensor(self) -> int:
-        """Expert tensor size, with the trainer's default."""
+        """Expert tensor size; by default the tensor size for Megatron except ms-swift, else 1."""
         inherits = MEGATRON - {Launcher.MS_SWIFT}
         default = self.launch.tensor if self.launch.launcher in inherits else 1
         return self.launch.expert_tensor or default
@@ -158,16 +158,16 @@ class LaunchLine:
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of a rank per step, or None if unknown or not whole."""
+        """Micro-batches of a rank per step, 1 by default, or None if unknown or not whole."""
         launch = self.launch
         if self.data is None or launch.micro_batch is None:
             return None
         at_once = launch.micro_batch * self.data  # samples of a micro-batch, over all ranks
-        # nanotron's flag, in place of a global batch.
+        # nanotron has this flag in place of a global batch.
         if (of_rank := self.number("tokens.batch-accumulation-per-replica")) is not None:
             return of_rank
-        steps = launch.global_batch or at_once
-        return None if steps % at_once else steps // at_once
+        step_samples = launch.global_batch or at_once
+        return None if step_samples % at_once else step_samples // at_once
 
     @cached_property
     def layout(self) -> PPLayout | LayoutError | None:
@@ -215,13 +215,13 @@ class LaunchLine:
 
 
 def named_models(launch: Launch) -> list[str]:
-    """Return names of a line's model: ms-swift's model, or a Bridge recipe."""
+    """Return names of a line's model: ms-swift's model, or Bridge recipes. Empty if none."""
     given = {canonical(name): text for name, text in launch.flags.items()}
     return [text for flag in _MODEL_FLAGS.get(launch.launcher, ()) if (text := given.get(flag))]
 
 
 def line_of(launch: Launch, model: ModelConfig) -> LaunchLine:
-    """Return a launch with its model; raise for sizes of flags that no model has."""
+    """Return a launch with its model. Raise UserError if a size flag is out of range."""
     line = LaunchLine(launch, model.language)
     for name in SIZE_FLAGS:
         limit, size = MAX_LAYERS if name == "num-layers" else MAX_COUNT, line.number(name)
