@@ -4,20 +4,20 @@ EXIT_USER_ERROR = 2  # as of typer and argparse
 
 
 class UserError(ValueError):
-    """User mistake: its message has the input, the requirement and the remedy."""
+    """User mistake. Its message states the wrong input, the requirement and the remedy."""
 
-    # Other exceptions are defects, and keep their traceback.
+    # Other exceptions are defects, so they keep their traceback.
 
 
 class StorageError(UserError):
-    """Unreachable or changed data: not a bad sample, which could be skipped."""
+    """Data that cannot be reached, or changed. Never skipped, as a bad sample may be."""
 
 
 class DoesNotFit(UserError):
-    """The model does not fit in device memory under any split."""
+    """No split found fits device memory: `need` says why, `advice` has the remedies."""
 
     def __init__(self, need: str, advice: str):
-        # Exceptions are pickled by their base arguments.
+        # Unpickling calls the class with the base arguments, so it gets both.
         super().__init__(need, advice)
         self.need, self.advice = need, advice
 

@@ -1,7 +1,7 @@
 """Samples in Parquet rows, as in Hugging Face datasets.
 
-Images and recordings are named as in any record, or stored as bytes or `{"bytes", "path"}`, alone
-or in a list, in the columns `image(s)` and `audio(s)`. Random access reads a row group at a time.
+Images and recordings are named as in any record, or stored in the columns `image(s)` and `audio(s)`
+as bytes or `{"bytes", "path"}`, alone or in a list. To read a row, its row group is read.
 """
 
 import hashlib
@@ -23,23 +23,23 @@ from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import RecordMedia
 from omnibal.data.stored_files import AudioFile, ImageFile, StoredFile
 
-# File types and columns with stored bytes, by medium.
+# File type, and columns that may store bytes, by medium.
 _STORED_COLUMNS: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
     "image": (ImageFile, ("image", "images")),
     "audio": (AudioFile, ("audio", "audios")),
 }
-_CACHED_GROUPS = 2  # cached row groups: ordered reads cross from a group to the next
-_CACHED_FILES = 256  # with cached row-group offsets
+_CACHED_GROUPS = 2  # row groups: ordered reads pass from a group to the next
+_CACHED_FILES = 256  # files whose row-group offsets are cached
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlace:
+class RowPlace:  # a row of a file
     path: Path
     version: str  # changes with the file
-    number: int  # from 0
+    number: int  # row in the file, from 0
 
     def values(self) -> dict[str, Any]:
-        """Read the row's columns that have a value."""
+        """Return the row's non-null values by column; raises OSError and UserError."""
         try:
             first = _read_first_rows(self.path, self.version)
             group = int(np.searchsorted(first, self.number, side="right")) - 1
@@ -51,22 +51,22 @@ class RowPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldContent:
+class HeldContent:  # opener of a file stored in a row
     place: RowPlace
     columns: tuple[str, ...]
-    index: int
+    index: int  # among the files stored in `columns`
 
     def __str__(self) -> str:
         return f"row {self.place.number + 1}, {self.columns[0]} {self.index + 1}"
 
     def __call__(self) -> BinaryIO:
-        """Read the row and open its bytes; raises OSError and UserError."""
+        """Read the row again, and open the file's bytes; raises OSError and UserError."""
         return io.BytesIO(_list_contents(self.place.values(), self.columns)[self.index])
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetRow(RecordMedia):
-    """Record of a row, with stored or named media."""
+    """Record of a row, whose media are stored in it or named."""
 
     place: RowPlace
     values: dict[str, Any]
@@ -79,7 +79,7 @@ class ParquetRow(RecordMedia):
         )
 
     def record(self) -> bytes:
-        """Return the JSON of all columns without stored files."""
+        """Return the columns that store no files, as JSON; raises InvalidRecordError."""
         columns = {
             name: _simplify(value)
             for name, value in self.values.items()
@@ -105,7 +105,7 @@ def is_rows(path: Path) -> bool:
 
 
 def index_rows(path: Path) -> RecordIndex:
-    """Index a file's rows, and hash it; `start` is the row number, `size` 1."""
+    """Return a file's hash and rows: `start` is the row number, `size` 1; raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: no such Parquet file; correct the path in the meta")
     version = version_of(path)
@@ -123,7 +123,7 @@ def index_rows(path: Path) -> RecordIndex:
 
 @lru_cache(maxsize=_CACHED_FILES)
 def _read_first_rows(path: Path, version: str) -> np.ndarray:
-    """Return the first row of each row group, and the total, int64 [groups + 1]."""
+    """Return the first row of each row group, then the number of rows, int64 [groups + 1]."""
     with path.open("rb") as file:
         metadata = pq.ParquetFile(file).metadata
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -132,7 +132,7 @@ def _read_first_rows(path: Path, version: str) -> np.ndarray:
 
 @lru_cache(maxsize=_CACHED_GROUPS)
 def _read_group(path: Path, version: str, group: int) -> pa.Table:
-    # Single-threaded: there are many reader processes, and forks lose threads.
+    # Single-threaded: there are many reader processes, and a fork has no pool threads.
     with path.open("rb") as file:
         return pq.ParquetFile(file).read_row_group(group, use_threads=False)
 
@@ -147,7 +147,7 @@ def _list_contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[byt
 
 
 def _split_contents(value: Any) -> list[bytes]:
-    """Return the file contents stored in a value: a single file or a list."""
+    """Return the files' bytes in a column's value, which is a single file or a list."""
     parts = value if isinstance(value, list) else [value]
     contents = (part.get("bytes") if isinstance(part, dict) else part for part in parts)
     return [content for content in contents if isinstance(content, bytes)]
@@ -162,8 +162,8 @@ def _stores_files(value: Any) -> bool:
 
 
 def _simplify(value: Any) -> Any:
-    """Return a value for JSON: a named file's path, the length of bytes, structs without nulls."""
-    # Arrow gives every struct of a list the keys of all.
+    """Return a value for JSON: `{"bytes", "path"}` as the path, bytes as their length."""
+    # Arrow gives every struct of a list the keys of all, so nulls are dropped.
     if isinstance(value, list):
         return [_simplify(item) for item in value]
     if not isinstance(value, dict):

@@ -12,13 +12,13 @@ from omnibal.data.stored_files import AudioFile, ImageFile, StoredFile, VideoFil
 from omnibal.model.encoders import TilingConfig
 
 IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
-VIDEO_LINE = f"{VIDEO}\n"  # mark of a video's frames in the first question
+VIDEO_LINE = f"{VIDEO}\n"  # a video's mark with its line end, which frame lines replace
 _SHOWN_MARK = re.compile(f"{IMAGE}|{VIDEO}")
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Frames of a video, or its file."""
+    """Frames of a video, or its file: exactly one is given."""
 
     frames: tuple[ImageFile, ...] = ()
     file: VideoFile | None = None
@@ -29,7 +29,7 @@ class Video:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Question, with `<image>`, `<video>` and `<audio>` per item, and reference answer."""
+    """Question, with a mark (`<image>`, `<video>`, `<audio>`) per item, and reference answer."""
 
     question: str
     answer: str
@@ -42,25 +42,25 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Conversation with images, videos and recordings."""
+    """Conversation and its media, each medium in the order of its marks in the questions."""
 
     identity: str  # source name and record "id" (key or number if absent)
     source: str
     where: str  # file and record number for messages
-    images: tuple[ImageFile, ...]  # in the order of `<image>` in the questions
+    images: tuple[ImageFile, ...]
     turns: tuple[Turn, ...]
-    videos: tuple[Video, ...] = ()  # in the order of `<video>`
-    recordings: tuple[AudioFile, ...] = ()  # in the order of `<audio>`
+    videos: tuple[Video, ...] = ()
+    recordings: tuple[AudioFile, ...] = ()
     system: str | None = None  # system message, overrides the template's
     greeting: str | None = None  # assistant message before the first question
     greeting_learned: bool = True  # whether the greeting is trained on, if the template writes it
-    tools: str | None = None  # callable tools, as a JSON list
-    of_frames: bool = False  # whether the images are frames of a video, for a tiling model
+    tools: str | None = None  # tools that the assistant may call, as a JSON list
+    of_frames: bool = False  # whether `images` are a video's frames (`shown`)
     augment: bool = False  # `data_augment` of the meta: degrade tiles at random in training
-    max_dynamic_patch: int | None = None  # the meta's max tiles per image, None for the model's
+    max_dynamic_patch: int | None = None  # max tiles of an image, None for the model's
 
     def tiling(self, tiling: TilingConfig) -> TilingConfig:
-        """Return the tiling per image: images share the max tiles (InternVL), a frame is 1 tile."""
+        """Return an image's tiling: images share max tiles unless `by_processor`; a frame has 1."""
         max_tiles = self.max_dynamic_patch or tiling.max_dynamic_patch
         images = 1 if tiling.by_processor else max(1, len(self.images))
         return _limit_tiles(tiling, 1 if self.of_frames else max(1, max_tiles // images))
@@ -79,14 +79,14 @@ class Sample:
         return tuple(left[mark].pop(0) for mark in marks)
 
     def items_until(self, mark: str, turn: int) -> int:
-        """Count marks in the questions up to and including `turn`."""
-        # Marks of a medium that the sample lacks are text.
+        """Count `mark` in questions 0 to `turn`, or 0 if no item has it, as it is text then."""
         if not {IMAGE: self.images, VIDEO: self.videos, AUDIO: self.recordings}[mark]:
             return 0
         return sum(asked.question.count(mark) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig | None) -> "Sample":
-        """Replace a video by the frames shown to a tiling model, each an image; idempotent."""
+        """For a tiling model, replace a video by frames as images; idempotent. Raises UserError
+        without a vision encoder, or if a tiling model cannot show the videos."""
         images = len(self.images) + len(self.videos)
         if images and tiling is None:
             raise UserError(
@@ -113,7 +113,7 @@ class Sample:
         return self.with_frames(tuple(video.frames[frame] for frame in chosen))
 
     def with_frames(self, frames: tuple[ImageFile, ...]) -> "Sample":
-        """Replace the video by named frames, as InternVL does."""
+        """Replace the video by `frames`, and its mark by their lines, as InternVL does."""
         first, *others = self.turns
         question = first.question.replace(VIDEO_LINE, VIDEO)
         first = replace(first, question=question.replace(VIDEO, frame_lines(len(frames))))
@@ -121,12 +121,12 @@ class Sample:
 
 
 def frame_lines(frames: int) -> str:
-    """Return the text of a video's frames, as InternVL writes it."""
+    """Return InternVL's text for a video: a numbered line with `<image>` per frame."""
     return "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, frames + 1))
 
 
 def middle_frames(frames: int, most: int) -> list[int]:
-    """Return the indices of all frames, or of the middle ones of `most` equal intervals.
+    """Return indices of the frames in the middle of `most` equal intervals, or of all if fewer.
 
     Example:
         >>> middle_frames(9, 3)
@@ -138,6 +138,6 @@ def middle_frames(frames: int, most: int) -> list[int]:
 
 @lru_cache
 def _limit_tiles(tiling: TilingConfig, most: int) -> TilingConfig:
-    # InternVL finds no grid below min tiles, and then uses a single tile.
+    # With a max below the min, InternVL finds no grid and uses a single tile.
     least, most = (tiling.min_dynamic_patch, most) if tiling.min_dynamic_patch <= most else (1, 1)
     return tiling.model_copy(update={"min_dynamic_patch": least, "max_dynamic_patch": most})

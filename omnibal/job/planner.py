@@ -38,13 +38,13 @@ class PlanRequest:
     job: JobSpec
     data: PlanData
     split: SplitRule = JOINT
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD  # others if joint only
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD  # another needs the joint split
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
         trainer, has_levels = self.job.trainer, not are_plain(self.data.levels)
-        # Features that baselines cannot plan, and the option that drops each. Levels of an earlier
-        # plan cannot be changed.
+        # Features that baselines cannot plan, and the option that drops each. --packing-levels is
+        # no remedy for given steps, whose levels are fixed.
         joint_only = {
             "data-parallel encoders, which only the joint search plans: leave both options out, or "
             "give --encoder pipeline": self.job.has_data_parallel_encoders,
@@ -66,7 +66,7 @@ class PlanRequest:
             )
 
     def with_sizes(self, parallel: Parallel) -> Self:
-        """Return the request with other sizes and equal micro-batches per rank, or given steps."""
+        """Return the request at other sizes. Micro-batches per rank, or given steps, are kept."""
         job = self.job.with_sizes(parallel)
         return replace(self, job=job, data=self.data.for_ranks(self.job, job))
 
@@ -74,14 +74,14 @@ class PlanRequest:
         return replace(self, data=self.data.with_caps(caps))
 
     def pack(self) -> list[Packs]:
-        """Return packs of every epoch, for `with_steps`. Empty if steps are given, or for mocks."""
+        """Return every epoch's packs for `with_steps`, or [] with given steps, windows or mocks."""
         return self.data.pack(self.job)
 
     def with_steps(self, packs: Sequence[Packs]) -> Self:
         return replace(self, data=self.data.with_steps(self.job, packs))
 
     def workload(self) -> Workload:
-        """Return the scheduled micro-batches' features, for the stage search."""
+        """Return the scheduled micro-batches, for the stage search."""
         return self.job.workload(*self.data.schedule(self.job), self.data.levels)
 
 
@@ -90,11 +90,11 @@ class PlanResult:
     """A plan with its packs and search result."""
 
     plan: Plan
-    data: tuple[ScheduledPacks, Lengths] | None
-    dealt: DealtPacks | None = None  # before ordering within ranks, or None if unknown
-    search: SearchResult | None  # of the joint search with its bound, or None for another method
+    data: tuple[ScheduledPacks, Lengths] | None  # None for a plan of shapes only
+    dealt: DealtPacks | None = None  # before `order_plan`, or None if unknown
+    search: SearchResult | None  # stages and proven bound, or None for a baseline
     cost_source: CostSource = ANALYTIC
-    portions: AllPortions | None = None  # all portions, if plan and packs cover only the first
+    portions: AllPortions | None = None  # if `plan` and `data` cover only the first
     available: tuple[int, ...] = ()  # samples per source, if the lengths are a mixture
 
     @property
@@ -109,11 +109,11 @@ class PlanResult:
 def make_plan(
     request: PlanRequest, effort: float = 1.0, dealt: DealtPacks | None = None
 ) -> PlanResult:
-    """Plan a job on its data: packs, stages and prediction. Deterministic.
+    """Return a job's plan on its data: packs, stages and prediction. Deterministic.
 
     Args:
-        effort: of the joint search, as in `search_stages`.
-        dealt: packs already dealt for the job's sizes.
+        effort: share of the usual search work, as in `search_stages`.
+        dealt: packs already dealt for the job's sizes, to use instead of scheduling the data.
     """
     job = request.job
     packs, lengths = dealt or request.data.schedule(job)
@@ -121,7 +121,7 @@ def make_plan(
     workload = job.workload(packs, lengths, levels)
     search: SearchResult | None
     is_1f1b = request.schedule == ONE_FORWARD_ONE_BACKWARD
-    # Encoder settings are searched with 1F1B, and kept for other schedules.
+    # The encoder search simulates 1F1B. Another schedule keeps settings chosen before.
     if job.has_data_parallel_encoders and (is_1f1b or job.beside is None):
         encoding = search_encoders(placement_problem(job, workload, levels), effort)
         job = replace(job, beside=encoding.beside)
@@ -143,7 +143,7 @@ def make_plan(
     data = described if isinstance(described, DataPlan) else None
     model = model_of_lengths(job.model, request.data.lengths)
     stages, planned_levels = tuple(stages_at[0]), tuple[PlannedLevel, ...]()
-    if not are_plain(levels):  # recomputed layers are then listed by level
+    if not are_plain(levels):  # each level lists its recomputed layers
         planned_levels = tuple(
             PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in of_level))
             for level, of_level in zip(levels, stages_at, strict=True)
@@ -169,7 +169,7 @@ def make_plan(
 
 
 def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
-    """Search the chunks of a request's schedule; raise DoesNotFit if no split fits memory."""
+    """Return the best chunks for the request's schedule; raise DoesNotFit if none fits memory."""
     job = request.job
     return search_parts(
         job.cost_of_all(request.data.levels),
@@ -184,14 +184,14 @@ def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> Se
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:
-    """Run `make_plan`, then `order_plan`."""
+    """Return the plan of `make_plan` after `order_plan`."""
     return order_plan(request, make_plan(request))
 
 
 def order_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
-    """Return the plan with ranks' micro-batches reordered, if joint and for this trainer."""
-    is_searched = request.split.is_joint and request.job.trainer.name is None
-    if result.data is None or not is_searched:
+    """Reorder ranks' micro-batches and predict again, if joint, for this trainer, and not mock."""
+    may_reorder = request.split.is_joint and request.job.trainer.name is None
+    if result.data is None or not may_reorder:
         return result
     packs, lengths = result.data
     plan = result.plan
@@ -205,7 +205,7 @@ def order_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
 def order_micro_batches(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, *, effort: float = 1.0
 ) -> ScheduledPacks:
-    """Return packs with every rank's micro-batches reordered, unless ranks run in lockstep."""
+    """Return packs reordered within ranks, or as given if ranks share packs or run in lockstep."""
     workload = job.workload(packs, lengths, plan.pack_levels)
     if workload.runs_together:
         return packs
@@ -221,7 +221,7 @@ def order_micro_batches(
 
 
 def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload) -> Prediction:
-    """Return the prediction of a job's plan on its packs; `workload` has their features."""
+    """Return the prediction of a plan on `packs`, whose micro-batches are `workload`."""
     cost, stages_at = job.cost_of_all(plan.pack_levels), plan.stages_at_levels
     profile, reading = job.cost_source.profile, None
     if profile is not None and profile.reading is not None:
@@ -245,12 +245,12 @@ def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Work
     )
     if plan.data is not None:
         return prediction
-    # One step of mock samples says nothing about a dataset.
+    # One step of mock samples gives no throughput of a dataset.
     return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
 
 
 def predict_memories(plan: Plan, job: JobSpec, workload: Workload) -> list[StageMemory]:
-    """Return the peak memory of every stage's devices."""
+    """Return the peak memory of a device of each stage, [stages]."""
     cost = job.cost_of_all(plan.pack_levels)
     return stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
 
@@ -258,7 +258,7 @@ def predict_memories(plan: Plan, job: JobSpec, workload: Workload) -> list[Stage
 def check_memory(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, name: str
 ) -> None:
-    """Raise if packs, called `name` in the message, exceed the stages' memory."""
+    """Raise UserError, with `name` for the packs, if they exceed the memory cap on the stages."""
     memories = predict_memories(plan, job, job.workload(packs, lengths, plan.pack_levels))
     peak, cap_gib = max(memory.peak_gib for memory in memories), job.memory_cap_gib
     if not fits_cap(peak, cap_gib):
@@ -269,14 +269,14 @@ def check_memory(
 
 
 def extend_to_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
-    """Return the first portion's result for all portions, `runs` times its length."""
+    """Return the first portion's result with the GPU days of all, `runs` times as long."""
     prediction = scale_prediction(result.plan.known_prediction, runs)
     plan = result.plan.model_copy(update={"prediction": prediction})
     return replace(result, plan=plan, portions=portions)
 
 
 def scale_prediction(prediction: Prediction, runs: float) -> Prediction:
-    """Return a prediction for `runs` times the samples."""
+    """Return a prediction with GPU days, if known, for `runs` times the samples."""
     if prediction.gpu_days is None:
         return prediction
     return prediction.model_copy(update={"gpu_days": prediction.gpu_days * runs})
@@ -285,7 +285,7 @@ def scale_prediction(prediction: Prediction, runs: float) -> Prediction:
 def placement_problem(
     job: JobSpec, workload: Workload, levels: Sequence[Level]
 ) -> PlacementProblem:
-    """Return the placement search for data-parallel encoders."""
+    """Return the input of `search_encoders`."""
     return PlacementProblem(
         cost=job.cost_of_all(levels),
         features=feature_names_at(job.cost.features, levels),

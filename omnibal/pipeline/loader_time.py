@@ -1,4 +1,4 @@
-"""Data reading during training: loader processes' time for a step.
+"""Processor time of data loading during training, and its effect on step time.
 
 Loaders yield to compute (`megatron.vlm.inputs.read_ahead`), so reading prolongs a step only if a
 node's cores have too little time left.
@@ -26,9 +26,9 @@ _NOTED_SHARE = 0.01  # share of a step spent waiting for data that deserves a no
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageReading:
-    """Processor time to read micro-batches on one rank of every stage."""
+    """Processor time to read a rank's micro-batches, by pipeline stage."""
 
-    ms: np.ndarray  # time per unit of each feature, [features, p]
+    ms: np.ndarray  # per unit of each feature, [features, stages]
     cores_per_rank: float
     is_shared: bool  # whether ranks compute on these cores too
 
@@ -43,35 +43,35 @@ class StageReading:
         has_data_parallel_encoders: bool,
         ranks: int,
     ) -> Self:
-        """Return each stage's reading, on the machine where it was measured.
+        """Return read times of stages, on CPUs such as the measured ones.
 
-        A stage reads items of an encoder if it holds its embed, and text if it embeds tokens or has
-        the head.
+        A stage reads an encoder's items if it holds the encoder's embedding, and text if it has the
+        token embedding or the head.
 
         Args:
-            features: of micro-batches, at one level.
-            has_data_parallel_encoders: all ranks share these encoders' items.
+            features: feature names, including "tokens".
+            has_data_parallel_encoders: whether all stages read, each an equal part of the items.
+            ranks: ranks of a node, which share its cores equally.
         """
         ms = np.zeros((len(features), len(stages)))
-        with_text = [stage.holds("language embed") or stage.holds(HEAD) for stage in stages]
-        ms[list(features).index("tokens")] = measured.token_ms * np.array(with_text)
+        reads_text = [stage.holds("language embed") or stage.holds(HEAD) for stage in stages]
+        ms[list(features).index("tokens")] = measured.token_ms * np.array(reads_text)
         for name, tower in model.encoders.items():
             readers = [
                 has_data_parallel_encoders or stage.holds(f"{name} embed") for stage in stages
             ]
-            each_ms = measured.item_ms.get(tower.feature, 0.0) / sum(readers)
-            ms[list(features).index(tower.feature)] = each_ms * np.array(readers)
+            reader_ms = measured.item_ms.get(tower.feature, 0.0) / sum(readers)
+            ms[list(features).index(tower.feature)] = reader_ms * np.array(readers)
         return cls(ms=ms, cores_per_rank=measured.cores / ranks, is_shared=measured.is_shared)
 
     def add_to(
         self, workload: Workload, cost: CostModel, simulated: StepTimes
     ) -> tuple[ReadingPrediction, StepTimes]:
-        """Return the reading of the workload, and the steps `simulated` without reading, prolonged
-        if the cores are too slow."""
+        """Return mean read times, and `simulated` with steps no shorter than the cores need."""
         steps, index = np.unique(workload.step, return_inverse=True)
-        of_rows = features_of(workload, cost) @ np.tile(self.ms, (cost.levels, 1))
+        row_ms = features_of(workload, cost) @ np.tile(self.ms, (cost.levels, 1))
         read_ms = np.zeros((len(steps), self.ms.shape[1]))
-        np.add.at(read_ms, index, of_rows / workload.data_parallel_size)
+        np.add.at(read_ms, index, row_ms / workload.data_parallel_size)
         taken_ms = read_ms + (simulated.busy_ms if self.is_shared else 0.0)
         cores_ms = taken_ms.mean(axis=1) / self.cores_per_rank
         prediction = ReadingPrediction(
@@ -81,7 +81,7 @@ class StageReading:
 
 
 def slow_reading(prediction: Prediction) -> str | None:
-    """Return a note if data is read more slowly than trained, else None."""
+    """Return a note if reading prolongs the step, as cores are too few, else None."""
     reading, step_ms = prediction.reading, prediction.step_ms
     if reading is None or prediction.lost.reading_ms <= _NOTED_SHARE * step_ms:
         return None
@@ -95,22 +95,22 @@ def slow_reading(prediction: Prediction) -> str | None:
 
 
 def too_few_loaders(prediction: Prediction, num_workers: int) -> str | None:
-    """Return a note if a rank waits for its few loader processes, else None.
+    """Return a note if a stage's rank reads longer than its loaders have in a step, else None.
 
-    Without loaders a thread reads while the rank waits for other ranks, as it holds the
-    interpreter.
+    With `num_workers` 0 a thread of the rank reads, which holds the interpreter: only time that the
+    rank waits for other ranks is free for it.
     """
     reading = prediction.reading
     if reading is None:
         return None
     stage = int(np.argmax(reading.stage_ms))
     read_ms, step_ms = reading.stage_ms[stage], prediction.step_ms
-    room_ms = num_workers * step_ms or prediction.stages[stage].wait_fraction * step_ms
-    if read_ms <= room_ms + _NOTED_SHARE * step_ms:
+    free_ms = num_workers * step_ms or prediction.stages[stage].wait_fraction * step_ms
+    if read_ms <= free_ms + _NOTED_SHARE * step_ms:
         return None
     readers = f"--num-workers {num_workers} has" if num_workers else "its own thread has"
     return (
         f"training will wait for data: a rank of stage {stage} reads for {read_ms:,.0f} ms in a "
-        f"step, and {readers} {room_ms:,.0f} ms of one for that; give --num-workers "
+        f"step, and {readers} {free_ms:,.0f} ms of one for that; give --num-workers "
         f"{math.ceil(read_ms / step_ms)} or more"
     )

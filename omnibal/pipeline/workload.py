@@ -1,6 +1,6 @@
 """Workload: micro-batches for simulation, search and split methods.
 
-A shared pack is a row on each of its ranks, with the features of the rank's share.
+A row is a rank's micro-batch: a shared pack has a row, with its share, on each of its CP ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from omnibal.steps.whole_samples import SampleItems
 class Workload:
     """Micro-batches of a run, sorted by step, data-parallel rank and slot."""
 
-    features: np.ndarray  # from `pack_features` or `share_features`, [rows, features]
-    step: np.ndarray  # this and the next two are [rows]; ranks may differ in micro-batches
+    features: np.ndarray  # [rows, features], named by `feature_names_at`
+    step: np.ndarray  # [rows], as dp_rank and slot; ranks may differ in micro-batches per step
     dp_rank: np.ndarray
     slot: np.ndarray
     data_parallel_size: int
-    level: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of the row's pack
+    level: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of the pack
     # Context-parallel size of the row's pack, [rows], default 1. Its ranks are an aligned block,
     # hold the pack in the same slot, and start each pass together.
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -34,7 +34,7 @@ class Workload:
     unpadded: np.ndarray | None = None  # features without padding to the longest pack
     # Samples of every row, by feature of whole-sample data-parallel encoders.
     samples: Mapping[str, SampleItems] = field(default_factory=dict)
-    # Data-parallel encoders, or None if stages hold encoders, or not chosen yet.
+    # Waits for data-parallel encoders. None if stages hold all encoders, or before placement.
     encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Workload:
         data_parallel_size: int,
         unpadded: np.ndarray | None = None,
     ) -> "Workload":
-        """Build the workload of shares with `features` and `unpadded` [shares, features]."""
+        """Return a workload of a row per share; `features`, `unpadded` are [shares, features]."""
         return cls(
             features=features,
             unpadded=unpadded,
@@ -70,11 +70,11 @@ class Workload:
 
     @property
     def has_shared(self) -> bool:
-        """Whether any pack is shared."""
+        """Whether context-parallel ranks share any pack."""
         return bool((self.context > 1).any())
 
     def in_groups_of(self, lockstep_ranks: int) -> "Workload":
-        """Run `lockstep_ranks` neighbours in lockstep, padding with empty micro-batches."""
+        """Pad `lockstep_ranks` neighbours to equal slots with empty rows; drops `encoding`."""
         if lockstep_ranks == 1:
             return self
         empty = empty_slots(self.step, self.dp_rank, self.data_parallel_size, lockstep_ranks)
@@ -82,8 +82,8 @@ class Workload:
         dp_rank = np.concatenate([self.dp_rank, empty.dp_rank])
         slot = np.concatenate([self.slot, empty.slot])
         padded = Workload(
-            features=_with_empty(self.features, len(empty)),
-            unpadded=None if self.unpadded is None else _with_empty(self.unpadded, len(empty)),
+            features=_append_empty(self.features, len(empty)),
+            unpadded=None if self.unpadded is None else _append_empty(self.unpadded, len(empty)),
             step=step,
             dp_rank=dp_rank,
             slot=slot,
@@ -98,17 +98,17 @@ class Workload:
 
     @property
     def runs_together(self) -> bool:
-        """Whether ranks share packs or run in lockstep, so that they use one operation list."""
+        """Whether ranks share packs or run in lockstep, so all follow one order of passes."""
         return self.has_shared or self.lockstep_ranks > 1
 
     @property
     def is_needed(self) -> np.ndarray:
-        """Whether the row is needed without expert parallelism, [rows]: empty micro-batches are
-        not, unless they carry encoder waits."""
+        """Rows to keep without lockstep, bool [rows]: not empty ones, unless `encoding` may have
+        waits in them."""
         return ~self.is_empty if self.encoding is None else np.ones(len(self), bool)
 
     def some_steps(self, max_steps: int) -> "Workload":
-        """Select at most `max_steps` steps, spread evenly over the run, with their numbers."""
+        """Select at most `max_steps` steps, spread evenly over the run; step numbers are kept."""
         steps = np.unique(self.step)
         if len(steps) <= max_steps:
             return self
@@ -117,11 +117,11 @@ class Workload:
         )
 
     def of_steps(self, steps: Sequence[int] | np.ndarray) -> "Workload":
-        """Select these steps; their numbers are unchanged."""
+        """Select these steps; step numbers are kept."""
         return self.rows(np.isin(self.step, steps))
 
     def rows(self, picked: np.ndarray) -> "Workload":
-        """Select rows by mask or indices."""
+        """Select rows by boolean mask or by indices."""
         return replace(
             rows_of(self, picked),
             samples={name: items.take(picked) for name, items in self.samples.items()},
@@ -129,7 +129,7 @@ class Workload:
         )
 
     def each_rank_alone(self) -> "Workload":
-        """Make each data-parallel rank's part of a step an independent step."""
+        """Make each data-parallel rank's part of a step a step of DP 1, CP 1 and no lockstep."""
         return replace(
             self,
             step=self.step * self.data_parallel_size + self.dp_rank,
@@ -141,8 +141,8 @@ class Workload:
         )
 
 
-def _with_empty(features: np.ndarray, count: int) -> np.ndarray:
-    """Append features of `count` empty micro-batches."""
+def _append_empty(features: np.ndarray, count: int) -> np.ndarray:
+    """Return [rows + count, features], with `count` empty micro-batches appended."""
     empty = np.zeros((count, features.shape[1]))
-    empty[:, 0] = 1  # cost of every micro-batch
+    empty[:, 0] = 1  # feature 0: fixed cost per micro-batch
     return np.concatenate([features, empty])

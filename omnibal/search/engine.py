@@ -1,4 +1,4 @@
-"""Search engine: every choice is tried once, in parallel, with deterministic results."""
+"""Parallel trials of search choices, with results in a deterministic order."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ Found = TypeVar("Found")
 def whole_progress(
     total: int, on_progress: Callable[[int], None]
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function to report progress, and report the rest of `total` at the end."""
+    """Yield a wrapper of `on_progress`, then report the rest of `total` unless the body raises."""
     done = 0
 
-    def advance(newly: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done
-        done += newly
-        on_progress(newly)
+        done += count
+        on_progress(count)
 
     yield advance
     on_progress(total - done)
@@ -34,7 +34,7 @@ def try_all(
     processes: int,
     on_done: Callable[[int], None] = lambda done: None,
 ) -> dict[Task, Found]:
-    """Try choices in parallel. Results are in the order of choices."""
+    """Return the result of `work` by choice, in the order of `choices`, which are distinct."""
     found = {}
     for choice, result in map_unordered(work, choices, max(min(processes, len(choices)), 1)):
         found[choice] = result
@@ -44,18 +44,18 @@ def try_all(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trials(Generic[Task, Found]):
-    """Trials of choices on the same samples."""
+    """Results and errors of the choices tried so far; no choice is tried twice."""
 
     work: Callable[[Task], tuple[Task, Found | UserError]]
-    """Picklable trial that returns a result or the error."""
+    """Picklable trial that returns its choice with a result, or with the error."""
     processes: int
     on_done: Callable[[int], None]  # called with the number of newly finished trials
     found: dict[Task, Found] = field(default_factory=dict)
     failed: dict[Task, UserError] = field(default_factory=dict)
 
     def run(self, choices: Iterable[Task]) -> None:
-        """Try new choices."""
-        # dict: in order, once
+        """Add results of the choices that are not tried yet to `found` and `failed`."""
+        # distinct, in order
         new = [c for c in dict.fromkeys(choices) if c not in self.found and c not in self.failed]
         for choice, result in try_all(self.work, new, self.processes, self.on_done).items():
             if isinstance(result, UserError):

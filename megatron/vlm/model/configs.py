@@ -1,7 +1,7 @@
-"""Megatron-core's transformer configurations of all towers, from a model description.
+"""Megatron-core's TransformerConfigs of the encoders and the language model.
 
-A tower has its own configuration and layout, so that layer numbers, and so checkpoint names, are
-global for any split.
+Each has its own layout, so that layer numbers, and so checkpoint names, are those in the model for
+any pipeline split.
 """
 
 from typing import Any
@@ -21,20 +21,16 @@ from omnibal.pipeline.stage_units import Stage
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """Return the type of weights and activations."""
-    # FP8 quantises bf16 weights, and the optimizer has fp32 main weights.
+    """Return the dtype of weights and activations."""
+    # Main weights are fp32 in the optimizer. FP8 quantises bf16 weights.
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def encoder_transformer_configs(
     model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> dict[str, TransformerConfig]:
-    """Return the configuration of each encoder's layers on a stage.
-
-    Heads are padded for tensor parallelism.
-    """
-    # No sequence parallelism: a tile has an odd number of positions, an image any multiple of a
-    # cell's.
+    """Return each encoder's config on a stage, with heads padded to a multiple of TP."""
+    # No sequence parallelism, as TP may not divide the positions of a tile (odd) or an image.
     configs = {}
     for name, tower in model.encoders.items():
         is_gated = isinstance(tower, ImagesEncoder) and tower.gated
@@ -51,7 +47,7 @@ def encoder_transformer_configs(
             gated_linear_unit=is_gated,
             activation_func=F.silu if is_gated else F.gelu,
             pipeline_model_parallel_layout=_Layout(tower.layers, stage.layers(name)),
-            **_common(parallel, precision),
+            **_common_options(parallel, precision),
         )
     return configs
 
@@ -59,6 +55,7 @@ def encoder_transformer_configs(
 def language_transformer_config(
     model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
+    """Return the language model's config on a stage."""
     language, moe = model.language, dict[str, Any]()
     experts = language.kinds[0].experts
     if experts is not None:
@@ -67,7 +64,7 @@ def language_transformer_config(
             "moe_ffn_hidden_size": experts.ffn_hidden_size,
             "moe_router_topk": experts.experts_per_token,
             "moe_router_score_function": experts.score,
-            # Core's softmax over the chosen experts equals the normalized softmax over all.
+            # Softmax over the top k equals softmax over all experts, normalized over the top k.
             "moe_router_pre_softmax": not experts.normalized,
             "moe_router_topk_scaling_factor": experts.weight_factor,
             "moe_router_dtype": "fp32",
@@ -93,15 +90,15 @@ def language_transformer_config(
         sequence_parallel=parallel.sequence_parallel,
         activation_func=F.silu,
         pipeline_model_parallel_layout=_Layout(language.layers, stage.layers("language")),
-        # Encoders stay out of FP8, which needs even positions.
+        # Encoders run in bf16: FP8 needs multiples of 16 positions (`FP8_MULTIPLE`).
         **({"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe} if precision == "fp8" else {}),
         **moe,
-        **_common(parallel, precision),
+        **_common_options(parallel, precision),
     )
 
 
 class _Layout(PipelineParallelLayerLayout):
-    """Layers of a part of the model, in place of core's placement over stages."""
+    """Layout of all `layers` as one stage, whose layer offset is `held.start`."""
 
     def __init__(self, layers: int, held: range) -> None:
         super().__init__([["embedding", *["decoder"] * layers, "loss"]], 1)
@@ -111,7 +108,7 @@ class _Layout(PipelineParallelLayerLayout):
         return self._held.start
 
 
-def _common(parallel: Parallel, precision: Precision) -> dict:
+def _common_options(parallel: Parallel, precision: Precision) -> dict:
     dtype = parameter_dtype(precision)
     return {
         "tensor_model_parallel_size": parallel.tensor,
@@ -120,9 +117,9 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "params_dtype": dtype,
         "bf16": precision != "fp32",
         "use_cpu_initialization": not has_cuda(),
-        # `initialize_parameters` draws weights by name, independent of layout.
+        # `initialize_parameters` draws weights by name, the same for any layout.
         "perform_initialization": False,
-        # Core sums gradients over data-parallel ranks; the step divides them by the loss weights.
+        # Core then sums gradients over DP ranks, and the step divides them by the loss weights.
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

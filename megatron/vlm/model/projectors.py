@@ -1,10 +1,10 @@
-"""Projectors of encoders: positions of items to features of the language model's tokens.
+"""Projectors of encoders: from hidden states of items to embeddings of language tokens.
 
-Deepstack projectors (Qwen3-VL, arXiv 2511.21631, section 2) make features of one layer's output.
+Deepstack projectors (Qwen3-VL, arXiv 2511.21631, section 2) project an inner layer's output.
 
 Shapes: V positions of an item, B items, H hidden size of the encoder, K tokens of all items, W
-joined width of a token's positions, E language hidden size. Images and videos at native resolution
-are one sequence, B = 1.
+width of a token's concatenated positions, E language hidden size. Images and videos at native
+resolution are one item of V positions, B = 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,12 +25,12 @@ from omnibal.model.encoders import ClipsEncoder, Encoder, TilesEncoder
 
 
 class Projector(MegatronModule):
-    """Norm, neighbouring positions joined to tokens, and an MLP: Linear, GELU, Linear.
+    """Norm, concatenation of a token's positions, and an MLP: Linear, GELU, Linear.
 
     Args:
-        fold: function that joins positions [V, B, H] to tokens [K, W]; items stay in order.
-        norm: norm of positions, or of tokens if `norms_tokens`.
-        inner: width inside the MLP.
+        fold: function from positions [V, B, H] to tokens [K, W], in the order of items.
+        norm: norm over H before `fold`, or over W after it if `norms_tokens`.
+        inner: hidden width of the MLP, between `inputs` W and `outputs` E.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class Projector(MegatronModule):
         super().__init__(config)
         self.tp_group, self.norm = tp_group, norm
         self._fold, self._norms_tokens = fold, norms_tokens
-        given: Any = {"config": config, "init_method": config.init_method, "bias": True}
-        given["tp_group"] = tp_group
-        # The activation adds the first bias.
-        self.linear_fc1 = ColumnParallelLinear(inputs, inner, **given, skip_bias_add=True)
+        options: Any = {"config": config, "init_method": config.init_method, "bias": True}
+        options["tp_group"] = tp_group
+        # `bias_gelu` adds the first bias.
+        self.linear_fc1 = ColumnParallelLinear(inputs, inner, **options, skip_bias_add=True)
         self.linear_fc2 = RowParallelLinear(
-            inner, outputs, **given, input_is_parallel=True, skip_bias_add=False
+            inner, outputs, **options, input_is_parallel=True, skip_bias_add=False
         )
 
     def forward(self, hidden_VBH: torch.Tensor, places: ImagePlaces | None = None) -> torch.Tensor:
-        """Project [V, B, H] to [K, E], images in data order."""
+        """Return token features [K, E]; `places` restores data order from window order."""
         if self._norms_tokens:
             tokens_KW = self.norm(self._fold(hidden_VBH))
         else:
@@ -74,14 +74,14 @@ def build_projector(
     *,
     is_deepstack: bool = False,
 ) -> Projector:
-    """Build an encoder's projector, or a deepstack projector."""
+    """Return the projector of an encoder's last layer, or of a deepstack layer."""
     inputs, outputs = tower.projector_input_size, model.language.hidden_size
     inner, norms_tokens = outputs, is_deepstack
     fold = _join_positions(tower.positions_per_item)
     if isinstance(tower, TilesEncoder):
-        # InternVL's MLP has a LayerNorm with every tower.
+        # A LayerNorm even if the encoder has RMSNorm, as in InternVL.
         norm, norms_tokens = torch.nn.LayerNorm(inputs, dtype=config.params_dtype), True
-        # InternVL's pixel shuffle (`ps_version v2`), without the class token.
+        # InternVL's pixel shuffle (`ps_version v2`); position 0 is the class token.
         factor = tower.pixel_shuffle_factor
         side = tower.patches_per_side // factor
         pattern = "(row r column c) b h -> (b row column) (r c h)"
@@ -110,7 +110,7 @@ def _join_positions(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class DeepstackProjectors(MegatronModule):
-    """An encoder's deepstack projectors on a stage, by their number in the encoder."""
+    """An encoder's deepstack projectors on a stage, named by index in `deepstack_layers`."""
 
     def __init__(self, config: TransformerConfig, projectors: Mapping[int, Projector]) -> None:
         super().__init__(config)
