@@ -25,10 +25,10 @@ class RecordLog:
         return self.title + self.key + b"\n"
 
     def read(self, kind: str) -> tuple[list[memoryview], bool]:
-        """Return the intact records, and whether the file is of another key.
+        """Return the records before the first damaged one, and whether the file has another key.
 
         Raises:
-            UserError: if the file is not a `kind` (words for the message).
+            UserError: if the title differs. `kind` names the expected file in the message.
         """
         check_ends(self.path, "give the path of a file")
         content = self.path.read_bytes() if self.path.exists() else b""
@@ -41,9 +41,9 @@ class RecordLog:
         return _parse_records(memoryview(content)[len(header) :]), False
 
     def begin(self, records: list[memoryview]) -> None:
-        """Truncate the file after these records, for `append`; remove it if there are none."""
+        """Prepare to append: truncate after `records` of `read`, or remove the file if none."""
         if records:
-            # Records after a torn record would never be read.
+            # Records appended after a torn one would never be read.
             sizes = [_RECORD_HEAD.size + len(record) for record in records]
             os.truncate(self.path, len(self._header) + sum(sizes))
         else:
@@ -73,5 +73,5 @@ def _parse_records(content: memoryview) -> list[memoryview]:
 
 
 def _checksum(record: bytes | memoryview) -> int:
-    # With the size, as zeros at the end of a file would pass for empty records.
+    # Covers the size, or zeros at the end of a file would pass for empty records.
     return zlib.crc32(record, zlib.crc32(len(record).to_bytes(8)))

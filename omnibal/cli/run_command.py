@@ -90,23 +90,23 @@ def run(
     )
     cluster = load_cluster(given.cluster)
     gpus = _choose_gpus(cluster, strategy, sizes)
-    is_exported = strategy.made_for is not None
+    for_other_trainer = strategy.made_for is not None
     rates = {"--lr": asked.lr, "--vision-lr": asked.vision_lr}
     more = [word for pair in rates.items() if pair[1] is not None for word in map(str, pair)]
-    if is_exported and (asked.weights or asked.from_scratch or more):
+    if for_other_trainer and (asked.weights or asked.from_scratch or more):
         raise UserError(
             "--weights, --from-scratch, --lr and --vision-lr are for this project's trainer; leave "
             f"them out with --for {strategy.made_for}"
         )
-    output, model, weights, is_fetched = asked.output, given.model, None, False
+    output, model, weights, is_on_hub = asked.output, given.model, None, False
     model = str(Path(model).absolute()) if Path(model).exists() else model
     if asked.weights is not None and asked.weights.resolve().is_relative_to(output.resolve()):
         raise UserError(f"--weights {asked.weights}: is in {output}; give another -o")
-    if not is_exported:
-        weights, is_fetched = running.choose_weights(
+    if not for_other_trainer:
+        weights, is_on_hub = running.choose_weights(
             model, asked.weights, from_scratch=asked.from_scratch
         )
-    model = str(weights) if is_fetched else model  # config and tokenizer; weights come later
+    model = str(weights) if is_on_hub else model  # config and tokenizer; weights come later
     named_model(model)  # an unknown model fails before the long scan
     tokenizer = asked.tokenizer_model or running.find_tokenizer(model, weights)
     plan_options = _typed_options(context, (given, data, strategy, sizes, partition))
@@ -118,13 +118,13 @@ def run(
     planning = running.plan_steps(asked.data, model, tokenizer, plan_options, output, scan_options)
     with lock_folder("-o", output, _print_progress):  # a second run would mix its files with ours
         _run_steps(planning, output)
-        if is_exported:
+        if for_other_trainer:
             plan, export = output / "plan", output / "export"
             words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(asked.data))
             _run_steps([RunStep(words=words, reads=(plan,), makes=export)], output)
             _print_progress(f"what to run: {export / 'RUN.md'}")
             return
-        if is_fetched:
+        if is_on_hub:
             _print_progress(f"fetching the weights of {given.model}, or finding them in the cache")
             running.fetch_checkpoint(given.model, weights=True)
         loaded = weights

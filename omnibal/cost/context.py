@@ -6,13 +6,13 @@ sends per layer and exchanged token, for context size c, query width h, and summ
 and values (per tensor-parallel rank):
 
 * `gather`: (c - 1) k in forward; twice that in backward, which gathers again and reduce-scatters
-  gradients. A recomputed layer's second forward gathers for its backward.
+  gradients. Nothing for recomputation: its gather replaces backward's.
 * `heads`: (c - 1) / c (2 h + k) in forward, backward and second forward (Jacobs et al. 2023,
   DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2).
 
-All run at the group's slowest link, are not overlapped, and are padded to the largest share
-(`EXCHANGED`); copies follow `megatron/vlm/model/shared_attention.py`. Within a node, measured
-layers on shares replace these counts if the profile has the same context size and exchange.
+Both run at the group's slowest link, are not overlapped, and are padded to the largest share
+(`EXCHANGED`); copies follow `megatron/vlm/model/shared_attention.py`. Within a node, measured times
+replace them if the profile has the context size and exchange. A ring overlaps compute (`_ring_ms`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,15 +46,15 @@ _RING_KERNELS = 4  # kernels per further part of a ring, including attention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeSource:
-    """Source of exchange times."""
+    """Measured or analytic times, and the options of the runtime that exchanges."""
 
-    costs: CostSource = ANALYTIC  # of the job, possibly with measured layers on shares
+    costs: CostSource = ANALYTIC  # with or without measured layers on shares
     runtime: RuntimeOptions = OWN_RUNTIME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Exchange:
-    """Exchange of a unit; index 0 is forward, 1 is backward."""
+    """Exchange of a unit, per feature (0: constant). Rows: 0 is forward, 1 is backward."""
 
     sent_bytes: np.ndarray  # bytes that a rank sends, [2, features]
     copied_bytes: np.ndarray  # bytes that copies read and write, [2, features]
@@ -62,7 +62,7 @@ class _Exchange:
     working_bytes: np.ndarray  # working memory during the exchange, [features]
 
     def times_ms(self, line: LinearTime, cluster: ClusterConfig) -> np.ndarray:
-        """Return the time by the collectives' latency and rate, [2, features]."""
+        """Return the time of collectives and copies per feature, [2, features]."""
         times_ms = line.each_ms * self.sent_bytes + self.copied_bytes / _bytes_per_ms(cluster)
         times_ms[:, 0] += np.array(self.launches) @ (line.fixed_ms, cluster.kernel_us / 1e3)
         return times_ms
@@ -82,27 +82,27 @@ def _ring_ms(
     line: LinearTime,
     cluster: ClusterConfig,
 ) -> np.ndarray:
-    """Return a ring's exposed time in forward, backward and recomputation, [3, features].
+    """Return a ring's exposed time, with merges, [forward, backward, recomputation; features].
 
     Each rank attends to its own part, then to every other part while the next is sent (Liu et al.
     2023, Ring Attention, arXiv 2310.01889, section 3; Transformer Engine `context_parallel.py`).
-    Backward sends keys, values and their gradients. Partial outputs are merged in a pass over both.
+    Backward sends keys, values and their gradients.
 
     Args:
+        sample_tokens: tokens of every sample on all ranks. Parts are equal.
         attended: index of the feature of attention cost.
         output_bytes: attention's output of a rank, [features].
     """
     others, own_tokens = context - 1, sample_tokens / context
-    without_ms = np.stack([unit.forward_ms, unit.backward_ms, unit.recompute_ms])
-    attention_ms = without_ms[:, attended] * sample_tokens * own_tokens / context
+    compute_ms = np.stack([unit.forward_ms, unit.backward_ms, unit.recompute_ms])
+    attention_ms = compute_ms[:, attended] * sample_tokens * own_tokens / context
     sent_ms = line.each_ms * exchange.sent_bytes[[0, 1, 0]]
-    step_ms = sent_ms.sum(axis=1) * own_tokens / others + line.fixed_ms
-    waited = np.maximum(1 - attention_ms / step_ms, 0)
-    # For each other part, the accumulated and the new output are read, and their sum written.
-    # Backward accumulates gradients of queries, and of keys and values.
+    part_ms = sent_ms.sum(axis=1) * own_tokens / others + line.fixed_ms
+    exposed = np.maximum(1 - attention_ms / part_ms, 0)
+    # A merge reads two and writes one: outputs, or gradients of queries and of keys and values.
     moved_bytes = 3 * others * np.outer([1, 2, 1], output_bytes)
-    times_ms = waited[:, None] * sent_ms + moved_bytes / _bytes_per_ms(cluster)
-    times_ms[:, 0] += others * (waited * line.fixed_ms + _RING_KERNELS * cluster.kernel_us / 1e3)
+    times_ms = exposed[:, None] * sent_ms + moved_bytes / _bytes_per_ms(cluster)
+    times_ms[:, 0] += others * (exposed * line.fixed_ms + _RING_KERNELS * cluster.kernel_us / 1e3)
     return times_ms
 
 
@@ -116,7 +116,7 @@ def costs_at(
     levels: Sequence[Level],
     source: ExchangeSource,
 ) -> tuple[CostModel, ...]:
-    """Return unit costs at every level, with the same features, given those at context size 1."""
+    """Return unit costs per level, with all levels' features, from those at context size 1."""
     added = feature_names_at(cost.features, levels)[len(cost.features) :]
     if added:
         cost = with_features(cost, added)
@@ -131,8 +131,8 @@ def costs_at(
         if level.context == 1:
             return cost
         group, is_gather = Group(level.context, parallel.tensor), _is_gather(level)
-        of_features = all_to_all_line(cluster, group, precision)
-        line = pass_line(cluster, group, precision) if is_gather else of_features
+        all_to_all = all_to_all_line(cluster, group, precision)
+        line = pass_line(cluster, group, precision) if is_gather else all_to_all
         ring_tokens = runtime.ring_tokens if is_gather else None
         units = dict(cost.units)
         for kind in cost.kinds:
@@ -148,14 +148,14 @@ def costs_at(
                 if group.is_within(cluster) and source.costs.profile is not None:
                     measured_ms = fit_exchange_ms(source.costs.profile, model, kind, level)
                     times_ms = times_ms if measured_ms is None else measured_ms
-                # Exchange of heads is repeated in a second forward.
+                # Only the exchange of heads adds time to recomputation.
                 times_ms = times_ms[[0, 1, 0]] * [[1], [1], [not is_gather]]
                 output_bytes = features["tokens"] * of_token[-1]
                 if ring_tokens is not None:
                     attended = cost.features.index(attended_feature(kind.layer))
                     sizes_of_ring = level.context, ring_tokens, attended, output_bytes
                     times_ms = _ring_ms(*sizes_of_ring, exchange, unit, line, cluster)
-                # Transformer Engine keeps the output from before the exchange back
+                # Transformer Engine also keeps the output from before its all-to-all
                 # (`AttnFuncWithCPAndQKVOA2A` of `context_parallel.py`).
                 is_kept = runtime.accumulates_in_products and not is_gather
                 is_kept = is_kept and unit.trained_parameters > 0
@@ -164,7 +164,7 @@ def costs_at(
                 units[kind.name] = _with_exchange(unit, exchange, times_ms, unit.has_backward)
             elif kind.name == LANGUAGE_EMBED and model.encoders:
                 exchange = _features_exchange(model, level, features, size)
-                times_ms = exchange.times_ms(of_features, cluster)[[0, 1, 0]] * [[1], [1], [0]]
+                times_ms = exchange.times_ms(all_to_all, cluster)[[0, 1, 0]] * [[1], [1], [0]]
                 units[kind.name] = _with_exchange(unit, exchange, times_ms, encoder_trained)
         return replace(cost, units=units)
 
@@ -185,7 +185,7 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
             f"{model.name} has linear attention, which context size {level.context} does not "
             "support: use levels of context size 1"
         )
-    # Every head of latent attention has its own key and value.
+    # Latent attention has a key and value for every head.
     language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
     all_heads = language.heads if is_latent else language.kv_heads
     heads, remainder = divmod(all_heads, parallel.tensor)
@@ -214,13 +214,13 @@ def _attention_exchange(
     context, tokens, exchanged = level.context, features["tokens"], features[EXCHANGED]
     _, query_bytes, key_value_bytes, _ = of_token
     # Gradients of the residual, of attention's output and of its query, key and value.
-    running_bytes = tokens * of_token.sum()
+    gradient_bytes = tokens * of_token.sum()
     if _is_gather(level):
         own_bytes = tokens * key_value_bytes
         gathered_bytes = exchanged * context * key_value_bytes
         all_bytes = own_bytes + gathered_bytes
-        # Concatenate keys and values, gather, reorder to this rank's pieces. Backward does the same
-        # with gradients, and sums them over ranks.
+        # Concatenate keys and values, gather, reorder to this rank's pieces. Backward repeats this,
+        # and sums gradients over ranks.
         copied_bytes, summed_bytes = 4 * own_bytes + 2 * all_bytes, 6 * all_bytes + 4 * own_bytes
         return _Exchange(
             sent_bytes=np.outer([1, 2], gathered_bytes * (context - 1) / context),
@@ -228,7 +228,7 @@ def _attention_exchange(
             launches=((1, 6), (2, 12)),
             # Keys and values of all ranks (ring: the current part and the next), their gradients,
             # and the concatenation.
-            working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
+            working_bytes=gradient_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
         )
     sent_bytes = exchanged * (2 * query_bytes + key_value_bytes)
     # Queries, keys and values are packed by rank, then by sample. The output is packed by rank
@@ -239,7 +239,7 @@ def _attention_exchange(
         copied_bytes=np.outer([1, 1], copied_bytes),
         launches=((2, 12),) * 2,
         # Buffers on both sides of both exchanges, and received gradients.
-        working_bytes=running_bytes + exchanged * (6 * query_bytes + 4 * key_value_bytes),
+        working_bytes=gradient_bytes + exchanged * (6 * query_bytes + 4 * key_value_bytes),
     )
 
 
@@ -265,12 +265,12 @@ def _features_exchange(
 
 
 def _with_exchange(
-    unit: UnitCost, exchange: _Exchange, times_ms: np.ndarray, goes_back: bool
+    unit: UnitCost, exchange: _Exchange, times_ms: np.ndarray, in_backward: bool
 ) -> UnitCost:
-    """Return the unit's costs with its exchange, in backward only if `goes_back`."""
+    """Add an exchange to a unit's costs; its backward counts only if `in_backward`."""
     # Without a backward nothing is recomputed, and working memory is forward's.
     runs_back = unit.has_backward
-    times_ms = times_ms * np.array([[1], [goes_back], [runs_back]])
+    times_ms = times_ms * np.array([[1], [in_backward], [runs_back]])
     working_bytes = exchange.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
     working_bytes[0] += unit.whole_bytes if runs_back else 0
     return replace(

@@ -29,12 +29,12 @@ class Working:
     bytes: np.ndarray  # bytes of the micro-batch's tensors, [features]
     weight: float = 0  # elements of the weight gradient computed then, in the weight's dtype
     freed: tuple[str, ...] = ()  # names of kept lines freed by then
-    finished: int = 0  # last products with freed output gradients, unless weights are deferred
+    finished: int = 0  # number of last products done: output gradients freed unless dW is deferred
     of_words: bool = False  # whether the weight is an embedding's, not a product's
     beside_logits: bool = False  # whether an unfused loss writes a gradient next to the logits
 
     def before_later_units(self, kept: Sequence[str], products: int) -> "Working":
-        """Return the moment with more lines freed and products finished, of later units."""
+        """Return this moment after later units' backward, which freed `kept` and ran `products`."""
         return replace(self, freed=(*kept, *self.freed), finished=self.finished + products)
 
 
@@ -45,13 +45,13 @@ FIRST_OUTPUT, SECOND_OUTPUT = "first norm's output", "second norm's output"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Kernels and memory of a unit, or of its attention or feed-forward."""
+    """Kernels and memory of a unit, or of its attention or feed-forward, on one device."""
 
     kernels: Kernels  # of all passes; products in forward's order
     kept: tuple[Kept, ...]  # activations kept if the unit has a backward, including its input
     working: tuple[Working, ...] = ()  # moments of backward, without what later blocks freed
-    gathered_bytes: np.ndarray | float = 0.0  # widest; core has one such buffer per stage
-    other_parameters: float = 0  # parameters on this device without experts and weights of products
+    gathered_bytes: np.ndarray | float = 0.0  # max all-gathered input; core has one per stage
+    other_parameters: float = 0  # parameters except products' weights and expert biases
     expert_biases: int = 0
 
     def within(self, module: str) -> Self:
@@ -61,14 +61,14 @@ class Work:
 
     @property
     def product_weights(self) -> float:
-        """Number of weights of all products."""
+        """Weights of all products on this device, in elements."""
         return sum(product.weights for product in self.products)
 
     @property
     def parameters(self) -> int:
         """Parameters on this device, including experts and adapters."""
         weights = self.product_weights + self.other_parameters
-        return math.ceil(weights - 1e-6) + self.expert_biases  # a third is inexact
+        return math.ceil(weights - 1e-6) + self.expert_biases  # a share is inexact in floats
 
     @property
     def expert_parameters(self) -> int:
@@ -91,9 +91,9 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedUnit(Work):
-    """One unit, with its input and output."""
+    """One unit, with bytes of its input and output, [features]."""
 
-    boundary_bytes: np.ndarray
+    boundary_bytes: np.ndarray  # the unit's input
     output_bytes: np.ndarray
     late_working: tuple[Working, ...] = ()  # extra moments with deferred weight gradients
     forward_working: tuple[Working, ...] = ()  # moments of forward if the unit has no backward
@@ -101,27 +101,27 @@ class CountedUnit(Work):
     adapter_parameters: int = 0  # part of `other_parameters`: all that are trained
 
     def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
-        """Return kept activations; frozen units drop inputs of weight gradients."""
+        """Return activations kept for backward: frozen units drop inputs of weight gradients."""
         return tuple(line for line in self.kept if trained or not line.for_weights)
 
     def working_bytes(self, moment: Working, *, trained: bool) -> np.ndarray:
-        """Return working memory minus freed activations, without weight gradients, [features]."""
+        """Return the moment's bytes minus kept activations freed by then, [features]."""
         freed = [
             line.bytes for line in self.kept_lines(trained=trained) if line.what in moment.freed
         ]
         return moment.bytes - np.sum([0 * moment.bytes, *freed], axis=0)
 
     def kept_bytes(self, *, trained: bool) -> np.ndarray:
-        """Bytes of kept activations, [features]."""
+        """Return bytes of kept activations, [features]."""
         lines = self.kept_lines(trained=trained)
         return np.sum([0 * self.boundary_bytes, *(line.bytes for line in lines)], axis=0)
 
 
 def chain_units(units: Sequence[tuple[str, CountedUnit]]) -> CountedUnit:
-    """Return units, each with a prefix for its kept lines, that run in sequence as one unit."""
+    """Return one unit that runs these (prefix, unit) in sequence; prefixes name kept lines."""
     working: list[Working] = []
     for place, (prefix, unit) in enumerate(units):
-        # Backward starts from the last unit: later units have freed their activations.
+        # Backward starts from the last unit.
         later = units[place + 1 :]
         later_kept = [f"{name}{line.what}" for name, other in later for line in other.kept]
         later_products = sum(len(other.products) for _, other in later)
@@ -151,7 +151,7 @@ def chain_units(units: Sequence[tuple[str, CountedUnit]]) -> CountedUnit:
 
 
 def recompute_modules(layer: CountedUnit, modules: Collection[str]) -> CountedUnit:
-    """Return a layer that recomputes modules, as by Megatron-core's `--recompute-modules`."""
+    """Return the layer with modules recomputed, as by core's `--recompute-modules`."""
     wanted = {*modules}
     lost = {line.what: line.bytes for line in layer.kept if wanted & {*line.modules}}
     again = [kernel for kernel in layer.forward if wanted & {*kernel.modules}]

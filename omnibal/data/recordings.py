@@ -20,11 +20,11 @@ import soundfile
 
 from omnibal.data.stored_files import AudioFile
 
-RATE_HZ = 16_000  # Whisper's sample rate (Radford et al. 2022, arXiv 2212.04356, section 2.2).
+RATE_HZ = 16_000  # Whisper's sample rate
 SAMPLES_PER_FRAME = 160  # samples between log-mel frames: 10 ms
 
 _SOUND_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
-_MIN_HZ, _MAX_HZ, _MAX_CHANNELS = 1_000, 384_000, 64  # range of recorders
+_MIN_HZ, _MAX_HZ, _MAX_CHANNELS = 1_000, 384_000, 64  # accepted range
 # WAV data sizes of piped files or above 4 GiB: data extends to the end of the file.
 _UNKNOWN_SIZES = (2**32 - 1, 2**31 - 1, 2**31 - 4096)
 _UNKNOWN_SAMPLES = 2**63 - 1  # libsndfile's length of a FLAC without a stated length
@@ -62,7 +62,7 @@ class Duration:
 
 
 def read_duration(recording: AudioFile) -> Duration:
-    """Return the duration from the header; only the end of a FLAC is decoded."""
+    """Return the header's duration. BadRecording if truncated: the last sample is decoded too."""
     with _open_sound(recording) as sound:
         _check_sound(sound)
         duration = Duration(sound.frames, sound.samplerate)
@@ -79,7 +79,7 @@ def read_duration(recording: AudioFile) -> Duration:
 
 
 def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
-    """Decode clips at 16 kHz, mean of channels, float32 [C, S], padded with 0."""
+    """Decode clips of these indices, 16 kHz mono, float32 [C, S = 160 * frames], padded with 0."""
     # Imported here: slow to import, and scans read only headers.
     from scipy.signal import resample_poly
 
@@ -90,7 +90,7 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
         up, down = RATE_HZ // common, sound.samplerate // common
         reach = -(-_FILTER_REACH * max(up, down) // up) + 1
         for wave_S, number in zip(waves_CS, wanted, strict=True):
-            # A slice of the resampled recording: starts on an output sample, with filter margins.
+            # Decode with margins for the filter, from an input sample that is also an output one.
             start, samples = number * len(wave_S), len(wave_S)
             first = max(0, start * down // up - reach) // down * down
             stop = min(sound.frames, -(-(start + samples) * down // up) + reach)
@@ -121,7 +121,7 @@ def _open_sound(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     except IsADirectoryError as error:
         raise BadRecording("is a folder", "name a recording in it") from error
     except soundfile.LibsndfileError as error:
-        # `error_string` is without the prefix, the address of the file object.
+        # `str(error)` would begin with the address of the file object.
         raise BadRecording(f"cannot be read ({error.error_string})") from error
     except OSError as error:
         raise BadRecording(f"cannot be read ({error.strerror})") from error
@@ -148,21 +148,21 @@ def _check_sound(sound: soundfile.SoundFile) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WavData:
-    """Sizes in bytes around the data of a WAV."""
+    """Data chunk of a WAV, in bytes."""
 
-    start: int
-    stated: int
-    stated_of_file: int
-    file: int
+    start: int  # offset of the data
+    stated: int  # data size in the header
+    stated_of_file: int  # file size in the header
+    file: int  # file size
 
     @property
     def is_cut(self) -> bool:
-        """Whether the file ends before its data, which libsndfile ignores."""
+        """Whether the file ends before its data does. libsndfile does not report this."""
         return self.stated not in _UNKNOWN_SIZES and self.start + self.stated > self.file
 
     @property
     def was_never_stated(self) -> bool:
-        """Whether the header says 0 but data follows (never finalized)."""
+        """Whether the header has data size 0 but data follows, as if never finalized."""
         return not self.stated and self.start < self.file and self.stated_of_file < self.file
 
 
@@ -187,7 +187,7 @@ def _find_wav_data(file: BinaryIO) -> _WavData | None:
 
 
 class _SizeUnknown:
-    """WAV that never stated its data size: reads as unknown, so that all data is decoded."""
+    """WAV file whose data size, at `place`, reads as unknown, so that all data is decoded."""
 
     def __init__(self, file: BinaryIO, place: int) -> None:
         self._file, self._place = file, place
@@ -206,13 +206,13 @@ def _truncated_error() -> BadRecording:
 
 
 def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
-    """Return log-mel features of a 16 kHz clip, float32 [B, F]; S is a multiple of 160, >= 320."""
+    """Return log-mel features of a 16 kHz clip, float32 [B, F = S / 160]. S is 160 n, n >= 2."""
     mirrored = np.pad(wave_S.astype(np.float64), _WINDOW_SAMPLES // 2, mode="reflect")
     windows_FW = np.lib.stride_tricks.sliding_window_view(mirrored, _WINDOW_SAMPLES)[
         ::SAMPLES_PER_FRAME
     ]
-    # Without the last frame, which is centred on the end of the clip.
     hann_W = np.sin(np.pi * np.arange(_WINDOW_SAMPLES) / _WINDOW_SAMPLES) ** 2  # periodic
+    # Whisper drops the last frame, centred on the end of the clip.
     spectrum_FQ = np.fft.rfft(windows_FW[:-1] * hann_W)
     power_FQ = spectrum_FQ.real**2 + spectrum_FQ.imag**2
     power_BF = mel_filters(mel_bins) @ power_FQ.T
@@ -225,8 +225,8 @@ def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
 def mel_filters(mel_bins: int) -> np.ndarray:
     """Return triangular filters of equal area from 0 to 8 kHz, float64 [B, Q]."""
     frequencies_Q = np.fft.rfftfreq(_WINDOW_SAMPLES, 1 / RATE_HZ)
-    most_mels = _LINEAR_HZ / _HZ_PER_MEL + np.log(RATE_HZ / 2 / _LINEAR_HZ) * _MELS_PER_NATURAL
-    mels, linear = np.linspace(0, most_mels, mel_bins + 2), _LINEAR_HZ / _HZ_PER_MEL
+    max_mels = _LINEAR_HZ / _HZ_PER_MEL + np.log(RATE_HZ / 2 / _LINEAR_HZ) * _MELS_PER_NATURAL
+    mels, linear = np.linspace(0, max_mels, mel_bins + 2), _LINEAR_HZ / _HZ_PER_MEL
     above = np.exp(np.maximum(mels - linear, 0) / _MELS_PER_NATURAL)
     corners = np.minimum(mels, linear) * _HZ_PER_MEL * above
     low, middle, high = (corners[k : mel_bins + k, None] for k in range(3))

@@ -59,8 +59,7 @@ MAX_SAMPLED_STEPS = 32  # max steps simulated per split
 _MIN_SAMPLED_STEPS = 4  # min steps simulated per split
 _SAMPLED_PACKS = 2_048  # packs to sample, within the two limits above
 _FIRST_LIMIT = 1.15  # first time limit relative to an even split; excludes slower stages at first
-# First time limit relative to the split with the fastest slowest stage, if stages cannot be even or
-# a split is needed at once.
+# Likewise relative to `min_slowest_ms`, if stages cannot be even or a split is needed at once.
 _SLOWEST_SLACK = 1.02
 _LIMIT_STEP = 1.3  # growth factor of the limit while no split is within it
 _MAX_LIMITS = 16  # limits tried before searching without one
@@ -98,19 +97,21 @@ def search_stages(
     prove: bool = True,
     effort: float = 1.0,
 ) -> SearchResult:
-    """Return the stages with the min simulated step time found, and the proven bound.
+    """Return the stages with the min simulated step time found, and the proven lower bound.
 
     Args:
         prove: False to return a good split quickly, bounded by the slowest stage only.
         effort: share of the usual work for descent and proof.
+
+    Raises:
+        DoesNotFit: no split fits the memory cap.
     """
     problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     def min_peak() -> float:
         return min_peak_of_splits(cost, model, workload, pipeline_size, rules)
 
-    # Memory is counted in a few passes. If the result exceeds the cap in another, that pass is
-    # added and the search repeats; more passes only remove options, so bounds stay valid.
+    # Bounds over options in a few passes hold for all passes, which only remove options.
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
@@ -136,8 +137,8 @@ def estimated_step_ms(
     rules: StageRules = FREE,
     effort: float = 1.0,
 ) -> float:
-    """Estimate the step time of a good split quickly: checks memory in few passes and proves
-    nothing. Arguments as in `search_stages`."""
+    """Return the step time of a good split, without proof and with memory checked in few passes.
+    Arguments and errors as in `search_stages`."""
     problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
     limit_ms = max(_first_limit_ms(problem), _slowest_limit_ms(problem))
     return _first_split(problem, limit_ms, effort)[0].best_ms
@@ -146,7 +147,7 @@ def estimated_step_ms(
 def _finish_search(
     problem: SearchProblem, search: SplitSearch, prove: bool, effort: float
 ) -> SearchResult:
-    """Return the best stages by the problem's own memory tables."""
+    """Return the result: prove a bound, and improve recompute sets beyond the grid."""
     complete = search.choices.complete
     if prove:
         lower_bound_ms = search.prove(effort * (MAX_WORK if complete else MAX_DESCENT_WORK))
@@ -154,7 +155,7 @@ def _finish_search(
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
-        # Improve the best split's recompute sets by small changes.
+        # Descend through recompute sets near the best split's.
         for _ in range(_MAX_CHANGES):
             options = [options_near(problem, s, option) for s, option in enumerate(best)]
             near = SplitSearch(
@@ -184,7 +185,7 @@ def _finish_search(
 def _stages_at(
     problem: SearchProblem, best: Sequence[StageOptions]
 ) -> tuple[tuple[Stage, ...], ...]:
-    """Return a split's stages at every level from its options."""
+    """Return the stages at every level, from the split's option of each stage."""
     cuts = [int(option.end[0]) for option in best[:-1]]
     recomputed = [np.split(option.recomputed[0], problem.levels) for option in best]
     return tuple(
@@ -199,7 +200,7 @@ def _add_heavier_passes(
     workload: Workload,
     stages_at: Sequence[Sequence[Stage]],
 ) -> SearchProblem | None:
-    """Add the passes that exceed the cap with `stages_at`, or return None if they all fit."""
+    """Add each stage's heaviest pass to the problem, or return None if `stages_at` fit."""
     kinds, runs_of = len(cost.kinds), stage_runs(cost, stages_at)
     counts, recomputed = map(np.stack, zip(*(contents_of(kinds, r) for r in runs_of), strict=True))
     features, stages = features_of(workload, cost), len(counts)
@@ -219,7 +220,7 @@ def _add_heavier_passes(
 
 
 def sampled_steps(workload: Workload) -> Workload:
-    """Return the simulated steps: at most 32, and fewer the more packs they have."""
+    """Return the steps to simulate: all or 4 to 32, fewer the more packs a step has."""
     packs_per_step = len(workload.step) / len(np.unique(workload.step))
     wanted = np.clip(_SAMPLED_PACKS / packs_per_step, _MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS)
     return workload.some_steps(int(wanted))
@@ -266,10 +267,10 @@ def _first_split(
     effort: float,
     min_peak: Callable[[], float] | None = None,
 ) -> tuple[SplitSearch, float]:
-    """Return a search over options within the first time limit with a split, and that limit.
+    """Raise the step time limit until a split fits; return that search and its limit.
 
-    If nothing fits, the error states `min_peak`, the min peak of the fullest stage over all
-    splits, or if None that in the passes of the problem's tables.
+    Raises:
+        DoesNotFit: with `min_peak`, the fullest stage's peak, min over splits (None: by tables).
     """
     peak_bytes = 0.0
     for tried in range(_MAX_LIMITS + 1):
@@ -286,12 +287,11 @@ def _first_split(
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
-    # The step time with equal stages and no links: the longest chain of operations, half of it
-    # forwards.
+    # Equal stages without communication: the longest chain of operations, half of it forwards.
     steps, stages = problem.simulator.steps, problem.stages
     counts, row = np.unique(steps.counts, return_inverse=True)
     chain = np.array([graph_1f1b(stages, count).depths for count in counts.tolist()])[row]
-    model, layout = problem.structure.runs.prefix[-1], steps.layout  # terms of all units
+    model, layout = problem.structure.runs.prefix[-1], steps.layout  # summed over all units
     work_ms = steps.features.sum(axis=1) @ (model[layout.forward] + model[layout.backward])
     row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
     limit_ms = _FIRST_LIMIT * float(row_ms[steps.rows].max(axis=1) @ steps.weight)
@@ -304,11 +304,11 @@ def _slowest_limit_ms(problem: SearchProblem) -> float:
 
 
 def _no_split_error(problem: SearchProblem, peak_bytes: float) -> DoesNotFit:
-    """Return an error with the smallest cap that some split fits, and other remedies."""
+    """Return an error with the memory that the best split needs, and remedies."""
     need, cap = peak_bytes / GIB, problem.memory_cap_bytes / GIB
     limits = limits_in_words(problem.rules, problem.model, problem.stages)
     stages = f"{problem.stages} pipeline stages{limits}"
-    # With more stages the first has more micro-batches in flight.
+    # Encoders stay on stage 0, which has more micro-batches in flight with more stages.
     fixed = problem.rules.encoders_on_first and problem.model.encoders
     sizes = (
         "other pipeline or tensor sizes" if fixed else "more pipeline stages or tensor parallelism"

@@ -28,7 +28,7 @@ from omnibal.steps.pack_settings import PackSettings
 
 
 def _check_minimum(least: int, **counts: int | None) -> None:
-    """Raise unless counts are None or integers >= `least`."""
+    """Raise UserError unless counts are None or integers >= `least`."""
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or count < least):
             raise UserError(
@@ -44,8 +44,8 @@ class Samples(PackSettings):
     caps: Caps | None = None
     """Caps of the longest packs. None to search for them."""
     micro_batches: int | None = None
-    """Micro-batches per rank and step, as full packs of the longest level, instead of samples per
-    step. If both are None, the default."""
+    """Micro-batches per rank and step, if all were full packs of the longest level. Excludes
+    `samples_per_step`; if both are None, a default is chosen."""
     available: tuple[int, ...] = ()
     """Samples available per source of a mixture (`omnibal.data.mixture`), for reporting repeats."""
 
@@ -61,7 +61,7 @@ class Samples(PackSettings):
 
     @property
     def settings(self) -> PackSettings:
-        """Settings of packs alone."""
+        """Pack settings, without lengths and limits."""
         return PackSettings(
             **{setting.name: getattr(self, setting.name) for setting in fields(PackSettings)}
         )
@@ -72,7 +72,7 @@ class Stream:
     """Samples trained in order, a window per step."""
 
     lengths: Lengths
-    window: int
+    window: int  # samples per step
     caps: Caps | None = None
     is_dispatched: bool = True  # whether ranks get equal shares of a window
     epochs: int = 1
@@ -83,6 +83,8 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShapesAlone:
+    """Caps of packs, without a dataset."""
+
     caps: Caps
     micro_batches: int | None = None
     packs_per_step: int | None = None
@@ -97,9 +99,8 @@ class Earlier:
     """Data of an earlier plan, step by step."""
 
     plan: Plan
-    data: tuple[ScheduledPacks, Lengths] | None
-    directory: Path | None = None
-    """Directory of the plan. Required if its data is in portions."""
+    data: tuple[ScheduledPacks, Lengths] | None  # None if the plan has none
+    directory: Path | None = None  # of the plan; required if its data is in portions
 
 
 GoalData = Samples | Stream | ShapesAlone | Earlier
@@ -112,8 +113,7 @@ class Free:
     sizes: FreeSizes | None = None
     """Devices and fixed parallel sizes. None to keep the job's sizes."""
     levels: LevelRule = ANY_LEVELS  # sets of levels to choose from
-    placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
-    """Encoder placements to choose from."""
+    placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)  # to choose from
     shardings: tuple[WeightSharding, ...] | None = None
     """Weight shardings to choose from, if the trainer supports them. None for the job's."""
     split: SplitRule = JOINT
@@ -131,7 +131,7 @@ class Free:
 
     @classmethod
     def everything(cls, gpus: int) -> "Free":
-        """All choices free: sizes, levels, encoder placement and weight sharding."""
+        """Return all choices free but the schedule: sizes, levels, encoder placement, sharding."""
         return cls(
             sizes=FreeSizes(gpus=gpus),
             placements=tuple(EncoderPlacement),
@@ -144,8 +144,8 @@ class Goal:
     """Job, its data, and free choices.
 
     Raises:
-        UserError: features conflict (`omnibal.search.conflicts.CONFLICTS`), or another trainer does
-            not support the shardings or the schedule.
+        UserError: features conflict (`omnibal.search.conflicts.CONFLICTS`), or the trainer does not
+            support the model, adapters, shardings or schedule.
     """
 
     job: JobSpec  # job, with its parallel sizes if they are not free
@@ -173,7 +173,7 @@ class Goal:
 
     @property
     def shardings(self) -> tuple[WeightSharding, ...]:
-        """Weight shardings of the trainer to choose from."""
+        """Shardings to choose from: supported choices, or if none, all that are supported."""
         asked = self.free.shardings or (self.job.parallel.sharding,)
         has = self.job.trainer.shardings
         return tuple(way for way in asked if way in has) or has

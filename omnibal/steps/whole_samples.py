@@ -1,9 +1,9 @@
-"""The rank of an encoding group that encodes each sample's images, for encoders of whole samples.
+"""Assign samples to data-parallel encoder ranks, for encoders with attention across items.
 
 Attention within an image keeps it on one rank, and lengths count images per sample, so samples are
 dealt whole by predicted time. A pipeline's ranks first take its own samples, longest first, up to
-the lower bound of the max load. The remainder goes to the ranks with minimal load, and exchanges
-then lower the maximum. Integer weights and stable sorts make all machines agree.
+the lower bound of the max load. The remainder goes to the ranks with minimal load, and swaps then
+lower the maximum. Integer weights and stable sorts make all machines agree.
 
 A context-parallel pack's samples are divided over its ranks beforehand (`steps/item_shares.py`).
 
@@ -38,22 +38,22 @@ _HOME_SLACK = 1e-3  # max excess over the bound to keep samples on their pipelin
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DealtSamples:
-    """Samples by rank, int64 [samples]."""
+    """Samples in order of their ranks, int64 [samples]."""
 
     rank: np.ndarray  # index of the rank among all groups
     place: np.ndarray  # index of the input sample
     items: np.ndarray
-    squares: np.ndarray
-    weight: np.ndarray
+    squares: np.ndarray  # sum of squared items per image and frame
+    weight: np.ndarray  # load, as predicted time
     pipeline: np.ndarray  # index of the sample's pipeline among all groups
 
     def of_ranks(self, of_sample: np.ndarray, ranks: int) -> np.ndarray:
-        """Sum a quantity of samples over every rank's, int64 [ranks]."""
+        """Return the sum of `of_sample` over every rank's samples, int64 [ranks]."""
         # bincount sums in float64, exact for integers below 2^53.
         return np.bincount(self.rank, of_sample, ranks).astype(np.int64)
 
     def at_home(self, homes: Homes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count items at home: per rank for its own pipeline, per rank in total, per pipeline."""
+        """Count items on their pipeline's node: per rank (own pipeline; all), and per pipeline."""
         near = self.items * (homes.node[self.rank] == homes.home[self.pipeline])
         own = near * (homes.pipeline[self.rank] == self.pipeline)
         ranks = len(homes.node)
@@ -75,10 +75,10 @@ def deal_samples(
     Deterministic, so planner and ranks agree without communication. Arrays are int64 [samples].
 
     Args:
-        pipeline: of every sample, counted through all groups.
-        weight: at least 1.
-        pipelines: of a group.
-        ranks_of_pipeline: R. Rank r of all belongs to pipeline r // R.
+        pipeline: index of every sample's pipeline among all groups.
+        weight: load of every sample, at least 1.
+        pipelines: number in a group.
+        ranks_of_pipeline: R. Rank r among all groups belongs to pipeline r // R.
     """
     group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
     by_group = np.argsort(group, kind="stable")
@@ -99,18 +99,18 @@ def deal_samples(
 
 
 def weights_of(sample_ms: np.ndarray, unit_ms: float) -> np.ndarray:
-    """Return times as units, int64, at least 1."""
+    """Return times rounded to multiples of `unit_ms`, int64, at least 1."""
     return np.clip(np.rint(sample_ms / unit_ms), 1, MAX_UNITS).astype(np.int64)
 
 
 def deal_group(
     weight: np.ndarray, pipeline: np.ndarray, pipelines: int, ranks_of_pipeline: int
 ) -> np.ndarray:
-    """Return the rank of every sample within its group, int64 [samples]."""
+    """Deal one group's samples; return the rank of every sample in the group, int64."""
     ranks, rank = pipelines * ranks_of_pipeline, np.zeros(len(weight), np.int64)
     if ranks == 1:
         return rank
-    enough = load_bound(weight, ranks) * (1 + _HOME_SLACK)
+    home_limit = load_bound(weight, ranks) * (1 + _HOME_SLACK)
     entries = [(0, number) for number in range(ranks)]  # load and rank; sorted, so a heap
     heaps = [entries[first : first + ranks_of_pipeline]
              for first in range(0, ranks, ranks_of_pipeline)]  # fmt: skip
@@ -118,7 +118,7 @@ def deal_group(
     for sample in sorted(range(len(weight)), key=lambda sample: -weights[sample]):
         heap = heaps[homes[sample]]
         load, rank[sample] = heap[0]
-        if load + weights[sample] > enough:
+        if load + weights[sample] > home_limit:
             over.append(sample)
         else:
             heapq.heapreplace(heap, (load + weights[sample], heap[0][1]))
@@ -127,15 +127,15 @@ def deal_group(
     for sample in over:
         load, rank[sample] = all_ranks[0]
         heapq.heapreplace(all_ranks, (load + weights[sample], all_ranks[0][1]))
-    return lower_max_load(weight.astype(np.float64), rank, ranks, enough)
+    return lower_max_load(weight.astype(np.float64), rank, ranks, home_limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleItems:
-    """Samples with items, or their parts, by row. Rows are shares, in the order of `shares_of`."""
+    """Samples with items, or parts of samples, by row: a rank's share, in `shares_of` order."""
 
-    rows: Packs  # Samples of every row, as indices into `items` and `squares`. Rows may be empty.
-    items: np.ndarray  # items of every sample, and of every part of a divided sample, int64
+    rows: Packs  # indices into `items` and `squares`, by row; rows may be empty
+    items: np.ndarray  # of every sample, then of every part of a divided sample, int64
     squares: np.ndarray  # sum of squared items per image and frame, int64
     _dealt: dict[object, DealtSamples] = field(default_factory=dict, repr=False)  # by arguments
 
@@ -155,7 +155,7 @@ class SampleItems:
         row_of_part = np.empty(int(context.sum()), np.int64)
         row_of_part[first[shares.pack] + shares.part] = np.arange(len(shares))
         whole = [lengths.column(name).astype(np.int64) for name in (feature, squares_of(feature))]
-        # Places are [pack, part, entry of counts], counts are [items, squares].
+        # Places have rows pack, part and column of counts; counts have rows items and squares.
         places, counts = [], [np.stack(whole)]
         for number, level in enumerate(levels):
             chosen = np.flatnonzero(packs.level == number)
@@ -204,8 +204,8 @@ class SampleItems:
         times: SampleTimes,
         unit_ms: float,
     ) -> DealtSamples:
-        """Deal samples to their groups' ranks. `pipeline`, int64 [rows], is equal in all calls."""
-        # Cached without `pipeline`: a search asks again and again for a few sizes.
+        """Deal samples to groups' ranks. Cached: `pipeline`, int64 [rows], must be the same."""
+        # A search repeats a few sizes, always with the same `pipeline`.
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
             items, squares = self.items[self.rows.samples], self.squares[self.rows.samples]
@@ -231,10 +231,10 @@ def deal_whole_samples(
     """Deal samples of whole-sample encoders to the ranks of their groups.
 
     Args:
-        pipeline: of every row, counted through all groups, int64 [rows].
+        pipeline: index of every row's pipeline among all groups, int64 [rows].
 
     Returns:
-        Samples by encoder, and the load of every rank in units of `unit_of_time`, int64
+        Dealt samples by encoder, and every rank's load in multiples of `unit_of_time`, int64
         [groups, ranks of a group], `NO_LOAD` without samples.
     """
     dealt, load = dict[str, DealtSamples](), NO_LOAD
@@ -259,13 +259,13 @@ def samples_of_shares(
     levels: Sequence[Level],
     shares: Shares,
 ) -> dict[str, SampleItems]:
-    """List the samples of every share, by feature of whole-sample encoders."""
+    """Return the samples of every share, keyed by the encoders' features."""
     whole = {model.encoders[name].feature for name in takes_whole_samples(model)}
     return {name: SampleItems.from_packs(packs, lengths, levels, name, shares) for name in whole}
 
 
 def _divide(pieces: ImagePieces, level: Level) -> np.ndarray:
-    """Divide samples over packs' ranks: pack, rank in block, items, squares, int64 [4, parts]."""
+    """Split samples by rank: rows pack, context rank, items and squares, int64 [4, parts]."""
     counts = np.diff(pieces.bounds(level))  # [packs, context]
     share = np.repeat(np.arange(counts.size), counts.ravel())  # of every piece
     first = np.flatnonzero(_begins(pieces.sample) | _begins(share))
@@ -276,9 +276,9 @@ def _divide(pieces: ImagePieces, level: Level) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplePasses:
-    """Passes of all ranks, by rank and in running order, [passes]."""
+    """Encoder passes of all ranks, sorted by rank, then in running order, [passes]."""
 
-    rank: np.ndarray  # index of the rank as dealt, int64, like the next four
+    rank: np.ndarray  # index of the rank among all groups, int64, like the next four
     first: np.ndarray  # first dealt sample of the pass
     stop: np.ndarray  # end (exclusive) of its samples
     items: np.ndarray
@@ -296,7 +296,7 @@ class SamplePasses:
 
 
 def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int) -> SamplePasses:
-    """Group dealt samples into passes. A rank keeps activations of at most `kept_items` items."""
+    """Group each rank's samples into passes, and keep activations of its first `kept_items`."""
     ends, items = np.cumsum(dealt.items), dealt.items
     begins = _begins(dealt.rank)
     before_rank = _of_run((ends - items)[begins], begins)
@@ -306,7 +306,7 @@ def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int)
     run_stop = _of_run(np.append(run_firsts[1:], len(items)), begins_run)
     firsts, stops = [], []
     at = run_firsts
-    # In each round, one more pass of every run with samples left.
+    # Each round adds one pass to every run with samples left.
     while len(at):
         stop = np.searchsorted(ends, (ends - items)[at] + items_per_pass, "right")
         stop = np.minimum(np.maximum(stop, at + 1), run_stop[at])
@@ -331,5 +331,5 @@ def _begins(key: np.ndarray) -> np.ndarray:
 
 
 def _of_run(values: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Return the value of each element's run, from values of runs."""
+    """Expand `values`, one per run, to the elements of the runs."""
     return values[np.cumsum(begins) - 1]

@@ -24,12 +24,11 @@ from omnibal.model.units import LANGUAGE
 _LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
 _EXPERTS_NAME = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12]\.weight)$")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
-_MAX_SINGLE_TILE = 1 << 20  # maximum number of values of a matrix that is one tile
+_MAX_SINGLE_TILE = 1 << 20  # max values of a matrix drawn as one tile
 _TILE = (512, 256)  # rows and columns of a larger matrix's tiles
 
-
-# Origin of matrices. `loaded`: zeros until a checkpoint is loaded, but seeded adapters. `measured`:
-# random values drawn on the device.
+# Origin of matrices. `seeded`: as below. `loaded`: zeros, as a checkpoint follows, but adapters
+# seeded. `measured`: quick random values for timing, drawn on the device.
 FirstWeights: TypeAlias = Literal["seeded", "loaded", "measured"]
 
 
@@ -47,16 +46,17 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 
 @torch.no_grad()
 def initialize_parameters(stage: VLMStage, write: FirstValues) -> None:
+    """Write the initial values of all parameters that this rank holds."""
     for parameter in stage.parameters():
         write(parameter, range(parameter.numel()), parameter.view(-1))
 
 
 def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") -> FirstValues:
-    """Return a function that writes parts of this rank's parameters.
+    """Return `write(parameter, own, values)`: fill `values` with flat range `own` of a parameter.
 
     Matrices are normal with variance 1 / inputs; embeddings and head with standard deviation 0.02;
-    ends of residual branches divided by sqrt(2 * layers), as in GPT-2. Vectors keep their modules'
-    values. Adapters as in PEFT: A uniform within 1 / sqrt(inputs), B zeros.
+    ends of residual branches divided by sqrt(2 * layers), as in GPT-2. Biases are 0; other vectors
+    keep their modules' values. Adapters as in PEFT: A uniform within 1 / sqrt(inputs), B zeros.
     """
     model, group = stage.model_config, stage.groups.tp
     names = {parameter: name for name, parameter in stage.named_parameters()}
@@ -68,7 +68,7 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
             keeps = parameter.dim() < 2 and not name.endswith("bias")
             values.copy_(parameter[own.start : own.stop]) if keeps else values.zero_()
             return
-        # This rank's rows as (matrix, own row, row of the matrix, number), and runs of columns.
+        # Runs of this rank's rows: (matrix, own row, the matrix's row, length). Columns likewise.
         match = _EXPERTS_NAME.match(name)
         if match is None:
             unpadded, width = unpadded_size(model, name), math.prod(parameter.shape[1:])
@@ -76,7 +76,7 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
             inputs, columns = own_runs(parameter, 1, unpadded, group)
             rows = [(name, *run) for run in runs]
         else:
-            # Every expert is a matrix with a name, for any expert-parallel size.
+            # An expert's matrix has its own name, to be equal at any expert-parallel size.
             first = stage.get_submodule(names[parameter].rpartition(".linear")[0]).first
             experts, height, width = parameter.shape
             matrices = (f"{match[1]}.{first + place}.{match[2]}" for place in range(experts))
@@ -101,7 +101,7 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
 
 
 def initial_values(model: ModelConfig, name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Return an undivided parameter by its global name, float32; vectors are zeros."""
+    """Return initial values of a full parameter by its global name, float32; vectors are 0."""
     values = torch.zeros(*shape)
     if len(shape) > 1:
         box_RC = values.view(shape[0], -1)
@@ -113,7 +113,7 @@ def _draw_box(
     model: ModelConfig, name: str, shape: tuple[int, int], seed: int, box_RC: torch.Tensor,
     at: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Draw the box of a matrix of this shape that begins at row `at[0]` and column `at[1]`."""
+    """Write a matrix's values from row `at[0]` and column `at[1]` on into `box_RC`."""
     rows, columns = shape if math.prod(shape) <= _MAX_SINGLE_TILE else _TILE
     for top in range(at[0] - at[0] % rows, at[0] + box_RC.shape[0], rows):
         for left in range(at[1] - at[1] % columns, at[1] + box_RC.shape[1], columns):
@@ -126,10 +126,10 @@ def _draw_box(
 
 
 def _draw_tile(
-    model: ModelConfig, name: str, text: str, shape: tuple[int, int], inputs: int
+    model: ModelConfig, name: str, seed_text: str, shape: tuple[int, int], inputs: int
 ) -> torch.Tensor:
-    """Return a tile, float32, from a generator seeded by a text."""
-    digest = hashlib.sha256(text.encode()).digest()
+    """Return a tile of `shape`, float32, from a generator seeded by `seed_text`."""
+    digest = hashlib.sha256(seed_text.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if name.endswith(".lora_a"):
         return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(inputs)
