@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with URLs' user names, passwords, queries and fragments' values as ***.
+    """Return the text with URLs' user names, passwords, queries and key=value fragments as ***.
 
     Example:
         >>> without_secrets("https://me:pw@host/a.tar?X-Amz-Signature=1 is not there")

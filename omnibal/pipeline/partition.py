@@ -270,7 +270,7 @@ def _first_split(
     """Raise the step time limit until a split fits; return that search and its limit.
 
     Raises:
-        DoesNotFit: with `min_peak`, the fullest stage's peak, min over splits (None: by tables).
+        DoesNotFit: with the larger of `min_peak` and the tables' min over splits of max peaks.
     """
     peak_bytes = 0.0
     for tried in range(_MAX_LIMITS + 1):
