@@ -4,7 +4,7 @@ A rank's queries are its pieces of samples. A piece attends to its sample up to 
 level selects how keys arrive:
 
 - `gather`: all-gather keys and values of divided samples; backward reduces their gradients. The
-  gathered tensors are freed and gathered again in backward, unless the layer is for_recomputation.
+  gathered tensors are freed and gathered again in backward, unless the layer is recomputed.
 - `heads`: all-to-all, so that each rank has all tokens of divided samples and some heads
   (DeepSpeed-Ulysses, arXiv 2309.14509).
 
@@ -44,7 +44,7 @@ class SharedAttention(ABC):
         """Attend across the block's ranks by `inner` on each, [T, N, D]."""
 
     def for_recomputation(self) -> "SharedAttention":
-        """Return the variant for a layer that is for_recomputation in backward."""
+        """Return the variant for a layer that is recomputed in backward."""
         return self
 
 
