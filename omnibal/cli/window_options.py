@@ -1,15 +1,15 @@
-"""`omnibal plan --window`: balance of streams, which are trained in file order."""
+"""Balance over ranks of `omnibal plan --window`, which trains samples in file order."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
 
 
 class Dispatch(StrEnum):
-    """Balancing of a window's samples over ranks."""
+    """Whether a window's samples are balanced over ranks, or its packs dealt in file order."""
 
     ON = "on"
     OFF = "off"
@@ -17,12 +17,12 @@ class Dispatch(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowFacts:
-    """Balance of a plan's windows over ranks: max / mean predicted rank time, over all steps."""
+    """Max rank time over mean, both predicted and summed over steps, which are windows."""
 
-    samples: int  # of a window
+    samples: int  # per window
     dispatch: Dispatch
-    imbalance: float
-    imbalance_as_read: float  # of packs by next fit, dealt round robin
+    imbalance: float  # of the plan
+    imbalance_as_read: float  # if packed in file order and not balanced
 
     @property
     def note(self) -> str:
@@ -34,7 +34,7 @@ class WindowFacts:
 
 
 def window_facts(result: "PlanResult") -> WindowFacts | None:
-    """Return the balance of a plan's windows and of a plain loader, or None without windows."""
+    """Return the imbalance of a plan and of file order, or None for a plan without windows."""
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData
     from omnibal.steps.balance_metrics import imbalance, rank_sums
@@ -43,7 +43,7 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     if stream is None or result.data is None:
         return None
     job = JobSpec.of_plan(result.plan, result.cost_source)
-    as_read = replace(stream, is_dispatched=False).schedule(job)[0]  # as a plain loader would
+    as_read = replace(stream, is_dispatched=False).schedule(job)[0]  # as plain loaders do
     planned, loaded = (
         imbalance(rank_sums(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data))
         for packs in (result.data[0], as_read)

@@ -26,20 +26,20 @@ _JSON_DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordIndex:
-    """Byte ranges of a file's records, or Parquet rows; int64 [records]."""
+    """Byte ranges of a file's records; for Parquet, row numbers and sizes of 1. int64 [records]"""
 
     path: Path
     version: str  # changes with the file (`version_of`)
     start: np.ndarray
     size: np.ndarray
-    digest: bytes  # SHA-256 of the file, or of each sample of a shard
+    digest: bytes  # SHA-256 of the file; for a tar shard, one per sample, concatenated
 
     def __len__(self) -> int:
         return len(self.start)
 
 
 def is_array(path: Path) -> bool:
-    """Return whether a .json file holds an array (LLaVA) and not lines."""
+    """Return whether a file is a .json that holds an array (LLaVA), not lines."""
     if path.suffix.lower() != ".json" or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -47,7 +47,7 @@ def is_array(path: Path) -> bool:
 
 
 def holds_records(path: Path) -> bool:
-    """Return whether a file is an annotation file and not a meta, by name or first line."""
+    """Return whether a file holds records, not a meta, by name or first line; UserError if gzip."""
     if path.suffix.lower() in (".jsonl", ".parquet") or is_array(path):
         return True
     with path.open("rb") as file:
@@ -58,7 +58,7 @@ def holds_records(path: Path) -> bool:
             )
         file.seek(0)
         first = file.readline(_MAX_LINE).removeprefix(_BYTE_ORDER_MARK)
-    # A meta's values are objects. A record has a list of messages, or a form's keys.
+    # A meta's values are objects. A record has a list, as of messages, or a form's question.
     try:
         record = json.loads(first)
     except (ValueError, RecursionError):
@@ -70,13 +70,13 @@ def holds_records(path: Path) -> bool:
 
 
 def index_lines(path: Path) -> RecordIndex:
-    """Index lines that are not blank, and hash the file, in a single pass."""
+    """Return the index of lines that are not blank. UserError if none, or if they are an array."""
     if not path.is_file():
         raise UserError(f"{path}: no such annotation file, or a pipe; correct the meta's path")
     version = version_of(path)
     digest = hashlib.sha256()
     starts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
-    size, begins = 0, True  # whether a chunk begins a line
+    size, begins = 0, True  # bytes read, whether a line begins there
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -103,7 +103,7 @@ def index_lines(path: Path) -> RecordIndex:
 
 
 def index_array(path: Path) -> RecordIndex:
-    """Index array elements and hash the file; needs twice the file's size in memory."""
+    """Return the index of array elements. Takes memory of twice the file; UserError if invalid."""
     version = version_of(path)
     with path.open("rb") as file:
         content = file.read()

@@ -44,25 +44,25 @@ class Processor(BaseModel):
     min_pixels: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
     size: _ImageSize | PositiveInt | None = None
-    min_patches: PositiveInt | None = None
-    max_patches: PositiveInt | None = None  # tiles of an image (InternVL)
+    min_patches: PositiveInt | None = None  # tiles of an image (InternVL), like `max_patches`
+    max_patches: PositiveInt | None = None
     in_token_limit: PositiveInt | None = None
     media_proc_cfg: _PatchLimit | None = None
 
     @property
     def area_limits(self) -> tuple[int | None, int | None]:
-        """Min and max pixels of an image; the older spelling takes precedence."""
+        """Min and max pixels of an image or None; `min_pixels` and `max_pixels` override `size`."""
         size = self.size if isinstance(self.size, _ImageSize) else _ImageSize()
         return self.min_pixels or size.shortest_edge, self.max_pixels or size.longest_edge
 
     @property
     def side(self) -> int | None:
-        """Side of fixed-size square images in pixels, else None."""
+        """Side in pixels if images are resized to a fixed square, else None."""
         return self.size.height if isinstance(self.size, _ImageSize) else None
 
     @property
     def max_image_patches(self) -> int | None:
-        """Max patches per image (Kimi)."""
+        """Max patches per image (Kimi), or None if absent."""
         limits = self.media_proc_cfg
         return self.in_token_limit or (None if limits is None else limits.in_patch_limit)
 
@@ -77,10 +77,10 @@ class VideoProcessor(BaseModel):
     max_pixels: PositiveInt | None = None
     size: _ImageSize | None = None
     num_frames: None = None  # a fixed number of frames is not supported
-    cap_pixels_per_frame: Literal[False] | None = None  # Transformers' second limit is not either
+    cap_pixels_per_frame: Literal[False] | None = None  # nor is Transformers' second limit
 
     def changes(self, per_frame: bool) -> dict[str, Any]:
-        """Return the VideoConfig fields of the file. `per_frame`: Qwen2-VL's pixel limits apply."""
+        """Return VideoConfig fields of the file; `min_pixels`, `max_pixels` only if `per_frame`."""
         size = self.size or _ImageSize()
         min_pixels, max_pixels = (self.min_pixels, self.max_pixels) if per_frame else (None, None)
         given = {
@@ -99,10 +99,10 @@ class _Nested(BaseModel):
 
 
 def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
-    """Return the image processor's file next to `config.json`, or defaults without one.
+    """Return the image processor of a file next to `config.json`, or defaults without one.
 
     Raises:
-        UserError: if `patch_size` or `merge_size` differ from the tower's in `sizes`.
+        UserError: if the file is invalid, differs from the tower's `sizes` or has do_resize false.
     """
     remedy = _PROCESSOR_REMEDY
     path = next(filter(Path.is_file, map(config.with_name, _IMAGE_FILES)), None)
@@ -128,8 +128,8 @@ def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
 
 
 def read_video_processor(config: Path) -> VideoProcessor:
-    """Return the first file of a video processor next to `config.json`, or defaults without one."""
-    # In Transformers' order. The last is the image processor's: its pixels limit a frame then.
+    """Return the video processor of a file next to `config.json`, or defaults without one."""
+    # Transformers' order: joint file, video file, image file, whose pixels then limit a frame.
     remedy = _PROCESSOR_REMEDY
     joint = config.with_name("processor_config.json")
     if joint.is_file():

@@ -1,5 +1,5 @@
-"""Encoders of images and audio. A sample's *items* (e.g. tiles) have a fixed number of positions
-(in the encoder) and of tokens (in the language model).
+"""Settings of image and audio encoders. A sample has *items* (tiles, clips, cells), each with a
+fixed number of positions (in the encoder) and of tokens (in the language model).
 """
 
 import math
@@ -15,8 +15,8 @@ MAX_TILES_OF_IMAGE = 1_000  # all grids up to it are tried for every image size
 class EncoderLayers(Frozen):
     """Equal pre-norm transformer layers of an encoder."""
 
-    feature: ClassVar[str]  # item's name and column in a lengths file
-    of_images: ClassVar[bool] = False  # synthetic packs hold such items
+    feature: ClassVar[str]  # items per sample: name, and column of a lengths file
+    of_images: ClassVar[bool] = False  # whether items are parts of images, not audio
 
     layers: Layers
     hidden_size: Width
@@ -45,20 +45,20 @@ class EncoderLayers(Frozen):
 
     @property
     def squares(self) -> str | None:
-        """Feature of full attention, sum of squared items over images and frames.
+        """Name of the feature of full attention: items squared, summed over images and frames.
 
-        None if attention is within items; else a sample's items stay on one data-parallel rank.
+        None if attention is within items. Else a sample's items stay on one data-parallel rank.
         """
         return None
 
     @property
     def deepstack_features(self) -> int:
-        """Deepstack outputs per token, each for one language layer."""
+        """Number of deepstack outputs per token, each added in one language layer."""
         return 0
 
 
 class TilingConfig(Frozen):
-    """Dynamic tiling of InternVL 1.5: 1 to `max_dynamic_patch` square tiles per image."""
+    """Dynamic tiling of InternVL 1.5: min and max square tiles of an image, without thumbnail."""
 
     min_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 1
     max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
@@ -181,12 +181,12 @@ class ClipsEncoder(EncoderLayers):
 
     @property
     def values_per_item(self) -> int:
-        """Mel bins of all frames of a clip."""
+        """Log-mel values of a clip: all bins of all frames."""
         return self.frames * self.mel_bins
 
 
 class ImageText(Frozen):
-    """Text around the tokens of an image or video in a conversation."""
+    """Text of an image or video in a conversation: a placeholder per token, text around them."""
 
     before: str = "<|vision_start|>"
     each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
@@ -194,7 +194,7 @@ class ImageText(Frozen):
 
     @property
     def text(self) -> str:
-        """Text with one token."""
+        """Text of an image of one token."""
         return self.before + self.each + self.after
 
 
@@ -231,7 +231,7 @@ class VideoConfig(Frozen):
 
 
 class ImageRule(Frozen):
-    """Parameters of the token count of an image or video."""
+    """Settings that determine the tokens of an image or video."""
 
     patch_size: Annotated[int, Field(ge=1, le=65_536)]
     merge_size: Annotated[int, Field(ge=1, le=256)] = 2
@@ -359,7 +359,7 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     @property
     def image_rule(self) -> ImageRule:
-        """Parameters of token counts alone."""
+        """The settings that determine tokens, without the encoder's."""
         return ImageRule.model_validate(self.model_dump(include=set(ImageRule.model_fields)))
 
     @property
@@ -406,12 +406,12 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     @property
     def projector_input_size(self) -> int:
-        """Width of a cell before the projector's first product."""
+        """Channels of all patches of a cell, which the projector folds or averages."""
         return self.hidden_size * self.merge_size**2
 
 
 def squares_of(feature: str) -> str:
-    """Return the name of the sum of squared items over images and frames."""
+    """Return the name of the feature: items squared, summed over images and frames."""
     return f"squared_{feature}"
 
 

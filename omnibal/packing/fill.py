@@ -1,4 +1,7 @@
-"""Fill packs in turn with the most valuable samples left, by knapsack or by pairs."""
+"""Fill one pack after another with the most valuable samples left, by knapsack or by pairs.
+
+Arrays: sizes [features, samples], values and first [samples], caps [features]; tokens come last.
+"""
 
 from collections.abc import Iterator
 
@@ -7,21 +10,20 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 from omnibal.packing.patterns import CapGrid, limit_item_caps
 
-_MAX_FILL_CELLS = 1 << 14  # of a knapsack table
-_MAX_PAIRED = 160  # samples to try all pairs of: half the largest, half the smallest
+_MAX_FILL_CELLS = 1 << 14  # of a knapsack table; sizes are rounded up to stay within
+_MAX_PAIRED = 160  # samples to try all pairs of: half first, half last by `first`
 
 
 def fill_one_by_one(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray | None, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield packs of sample indices, each with the max value by a 0/1 knapsack.
+    """Yield packs, as sample indices, each of about max total value by a 0/1 knapsack.
 
-    The sample highest in `first`, if given, opens the next pack (Gupta and Ho, Production Planning
-    & Control 10, 1999; Fleszar and Hindi, Computers & Operations Research 29, 2002).
-    """
+    With `first`, its highest sample opens a pack (Gupta and Ho, Production Planning & Control 10,
+    1999; Fleszar and Hindi, Computers & Operations Research 29, 2002)."""
     grid = CapGrid.from_caps(limit_item_caps(caps, sizes.sum(axis=1)), _MAX_FILL_CELLS)
     units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
-    # Samples of equal units and similar value are copies of an item.
+    # Samples of equal units count as copies of the most valuable, which packs take first.
     order = np.lexsort((-values, *units[::-1]))
     starts = np.flatnonzero(np.diff(size_keys(units)[order], prepend=-1))
     queues = np.split(order, starts[1:]) if len(order) else []
@@ -48,10 +50,8 @@ def fill_one_by_one(
 def fill_by_pairs(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield packs of sample indices, each opened by the sample highest in `first`.
-
-    The most valuable pairs that fit follow, which is optimal for packs of two or three samples.
-    """
+    """Yield packs, as sample indices, each opened by the sample highest in `first`. The most
+    valuable pairs or samples that fit follow, which is optimal for packs of up to three."""
     left = np.argsort(-first, kind="stable")
     while len(left):
         pack, left = [left[:1]], left[1:]
@@ -62,7 +62,7 @@ def fill_by_pairs(
                 break
             if len(fits) > _MAX_PAIRED:
                 fits = np.concatenate([fits[: _MAX_PAIRED // 2], fits[-_MAX_PAIRED // 2 :]])
-            is_single = np.eye(len(fits), dtype=bool)  # the diagonal of [samples, samples]
+            is_single = np.eye(len(fits), dtype=bool)  # one sample, not a pair
             size, value = sizes.take(fits, axis=1)[:, :, None], values[fits][:, None]
             pair_size = np.where(is_single, size, size + size.swapaxes(1, 2))
             pair_value = np.where(is_single, value, value + value.T)
@@ -90,10 +90,10 @@ def _split_doubling(count: int) -> list[int]:
 
 
 def _best_bundles(values: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> list[int]:
-    """Return indices of the most valuable bundles within `room`, by a 0/1 knapsack."""
-    table = np.zeros(room + 1, np.float32)  # max value within every capacity
+    """Return indices of the bundles [bundles] of max total value within `room` [features]."""
+    table = np.zeros(room + 1, np.float32)  # max value within each capacity
     fits = np.flatnonzero((sizes <= room[:, None]).all(axis=0))
-    taken = np.zeros((len(fits), *table.shape), bool)  # whether the best set has the bundle
+    taken = np.zeros((len(fits), *table.shape), bool)  # by capacity, if the best set has it
     for row, bundle in enumerate(fits):
         holding = tuple(slice(size, None) for size in sizes[:, bundle].tolist())
         below = table[holding]

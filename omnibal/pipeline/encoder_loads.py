@@ -1,4 +1,4 @@
-"""Data-parallel encoders of a workload: waits before and after its pipelines, and memory."""
+"""Pipelines' waits for the data-parallel encoders of a workload, and the encoders' memory."""
 
 import operator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from omnibal.pipeline.prediction import EncoderPhasePrediction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderMemory:
-    """Memory of data-parallel encoders on every device, in bytes."""
+    """Max memory of data-parallel encoders on every device, over all steps, in bytes."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -20,14 +20,14 @@ class EncoderMemory:
     kept: float = 0.0  # activations and inputs from the encoders' forward to their backward
     buffers: float = 0.0  # buffers of the communication library
     features: float = 0.0  # of a step, and their gradients, only on devices that embed tokens
-    arrival: float = 0.0  # extra max memory as features arrive, only on devices that embed tokens
-    encoding: float = 0.0  # extra max while encoding, before pipeline memory or received features
-    evaluation: float = 0.0  # max memory of encoding in evaluation
+    arrival: float = 0.0  # added to `features` as they arrive, only on devices that embed tokens
+    encoding: float = 0.0  # added to `resident` while encoding, outside the pipeline's passes
+    evaluation: float = 0.0  # added to `evaluating` while encoding
     whole: float = 0.0  # unsharded weights in evaluation, on a device that embeds tokens
 
     @property
     def resident(self) -> float:
-        """Memory held throughout the step, without features."""
+        """Memory held while the pipeline runs, without features."""
         return self.weights + self.gradients + self.optimizer + self.kept + self.buffers
 
     def is_within(self, other: "EncoderMemory") -> bool:
@@ -36,13 +36,13 @@ class EncoderMemory:
 
     @property
     def evaluating(self) -> float:
-        """Evaluation memory with token embed, or 0 if weights are never sharded."""
+        """State and `whole` in evaluation of a device that embeds tokens; 0 if not sharded."""
         return self.resident - self.kept + self.whole if self.whole else 0.0
 
     @property
     def _device_peaks(self) -> tuple[float, ...]:
-        """Device memory without a pipeline: in a step, while encoding, on devices embedding tokens,
-        and in evaluation."""
+        """Peaks without the pipeline's memory: two of all devices in a step, two of devices
+        that embed tokens, two in evaluation."""
         embeds = self.resident + self.features
         in_step = self.resident, embeds, self.resident + self.encoding, embeds + self.arrival
         return (*in_step, self.evaluating, self.evaluating + self.evaluation)
@@ -50,26 +50,26 @@ class EncoderMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderWaits:
-    """Times before a pipeline's first forward and after its last backward, in ms.
+    """Encoder times before a pipeline's first forward and after its last backward, in ms.
 
-    All are [rows, 2]: before in the row of the first micro-batch, after in the row of the last,
-    else 0.
+    All are [rows, 2], a row per micro-batch: a step's first has the time before, its last the
+    time after, else 0.
     """
 
     all: np.ndarray  # for the busiest rank of the encoding group, with all exchanges
     even: np.ndarray  # with all ranks of the group equally busy
     silent: np.ndarray  # with equally busy ranks, without exchanges
-    needed: np.ndarray  # with equally busy ranks, without exchanges and recomputation
-    unreduced: np.ndarray  # as `all`, without gradient and weight exchange of all ranks
+    needed: np.ndarray  # with equally busy ranks, without exchanges or recomputation
+    unreduced: np.ndarray  # as `all`, without all ranks' weight gather and gradient reduction
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """Select rows."""
+        """Return the waits of some rows."""
         return rows_of(self, picked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoding:
-    """Data-parallel encoders of a workload."""
+    """Waits, memory and predicted phases of a workload's data-parallel encoders."""
 
     waits: EncoderWaits
     encoder_memory: EncoderMemory
@@ -77,5 +77,5 @@ class Encoding:
     exchange_ms: float  # weight and gradient exchange time of encoders in a step
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """Select rows; memory and means are unchanged."""
+        """Return the waits of some rows, with memory and means of the run."""
         return replace(self, waits=self.waits.rows(picked))

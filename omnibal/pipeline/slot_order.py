@@ -1,11 +1,11 @@
 """Order of a rank's micro-batches within a step, to reduce waits between unequal ones.
 
-While a pipeline fills and drains stages wait for single micro-batches, and a long one delays
+While a pipeline fills and drains, stages wait for single micro-batches, and a long one delays
 others. Order affects neither the trained data nor other ranks, so it is searched last, on the
 planned stages, by local changes that shorten the simulated step. A rank stops once it is as fast as
 some rank's bound, since ranks wait for the slowest at the step's end.
 
-Axes: r rows, each one rank's micro-batches in one step; m micro-batches, k parts of the model.
+Axes: r pairs of step and rank, m micro-batches of each, p stages, k parts (chunks) of the model.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from omnibal.pipeline.workload import Workload
 # Simulated operations: about ten seconds of a core. With many steps each rank tries fewer changes.
 _MAX_ORDER_OPERATIONS = 6e8
 _MAX_CHANGES_PER_RANK = 2_000  # max changes tried per rank
-_PATIENCE = 120  # changes without gain, per eight micro-batches, before a restart from the best
+_PATIENCE = 120  # changes without gain before a restart from the best, per eight micro-batches
 _MAX_RESTARTS = 4  # max restarts in a row without gain
 _ROWS_AT_ONCE = 4_096  # rows per batch; their times fit a cache
 _MIN_ORDER_GAIN = 1e-9  # relative gain required of a better order
@@ -40,19 +40,19 @@ def order_slots(
     *,
     effort: float = 1.0,
 ) -> np.ndarray:
-    """Return the slot of every row that shortens steps. int32 [rows]
+    """Return new slots of all micro-batches, for shorter steps. int32 [rows of `workload`]
 
-    Steps that would exceed the memory cap keep their slots.
+    Steps whose new order would exceed the memory cap keep their slots.
 
     Args:
         workload: its ranks only wait for each other at a step's end (not `runs_together`).
-        memory_cap_bytes: per device; met by the current slots.
+        memory_cap_bytes: per device; current slots meet it.
     """
     times = workload_times(cost, stages_at, workload)
     slot = search_slots(times, workload, schedule, effort=effort)
 
     def too_full(steps: np.ndarray) -> list[int]:
-        """Return the steps with a stage above the cap."""
+        """Return the `steps` whose new order has a stage above the cap."""
         chosen = np.isin(workload.step, steps)
         changed, new = workload.rows(chosen), slot[chosen]
         order = np.lexsort((new, changed.dp_rank, changed.step))
@@ -62,7 +62,7 @@ def order_slots(
             return []
         if len(steps) == 1:
             return [int(steps[0])]
-        # Bisect for the steps above the cap.
+        # A peak is over all steps given: halve them.
         return [step for half in np.array_split(steps, 2) for step in too_full(half)]
 
     full = too_full(np.unique(workload.step))
@@ -70,7 +70,7 @@ def order_slots(
 
 
 def apply_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
-    """Return the packs with new slots, `slot` [packs]."""
+    """Return the packs with new `slot` [packs], sorted by step, rank and slot again."""
     order = np.lexsort((slot, packs.dp_rank, packs.step))
     return replace(packs.take(order), slot=slot[order].astype(np.int32))
 
@@ -82,8 +82,8 @@ def search_slots(
     *,
     effort: float = 1.0,
 ) -> np.ndarray:
-    """Return the slot of every row by micro-batch times, for ranks that only wait for each other at
-    a step's end. int32 [rows]"""
+    """Return new slots of all micro-batches, as `order_slots` with these times but without a memory
+    cap. int32 [rows of `workload`]"""
     ranks, slot = workload.data_parallel_size, workload.slot.copy()
     _, step = np.unique(workload.step, return_inverse=True)
     operations = len(schedule.passes) * times.forward_ms.size
@@ -94,7 +94,7 @@ def search_slots(
         held = slice(*np.searchsorted(step, [begin, begin + at_once]))
         rows = SimulatedRows.build(times, workload, held, step[held] - begin, schedule)
         order = _improve_orders(rows, changes)
-        # The micro-batch in slot k of a row was in slot order[row, k].
+        # The micro-batch in slot i was in slot order[row, i].
         place = np.argsort(order, axis=1)
         row = (step[held] - begin) * ranks + workload.dp_rank[held]
         slot[held] = place[row, slot[held]]
@@ -102,12 +102,12 @@ def search_slots(
 
 
 def _bound_ms(rows: SimulatedRows) -> np.ndarray:
-    """Return a lower bound over orders: every stage's work, plus min fill and, if it ends with a
-    backward that other stages need, min drain. [r]"""
+    """Return a lower bound on the step time of any order, in ms [r]: max over stages of work + min
+    fill + min drain (no drain if stages end with a weight-gradient pass)."""
     exists = np.arange(rows.pass_ms.shape[1])[:, None, None] < rows.counts  # [m, 1, r]
 
     def quickest(direction: int) -> np.ndarray:
-        """Return the min time to every part. [k, r]"""
+        """Return the min time of a micro-batch to reach every part from part 0, or back. [k, r]"""
         to_part = np.cumsum(rows.pass_ms[direction, :, :-1] + rows.link_ms[direction], axis=1)
         quickest_ms = np.where(exists, to_part, np.inf).min(axis=0)
         return np.concatenate([np.zeros((1, quickest_ms.shape[1])), quickest_ms])
@@ -122,7 +122,7 @@ def _bound_ms(rows: SimulatedRows) -> np.ndarray:
 
 
 def _improve_orders(rows: SimulatedRows, changes: int) -> np.ndarray:
-    """Return the best order found for every row, with at most `changes` tried per row. [r, m]"""
+    """Return the best orders found (old slot by new slot) in at most `changes` tries. [r, m]"""
     r, m = len(rows.counts), rows.pass_ms.shape[1]
     best = np.arange(m)[None].repeat(r, axis=0)
     best_ms = rows.simulate().step_ms
@@ -137,7 +137,7 @@ def _improve_orders(rows: SimulatedRows, changes: int) -> np.ndarray:
         active = np.flatnonzero((best_ms > goal_ms) & (starts <= _MAX_RESTARTS) & (rows.counts > 1))
         if not len(active):
             break
-        # A restart takes the best order after three random changes, whether shorter or not.
+        # A restart takes the best order after three random changes and this one, even if longer.
         restarts = in_vain[active] > patience[active]
         base = np.where(restarts[:, None], best[active], order[active])
         for change in (_swap_slots, _move_slot, _swap_slots) if restarts.any() else ():
@@ -159,14 +159,14 @@ def _improve_orders(rows: SimulatedRows, changes: int) -> np.ndarray:
 
 
 def _swap_slots(order: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Swap the micro-batches at two places [r] each of orders [r, m]."""
+    """Return orders [r, m] with the micro-batches at `first` and `second` [r] swapped."""
     rows, changed = np.arange(len(order)), order.copy()
     changed[rows, first], changed[rows, second] = order[rows, second], order[rows, first]
     return changed
 
 
 def _move_slot(order: np.ndarray, start: np.ndarray, to: np.ndarray) -> np.ndarray:
-    """Move the micro-batch at place `start` [r] of orders [r, m] to place `to` [r]."""
+    """Return orders [r, m] with the micro-batch at place `start` [r] moved to `to` [r]."""
     rows, place = np.arange(len(order)), np.arange(order.shape[1], dtype=float)
     key = place[None].repeat(len(order), axis=0)
     key[rows, start] = to + np.where(to > start, 0.5, -0.5)  # sorts just after or before `to`

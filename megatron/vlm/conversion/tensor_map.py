@@ -1,7 +1,7 @@
 """Map from each parameter of this project to its released tensors.
 
     parameters(model)                        all parameters of the full model, with shapes
-    find_released(parameter, model, layout)  a parameter's released tensors and their arrangement
+    find_released(parameter, model, layout)  its released tensors' names, shapes and arrangement
 
 Layouts: InternVL's own, with InternLM2, Llama, Qwen2 or Qwen3; Transformers'
 InternVLForConditionalGeneration; Qwen2-VL, Qwen2.5-VL and Qwen3-VL under released and Transformers'
@@ -43,7 +43,7 @@ ExpertStorage = Literal["apart", "stacked", "transposed"]
 _DEEPSTACK_KEY, _MERGERS = "vision_deepstack", "visual.deepstack_merger_list"
 _STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
 _WORD_TABLE = "embedding.word_embeddings.weight"
-_CONV_WIDTH = 3  # of the audio encoder
+_CONV_WIDTH = 3  # kernel of Whisper's convolutions
 
 
 class TensorLayout(StrEnum):
@@ -88,7 +88,7 @@ class TensorLayout(StrEnum):
     QWEN2_5_VL = "qwen2.5-vl", "qwen2_5_vl", "qwen2", "model"
     QWEN2_5_VL_PREFIXED = "qwen2.5-vl-prefixed", "qwen2_5_vl", "qwen2", _NESTED
     QWEN3_VL = "qwen3-vl", "qwen3_vl", "qwen3", _NESTED
-    # As released and in Transformers 4, in Transformers 5, and as text-only models have them.
+    # Experts as released and in Transformers 4, as in Transformers 5, as in text-only models.
     QWEN3_VL_MOE = "qwen3-vl-moe", "qwen3_vl_moe", "qwen3_moe", _NESTED, "transposed"
     QWEN3_VL_MOE_STACKED = "qwen3-vl-moe-stacked", "qwen3_vl_moe", "qwen3_moe", _NESTED, "stacked"
     QWEN3_VL_MOE_APART = "qwen3-vl-moe-apart", "qwen3_vl_moe", "qwen3_moe", _NESTED
@@ -116,22 +116,22 @@ class Parameter:
     key: str  # key in this project's checkpoints, which stack a tower's layers in one tensor
     shape: Shape  # shape of one layer's parameter
     layer: int | None = None  # number of the layer, from 0, or None outside layers
-    layers: int | None = None
+    layers: int | None = None  # number of layers stacked under `key`, or None outside layers
 
     @property
     def name(self) -> str:
-        """Return the name of `initialize.global_parameter_name`."""
+        """Return the name in the full model, as `initialize.global_parameter_name` does."""
         if self.layer is None:
             return self.key
         return self.key.replace(".layers.", f".layers.{self.layer}.", 1)
 
 
 class Arrangement(ABC):
-    """Arrangement of a parameter in its released tensors."""
+    """Conversion between a parameter and its released tensors."""
 
     @abstractmethod
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Return the parameter, of shape `own`, made of released tensors."""
+        """Return the parameter, of shape `own`, from its released tensors."""
 
     @abstractmethod
     def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -144,7 +144,7 @@ class Arrangement(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Parts(Arrangement):
-    """Concatenated tensors of one shape: SwiGLU's gate and up, or experts' matrices."""
+    """`count` released tensors of `shape`, concatenated and reshaped, such as gate and up."""
 
     shape: Shape
     count: int = 1
@@ -162,7 +162,7 @@ class Parts(Arrangement):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryKeyValue(Arrangement):
-    """Released: all queries, all keys, all values. Here: q, k, v of group 0, of group 1 ..."""
+    """Rows of q, k, v. Released: all q, all k, all v. Here: q, k, v of group 0, of group 1, ..."""
 
     heads: int
     kv_heads: int
@@ -191,7 +191,7 @@ class QueryKeyValue(Arrangement):
 
 
 class Transposed(Arrangement):
-    """Matrices of experts [X, rows, columns], each transposed."""
+    """One released tensor of all experts, [X, columns, rows]; here [X, rows, columns]."""
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
         return pieces[0].transpose(1, 2).contiguous()
@@ -205,7 +205,7 @@ class Transposed(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class QueryValueBias(Arrangement):
-    """Biases of queries and values. Whisper's keys have none: zeros here."""
+    """Bias of q, k, v, interleaved by head. Whisper releases none of k: zeros here."""
 
     heads: int
 
@@ -223,7 +223,7 @@ class QueryValueBias(Arrangement):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """The released tensors that make one parameter."""
+    """Names and shapes of the released tensors of a parameter, and their conversion."""
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -239,7 +239,7 @@ class Sources:
 class _TowerNames(BaseModel, frozen=True):
     """Released names of a tower's modules, from tensor_names.toml."""
 
-    path: str = ""  # prefix of its layers
+    path: str = ""  # prefix of layer numbers
     layer: dict[str, str | tuple[str, ...]] = {}
     outside: dict[str, str | tuple[str, ...]] = {}
 
@@ -254,7 +254,7 @@ _NamedShapes = Iterable[tuple[str, Shape]]  # keys and shapes of parameters
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yield the full model's parameters, in forward order."""
+    """Yield the full model's parameters, in forward order; a tied head is left out."""
     language, width = model.language, model.language.hidden_size
     if model.takes_images:
         yield from _tile_parameters(model.vision, width)
@@ -289,7 +289,7 @@ def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
     yield from _make_layers("vision", tower.layers, _encoder_shapes(tower))
     yield from _make(_projector_shapes("projector", own, cell, inner, width, bias=bias))
     for place in range(len(tower.deepstack_layers)):
-        # Its norm is over a cell's values, not a patch's.
+        # Unlike the projector's, the norm is over a folded cell.
         name = f"{_DEEPSTACK_KEY}.{place}"
         yield from _make(_projector_shapes(name, cell, cell, inner, width, bias=bias))
 
@@ -308,7 +308,7 @@ def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
 def _projector_shapes(
     name: str, normed: int, cell: int, inner: int, width: int, *, bias: bool = True
 ) -> _NamedShapes:
-    """Yield a norm, with bias if it is a LayerNorm, and two linears."""
+    """Yield a norm of `normed` channels, with `bias` if a LayerNorm, and two linears."""
     yield from _linear(f"{name}.norm", normed, bias=bias)
     yield from _linear(f"{name}.linear_fc1", inner, cell)
     yield from _linear(f"{name}.linear_fc2", width, inner)
@@ -369,7 +369,7 @@ def _language_shapes(language: LanguageConfig) -> _NamedShapes:
 
 
 def find_released(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> Sources:
-    """Return the released tensors of a parameter."""
+    """Return a parameter's released tensors in a layout."""
     names = _released_names(parameter, layout)
     return Sources.of(names, _arrange(parameter, model, layout), parameter)
 
@@ -385,7 +385,7 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> S
     modules = (released,) if isinstance(released, str) else released
     arrangement: Arrangement = Parts(parameter.shape)
     if len(modules) > 1 and part == "bias":
-        modules, arrangement = (modules[0], modules[2]), QueryValueBias(audio.heads)  # no keys'
+        modules, arrangement = (modules[0], modules[2]), QueryValueBias(audio.heads)  # k has none
     elif len(modules) > 1:
         arrangement = QueryKeyValue(heads=audio.heads, kv_heads=audio.heads, is_fused=False)
     layer = f"{tower.path}.{parameter.layer}." if own else ""
@@ -393,12 +393,12 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> S
 
 
 def head_name(layout: TensorLayout) -> str:
-    """Return the name of the head's tensor, which may be a copy if the head is tied."""
+    """Return the head's released name. A checkpoint of a tied head may have a copy under it."""
     return _released_names(Parameter(key="head.weight", shape=()), layout)[0]
 
 
 def embedding_parameter(model: ModelConfig) -> Parameter:
-    """Return the token embedding, tied to the head or not."""
+    """Return the token embedding's parameter."""
     return Parameter(key=_WORD_TABLE, shape=(model.language.vocab_size, model.language.hidden_size))
 
 
@@ -463,5 +463,5 @@ def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ..
 
 
 def has_stacked_experts(names: Collection[str]) -> bool:
-    """Return whether any tensor has a layer's stacked experts."""
+    """Return whether released tensors with these names stack a layer's experts."""
     return any(name.endswith(_STACKED_EXPERTS) for name in names)

@@ -1,4 +1,4 @@
-"""Loader processes that read data while layers are timed, as in training, and their read times.
+"""Read samples while layers are timed, as loaders do in training, and measure the reading.
 
 One low-priority loader process per rank reads random samples for all stages. Times are its own CPU
 time, so that other load on the machine does not count.
@@ -26,16 +26,16 @@ _READ_KINDS = ("tiles", "image_tokens", "clips", "tokens")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadSamples:
-    """Samples that a loader process read at once, and its CPU time."""
+    """One item of the loader process: some samples, their item counts and CPU times."""
 
     content: tuple[torch.Tensor, ...]  # pixels, patches, frames, token ids: sent like a micro-batch
     samples: int
     counts: np.ndarray  # tiles, image tokens, clips and tokens, float64 [4]
-    ms: np.ndarray  # total time per kind, float64 [4]
+    ms: np.ndarray  # CPU time of each, float64 [4]
 
 
 class SampleDraws(torch.utils.data.Dataset):
-    """Endless random draws without replacement; an item is the UserError if reading fails."""
+    """Endless passes over one random order. An item is `samples` samples, or a UserError."""
 
     def __init__(self, reader: SampleReader, samples: int) -> None:
         self._reader, self._samples = reader, samples
@@ -84,7 +84,7 @@ class SampleDraws(torch.utils.data.Dataset):
 
 
 class Reading:
-    """Reader of samples during the timed passes, at the rate of training."""
+    """Consumer of the loader's samples, as many tokens as the timed passes compute."""
 
     def __init__(self, items: Iterator[ReadSamples | UserError]) -> None:
         self._items = items
@@ -93,7 +93,7 @@ class Reading:
         self._counts, self._ms = np.zeros((2, len(_READ_KINDS)))
 
     def take(self, tokens: int) -> None:
-        """Read the samples of one micro-batch of `tokens` tokens."""
+        """Take samples that hold all tokens due, now `tokens` more. UserError if unreadable."""
         self._due_tokens += tokens
         while self._due_tokens > 0:
             item = next(self._items)
@@ -105,7 +105,7 @@ class Reading:
             self._ms += item.ms
 
     def result(self) -> ReadingMeasurement:
-        """Return means over all samples of all processes; collective."""
+        """Return mean CPU times per item and token, over all ranks' loaders; collective."""
         totals = torch.tensor(
             [self._samples, *self._counts, *self._ms], dtype=torch.float64, device=current_device()
         )
@@ -124,7 +124,7 @@ class Reading:
 
 @contextmanager
 def read_in_background(reader: SampleReader, samples: int) -> Iterator[Reading]:
-    """Read a dataset in a loader process, `samples` at once, until the context ends."""
+    """Yield a Reading, whose loader reads `samples` per item until the context ends."""
     draws = SampleDraws(reader, samples)
     with closing(read_ahead(draws, 1, lambda item: item)) as items:
         yield Reading(items)

@@ -1,9 +1,9 @@
 """AdamW over sharded weights: each rank updates its shard.
 
 As core's distributed optimizer with the same settings: float32 weights and moments, no weight decay
-of vectors, one norm of all gradients, no update if any gradient is not finite.
+of vectors, clipping by the norm of all gradients. Callers skip `step` if it is not finite.
 
-Shapes: Q values of a rank's shard of a unit's weights.
+Shapes: Q values of a rank's shard of one FlatWeights.
 """
 
 import math
@@ -25,11 +25,11 @@ class ShardedAdam:
     """AdamW of this rank's shards of all trained weights.
 
     Args:
-        gradients: gradients by weights.
+        gradients: float32 gradients of each trained FlatWeights.
         tensor_group: tensor-parallel ranks, with shards at the same offsets.
-        settings: settings of every group, for torch's AdamW and core's scheduler.
-        others: parameters of separate groups.
-        other_settings: settings of the separate groups, which replace `settings`.
+        settings: of parameter groups, for torch's AdamW and core's scheduler.
+        others: parameters in groups with other settings, such as the vision tower's.
+        other_settings: overrides of `settings` in the groups of `others`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ShardedAdam:
             gradient.copy_(summed)
 
     def step(self, clip_grad: float, norm: float) -> None:
-        """Clip all gradients by their joint norm to `clip_grad`, unless 0, and step."""
+        """Clip gradients with joint norm `norm` to `clip_grad` (0: off), and update all weights."""
         factor = clip_grad / (norm + _CLIP_MARGIN)
         if 0 < factor < 1:
             self.scale_gradients(factor)
@@ -107,7 +107,7 @@ class ShardedAdam:
                 flat.own_Q.copy_(main_Q)
 
     def reload_model_params(self) -> None:
-        """Reload main weights after loading weights alone (core's name)."""
+        """Copy weights to the float32 main weights, after loading weights alone (core's name)."""
         for flat, main_Q in self._main_of.items():
             main_Q.copy_(flat.own_Q)
 

@@ -1,4 +1,4 @@
-"""`RUN.md`: an export's training command and expected run."""
+"""`RUN.md`: an export's training command, and its simulated time, memory and samples."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
@@ -17,30 +17,30 @@ RUN_PAGE = "RUN.md"
 
 
 class Expected(Frozen):
-    """Simulated figures of a plan's run by another trainer, or None without samples."""
+    """Simulated figures of a plan's run by another trainer; sample counts may be None."""
 
     steps: int | None = None  # full steps
-    packs_per_step: int
-    micro_batches: int
-    packs: int | None = None
-    samples: int | None = None  # samples in these steps, counted once per epoch
+    packs_per_step: int  # of all ranks
+    micro_batches: int  # per data-parallel rank and step
+    packs: int | None = None  # in full steps
+    samples: int | None = None  # in full steps, counted once per epoch
     samples_per_step: float | None = None
     dropped_packs: int = 0  # packs of a dropped incomplete last step
-    dropped_samples: int = 0  # samples dropped, including samples in no step of the plan
-    step_ms: float
+    dropped_samples: int = 0  # samples of dropped packs, and samples in no pack of the plan
+    step_ms: float  # mean
     samples_per_second: float | None
     samples_per_second_per_gpu: float | None
     bubble: float  # idle share of device time
-    peak_gib: tuple[float, ...]
-    usable_gib: float  # usable memory of a device
-    device_gib: float
-    cost_source: str
+    peak_gib: tuple[float, ...]  # by pipeline stage
+    usable_gib: float  # memory cap of a device that plans keep
+    device_gib: float  # whole memory of a device
+    cost_source: str  # "profile:..." if costs are measured
 
     @classmethod
     def count(cls, given: ExportInput) -> Self:
-        """Count trained samples, and copy the plan's predicted time and memory."""
+        """Return counts of full steps with the plan's predicted time and memory."""
         plan, job, prediction = given.plan, given.files.job, given.plan.prediction
-        if prediction is None:  # removed from plan.json
+        if prediction is None:  # removed, or of a later portion
             packs, lengths = given.files.steps
             workload = job.workload(packs, lengths, plan.pack_levels)
             prediction = predict_plan(plan, job, packs, workload)
@@ -61,7 +61,7 @@ class Expected(Frozen):
 
 
 def _count_trained(given: ExportInput) -> dict[str, Any]:
-    """Return fields of `Expected`: packs and samples of full steps."""
+    """Return the fields of `Expected` that count packs and samples; none without samples."""
     order, data, steps = given.order, given.plan.data, given.full_steps
     if order is None or data is None or steps is None:
         return {}
@@ -78,7 +78,7 @@ def _count_trained(given: ExportInput) -> dict[str, Any]:
 
 
 def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
-    """Return the text of `RUN.md`."""
+    """Return `RUN.md` in Markdown; empty sections are left out."""
     plan, target = given.plan, given.target
     sections = {
         "Command": f"```bash\n{exported.script}\n```",
