@@ -52,7 +52,7 @@ def export(
     from omnibal.job.check import open_plan
     from omnibal.trainers.export.directory import export_of
 
-    check_new_folder(to)  # all checks of paths come before the data is read
+    check_new_folder(to)  # check paths before reading the data, which takes long
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
     check_folder("--to", to, inputs)
     if data is not None:
@@ -94,7 +94,7 @@ def export(
 
 
 def _check_has_samples(data: Path, *, is_counted: bool) -> None:
-    """Raise if `data` holds lengths instead of samples."""
+    """Raise UserError if `data` is a folder, or holds lengths instead of samples."""
     wanted = "give the annotation file, or meta JSON, that the lengths were scanned from"
     if is_counted:
         raise UserError(

@@ -117,7 +117,7 @@ def lint(
 
 
 def _find_model(launch: Launch) -> str:
-    """Return the known model that the line names."""
+    """Return the first model named by the line with known sizes. UserError if none."""
     from omnibal.trainers.lint.line import named_models
 
     names = named_models(launch)
@@ -129,7 +129,7 @@ def _find_model(launch: Launch) -> str:
 
 
 def _read_line(line: str) -> str:
-    """Return `line`, or the text of the script if it is a path."""
+    """Return `line`, or the script's text if it is a path. UserError if it cannot be read."""
     if not line.strip():
         raise UserError("the launch line is empty; give a command in quotes, or a script's path")
     if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:

@@ -1,4 +1,4 @@
-"""Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and keys of all families."""
+"""config.json tables of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and keys all families share."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
 
 
 class Rope(Numbered):
-    """RoPE description; keys of unsupported scalings are ignored."""
+    """RoPE table of config.json; keys of unsupported scalings are ignored."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -44,12 +44,12 @@ class Rope(Numbered):
 
     @property
     def kind(self) -> str:
-        """Scaling type."""
+        """RoPE type, "default" if not given."""
         return self.rope_type or self.type or "default"
 
     @property
     def numbers(self) -> dict[str, float | None]:
-        """Numbers of the scaling, None if absent."""
+        """Numbers of Llama 3.1's scaling by key, None if absent."""
         return self.model_dump(include=set(_ROPE_NUMBERS[SCALES_WAVES]))
 
 
@@ -59,7 +59,7 @@ class TextTable(HubTable):
     default_theta: ClassVar[float] = 10_000.0
     tied_by_default: ClassVar[bool] = False
     inner_ties_too: ClassVar[bool] = False  # Transformers ties by this table or the outer one
-    # Keeps head_size in the model even if it is hidden_size / heads, as in the presets.
+    # Whether `sizes` keep a head_size of hidden_size / heads, as the presets do.
     states_head_size: ClassVar[bool] = False
     chat_template: ClassVar[ChatTemplateName] = "tokenizer"  # of the newest releases
 
@@ -81,7 +81,7 @@ class TextTable(HubTable):
 
     @property
     def rope(self) -> Rope:
-        """RoPE description, in either spelling."""
+        """RoPE table: rope_parameters, else rope_scaling, else empty."""
         return self.rope_parameters or self.rope_scaling or Rope()
 
     @property
@@ -127,7 +127,7 @@ class TextTable(HubTable):
         return [LayerKind()]
 
     def is_tied(self, outer: bool | None = None) -> bool:
-        """Return whether the head is tied to the token embedding; `outer` is the outer table's."""
+        """Return whether head and embedding are tied; `outer`, if set, overrides this table."""
         inner = self.tie_word_embeddings
         stated = inner if outer is None else outer
         tied = self.tied_by_default if stated is None else stated
@@ -149,7 +149,7 @@ class TextTable(HubTable):
         return ModelConfig(name=name, language=language, chat_template=self.chat_template)
 
     def check_rope(self) -> None:
-        """Raise ValueError for an unsupported RoPE in a trained family."""
+        """Raise ValueError for an unsupported RoPE; families that are only planned accept all."""
 
 
 class LayeredText(TextTable):
@@ -167,7 +167,7 @@ class LayeredText(TextTable):
         return self
 
     def full_layers(self, every: int) -> list[bool]:
-        """Return whether layers have full attention, [layers]; default: every `every`-th."""
+        """Return whether layers have full attention, [layers]; every `every`-th by default."""
         if self.layer_types is not None:
             return [kind == "full_attention" for kind in self.layer_types]
         return [(at + 1) % every == 0 for at in range(self.num_hidden_layers)]
@@ -176,7 +176,7 @@ class LayeredText(TextTable):
 class GroupedText(LayeredText):
     """Language model with grouped-query attention and dense feed-forwards."""
 
-    architecture: ClassVar[str]  # class in Transformers
+    architecture: ClassVar[str]  # entry of `architectures` in config.json
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _ROPE_NUMBERS
 
     intermediate_size: PositiveInt
@@ -184,7 +184,7 @@ class GroupedText(LayeredText):
     layer_types: tuple[Literal["full_attention"], ...] | None = None
 
     def check_rope(self) -> None:
-        """Raise ValueError for an unsupported RoPE that changes the model."""
+        """Raise ValueError for a RoPE that is unsupported, incomplete or contradictory."""
         rope, older, newer = self.rope, self.rope_scaling, self.rope_parameters
         kind, numbers = rope.kind, rope.numbers
         if kind not in self.rope_numbers:
@@ -204,7 +204,7 @@ class GroupedText(LayeredText):
             raise ValueError(f"has rope_theta {self.theta}; it must be a whole number")
 
     def check_trained(self) -> None:
-        """Raise ValueError for unsupported features of trained layers."""
+        """Raise ValueError for a RoPE or layers that the trainer does not build."""
         self.check_rope()
 
 
@@ -311,7 +311,7 @@ LANGUAGES: dict[LanguageType, type[GroupedText]] = {
 
 
 def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> LanguageType:
-    """Return the language model type of a table, by architecture or model_type."""
+    """Return the type in `known` by architecture, else model_type. ValueError if there is none."""
     classes = given.get("architectures")
     stated = classes[0] if isinstance(classes, list) and classes else given.get("model_type")
     for kind in known:
@@ -324,27 +324,27 @@ def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> 
 def read_language_model(
     kind: type[TextTable], given: dict[str, Any], name: str, path: Path
 ) -> ModelConfig:
-    """Return a language model without encoders, of a file with table `kind`."""
+    """Return the model of a table of class `kind`, without encoders; `path` is for errors."""
     table = as_table(kind, given, str(path))
     table.check_rope()
     return table.as_model(name, tied_head=table.is_tied())
 
 
 def auxiliary_loss(coefficient: float, experts_per_token: int, layers: int) -> float:
-    """Return the per-layer coefficient equivalent to Transformers' router_aux_loss_coef."""
+    """Return Megatron-core's per-layer coefficient for Transformers' router_aux_loss_coef."""
     # Transformers' `load_balancing_loss_func` pools all layers, and its shares sum to
     # experts_per_token. Megatron-core's loss of a layer is 1 for balanced experts.
     return coefficient * experts_per_token / layers
 
 
 def released_coefficient(auxiliary_loss: float, experts_per_token: int, layers: int) -> float:
-    """Return Transformers' router_aux_loss_coef equivalent to a per-layer coefficient."""
+    """Return Transformers' router_aux_loss_coef: the inverse of `auxiliary_loss`."""
     # 12 digits undo the rounding of both divisions.
     return float(f"{auxiliary_loss * layers / experts_per_token:.12g}")
 
 
 def runs_of(kinds: Sequence[LayerKind]) -> tuple[LayerRun, ...]:
-    """Return the shortest repeating pattern of runs with these layers, empty for plain layers.
+    """Return runs of equal layers in the shortest period of `kinds`, empty for plain layers.
 
     Example:
         >>> kinds = [LayerKind(window=8), LayerKind(window=8), LayerKind()] * 2

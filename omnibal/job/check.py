@@ -1,4 +1,4 @@
-"""Checks of a plan directory before training, and obstacles of this trainer."""
+"""Checks of a plan directory before training, and reasons why a plan cannot be trained."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -64,7 +64,7 @@ def check_plan(directory: Path) -> list[str]:
 
 
 def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
-    """Read and check a plan directory. With `to_train`, ignore the prediction's cost version."""
+    """Read and check a plan directory. `to_train`: first portion only, prediction not compared."""
     files, _ = check_and_open(directory, to_train=to_train)
     if to_train or files.plan.data is None or not files.plan.data.portions:
         return files
@@ -72,7 +72,7 @@ def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
 
 
 def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFiles, list[str]]:
-    """Check a plan directory; return `open_plan`'s and `check_plan`'s results."""
+    """Check a plan directory; return its files, with at most one portion, and passed checks."""
     plan = read_plan(directory)
     _check_sharded(plan, directory)
     job = make_job(plan, directory)
@@ -118,7 +118,7 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
 
 
 def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Lengths]]) -> list[str]:
-    """Raise unless every source's sample counts match the packs."""
+    """Return the mixture's sentences; raise unless its sample counts match the packs."""
     mixture = data.mixture
     if mixture is None:
         return []
@@ -144,7 +144,7 @@ def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Leng
 def _check_portion(
     files: PlanFiles, data: DataPlan, index: int, *, to_train: bool
 ) -> tuple[tuple[ScheduledPacks, Lengths], list[str]]:
-    """Read and check one portion as a separate plan."""
+    """Read and check one portion as a separate plan; return packs, lengths and passed checks."""
     assert files.directory is not None, "portions are read from files"
     epoch, number = divmod(index, data.portions_per_epoch)
     plan, portion_data = files.plan.of_portion(index), data.of_portion(index)
@@ -163,7 +163,7 @@ def _check_portion(
 
 
 def _check_fewest(data: DataPlan) -> list[str]:
-    """Raise if packs are fewer than the lower bound, or return the gap above it."""
+    """Return the gap of an epoch's packs above the lower bound; raise if it is negative."""
     bound = data.fewest_packs
     if bound is None:
         return []
@@ -177,7 +177,7 @@ def _check_fewest(data: DataPlan) -> list[str]:
 
 
 def _check_settings(plan: Plan) -> list[str]:
-    """Raise for edited settings that change training but no figure checked before."""
+    """Raise if `model` or `data` was edited: some settings change no figure checked before."""
     hashes = plan.settings_sha256
     if hashes is None:  # not written by `omnibal plan`
         return []
@@ -193,7 +193,7 @@ def _check_settings(plan: Plan) -> list[str]:
 
 
 def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Lengths]:
-    """Read and check the portion trained from `step` on; return its steps, packs and lengths."""
+    """Read and check the portion that holds `step`; return its steps, packs and lengths."""
     data = files.plan.data
     if data is None or not data.portions:
         packs, lengths = files.steps
@@ -224,7 +224,7 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
 
 
 def training_obstacles(plan: Plan) -> list[str]:
-    """Return reasons why this trainer cannot train a valid plan, or an empty list."""
+    """Return reasons why a valid plan cannot be trained here, or by its target if it has one."""
     only_shapes = "the plan has shapes only and no data, so it cannot be trained"
     if plan.made_for is not None:
         return [] if plan.data is not None else [only_shapes]
@@ -313,7 +313,7 @@ def _foreign_settings(name: str, part: BaseModel) -> list[str]:
 
 
 def _foreign_experts(experts: ExpertsConfig | None) -> str:
-    """Return MoE settings that the trainer does not build, in words."""
+    """Return MoE settings that the trainer does not build, in brackets; empty if none."""
     if experts is None:
         return ""
     foreign = _foreign_settings("experts", experts)
@@ -326,7 +326,7 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
 
 
 def _check_partition(plan: Plan) -> str:
-    """Raise unless stages hold every unit once, in order, at every level."""
+    """Raise unless stages hold every unit once, in order, and recompute validly at all levels."""
     chunks = plan.schedule.chunks
     needed = plan.parallel.pipeline * chunks
     if len(plan.stages) != needed:
@@ -380,7 +380,7 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
 
 
 def _check_prediction(stored: Prediction, predicted: Prediction) -> None:
-    """Raise unless all figures agree with a prediction by the plan's costs and packs."""
+    """Raise if a figure of the new prediction differs from the plan's."""
     given = dict(_list_figures("prediction", stored))
     actual = dict(_list_figures("prediction", predicted))
     for name, value in actual.items():
@@ -509,10 +509,10 @@ def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> s
 
 
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
-    """Raise unless steps, ranks and slots are sorted and without gaps."""
+    """Raise unless steps, ranks and slots are in range, sorted and without gaps."""
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
-    # An epoch's odd step may have up to 1.5 times the micro-batches, with partial rounds of a
-    # level. Windowed ranks have unequal numbers, and steps of later portions may have more.
+    # An epoch's odd step may have up to 1.5 times the micro-batches, and a partial round per level.
+    # Windows have exact maxima. Other maxima are the first portion's; later ones may have more.
     ranks, slots = plan.parallel.data, data.micro_batches_per_step
     if not data.packs_are_maxima:
         slots = most_slots(data.packs_per_step, ranks) + len(plan.levels)
@@ -561,7 +561,7 @@ def _context_sizes(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
 
 
 def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
-    """Raise unless steps have the planned sizes and hash."""
+    """Raise unless steps have the planned sizes or windows, and hash."""
     steps = steps_of(packs)
     if data.window is None:
         passed, actual = _check_step_sizes(plan, data, packs), steps.sha256
@@ -577,7 +577,7 @@ def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
 
 
 def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
-    """Raise unless steps are the stream's windows in order."""
+    """Raise unless steps are the stream's windows in order, with the planned maxima."""
     for name, given, actual in (
         ("packs_per_step", data.packs_per_step, int(np.bincount(packs.step).max())),
         ("micro_batches_per_step", data.micro_batches_per_step, int(packs.slot.max()) + 1),
@@ -600,7 +600,7 @@ def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
 
 
 def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
-    """Raise unless all steps of an epoch but one have `packs_per_step` packs."""
+    """Raise unless all steps of an epoch but one have `packs_per_step` packs, or may vary."""
     if data.samples_per_step is not None:
         return f"steps have {len(packs.packs.samples) / packs.steps:,.0f} samples in the mean"
     slots = -(-data.packs_per_step // plan.parallel.data)
@@ -614,7 +614,7 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     sizes = np.bincount(packs.step, weights=_context_sizes(plan, packs)).astype(np.int64)
     epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
     others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
-    # Steps kept from a plan with other context sizes count each pack for other numbers of ranks.
+    # With levels, steps may be kept from a plan with other context sizes, so counts may differ.
     if data.method != "other" and not plan.levels and others.max() > 1:
         raise UserError(
             f"data.packs_per_step is {data.packs_per_step:,}, and {others.max():,} steps of an "
@@ -631,7 +631,7 @@ def _refuse_outside(column: np.ndarray, name: str, count: int) -> None:
 
 
 def _refuse_rows(wrong: np.ndarray, mistake: str, rule: str) -> None:
-    """Raise with the first wrong row [packs], if any."""
+    """Raise naming the first pack with `wrong`, bool [packs], if any."""
     rows = np.flatnonzero(wrong)
     if len(rows):
         raise UserError(

@@ -34,7 +34,7 @@ PORTIONS_FOLDER = "portions"  # with one subfolder of lengths and packs per port
 PROFILE_FILE = "profile.json"  # measured costs; absent if costs were counted
 REFIT_FILE = "refit.json"  # correction of the costs by a run, if any
 PLAN_FILES = PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE, REFIT_FILE
-MAX_EPOCHS = 1_000  # max epochs, as all are packed before training
+MAX_EPOCHS = 1_000  # as all are packed before training
 MAX_SEED = 2**63 - 1  # of an int64 column
 
 PackedBy = Literal["balanced", "isf", "next_fit", "other"]
@@ -51,7 +51,7 @@ class Shapes(Frozen):
 
 
 class SourceSeen(Frozen):
-    """Samples and tokens of one source of a mixture."""
+    """Samples of one source of a mixture, and how often the run trains them."""
 
     name: str
     samples: NonNegativeInt
@@ -65,7 +65,7 @@ class MixtureSeen(Frozen):
     sources: tuple[SourceSeen, ...]
 
     def sentences(self) -> list[str]:
-        """Return a sentence for each step of `by_step`."""
+        """Return a sentence per step of `by_step`: samples and epochs seen of every source."""
         return [
             f"by step {step:,}: "
             + ", ".join(
@@ -79,7 +79,7 @@ class MixtureSeen(Frozen):
 
 
 class DataPortion(Frozen):
-    """Packs and steps of some samples in one epoch."""
+    """Counts and content hashes of a portion of the samples in one epoch."""
 
     samples: Count
     left_out: NonNegativeInt = written_unless(0)
@@ -91,7 +91,7 @@ class DataPortion(Frozen):
 
 
 class DataPlan(Shapes):
-    """Origin of the packs, so that training can refuse other data."""
+    """How data are packed into steps, with hashes by which training refuses other data."""
 
     method: PackedBy
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
@@ -132,11 +132,11 @@ class DataPlan(Shapes):
 
     @property
     def runs_of_first(self) -> float:
-        """Samples of the run over samples of its first portion."""
+        """Size of the run relative to its first portion, in samples."""
         return self.epochs * self.samples / self.portions[0].samples
 
     def of_portion(self, index: int) -> "DataPlan":
-        """Return one portion as the data of a plan without portions."""
+        """Return portion `index` of the run as the data of a plan without portions."""
         fields = dict(self.portions[index])
         fields |= {"epochs": 1, "portions": (), "fewest_packs": None, "mixture": None}
         # The curriculum is at the start of the run, so in the first portion.
@@ -144,7 +144,7 @@ class DataPlan(Shapes):
 
     @classmethod
     def join(cls, first: "DataPlan", portions: Sequence[DataPortion], epochs: int) -> "DataPlan":
-        """Return the data of all portions, with the settings of `first`."""
+        """Return the data of all portions: sums and joint hashes, with the settings of `first`."""
         # Samples are the same in every epoch, so they count once.
         one_epoch = portions[: len(portions) // epochs]
         joined: dict[str, object] = {"epochs": epochs, "portions": tuple(portions)}
@@ -176,9 +176,9 @@ class DataPlan(Shapes):
 
 
 class PlannedLevel(Level):
-    """A level with the recomputed layers of every stage."""
+    """A level of a plan, with recomputation of its own."""
 
-    recompute: tuple[tuple[SpanText, ...], ...]  # layers of every stage to recompute
+    recompute: tuple[tuple[SpanText, ...], ...]  # layers to recompute, per entry of `Plan.stages`
 
     @property
     def plain_level(self) -> Level:
@@ -186,7 +186,7 @@ class PlannedLevel(Level):
 
 
 class SettingsHashes(Frozen):
-    """SHA-256 of a plan's settings, to detect edits."""
+    """SHA-256 of a plan's settings, to detect edits of plan.json."""
 
     model: str
     data: str | None  # None for a plan of shapes only
@@ -203,7 +203,7 @@ class SettingsHashes(Frozen):
 
 
 _SAMPLE_FIELDS = {"samples", "lengths_sha256"}  # DataPortion fields that are equal in all epochs
-# DataPlan fields that its packs and lengths determine: their own hashes detect edits.
+# DataPlan fields that checks of the files cover: counts, content hashes and lower bound.
 _FIELDS_IN_FILES = {*DataPortion.model_fields, "portions", "fewest_packs", "mixture", "origin"}
 
 
@@ -253,11 +253,11 @@ class Plan(Frozen):
         return self
 
     def trained_towers(self, cut: int) -> frozenset[str]:
-        """Return towers and deepstack features with a gradient sent back over the cut after `cut`.
+        """Return towers and deepstack features with gradients sent back to entry `cut` of `stages`.
 
-        A gradient is sent if anything upstream is trained: of an encoder, its units in stages 0 to
-        `cut`; of deepstack, all of these but the projector; of the language model, also
-        data-parallel encoders.
+        Upstream are entries 0 to `cut`, and data-parallel encoders. An encoder needs a
+        trained unit upstream, its deepstack features one that is no projector, and the language
+        model a trained unit of any tower.
         """
         kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
         upstream = {name for stage in before for name in stage_units(kinds, stage)}
@@ -273,7 +273,7 @@ class Plan(Frozen):
 
     @property
     def token_multiple(self) -> int:
-        """Micro-batches are padded to a multiple of this, for sequence parallelism and FP8."""
+        """Tokens of a micro-batch are padded to a multiple of this, for SP and FP8."""
         parts = self.parallel.tensor if self.parallel.sequence_parallel else 1
         return parts * (FP8_MULTIPLE if self.precision == "fp8" else 1)
 
@@ -316,7 +316,7 @@ class Plan(Frozen):
         return Stage(units=tuple(span for part in parts for span in part.units))
 
     def of_portion(self, index: int) -> "Plan":
-        """Return the plan of one portion. Only the first keeps the prediction."""
+        """Return the plan of portion `index`. Only the first keeps the run's prediction."""
         assert self.data is not None, "the plan has data"
         update: dict[str, object] = {"data": self.data.of_portion(index)}
         return self.model_copy(update=update | ({"prediction": None} if index else {}))
@@ -328,7 +328,7 @@ class Plan(Frozen):
 
     @property
     def known_prediction(self) -> Prediction:
-        """The prediction; raises if absent."""
+        """The prediction; AssertionError if absent."""
         assert self.prediction is not None, "`omnibal plan` predicts every plan"
         return self.prediction
 
@@ -415,7 +415,7 @@ def portion_packs_file(epoch: int) -> str:
 
 
 def plan_sha256(plan: Plan) -> str:
-    """Hash a plan without its prediction."""
+    """Return the SHA-256 of a plan without its prediction."""
     return _hash_text(plan.model_dump_json(exclude={"prediction"}))
 
 

@@ -1,8 +1,8 @@
 """Portions of a plan's data on disk, written and read one at a time to bound memory.
 
 `portions/00003/lengths.parquet` has a portion's samples (`sample`: row in the data), and
-`packs-001.parquet` its packs in the second epoch. Samples, steps and epochs in files count from
-0; `count_through_run` numbers them through the run, as the trainer does.
+`packs-001.parquet` its packs in the second epoch. Packs files count samples, steps and epochs from
+0 in the portion; `count_through_run` numbers steps and epochs through the run, for the trainer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ class EarlierPortions:
         return PackSettings()
 
 
-AllPortions = PortionedSamples | EarlierPortions  # of a new plan, planned on the first portion
+AllPortions = PortionedSamples | EarlierPortions  # to write; a plan is searched on the first
 
 
 def write_portions(
@@ -61,7 +61,7 @@ def write_portions(
     schedule: Callable[[Lengths, PortionPlace], ScheduledPacks],
     directory: Path,
 ) -> tuple[DataPortion, ...]:
-    """Schedule and write every portion of every epoch, one at a time in memory."""
+    """Schedule and write all portions of all epochs; return counts and hashes, in run order."""
     written = []
     for place in starmap(PortionPlace, product(range(samples.epochs), range(samples.count))):
         folder = portion_folder(directory, place.number)
@@ -76,7 +76,7 @@ def write_portions(
 
 
 def bound_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
-    """Return a lower bound of packs over all portions, at most `found`."""
+    """Return a lower bound on an epoch's packs over all portions; `found` packs are enough."""
     counts = (
         SizeCounts.from_sizes(samples.samples(n).sizes(caps.names)) for n in range(samples.count)
     )
@@ -99,7 +99,7 @@ def _read_lengths(data: DataPlan, number: int, directory: Path) -> Lengths:
 
 
 def check_hash(file: Path | str, actual: str, planned: str) -> None:
-    """Raise if a file's hash differs from the plan's."""
+    """Raise UserError if a file's content hash differs from the plan's."""
     if actual != planned:
         raise UserError(
             f"{file} has the content hash {actual[:12]}, but plan.json says {planned[:12]}: "
@@ -108,7 +108,7 @@ def check_hash(file: Path | str, actual: str, planned: str) -> None:
 
 
 def portion_of_step(data: DataPlan, step: int) -> int:
-    """Return the index of a step's portion."""
+    """Return the index in `data.portions` that holds a step of the run."""
     return int(np.searchsorted(data.first_steps, step, side="right")) - 1
 
 
@@ -121,7 +121,7 @@ def count_through_run(packs: ScheduledPacks, data: DataPlan, index: int) -> Sche
 def join_portions(
     data: DataPlan, directory: Path, steps: Sequence[int] | None = None
 ) -> PacksAndLengths:
-    """Return packs of all or some steps, numbered through the run, and their samples' lengths."""
+    """Return packs of all or some steps of the run, and their samples' lengths in data order."""
     indices: Iterable[int] = range(len(data.portions))
     if steps is not None:
         indices = sorted({portion_of_step(data, step) for step in steps})
@@ -129,7 +129,7 @@ def join_portions(
     for index in indices:
         packs, lengths = read_portion(data, index, directory)
         packs, rows = count_through_run(packs, data, index), np.arange(len(lengths))
-        # Until the end, packs name samples by their row in the data: every epoch repeats portions.
+        # Every epoch repeats portions, so packs name samples by row in the data until the end.
         place = lengths.annotation_indices(rows)
         if steps is not None:
             packs = packs.take(np.flatnonzero(np.isin(packs.step, steps)))

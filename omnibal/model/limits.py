@@ -47,7 +47,7 @@ class Caps(RootModel[dict[_Key, Count]]):
 
     @classmethod
     def of(cls, **limits: int) -> Self:
-        """Return caps by feature name."""
+        """Return these caps; keyword arguments are names of features."""
         return cls({f"max_{name}": cap for name, cap in limits.items()})
 
     @property
@@ -74,7 +74,7 @@ class Caps(RootModel[dict[_Key, Count]]):
         return self.join("and")
 
     def join(self, before_last: str) -> str:
-        """Return caps and features, such as "9 tiles or 4096 tokens" with `before_last` "or"."""
+        """Return the caps in words, such as "9 tiles or 4096 tokens" with `before_last` "or"."""
         return words([f"{self[name]} {name}" for name in self.names], before_last)
 
     @property
@@ -89,7 +89,7 @@ def in_canonical_order(names: Iterable[str]) -> list[str]:
 
 
 def option_of(name: str) -> str:
-    """Return the command-line option that limits a feature, without its value."""
+    """Return the option that limits a feature without its value: --max-tokens, --limit frames."""
     return f"--max-{name}" if name in _OPTION_FEATURES else f"--limit {name}"
 
 
@@ -105,7 +105,7 @@ def check_limits(
     Args:
         names: limited features.
         whose: name of the model or data, for the message.
-        others: items with optional limits.
+        others: items with optional limits; `loss_tokens` is always one.
     """
     needed = in_canonical_order([*items, _TOKENS])
     optional = in_canonical_order({*others, _LOSS_TOKENS} - {*needed})
@@ -132,7 +132,7 @@ def words(parts: Sequence[str], before_last: str = "and") -> str:
 
 
 def memory_cap_gib(cluster: ClusterConfig) -> float:
-    """Return the memory of a device that plans may use, in GiB."""
+    """Return memory per device that plans may use, in GiB."""
     return USABLE_MEMORY_FRACTION * cluster.memory_gib
 
 

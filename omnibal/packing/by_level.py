@@ -16,11 +16,11 @@ from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 
-_LOOKAHEAD = 1024  # max samples considered per pack, which keeps the work linear
+_LOOKAHEAD = 1024  # max samples of a level considered per pack, which keeps the work linear
 
 
 def levels_of_samples(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Return the smallest level that holds each sample, int32 [samples]."""
+    """Return the smallest level that holds each sample, int32 [samples]. UserError if none does."""
     check_samples_fit(lengths, largest_caps(levels))
     return _smallest_that_hold(levels, len(lengths), lengths.column)
 
@@ -49,7 +49,7 @@ def pack_by_level(
     *,
     may_fill: np.ndarray | None = None,
 ) -> Packs:
-    """Pack every sample at its level, or into free capacity of a longer level's pack.
+    """Return packs, longest level first: samples are in their level's, or fill a longer level's.
 
     Args:
         levels: by ascending caps.
@@ -80,14 +80,13 @@ def fill_packs(
     sizes: np.ndarray,
     allowed: np.ndarray | None,
 ) -> tuple[Packs, list[np.ndarray]]:
-    """Fill packs with the first samples that fit, longest level first.
+    """Return packs filled with the first samples that fit, longest level first, and queues left.
 
     Args:
-        queues: samples of every shorter level, in the order tried.
+        caps: of these packs, [features].
+        queues: samples of every shorter level by ascending caps, in the order tried.
+        sizes: of all samples, [features, samples].
         allowed: samples that may be taken, bool [samples], default all.
-
-    Returns:
-        The filled packs, and the samples left in every queue.
     """
     waiting = [_Queue(queue, sizes, allowed) for queue in queues]
     room = caps[:, None] - np.stack([packs.sums(row) for row in sizes])  # [features, packs]
@@ -103,17 +102,17 @@ def fill_packs(
 
 
 class _Queue:
-    """Queue of one level's samples, of which only a window is tried per pack."""
+    """Queue of one level's samples. Only a window of the first is tried per pack."""
 
     def __init__(self, samples: np.ndarray, sizes: np.ndarray, allowed: np.ndarray | None):
         self._sizes = sizes
         mask = np.ones(len(samples), bool) if allowed is None else allowed[samples]
         self._refused, self._allowed = samples[~mask], samples[mask]
-        self._next = 0  # first sample of `_allowed` after the window
+        self._next = 0  # place in `_allowed` after the window
         self._window = self._allowed[:0]
 
     def take_first_fits(self, room: np.ndarray) -> np.ndarray:
-        """Remove and return each sample of the window that fits in turn. `room` is [features]."""
+        """Remove and return samples of the window that fit in turn. `room`: capacity [features]."""
         wanted = _LOOKAHEAD - len(self._window)
         more = self._allowed[self._next : self._next + wanted]
         self._window, self._next = np.concatenate([self._window, more]), self._next + len(more)

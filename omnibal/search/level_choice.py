@@ -38,7 +38,7 @@ _MOST_WORSE = 2  # consecutive slower context sizes that end the search
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WholeModel:
-    """Time and memory of all units on one share. Vectors have one coefficient per feature."""
+    """Time and memory of all units for one rank's share of a pack, linear in its features."""
 
     cost: CostModel
     pass_ms: np.ndarray  # forward and backward without recomputation, [features]
@@ -69,7 +69,7 @@ class WholeModel:
         )
 
     def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: float) -> float:
-        """Share of layers to recompute to fit shares [shares, features]. Infinite if impossible."""
+        """Fraction of layers to recompute so that all shares [shares, features] fit, else inf."""
         stages = job.parallel.pipeline
         in_flight = min(stages, micro_batches) / stages  # 1F1B, mean over stages
         room = job.memory_cap_gib * GIB - self.state_bytes / stages
@@ -82,7 +82,7 @@ class WholeModel:
 
 
 def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
-    """Return the powers of two that divide the data-parallel size, if `caps` leave large shares."""
+    """Return powers of two that divide DP, with at least _LEAST_SHARE_TOKENS of `caps` per rank."""
     ranks, most = job.parallel.data, MAX_CONTEXT
     if caps is not None:
         most = min(most, max(caps["tokens"] // _LEAST_SHARE_TOKENS, 1))
@@ -91,13 +91,13 @@ def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
 
 
 def has_good_shares(level: Level) -> bool:
-    """Whether a rank's share of a full pack is large enough to be chosen without need."""
+    """Return whether a full pack has at least GOOD_SHARE_TOKENS tokens per rank."""
     return level.caps["tokens"] >= GOOD_SHARE_TOKENS * level.context
 
 
 def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
     """Yield a level of these caps with every context size, cut and exchange to try."""
-    # Times of squared text and image tokens relative to a token.
+    # Weights: time per squared text or image token over time per token.
     whole = WholeModel.from_job(job, job.cost)
     each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
     attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))  # per token^2
@@ -129,14 +129,14 @@ class FormEstimate:
 def estimated_form(
     job: JobSpec, level: Level, packs: Packs, lengths: Lengths, tokens_per_step: float
 ) -> FormEstimate:
-    """Estimate the time of all packs of one level.
+    """Return the estimated time of all packs of one level.
 
-    Packs with similar times form a row, with the time of its slowest share. `tokens_per_step` is of
-    one rank.
+    Packs with similar times form a row, with the time of its slowest share. `tokens_per_step` are
+    per rank.
     """
     (cost,) = job.costs_at([level])
     whole = WholeModel.from_job(job, cost)
-    # [packs, ranks, F]
+    # [packs, ranks, features]
     parts = job.with_exposed(part_features(packs, lengths, level, cost.features))
     micro_batches = max(tokens_per_step * level.context / level.caps["tokens"], 1.0)
     again = whole.recomputed_share(parts.reshape(-1, parts.shape[2]), job, micro_batches)
@@ -158,7 +158,7 @@ def good_forms(
     tokens_per_step: float,
     contexts: Sequence[int] | None = None,
 ) -> list[FormEstimate]:
-    """Return the fastest feasible form of each context size, by ascending context size.
+    """Return the fastest form that fits of each context size, by ascending context size.
 
     Times first fall with the context size (less recomputation) and then rise (more communication),
     so the search ends after two sizes slower than the best, or at small shares without need.
@@ -181,11 +181,11 @@ def good_forms(
     return found
 
 
-_CHUNK = 1 << 17  # chunk of samples, to bound memory
+_CHUNK = 1 << 17  # samples at a time, to bound memory
 
 
 def least_ms_per_sample(job: JobSpec, lengths: Lengths) -> float:
-    """Return a lower bound on the time per sample of all ranks.
+    """Return a lower bound on the job's time per sample in ms, with all devices at work.
 
     Counts each sample's forward and backward, evenly spread over devices. With context size c, it
     adds the minimal exchange and the minimal recomputation to fit this sample alone with one
@@ -200,11 +200,11 @@ def least_ms_per_sample(job: JobSpec, lengths: Lengths) -> float:
 
 
 def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
-    """Min device time of every sample, [samples]."""
+    """Lower bounds on samples' times in ms, summed over PP and DP ranks, [samples]."""
     whole = WholeModel.from_job(job, job.cost)
     alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
     features = pack_features(alone, lengths, job.cost.features)
-    # Fixed costs are shared by the samples of a pack.
+    # Samples of a pack share its fixed costs, so a bound per sample has none.
     features[:, 0] = 0
     room = job.parallel.pipeline * job.memory_cap_gib * GIB - whole.state_bytes  # of all stages
     saved, layers_ms = features @ whole.saved_bytes.T, features @ whole.recompute_ms.T

@@ -2,7 +2,7 @@
 
 All sizes that the model and the cluster allow, with possible weight shardings, are compared by time
 per sample (`omnibal.search.trial`) at the same samples per step, samples and packs. Free caps are
-tried on a few levels for every strategy, then refined around the best for the best few.
+tried on a coarse grid for every strategy, then refined for the best few.
 
 Packs are shared by all strategies. Candidates are planned in the order of lower bounds on their
 time (`omnibal.pipeline.bounds`) and skipped if the bound exceeds the best time. With more than
@@ -35,7 +35,7 @@ _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 _MOVE = 2**0.25  # halfway between two caps of the grid
 _MOVES_OF_CAPS = 6  # for two kinds of caps: either and both, smaller and larger
 _FINALISTS = 3  # sizes to refine caps for
-_LISTED_CAUSES = 2  # longer lists are not read
+_LISTED_CAUSES = 2  # causes to name; longer lists are not read
 _MIN_CAUSE = 0.01  # min share of the best time per sample for a cause to be named
 _NAMED_GAIN = 0.005  # min possible gain of unplanned sizes to say how to plan them
 _DIGIT_TOLERANCE = 1e-6  # tolerance before rounding down, as a share of the last digit shown
@@ -43,16 +43,16 @@ _DIGIT_TOLERANCE = 1e-6  # tolerance before rounding down, as a share of the las
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuledOut:
-    """Parallel sizes that were not planned."""
+    """Parallel sizes that are not in the ranking."""
 
     sizing: Sizing
     need_gib: float | None = None
-    """Min memory per device over all caps tried and splits. Set if no caps fit."""
+    """Lower bound on memory per device over all caps tried. Set if none fit."""
     most_samples_per_second: float | None = None
     """Upper bound. Set if some caps may fit and all such caps have a bound."""
     why: str
     estimated_samples_per_second: float | None = None
-    """Estimate. Set if bounds do not prove it slower than the best strategy."""
+    """Estimate, calibrated on the best plan. Set if caps were estimated and none planned."""
 
     @property
     def parallel(self) -> Parallel:
@@ -60,19 +60,19 @@ class RuledOut:
 
     @property
     def fastest(self) -> float:
-        """Samples per second for sorting: estimate or upper bound. 0 if it does not fit."""
+        """Samples per second for sorting: estimate, else upper bound, else 0."""
         return self.estimated_samples_per_second or self.most_samples_per_second or 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySearch:
-    """Ranking of strategies, and strategies that were ruled out."""
+    """Ranking of strategies, and parallel sizes that were ruled out."""
 
     gpus: int
     samples_per_step: int
     ranking: tuple[Strategy, ...] = ()  # planned strategies, fastest first
     ruled_out: tuple[RuledOut, ...] = ()
-    """Strategies slower by their bounds, then strategies that do not fit, by memory."""
+    """Fastest first by estimate or bound, then by memory needed. `without` adds in front."""
     choices: int  # tried combinations of sizes and caps
     planned: int  # planned choices that may win by their bounds
     gap: float
@@ -85,7 +85,7 @@ class StrategySearch:
         return self.ranking[0]
 
     def with_ranking(self, ranking: Sequence[Strategy], ruled_out: Sequence[RuledOut]) -> Self:
-        """Return the result with these strategies, and why each is behind the first."""
+        """Return the result with these strategies, and why each is slower than the first."""
         best = ranking[0]
         return replace(
             self,
@@ -96,19 +96,19 @@ class StrategySearch:
         )
 
     def led_by(self, strategy: Strategy) -> Self:
-        """Return the result with the best strategy on all data first."""
+        """Return the result with `strategy` moved to the front, as the best on all data."""
         others = [other for other in self.ranking if other != strategy]
         return self.with_ranking([strategy, *others], self.ruled_out)
 
     def without(self, lost: Strategy, why: str) -> Self:
-        """Return the result without a strategy, which must not be the only one."""
-        # Reasons of the same strategy differ by the best that it is compared with.
+        """Return the result with a strategy ruled out, which must not be the only one."""
+        # Compare choices: copies of a strategy may differ in `why`, by the best at that time.
         others = [strategy for strategy in self.ranking if strategy.choice != lost.choice]
         return self.with_ranking(others, [RuledOut(sizing=lost.sizing, why=why), *self.ruled_out])
 
 
 def progress_total(request: StrategyRequest) -> int:
-    """Total of the progress that `search_strategies` reports."""
+    """Return the total of the progress that `search_strategies` reports."""
     sizings = len(possible_sizings(request))
     if request.caps is not None:
         return sizings + 2 * _MOST_PLANNED
@@ -119,7 +119,7 @@ def progress_total(request: StrategyRequest) -> int:
 def search_strategies(
     request: StrategyRequest, on_progress: Callable[[int], None], processes: int = 1
 ) -> StrategySearch:
-    """Rank all strategies by predicted time per sample."""
+    """Return strategies ranked by predicted time per sample. UserError if none can be planned."""
     sizings = possible_sizings(request)
     setting, space = Setting(request=request.draw_samples(), packs={}), cap_space(request)
     grid = space.grid() if request.caps is None else [request.caps]
@@ -143,7 +143,7 @@ def search_strategies(
 
 
 def possible_sizings(request: StrategyRequest) -> list[Sizing]:
-    """Return all parallel sizes on these GPUs with their encoder placements."""
+    """Return all parallel sizes and encoder placements on these GPUs. UserError if none."""
     sizings, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
@@ -189,9 +189,9 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 
 def _able(request: StrategyRequest, layouts: Sequence[Parallel]) -> list[Parallel]:
-    """Return the layouts that can run the schedule. Raises if none can."""
+    """Return the layouts that can run the schedule. UserError if none can."""
     if request.schedule == ONE_FORWARD_ONE_BACKWARD.name:
-        # One job shows what is wrong for all layouts; the costs of each take 50 ms to count.
+        # Every layout runs 1F1B. One shows errors of all: counting costs takes 50 ms per layout.
         request.job.with_sizes(layouts[0])
         return list(layouts)
     jobs = [request.job.with_sizes(parallel) for parallel in layouts]
@@ -202,7 +202,7 @@ def _able(request: StrategyRequest, layouts: Sequence[Parallel]) -> list[Paralle
 def layouts_of(
     job: JobSpec, gpus: int, ways: Sequence[WeightSharding], *, divides: bool = True
 ) -> list[Parallel]:
-    """Return layouts of a job on some GPUs in these shardings, which it may not allow.
+    """Return all layouts of `gpus` GPUs in these shardings, including any that `job` disallows.
 
     Args:
         divides: whether tensor sizes above 1 use sequence parallelism.
@@ -219,7 +219,7 @@ def layouts_of(
         for pipeline in _divisors(gpus // tensor)
         for expert in expert_sizes(job.model, tensor, gpus // tensor // pipeline)
     ]
-    # None: impossible
+    # None if the sharding is impossible
     held = ((way, parallel.with_sharding(way, job.cluster)) for parallel in whole for way in ways)
     always = job.trainer.always_shards
     # On one rank sharded and replicated are equal, unless the trainer always shards.
@@ -227,11 +227,11 @@ def layouts_of(
 
 
 def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
-    """Whether sizes are worth searching if sharding is free.
+    """Return whether sizes are worth searching if sharding is free.
 
-    Excludes pipelines that gather weights over the network for every micro-batch or shard weights
-    within a node in two ways. Also excludes replicated groups that contain every expert once: each
-    rank would keep all state of its experts, while ranks with replicated weights shard it.
+    With PP > 1, excludes sharding that gathers over the network for every micro-batch, or with TP.
+    Also excludes shard groups with a single copy of every expert: each rank would keep all state of
+    its experts, which is sharded if weights are replicated.
     """
     if parallel.sharded == 1:
         return True
@@ -272,7 +272,7 @@ def _check_given(request: StrategyRequest) -> None:
 
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
-    """Error message for impossible given sizes. `others` are possible without them."""
+    """Return the error message for impossible given sizes. `others` are possible without them."""
     sizes = request.sizes
     given = sizes.fixed_sizes | ({} if sizes.expert is None else {"--ep": sizes.expert})
     fixed = " ".join(f"{name} {size}" for name, size in given.items())
@@ -322,7 +322,7 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
 
 
 def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
-    """Add the slowdown relative to the best to sizes with an estimate or bound."""
+    """Set `why` to the slowdown relative to the best, for sizes with an estimate or bound."""
     if not ruled_out.fastest:
         return ruled_out
     slower = 1e3 / ruled_out.fastest / best.ms_per_sample - 1
@@ -334,11 +334,11 @@ def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
 
 
 def _name_causes(strategy: Strategy, best: Strategy) -> str:
-    """Main causes of the difference."""
+    """Return the main causes of the added time, as shares of the best's."""
     if strategy == best:
         return "best"
     own, others = strategy.lost.causes(), best.lost.causes()
-    # Ideal times differ by work that tensor parallelism does not divide.
+    # "compute": ideal times differ by work that tensor parallelism does not divide.
     share = {
         "compute" if name == "ideal" else name: (ms - others.get(name, 0.0)) / best.ms_per_sample
         for name, ms in own.items()
@@ -377,7 +377,7 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
 
 
 def _most_packs(trials: BoundedTrials) -> str:
-    """Max packs in a step of the requested samples, at any caps, rounded down to three digits."""
+    """Return max packs of a step's samples at any caps tried, rounded down to three digits."""
     if trials.setting.request.given is not None:
         return "too few"
     alone, setting = Sizing(Parallel(pipeline=1)), trials.setting  # one rank gets all packs

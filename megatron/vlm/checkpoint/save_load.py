@@ -80,6 +80,7 @@ class CheckpointWriter:
 
     Args:
         stages: this rank's chunks of the model, and data-parallel encoders.
+        keep_last: number of newest checkpoints to keep, None for all.
         asynchronous: whether `save` returns as soon as the state is copied.
     """
 
@@ -118,7 +119,7 @@ class CheckpointWriter:
         Weights must be gathered (`Trainer.wait_for_weights`), and may change on return.
 
         Args:
-            training_state: returned by a load; JSON-serializable and equal on all ranks.
+            training_state: returned by `load_checkpoint`; plain JSON, equal on all ranks.
         """
         self.finish()
         if step == self.newest_step:
@@ -136,7 +137,7 @@ class CheckpointWriter:
             self._complete(self._pending)
 
     def finish(self) -> None:
-        """Wait for the pending save and for the removal of old checkpoints."""
+        """Complete the pending save, and wait for the removal of old checkpoints."""
         if self._pending is not None:
             wait(self._pending.files)
             # Poll: one long wait for a slow rank could exceed the collectives' timeout.
@@ -149,7 +150,7 @@ class CheckpointWriter:
                 _log.info(f"old checkpoints are not removed: {reason(error)}")
 
     def _start(self, step: int, training_state: dict[str, Any]) -> "_PendingSave":
-        """Plan the save, copy the state and start writing."""
+        """Plan the save, copy the state and start writing. _RankError if any rank fails."""
         path = part_path(self._directory, step)
         _agree(partial(_on_first_rank, begin_checkpoint, self._directory, step), self._group)
         _agree(partial(_check_shared, path), self._group)
@@ -191,7 +192,7 @@ class CheckpointWriter:
     def _prepare_writes(
         self, writer: FileSystemWriterAsync, path: Path, common: dict[str, Any]
     ) -> "list[Callable[[], _WrittenFile]]":
-        """Return functions that write this rank's files from copies that training cannot change."""
+        """Copy tensors that may change, and return functions that write this rank's files."""
         changing = set()
         if self._asynchronous:
             tensors = self._state.changing_tensors()
@@ -212,7 +213,7 @@ class CheckpointWriter:
         return running.item() == 0
 
     def _complete(self, save: "_PendingSave") -> None:
-        """Publish all ranks' files as the newest checkpoint."""
+        """Publish all ranks' files as the newest checkpoint, or drop the save if one failed."""
         self._pending = None
         try:
             written = _agree(lambda: [file.result() for file in save.files], self._group)
@@ -269,7 +270,7 @@ class _Planner(TorchDistSaveShardedStrategy):
 class _PendingSave:
     step: int
     writer: FileSystemWriterAsync
-    metadata: Metadata | None  # the checkpoint's metadata on rank 0, None on others
+    metadata: Metadata | None  # None except on rank 0
     files: "list[Future[_WrittenFile]]"
 
 
@@ -325,9 +326,9 @@ def _check_shared(path: Path) -> None:
 def _copy_to_host(
     buckets: Sequence[WriteBucket], changing: set[int], copies: dict[Any, torch.Tensor]
 ) -> list[WriteBucket]:
-    """Return the buckets on the host. Host tensors are copied if their storage is in `changing`.
+    """Return the buckets on the host. Host tensors are cloned if their storage is in `changing`.
 
-    `copies` are page-locked, by place in the save, and overwritten by the next save.
+    `copies`: page-locked copies of device tensors by place in the save; later saves reuse them.
     """
     numbers = count()
 
@@ -377,7 +378,7 @@ def _open_new_file(path: Path) -> "Iterator[io.BufferedWriter[_ChecksummedFile]]
     try:
         with io.BufferedWriter(_ChecksummedFile(path, "w")) as stream:
             yield stream
-            # Flush first: core's writer syncs before, and may lose the end of a file.
+            # Core's writer syncs before the last flush, and may lose the end of a file.
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
@@ -418,7 +419,7 @@ class LoadedCheckpoint:
     """State to resume from."""
 
     step: int
-    training_state: dict[str, Any]  # training state as given to `CheckpointWriter.save`
+    training_state: dict[str, Any]  # as given to `CheckpointWriter.save`
 
 
 def load_checkpoint(
@@ -430,12 +431,11 @@ def load_checkpoint(
     options: Mapping[str, float | str],
     hash_steps: Callable[[int], str | None] = lambda steps: None,
 ) -> LoadedCheckpoint:
-    """Restore weights, optimizer and schedule from the newest checkpoint; collective.
+    """Restore weights, optimizer and LR schedule from the newest checkpoint; collective.
 
     Args:
-        options: settings that must equal the checkpoint's, except learning rates.
-        hash_steps: function from n to `steps_sha256` of the plan's first n steps, as a plan may
-            continue the run of a plan with fewer steps.
+        options: must equal the checkpoint's, except `RATES`; else UserError.
+        hash_steps: returns `steps_sha256` of the first n steps: a plan may continue a shorter one.
     """
     identity = _open_checked(directory, plan)
     path = identity.path
@@ -478,7 +478,7 @@ def load_checkpoint(
 
 
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
-    """Restore the newest weights, and adapters if stored; return the step. Collective."""
+    """Restore the newest weights, and adapters if stored; return their step. Collective."""
     identity = _open_checked(directory, plan)
     load_opened_weights(identity, plan, stages)
     return identity.step
@@ -510,7 +510,7 @@ def _copy_plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open_checked(directory: Path, plan: Plan) -> CheckpointIdentity:
-    """Open the newest complete checkpoint. UserError if it is of another model; collective."""
+    """Open the newest checkpoint; collective. UserError if it is of another model or adapters."""
     model = plan.model
     identity = open_newest(directory, _agree_or_refuse, dist.get_rank(), dist.get_world_size())
     different = architecture_differences(identity.model, model)

@@ -1,4 +1,4 @@
-"""Names of the modules that run operations, in forward and in backward."""
+"""Paths of the modules that run operations, in forward and in backward."""
 
 import sys
 import threading
@@ -14,14 +14,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class _ModulesByNode:
-    """Modules of autograd's nodes: a module's nodes are a range of a thread's numbers."""
+    """Module paths by ranges of the sequence numbers of a thread's autograd nodes."""
 
     def __init__(self) -> None:
-        self.numbers = [0]  # first node of every range
+        self.numbers = [0]  # first number of every range
         self.places = [""]
 
     def append(self, number: int, place: str) -> None:
-        """Set the module of nodes from this number on."""
+        """Assign nodes from `number` on to a module, until the next call."""
         if number == self.numbers[-1]:
             self.places[-1] = place
         elif number > self.numbers[-1]:
@@ -35,8 +35,8 @@ class _ModulesByNode:
 class Places:
     """Path of the running module, in forward and backward.
 
-    Autograd numbers the nodes of a thread, so numbers identify modules. A device's backward has its
-    own thread, which also makes the nodes of recomputed layers.
+    Autograd numbers the nodes that a thread makes, so thread and number identify a module. A
+    device's backward has its own thread, which also makes the nodes of recomputed layers.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Places:
         self._nodes: dict[int, _ModulesByNode] = defaultdict(_ModulesByNode)  # by thread
 
     def name(self, *modules: torch.nn.Module) -> None:
-        """Use the names of submodules as paths."""
+        """Use the names of submodules as paths, instead of earlier ones."""
         self._names = {id(p): path for module in modules for path, p in module.named_modules()}
 
     def current(self) -> str:
@@ -69,7 +69,7 @@ class Places:
     @contextmanager
     def follow(self) -> Iterator[None]:
         before = register_module_forward_pre_hook(self._enter)
-        # Also called if the forward raises, so that the modules stay balanced.
+        # Called even if the forward raises, to pop the module that `_enter` pushed.
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
             yield
