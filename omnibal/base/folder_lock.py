@@ -1,4 +1,4 @@
-"""Lock of a folder for a single writing process."""
+"""Lock of a folder, by flock of its file .lock, for a single writing process."""
 
 import contextlib
 import fcntl
@@ -16,9 +16,9 @@ _LOCK_POLL_S = 0.2
 
 @contextlib.contextmanager
 def lock_folder(option: str, folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Make a folder and lock it for this process and its children.
+    """Make a folder and lock it for this process and its children. Raise UserError if in use.
 
-    `option` names the folder in messages, which `say` prints while waiting.
+    `option` names the folder in errors. `say` prints why it waits, or that locks are missing.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -37,7 +37,7 @@ def lock_folder(option: str, folder: Path, say: Callable[[str], None]) -> Iterat
 
 
 def _wait_for(lock: RawIOBase, option: str, folder: Path, say: Callable[[str], None]) -> None:
-    """Take the lock. If its holder is dead, wait for the holder's children."""
+    """Take the lock; wait for children of a dead holder. Raise UserError if it may be alive."""
     announced = list[str]()
     while True:
         try:
@@ -45,11 +45,11 @@ def _wait_for(lock: RawIOBase, option: str, folder: Path, say: Callable[[str], N
             return
         except BlockingIOError:
             lock.seek(0)
-        except OSError as error:  # some network file systems
+        except OSError as error:  # some network file systems: go on without a lock
             say(f"{folder} has no locks ({error.strerror}): start only one run there")
             return
         holder = (lock.read() or b"").decode(errors="replace").split()
-        if len(holder) == 3:  # else it is about to be written
+        if len(holder) == 3:  # else the holder has not yet written it
             process, node, since = holder
             if node != os.uname().nodename or Path("/proc", process).exists():
                 raise UserError(

@@ -1,6 +1,6 @@
 """Lengths from ms-swift's cached datasets (4.6.0: swift/pipelines/export/cached_dataset.py).
 
-Token counts are the dataset's; image items are counted from headers, loss tokens not at all (0).
+Tokens are the dataset's, image items are counted from image headers, and loss tokens are 0.
 """
 
 import json
@@ -32,18 +32,18 @@ def is_cached_dataset(path: Path) -> bool:
 
 
 def cached_folder(path: Path) -> Path | None:
-    """Return the folder of a saved dataset: `path` or its `train`, None if neither."""
+    """Return `path` or its folder `train`, whichever has a state.json. None if neither."""
     return next((at for at in (path, path / "train") if (at / _STATE_FILE).is_file()), None)
 
 
 def cached_files(path: Path) -> list[Path]:
-    """List the files that `read_cached_lengths` reads, except images."""
+    """Return the paths of the dataset's own files: its state.json and Arrow files."""
     folder = cached_folder(path) or path
     return [folder / _STATE_FILE, *_list_arrow_files(folder)]
 
 
 def read_cached_tokens(path: Path) -> np.ndarray:
-    """Read the tokens of every row, int64 [rows]."""
+    """Return the tokens of every row, int64 [rows]. Raise UserError unless all are above 0."""
     folder, counts = cached_folder(path) or path, list[int]()
     for batch in _iterate_batches(folder):
         names = [name for name in ("lengths", "length") if name in batch.schema.names]
@@ -60,7 +60,7 @@ def read_cached_tokens(path: Path) -> np.ndarray:
 def read_cached_lengths(
     path: Path, tokens: np.ndarray, model: ModelConfig, on_progress: Callable[[int], None]
 ) -> Lengths:
-    """Return the lengths of a cached dataset, a row per sample, in order."""
+    """Return the lengths of all rows, which have `tokens`. Call `on_progress(1)` after a row."""
     items, shown = np.zeros(len(tokens), np.int32), list[list[Segments]]()
     for number, images in enumerate(_iterate_images(cached_folder(path) or path)):
         where = f"{path}: row {number}"
@@ -84,7 +84,7 @@ def read_cached_lengths(
 def _count_items(
     images: Sequence[Picture], where: str, tokens: int, model: ModelConfig
 ) -> tuple[int, list[Segments]]:
-    """Return a row's image items and native-resolution segments. Raise if above its tokens."""
+    """Return a row's image items and native-resolution segments; UserError if above `tokens`."""
     check_positions(tokens, model, f"{where}: the sample")
     if not images:
         return 0, []
@@ -137,7 +137,7 @@ def _iterate_batches(folder: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _iterate_images(folder: Path) -> Iterator[list[Picture]]:
-    """Yield the images of every row, by path or bytes. Raise on videos and recordings."""
+    """Yield every row's images, by path or bytes. Raise UserError on videos and recordings."""
     number = 0
     for batch in _iterate_batches(folder):
         columns = {

@@ -1,4 +1,4 @@
-"""Records of other trainers as messages: keys that a dataset names, then one table of forms."""
+"""Records of other trainers as messages: `Naming` renames a dataset's keys, `FORMS` reads them."""
 
 import ast
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from omnibal.base.frozen import Frozen
 from omnibal.data.messages import LISTS, InvalidRecordError
 
 _PREFERENCE = "which is preference data (DPO, KTO, rewards), and answers alone are learned here"
-# Keys of other trainers that are not read, and why.
+# Keys that raise an error unless the record's form reads them, and why.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         "chosen rejected rejected_images rejected_messages rejected_response negative_messages "
@@ -27,18 +27,18 @@ REFUSED: dict[str, str] = {
 
 
 class Form(NamedTuple):
-    """Keys of a record without a list of messages, and their reader."""
+    """Keys of a record without a list of messages, and the reader of its messages."""
 
-    asked: str
-    answered: str
+    asked: str  # key of the question
+    answered: str  # key of the answer
     more: tuple[str, ...]  # optional keys
     read: Callable[[dict[str, Any], str, str], list[dict[str, Any]]]
 
 
 def _read_texts(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
-    """Return the messages of "history" and of the last question, with its "input", and answer."""
+    """Return the messages of "history", then of the question (and "input") and the answer."""
     pairs = record.get("history") or []
-    if isinstance(pairs, str):  # as CSV files have it
+    if isinstance(pairs, str):  # a Python literal, as in CSV files
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             pairs = ast.literal_eval(pairs)
     if not isinstance(pairs, list) or not all(_are_texts(pair, 2) for pair in pairs):
@@ -58,7 +58,7 @@ def _are_texts(given: Any, count: int) -> bool:
 
 
 def _read_lists(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
-    """Return the messages of a prompt and a completion; only the completion is learned."""
+    """Return the prompt's messages without loss, then the completion's, which are learned."""
     for key in (asked, answered):
         if not isinstance(record[key], list) or not all(isinstance(m, dict) for m in record[key]):
             raise InvalidRecordError(
@@ -77,7 +77,7 @@ FORMS = (
 
 
 def with_messages(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with "messages" instead of the keys of its form."""
+    """Return a record with "messages" for its form's keys, if any; raises InvalidRecordError."""
     keys = {key for key, value in record.items() if value is not None}
     forms = [form for form in FORMS if form.asked in keys and not keys & LISTS.keys()]
     used = {key for form in forms for key in (form.asked, form.answered, *form.more)}
@@ -106,7 +106,7 @@ _ALPACA_KEYS = {
     "history": "history",
 }
 _NAMED_COLUMNS = ("system", "tools", "images", "videos", "audios")
-# Role tags: default tag and role.
+# LLaMA-Factory's role tags: default name of the role in records, and role here.
 _TAGS = {
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
@@ -117,14 +117,14 @@ _TAGS = {
 
 
 class Naming(Frozen):
-    """LLaMA-Factory's key and role names."""
+    """Key and role names of a dataset, in the terms of LLaMA-Factory."""
 
-    alpaca: bool = Field(default=False, exclude=True)  # whether columns have Alpaca's names
-    columns: dict[str, str] = Field(default={})
-    tags: dict[str, str] = Field(default={})
+    alpaca: bool = Field(default=False, exclude=True)  # whether the formatting is "alpaca"
+    columns: dict[str, str] = Field(default={})  # key in the records by column
+    tags: dict[str, str] = Field(default={})  # key or role in the messages by tag
 
     def check(self, where: str) -> None:
-        """Raise UserError on unknown names."""
+        """Raise UserError, at `where`, on unknown columns or tags."""
         texts = _ALPACA_KEYS if self.alpaca else ("messages",)
         tables = (
             ("columns", self.columns, (*texts, *_NAMED_COLUMNS)),
@@ -138,7 +138,7 @@ class Naming(Frozen):
                     )
 
     def rename_keys(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record with standard names; raises InvalidRecordError if a column is missing."""
+        """Return a record with standard keys and roles. Raise InvalidRecordError on absent keys."""
         renamed = dict(record)
         for column, key in self.columns.items():
             if key not in record:

@@ -25,18 +25,17 @@ from jinja2.visitor import NodeTransformer
 
 from omnibal.base.errors import UserError
 
-# Private-use characters, absent from ordinary text.
-BEGIN, END = "\U000f0000", "\U000f0001"
+BEGIN, END = "\U000f0000", "\U000f0001"  # marks of generation blocks; absent from ordinary text
 # Limits of a rendering: iterations, macro and block calls, and text written or joined.
 _MAX_ITERATIONS, _MAX_CHARACTERS = 1_000_000, 50_000_000
-_MAX_BITS, _SIZED = 4096, (str, bytes, list, tuple)  # of a number; types that may grow
-# Max characters that a rendering's filters and methods read, and the cost of a list item.
+_MAX_BITS, _SIZED = 4096, (str, bytes, list, tuple)  # of a product or power; types that may grow
+# Max characters that a rendering's filters and methods read; characters counted per list item.
 _MAX_READ, _ITEM = 300_000_000, 100
-_REMOVED = ("lipsum", "pprint", "random", "urlize", "wordwrap")  # slow, or drawn by chance
+_REMOVED = ("lipsum", "pprint", "random", "urlize", "wordwrap")  # slow, or random
 # Filters and methods whose result grows with a number among their arguments.
 _PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "slice", "batch", "tojson"}
 _FORMATTING = {"format", "format_map", "remainder"}
-_WIDE_FORMAT = re.compile(r"[%{][^%a-z}]*(?:\d{5}|[*{])")  # of a format, for a result of any length
+_WIDE_FORMAT = re.compile(r"[%{][^%a-z}]*(?:\d{5}|[*{])")  # a width of 5 digits or by argument
 
 
 def render_chat(
@@ -47,9 +46,9 @@ def render_chat(
     prompt: bool = False,
     pieces: Mapping[str, str] | None = None,
 ) -> str:
-    """Render messages, for a `prompt` with the beginning of an answer; raises any exception.
+    """Return the text of messages, and of an answer's header if `prompt`; raises any exception.
 
-    `pieces` are tokens by role, such as "eos_token".
+    `pieces` are special tokens by their names in the template, such as "eos_token".
     """
     chat.limits.rounds = chat.limits.characters = chat.limits.read = 0
     return chat.template.render(
@@ -69,6 +68,7 @@ def packaged_template(name: str) -> "CompiledTemplate":
 
 @functools.lru_cache(maxsize=16)
 def compiled_template(template: str, path: str) -> "CompiledTemplate":
+    """Compile a template with limits. Raise UserError, which names `path`, if it is not Jinja."""
     limits = _RenderLimits()
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -106,14 +106,14 @@ class CompiledTemplate:
 
 @dataclass(slots=True)
 class _RenderLimits:
-    """Operations that may run or grow without bound, limited: they raise TemplateError."""
+    """Counters of a rendering, and operations that raise TemplateError beyond the limits."""
 
-    rounds: int = 0
-    characters: int = 0
-    read: int = 0
+    rounds: int = 0  # iterations, macro and block calls
+    characters: int = 0  # written or joined
+    read: int = 0  # characters read by filters and calls, or added by padding
 
     def filters(self, builtins: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        """Return limited filters: Jinja's, and operations by their names in `_OPERATIONS`."""
+        """Return limited filters by name: Jinja's, and the operations of `_OPERATIONS`."""
         remainder = self.limit(operator.mod, "remainder")  # also formats text
         operations = (self.count_round, self.add, self.multiply, self.power, self.join, remainder)
         filters = {name: self.limit(operation, name) for name, operation in builtins.items()}
@@ -140,7 +140,7 @@ class _RenderLimits:
         if name == "call":
             called, name = arguments[1], ""
             if isinstance(called, FunctionType) and "__wrapped__" in vars(called):
-                called = vars(called)["__wrapped__"]  # a format of text, in the sandbox's wrapper
+                called = vars(called)["__wrapped__"]  # str.format, in the sandbox's wrapper
             if isinstance(called, BuiltinMethodType):
                 name, arguments = called.__name__, (called.__self__, *arguments[2:])
         sized = [value for value in arguments if isinstance(value, _SIZED)]
@@ -164,14 +164,14 @@ class _RenderLimits:
 
     @jinja2.pass_context  # else Jinja writes constants without a call
     def output(self, context: Context | None, value: Any) -> str:
-        """Return the text that an expression writes."""
+        """Return the text that an expression writes, and count it."""
         text = str(value)
         self.count(len(text))
         return text
 
     @jinja2.pass_context  # else Jinja calls it when it compiles
     def count_round(self, context: Context, characters: int) -> None:
-        """Count an iteration or macro call that writes some literal text."""
+        """Count an iteration, macro or block call, and the `characters` of its literal text."""
         self.rounds += 1
         if self.rounds > _MAX_ITERATIONS:
             _stop_rendering(f"it runs more than {_MAX_ITERATIONS:,} iterations and macro calls")
@@ -185,7 +185,7 @@ class _RenderLimits:
             self.count(len(left) + len(right))
         return left + right
 
-    @jinja2.pass_context  # of constants too, which are written once for each round
+    @jinja2.pass_context  # else Jinja multiplies constants when it compiles, uncounted
     def multiply(self, context: Context, left: Any, right: Any) -> Any:
         items, times = (left, right) if isinstance(left, _SIZED) else (right, left)
         if isinstance(times, int):
@@ -201,7 +201,7 @@ class _RenderLimits:
         return left**right
 
 
-# Filters of `_RenderLimits`, as Jinja calls a filter without a detour.
+# Operators become filters, which Jinja calls without the checks of `environment.call`.
 _OPERATIONS: dict[type[nodes.Node], str] = {
     nodes.For: "_count_round",
     nodes.Add: "_add",

@@ -1,6 +1,6 @@
-"""Packs of few distinct sizes: column generation over exact sizes, rounded down.
+"""Packs of few distinct sizes: column generation over exact sizes, its solution rounded down.
 
-With caps on several kinds of items a knapsack table is coarse, and only guides the search.
+With caps on several features a knapsack table is coarse, and only guides the search.
 """
 
 import numpy as np
@@ -11,16 +11,16 @@ from omnibal.packing.packs import Packs
 from omnibal.packing.patterns import CapGrid, knapsack_table, solve_master
 from omnibal.packing.rest import Rest
 
-_MAX_GUIDE_CELLS = 1 << 16  # of the guiding table
+_MAX_GUIDE_CELLS = 1 << 16  # of the knapsack table that guides the beam search
 _MAX_PRICING_ROUNDS = 100
-_MAX_PARTIAL = 1000  # packs extended at a time
+_MAX_PARTIAL = 1000  # beam width, in packs
 _WORTH_ROUNDING = 1e-6
 
 
 def pack_few_sizes(
     sizes: np.ndarray, caps: np.ndarray, packs: Packs, rng: np.random.Generator
 ) -> Packs:
-    """Return fewer packs if patterns of exact sizes need fewer, otherwise the given packs."""
+    """Return fewer packs if found for sizes [features, samples] and caps, otherwise `packs`."""
     distinct = SizeCounts.from_sizes(sizes)
     size_of = np.searchsorted(size_keys(distinct.amounts), size_keys(sizes))
     cells = packs.pack_of_sample * len(distinct) + size_of[packs.samples]
@@ -42,7 +42,7 @@ def pack_few_sizes(
     for pattern in np.repeat(columns, times, axis=0):
         taken = []
         for size in np.flatnonzero(pattern):
-            # Patterns may cover more samples than there are.
+            # Patterns may cover more samples than exist: the last packs with a size get fewer.
             chosen, by_size[size] = np.split(by_size[size], [pattern[size]])
             taken.append(chosen)
         made.append(np.concatenate(taken))
@@ -55,9 +55,9 @@ def pack_few_sizes(
 def _valuable_patterns(
     distinct: SizeCounts, caps: np.ndarray, values: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Return an upper bound on the worth of a pack, and packs worth more than 1, [packs, sizes].
+    """Return a bound on the worth of a pack, and the best pack worth > 1 per size, [packs, sizes].
 
-    Beam search: packs grow size by size, and a table of rounded-down sizes bounds their worth.
+    Beam search: a table of rounded-down sizes bounds worth (too low for tokens below one unit).
     """
     grid = CapGrid.from_caps(caps, _MAX_GUIDE_CELLS)
     units = distinct.amounts // grid.units[:, None]
@@ -79,7 +79,7 @@ def _valuable_patterns(
         packs[np.arange(len(kept)), last] += 1
         valuable.append(packs[worth > 1 + _WORTH_ROUNDING])
     patterns = np.concatenate(valuable)
-    # The best pattern per size, as the overall best are nearly identical.
+    # The best pattern with each size, as the overall best are nearly identical.
     best = np.where(patterns > 0, (patterns @ values)[:, None], 0.0)
     chosen = np.unique(best.argmax(axis=0)) if len(patterns) else slice(0)
     return float(max(table[-1], 1)), patterns[chosen]

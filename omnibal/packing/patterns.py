@@ -21,32 +21,32 @@ from scipy.optimize import linprog
 from omnibal.packing.fit import size_keys
 
 _MAX_TABLE_CELLS = 1 << 17  # max cells of a knapsack table: fits in the L2 cache as float64
-_MAX_ITEM_CELLS = 512  # max units of all items together
-_MAX_ITEM_LEVELS = 40  # of distinct item counts
-_MAX_GAP = 2e-4  # relative gap of packs and bound that ends column generation
+_MAX_ITEM_CELLS = 512  # max cells of all features but tokens together
+_MAX_ITEM_LEVELS = 40  # max distinct counts of a feature after rounding
+_MAX_GAP = 2e-4  # max relative gap of packs to their bound that ends column generation
 _MIN_IMPROVEMENT = 1e-7  # relative; less is rounding
 _EMPTY = 1e-12  # smaller shares and values are rounding errors
 _UNLIMITED = np.iinfo(np.int64).max
-_MORE_PACKS = 2e-4  # max share of packs spent on mixing
-_MAX_RANDOM = 1200  # random packs added to mixtures
-_FOLLOWING = 0.1  # weight of all features but one in most first guesses
+_MORE_PACKS = 2e-4  # max relative increase of packs by mixing
+_MAX_RANDOM = 1200  # random packs added as columns
+_FOLLOWING = 0.1  # total weight of all features but one in most first guesses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CapGrid:
-    """Knapsack capacities in whole units, for a small table."""
+    """Caps of a pack in coarse units, so that a knapsack table is small."""
 
     units: np.ndarray  # amount per unit, int64 [features]
     cells: np.ndarray  # capacity in units, int64 [features]
 
     @classmethod
     def from_caps(cls, caps: np.ndarray, max_cells: int = _MAX_TABLE_CELLS) -> "CapGrid":
-        """Return the finest grid of about `max_cells` cells, for caps [features]."""
+        """Return a grid of about `max_cells` cells or fewer, for caps [features], tokens last."""
         units = np.ones_like(caps)
         coarse_cells = 1
         smallest_first = np.argsort(caps[:-1], kind="stable").tolist()
         for rank, feature in enumerate(smallest_first):
-            # An equal share of the cells left; small caps need fewer and leave more to later ones.
+            # An equal share of the cells left; small caps need fewer and leave more to larger caps.
             share = (_MAX_ITEM_CELLS / coarse_cells) ** (1 / (len(smallest_first) - rank))
             units[feature] = max(-(-int(caps[feature]) // max(int(share), 1)), 1)
             coarse_cells *= int(caps[feature] // units[feature]) + 1
@@ -54,7 +54,7 @@ class CapGrid:
         return cls(units=units, cells=caps // units)
 
     def places(self, amounts: np.ndarray) -> np.ndarray:
-        """Return flat table indices of amounts in units, int64 [features, ...]."""
+        """Return indices [...] in the flat table, of amounts in units, int64 [features, ...]."""
         index = amounts[0]
         for cells, amount in zip(self.cells[1:].tolist(), amounts[1:], strict=True):
             index = index * (cells + 1) + amount
@@ -62,7 +62,7 @@ class CapGrid:
 
 
 def limit_item_caps(caps: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Return caps [features] with item caps at most the totals [features], for a smaller grid."""
+    """Return caps [features], all but tokens at most the totals [features]: a smaller grid."""
     return np.append(np.minimum(caps, totals)[:-1], caps[-1])
 
 
@@ -84,7 +84,7 @@ class SizeTypes:
 
 
 def group_similar_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
-    """Group samples into `max_types` types of equal items, or more if there are more item counts.
+    """Group samples into at most `max_types` types, or a type per distinct item counts if more.
 
     Repeatedly splits the type with the largest `count * std ** 1.5` of tokens at its mean. The
     exponent balances many samples (1) and a few long samples (2).
@@ -120,7 +120,7 @@ def group_similar_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
 
 
 def round_up_items(items: np.ndarray) -> np.ndarray:
-    """Return item counts rounded up to few quantiles, int64 [features - 1, samples]."""
+    """Return item counts rounded up to few distinct counts, int64 [features - 1, samples]."""
     levels = _MAX_ITEM_LEVELS
     while True:
         rounded = items.copy()
@@ -128,14 +128,14 @@ def round_up_items(items: np.ndarray) -> np.ndarray:
             if len(np.unique(row)) > levels:
                 ends = np.unique(np.quantile(row, np.linspace(0, 1, levels), method="higher"))
                 row[:] = ends[np.searchsorted(ends, row)]
-        # Combinations of several features multiply, so each gets fewer levels.
+        # Distinct combinations multiply with features, so every feature gets fewer counts.
         if len(items) <= 1 or len(np.unique(size_keys(rounded))) <= 2 * _MAX_ITEM_LEVELS:
             return rounded
         levels -= levels // 4
 
 
 def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: CapGrid) -> np.ndarray:
-    """Return the max value within every capacity, float64 [cells + 1 per feature].
+    """Return the max value within every capacity, float64, with `cells + 1` per axis.
 
     Unbounded multi-dimensional knapsack by dynamic programming. Values are float64 [items], and
     items of value 0 are not taken. Sizes are int64 [features, items] in grid units, none all zero.
@@ -165,12 +165,12 @@ class Items:
 
     grid: CapGrid
     sizes: np.ndarray  # int64 [features, items]; not 0 in all features, and each fits alone
-    cover: sparse.csr_array  # row coverage per sample, float64 [items, rows]
+    cover: sparse.csr_array  # share of each row that a copy covers, float64 [items, rows]
     row: np.ndarray  # main row of each item, int64 [items]
 
     @classmethod
     def with_own_rows(cls, grid: CapGrid, items: np.ndarray, tokens: np.ndarray) -> "Items":
-        """Build items with a row each, from `items` [features - 1, items] and tokens [items]."""
+        """Return an item per row, from counts `items` [features - 1, items] and tokens [items]."""
         # Few item units per pack: rounding up keeps patterns feasible. Many token units per pack:
         # rounding to nearest averages out, and callers trim patterns above the cap.
         coarse = -(-items // grid.units[:-1, None])
@@ -186,8 +186,8 @@ class Mix:
 
     columns: np.ndarray  # coverage per pack, float64 [columns, rows]
     times: np.ndarray  # uses of each column, float64 [columns]
-    values: np.ndarray  # value per row, float64 [rows]: no pack is worth more than 1
-    packs: float  # sum of `times`
+    values: np.ndarray  # dual value per row, float64 [rows]: no pack is worth more than 1
+    packs: float  # sum of `times`, before `mix_alike`
     bound: float  # lower bound on fractional packs (Farley 1990)
 
 
@@ -205,10 +205,10 @@ def generate_mix(
 
     Args:
         columns: float64 [columns, rows] that can cover the demand.
-        guesses: float64 [guesses, rows], initial values.
-        trim: restricts new patterns [patterns, items] to packs.
-        max_rounds: of pricing, after the guesses.
-        max_new_columns: per round.
+        guesses: float64 [guesses, rows], row values to price before the first master.
+        trim: reduces new patterns [patterns, items] above the token cap, or is the identity.
+        max_rounds: rounds of pricing after the guesses.
+        max_new_columns: columns added per guess or round.
     """
     bound, best_values = 0.0, np.zeros(len(demand))
 
@@ -245,14 +245,14 @@ def generate_mix(
 
 
 def mix_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray) -> Mix:
-    """Return the mix that is closest to the mean of all packs, for at most 0.02 % more packs.
+    """Return a mix of packs as alike in item counts as possible, with at most 0.02 % more packs.
 
-    Solutions of the master are extreme points: some packs hold a single kind. A linear program over
-    patterns worth a whole pack minimizes the chi-squared distance of their kinds from the mean.
+    The master's solutions are extreme points: some packs hold a single kind. A linear program over
+    the mix and random packs worth 1 minimizes their kinds' chi-squared distance from the mean.
 
     Args:
-        random: further columns, from random packs, [columns, rows].
-        kind: item counts' index of every row, without gaps, [rows].
+        random: columns of random packs, [columns, rows].
+        kind: kind of every row, [rows]: 0 to `kinds - 1`, equal for equal item counts.
     """
     worth_a_pack = random[random @ mix.values >= 1 - _MORE_PACKS]
     columns = _append_new(mix.columns, worth_a_pack[:_MAX_RANDOM])
@@ -264,7 +264,7 @@ def mix_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray
         b_ub=np.append(-demand, mix.packs * (1 + _MORE_PACKS)),
         method="highs-ds",
     )
-    if not solution.success:  # the mix itself is feasible up to tolerances
+    if not solution.success:  # not expected: the mix itself is feasible up to tolerances
         return mix
     used = solution.x > _EMPTY
     return replace(mix, columns=columns[used], times=solution.x[used])
@@ -280,7 +280,7 @@ def _append_new(columns: np.ndarray, candidates: np.ndarray) -> np.ndarray:
 def _price_patterns(
     items: Items, values: np.ndarray, max_patterns: int
 ) -> tuple[float, np.ndarray]:
-    """Return the max worth of a pack, and the best pattern per valuable row, [patterns, items]."""
+    """Return the max worth of a pack, and the best pattern with each row, [patterns, items]."""
     item_values = items.cover @ values
     table = knapsack_table(item_values, items.sizes, items.grid)
     left = items.grid.cells[:, None] - items.sizes  # [features, items]
@@ -290,14 +290,14 @@ def _price_patterns(
     best_of_row = by_row[np.diff(items.row[by_row], prepend=-1) > 0]
     most_first = np.argsort(-worth[best_of_row], kind="stable")[:max_patterns]
     forced = best_of_row[most_first]
-    # Patterns that contain each row's best item: different columns, unlike the overall best.
+    # A pattern with each row's best item: the overall best patterns are nearly identical.
     counts = np.zeros((len(forced), len(item_values)), np.int64)
     counts[np.arange(len(forced)), forced] = 1
     left = left[:, forced]
     useful = np.flatnonzero(item_values > 0)
     sizes, places = items.sizes[:, useful], items.grid.places(items.sizes[:, useful])
     rows = np.flatnonzero(best[items.grid.places(left)] > _EMPTY)
-    # Trace the table back: take an item that loses no value, until the capacity has none.
+    # Trace the table back: take an item that loses no value, until free capacity has none.
     while len(rows):
         room = left.take(rows, axis=1)
         fits = np.ones((len(rows), len(useful)), bool)
@@ -342,7 +342,7 @@ class Master:
 
 
 def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
-    """Solve the master problem for columns [columns, rows] and demand [rows]."""
+    """Solve the master for columns [columns, rows], demand [rows]; raises RuntimeError."""
     solution = linprog(
         np.ones(len(columns)),
         A_ub=sparse.csr_array(-columns.T),
@@ -352,7 +352,7 @@ def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
     if not solution.success:
         raise RuntimeError(f"the master problem was not solved: {solution.message}")
     return Master(
-        # scipy's marginals of A_ub x <= b_ub are <= 0.
+        # scipy's marginals of A_ub x <= b_ub are <= 0, up to rounding.
         times=solution.x,
         values=np.maximum(-solution.ineqlin.marginals, 0),
         packs=solution.fun,
@@ -360,10 +360,10 @@ def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
 
 
 def first_guesses(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Return initial values [guesses, sizes]: weighted shares of the caps, from [features, sizes].
+    """Return row values [guesses, sizes]: weighted shares of the caps, for [features, sizes].
 
-    Tokens have most weight in the first, weights are equal in the second, then every other feature
-    has most weight in turn.
+    Tokens have most weight in the first guess, weights are equal in the second, and every other
+    feature has most weight in a further guess.
     """
     features = len(caps)
     weights = np.full((features + 1, features), _FOLLOWING / max(features - 1, 1))

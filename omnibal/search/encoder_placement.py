@@ -10,20 +10,20 @@ from omnibal.pipeline.prediction import PredictedStep, Prediction, relative_ms
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
 from omnibal.search.strategy import StrategyRequest
 
-_LISTED_CHANGES = 2  # longer sentences are not read
+_LISTED_CHANGES = 2  # causes named per direction; longer sentences are not read
 _MIN_CHANGE = 0.002  # min share of the step for a cause to be named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlacementChoice:
-    """Chosen placement of encoders and the alternatives."""
+    """Chosen placement of encoders, the step of every feasible placement, and refusals."""
 
     chosen: EncoderPlacement
     predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]
-    refused: dict[EncoderPlacement, str]  # why a placement was not chosen or planned
+    refused: dict[EncoderPlacement, str]  # why no strategy has the placement, as a clause
 
     def step_ms(self, placement: EncoderPlacement) -> float | None:
-        """Predicted step time of a placement. None if not planned."""
+        """Return the predicted step time of a placement in ms, None if no strategy has it."""
         prediction = self.predicted.get(placement)
         return None if prediction is None else prediction.step_ms
 
@@ -34,11 +34,11 @@ class PlacementChoice:
         search: StrategySearch,
         predicted: Mapping[EncoderPlacement, Prediction],
     ) -> Self:
-        """Compare the placements of the fastest strategies.
+        """Return the best strategy's placement, and the fastest step of every placement.
 
         Args:
-            predicted: plans on all data, used if there is one of every placement. Else all are
-                compared on the sampled data.
+            predicted: predictions of plans on all data, used only if every placement that has a
+                strategy has one. Else placements are compared on the sampled data.
         """
         steps: dict[EncoderPlacement, Prediction | PredictedStep] = {}
         for strategy in search.ranking:  # fastest first
@@ -56,7 +56,7 @@ class PlacementChoice:
 
     @property
     def reason(self) -> str:
-        """Pros and cons of the chosen placement, in a sentence."""
+        """Return how the chosen placement compares with another, or why no other is possible."""
         chosen = self.chosen
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
@@ -83,7 +83,7 @@ def _compare_steps(
     placement: EncoderPlacement, own: Prediction | PredictedStep, other: Prediction | PredictedStep
 ) -> str:
     change = relative_ms(own) / relative_ms(other) - 1
-    # Ideal times differ too, by work that tensor-parallel ranks divide.
+    # Causes include the ideal time, which differs by work that tensor-parallel ranks divide.
     before, after = other.lost.causes(), own.lost.causes()
     changes = {name: after[name] - before.get(name, 0.0) for name in after}
     min_ms = _MIN_CHANGE * own.step_ms
@@ -93,5 +93,5 @@ def _compare_steps(
     parts += [f"{name} {-ms:,.1f} ms more" for ms, name in rises[:_LISTED_CHANGES]]
     verdict = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
     if own.samples_per_second_per_gpu is not None:
-        verdict += " per sample"  # steps may differ if caps are searched
+        verdict += " per sample"  # samples per step may differ if caps are searched
     return f"{placement.phrase} it is {verdict}: {', '.join(parts) or 'all parts alike'}"

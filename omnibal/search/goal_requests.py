@@ -1,6 +1,6 @@
-"""Strategy request of a goal, and the plan requests of its strategies.
+"""Strategy request of a goal, and plan requests of the strategies found.
 
-Given sizes ask for a search over the shardings and encoder placements of one layout.
+If parallel sizes are given, only shardings and encoder placements of one layout are searched.
 """
 
 from dataclasses import dataclass, replace
@@ -45,12 +45,12 @@ from omnibal.search.strategy import FreeSizes, Sizing, Strategy, StrategyRequest
 from omnibal.steps.pack_settings import PackSettings
 
 _USUAL_SAMPLES_PER_PACK = 4.5  # middle of the range in OmniBal's paper
-_SMALL_COPY = 0.05  # share of device memory below which a sizes search keeps encoders whole
+_SMALL_COPY = 0.05  # max share of device memory at which a sizes search only replicates encoders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GoalRequests:
-    """Requests of a goal."""
+    """Strategy request of a goal, its checks, and plan requests."""
 
     goal: Goal
     listener: Listener
@@ -60,7 +60,7 @@ class GoalRequests:
         return self.goal.job.trainer.packs
 
     def strategy_request(self) -> StrategyRequest:
-        """Return the strategy request of the goal, with one layout if sizes are given."""
+        """Return the strategy request; if sizes are given, of one layout in its free shardings."""
         goal, data, job = self.goal, self.goal.data, self.goal.job
         sizes = goal.free.sizes or FreeSizes(gpus=job.parallel.world_size)
         given: StreamData | SampleData | None = None
@@ -89,7 +89,7 @@ class GoalRequests:
         elif isinstance(data, ShapesAlone):
             packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
             if goal.free.sizes is None:
-                # of all ranks
+                # per step, on all data-parallel ranks
                 packs = job.parallel.data * _micro_batches_of_shapes(data, job.parallel.data)
             single = job.with_sizes(Parallel(pipeline=1, tensor=job.parallel.tensor))
             _, lengths = _shapes(single, data.caps, packs).schedule(single)
@@ -118,12 +118,12 @@ class GoalRequests:
         )
 
     def with_step(self, request: StrategyRequest) -> tuple[StrategyRequest, str]:
-        """Choose the samples per step unless they or packs are given. Also return their origin."""
+        """Return the request with samples per step, chosen unless given, and their origin or ""."""
         data, gpus, samples = self.goal.data, request.sizes.gpus, len(request.lengths)
         if not isinstance(data, Samples) or data.micro_batches is not None:
             return request, ""
         if data.samples_per_step is None:
-            # most micro-batches
+            # The fewest data-parallel ranks have the most micro-batches.
             fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
             default = default_samples_per_step(data.lengths, data.caps, gpus, fewest)
             request = replace(request, samples_per_step=default)
@@ -142,7 +142,7 @@ class GoalRequests:
         return request, default_source(request.samples_per_step, gpus)
 
     def _layouts(self) -> tuple[Parallel, ...]:
-        """The given sizes in every allowed sharding. Empty if sizes are free."""
+        """Return the given sizes in every allowed sharding, empty if free; raises UserError."""
         job = self.goal.job
         if self.goal.free.sizes is not None:
             return ()
@@ -163,7 +163,7 @@ class GoalRequests:
         )
 
     def check_curriculum(self, request: StrategyRequest) -> None:
-        """Raise if the curriculum is longer than an epoch."""
+        """Raise UserError if the curriculum is longer than about an epoch."""
         wanted = request.settings.curriculum_steps
         steps = round(len(request.lengths) / request.samples_per_step)
         if wanted > steps:
@@ -173,7 +173,7 @@ class GoalRequests:
             )
 
     def check_levels(self, levels: tuple[Level, ...]) -> None:
-        """Raise if the curriculum has no shorter packs to start with."""
+        """Raise UserError if a curriculum has no level of shorter packs to start with."""
         data = self.goal.data
         if isinstance(data, Samples) and data.curriculum_steps and len(levels) < 2:
             raise UserError(
@@ -182,11 +182,11 @@ class GoalRequests:
             )
 
     def may_have_levels(self, request: StrategyRequest) -> bool:
-        """Whether packs that ranks share may be faster, and the trainer runs them."""
+        """Return whether to search levels: shared packs may be faster, and OmniBal trains."""
         return self.goal.job.trainer.name is None and need_levels(request, self.goal.free.levels)
 
     def plan_request(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
-        """Return the plan request of a strategy on all data."""
+        """Return the plan request of a strategy, on all data."""
         data = self.goal.data
         job = self.goal.job.with_sizes(best.parallel, best.placement)
         planned = self._data_of(request, job, best.caps)
@@ -196,7 +196,7 @@ class GoalRequests:
                 settings = replace(planned.settings, samples_per_step=request.samples_per_step)
                 planned = replace(planned, settings=settings)
             if data.micro_batches is None or not are_plain(best.levels):
-                # steps of the search, on all data
+                # micro-batches per rank as in the search
                 packs_per_step = best.micro_batches * best.parallel.data
                 planned = replace(planned, levels=best.levels, packs_per_step=packs_per_step)
         elif isinstance(planned, MockData) and self.goal.free.sizes is not None:
@@ -204,7 +204,7 @@ class GoalRequests:
         return self._request(job, planned)
 
     def most_shared_request(self, request: StrategyRequest, sizing: Sizing) -> PlanRequest:
-        """Return the plan request of sizes on all data, in packs that most ranks share, if any."""
+        """Return a sizing's plan request; if levels may help, every pack has the max context."""
         job = self.goal.job.with_sizes(sizing.parallel, sizing.placement)
         caps = request.caps or smallest_caps(request.lengths, request.limited_features)
         data = self._data_of(request, job, caps)
@@ -214,7 +214,7 @@ class GoalRequests:
         return self._request(job, data)
 
     def _data_of(self, request: StrategyRequest, job: JobSpec, caps: Caps) -> PlanData:
-        """All data for a job, with packs of one level at these caps."""
+        """Return all data for a job, in packs of one level at `caps`, or an earlier plan's data."""
         data = self.goal.data
         if isinstance(data, Samples):
             return self._pack_data(job, data, caps)
@@ -226,19 +226,19 @@ class GoalRequests:
         return self._earlier(job).for_ranks(request.job, job)
 
     def _earlier(self, job: JobSpec) -> StreamData | SampleData:
-        """Return an earlier plan's steps, with context-parallel sizes for this job's ranks."""
+        """Return an earlier plan's data; shared packs get context-parallel sizes for `job`."""
         data = self.goal.data
         assert isinstance(data, Earlier)
         stream = StreamData.of_plan(data.plan, data.data)
         if stream is not None:
             return stream
         earlier = SampleData.of_plan(data.plan, data.data)
-        # Unshared packs stay unshared while they fit.
+        # A single unshared level is kept: it does not depend on the job's ranks.
         plain = are_plain(earlier.levels)
         return earlier if plain else shared_anew(job, earlier)
 
     def _pack_data(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
-        """All samples in packs of one level, in steps of the given micro-batches or of one."""
+        """Return all samples in packs of one level, in steps of `data.micro_batches` or 1."""
         return SampleData(
             lengths=data.lengths,
             settings=self._settings(data.settings),
@@ -248,12 +248,12 @@ class GoalRequests:
         )
 
     def _settings(self, settings: PackSettings) -> PackSettings:
-        """Pack settings; greedy filling for HBP."""
+        """Return the pack settings, with greedy filling for HBP."""
         is_hbp = self.goal.free.levels.is_hbp
         return replace(settings, fill=FillRule.GREEDY) if is_hbp else settings
 
     def _samples_of_packs(self, job: JobSpec, data: Samples, micro_batches: int) -> int:
-        """Mean samples of a step of `micro_batches` full packs on every rank."""
+        """Return the mean samples of a step of `micro_batches` full packs on every rank."""
         ranks = job.parallel.data
         rule, names = self.goal.free.levels, limited_features(job.model)
         whole = self._pack_data(job, data, data.caps or top_caps(data.lengths, names))
@@ -271,17 +271,17 @@ class GoalRequests:
 
     @property
     def schedules(self) -> frozenset[str]:
-        """Schedules to consider in addition to 1F1B."""
+        """Return the names of schedules to compare with 1F1B."""
         name = self.goal.free.schedule
         names = self.goal.job.trainer.schedules if name is None else {name}
         return frozenset(names) - {ONE_FORWARD_ONE_BACKWARD.name}
 
 
 def with_encoder_shardings(goal: Goal) -> Goal:
-    """Add encoder shardings to the search space.
+    """Return the goal with encoder shardings as part of its search, if shardings are free.
 
-    With free sizes, encoders are replicated or fully sharded. Small encoders are only replicated:
-    sharding them frees little memory.
+    If sizes are free too, encoders are only replicated or fully sharded. Small encoders are only
+    replicated: sharding them frees little memory.
     """
     if goal.free.shardings is None:
         return goal
@@ -295,7 +295,7 @@ def with_encoder_shardings(goal: Goal) -> Goal:
 
 
 def _whole_encoders_bytes(job: JobSpec) -> float:
-    """Bytes of replicated data-parallel encoders' weights and gradients. 0 if impossible."""
+    """Return bytes of replicated encoders' weights and gradients, 0 if not data-parallel."""
     whole = (WeightSharding.REPLICATED,)
     try:
         beside = replace(job, placement=EncoderPlacement.DATA_PARALLEL, encoder_shardings=whole)

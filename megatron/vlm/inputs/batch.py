@@ -27,13 +27,14 @@ class MicroBatchShape:
     """Planned sizes of a micro-batch, or of one rank's share of a pack."""
 
     tiles: int
-    tokens: int  # tokens of all samples. A share may have 0.
-    context: int = 1
+    tokens: int  # of all samples, without padding. A share may have 0.
+    context: int = 1  # context-parallel ranks that share the pack
     clips: int = 0
     image_tokens: int = 0
 
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
+        """Return planned shapes of full packs, `rows` of the schedule."""
         names = ("tiles", "clips", "image_tokens", "tokens")
         columns = (packs.column(name)[rows].tolist() for name in names)
         return [cls(**dict(zip(names, sizes, strict=True))) for sizes in zip(*columns, strict=True)]
@@ -42,7 +43,7 @@ class MicroBatchShape:
     def of_shares(
         cls, packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, sharing: Sharing
     ) -> list["MicroBatchShape"]:
-        """Return planned shapes of the rank's micro-batches, `rows` of the schedule."""
+        """Return planned shapes of this rank's parts of packs, `rows` of the schedule."""
         shapes = cls.of_rows(packs, rows)
         for place, row in enumerate(rows.tolist()):
             share = sharing.share(packs, lengths, row)
@@ -59,13 +60,13 @@ class MicroBatchShape:
         return f"{self.tiles} tiles{clips}{images} and {self.tokens} tokens{shared}"
 
     def padded_tokens(self, multiple: int) -> int:
-        """Return tokens padded to a positive multiple: a rank without tokens joins exchanges."""
+        """Return tokens padded to a multiple > 0, so that ranks without tokens join collectives."""
         return max(self.tokens + -self.tokens % multiple, multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A pack of samples: the counts, on every stage, and tensors that the stage's units use."""
+    """A pack, or a rank's share of it: counts, on every stage, and tensors of the stage's units."""
 
     tiles: int
     clips: int = 0
@@ -73,7 +74,7 @@ class MicroBatch:
     tokens: int
     segment_tokens: tuple[int, ...]  # tokens of each sample, or piece of a share, in order
     level: int = 0  # level of the pack, which selects recomputed layers
-    loss_weight: float = 0.0  # sum of tokens' loss weights by planned counts, on every stage
+    loss_weight: float = 0.0  # planned sum of loss weights, times a share's fraction of the tokens
     share: PackShare | None = None  # this rank's share, or None if it has the full pack
     pixels_TCPP: torch.Tensor | None = None  # for the vision embed
     image_grids: tuple[Grid, ...] = ()  # of images and videos in order, for units of their encoder
@@ -93,11 +94,11 @@ class MicroBatch:
     loss_weights_L: torch.Tensor | None = None  # float32, for the head
     drop_path_keys_T: torch.Tensor | None = None  # random number of each tile, int64, on the host
     unreadable: tuple[str, ...] = ()  # errors of unreadable samples: blank inputs, masked loss
-    answer_positions_A: torch.Tensor | None = None  # with a generated next token, for the head
+    answer_positions_A: torch.Tensor | None = None  # positions whose next token is generated (head)
 
     @classmethod
     def empty(cls, model: ModelConfig, device: torch.device, *, answers: bool) -> "MicroBatch":
-        """Return an empty pack with the fields of all stages, to answer or to compute a loss."""
+        """Return a pack without samples, with all stages' fields for `answers`, or else a loss."""
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         fields: dict[str, Any] = {"answer_positions_A": nothing}
         if not answers:
@@ -132,20 +133,20 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Copy the tensors to `device`, except host fields; asynchronous from pinned memory."""
+        """Return a copy on `device`, but for drop-path keys; asynchronous from pinned memory."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
         return self._map_tensors(torch.Tensor.pin_memory)
 
     def for_units(self, units: Stage) -> "MicroBatch":
-        """Drop the items that these units do not embed: the largest tensors by far."""
+        """Return a copy without the encoder inputs (by far the largest) that no unit embeds."""
         absent = [name for name, unit in _EMBEDDING_UNITS.items() if not units.holds(unit)]
         nothing: dict[str, Any] = dict.fromkeys(absent)
         return replace(self, **nothing)
 
     def split_items(self, feature: str, max_items: int) -> "list[MicroBatch]":
-        """Return at least one part, each with at most `max_items` items or one larger image."""
+        """Return one or more parts of at most `max_items` of `feature`, or of one larger image."""
         if feature == "image_tokens":
             return self._split_images(max_items)
         count, parts = vars(self)[feature], list[MicroBatch]()
@@ -158,7 +159,7 @@ class MicroBatch:
         return parts
 
     def _split_images(self, max_cells: int) -> "list[MicroBatch]":
-        """Split between images and videos: attention runs over a full image or frame group."""
+        """Split between images or videos: attention needs a full image or frame group."""
         assert self.patches_YX is not None, "the stage embeds images"
         per_cell = len(self.patches_YX) // max(self.image_tokens, 1)
         groups: list[list[Grid]] = [[]]
@@ -192,12 +193,12 @@ class MicroBatch:
         }
 
     def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
-        """Return borders of samples, and of padding tokens, for attention and RoPE by sample."""
+        """Return cumulative lengths of samples, then padding, for attention and RoPE by sample."""
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
         return borders_of(segments, segments, device)
 
 
-# Fields with values by item, by feature. The first is the encoder's input.
+# Tensors with a row per item (or patch), by feature. The first is the encoder's input.
 ITEM_FIELDS = {
     "tiles": ("pixels_TCPP", "drop_path_keys_T"),
     "clips": ("frames_CBF",),
@@ -213,10 +214,9 @@ _EMBEDDING_UNITS = {
 def borders_of(
     query_tokens: Sequence[int], key_tokens: Sequence[int], device: torch.device
 ) -> PackedSeqParams:
-    """Return borders of query ranges and of the keys that each range attends to.
+    """Return cumulative lengths of query ranges, and of the keys that each range attends to.
 
-    `cu_seqlens_*` are on the device, for kernels. `cu_seqlens_*_padded` are copies on the host, for
-    attention range by range.
+    `cu_seqlens_*` are on the device; `cu_seqlens_*_padded` are copies on the host, for loops.
     """
     queries, host_queries = _borders(query_tokens, device)
     keys, host_keys = queries, host_queries
@@ -234,13 +234,13 @@ def borders_of(
 
 
 def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return borders of ranges on the device and on the host, int32 [ranges + 1]."""
+    """Return cumulative lengths, on the device and on the host, int32 [ranges + 1]."""
     host = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)  # flash attention takes int32
     return host.to(device, non_blocking=True), host  # a blocking copy would wait for the stream
 
 
 def join_items(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Return the items of several micro-batches without tokens as one."""
+    """Return a micro-batch without tokens with the items of all the given micro-batches."""
     fields: dict[str, torch.Tensor] = {}
     for name in (name for names in ITEM_FIELDS.values() for name in names):
         parts = [vars(batch)[name] for batch in batches]
@@ -264,25 +264,25 @@ class MicroBatchStream:
 
     batches: Iterator[MicroBatch]  # passes of data-parallel encoders, then micro-batches
     shapes: Sequence[MicroBatchShape]  # planned shapes of the step's micro-batches; may be empty
-    rows_are_full: bool = True  # all data-parallel ranks have the same number of them
+    rows_are_full: bool = True  # whether all data-parallel ranks have equally many micro-batches
     encoding: StepShares | None = None  # assignment of items to data-parallel encoders, if any
     empty: MicroBatch | None = None  # appended to join the experts' exchanges of other ranks
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
-        """Return a stream of these micro-batches, their shapes taken as the plan's."""
+        """Return a stream of these micro-batches, with their own shapes as planned shapes."""
         return cls(batches=iter(batches), shapes=[batch.shape for batch in batches])
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def append_empty(self, slots: int, empty: MicroBatch) -> "MicroBatchStream":
-        """Append `empty` until the step has `slots` micro-batches."""
+        """Return a stream with `empty` appended until the step has `slots` micro-batches."""
         missing = max(slots - len(self), 0)
         return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)
 
     def take_pass(self, planned: EncoderPass) -> MicroBatch:
-        """Return the next encoder pass, a micro-batch without tokens."""
+        """Return the next encoder pass, without tokens. Raise ValueError if it is not `planned`."""
         batch = next(self.batches, None)
         shape = MicroBatchShape(tokens=0, **{"tiles": 0, planned.feature: planned.items})
         if batch is None or batch.shape != shape:
@@ -294,7 +294,7 @@ class MicroBatchStream:
         return batch
 
     def take(self, micro_batch: int) -> MicroBatch:
-        """Return the next micro-batch, which must be number `micro_batch` of the step."""
+        """Return this micro-batch, which must be next. Raise ValueError if not as planned."""
         planned = self.shapes[micro_batch]
         if self.empty is not None and planned == self.empty.shape:
             return self.empty

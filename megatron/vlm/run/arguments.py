@@ -1,4 +1,4 @@
-"""The command line of pretrain_vlm.py, with Megatron-LM's names for flags that it has too."""
+"""Command line of pretrain_vlm.py. Flags that Megatron-LM has too have its names."""
 
 # ruff: noqa: RUF009  `_flag` returns a field, which is not shared.
 import argparse
@@ -29,7 +29,7 @@ def _number(
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan  # meets no requirement
+            value = math.nan  # NaN meets no requirement
         if not holds(value):
             raise argparse.ArgumentTypeError(f"must be {requirement}, got {text!r}")
         return value
@@ -46,7 +46,7 @@ _NOT_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite nu
 
 
 def _parse_steps(text: str) -> range:
-    """Return the steps of `FIRST` or `FIRST-LAST` (inclusive)."""
+    """Return the steps of `FIRST`, or of `FIRST-LAST` with both ends."""
     first, dash, last = text.partition("-")
     last = last if dash else first
     if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
@@ -73,7 +73,7 @@ def _parse_loss_weighting(text: str) -> LossWeighting:
 def _option(
     help_text: str, kind: Callable[[str], Any] | None = None, default: Any = None, **more: Any
 ) -> dict[str, Any]:
-    """Return settings of `argparse.add_argument`; a switch if there is no `kind`."""
+    """Return keyword arguments of `add_argument`, for a switch if `kind` is None."""
     if kind is None:
         return {"action": "store_true", "help": help_text, "default": bool(default), **more}
     help_text += "" if default in (None, (), range(0)) else f" (default: {default})"
@@ -84,7 +84,7 @@ def _option(
 
 
 def _flag(*settings: Any, **more: Any) -> Any:
-    """Return a dataclass field that is the flag of the same name."""
+    """Return a dataclass field whose metadata are the settings of the flag of its name."""
     return field(metadata=_option(*settings, **more))
 
 
@@ -123,7 +123,7 @@ class StorageArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationArguments:
-    """Held-out data: validation during training, and questions after it."""
+    """Held-out data: its loss during training, and generated answers after it."""
 
     eval_data: Path = _flag("annotation file or meta JSON of held-out samples", location)
     eval_samples: int = _flag("maximum held-out samples", _POSITIVE, 500)
@@ -191,7 +191,7 @@ _JOB = {
         choices=list(OnBadSample),
     ),
 }
-# Flags of `OptimizationOptions`, which the step declares without a command line.
+# Flags of `OptimizationOptions`, a class of the training step without a command line.
 _OPTIMIZATION = {
     "lr": _option(
         f"maximum learning rate (default: {LEARNING_RATE}, adapters {ADAPTER_LEARNING_RATE})",
@@ -228,7 +228,7 @@ def _list_flags(kind: type) -> dict[str, Mapping[str, Any]]:
 
 
 def parse_arguments() -> tuple[Path, RunArguments | None]:
-    """Return the plan's directory and the run's arguments, None for a dry run."""
+    """Return the plan's directory and the run's arguments (None: dry run); raises UserError."""
     parser = ArgumentParser(
         prog="pretrain_vlm.py",
         description="Train a vision-language or language model by an OmniBal plan.",

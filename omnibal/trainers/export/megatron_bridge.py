@@ -1,4 +1,4 @@
-"""Export for Megatron-Bridge (003e863): overrides of a recipe, and packs for Energon."""
+"""Export for Megatron-Bridge (commit 003e863): recipe overrides, and packs for Energon."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from omnibal.trainers.export.megatron_flags import (
 )
 
 _RUNNER = 'scripts/training/run_recipe.py --recipe "$RECIPE"'
-# Overrides that the plan does not decide, with names quoted for Hydra.
+# Overrides by shell variables, which the plan does not decide. Paths are quoted for Hydra.
 _USER_OVERRIDES = (
     "\"checkpoint.pretrained_checkpoint='$MODEL'\"",
     "\"checkpoint.save='$OUTPUT'\"",
@@ -38,15 +38,15 @@ _FP8 = {
     "mixed_precision.fp8": FP8_FORMAT,
     "mixed_precision.fp8_recipe": TRAINED_FP8.recipe,
     "mixed_precision.fp8_param_gather": not TRAINED_FP8.keeps_bf16_weights,
-    "mixed_precision.first_last_layers_bf16": False,  # predicted with FP8 in all layers
+    "mixed_precision.first_last_layers_bf16": False,  # as predicted: all layers
 }
 
 
 def export(given: ExportInput) -> Exported:
-    """Return a plan as Megatron-Bridge recipe overrides, and packs for Energon."""
+    """Return a plan as a Megatron-Bridge command and recipe statements, and packs for Energon."""
     plan, batch, files = given.plan, Batch.measure(given), energon_files(given)
     values = overrides(given, batch)
-    # Both stand in single quotes of an override.
+    # Overrides have both in single quotes, for Hydra.
     names = given.checkpoint or plan.model.name, str(given.folder)
     checkpoint, folder = (name.replace("'", r"\'") for name in names)
     quoted = replace(given, checkpoint=checkpoint, folder=Path(folder))
@@ -61,7 +61,7 @@ def export(given: ExportInput) -> Exported:
 
 
 def overrides(given: ExportInput, batch: Batch) -> Mapping[str, Any]:
-    """Return recipe fields set by the plan."""
+    """Return values of the recipe fields that the plan sets, by dotted name."""
     plan, overlaps = given.plan, given.plan.parallel.data > 1
     return {
         **{f"model.{name}": value for name, value in parallel_fields(plan).items()},
@@ -71,7 +71,7 @@ def overrides(given: ExportInput, batch: Batch) -> Mapping[str, Any]:
         "train.micro_batch_size": 1,
         "train.global_batch_size": given.packs_per_step,
         **({} if given.full_steps is None else {"train.train_iters": given.full_steps}),
-        # The planned loss is a mean over tokens: summed gradients, one division.
+        # The planned loss is a mean over all tokens of a step: sum gradients, and divide once.
         "model.calculate_per_token_loss": True,
         "ddp.average_in_collective": False,
         "ddp.use_distributed_optimizer": True,
@@ -83,17 +83,17 @@ def overrides(given: ExportInput, batch: Batch) -> Mapping[str, Any]:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Return overrides of the split and recomputation."""
+    """Return command-line overrides of the pipeline split and recomputation."""
     return _override_words(_layer_fields(plan))
 
 
 def _layer_fields(plan: Plan) -> Mapping[str, Any]:
-    """Return all fields of the split and recomputation; None resets a recipe's field."""
+    """Return all fields of the pipeline split and recomputation; None resets a recipe's."""
     layout = plan_layout(plan)
     first, last = (None, None) if layout.is_even else layout.end_layers or (None, None)
     in_full = first is None and not layout.is_even
     has_chunks = layout.virtual > 1
-    # With batched messages, two stages of several chunks would take each other's.
+    # On two ranks, batched P2P mixes up messages of chunks: one rank is both neighbors.
     messages = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     fields = {
         "virtual_pipeline_model_parallel_size": layout.virtual if has_chunks else None,
@@ -110,7 +110,7 @@ def _layer_fields(plan: Plan) -> Mapping[str, Any]:
 
 def _override_words(values: Mapping[str, Any]) -> list[str]:
     def text(value: Any) -> str:
-        # The shell needs quotes around a layout's signs; Hydra gets them without quotes.
+        # Quotes protect a layout's signs from the shell; Hydra gets the text without quotes.
         quoted = isinstance(value, str) and not value.isalnum()
         return f"'{value}'" if quoted else "null" if value is None else str(value)
 

@@ -1,4 +1,4 @@
-"""Device memory counted as by torch's caching allocator."""
+"""Allocated device memory, in blocks as rounded by torch's caching allocator."""
 
 import weakref
 from collections import Counter
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-BLOCK_BYTES = 512  # allocations are multiples: `kMinBlockSize` of torch's CUDACachingAllocator
+BLOCK_BYTES = 512  # blocks are multiples: `kMinBlockSize` of torch's CUDACachingAllocator
 
 
 def block_bytes(size: int) -> int:
-    """Return the bytes of the allocator's block for `size` bytes."""
+    """Return `size` bytes rounded up to the allocator's blocks."""
     return size + -size % BLOCK_BYTES
 
 
@@ -28,13 +28,13 @@ class Label:
 class _Allocation:
     size: int
     label: Label
-    # In the tracker's count of allocations and frees.
+    # Moments: numbers of allocations and frees until then.
     born: int
     died: int | None = None
 
 
 class MemoryTracker:
-    """Counter of storages from creation until they are freed."""
+    """Live storages by label, with peak bytes since `reset_peak` and since `watch`."""
 
     def __init__(self) -> None:
         self.now_bytes = 0
@@ -51,7 +51,7 @@ class MemoryTracker:
         self.peak_bytes = self.now_bytes
 
     def watch(self) -> None:
-        """Reset the maximum that `contents` describes."""
+        """Reset `highest_bytes` to 0, the maximum that `contents` describes."""
         self._made = [allocation for _, allocation in self._live.values()]
         self.highest_bytes = 0
 
@@ -71,7 +71,7 @@ class MemoryTracker:
         self.now_bytes += allocation.size
 
     def resize(self, storage: torch.UntypedStorage, label: Label) -> None:
-        """Count a tracked storage by its new size, as a new allocation."""
+        """Replace a tracked storage by an allocation of its new size; skip an untracked storage."""
         key = storage._cdata
         if key not in self._live:
             return
@@ -86,7 +86,7 @@ class MemoryTracker:
         self.now_bytes -= allocation.size
 
     def settle(self, label: Label, working_bytes: int = 0) -> None:
-        """Update the peaks after an operation with `working_bytes` of workspace."""
+        """Update both maxima after an operation with `working_bytes` of workspace."""
         total = self.now_bytes + working_bytes
         self.peak_bytes = max(self.peak_bytes, total)
         if total > self.highest_bytes:
@@ -100,17 +100,17 @@ class MemoryTracker:
                 entry[1].label = label
 
     def relabel_all(self, label: Label) -> None:
-        """Set the label of all live storages, except of storages with a label of this phase."""
+        """Set the label of every live storage whose label is of another phase."""
         for _, allocation in self._live.values():
             if allocation.label.phase != label.phase:
                 allocation.label = label
 
     def live(self) -> dict[Label, tuple[int, int]]:
-        """Return the current number of storages and bytes by label."""
+        """Return the number and bytes of live storages by label."""
         return _count_by_label(allocation for _, allocation in self._live.values())
 
     def contents(self) -> dict[Label, tuple[int, int]]:
-        """Return storages and bytes by label at the maximum since `watch`, of `highest_bytes`."""
+        """Return the number and bytes of storages and workspace by label at `highest_bytes`."""
         moment = self._highest_moment
         by_label = _count_by_label(
             allocation
