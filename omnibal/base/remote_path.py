@@ -30,12 +30,12 @@ _SECRET = re.compile(r"(?<=://)(?:[^/@]+|[^/:]*:.+)(?=@)|(?<=[?#;]).+")
 _BLOCK_BYTES = 1 << 21  # latency equals transfer at 100 MB/s and 20 ms
 _BLOCKS_IN_MEMORY = 8  # per process: reads are mostly sequential
 _MAX_REMEMBERED, _REMEMBERED_S = 4096, 60  # file infos per process, and for how long
-_MIN_LISTED = 8  # files of a folder from which a listing is quicker
+_MIN_LISTED = 8  # minimum files of a folder for one listing, not a query per file
 _VERSION_FIELDS = ("ETag", "etag", "mtime", "LastModified", "created")  # of fsspec, best first
 
 
 class RemotePath(PosixPath):
-    """Path of a remote file or folder, with methods for reading."""
+    """Read-only path of a remote file or folder."""
 
     cache: BlockCache | None = None  # of read blocks
 
@@ -91,14 +91,14 @@ class RemotePath(PosixPath):
     def open(  # type: ignore[override]
         self, mode: str = "r", buffering: int = -1
     ) -> IO[Any]:
-        """Open the file to read bytes; raise FileNotFoundError, IsADirectoryError, StorageError."""
+        """Open with mode "rb" only. Raise FileNotFoundError, IsADirectoryError, StorageError."""
         if mode != "rb":
             raise StorageError(f"{self}: is remote, and can only be read; name a local file")
         file = _RemoteFile(self, _recent_info(self))
         return cast(IO[Any], file if buffering == 0 else io.BufferedReader(file))
 
     def check_version(self, version: str) -> None:
-        """Raise StorageError if the version changed; queried at most once a minute."""
+        """Raise StorageError if the version changed. An equal version is queried once a minute."""
         if _recent_info(self).version != version and version_of(self) != version:
             raise change_error(self)
 
@@ -111,7 +111,7 @@ class RemotePath(PosixPath):
 
 
 def location(text: str, cache: BlockCache | None = None) -> Path:
-    """Return the path of a local name or URL.
+    """Return a RemotePath of a URL, or a local path of a name or `file://` URL.
 
     Example:
         >>> location("s3://bucket/a") / "b.jpg"
@@ -123,7 +123,7 @@ def location(text: str, cache: BlockCache | None = None) -> Path:
 
 
 def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path:
-    """Return the path that a file in `folder` names: a URL, absolute, or relative to `folder`."""
+    """Return the path of `name` in a file of `folder`: URL, absolute (local), or relative to it."""
     if _URL_START.match(name):
         return location(name, cache)
     if not isinstance(folder, RemotePath):
@@ -135,7 +135,7 @@ def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path
 
 
 def kept_below(path: Path, folder: Path | None) -> Path:
-    """Return `path`. Raise UserError if it is, links resolved, outside a folder or URL."""
+    """Return `path`. Raise UserError if it is outside `folder` (if any) with links resolved."""
     if folder is None:
         return path
     real, root = (Path(posixpath.normpath(str(place))) for place in (path, folder))
@@ -149,7 +149,7 @@ def kept_below(path: Path, folder: Path | None) -> Path:
 
 
 def check_local(options: Mapping[str, Any]) -> None:
-    """Raise UserError for an option (by name without dashes) that is a URL."""
+    """Raise UserError if a Path of these options (or in a list) is a URL, not a RemotePath."""
     # As a local path, a URL would make a folder "s3:".
     for name, value in options.items():
         for path in value if isinstance(value, list) else [value]:
@@ -164,11 +164,11 @@ def check_local(options: Mapping[str, Any]) -> None:
 
 
 def versions_of(paths: Sequence[Path]) -> list[str]:
-    """Return a version per file: its size with ETag or time.
+    """Return a version per file: "size:change", by ETag or time of change.
 
     Raises:
-        OSError: if a file is absent or a folder.
-        StorageError: if a storage is unreachable.
+        OSError: if a file is absent, or local and a folder.
+        StorageError: if a storage is unreachable or does not tell a size.
     """
     folders: dict[RemotePath, list[RemotePath]] = defaultdict(list)
     for path in paths:
@@ -232,7 +232,7 @@ def _query_info(path: RemotePath) -> dict[str, Any]:
 
 @contextmanager
 def _open_storage(path: RemotePath) -> Iterator[tuple[Any, str]]:
-    """Yield fsspec's file system and the path in it, and convert errors."""
+    """Yield fsspec's file system and the path in it; backends' errors become StorageErrors."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -319,7 +319,7 @@ def _fetch_block(path: RemotePath, info: _FileInfo, number: int) -> bytes:
     try:
         with _open_storage(path) as (files, name):
             content = files.cat_file(name, start=start, end=stop)
-        # Blocks of a larger file could be of different versions.
+        # A file of several blocks could change between reads.
         is_same = info.size <= _BLOCK_BYTES or version_of(path) == info.version
     except FileNotFoundError:
         content, is_same = b"", False
@@ -329,7 +329,7 @@ def _fetch_block(path: RemotePath, info: _FileInfo, number: int) -> bytes:
 
 
 def change_error(path: Path) -> StorageError:
-    """Return the error of a file that changed since its samples were indexed."""
+    """Return the error for a file that changed since its samples were indexed, or while read."""
     return StorageError(
         f"{path}: has changed while it was read, or since its samples were found; restore it, or "
         "keep it and run `omnibal lengths` again (and `omnibal plan`, before training)"

@@ -15,7 +15,7 @@ from omnibal.job.plan import plan_files
 from omnibal.job.runlog import EVALUATION_FILE, RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE
 from omnibal.report.table import Facts, Table
 
-if TYPE_CHECKING:  # it imports matplotlib
+if TYPE_CHECKING:  # the page imports matplotlib
     from omnibal.report.page import ReportInput
 
 
@@ -72,7 +72,7 @@ def report(
 
 
 def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
-    """Yield the page's tables of a replay and of a run."""
+    """Yield the printed tables: of a replay, a run, and held-out accuracy."""
     from omnibal.report.cards import card_facts, headline_cards
     from omnibal.report.command_tables import fake_device_table
     from omnibal.report.plan_tables import accuracy_table, peak_table, stages_table

@@ -1,6 +1,6 @@
 """Time of kernels on one device of a cluster: a constant plus a rate per feature.
 
-Rates are shares of the data sheet's, or come from measured tables (`omnibal.cost.shaped_rates`).
+Rates are data-sheet peaks times an efficiency, or measured (`omnibal.cost.shaped_rates`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,19 +39,19 @@ _TILE_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Rates of one device, its share of the model, and features that its work is linear in."""
+    """Rates of one device and its parallel sizes. Times are linear in features; feature 0 is 1."""
 
     features: Mapping[str, np.ndarray]  # unit vector of every feature, [features] each
-    flops_per_ms: Mapping[str | None, float]  # by dtype, None: attention, unmeasured products
+    flops_per_ms: Mapping[str | None, float]  # by dtype; None: the job's, or bf16 under FP8
     fp8: Fp8 | None = None  # FP8 options, or None if no product is in FP8
     product_times: ProductTimes | None  # measured matrix product times by shape, if available
     grouped_times: ProductTimes | None = None  # grouped products, if available
     attention_times: AttentionTimes | None = None  # measured attention times, if available
-    bytes_per_ms: Mapping[MovingKind, float]  # of memory-bound kernels; accumulation streams
-    ring: LinearTime  # measured latency of a ring pass, or 0, and time per byte that a rank sends
-    all_to_all: LinearTime  # expert-parallel latency and time per byte, over all routed bytes
-    kernel_ms: float
-    tensor: int
+    bytes_per_ms: Mapping[MovingKind, float]  # of memory-bound kernels by kind
+    ring: LinearTime  # latency of a ring pass, and time per byte that a rank sends
+    all_to_all: LinearTime  # exposed expert-parallel latency and time per routed byte
+    kernel_ms: float  # fixed time of a kernel on the device
+    tensor: int  # tensor-parallel size
     sequence_parallel: bool  # whether the language model uses Megatron's sequence parallelism
     pads: bool = True  # whether heads and vocabulary are padded to multiples of the tensor size
     element_bytes: int
@@ -69,7 +69,7 @@ class Device:
         precision: Precision,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> Self:
-        """Return a device of a cluster, with measured rates if available."""
+        """Return a device of the cluster, with measured rates if available."""
         rates, element_bytes = cluster.measured_rates(precision), ELEMENT_BYTES[precision]
         fp8, flops_per_ms = None, dict[str | None, float]()
         if precision == "fp8":
@@ -78,7 +78,7 @@ class Device:
         streamed = streamed_bytes_per_ms(cluster, precision)
         precision = "bf16" if precision == "fp8" else precision  # of operations left in bf16
         plain = _fastest_copy(rates, "plain")
-        # Kernel latency and the rate of element-wise kernels are measured together.
+        # Without a separate latency, the measured rate includes it: use the data sheet's rate.
         latency_ms = plain.latency_ms if plain else None
         bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
         if plain is not None and latency_ms is not None:
@@ -133,12 +133,12 @@ class Device:
         )
 
     def feature(self, name: str) -> np.ndarray:
-        """Unit vector of a feature, [features]."""
+        """Return the unit vector of a feature, [features]."""
         return self.features[name]
 
     @property
     def sequence_share(self) -> float:
-        """Share of a rank in language tensors between parallel blocks."""
+        """Fraction of language activations on a rank between tensor-parallel blocks: 1/TP or 1."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
     @property
@@ -147,7 +147,7 @@ class Device:
         return self.product_times is not None and self.product_times.accumulates
 
     def ms(self, kernel: Kernel) -> np.ndarray:
-        """Return the time of a kernel, [features]."""
+        """Return the time of a kernel as coefficients, [features]; latency is in [0]."""
         match kernel.kind:
             case "product":
                 time_ms = self._product_ms(kernel)
@@ -171,7 +171,7 @@ class Device:
         return time_ms
 
     def launch_ms(self, kernels: Iterable[Kernel]) -> float:
-        """Return the host's time to launch kernels."""
+        """Return the host's time to launch these kernels, in ms."""
         # Casts and accumulation are launched as part of their products.
         counted = [kernel for kernel in kernels if kernel.kind not in ("cast", "accumulation")]
         passes = sum(kernel.passes for kernel in counted if kernel.kind == "ring")
@@ -179,7 +179,7 @@ class Device:
         return (others + passes) * self.host_ms + passes * self.ring_host_ms
 
     def _product_ms(self, kernel: Kernel) -> np.ndarray:
-        """Return the time of a product, [features]. A grouped product is one kernel."""
+        """Return the time of a product, grouped or not, without `kernel_ms`, [features]."""
         groups, sizes = kernel.groups, (kernel.inner, kernel.outer)
         phase: ProductPass = "forward"
         if kernel.phase in ("input_gradient", "weight_gradient"):
@@ -198,7 +198,7 @@ class Device:
                 time_ms = _line_ms(self.product_times.line(phase, *sizes), rows)
             else:
                 time_ms = rows * each_ms / self.flops_per_ms[None]
-        # FP8 speeds up all shapes by the ratio of peak rates to bf16.
+        # FP8 speeds up all shapes by the ratio of its rate to that of bf16.
         faster = self.flops_per_ms[kernel.dtype] / self.flops_per_ms[None]
         return time_ms * self.runtime.product_slowdown / faster
 
@@ -224,7 +224,7 @@ class Device:
         launches: int = 1,
         name: str = "",
     ) -> Kernels:
-        """Return a tensor-parallel collective; `all_bytes` are summed over its ring passes."""
+        """Return a collective, () if TP is 1. `all_bytes` are of full tensors, over all passes."""
         if self.tensor == 1:
             return ()
         sent = (self.tensor - 1) / self.tensor  # a rank sends all shares but one
@@ -241,18 +241,18 @@ class Device:
     def all_reduces(
         self, forward_bytes: np.ndarray, backward_bytes: np.ndarray, times: int = 1
     ) -> Kernels:
-        """Return `times` all-reduces in forward and in backward."""
+        """Return `times` all-reduces, each of these bytes, in forward and in backward."""
         return (
             *self.rings("forward", 2 * times * forward_bytes, 2 * times, launches=times),
             *self.rings("backward", 2 * times * backward_bytes, 2 * times, launches=times),
         )
 
     def gather_buffer(self, tensor_bytes: np.ndarray) -> np.ndarray:
-        """Bytes of a tensor if sequence parallelism gathers it, else 0, [features]."""
+        """Return a tensor's bytes if sequence parallelism gathers it, else 0, [features]."""
         return self.sequence_parallel * tensor_bytes
 
     def block_exchange(self, block_bytes: np.ndarray) -> Kernels:
-        """Return the exchange of a block, given the bytes of its unsharded input and output."""
+        """Return a block's collectives, given the bytes of its unsharded input (or output)."""
         # Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.
         if not self.sequence_parallel:
             return self.all_reduces(block_bytes, block_bytes)
@@ -265,7 +265,7 @@ class Device:
 
 
 def _line_ms(line: LinearTime, size: np.ndarray, times: float = 1) -> np.ndarray:
-    """Return the time of `size` [features] in `times` calls, [features]."""
+    """Return the time of `size` [features] in `times` calls, [features]; latency is in [0]."""
     time_ms = size * line.each_ms
     time_ms[0] += times * line.fixed_ms
     return time_ms
@@ -285,7 +285,7 @@ def _fit_times(
 
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
-    """Return the rate of long contiguous reads and writes of device memory."""
+    """Return bytes per ms of long contiguous copies: measured, else the data sheet's."""
     plain = _fastest_copy(cluster.measured_rates(precision), "plain")
     return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
 

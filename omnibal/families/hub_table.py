@@ -1,5 +1,5 @@
-"""Tables of a hub's `config.json`. A key is a field of the class, in its section of tables.toml, or
-an error that names it; tables of some releases are read leniently, without unknown keys.
+"""Tables of a hub's `config.json`. Keys that are neither a field of the class nor in its section of
+tables.toml are errors; tables of some releases are read leniently, without unknown keys.
 """
 
 import re
@@ -24,11 +24,11 @@ from omnibal.base.files import complaint, read_toml_model
 from omnibal.base.frozen import Frozen, Numbered
 
 T = TypeVar("T", bound="HubTable")
-_LENIENT = "lenient"  # pydantic context
+_LENIENT = "lenient"  # pydantic context: unknown keys are dropped
 
 
 class Keys(Frozen):
-    """Section of tables.toml; the file's head describes the fields."""
+    """Section of tables.toml; comments at the top of that file describe the fields."""
 
     defaults: dict[str, Any] = Field(default={})
     names: dict[str, str] = Field(default={})
@@ -43,19 +43,19 @@ SECTIONS = read_toml_model(
 )
 
 
-# Dropout must be 0, as memory of its masks is not counted. Lenient tables drop a release's, which
-# belongs to its own training.
+# Dropout must be 0, as memory of its masks is not counted. A lenient table sets it to 0, as a
+# release's dropout belongs to its own training.
 _KEEP_IF_STRICT = BeforeValidator(lambda value, info: 0.0 if info.context == _LENIENT else value)
 NoDropout = Annotated[float, _KEEP_IF_STRICT, Field(ge=0, le=0)]
 _GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
 _INERT_KEYS = re.compile(
-    # Token ids, and notes of a tuning tool.
+    # Token ids, and keys that a fine-tuning tool adds.
     r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens|unsloth_.*"
 )
 
 
 class HubTable(Numbered):
-    """Table of `config.json`; unknown keys are errors."""
+    """Table of `config.json`; unknown keys are errors, unless read by a lenient `as_table`."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -92,13 +92,13 @@ class HubTable(Numbered):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Configuration fields: constants of the family, and keys of the table under its names."""
+        """Fields of a LanguageConfig or encoder: the family's constants, the table's values."""
         keys, values = self.section(), dict(self)
         return keys.parts | {field: values[key] for field, key in keys.fields.items()}
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:
-        """Return keys that are neither fields nor known to have no effect."""
+        """Return keys that are neither fields, nor in the section, nor without effect."""
         keys = cls.section()
         known = {*cls.model_fields, *keys.must, *keys.ignored}
         return [
@@ -132,9 +132,9 @@ def _refuse_variants(given: Mapping[str, Any]) -> None:
 
 
 def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) -> T:
-    """Return `given` as a table of type `kind`. `where` begins error messages.
+    """Return `given` as a table of type `kind`, or raise UserError, which begins with `where`.
 
-    If `lenient`, unknown keys and the release's dropouts are ignored.
+    If `lenient`, unknown keys, architectures and the release's dropouts are ignored.
     """
     try:
         context = _LENIENT if lenient else None
@@ -146,7 +146,7 @@ def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) ->
 
 
 def describe_error(errors: ValidationError) -> str:
-    """Return the first wrong key, its requirement and its value."""
+    """Return ": KEY" with requirement and value of the first wrong key, for an error message."""
     error = errors.errors()[0]
     place = "".join(f": {part}" for part in error["loc"])
     given, kind = f"{error['input']!r:.80}", error["type"]

@@ -1,4 +1,4 @@
-"""Reading and writing of a plan's directory."""
+"""Read and write a plan's directory: plan, packs and lengths (by portion), and costs."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -58,12 +58,12 @@ class PlanFiles:
     plan: Plan
     job: JobSpec
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths (of the first portion if in portions, mock for shapes only), or None."""
+    """Packs and lengths (mock for shapes only, all portions or the first to train), or None."""
     directory: Path | None = None  # source directory, or None if made in memory
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:
-        """Return the plan's packs and lengths, or raise without them."""
+        """Return the plan's packs and lengths. Raise UserError if `data` is None."""
         if self.data is None:
             raise UserError(
                 "the plan has neither data nor shapes, so no steps; give a plan of `omnibal plan`"
@@ -72,7 +72,7 @@ class PlanFiles:
 
 
 def hash_steps(directory: Path, steps: int) -> str | None:
-    """Return the hash of a plan's first `steps` steps, or None if absent or within a portion."""
+    """Return the hash of a plan's first `steps` steps, or None past its end or within a portion."""
     data = read_plan(directory).data
     if data is None or steps > data.steps:
         return None
@@ -86,7 +86,7 @@ def hash_steps(directory: Path, steps: int) -> str | None:
 
 
 def make_job(plan: Plan, directory: Path) -> JobSpec:
-    """Return a plan's job with its costs: profiled or counted, then refitted if from a run."""
+    """Return a plan's job with costs: profiled or analytic, refitted if made from a run's log."""
     profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
     source = CostSource(
         read_profile(profile) if profile.exists() else None,
@@ -96,7 +96,7 @@ def make_job(plan: Plan, directory: Path) -> JobSpec:
 
 
 def read_plan_data(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
-    """Return a plan's packs and lengths: mock data for shapes, None without data and shapes."""
+    """Return a plan's packs and lengths (all portions), mock data for shapes, or None."""
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
     if plan.data.portions:
@@ -112,7 +112,7 @@ def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths
 
 
 def save_plan(result: PlanResult, directory: Path) -> Plan:
-    """Write the plan directory atomically, replacing an earlier plan; return the written plan."""
+    """Write a directory, replacing an earlier plan by renames; return the plan as written."""
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
@@ -142,7 +142,7 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
 
 
 def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequence[int]) -> Plan:
-    """Return the plan with samples seen per source, read from its written files."""
+    """Return the plan with samples seen by source and step, from its written files."""
     by_step, names = milestones(data.steps), tuple[str, ...]()
     seen = np.zeros((len(by_step), len(available)), np.int64)
     for packs, lengths in iterate_portions(data, directory):
@@ -166,7 +166,7 @@ def iterate_portions(data: DataPlan, directory: Path) -> Iterator[tuple[Schedule
 
 
 def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
-    """Pack and write all portions like the first; return the joint plan."""
+    """Pack and write all portions for the first's stages; return the plan of all."""
     plan, job = result.plan, JobSpec.of_plan(result.plan, result.cost_source)
     assert plan.data is not None and result.data is not None
     first, planned, levels = result.data[0], plan.data, plan.pack_levels
@@ -207,7 +207,7 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raise if the directory holds anything but a plan."""
+    """Raise UserError if the directory is neither absent, empty nor a plan, or contains the cwd."""
     if Path.cwd().is_relative_to(directory.resolve()):
         raise UserError(
             f"{directory}: contains the current directory, and writing a plan deletes earlier "

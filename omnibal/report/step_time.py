@@ -23,15 +23,15 @@ _SIMULATED_STEPS = 200  # max measured steps to simulate, spread evenly over the
 _IDEAL, _READING, _OTHER = "ideal", "reading", "other waits"
 # Min share of the step for a loss, or a difference to the prediction, to be named.
 _MIN_NAMED_SHARE = 0.02
-_MIN_REMEDY_SHARE, _MIN_SHOWN_SHARE = 0.01, 0.001  # of the step, for a cause to be shown
+_MIN_REMEDY_SHARE, _MIN_SHOWN_SHARE = 0.01, 0.001  # of the step, to explain and to show a cause
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """A cause's time in a step, in ms by source, with its reason and remedy."""
+    """A cause's time in a step, with its reason and the options that reduce it."""
 
     name: str
-    ms: Mapping[str, float]
+    ms: Mapping[str, float]  # by source, in the order predicted, replayed, measured
     why: str = ""
     remedy: str = ""  # Options in backticks. Empty, as `why`, for a cause of little time.
 
@@ -46,7 +46,7 @@ class Cause:
 
     @property
     def excess_ms(self) -> float:
-        """Measured or replayed time above the predicted."""
+        """Last source's time above the first's: above the predicted, if there is a prediction."""
         return self.latest_ms - next(iter(self.ms.values()))
 
 
@@ -104,7 +104,7 @@ class StepTime:
 def step_time(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None, measured: Mapping[str, float]
 ) -> StepTime | None:
-    """Compare all known sources of a step's time (`measured`: by cause), or return None."""
+    """Return a step's time by cause and source (`measured`: ms by cause), or None if none."""
     sources: dict[str, tuple[dict[str, float], float]] = {}
     if plan.prediction is not None:
         sources["predicted"] = plan.prediction.lost.causes(), plan.prediction.step_ms
@@ -126,7 +126,6 @@ def step_time(
         if max(losses_ms) >= _MIN_REMEDY_SHARE * max(step_ms.values()):
             cause = replace(cause, why=texts[name][0], remedy=texts[name][1])
         causes.append(cause)
-    # Needed work first, then losses by falling time.
     causes.sort(key=lambda cause: (cause.name != _IDEAL, -cause.latest_ms))
     expected_ms = None if plan.prediction is None else plan.prediction.step_ms
     if replay is not None and "measured" not in sources:
@@ -135,7 +134,7 @@ def step_time(
 
 
 def explain_causes(plan: Plan, run: RunSummary | None) -> dict[str, tuple[str, str]]:
-    """Return the reason and the remedy of every cause in this plan."""
+    """Return (reason, remedy) by cause, for all causes, with remedies that this plan allows."""
     sizes, count = plan.parallel, round(micro_batches_per_step(plan) or 1)
     batches = f"{count} micro-batch{'es' * (count > 1)}"
     more, smaller = "a larger `--samples-per-step`", "a smaller `--max-tokens`"
@@ -191,10 +190,10 @@ def split_measured_step(
     run: RunSummary,
     records: Sequence[StepRecord],
 ) -> dict[str, float]:
-    """Split a run's median step by cause, in ms, or return an empty dict if impossible.
+    """Return ms by cause of a run's median step, or {} if `data` is None or lacks its steps.
 
-    Steps of usual time are simulated with every stage's predicted passes scaled to its measured
-    time. Waits for data and weight updates are measured; other waits are the remainder.
+    Steps between the quartiles of time are simulated with predicted passes scaled to each stage's
+    measured times. Weight updates and waits for data are medians; other waits are the remainder.
     """
     if data is None:
         return {}
@@ -216,7 +215,7 @@ def split_measured_step(
 
     def factor(name: str, predicted_ms: np.ndarray) -> np.ndarray:
         """Measured over predicted time of each row's stages, [rows, parts]."""
-        sums = np.zeros_like(logged[name])  # of steps, mean over ranks
+        sums = np.zeros_like(logged[name])  # by step, mean over data-parallel ranks
         np.add.at(sums, step, predicted_ms[:, parts_of].sum(axis=2) / plan.parallel.data)
         ratio = np.divide(logged[name], sums, out=np.ones_like(sums), where=sums > 0)
         return ratio[step][:, list(plan.stage_of_parts)]

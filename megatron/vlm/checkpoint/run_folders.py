@@ -30,7 +30,7 @@ _FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.part)?")
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:
-    """Make and return an empty folder for a checkpoint. Removes an earlier save of the step."""
+    """Make and return an empty `.part` folder. Removes the step's save, unless it is the newest."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_checkpoint(directory, step)
     part = part_path(directory, step)
@@ -39,7 +39,7 @@ def begin_checkpoint(directory: Path, step: int) -> Path:
 
 
 def part_path(directory: Path, step: int) -> Path:
-    """Return the folder of a checkpoint that is being written or removed."""
+    """Return the `.part` folder of a checkpoint that is being written or removed."""
     path = checkpoint_path(directory, step)
     return path.with_name(path.name + _PART_SUFFIX)
 
@@ -47,10 +47,10 @@ def part_path(directory: Path, step: int) -> Path:
 def publish_checkpoint(
     directory: Path, step: int, checksums: Mapping[str, int] | None = None
 ) -> Path:
-    """Make a checkpoint that is on disk the newest, atomically; return its folder.
+    """Add checksums to a synced `.part` folder, rename it, name it the newest; return its path.
 
     Args:
-        checksums: by file name, from the writes. Other files are read again.
+        checksums: CRC-32 by file name, from the writes. Other files are read again.
     """
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     write_checksums(part, checksums or {})
@@ -62,7 +62,7 @@ def publish_checkpoint(
 
 
 def name_newest(directory: Path, step: int) -> None:
-    """Write a checkpoint's step to the tracker file, atomically."""
+    """Write `step` to the tracker file, atomically and synced to disk."""
     with atomic(directory / TRACKER_FILE) as temporary:
         temporary.write_text(str(step))
         force_to_disk(temporary)
@@ -70,7 +70,7 @@ def name_newest(directory: Path, step: int) -> None:
 
 
 def list_complete_steps(directory: Path) -> list[int]:
-    """Return the steps of complete checkpoints up to the tracker file's, newest first."""
+    """Return checkpoints' steps, newest first: the tracker file's and older, or [] without it."""
     newest = latest_step(directory)
     if newest is None:
         return []
@@ -80,7 +80,7 @@ def list_complete_steps(directory: Path) -> list[int]:
 
 
 def write_checksums(path: Path, known: Mapping[str, int]) -> None:
-    """Write the checksums of a checkpoint's files. Files that are not in `known` are read."""
+    """Write a folder's checksums file. CRC-32 of files not in `known` (by name) is computed."""
     others = [file for file in path.iterdir() if file.name not in {*known, CHECKSUMS_FILE}]
     checksums = {**known, **{file.name: file_checksum(file) for file in others}}
     (path / CHECKSUMS_FILE).write_text(json.dumps(checksums, sort_keys=True, separators=(",", ":")))
@@ -96,7 +96,7 @@ def file_checksum(path: Path) -> int:
 
 
 def check_checksums(path: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Raise ValueError if a file changed since the save. Rank `rank` of `ranks` reads its part."""
+    """Raise ValueError if a saved file is missing or changed. Reads only files `rank::ranks`."""
     saved = json.loads((path / CHECKSUMS_FILE).read_text())
     # List the folder: a hostile checksums file could name any path.
     files = [file for file in sorted(path.iterdir()) if file.name in saved]
@@ -109,7 +109,7 @@ def check_checksums(path: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def remove_checkpoint(directory: Path, step: int) -> None:
-    """Remove a checkpoint and its remains, unless the tracker file names it."""
+    """Remove a step's `.part` folder, and its checkpoint unless the tracker file names it."""
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     if part.exists():
         shutil.rmtree(part)
@@ -120,13 +120,13 @@ def remove_checkpoint(directory: Path, step: int) -> None:
 
 
 def prune_checkpoints(directory: Path, keep_last: int) -> None:
-    """Remove remains of saves, and checkpoints except the newest `keep_last`.
+    """Remove `.part` and incomplete folders, and checkpoints except the newest `keep_last`.
 
-    Checkpoints newer than the tracker file's remain: the user chose an earlier one.
+    Folders newer than the tracker file's step remain: the run may have gone back to that step.
     """
     newest = latest_step(directory)
     complete = []
-    # In reverse order, a `.part` folder precedes the checkpoint of its step.
+    # In reverse order, a `.part` folder is gone before its checkpoint takes that name.
     for folder in sorted(directory.iterdir(), reverse=True):
         match = _FOLDER_NAME.fullmatch(folder.name)
         if match is None or newest is None or int(match[1]) > newest:

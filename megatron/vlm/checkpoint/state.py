@@ -1,4 +1,4 @@
-"""State of a rank in checkpoints. Replicated and sharded stages are stored as equal tensors.
+"""A rank's weights and optimizer state, stored as equal tensors if replicated or sharded.
 
 Shapes: Q values of a rank's shard of a flat tensor.
 """
@@ -21,7 +21,7 @@ _STATE_KEY = "optimizer.state.{}.{}"  # of kind and parameter
 
 
 class PartOptimizer(Protocol):
-    """Optimizer of a rank's weight shards."""
+    """AdamW over a rank's ranges of sharded weights."""
 
     inner: torch.optim.AdamW
     ranges: Sequence[MainRange]
@@ -29,7 +29,7 @@ class PartOptimizer(Protocol):
 
 # Optimizer of a replicated or a sharded stage.
 Optimizer: TypeAlias = ChainedOptimizer | PartOptimizer
-# A parameter, a flat range of it (first, end), the range's state by kind, and the replica.
+# Parameter, its flat range (first, end), the range's state by kind, and the replica's index.
 _StateRange: TypeAlias = tuple[torch.nn.Parameter, int, int, Mapping[str, torch.Tensor], int]
 
 
@@ -40,8 +40,8 @@ class State:
         self._stages = list(map(_StageState, stages, optimizers))
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return core's sharded state dict; `optimizer` has all optimizers' merged settings."""
-        # Files do not store the stages' keys.
+        """Return core's sharded state dict by stage, and joined settings as `optimizer` if any."""
+        # The stages' keys are of this dict alone: files have the tensors' own keys.
         state = {str(n): stage.sharded_state_dict() for n, stage in enumerate(self._stages)}
         settings = [own for stage in self._stages for own in stage.list_settings()]
         return state | ({"optimizer": join_settings(settings)} if settings else {})
@@ -51,12 +51,12 @@ class State:
         return (tensor for stage in self._stages for tensor in stage.changing_tensors())
 
     def load_weights(self, stored: StoredTensors, *, adapters: bool = True) -> None:
-        """Restore weights, and adapters unless `adapters` is false."""
+        """Read weights and buffers from `stored`; skip adapters if `adapters` is false."""
         blocks = (block for stage in self._stages for block in stage.weight_blocks())
         stored.read_blocks(block for block in blocks if adapters or ADAPTERS not in block.key)
 
     def load_optimizer(self, stored: StoredTensors, settings: dict[str, Any]) -> None:
-        """Restore all optimizers' state and step counts. Learning rates are not restored."""
+        """Read all optimizers' state, and steps from saved `settings`, but no learning rates."""
         groups = settings["optimizer"]["param_groups"]
         # A checkpoint from before the first step has no step counts.
         [step] = {group["step"] for group in groups if group.get("step") is not None} or {0}
@@ -82,7 +82,7 @@ class _StageState:
         self._sharded: PartOptimizer | None = None
         if isinstance(optimizer, ChainedOptimizer):
             # `allreduce` is False for core's expert-parallel parameters, which have an optimizer of
-            # their own. The optimizer of frozen parameters alone is empty.
+            # their own. Optimizers without trained parameters are left out.
             of_experts = [
                 not vars(parameter).get("allreduce", True)
                 for parameter in stage.parameters()
@@ -101,14 +101,14 @@ class _StageState:
         return [*(optimizer.optimizer for optimizer in self._distributed), *sharded]
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return weights, and this rank's ranges of sharded weights and optimizer state."""
+        """Return replicated weights (`model`); ranges of sharded weights and state (`parts`)."""
         for inner in self._torch_optimizers:
             _fill_empty_state(inner)
         blocks = [*self._flat_blocks(), *self.optimizer_blocks()]
         return {"model": self._replicated_entries(), "parts": blocks}
 
     def list_settings(self) -> list[dict[str, Any]]:
-        """Return the settings of optimizers with state, in core's format."""
+        """Return param groups and step counts of optimizers with state, as core's state dicts."""
         if self._sharded is None or not self._sharded.inner.state:
             return [optimizer.state_dict() for optimizer in self._distributed]
         inner = self._sharded.inner
@@ -179,7 +179,7 @@ class _StageState:
                     yield from blocks_of(entry, key, first, end, state[kind], copy)
 
     def _state_ranges(self) -> Iterator[_StateRange]:
-        """Yield the ranges of parameters that this rank updates."""
+        """Yield the parameter ranges that this rank updates, with their state."""
         for optimizer in self._distributed:
             for of_buffer in optimizer.gbuf_ranges:
                 [buckets] = of_buffer.values()
@@ -205,7 +205,7 @@ def _by_tensor(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
 
 
 def join_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return several optimizers' settings as one, without equal groups; other entries are equal."""
+    """Return one state dict with all distinct param groups. Other entries are the last's."""
     joined: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for own in settings:
@@ -216,7 +216,7 @@ def join_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _fill_empty_state(inner: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state before its first step, to save it or load into it."""
+    """Make zero moments and step counts if absent, to save them or load into them."""
     # Transformer Engine's and Apex's optimizers count steps per group.
     counts_by_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     for group in inner.param_groups:

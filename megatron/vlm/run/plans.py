@@ -23,7 +23,7 @@ from omnibal.job.plan import REFIT_FILE, Plan, plan_sha256, read_plan
 from omnibal.job.runlog import RUN_FILE, RUN_INFO_FILE, read_run_info
 
 _PLANS_FOLDER = "plans"
-_CANDIDATE = "considered"  # a plan that is not adopted yet, or was rejected
+_CANDIDATE = "considered"  # folder of a plan not adopted yet, or rejected
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ class MadePlan:
 
 
 def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
-    """Return the newest plan made from `given` up to `step`, preferring plans for `world_size`."""
+    """Return `given` or its newest replan up to `step`; plans for `world_size` come first."""
     first = MadePlan.read(given)
     folder = run / _PLANS_FOLDER
     folders = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -60,11 +60,11 @@ def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
 def plan_again(
     directory: Path, run: Path, step: int, *, min_gain: float = -1.0, gpus: int | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Plan again from the run's log; return the new plan's directory and the command's summary.
+    """Plan again, by the run's log if it is of this plan; return the directory and the summary.
 
     Args:
         min_gain: fraction of the step time that a new plan must save, else the result is None.
-        gpus: number of devices, if other than the plan's. There is no minimum gain then.
+        gpus: number of devices, or None for the plan's. If given, `min_gain` is ignored.
     """
     candidate = run / _PLANS_FOLDER / _CANDIDATE
     words = [str(directory), "-o", str(candidate), "--after", str(step), "--json"]
@@ -82,7 +82,7 @@ def plan_again(
     adopted = run / _PLANS_FOLDER / f"step_{step:07d}_gpus_{plan.parallel.world_size}"
     replaced = adopted.with_name(f"replaced_{adopted.name}")
     shutil.rmtree(replaced, ignore_errors=True)
-    if adopted.exists():  # of an earlier start that failed
+    if adopted.exists():  # left by an earlier start that failed
         # Renames only: a kill must not leave a partial plan under a name that the next start reads.
         adopted.rename(replaced)
     candidate.rename(adopted)
@@ -98,7 +98,7 @@ def _has_log(directory: Path, run: Path) -> bool:
 
 
 def _run_replan(words: list[str]) -> dict[str, Any]:
-    """Return the output of `omnibal replan`. Its last line on stderr is raised as a UserError."""
+    """Return the summary of `omnibal replan`. If it fails, raise its last line as a UserError."""
     root = str(Path(omnibal.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
     made = subprocess.run(

@@ -35,15 +35,15 @@ _LAST_PERIOD_S = 0.2  # maximum time between polls while ranks end
 class Pace:
     """Intervals that determine how soon a failure is detected.
 
-    Detection takes less than 30 s: then torchrun kills a failed rank's node, with its store.
+    Detection must take less than 30 s: then torchrun kills a failed rank's node, with its store.
     """
 
     period_s: float = 2.0  # seconds between two polls of the store
-    stale_s: float = 20.0  # no heartbeat until a rank counts as dead; the GIL blocks for less
+    stale_s: float = 20.0  # without a heartbeat until a rank is dead: more than the GIL blocks
 
     @property
     def scan_s(self) -> float:
-        """Return the seconds between two scans of all ranks, so that a living rank beats once."""
+        """Return the seconds between two scans of all ranks; every living rank beats in between."""
         return 1.5 * self.period_s
 
     @property
@@ -53,23 +53,23 @@ class Pace:
 
     @property
     def patience_s(self) -> float:
-        """Return the maximum seconds until a dead rank is detected."""
+        """Return the seconds to wait for a failure's record or the store; detection takes less."""
         return 1.5 * self.stale_s + self.scan_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Record in the store of the first failure, which ends all ranks."""
+    """A failure. The first that is recorded in the store ends all ranks."""
 
-    reporter: int
-    node: int
+    reporter: int  # rank that records it
+    node: int  # the reporter's
     message: str
     exit_code: int
     readers: int  # number of living ranks, which read the record
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Return whether an error may be only the consequence of another rank's end."""
+    """Return whether torch.distributed or gloo raised the error, as when another rank ends."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -83,7 +83,7 @@ def is_consequence(error: BaseException | None) -> bool:
 def ending_together(
     launch: RankLaunch, store: dist.Store, pace: Pace | None = None
 ) -> Iterator[None]:
-    """Run the body on every rank; return when all have, or end the process if one fails.
+    """Run the body and wait until all ranks have run it, or end every process if a rank fails.
 
     The exit code is 2 for a UserError, 130 for Ctrl-C, else 1. The failing rank prints its error,
     every other node one line about it.
@@ -101,7 +101,7 @@ def ending_together(
 
 
 class Watch:
-    """Watches the other ranks, from its creation to `stop` or the end of the process."""
+    """Threads that watch the other ranks, until `stop` or the end of the process."""
 
     def __init__(self, store: dist.Store, launch: RankLaunch, pace: Pace) -> None:
         self._launch, self._pace = launch, pace
@@ -126,14 +126,14 @@ class Watch:
         watch.start()
 
     def stop(self) -> None:
-        """Wait for all ranks, then end the threads."""
+        """Wait until all ranks have called it, then end the threads."""
         # A barrier, as the store may end with the first rank that leaves.
         self._finishing.set()
         for thread in self._threads:
             thread.join()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this process, and with it all others, because of an error of this rank."""
+        """End all ranks for this rank's error, or for the recorded failure that caused it."""
         if is_consequence(error):
             time.sleep(self._pace.patience_s)  # the watch ends this process if it finds the reason
         self._ending.acquire()
@@ -187,14 +187,14 @@ class Watch:
         return False
 
     def _linger(self, key: str, count: int) -> None:
-        """Wait until `count` ranks have arrived, at most `linger_s`."""
+        """Wait until the counter `key` reaches `count`, at most `linger_s`."""
         deadline = time.monotonic() + self._pace.linger_s
         while self._store.add(key, 0) < count and time.monotonic() < deadline:
             time.sleep(min(_LAST_PERIOD_S, self._pace.period_s))
 
     def _report_silent_ranks(self) -> None:
-        """End all ranks if some are silent, naming all of these."""
-        # A node dies with all its ranks, and a dead rank's peers may be killed by NCCL.
+        """End all ranks if any but this is silent, with a failure that names all silent ranks."""
+        # Scan all: a node dies with all its ranks, and NCCL may kill a dead rank's peers.
         before = self._read_beats()
         time.sleep(self._pace.scan_s)
         silent = [
@@ -250,7 +250,7 @@ class Watch:
         _print_line(f"error: {failure.message}; rank {self._launch.rank} stops, as all others do")
 
     def _guard(self) -> None:
-        """End the process if a request to the store gets no answer; runs in a thread."""
+        """End the process if the store does not answer for `patience_s`; runs in a thread."""
         silence = _Silence()
         while not self._over.wait(self._pace.period_s):
             if silence.after(self._exchanges, self._pace.period_s) >= self._pace.patience_s:
@@ -268,9 +268,9 @@ class Watch:
 
 
 class _Silence:
-    """Time without a heartbeat, as a sum of pauses between polls.
+    """Seconds since a counter last changed, as a sum of pauses between polls.
 
-    By the clock, a process that was suspended would find all others silent when it wakes.
+    By a clock, a process that was suspended would find all others silent when it wakes.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ class _Silence:
         self._silent_s = 0.0
 
     def after(self, value: int, pause_s: float) -> float:
-        """Return the seconds of silence, given the counter now and the pause before it."""
+        """Return the seconds of silence, given the counter's value and the pause before it."""
         self._silent_s = self._silent_s + pause_s if value == self._value else 0.0
         self._value = value
         return self._silent_s

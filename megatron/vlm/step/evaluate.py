@@ -1,9 +1,9 @@
 """Loss on held-out packs, and greedy answers to held-out questions, in the training pipeline.
 
 Every turn of a sample is one question, with reference answers of earlier turns as context. An
-answer counts only if it equals the reference.
+answer is correct only if its text equals the reference.
 
-Shapes: A answers wanted in a micro-batch.
+Shapes: A questions of a micro-batch.
 """
 
 import time
@@ -30,20 +30,20 @@ from omnibal.pipeline.stage_units import Stage
 
 _DEFAULT_KIND = "all"
 
-# By sample and field of a micro-batch; empty if no encoder runs.
+# By sample and field of a micro-batch. Empty if no encoder runs.
 EncoderInputs: TypeAlias = Mapping[Sample, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """This data-parallel rank's held-out packs; may be empty."""
+    """Held-out packs of this data-parallel rank; may be empty."""
 
     batches: Callable[[], MicroBatchStream]  # reads the packs from the start, for this stage
-    slots: int = 0  # micro-batches including empty micro-batches for lockstep ranks
+    slots: int = 0  # minimum micro-batches, with empty micro-batches for lockstep ranks
 
 
 def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
-    """Return the weighted mean loss over the held-out packs after `step` steps; collective."""
+    """Return the weighted mean loss over all ranks' held-out packs, and its tokens; collective."""
     started = time.perf_counter()
     seen = SeenBatches()
     batches = seen.count(trainer.append_empty(validation.batches(), validation.slots))
@@ -61,9 +61,9 @@ def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationR
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     sample: Sample
-    turn: int
+    turn: int  # index of the asked turn in the sample
     prompt: Prompt
-    answer_ids: list[int] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)  # generated so far, with the end token
 
     @property
     def tokens(self) -> int:
@@ -80,11 +80,11 @@ def evaluate_answers(
     samples: int,
     max_new_tokens: int,
 ) -> Evaluation:
-    """Return answers to all questions, equal on all ranks; collective.
+    """Return accuracy by kind of question, and all answers, equal on all ranks; collective.
 
     Args:
-        caps: limits of the questions of a micro-batch.
-        on_progress: receives (answered, total) questions of this rank.
+        caps: limits of a micro-batch, summed over its questions, with `max_new_tokens` each.
+        on_progress: receives (answered, total) questions of this data-parallel rank.
         samples: number of samples, evenly spaced over the held-out data.
     """
     data_ranks = trainer.plan.parallel.data
@@ -130,7 +130,7 @@ def _list_questions(reader: SampleReader, samples: int, max_new_tokens: int) -> 
 def _split_waves(
     questions: Sequence[Question], caps: Caps, micro_batches: int, room: int
 ) -> Iterator[list[list[Question]]]:
-    """Yield waves of `micro_batches` groups of questions, within the caps if possible."""
+    """Yield waves of at most `micro_batches` groups, each within `caps` or a single question."""
     groups: list[list[Question]] = []
     filled: Counter[str] = Counter()  # of the last group, by feature
     for question in questions:
@@ -148,7 +148,7 @@ def _split_waves(
 def _answer_wave(
     trainer: Trainer, reader: SampleReader, wave: list[list[Question]], max_new_tokens: int
 ) -> None:
-    """Generate `answer_ids` of a wave's questions, a token of each per round."""
+    """Append generated `answer_ids` to a wave's questions, one token each per round; collective."""
     samples = {question.sample for group in wave for question in group}
     inputs = {sample: read_media(reader, sample, trainer.forward_units) for sample in samples}
     active, links = wave, trainer.links
@@ -183,7 +183,7 @@ def _shape(group: list[Question]) -> MicroBatchShape:
 
 
 def read_media(reader: SampleReader, sample: Sample, units: Stage) -> dict[str, torch.Tensor]:
-    """Read a sample's encoder inputs that these units embed, by field of a micro-batch."""
+    """Return a sample's encoder inputs that `units` embed, by field of `MicroBatch`."""
     media = {}
     if units.holds("vision embed") and reader.model.images is not None:
         media["patches_YX"] = reader.patches(sample, reader.list_shown(sample))
@@ -197,11 +197,11 @@ def read_media(reader: SampleReader, sample: Sample, units: Stage) -> dict[str, 
 def question_batch(
     group: list[Question], inputs: EncoderInputs, reader: SampleReader
 ) -> MicroBatch:
-    """Return questions with their answers so far, and encoder inputs if encoders run."""
+    """Return a micro-batch of questions with their answers so far, and `inputs` if encoders run."""
     shape, segment_tokens = _shape(group), [question.tokens for question in group]
     prompts = [question.prompt for question in group]
     fields = {
-        # Only items of turns up to the question's.
+        # Media of later turns are not in the prompt.
         name: torch.cat([inputs[q.sample][name][: q.prompt.items_of_field[name]] for q in group])
         for name in inputs.get(group[0].sample, {})
     }
