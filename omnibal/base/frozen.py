@@ -5,16 +5,16 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 MAX_LAYERS = 1_000  # of a tower; with more, the stage search takes minutes and too much memory
-MAX_COUNT = 2**31 - 1  # arrays are int32
+MAX_COUNT = 2**31 - 1  # as lengths and caps are int32 arrays
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-Width = Annotated[int, Field(ge=1, le=2**24)]  # width^2 x layers stays an exact float
+Width = Annotated[int, Field(ge=1, le=2**24)]  # width^2 x layers fits an int64
 Rate = Annotated[float, Field(ge=1e-9, le=1e18)]  # times and their sums stay finite
 Fraction = Annotated[float, Field(ge=1e-9, le=1)]
 
 
 class Numbered(BaseModel):
-    """Model that rejects booleans for numbers, which pydantic converts."""
+    """Model that rejects booleans given for numbers, which pydantic would convert."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -28,14 +28,14 @@ class Numbered(BaseModel):
 
 
 class Frozen(Numbered):
-    """Base of configurations: immutable; rejects unknown keys and NaN."""
+    """Base of configurations: immutable; rejects unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def written_unless(default: Any, description: str | None = None) -> Any:
-    """Return a field that is dumped only if it differs from its default."""
-    # Plans are keyed by hashes of dumps, so new fields must not change those of older plans.
+    """Return a pydantic field that is dumped only if it differs from its default."""
+    # Plans are keyed by hashes of dumps, so a new field must not change dumps of older plans.
     return Field(
         default=default, exclude_if=lambda value: value == default, description=description
     )

@@ -1,4 +1,4 @@
-"""Results of `omnibal plan` by context-parallel size of packs (levels)."""
+"""Results of `omnibal plan` by level: packs with equal caps and context-parallel size."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
-    """Return every level of a plan for JSON; a plan without levels has one.
+    """Return a JSON entry per level of a plan; a plan without levels has one.
 
-    Packs and samples are of all epochs, or None for a plan of shapes only.
+    Packs and samples are counted over all epochs, or None for a plan of shapes only.
     """
     import numpy as np
 
@@ -38,7 +38,7 @@ def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str,
 
 
 def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
-    """Return the table of a plan's levels, or None without levels."""
+    """Return the table of a plan's levels with their `packs`, or None without levels."""
     if not plan.levels:
         return None
     entries = levels_of_plan(plan, packs)
@@ -62,7 +62,7 @@ def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
 def balance_of(
     plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
 ) -> dict[str, float | None]:
-    """Return balance metrics of attention and its exchange by JSON key, None without packs."""
+    """Return balance metrics of attention and its exchange by JSON key, each None without packs."""
     from omnibal.steps.balance_metrics import measure_packs
 
     names = (

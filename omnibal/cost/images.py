@@ -3,8 +3,8 @@
 A micro-batch's images and frames are packed in one sequence with variable-length attention. Fused
 operations are assumed for all.
 
-Letters: h hidden, f feed-forward, t tensor size, a padded width of the heads, m^2 patches of a cell
-(one token).
+Letters: h hidden size, t tensor-parallel size. A cell is the patches of one token. Costs are linear
+in a micro-batch's features.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
 
 
 def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
-    """Return patch embedding, interpolated positions and an optional norm."""
+    """Return the costs of patch embedding, interpolated positions and an optional norm."""
     h, size = tower.hidden_size, device.element_bytes
     rows = device.feature(tower.feature) * tower.positions_per_item
     values = tower.values_per_patch
@@ -73,7 +73,7 @@ def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
             Working(pixel_bytes + 3 * output_bytes),
             Working(pixel_bytes + 2 * output_bytes + wide_bytes),
         ),
-        # Pixels as read.
+        # Pixels as read, in fp32.
         passing_bytes=rows * values * FP32_BYTES,
         # The class token adds half a head of angles.
         other_parameters=h * (tower.patch_bias + tower.learned_positions)
@@ -85,13 +85,13 @@ def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
 def images_layer(
     model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device
 ) -> CountedUnit:
-    """Return a layer, with its deepstack projector if any."""
+    """Return the costs of a layer, with its deepstack projector if any."""
     layer = encoder_layer(model, tower, kind, device)
     if not kind.has_deepstack:
         return layer
     projector = encoder_projector(tower, model, device, is_deepstack=True)
     gradient_bytes = layer.output_bytes
-    projector = replace(  # its backward comes first
+    projector = replace(  # runs backward first, with the gradient of the layer's output in memory
         projector,
         kept=tuple(
             replace(line, made_by=f"deepstack.{line.made_by}")
@@ -114,7 +114,7 @@ def images_layer(
 
 
 def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
-    """Return the tower's optional last norm, and its projector."""
+    """Return the costs of the tower's optional last norm and its projector."""
     unit = _PROJECTORS[tower.projector](tower, model, device)
     if tower.projector == "mlp" and tower.window_pixels is not None:
         # Cells are in window order: permute them back.
@@ -145,7 +145,7 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
 
 
 def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
-    """Return average pooling, an RMSNorm, and one replicated product without bias (Gemma 3)."""
+    """Return the costs of average pooling, an RMSNorm and one replicated product (Gemma 3)."""
     size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
     cells = device.feature(tower.feature)
     input_bytes = cells * tower.projector_input_size * size
@@ -171,7 +171,7 @@ def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) 
 
 
 def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
-    """Return two replicated products (one folds cells), LayerNorm, GELU, gated MLP (GLM-4.5V)."""
+    """Return the costs of two replicated products, LayerNorm, GELU and a gated MLP (GLM-4.5V)."""
     t, size, cells = device.tensor, device.element_bytes, device.feature(tower.feature)
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide
@@ -225,9 +225,9 @@ _PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device], CountedUni
 
 
 def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.ndarray:
-    """Return bytes of (replicated) deepstack features that a cut after this kind also sends."""
+    """Return bytes of replicated deepstack features that a cut after this kind adds. [features]"""
     # Gradients within a stage are not counted: below a hundredth of the encoder's activations.
-    # Features of the first encoder come first, and all have one size.
+    # Each feature counts the cells of all towers with deepstack: an upper bound with several.
     towers = [tower for tower in model.encoders.values() if tower.deepstack_features]
     cells = np.sum(
         [0 * device.feature("fixed"), *(device.feature(tower.feature) for tower in towers)], axis=0

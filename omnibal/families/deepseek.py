@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention and experts."""
+"""Text configs of DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437)."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerKind
 
 
 class SharedExpertsText(TextTable):
-    """Dense layers, then layers with routed and shared experts."""
+    """Keys of a text model: dense layers, then layers with routed and shared experts."""
 
     intermediate_size: PositiveInt
     moe_intermediate_size: PositiveInt
@@ -23,12 +23,12 @@ class SharedExpertsText(TextTable):
 
     @property
     def router(self) -> dict[str, Any]:
-        """Router fields of an ExpertsConfig."""
+        """Router fields of an ExpertsConfig: GLM's, unless overridden."""
         return {"selection_bias": True, "score": "sigmoid"}
 
     @property
     def dense(self) -> LayerKind:
-        """Kind of the layers without experts."""
+        """Kind of the dense layers; layers with experts have the same attention."""
         return LayerKind()
 
     @property
@@ -50,7 +50,7 @@ class SharedExpertsText(TextTable):
 
 
 class DeepseekText(SharedExpertsText):
-    """Keys of V2 and V3 with multi-head latent attention."""
+    """Keys shared by V2 and V3: multi-head latent attention (MLA) and the router."""
 
     q_lora_rank: PositiveInt | None = 1536
     kv_lora_rank: PositiveInt = 512

@@ -1,12 +1,12 @@
-"""Search for the parts of a schedule with several chunks, and their recomputed layers.
+"""Local search for the parts of a schedule with several chunks, and their recomputed layers.
 
-Objective: mean simulated step time over sampled steps. There are too many ways to cut for the proof
-of `omnibal.pipeline.partition`, so local search improves a few good starts by moving layers, by
-combined moves, and by random moves from the best. A stage over the memory cap recomputes as needed
-(`omnibal.pipeline.recompute_ways`), counted in heavy passes (`heavy_tables`); the result is checked
-in all passes. Candidates of a round are simulated as one batch
-(`omnibal.pipeline.critical_path`). The proven bound is weak: evenly spread work plus pipeline fill
-and drain.
+Objective: mean simulated time of sampled steps. There are too many ways to cut for the proof of
+`omnibal.pipeline.partition`, so a few starts are improved by single and combined moves, then again
+from random moves of the best. A stage over the memory cap recomputes as needed
+(`omnibal.pipeline.recompute_ways`) by heavy passes (`heavy_tables`); the result is checked in all.
+The proven bound is weak: evenly spread work plus pipeline fill and drain.
+
+Shapes: C candidates, p stages, k = p * chunks parts, f features.
 """
 
 import math
@@ -48,7 +48,7 @@ _MAX_COMBINED_MOVES = 6  # best moves of a round that are combined
 _MOVES_PER_KICK = 3  # random moves applied to the best cuts before improving again
 # Max restarts without improvement: six searches on 2 and 4 stages found nothing after that.
 _MAX_VAIN_RESTARTS = 10
-_MAX_TIGHTENINGS = 4  # max repeats with a smaller cap if the full memory check finds a higher peak
+_MAX_TIGHTENINGS = 4  # max searches, each with lower caps if the full check finds a higher peak
 _MIN_CUT_GAIN = 1e-9  # relative gain required of a better candidate
 
 
@@ -56,7 +56,7 @@ _MIN_CUT_GAIN = 1e-9  # relative gain required of a better candidate
 class Effort:
     """Work limit of a search."""
 
-    share: float = 1.0  # share of the usual simulated operations and random moves
+    share: float = 1.0  # share of `_MAX_OPERATIONS` and `_MAX_VAIN_RESTARTS`
     max_cuts: float = np.inf  # max cuts evaluated; limits the time for short steps
 
 
@@ -65,10 +65,10 @@ FULL_EFFORT = Effort()
 
 @dataclass(frozen=True, slots=True)
 class CutCandidate:
-    """Cuts of the model, and the recompute order of every stage."""
+    """Cuts of the model, and the recompute way of every stage."""
 
     edges: tuple[int, ...]  # positions of the cuts, including 0 and the number of units, [k + 1]
-    orders: tuple[int, ...]  # index of every stage's order, [p]
+    orders: tuple[int, ...]  # every stage's index in `FittingNumbers.ways`, [p]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class PartProblem:
     runs: Runs
     run_at: np.ndarray  # run between two positions, -1 if not allowed, [units + 1, units + 1]
     simulator: PipelineSimulator
-    numbers: Sequence[FittingNumbers]  # ways to recompute of every stage
+    numbers: Sequence[FittingNumbers]  # recompute ways of every stage, and numbers that fit
 
     @classmethod
     def build(
@@ -95,7 +95,7 @@ class PartProblem:
         schedule: PipelineSchedule,
         rules: StageRules = FREE,
     ) -> "PartProblem":
-        """Prepare the search; arguments as in `search_parts`."""
+        """Return the problem of `search_parts`, whose `pipeline_size` is `stages`."""
         runs = possible_runs(cost, model, rules)
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
@@ -122,7 +122,7 @@ class PartProblem:
         )
 
     def with_caps(self, caps_bytes: np.ndarray) -> "PartProblem":
-        """Change the memory caps of stages [p]."""
+        """Return the problem with other memory caps of stages [p]."""
         numbers = [
             of_stage.on([cap.table for cap in of_stage.caps], cap_bytes)
             for of_stage, cap_bytes in zip(self.numbers, caps_bytes.tolist(), strict=True)
@@ -150,12 +150,12 @@ def search_parts(
     rules: StageRules = FREE,
     effort: Effort = FULL_EFFORT,
 ) -> SearchResult:
-    """Return the parts with the min simulated step time found, in model order."""
+    """Return the fastest parts found, in model order, or raise DoesNotFit if none is found."""
     problem = PartProblem.build(
         cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
     )
-    # Memory is counted in heavy passes. If the result exceeds the cap in another pass, repeat with
-    # the caps of its stages lowered by as much.
+    # The search counts memory in heavy passes only. If a stage of the result exceeds the cap in
+    # another pass, repeat with its cap lowered by the same factor.
     best, simulated, caps_bytes = None, 0, np.full(pipeline_size, memory_cap_bytes)
     for _ in range(_MAX_TIGHTENINGS):
         search = _Search(
@@ -191,8 +191,8 @@ def search_parts(
 
 
 def min_work_ms(problem: PartProblem) -> float:
-    """Return a lower bound on the mean step: evenly spread compute plus min pipeline fill and, if a
-    backward is a stage's last pass, drain."""
+    """Return a lower bound on the mean step time: evenly spread compute plus min pipeline fill and,
+    unless weight gradients are deferred, drain."""
     simulator, runs = problem.simulator, problem.runs
     steps, layout = simulator.steps, simulator.steps.layout
     # Part s begins after s parts of at least one layer.
@@ -247,7 +247,7 @@ class _Search:
     best: CutCandidate | None = None
     best_ms: float = np.inf
     simulated: int = 0
-    # Step times of candidates: infinite if they do not fit, a bound if that exceeds the best.
+    # Step times, infinite without a fit, or lower bounds of candidates that were not simulated.
     found_ms: dict[CutCandidate, float] = field(default_factory=dict)
 
     def run(self, known: CutCandidate | None = None) -> None:
@@ -271,7 +271,7 @@ class _Search:
         return self.work_left > 0 and len(self.found_ms) < self.max_cuts
 
     def _make_starts(self) -> list[CutCandidate]:
-        """Return cuts into parts of even time, with several weights of encoders."""
+        """Return cuts into parts of even time, of even forward time, and of even memory."""
         problem = self.problem
         steps = problem.simulator.steps
         mean = steps.features.sum(axis=(0, 1)) / max(steps.counts.sum(), 1)
@@ -282,7 +282,7 @@ class _Search:
         kinds = {kind.name: kind for kind in problem.cost.kinds}
         is_layer = np.array([kinds[name].is_layer for name in names])
         orders = (0,) * problem.stages
-        # If memory is short, parts with equal activations fit.
+        # If memory is short, parts of even activations and state may fit.
         kept = np.array([unit.activation_bytes @ mean for unit in units])
         state = np.array([unit_bytes(problem.cost, unit) for unit in units])
         # The minimum content of the first part by the rules counts as one unit here.
@@ -313,11 +313,11 @@ class _Search:
             at_ms = float(step_ms.min())
 
     def _list_moves(self, at: CutCandidate) -> list[CutCandidate]:
-        """Return candidates one move away."""
+        """Return candidates with a range of cuts moved by one unit or a way changed."""
         cuts = move_cuts(np.array(at.edges))
         cuts = cuts[(np.diff(cuts) > 0).all(axis=1)]
         moved = [CutCandidate(tuple(edges), at.orders) for edges in cuts.tolist()]
-        # Change the order of a stage, or of all if shared.
+        # Change the way of a stage, or of all if shared.
         for stage, numbers in enumerate(self.problem.numbers):
             for order in range(len(numbers.ways)):
                 orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
@@ -327,7 +327,7 @@ class _Search:
         return [candidate for candidate in dict.fromkeys(moved) if candidate != at]
 
     def _evaluate(self, candidates: Sequence[CutCandidate], limit_ms: float) -> np.ndarray:
-        """Return step times; candidates bounded above the limit are not simulated. [C]"""
+        """Return step times; lower bounds if not below the limit, infinite without a fit. [C]"""
         new = [
             candidate for candidate in dict.fromkeys(candidates) if candidate not in self.found_ms
         ]
@@ -381,7 +381,7 @@ def _candidate_costs(
 
 
 def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
-    """Return a lower bound on the mean step: the slowest stage's work plus fill and drain. [C]"""
+    """Return a lower bound on the mean step: the slowest stage's work, fill and any drain. [C]"""
     steps = problem.simulator.steps
     forward, backward = terms.passes[:, 0], terms.passes[:, 1:].sum(axis=1)
     of_stages = (forward + backward)[:, problem.parts_of_stages].sum(axis=2)  # [C, p, f]
@@ -394,7 +394,7 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
 
 
 def _combine_moves(at: CutCandidate, moves: Sequence[CutCandidate]) -> list[CutCandidate]:
-    """Combine pairs of moves, and the first 2, 3, ... moves."""
+    """Return candidates with pairs of moves, and with the first 3, 4, ... moves."""
     sets = [*combinations(moves, 2), *(moves[:number] for number in range(3, len(moves) + 1))]
     here, combined = np.array(at.edges), []
     for chosen in sets:

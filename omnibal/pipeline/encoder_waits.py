@@ -10,7 +10,7 @@ blocks: every rank is as busy as its block's busiest (per pass, for whole sample
 weight and gradient exchange. The time enters the workload as two features of each pipeline's first
 and last micro-batch (`omnibal.model.units.ENCODER_WAITS_MS`).
 
-Shapes: S steps, B groups, L pipelines of a group, N ranks of a group.
+Shapes: S steps, B groups, L pipelines of a group, R ranks of a pipeline, N = L * R of a group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from omnibal.steps.whole_samples import (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ItemShares:
-    """Items of every encoder, by holding pipeline and by encoding rank."""
+    """Items of every encoder, by the pipeline of their packs and by encoding rank."""
 
     steps: np.ndarray  # step numbers, [S]
     pipelines: int  # pipelines per group (L)
@@ -55,7 +55,7 @@ class ItemShares:
         cost: EncodersCost,
         beside: DataParallelEncoders,
     ) -> "ItemShares":
-        """Share the items of a workload with these feature names."""
+        """Return the shares of a workload's items; `features` names its columns."""
         steps, step = np.unique(workload.step, return_inverse=True)
         pipeline = step * workload.data_parallel_size + workload.dp_rank
         held, samples = dict[str, np.ndarray](), dict[str, SampleItems]()
@@ -79,7 +79,7 @@ class ItemShares:
         beside: DataParallelEncoders,
         ranks_of_pipeline: int,
     ) -> "ItemShares":
-        """Share the pipelines' items. `pipeline` of each sample row, int64 [rows]."""
+        """Return shares of `held` items; `pipeline` is that of each sample row, int64 [rows]."""
         groups = len(next(iter(held.values()), ()))
         dealt, load = deal_whole_samples(
             samples, pipeline, beside, ranks_of_pipeline=ranks_of_pipeline, groups=groups
@@ -102,7 +102,7 @@ class ItemShares:
         return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
 
     def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> EncoderPasses:
-        """Return passes of at most `items_per_pass` items; every rank keeps `kept_items`."""
+        """Return passes of at most `items_per_pass` items; ranks keep at most `kept_items`."""
         items = self.encoded[name]
         if name not in self.samples:
             return EqualPasses(items=items, items_per_pass=items_per_pass, kept_items=kept_items)
@@ -124,8 +124,8 @@ class ItemShares:
         return in_order.transpose(0, 2, 1, 3).reshape(-1, ranks)
 
     def at_home(self, name: str, cost: EncodersCost) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return items encoded on the node that embeds their tokens: per rank for its own pipeline
-        and all, int64 [S * B, L, R] each, and per pipeline, [S * B, L]."""
+        """Return items encoded on the node that embeds their tokens: by rank for its own pipeline,
+        by rank for all, int64 [S * B, L, R] each, and by pipeline of their packs, [S * B, L]."""
         node = np.tile(cost.nodes(self.pipelines), (len(self.steps), 1))
         homes, held = Homes.from_nodes(node, cost.ranks_of_pipeline), self.held[name]
         if name in self.samples:
@@ -148,7 +148,7 @@ def with_encoders(
     beside: DataParallelEncoders,
     shares: ItemShares | None = None,
 ) -> Workload:
-    """Add data-parallel encoders to a workload with these feature names."""
+    """Return a workload with encoder waits (columns of `features`) and its `encoding`."""
     shares = shares or ItemShares.build(workload, features, cost, beside)
     pairs = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
     forward, backward, exposed_ms = _slowest(shares, cost, pairs)
@@ -219,9 +219,9 @@ def memory_of_encoders(
     before other passes are recomputed.
 
     Evaluation has no exchange: a rank that embeds tokens holds all encoder weights unsharded, plus
-    its state and one pass's working memory.
+    its state, one pass's working memory, and twice its encoded features.
     """
-    # Per rank if ranks differ in more than item counts, else of the busiest rank.
+    # By rank for whole samples, else of the busiest rank.
     kept_bytes: np.ndarray | float = 0.0
     working: list[np.ndarray | float] = [0.0]
     evaluating = [0.0]
@@ -272,8 +272,8 @@ def memory_of_encoders(
 def _slowest(
     shares: ItemShares, cost: EncodersCost, pairs: Sequence[tuple[EncoderCost, EncoderPasses]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return forward and backward of every group's slowest rank, [S * B], and exposed exchange of
-    weights and gradients of every rank, [S * B, N, 2], for every encoder's passes."""
+    """Return times of all encoders' passes: forward and backward of every group's slowest rank,
+    [S * B], and exposed exchange of weights and gradients of every rank, [S * B, N, 2]."""
     blocks = shares.blocks(cost) if cost.sharded > 1 else None
     all_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 1, 2))
     for encoder, passes in pairs:
@@ -292,8 +292,8 @@ def pipeline_waits_ms(
     beside: DataParallelEncoders,
     exchanges_ms: Sequence[np.ndarray],
 ) -> np.ndarray:
-    """Return the waits before and after every pipeline, as `with_encoders` adds them, [S, ranks,
-    2], given the exchanges of features and gradients."""
+    """Return the waits before and after every pipeline, as `with_encoders` adds them, given the
+    exchange times of features and gradients, [S * B] each. [S, ranks, 2]"""
     pairs = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
     forward, backward, _ = _slowest(shares, cost, pairs)
     before_ms = forward + exchanges_ms[0] + cost.gather_ms
@@ -302,10 +302,10 @@ def pipeline_waits_ms(
 
 
 def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
-    """Return the time of one exchange of features or gradients, [S * B].
+    """Return the time of the exchange of features or, if `is_back`, of gradients. [S * B]
 
-    Ranks that embed tokens receive equal parts of their pipeline's rows; rows encoded locally are
-    not sent. Traffic within the node overlaps with the network.
+    Ranks that embed tokens receive equal parts of their pipeline's features and gather the others;
+    features encoded locally are not sent. Traffic within the node overlaps with the network.
     """
     tensor = cost.parallel.tensor
     groups = len(next(iter(shares.held.values()), ()))
@@ -340,14 +340,14 @@ def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: boo
 
 
 def _of_pipelines(shares: ItemShares, before_ms: np.ndarray, after_ms: np.ndarray) -> np.ndarray:
-    """Return the times of every pipeline's group, given [S * B] each. [S, ranks, 2]"""
+    """Return waits of groups [S * B] for each of their pipelines. [S, ranks, 2]"""
     of_groups = np.stack([before_ms, after_ms], axis=1).reshape(len(shares.steps), -1, 2)
     return np.repeat(of_groups, shares.pipelines, axis=1)
 
 
 def waits_at_ends(workload: Workload, steps: np.ndarray, waits_ms: np.ndarray) -> np.ndarray:
-    """Return pipelines' waits [S, ranks, 2] in these steps: before in the row of the first
-    micro-batch of a step, and after in that of its last. Other rows are 0. [rows, 2]"""
+    """Return pipelines' waits [S, ranks, 2] in these steps by micro-batch: before at the first of a
+    step, and after at the last. Others are 0. [rows, 2]"""
     is_first = workload.slot == 0
     # Rows are sorted by step, rank and slot.
     is_last = np.append(is_first[1:], True)

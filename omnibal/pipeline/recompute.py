@@ -20,8 +20,8 @@ from omnibal.model.units import UnitKind
 from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.unit_runs import layer_kinds
 
-_MAX_PEAK_ENTRIES = 4_000_000  # entries of [stages, sets of micro-batches] per batch: about 100 MB
-_MAX_DIRECT_ENTRIES = 20_000  # entries of [stages, passes] that all passes decide as fast as a few
+_MAX_PEAK_ENTRIES = 4_000_000  # entries of [stages, passes] counted at once: about 100 MB
+_MAX_DIRECT_ENTRIES = 20_000  # [stages, passes] up to which checking all passes is as fast as a few
 _ADDED_LAYERS = (1, 2, 4, 8)  # layer increments tried in one column around a set
 
 
@@ -63,34 +63,34 @@ class LayerGroups:
 
 
 def min_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
-    """Return the min peak with recomputation of many possible stages. [stages]"""
+    """Return the min peaks of possible stages: with all layers recomputed. [stages]"""
     return _count_peaks(table, counts, all_layers(table.kinds, counts, table.levels))
 
 
 def min_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
-    """Return the min peaks with recomputation of runs of units at every stage. [stages, runs]"""
+    """Return `min_peak_bytes` of runs of units at every stage. [stages, runs]"""
     layers = all_layers(tables[0].kinds, counts, tables[0].levels)
     running = tables[0].running_bytes(counts, layers)  # equal in all stages
     return np.stack([table.peak_bytes(counts, layers, running) for table in tables])
 
 
 def all_layers(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
-    """Return all layers of stages [..., kinds] at each level. [..., levels * kinds]"""
+    """Return the layers of `counts` [..., kinds], repeated by level. [..., levels * kinds]"""
     return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryCap:
-    """A memory cap, with tables that quickly decide the fit of almost all stages."""
+    """A memory cap, with bounds that decide the fit of almost all stages."""
 
     cap_bytes: float
-    under: MemoryTable  # one pass that bounds all passes
-    over: MemoryTable  # a few heavy passes
-    table: MemoryTable
+    under: MemoryTable  # upper bound: the max of all passes, by level
+    over: MemoryTable  # lower bound: one or two heavy passes
+    table: MemoryTable  # all passes
 
     @classmethod
     def build(cls, table: MemoryTable, cap_bytes: float) -> "MemoryCap":
-        """Choose the passes with max total memory, max own activations and max working memory."""
+        """Return the cap; `over` has the passes of max kept and of max own plus working bytes."""
         others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
         heavy = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
         return cls(
@@ -104,8 +104,8 @@ class MemoryCap:
         """Return whether every stage fits. [stages]"""
         if len(counts) * len(self.table.working_bytes) <= _MAX_DIRECT_ENTRIES:
             return fits_cap(_count_peaks(self.table, counts, recomputed), self.cap_bytes)
-        # A stage that fits the upper bound fits; one that exceeds a few passes does not. Only the
-        # remaining stages are counted in all passes.
+        # A stage that fits the upper bound fits, and one that exceeds the lower bound does not.
+        # Only the remaining stages are counted in all passes.
         fits = fits_cap(_count_peaks(self.under, counts, recomputed), self.cap_bytes)
         unsure = np.flatnonzero(~fits)
         for table in (self.over, self.table):
@@ -128,8 +128,8 @@ def _count_peaks(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray)
 def bisect_min_fitting(
     fit: Callable[[np.ndarray, np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """Return the min number in [low, high] that fits, or `high` if none, by bisection; `fit` maps
-    (indices, numbers) to whether they fit. [n]"""
+    """Return the min numbers [n] in [low, high] that fit, or `high` if none, by bisection. `fit`
+    maps indices and their numbers to whether they fit."""
     low, high = low.copy(), high.copy()
     while len(rows := np.flatnonzero(low < high)):
         middle = (low[rows] + high[rows]) // 2
@@ -141,12 +141,12 @@ def bisect_min_fitting(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelFit:
-    """Stages, their units, and whether they fit with given recompute counts."""
+    """Possible stages, and the test of whether they fit with given recompute counts."""
 
     cap: MemoryCap
     groups: LayerGroups
     counts: np.ndarray  # units, [stages, kinds]
-    held: np.ndarray  # recomputable layers per group and own set, [stages, columns]
+    held: np.ndarray  # recomputable layers, by own set and group: [stages, columns]
     own_sets: int  # number of levels with their own sets, or 1 if all levels share one
 
     @classmethod
@@ -158,7 +158,7 @@ class LevelFit:
         *,
         same_at_levels: bool = False,
     ) -> "LevelFit":
-        """Build for stages `counts`; `same_at_levels` shares recomputed layers between levels."""
+        """Return the test for stages `counts`; `same_at_levels` has one set for all levels."""
         groups = LayerGroups.build(table.kinds)
         own_sets = 1 if same_at_levels else table.levels
         return cls(
@@ -181,7 +181,7 @@ class LevelFit:
         return self.cap.holds(counts, recomputed)
 
     def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        """Convert `layers` [n, columns] of stages [n] to kinds. [n, levels * layer kinds]"""
+        """Return `layers` [n, columns] of stages [n] by kind. [n, levels * layer kinds]"""
         held = self.counts[stage][:, None, layer_kinds(self.cap.table.kinds)]
         of_groups = layers.reshape(len(stage), self.own_sets, len(self.groups.groups))
         of_sets = self.groups.split_groups(np.repeat(held, self.own_sets, axis=1), of_groups)
@@ -189,7 +189,7 @@ class LevelFit:
         return np.tile(of_sets, self.cap.table.levels // self.own_sets)
 
     def of_groups(self, layers: np.ndarray) -> np.ndarray:
-        """Convert layers of kinds [sets, levels * layer kinds] to columns. [sets, columns]"""
+        """Return layers of kinds [sets, levels * layer kinds] by column. [sets, columns]"""
         of_levels = layers.reshape(len(layers), self.cap.table.levels, -1)
         return self.groups.sum_groups(of_levels[:, : self.own_sets]).reshape(len(layers), -1)
 
@@ -230,13 +230,13 @@ def useful_sets(
     *,
     same_at_levels: bool = False,
 ) -> LevelSets:
-    """Return the useful sets of many possible stages, none for stages that never fit.
+    """Return sets of possible stages that fit, Pareto-minimal by time; none if a stage never fits.
 
     Args:
         counts: [stages, kinds].
         extreme_ms: recompute times per layer, [extremes, levels * layer kinds]. Every micro-batch's
             times are a non-negative combination of these rows.
-        max_sets: max grid points per stage.
+        max_sets: max grid cells per stage; the result is `complete` if every cell is a point.
         same_at_levels: whether recomputed layers are equal at all levels.
     """
     if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):
@@ -275,7 +275,7 @@ def useful_sets(
 def _combine_levels(
     table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
 ) -> RecomputeSets:
-    """Return all combinations of per-level sets, for levels that are never in flight together."""
+    """Return all combinations of the levels' sets, if levels are never in flight together."""
     combined = RecomputeSets(
         stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64)
     )
@@ -297,7 +297,7 @@ def _combine_levels(
 def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
     """Return minimal sets near a fitting set of a single stage. [sets, levels * layer kinds]
 
-    A few more layers of a column are recomputed, then all columns are minimized, from `first` on.
+    A few more layers of one column are recomputed, then all columns minimized, each first in turn.
     """
     layers = fit.of_groups(layers[None])[0]
     columns = len(layers)
@@ -384,7 +384,7 @@ def minimize_sets(
 def _sort_sets(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, extreme_ms: np.ndarray
 ) -> RecomputeSets:
-    """Sort sets [sets, columns], dropping dominated sets of each stage."""
+    """Return sorted sets of `layers` [sets, columns], without dominated sets of each stage."""
     layers = fit.of_kinds(stage, layers)
     kept = pareto_minimal_sets(stage, layers @ extreme_ms.T)
     kept = kept[np.lexsort((*layers[kept].T[::-1], stage[kept]))]
@@ -392,7 +392,7 @@ def _sort_sets(
 
 
 def pareto_minimal_sets(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Return each group's Pareto-minimal entries by `costs` [entries, costs], first of equals."""
+    """Return indices of each group's Pareto-minimal `costs` [entries, costs], first of equals."""
     order = np.lexsort((*costs.T[::-1], group))
     minimal = []
     while len(order):

@@ -1,4 +1,4 @@
-"""Export of a run's weights as a copy of a released checkpoint, or in a layout."""
+"""Export of a run's weights to safetensors, like a released checkpoint or in a layout."""
 
 import math
 import shutil
@@ -75,14 +75,14 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointExport:
-    """A checked export: the files to write."""
+    """Files of a checked export, not yet written."""
 
     stored: CheckpointIdentity
     model: ModelConfig
     layout: TensorLayout
     files: Sequence[_File]
-    copied: Sequence[Path]
-    made: Mapping[str, str]  # contents of generated files, by name: configurations and the index
+    copied: Sequence[Path]  # files copied unchanged, such as the tokenizer
+    made: Mapping[str, str]  # contents of generated files by name, such as configurations and index
 
     @property
     def bytes(self) -> int:
@@ -92,10 +92,10 @@ class CheckpointExport:
 def plan_export_like(
     stored: CheckpointIdentity, like: ReleasedCheckpoint, dtype: torch.dtype | None
 ) -> CheckpointExport:
-    """Plan a copy of `like` with the stored weights, in its types unless `dtype` is given."""
+    """Return an export of the stored weights in the files and, without `dtype`, types of `like`."""
     place, model = f"in {like.directory / CONFIG_FILE}", stored.model
     if model.takes_audio and not like.model.takes_audio:
-        # The audio encoder and its tokens are not exported.
+        # Leave out an audio encoder that `like` lacks, and its tokens.
         seeing = {name: tower for name, tower in model.encoders.items() if name != "audio"}
         words = min(model.language.vocab_size, like.model.language.vocab_size)
         model = model.model_copy(update={"encoders": seeing}).with_tower(
@@ -116,7 +116,7 @@ def plan_export_like(
     pieces = _list_tensors(like.model, like.layout, dtype_of, has_head=has_head)
     by_file: dict[str, list[_Piece]] = {}
     for piece in pieces:
-        # A copy of the tied head that `like` lacks goes to the embedding's file.
+        # A copy of a tied head that `like` lacks goes to the embedding's file.
         first = find_released(piece.parameter, like.model, like.layout).names[0]
         place = piece.name if piece.name in tensors else first
         by_file.setdefault(tensors[place].file, []).append(piece)
@@ -144,7 +144,7 @@ def plan_export_like(
 
 
 def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
-    """Return an index file as Transformers writes it, with other entries of `index`."""
+    """Return the text of Transformers' index file, keeping other entries of `index`."""
     metadata = (index.get("metadata") or {}) | {"total_size": sum(file.bytes for file in files)}
     weight_map = {piece.name: file.name for file in files for piece in file.pieces}
     return json_text({**index, "metadata": metadata, "weight_map": weight_map})
@@ -157,7 +157,7 @@ def plan_export_as(
     tokenizer: Tokenizer | None,
     bytes_per_file: int,
 ) -> CheckpointExport:
-    """Plan an export in a layout, in files of at most `bytes_per_file`, with a new config.json."""
+    """Return an export in a layout, in files of at most `bytes_per_file` (or one tensor each)."""
     model = stored.model
     check_exportable(model, layout)
     weights = StoredWeights(stored.path)
@@ -214,9 +214,9 @@ def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def write_export(export: CheckpointExport, target: Path, on_written: Callable[[int], None]) -> None:
-    """Write the folder `target`, with adapters merged; it gets its name when it is complete.
+    """Write the folder `target`, with adapters merged; it is renamed to `target` when complete.
 
-    One file is in memory at a time. `on_written` receives the tensor bytes of each file.
+    One file is in memory at a time. `on_written` is called with the tensor bytes of every file.
     """
     companions = sum(path.stat().st_size for path in export.copied)
     check_room(target, export.bytes + companions + sum(map(len, export.made.values())))
@@ -239,7 +239,7 @@ def _list_tensors(
     *,
     has_head: bool = False,
 ) -> list[_Piece]:
-    """Return all tensors of a layout, with a copy of a tied head if `has_head`."""
+    """Return all tensors of a layout; a tied head has a copy if `has_head` or in InternVL's own."""
     pieces = []
     for parameter in parameters(model):
         sources = find_released(parameter, model, layout)

@@ -1,14 +1,14 @@
 """LoRA adapters on the linears of layers and projectors: y = x W + scale * (x A) B.
 
-A linear may join several checkpoint linears (pieces), as q, k and v. Every piece has its own A and
-B; they run as one product each, with A's stacked and B's in the rows of their outputs.
+A linear may join several checkpoint linears (pieces), as q, k and v. Each adapted piece has an A
+and a B. They run as two products, with A's stacked and B's in the rows of their outputs.
 
 Tensor-parallel ranks replicate A and divide B for column-parallel linears, and the reverse for
 row-parallel linears. The thin activations between them are exchanged; with sequence parallelism
 replicated matrices see this rank's part of the sequence, and their gradients are summed over ranks.
 
 Shapes: S sequence, B batch, I inputs and O outputs of a linear on this rank, P outputs of a piece,
-r rank of an adapter, R total rank of the linear's adapters.
+r rank of an adapter, R total rank of the linear's adapters, G groups of W output rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ class Adapter(torch.nn.Module):
 
     Args:
         divides_inputs: whether tensor-parallel ranks divide A's inputs rather than B's outputs.
-        sequence_parallel: whether core sums the replicated matrix's gradients over ranks.
+        sequence_parallel: whether core sums the replicated matrix's gradients over tensor ranks.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters(MegatronModule):
-    """Adapters of a layer or projector, by piece.
+    """Adapters of a layer or projector `owner`, by piece; they replace its linears' forward.
 
     Args:
-        groups: groups of q, k and v rows on this rank.
+        groups: query groups on this rank, by which core orders rows of q, k and v.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Adapters(MegatronModule):
         rows: "OutputRows",
         hidden_SBI: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a linear and its adapters: [S, B, I] to [S, B, O], and the bias."""
+        """Return a linear's output with its adapters', [S, B, O], and the bias."""
         own = [self.get_submodule(piece.name) for piece in linear.adapted_pieces]
         hidden_SBI, low_SBR = _Down.apply(hidden_SBI, *(adapter.lora_a for adapter in own))
         output_SBO, bias_O = forward(hidden_SBI)
@@ -135,7 +135,7 @@ class Adapters(MegatronModule):
 class OutputRows:
     """Rows of every piece's outputs in a linear on this rank.
 
-    Rows are in groups with equally many of each piece: core's head groups for q, k and v.
+    Every group has the same number of rows of a piece: core's query groups for q, k and v.
     """
 
     groups: int
@@ -154,7 +154,7 @@ class OutputRows:
         )
 
     def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join all B's, [O, R], with zeros outside each piece's rows."""
+        """Return all B's in one matrix [O, R], with zeros outside each piece's rows."""
         if len(self.widths) == 1:
             return matrices[0]
         rank = matrices[0].shape[1]
@@ -165,14 +165,14 @@ class OutputRows:
         return joined_GWR.flatten(0, 1)
 
     def split_matrices(self, joined_OR: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
-        """Split a joined B into matrices [P, r]."""
+        """Return the matrices [P, r] of a joined B, by adapted piece."""
         if len(self.widths) == 1:
             return (joined_OR,)
         blocks = self._blocks(joined_OR.unflatten(0, (self.groups, -1)), rank)
         return tuple(block.flatten(0, 1) for block in blocks)
 
     def _blocks(self, joined_GWR: torch.Tensor, rank: int) -> Iterator[torch.Tensor]:
-        """Yield every piece's block of a joined B: its rows in all groups, and its r columns."""
+        """Yield every adapted piece's block of a joined B: its rows in all groups, r columns."""
         first = column = 0
         for width, is_adapted in zip(self.widths, self.adapted, strict=True):
             if is_adapted:
@@ -181,7 +181,7 @@ class OutputRows:
             first += width
 
 
-# Exchanges of A's outputs over tensor-parallel ranks, by (A's inputs, sequence) divided.
+# Exchanges of A's outputs over tensor-parallel ranks, by (`divides_inputs`, `sequence_parallel`).
 _EXCHANGES = {
     (True, True): reduce_scatter_to_sequence_parallel_region,
     (True, False): reduce_from_tensor_model_parallel_region,
@@ -193,7 +193,7 @@ _EXCHANGES = {
 class _Down(torch.autograd.Function):
     """Return a linear's input, and its product with all A's: [S, B, I] and [S, B, R].
 
-    Backward adds the product's gradient to the linear's, if any. Keeps the input, not the joined A.
+    Backward adds the product's gradient to the linear's, if any. Saves the input, not stacked A's.
     """
 
     @staticmethod
@@ -224,7 +224,7 @@ def _stack_matrices(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Up(torch.autograd.Function):
-    """Add the adapters' output to a linear's, [S, B, O]."""
+    """Return a linear's output plus the adapters', [S, B, O]."""
 
     @staticmethod
     def forward(ctx, output_SBO, low_SBR, rows, scale, *matrices):

@@ -11,7 +11,7 @@ from megatron.vlm.model.sharded_weights import FirstValues, FlatWeights, Sharded
 from megatron.vlm.model.stage import VLMStage
 from omnibal.model.units import LANGUAGE
 
-# Their inputs need no gradient, so backward reads no weights.
+# Modules whose inputs need no gradient, so that their backward reads no weights.
 _INPUT_EMBEDDINGS = (VisionEmbedding, ImageEmbedding, LanguageModelEmbedding)
 
 
@@ -22,26 +22,26 @@ def divide_weights(
     first_values: FirstValues,
     input_towers: Collection[str] = (),
 ) -> None:
-    """Initialize a stage's weights unit by unit and shard each unit at once.
+    """Initialize and shard a stage's weights unit by unit, and set `stage.sharded`.
 
     Args:
         stage: built in `without_matrices`.
-        dense: groups that shard dense weights.
-        experts: groups that shard experts.
-        input_towers: towers of the stage's inputs that need a gradient.
+        dense, experts: groups that shard dense and expert weights.
+        first_values: writes the initial values of this rank's shard.
+        input_towers: towers whose hidden states enter the stage and need a gradient.
     """
     groups = {True: dense, False: experts}
     units, flat_of = list[ShardedUnit](), dict[torch.nn.Parameter, FlatWeights]()
-    towers_with_gradient = set(input_towers)  # units so far, in order of computation
+    towers_with_gradient = set(input_towers)  # of inputs or trained units so far
     for tower, modules in _list_units(stage):
-        # A tensor per data type, group and training; and of the tied matrix, which two stages hold.
+        # A flat tensor per group, data type and trained or frozen; a tied matrix has its own.
         alike: dict[tuple[bool, bool, torch.dtype, bool], list[torch.nn.Parameter]] = {}
         parameters = [p for module in modules for p in module.parameters()]
         head, embedding = stage.head, stage.embedding
         if head in modules and head is not None and head.weight is None and embedding is not None:
             parameters += embedding.parameters()  # used by a tied head
         for parameter in (p for p in parameters if p not in flat_of):
-            # Core's marks of expert parameters and of a tied matrix.
+            # Core marks expert parameters and a tied matrix, which two stages hold.
             marks = vars(parameter)
             is_dense, is_tied = marks.get("allreduce", True), marks.get("shared_embedding", False)
             key = is_dense, is_tied, parameter.dtype, parameter.requires_grad
@@ -64,7 +64,7 @@ def divide_weights(
 
 
 def _list_units(stage: VLMStage) -> Iterator[tuple[str, tuple[torch.nn.Module, ...]]]:
-    """Yield tower and modules of every unit: embedding, layer, projector, or head with its norm."""
+    """Yield tower and modules of every unit in order: embed, layer, projector, or head and norm."""
     for name, encoder in stage.encoders.items():
         layers = [] if encoder.layers is None else encoder.layers.layers
         if encoder.embedding is not None:

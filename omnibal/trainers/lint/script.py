@@ -1,7 +1,7 @@
 """Commands of a launch script with its variables substituted, without execution.
 
 Supported are `NAME=value`, `export`, arrays (`NAME=( ... )`, `NAME+=( ... )`) and commands with
-`$NAME`, `${NAME}`, `${NAME:-value}` and `"${NAME[@]}"`. Other shell syntax is an error.
+`$NAME`, `${NAME}`, `${NAME:-value}` and `"${NAME[@]}"`; `$@` is empty. Other syntax is a UserError.
 """
 
 import re
@@ -36,25 +36,25 @@ _SHELL_KEYWORDS = frozenset(
     "mapfile readarray unset declare local readonly typeset".split()
 )
 _ELEMENT = re.compile(r"\w+\[[^]]*\]\+?=")
-_MAX_LETTERS = 2**16  # of a value, as `X=$X$X` doubles it
+_MAX_LETTERS = 2**16  # max characters of a value, as `X=$X$X` doubles it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptCommand:
-    """Words of a command, with exported variables and assignments before it as environment."""
+    """A command; its environment has exported variables and assignments before it."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    line: int
+    line: int  # first line in the script, from 1
 
 
 def show_unknown(text: str) -> str:
-    """Return text with unset variables as in a shell, such as `$TP`."""
+    """Return text with marks of unset variables written as in a shell, such as `$TP`."""
     return UNKNOWN.sub(r"$\1", text)
 
 
 def read_script(text: str, given: Mapping[str, str]) -> list[ScriptCommand]:
-    """Return a script's commands; `given` variables override its own."""
+    """Return a script's commands, expanded; `given` variables override its own."""
     text = text.replace("\\\r\n", "\\\n")
     reader, commands = _ScriptReader(given), list[ScriptCommand]()
     for match in _SCRIPT_LINE.finditer(text):
@@ -65,12 +65,12 @@ def read_script(text: str, given: Mapping[str, str]) -> list[ScriptCommand]:
 
 
 def _drop_comments(text: str) -> str:
-    # Quoted text is matched too, so that a # in it is no comment.
+    # Drops line continuations too. Quoted text is matched, so that a # in it is no comment.
     return _QUOTED_OR_DROPPED.sub(lambda match: (match[1] or "").replace("\\\n", ""), text)
 
 
 class _ScriptReader:
-    """Values of a script's variables, line by line."""
+    """Reader of a script's lines, with the values of its variables so far."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
@@ -103,7 +103,7 @@ class _ScriptReader:
             yield ScriptCommand(words=words, environment=exported | before, line=line)
 
     def _evaluate(self, match: re.Match[str]) -> tuple[str, ...]:
-        """Return the value of an assignment: the words of an array, or one word."""
+        """Return the value after an assignment: the words of an array, or one word."""
         name, is_added, text = match.groups()
         if text.startswith("(") and text.endswith(")"):
             raw = _WORD.findall(_drop_comments(text[1:-1]))
@@ -119,7 +119,7 @@ class _ScriptReader:
         return value
 
     def _expand(self, raw: str, splits: bool = True) -> list[str]:
-        """Return the words of an expanded word: an unquoted value splits at blanks."""
+        """Return the words that a raw word expands to; unquoted values split at blanks."""
 
         def substitute(match: re.Match[str]) -> str:
             if match["shell"]:

@@ -1,8 +1,7 @@
 """Packs of an OmniBal plan, read by Megatron-Energon as planned and in the plan's order.
 
-In this folder, packs.jsonl has a pack per line in loading order, and meta.yaml names the datasets
-of the samples. Put `PlannedPacks` before your own TaskEncoder, which must have `encode_sample` for
-one sample and `pack_selected_samples` to join several, as for Energon's own packing:
+packs.jsonl has a pack per line in loading order, meta.yaml its datasets. Put `PlannedPacks` before
+your TaskEncoder with `encode_sample` and `pack_selected_samples`, as for Energon's own packing:
 
     from omnibal_packs import PlannedPacks, planned_dataset
 
@@ -44,15 +43,16 @@ IN_ORDER: dict[str, Any] = {
 
 @edataclass
 class Pack(Sample):
-    """A pack, with the decoded members of every sample."""
+    """Decoded members of the samples of a pack."""
 
-    number: int  # in reading order, from 0; -1 for untrained padding of the last round
-    samples: list[dict[str, Any]]  # by member, such as "json" or "0.jpg", and "__key__"
+    number: int  # in reading order, from 0; -1 for an untrained repeat that pads the last round
+    samples: list[dict[str, Any]]  # by member, such as "json" or "0.jpg"; and "__key__"
 
 
 @stateless
 @cooker(need_cache=False)
 def cook_pack(line: dict[str, Any], **stores: Any) -> Pack:
+    """Return the pack of a line, with samples read from their datasets (`stores`)."""
     described = line["json"]
     samples = [
         {"__key__": key} | {part: stores[store].get(f"{key}.{part}", line) for part in parts}
@@ -73,14 +73,14 @@ class PlannedPacks:
 
     @stateless
     def encode_sample(self, pack: Pack) -> Any:
-        """Encode all samples of a pack and join them."""
+        """Return the encoded samples of a pack, joined by `pack_selected_samples`."""
         encode = super().encode_sample  # type: ignore[misc]
         encoded = [encode(self.sample_of(members)) for members in pack.samples]
         return self.pack_selected_samples(encoded)  # type: ignore[attr-defined]
 
 
 def planned_dataset(task_encoder: Any, worker_config: WorkerConfig, **more: Any) -> Any:
-    """Open the packs for training, in the plan's order.
+    """Return an Energon dataset of the packs in the plan's order, one pack per batch.
 
     Raises:
         ValueError: packs.jsonl is for other numbers of data-parallel ranks or loader processes.
