@@ -75,7 +75,7 @@ class ReleasedAudio:
 
     directory: Path
     files: ReleasedFiles
-    prefix: str
+    prefix: str  # of the names of the encoder's tensors
     encoder: ClipsEncoder
 
     def find_sources(self, parameter: Parameter) -> Sources | None:
@@ -84,7 +84,7 @@ class ReleasedAudio:
 
 
 def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) -> ReleasedAudio:
-    """Open a released Whisper. UserError unless its encoder fits `model`."""
+    """Open a released Whisper. UserError unless config.json describes its encoder's tensors."""
     files = ReleasedFiles(directory)
     encoder = _read_encoder(directory / CONFIG_FILE, positions_per_token)
     names = files.tensors.keys()
@@ -154,7 +154,7 @@ def _check_encoder_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
 def add_audio(
     released: ReleasedCheckpoint, directory: Path, positions_per_token: int, seed: int
 ) -> ReleasedCheckpoint:
-    """Return the released checkpoint with a released Whisper added as its audio encoder."""
+    """Return the checkpoint with Whisper's encoder added; `seed` draws other new weights."""
     audio = open_audio(directory, released.model, positions_per_token)
     tokenizer = released.find_tokenizer()
     if tokenizer is None:
@@ -219,7 +219,7 @@ def _add_encoder(model: ModelConfig, encoder: ClipsEncoder) -> ModelConfig:
 def export_audio(
     stored: CheckpointIdentity, like: ReleasedAudio, target: Path, on_written: Callable[[int], None]
 ) -> None:
-    """Write a copy of a released Whisper, decoder included, with the stored encoder's weights."""
+    """Write a copy of `like`, decoder included, with the stored encoder; report bytes by file."""
     weights, tensors = StoredWeights(stored.path), like.files.tensors
     origins: dict[str, tuple[Parameter, Sources, int]] = {}
     for parameter in audio_parameters(stored.model):

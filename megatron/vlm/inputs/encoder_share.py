@@ -38,7 +38,7 @@ from omnibal.steps.whole_samples import (
 class EncodingRanks:
     """Ranks of an encoding group, numbered by pipeline, then stage, then tensor-parallel rank."""
 
-    pipelines: int
+    pipelines: int  # pipelines of an encoding group
     parallel: Parallel
     rank: int  # global rank of this process
 
@@ -48,18 +48,22 @@ class EncodingRanks:
 
     @property
     def block(self) -> int:
+        """Return the index of this rank's encoding group."""
         return self.parallel.place(self.rank)["data"] // self.pipelines
 
     @property
     def pipeline(self) -> int:
+        """Return the index of this rank's pipeline within the group."""
         return self.parallel.place(self.rank)["data"] % self.pipelines
 
     @property
     def number(self) -> int:
+        """Return this rank's number within the group."""
         return self.global_ranks(self.block).index(self.rank)
 
     @property
     def data_ranks(self) -> range:
+        """Return the data-parallel ranks of the group, a pipeline each."""
         return range(self.block * self.pipelines, (self.block + 1) * self.pipelines)
 
     @property
@@ -85,7 +89,7 @@ class EncodingRanks:
 class ItemRun:
     """A run of a pack's items of one encoder."""
 
-    row: int
+    row: int  # row of the pack in the schedule
     items: range  # item numbers within the pack
 
 
@@ -176,8 +180,8 @@ class StepShares:
             yield EncoderPass(encoder=name, feature=feature, runs=tuple(pass_runs), is_kept=is_kept)
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Return row slices by encoder of each pack of this pipeline, padded with empty slices to
-        `micro_batches` entries."""
+        """Return row slices by encoder of each pack of this pipeline, from its first row, padded
+        with empty slices to `micro_batches` entries."""
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
         starts, sizes = self._starts[:, own], self._sizes[:, own]  # [encoders, own packs]
         starts = starts - (starts.min() if starts.size else 0)
@@ -250,10 +254,8 @@ class StepShares:
 
     @property
     def _run_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return first row, end row, encoding rank, and first row among that rank's rows.
-
-        int64 [G] each; rows count over all pipelines of the group.
-        """
+        """Return first row, end row, encoding rank, and first row among that rank's rows, int64 [G]
+        each. First and end row count over all pipelines of the group."""
         start, size, source = [], [], []
         for starts, (name, runs) in zip(self._starts, self.runs.items(), strict=True):
             per_item = rows_of_item(self.encoders[name])
@@ -355,7 +357,7 @@ class EncoderShares:
         )
 
     def passes_of_steps(self, first_step: int, last_step: int) -> np.ndarray:
-        """Return this rank's number of passes in steps `first_step` to `last_step` (exclusive)."""
+        """Return this rank's passes by step, `first_step` to `last_step - 1`, int64 [steps]."""
         ranks, shares, steps = self.ranks, self._pack_shares, last_step - first_step
         rows = self._rows_of_group(first_step, last_step)
         # Each step counts as a group of its own: pipeline number = step * pipelines + pipeline.
@@ -384,9 +386,7 @@ class EncoderShares:
         self, rows: np.ndarray, pipeline: np.ndarray, groups: int
     ) -> dict[tuple[str, bool], np.ndarray]:
         """Return passes of every rank by (encoder, kept), int64 [groups, ranks per group].
-
-        `pipeline` is each row's pipeline over all groups.
-        """
+        `pipeline` is each row's pipeline over all groups."""
         pipelines = self.ranks.pipelines
         items = {
             name: np.bincount(pipeline, count[rows], groups * pipelines)
@@ -438,7 +438,7 @@ def _runs_of_samples(samples: SampleItems, dealt: DealtSamples) -> ItemRuns:
 
 
 def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, int, bool]]:
-    """Return (first item, end item, kept) of passes. A pass is all kept or all recomputed."""
+    """Return (first item, end item, kept) of passes: kept items first, in passes of their own."""
     kept = min(kept, items)
     return [
         (begin, min(begin + items_per_pass, stop), stop <= kept)
@@ -448,7 +448,7 @@ def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, i
 
 
 def _merge_slices(starts: np.ndarray, sizes: np.ndarray) -> list[slice]:
-    """Return the slices in order, with adjacent slices merged."""
+    """Return slices of these starts and sizes in order, with adjacent slices merged."""
     slices: list[slice] = []
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         if slices and slices[-1].stop == start:

@@ -45,19 +45,20 @@ PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class UnreadableFile(UserError):
-    """An image or recording is missing or broken."""
+    """An image, video or recording is missing or broken, or not as planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A question, with all text and items before it."""
+    """Model input before an answer: a question, with all text and items before it."""
 
     token_ids: np.ndarray  # token ids, int64 [tokens]
-    items: Mapping[str, int]  # number of tiles, clips and image tokens up to the question
+    items: Mapping[str, int]  # tiles, clips and image tokens up to the question, by feature
     shown: tuple[Shown, ...] = ()  # native-resolution images and videos up to the question
 
     @property
     def items_of_field(self) -> dict[str, int]:
+        """Return the length of the first axis of each item field of MicroBatch, by field name."""
         patches = sum(grid.patches for grid, _ in self.shown)
         tiles, clips = self.items["tiles"], self.items["clips"]
         return {"pixels_TCPP": tiles, "frames_CBF": clips, "patches_YX": patches}
@@ -134,7 +135,7 @@ class SampleReader:
         return torch.from_numpy(kinds)
 
     def list_shown(self, sample: Sample) -> list[Shown]:
-        """Return native-resolution images and videos in token order, from file headers."""
+        """Return native-resolution images and videos in token order, from headers; may be empty."""
         if self.model.images is None:
             return []
         try:
@@ -169,7 +170,7 @@ class SampleReader:
     def encode(
         self, sample: Sample, tiles: int, clips: int = 0, shown: Sequence[Shown] = ()
     ) -> EncodedSample:
-        """Return token ids and loss mask, given the planned tiles and clips, and native images."""
+        """Return token ids and loss mask, given planned tiles and clips, or images `shown`."""
         rule = self.model.images
         if rule is not None:
             per_recording = self.clips_per_recording(sample)
@@ -192,8 +193,8 @@ class SampleReader:
         """Return the prompt of a turn: all text and items before its answer.
 
         Args:
-            room: maximum tokens of the answer.
-            chatting: see `encode_prompt`.
+            room: maximum tokens of the answer. UserError if the model has too few positions.
+            chatting: whether to encode as InternVL's `chat`, whose system message differs.
         """
         rule, shown = self.model.images, self.list_shown(sample)
         sample = self.shown_sample(sample)
@@ -356,11 +357,10 @@ def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> I
 
 def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Iterator[np.ndarray]:
     """Yield each image's or video's frames, uint8 [F, H, W, C], decoded lazily.
-
     As Transformers' `load_image`: EXIF orientation applied, alpha dropped.
 
     Args:
-        times: frame groups to read of the sample's first images and videos; empty skips one.
+        times: frame groups to read of the first images and videos; an empty range skips its item.
     """
 
     def read(image: ImageFile) -> np.ndarray:

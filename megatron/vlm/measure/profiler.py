@@ -100,7 +100,7 @@ def profile(
     progress: Console,
     reader: SampleReader | None = None,
 ) -> Profile:
-    """Return measured units, optimizer, links and rates by shape; collective."""
+    """Return measured units, optimizer, links and rates; collective, and sets up the processes."""
     options.check(job.model)
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
@@ -184,7 +184,7 @@ class Profiler:
         self.round()  # warm-up
 
     def round(self) -> Round:
-        """Return times of all units on all packs and shares, an update, and transfers by size."""
+        """Return this process's times: units on packs and shares, an update, transfers by size."""
         samples_ms: Round = defaultdict(list)
         stage = self._trainer.stage
         for index, batch in enumerate(self._batches):
@@ -212,7 +212,7 @@ class Profiler:
         return samples_ms
 
     def result(self, rounds: Sequence[Round]) -> Profile:
-        """Return the mean of the rounds as a profile, without the fastest and slowest tenth."""
+        """Return means over processes and rounds, less the fastest and slowest tenth of rounds."""
         # Entire rounds are dropped, so that units still sum to a step: trimming by unit would drop
         # the short stalls that nearly every step has. Means, not medians: a shared machine may
         # alternate between two speeds, and a long run sees both.
@@ -486,7 +486,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
-    """Return the peak bytes of `step`, a call of `train_step`, on this rank without model state.
+    """Return the peak bytes that `step` adds to this rank's memory, so without model state.
 
     On CUDA all allocated memory. On the CPU saved and received tensors, without working memory and
     recomputed activations.
@@ -539,7 +539,7 @@ def _record_stage(stage: Any, kept: KeptActivations) -> Iterator[None]:
 
 
 def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
-    """Return bytes saved by autograd per unit with its input, a mean over layers."""
+    """Return bytes saved by autograd by unit name, input included; layers of one name as a mean."""
     kept, graphs = KeptActivations(stage), []  # graphs keep all units' tensors until the end
     by_unit: dict[str, list[int]] = defaultdict(list)
     hidden: torch.Tensor | None = None
@@ -560,7 +560,7 @@ def _optimizer_measurement(trainer: Trainer, optimizer_ms: float) -> OptimizerMe
 
 
 class RepeatedUpdate:
-    """Update with artificial gradients, which restores the weights."""
+    """Weight update with all gradients 1, after which the weights are restored."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -568,7 +568,7 @@ class RepeatedUpdate:
         self._kept = [weight.detach().to("cpu", copy=True) for weight in self._weights()]
 
     def timed_ms(self) -> float:
-        """Return the time to zero, reduce and clip gradients and update weights; collective."""
+        """Return the ms to zero, reduce and clip gradients and update weights; collective."""
         trainer = self._trainer
 
         def exchange_and_update() -> None:
@@ -593,7 +593,7 @@ class RepeatedUpdate:
 
 
 def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
-    """Return half of a round trip between the first two stages, empty on other stages."""
+    """Return half of a round trip of `size` bytes between the first two stages; else empty."""
     first, second = dist.get_process_group_ranks(links.activations)[:2]
     tensor = torch.zeros(size, dtype=torch.uint8, device=current_device())
 

@@ -34,7 +34,7 @@ from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_units import Stage
 
 _SMALLEST_SHARE = 0.25  # smaller shares of the token cap are dominated by latency
-_SHARES = (1 / 4, 1 / 16)  # tokens of a context-parallel rank's share, as shares of a pack's cap
+_SHARES = (1 / 4, 1 / 16)  # tokens of a context-parallel rank, as fractions of a pack's cap
 _MIN_IMAGE_TOKENS = 16  # of an image among several of a pack: smaller images are rare
 
 
@@ -212,7 +212,7 @@ def _image_fields(
 
 
 def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
-    """Return tokens of possible images of samples, which match the sums of squared tokens."""
+    """Return image sizes, in tokens, with about each sample's sums of tokens and squares."""
     feature = ImagesEncoder.feature
     names = (feature, squares_of(feature))
     tokens, squares = (lengths.column(name)[samples] for name in names)
@@ -257,7 +257,7 @@ def context_sizes(processes: int) -> tuple[int, ...]:
 def shares_of_process(
     job: JobSpec, contexts: Iterable[int], max_tokens: int, tokens_per_sample: int
 ) -> Iterator[MeasuredShare]:
-    """Yield shares of every context-parallel size and exchange that the model's heads allow."""
+    """Yield this process's shares, by context-parallel size and exchange that the heads allow."""
     for context, exchange, size in product(contexts, ContextExchange, _SHARES):
         tokens = max(round(max_tokens * size), 1) * context
         several = max(round(tokens / tokens_per_sample), 1)

@@ -80,7 +80,7 @@ class ReplayJob:
         return read_rows(self.plan, stage, self.packs, self.lengths, self.reader)
 
     def work_of(self, stage: int, info: ReplayInfo) -> StageWork:
-        """Return a stage's chosen and heaviest steps, one per rank."""
+        """Return a stage's work: every rank's part of the chosen steps, and the heaviest parts."""
         # A rank's entire step, so that micro-batches in flight are the job's.
         rows = np.flatnonzero(np.isin(self.packs.step, info.steps))
         place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
@@ -189,7 +189,7 @@ def replay_stages(
     launch: RankLaunch,
     store: dist.Store,
 ) -> None:
-    """Replay unfinished stages, each on one process; return when all are done."""
+    """Write replays of unfinished stages, one process each; wait for all. UserError of failures."""
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
     else:
@@ -241,7 +241,7 @@ def list_unfinished_stages(
 def store_barrier(
     store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait for all processes, without the time limit of the store's own barrier."""
+    """Wait for all processes, calling `meanwhile`; the store's own barrier has a time limit."""
     store.add(name, 1)
     wait_for_all(store, name, processes, meanwhile)
 
@@ -258,7 +258,7 @@ def wait_for_all(
 def shared_progress(
     title: str, launch: RankLaunch, store: dist.Store, total: int
 ) -> Iterator[Callable[..., None]]:
-    """Show a progress bar of all processes' runs on rank 0, until all are done."""
+    """Yield a function that counts runs for rank 0's progress bar; at the end wait for all."""
     with progress_of_rank(launch.rank) as progress:
         task = progress.add_task(title, total=total)
 

@@ -98,7 +98,7 @@ class StandInLinks(PipelineLinks):
 
 @contextmanager
 def act_as_stage(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
-    """Act as the first rank of a stage in a job of these sizes, with simulated other ranks."""
+    """Yield the links of a stage's first rank in a job of these sizes; others are simulated."""
     prepare_megatron_core()
     # The fake backend's collectives return at once and leave their outputs as they are.
     dist.init_process_group(
@@ -113,7 +113,7 @@ def act_as_stage(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatchTimes:
-    forward_ms: np.ndarray
+    forward_ms: np.ndarray  # [micro-batches * chunks], as the others
     backward_ms: np.ndarray  # with weight gradients and recomputation
     weight_ms: np.ndarray  # of weight-gradient passes, 0 if backward is not split
     recompute_ms: np.ndarray
@@ -127,7 +127,7 @@ class MicroBatchTimes:
 
 
 def predict_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
-    """Return the predicted wait before each operation of a stage, in a step of one rank."""
+    """Return the predicted wait, in ms, before each operation of a stage in one rank's step."""
     times = workload_times(cost, plan.stages_at_levels, own)
     alone = replace(times, waits_ms=None)  # without waits for data-parallel encoders
     timeline = simulate_ranks(alone, own.each_rank_alone(), plan.schedule).of_step(0)
@@ -223,7 +223,7 @@ class StageReplayer:
     def step(
         self, batches: Sequence[MicroBatch], waits_ms: Sequence[float] = ()
     ) -> MicroBatchTimes:
-        """Return the times of one rank's step, with `waits_ms` before its operations on a CPU."""
+        """Return times of a rank's step without update. On a CPU receives wait `waits_ms` first."""
         links = self._links
         # An idle CPU computes more slowly at first. On CUDA the stream would wait, not the host.
         if not has_cuda():
@@ -248,7 +248,7 @@ class StageReplayer:
     def activation_bytes(
         self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None
     ) -> int:
-        """Return the peak bytes of a step, or of its update; see `peak_activation_bytes`."""
+        """Return the peak bytes of a step (on CUDA or its update); see `peak_activation_bytes`."""
         self.trainer.zero_gradients()
         peak = peak_activation_bytes(self.trainer, partial(self._run, batches, encoding))
         self.trainer.discard_gradients()
@@ -296,7 +296,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
 def read_rows(
     plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths, reader: SampleReader
 ) -> LoadRows:
-    """Return a loader of the packs' samples."""
+    """Return a loader of the packs' samples, which raises UserError for unreadable data."""
     every_row = np.arange(len(packs))
     dataset = PackDataset(reader, packs, lengths, every_row, plan.units_of(stage))
 
@@ -312,9 +312,9 @@ def read_rows(
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageWork:
     steps: tuple[np.ndarray, ...]  # rows of one rank's micro-batches, by timed step
-    heaviest: tuple[np.ndarray, ...]  # rows of a rank's step that may have the peak memory
+    heaviest: tuple[np.ndarray, ...]  # rows of each step of a rank that may have the peak memory
     waits_ms: tuple[tuple[float, ...], ...]  # predicted, by step and operation of the stage
-    repetitions: int  # timed runs of every step, after one warm-up
+    repetitions: int  # timed runs of every step; one warm-up precedes all
 
     @property
     def runs(self) -> int:
@@ -329,7 +329,7 @@ def replay_stage(
     on_run: Callable[[], None],
     provider: Provider = "local",
 ) -> StageReplay:
-    """Build and run a stage of the plan alone on this device."""
+    """Return times and memory of a stage, built and run alone. UserError if memory is short."""
     limit_memory(plan)
     failure = None
     try:
@@ -385,7 +385,7 @@ def _replay(
 
 
 def limit_memory(plan: Plan) -> None:
-    """Limit this process's CUDA memory to the plan's; raise UserError if the device is smaller."""
+    """Limit CUDA memory of this process to the plan's. UserError if the device has less."""
     if not has_cuda():
         return
     cap_gib = memory_cap_gib(plan.cluster)

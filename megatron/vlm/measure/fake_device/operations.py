@@ -38,7 +38,7 @@ _NO_KERNEL = {
     *("aten::resize_", "aten::set_", "aten::record_stream", "aten::is_same_size"),
     *("aten::_local_scalar_dense", "aten::lift", "aten::_has_compatible_shallow_copy_type"),
 }
-# Of their first argument they read only the rows in the output.
+# These read only the output's rows of their first argument.
 _GATHERS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
 
 
@@ -157,7 +157,7 @@ class _AttentionRule(NamedTuple):
     working_bytes: Callable[[Sequence[Any]], int] | None = None
 
     def flops(self, args: Sequence[Any]) -> float:
-        """Return the FLOPs of all pairs of positions within samples."""
+        """Return the FLOPs of all pairs of positions within samples, half of them if causal."""
         # Not torch's count, which may lack GQA.
         query = args[self.query]
         if self.borders is None:
@@ -199,7 +199,7 @@ class DeviceOperation:
         return self.name in _PRODUCTS
 
     def moved_bytes(self, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> int:
-        """Return the bytes of device memory read and written, every tensor once."""
+        """Return bytes read and written in device memory, every tensor once; none on the host."""
         if self.name in _GATHERS:  # bytes read equal the bytes written
             return sum(map(_bytes, tensors_in(args[1:]))) + 2 * sum(map(_bytes, outputs))
         read = args[1:] if self.name in _WRITE_ONLY else args
@@ -254,15 +254,15 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 class LaunchCounts:
-    """Sums of launches, by phase and operation."""
+    """Counts of launches, of host reads, and of matrix products with unaligned rows."""
 
     def __init__(self) -> None:
-        # Kernels, FLOPs and bytes.
+        # Kernels, FLOPs and bytes, by phase, operation and kind.
         self._sums: dict[tuple[str, str, OperationKind], list[float]] = defaultdict(
             lambda: [0, 0.0, 0.0]
         )
         self._reads: Counter[tuple[str, str, str]] = Counter()
-        # Products and FLOPs.
+        # Number of products, and their FLOPs.
         self._unaligned: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
 
     def clear(self) -> None:
@@ -278,7 +278,7 @@ class LaunchCounts:
     def add_product(
         self, where: str, operation: str, args: Sequence[Any], output: torch.Tensor, flops: float
     ) -> None:
-        """Count a 16-bit matrix product with rows not aligned to 16 bytes."""
+        """Count a matrix product only if it is 16-bit, with rows not aligned to 16 bytes."""
         matrices = [tensor for tensor in tensors_in((*args, output)) if tensor.dim() >= 2]
         steps = tuple(max(tensor.stride()[-2:]) for tensor in matrices)  # leading dimensions
         if output.element_size() == 2 and any(step % _ALIGNED_ELEMENTS for step in steps):
@@ -338,7 +338,7 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Return attention of [B, N, S, D] by the device's kernel: flash (16 bit), memory-efficient
-    (32 bit) or unfused."""
+    (32 bit or large heads, without GQA) or unfused."""
     if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MAX_HEAD_SIZE:
         size = query.shape[-1]
         padding = -size % _ALIGNED_ELEMENTS
@@ -361,7 +361,7 @@ def _sdpa(
 def _fused_rms_norm(
     hidden: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the normed tensor, and the rstd of every row, float32."""
+    """Return empty tensors for the normed tensor, and for every row's rstd, float32."""
     rows = hidden.shape[: hidden.dim() - len(shape)]
     rstds = hidden.new_empty((*rows, *[1] * len(shape)), dtype=torch.float32)
     return _like(hidden), rstds
