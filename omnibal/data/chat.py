@@ -7,8 +7,8 @@
 
 Answers and their closing piece carry loss. The first three templates tokenize the conversation as a
 single string. Its mask begins after the tokens of `assistant\\n` alone, even if a token straddles
-that border (InternVL then drops the sample's loss). Other templates tokenize each message alone,
-keep an empty system message, and learn a greeting before the first question.
+that border (InternVL then drops the sample's loss). The others tokenize each message alone, keep a
+sample's empty system message, and learn a greeting. own_template.py has the tokenizer's template.
 """
 
 import hashlib
@@ -54,12 +54,12 @@ class EncodedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Format:
-    """Text and tokenization of an InternVL template."""
+    """Text and tokenization of a named template, as in InternVL."""
 
     file: str = "chatml"  # file in `omnibal/data/templates/`, without suffix
     system_message: str = _SYSTEM_MESSAGE
     end: str = _END  # piece that closes a message
-    pieces: tuple[str, ...] = (_START, _END)
+    pieces: tuple[str, ...] = (_START, _END)  # control pieces, reserved in texts
     bos: bool | None  # whether BOS comes first, None to follow the tokenizer's settings
     strips: bool = False  # whether questions and answers are stripped in training
     strips_all: bool = False  # whether all texts are stripped, in chats too
@@ -104,7 +104,7 @@ _TEMPLATE_FORMATS: dict[ChatTemplateName, _Format] = {
 
 @dataclass(frozen=True, slots=True)
 class _InternVLTemplate:
-    """InternVL's template for a model, with the interface of `OwnTemplate`."""
+    """Named template for a model, with the interface of `OwnTemplate`."""
 
     format: _Format
     model: ModelConfig
@@ -143,7 +143,7 @@ class _InternVLTemplate:
         return (*self.bos, *self.text_pieces)
 
     def conversation(self, sample: Sample, chatting: bool) -> Conversation:
-        """Return a sample's messages. `chatting` has another system message and strips less."""
+        """Return messages; `chatting` as InternVL's `chat`: its system message, less stripping."""
         self._check(sample)
         strips = self.format.strips_all or (self.format.strips and not chatting)
         questions = [turn.question.strip() if strips else turn.question for turn in sample.turns]
@@ -164,7 +164,7 @@ class _InternVLTemplate:
         )
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int64 [tokens], with one per item, and the loss mask, bool."""
+        """Return token ids, int64 [tokens], with one per placeholder, and the loss mask, bool."""
         texts = [self.format.write(**message) for message in conversation.messages]
         apart = self.format.message_by_message
         encoded = list(map(self.tokenizer.encode, texts if apart else ["".join(texts)]))
@@ -185,7 +185,7 @@ class _InternVLTemplate:
         return np.append(bos, token_ids), np.append(np.zeros(len(bos), bool), learned)
 
     def encode_prompt(self, conversation: Conversation, turn: int) -> np.ndarray:
-        """Return token ids before the answer of `turn`, int64 [tokens], with one per item."""
+        """Return token ids before the answer of `turn`, int64 [tokens], one per placeholder."""
         asked = conversation.before_answer(turn)
         texts = [*(self.format.write(**message) for message in asked), self.format.prompt]
         texts = texts if self.format.message_by_message else ["".join(texts)]
@@ -193,7 +193,7 @@ class _InternVLTemplate:
         return np.array([*self._bos_ids(), *ids], np.int64)
 
     def miscount(self, where: str, *_: int) -> UserError:
-        """Return the error of more or fewer control tokens than the template wrote."""
+        """Return the error if token ids have more or fewer control tokens than the text."""
         return UserError(
             f"{where}: the tokenizer makes control tokens of the chat template from its text; "
             "spell or remove what looks like <|im_end|>, <|end|>, <img> or <IMG_CONTEXT>"
@@ -250,7 +250,7 @@ def _open_template(model: ModelConfig, tokenizer: Tokenizer) -> _InternVLTemplat
 
 
 def chatml_texts(model: ModelConfig) -> tuple[str, str] | None:
-    """Return chats' system message and the text after <|im_end|>, None for other templates."""
+    """Return a ChatML template's system message in chats and text after <|im_end|>, else None."""
     form = _TEMPLATE_FORMATS.get(model.chat_template)
     if form is None or form.end != _END:
         return None
@@ -260,7 +260,7 @@ def chatml_texts(model: ModelConfig) -> tuple[str, str] | None:
 
 
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise if the tokenizer lacks pieces of the chat template, or has more than the model."""
+    """Raise if the tokenizer lacks template pieces, or has more pieces than the vocabulary."""
     needed = _open_template(model, tokenizer).control_pieces
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
@@ -276,14 +276,14 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
 
 
 def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of the tokenizer files that determine token ids."""
+    """Return a hash of the tokenizer, and of its chat template if the model uses that."""
     if model.chat_template != "tokenizer":
         return tokenizer.sha256
     return hashlib.sha256(f"{tokenizer.sha256}{tokenizer.template}".encode()).hexdigest()
 
 
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    """Return the token id that closes an answer and stops generation."""
+    """Return the token id that closes an answer and stops generation; raises UserError."""
     end = _open_template(model, tokenizer).answer_end or tokenizer.named_pieces.get("eos_token")
     if end is None:
         raise UserError(
@@ -294,7 +294,7 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
 
 
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Return an answer's text as a trained model would generate it."""
+    """Return an answer's text as trained on: stripped if the template strips answers."""
     return text.strip() if _open_template(model, tokenizer).strips_answers else text
 
 
@@ -305,9 +305,9 @@ def encode_sample(
     tokenizer: Tokenizer,
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
-    """Encode a conversation, with image tokens by tiles and audio tokens by clips.
+    """Return token ids and loss mask, with placeholders repeated by tiles and clips.
 
-    At native resolution, `tiles_per_image` has the tokens per image or video segment, at least 1.
+    At native resolution, `tiles_per_image` has the tokens per placeholder (`tokens_of_places`).
     """
     given = (len(tiles_per_image), len(clips_per_recording))
     needed = (image_places(sample, model), len(sample.recordings))
@@ -353,7 +353,7 @@ def encode_prompt(
 
 
 def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) -> int:
-    """Count image placeholders in the text, up to and including `turn` if given."""
+    """Count image and video placeholders, up to and including question `turn` if given."""
     last = len(sample.turns) if turn is None else turn
     rule = model.images
     images = sample.items_until(IMAGE, last)
@@ -366,7 +366,7 @@ def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) ->
 def _make_conversation(
     sample: Sample, template: _InternVLTemplate | OwnTemplate, model: ModelConfig, chatting: bool
 ) -> Conversation:
-    """Return a sample's messages. Raise if the model or template takes no recordings."""
+    """Return a sample's messages. Raise UserError for recordings that cannot be written."""
     recordings = f"{sample.where}: has {len(sample.recordings)} recording(s)"
     if isinstance(template, OwnTemplate):
         if sample.recordings:
@@ -392,7 +392,7 @@ def _count_repeats(
     template: _InternVLTemplate | OwnTemplate,
     model: ModelConfig,
 ) -> np.ndarray:
-    """Return repeats of each token, int64 [tokens]: tokens of an image or recording, else 1."""
+    """Return repeats of each token, int64 [tokens]: a placeholder's tokens, 1 for others."""
     repeats, required = np.ones(len(token_ids), np.int64), template.tokenizer.require_id
     items = [
         (template.repeated_pieces, tiles, model.vision.tokens_per_item if model.takes_images else 1)

@@ -23,7 +23,7 @@ MAX_ASPECT_RATIO = 200  # max ratio of longest to shortest side of Qwen's and GL
 
 
 class OddImage(ValueError):
-    """Image unsupported by every processor. The caller adds its name."""
+    """Image or video that the model's processor cannot take. The caller adds its name."""
 
 
 class Grid(NamedTuple):
@@ -42,12 +42,12 @@ class Shown(NamedTuple):
     """Image or video of a sample, as patches."""
 
     grid: Grid
-    seconds: float | None = None  # seconds between patches of a video, None for an image
+    seconds: float | None = None  # seconds between frame groups of a video, None for an image
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of tokens that attend to each other: an image, or a frame group of a video."""
+    """Image or video as runs of tokens; attention is within a run (image or frame group)."""
 
     number: int
     tokens: int  # per run
@@ -63,7 +63,7 @@ class Segments:
 
 
 def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
-    """Return the tokens of a `width` x `height` pixel image; raises OddImage if too narrow.
+    """Return the run of an image of `width` x `height` pixels; raises OddImage if too narrow.
 
     Example:
         >>> image_segments(640, 480, ImageRule(patch_size=14))
@@ -73,7 +73,7 @@ def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
 
 
 def segments_of(grid: Grid, rule: ImageRule) -> Segments:
-    """Return the tokens of an image or video from its patches."""
+    """Return the runs of tokens of an image or video from its patches."""
     return Segments(grid.times, grid.rows * grid.columns // rule.merge_size**2)
 
 
@@ -102,7 +102,7 @@ def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
 
 @lru_cache(maxsize=65_536)
 def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
-    """Return the patches of a video, its last frame repeated; raises OddImage if too narrow."""
+    """Return a video's patches, its last group filled up; raises OddImage if too narrow."""
     if rule.video is None:
         return image_grid(width, height, rule)._replace(times=frames)
     cell, together = rule.cell_pixels, rule.frames_per_patch
@@ -129,7 +129,7 @@ def _fit_pixels(
     frames: int = 1,
     rounded_frames: int = 1,
 ) -> tuple[int, int]:
-    """Return both sides rounded to whole cells, within limits on the pixels of all frames.
+    """Return width and height in whole cells, within limits on the pixels of all frames.
 
     `rounded_frames` is `frames` rounded to whole patches.
     """
@@ -174,7 +174,7 @@ def _pad_sides(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
 
 
 def seen_frames(frames: int, video: VideoConfig) -> list[int]:
-    """Return the indices of frames shown to the model, evenly spread.
+    """Return indices of up to `video.max_frames` frames, evenly spread from first to last.
 
     Example:
         >>> seen_frames(9, VideoConfig(max_frames=3))
@@ -215,7 +215,7 @@ def sampled_frames(
 
 
 def repeated_tokens(rule: ImageRule) -> tuple[str, ...]:
-    """Return the pieces repeated for image and video tokens."""
+    """Return the placeholder pieces of images and videos, each once."""
     pieces = (rule.image_text, *((rule.video.text,) if rule.video else ()))
     return tuple(dict.fromkeys(text.each for text in pieces))
 
@@ -229,10 +229,10 @@ class SeenVideo:
 
     frames: tuple[int, ...]  # indices of shown frames, from 0, ascending
     total: int  # frames of the whole video
-    frames_per_second: float  # rate of the whole video
+    frames_per_second: float  # rate of the whole video; assumed for folders of frames
 
     def text(self, rule: ImageRule) -> str:
-        """Return the video's text, with a token per segment. Without a rule, frames are images."""
+        """Return text with `count_places` placeholders; frames are images without rule.video."""
         video, together = rule.video, rule.frames_per_patch
         if video is None:
             return rule.image_text.text * len(self.frames)
@@ -255,7 +255,7 @@ class SeenVideo:
 
 
 def seen_videos(sample: Sample, rule: ImageRule) -> list[SeenVideo]:
-    """Choose the frames of a sample's videos that are shown to the model."""
+    """Return the frames shown of each of a sample's videos; raises UserError if unusable."""
     return [_choose_frames(video, sample, rule) for video in sample.videos]
 
 
@@ -285,7 +285,7 @@ def _choose_frames(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
 
 
 def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Shown]:
-    """List images and videos in token order. Without a rule for videos, frames are images."""
+    """Return images and videos in token order; frames are images without rule.video."""
     seen = iter(seen_videos(sample, rule))
     shown: list[Shown] = []
     for item in sample.shown_in_order:
@@ -326,7 +326,7 @@ def _list_video_patches(
 
 
 def tokens_of_places(shown: Sequence[Shown], rule: ImageRule) -> list[int]:
-    """Return the tokens of each placeholder in the text."""
+    """Return the tokens of each placeholder: an image, a frame group or a whole video."""
     tokens: list[int] = []
     for grid, seconds in shown:
         cells = grid.rows * grid.columns // rule.merge_size**2

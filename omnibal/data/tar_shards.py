@@ -107,7 +107,7 @@ class EnergonIndex:
     number: int  # shard number in the dataset
 
     def read_samples(self, shard: Path) -> tuple[ListedSamples, int]:
-        """Read the shard's samples, unchecked, and the end of its last entry."""
+        """Return the indexed samples, not compared with the tar, and their end in bytes."""
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
@@ -135,10 +135,10 @@ def _open_database(database: Path) -> closing[sqlite3.Connection]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Tar file and its entry in the dataset's index."""
+    """Tar file, and what Energon's metadata say of it."""
 
     path: Path
-    samples: int | None = None
+    samples: int | None = None  # number that Energon counted, or None
     excluded: frozenset[str] = frozenset()  # keys of excluded samples
     listed: EnergonIndex | None = None  # Energon's index of its samples, if any
 
@@ -167,7 +167,7 @@ class ShardSample(RecordMedia):
             return file.read()
 
     def find(self, medium: Medium, name: str) -> Any:
-        """Return a member by full name, name without folder, or suffix after the key."""
+        """Return a file by full name, base name or suffix; raises InvalidRecordError."""
         if medium == "video" and not is_video_file(name):
             raise InvalidRecordError(
                 f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
@@ -197,7 +197,7 @@ class ShardSample(RecordMedia):
 
 
 def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = None) -> list[Shard]:
-    """Expand a webdataset notation such as train-{000..003}.tar, relative to `folder`."""
+    """Return the shards of a notation such as train-{000..003}.tar, relative to `folder`."""
     try:
         from webdataset.shardlists import expand_urls
     except ImportError as error:
@@ -265,7 +265,7 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
 
 
 def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | None]:
-    """Return Energon's index of each shard, None if it lists no files or the shard is remote."""
+    """Return Energon's index of each shard, None if it lists no files or `folder` is remote."""
     nothing: list[EnergonIndex | None] = [None] * len(shards)
     database = folder / _META_FOLDER / _DATABASE
     if isinstance(folder, RemotePath) or not database.is_file():
@@ -307,7 +307,7 @@ def _copy_energon_meta(folder: Path) -> Iterator[Path]:
 
 
 def index_shard(shard: Shard) -> RecordIndex:
-    """Index a shard, with a SHA-256 per sample of its record and other members' names and sizes."""
+    """Return place and SHA-256 (of record, and other members' names and sizes) per sample."""
     start, size, digests = array("q"), array("q"), bytearray()
     path, keys = shard.path, set[str]()
     try:
@@ -385,7 +385,7 @@ def _list_samples(
 ) -> Iterator[tuple[str, list[Member]]]:
     """Yield key and members of each sample from Energon's index.
 
-    First and last sample, all record headers and the end of the shard are checked.
+    Raise UserError if first or last sample, a record's header or the shard's end differ.
     """
     for number, (key, members) in enumerate(samples):
         if number in (0, len(samples) - 1):
@@ -405,7 +405,7 @@ def _list_samples(
 
 
 def _check_tar_header(file: BinaryIO, shard: Path, member: Member) -> None:
-    """Raise unless the tar header before a member has its size."""
+    """Raise UserError unless the tar header before a member is valid and has its size."""
     file.seek(member.offset - _TAR_BLOCK)
     # Parsed by hand: tarfile's parser takes a third of the total time.
     header = file.read(_TAR_BLOCK)
@@ -453,7 +453,7 @@ def _is_cut_off(file: BinaryIO) -> bool:
 
 
 def _hashed_content(file: BinaryIO, member: Member) -> bytes:
-    """Return a member's name and size, and a record's content, for the data's hash."""
+    """Return the bytes hashed of a member: name and size, and content of a record."""
     head = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
     if member.suffix != _RECORD:
         return head

@@ -42,14 +42,14 @@ class SampleData:
     lengths: Lengths
     settings: PackSettings = field(default_factory=PackSettings)
     levels: tuple[Level, ...]  # levels of the packs, at least one, by rising caps
-    packs_per_step: int  # packs per step over all data-parallel ranks
+    packs_per_step: int  # over all data-parallel ranks, shared packs counted per rank
     steps: Steps | None = None  # of an earlier plan with equal levels and settings, or None to draw
     rules: PackRules = ANY_PACKS  # pack rules, if each pack is on one rank with equal limits
     packed_by: PackedBy | None = None  # rule that packed the given steps, or None without steps
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
-        """Reuse an earlier plan's steps under any packing rules."""
+        """Return data with an earlier plan's steps, kept as they are; raises UserError."""
         made = plan.data
         if made is None or data is None:
             raise UserError(
@@ -67,7 +67,7 @@ class SampleData:
                 "them from: give its directory too"
             )
         packs, lengths = data
-        # `balanced` also represents other groupings of samples.
+        # `packed_by` keeps the method; given steps are not packed again, so BALANCED may stand in.
         is_known = made.method in list(PackingMethod)
         settings = PackSettings(
             packing=PackingMethod(made.method) if is_known else PackingMethod.BALANCED,
@@ -90,7 +90,7 @@ class SampleData:
         return largest_caps(self.levels)
 
     def with_caps(self, caps: Caps) -> Self:
-        """Change the caps of single-level packs."""
+        """Return data with other caps. Packs must have one level (ValueError)."""
         (level,) = self.levels
         return replace(self, levels=(level.model_copy(update={"caps": caps}),))
 
@@ -112,7 +112,7 @@ class SampleData:
         return -(-self.packs_per_step // job.parallel.data)
 
     def pack(self, job: JobSpec) -> list[Packs]:
-        """Return the packs of every epoch, or no packs with given steps."""
+        """Return the packs of every epoch, [] if `steps` are given."""
         if self.steps is not None:
             return []
         may_fill = None
@@ -122,7 +122,7 @@ class SampleData:
         return pack_epochs(self.lengths, self.settings, self.levels, may_fill, rules=self.rules)
 
     def with_steps(self, job: JobSpec, packs: Sequence[Packs] | None = None) -> Self:
-        """Draw the steps unless given, from `packs` or new packs."""
+        """Return data with `steps`: unless given, drawn from `packs` (default: `pack(job)`)."""
         if self.steps is not None:
             return self
         steps = draw_steps(
@@ -141,19 +141,19 @@ class SampleData:
         return lambda packs: job.load_at_ms(packs, self.lengths, self.levels)
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
-        """Keep micro-batches per rank for another job, unless steps are given."""
+        """Return data for job `new` with as many micro-batches per rank, unless steps are given."""
         if self.steps is not None:
             return self
         return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
 
     def subsample(self, most: int) -> Self:
-        """Draw at most `most` samples at random, unless steps are given."""
+        """Return data of at most `most` random samples, or all if steps are given."""
         if self.steps is not None:
             return self
         return replace(self, lengths=draw_samples(self.lengths, most, self.settings.seed))
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        """Schedule all epochs: match packs into steps and deal them to ranks by predicted time."""
+        """Return all epochs' packs, dealt to steps and ranks by predicted time, and lengths."""
         lengths, steps = self.lengths, self.with_steps(job).steps
         assert steps is not None
         load, ranks, rules = self._load(job), job.parallel.data, self.rules
@@ -220,7 +220,7 @@ class _SingleLevelData:
         """None: mock data and windows have no steps to reuse."""
 
     def pack(self, job: JobSpec) -> list[Packs]:
-        """Return no packs: `schedule` packs windows for the ranks."""
+        """Return []: `schedule` makes the packs, as they depend on the ranks."""
         return []
 
     def with_steps(self, job: JobSpec, packs: Sequence[Packs] | None = None) -> Self:
@@ -270,13 +270,13 @@ class StreamData(_SingleLevelData):
     """Samples in reading order. A step is a window of them, independent of packs and ranks."""
 
     lengths: Lengths
-    window: int
+    window: int  # samples per step, over all ranks
     is_dispatched: bool  # whether a window is balanced over ranks, or dealt in reading order
     epochs: int
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self | None:
-        """Return an earlier plan's windows, to be packed again, or None if absent."""
+        """Return the data of an earlier plan of windows, to pack again, None for other plans."""
         if plan.data is None or plan.data.window is None or data is None:
             return None
         return cls(
@@ -301,7 +301,7 @@ class StreamData(_SingleLevelData):
         _check_lengths(self.lengths, self.epochs, job.model)
 
     def subsample(self, most: int) -> Self:
-        """Keep the first windows, up to `most` samples but at least one window."""
+        """Return data of the first windows, up to `most` samples but at least one window."""
         count = max(most // self.window, 1) * self.window
         first = np.arange(min(count, len(self.lengths)))
         return replace(self, lengths=self.lengths.take(first))
@@ -359,12 +359,12 @@ def _check_lengths(lengths: Lengths, epochs: int, model: ModelConfig) -> None:
 
 
 def limited_features(model: ModelConfig) -> tuple[str, ...]:
-    """Return features that a model's packs must limit."""
+    """Return features that need a cap: the encoders' items and "tokens", in canonical order."""
     return tuple(in_canonical_order([*model.item_features, "tokens"]))
 
 
 def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float) -> dict[str, int]:
-    """Return caps of a pack of shapes, with `image_share` (0 to 1) of its tokens from images."""
+    """Return `given` caps; missing image caps fill `image_share` (0 to 1) of the tokens."""
     caps = dict(given)
     for tower in model.encoders.values():
         if tower.feature not in caps and tower.of_images:
@@ -379,7 +379,7 @@ def smallest_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
 
 
 def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
-    """Return caps that only tokens bind: other caps fit any samples of `tokens` in sum."""
+    """Return a cap on tokens, with other caps high enough for all packs of `tokens` tokens."""
     caps = {"tokens": tokens}
     for name in names:
         if name != "tokens":
@@ -395,7 +395,7 @@ def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
-    """Return a step of mock packs of one sample at the caps, and their lengths."""
+    """Return a step of one-sample mock packs at the caps, and the samples' lengths."""
     # One sample per pack, and one image without `image_tokens`, maximise attention's cost.
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
@@ -428,7 +428,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
 
 
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
-    """Return the model with the chat template and the tiling or pixel limits of the scan."""
+    """Return the model with the scan's settings; raise UserError if it cannot take the data."""
     if lengths is None:
         return model
     known = model.item_features
@@ -447,7 +447,7 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 
 def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
-    """Return the model with the scan's settings; raise if the scan was for another model."""
+    """Return the model with the scan's chat template and tiling or pixels; raise if it differs."""
     tiles, needed = (origin.image_size, origin.tokens_per_tile), tile_sizes(model)
     clips = clip_sizes(model)
     with_images = "with" if origin.images else "without"
@@ -496,7 +496,7 @@ def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> D
 
 
 def count_data(packs: ScheduledPacks, lengths: Lengths, *, epochs: int = 1) -> DataPortion:
-    """Count and hash the packs of all samples in some epochs."""
+    """Return counts and hashes of packs; `left_out` samples of `epochs` passes are in no pack."""
     return DataPortion(
         samples=len(lengths),
         left_out=epochs * len(lengths) - len(packs.packs.samples),

@@ -50,7 +50,7 @@ AnyStageResult = TypeVar("AnyStageResult", bound=StageResult)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFiles(Generic[AnyIdentity, AnyStageResult]):
-    """Files of one kind of replay; all methods take their directory."""
+    """Names and formats of one kind of replay's files in a directory."""
 
     name: str
     identity: type[AnyIdentity]
@@ -63,11 +63,11 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
         return directory / f"{self.prefix}_{stage}.json"
 
     def all_files(self, directory: Path) -> list[Path]:
-        """Return paths of a replay's files; the first may be absent."""
+        """Return paths of the identity's file, which may be absent, and the stage files."""
         return [directory / self.info_file, *sorted(directory.glob(f"{self.prefix}_*.json"))]
 
     def open(self, directory: Path, identity: AnyIdentity) -> None:
-        """Begin a replay, or continue an identical one."""
+        """Write the identity, or raise UserError if the directory holds another."""
         if not (directory / self.info_file).exists():
             directory.mkdir(parents=True, exist_ok=True)
             write_json_model(identity, directory / self.info_file)
@@ -94,7 +94,7 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
         write_json_model(result, self.file_of(directory, result.stage))
 
     def read_stages(self, directory: Path, stages: int) -> tuple[AnyStageResult, ...]:
-        """Read the existing stage files, in order."""
+        """Return results of stages 0 to `stages` - 1, ascending, without absent files."""
         results = []
         for stage in range(stages):
             path = self.file_of(directory, stage)
@@ -112,7 +112,7 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
 class ReplayInfo(ReplayIdentity):
     steps: tuple[NonNegativeInt, ...]
     repetitions: PositiveInt
-    content: Literal["data", "random"]  # content of micro-batches with the plan's sizes
+    content: Literal["data", "random"]  # real samples, or random ones of the plan's sizes
     device: str
     processes: PositiveInt
     provider: Provider = "local"
@@ -121,7 +121,7 @@ class ReplayInfo(ReplayIdentity):
 class StageReplay(StageResult):
     """Measurements of one stage on one device; times are medians of the repetitions."""
 
-    rows: tuple[NonNegativeInt, ...]  # of the packs, ascending; times are [rows, chunks], flat
+    rows: tuple[NonNegativeInt, ...]  # workload rows, ascending; times are [rows, chunks], flat
     forward_ms: tuple[NonNegativeFloat, ...]
     backward_ms: tuple[NonNegativeFloat, ...]  # including recomputation and weight gradients
     weight_ms: tuple[NonNegativeFloat, ...] = ()  # of weight gradients, empty if not split
@@ -146,7 +146,7 @@ class StageReplay(StageResult):
         return self.state_gib + self.activations_gib
 
     def predicted_gib(self, memory: StageMemory) -> float:
-        """Prediction of `peak_gib`, without working memory if not measured."""
+        """Return the prediction of `peak_gib`, without working memory if not measured."""
         return memory.peak_gib - (0.0 if self.with_working_memory else memory.transient_gib)
 
 
@@ -168,7 +168,7 @@ class ReplaySummary:
     stages: tuple[StageReplay, ...]
     each_step_ms: np.ndarray  # [steps]
     predicted_each_step_ms: np.ndarray
-    forward_ms: np.ndarray  # per step over all chunks, [stages]; the next two likewise
+    forward_ms: np.ndarray  # per step and rank over all chunks, [stages]; the next two too
     backward_ms: np.ndarray
     recompute_ms: np.ndarray
     wait_fractions: np.ndarray  # idle share of the step, [stages]
@@ -195,7 +195,7 @@ class ReplaySummary:
 
 
 def choose_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
-    """Return up to `most` steps of the most frequent size, evenly over the run."""
+    """Return up to `most` numbers of steps of the most frequent size, evenly over the run."""
     # The size is in packs or in samples: the count with the more frequent mode.
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
@@ -209,7 +209,7 @@ def choose_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
 def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:
-    """Return rows of the (step, rank) with the stage's peak, and of that with most activations."""
+    """Return workload rows of the (step, rank) at peak memory, and of max activations if other."""
     features = features_of(workload, cost)
     passes = bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, features)
     worst = {int(passes.row[memory.argmax()]) for memory in (passes.needed, passes.held)}
@@ -221,7 +221,7 @@ def heaviest_rows(
 
 
 def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload) -> ReplaySummary:
-    """Read a complete replay of the plan and combine its stages into steps."""
+    """Return the summary of a plan's replay. Raise UserError if stages are missing."""
     info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
     stages = REPLAY_FILES.read_stages(directory, plan.parallel.pipeline)
     size = plan.parallel.pipeline
@@ -241,7 +241,7 @@ def summarise_replay(
     cost: CostModel,
     workload: Workload,
 ) -> ReplaySummary:
-    """Combine all stages' measured times into steps of the plan's schedule."""
+    """Return step times of the plan's schedule with measured stages; raise if rows differ."""
     rows = np.flatnonzero(np.isin(workload.step, info.steps))
     for replay in replays:
         if not np.array_equal(replay.rows, rows):
@@ -279,7 +279,7 @@ def summarise_replay(
 def replace_measured_times(
     replays: Sequence[StageReplay], predicted: CauseTimes, schedule: PipelineSchedule
 ) -> CauseTimes:
-    """Return measured times by cause, with predicted tensor-parallel communication added."""
+    """Return measured times by cause, plus predicted tensor-parallel communication."""
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
     packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
     measured = {name: np.zeros((packs, parts)) for name in _MEASURED_FIELDS}

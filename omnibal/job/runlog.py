@@ -54,7 +54,7 @@ class StageRecord(Frozen):
     data_ms: NonNegativeFloat  # wait for the data loader
     optimizer_ms: NonNegativeFloat  # gradient reduction, norm, clipping and weight update
     encoder_ms: NonNegativeFloat = written_unless(0.0)  # data-parallel encoders' passes
-    exchange_ms: NonNegativeFloat = written_unless(0.0)  # of encoders, with waits for ranks
+    exchange_ms: NonNegativeFloat = written_unless(0.0)  # encoders' exchange, with waits
     ranks_ms: tuple[NonNegativeFloat, ...] = written_unless(())
     """Forward plus backward of each data-parallel rank, in steps with `PassTimes`, if several."""
     peak_gib: NonNegativeFloat
@@ -153,7 +153,7 @@ _TIMED_FIRST, _TIMED_EVERY = 100, 10
 
 
 def is_timed(step: int, first_step: int) -> bool:
-    """Whether a step's passes are logged; `first_step` is the last start or resume."""
+    """Whether a step's passes are logged; `first_step` is the first since start or resume."""
     return step - first_step < _TIMED_FIRST or step % _TIMED_EVERY == 0
 
 
@@ -175,7 +175,7 @@ def read_run_info(directory: Path) -> RunInfo:
 
 
 def read_run(path: Path) -> list[StepRecord]:
-    """Return the steps of `run.jsonl`, by their last lines; skip an incomplete last line."""
+    """Return the last record of each step, ascending; UserError if none or a line is bad."""
     records = _read_lines(StepRecord, path)
     if not records:
         raise UserError(f"{path}: holds no step yet; let the run finish one")
@@ -189,13 +189,13 @@ class RunLog:
 
 
 def read_validations(directory: Path) -> list[ValidationRecord]:
-    """Return the records of `validation.jsonl` in a run's directory, empty if absent."""
+    """Return the records of a run's `validation.jsonl`, ascending, [] if absent."""
     path = directory / VALIDATION_FILE
     return _read_lines(ValidationRecord, path) if path.exists() else []
 
 
 def _read_lines(kind: type[R], path: Path) -> list[R]:
-    """Return the last record of every step, by rising step."""
+    """Return the last record of each step, ascending; skip an incomplete last line."""
     text = read_text(path, "pretrain_vlm.py writes it into --save")
     records = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
@@ -237,7 +237,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def latest_step(directory: Path) -> int | None:
-    """Return the trained steps of the newest complete checkpoint, or None."""
+    """Return the trained steps of the newest complete checkpoint, None without a tracker."""
     tracker = directory / TRACKER_FILE
     if not tracker.exists():
         return None
@@ -258,7 +258,7 @@ def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:
 
 
 def read_evaluation(directory: Path) -> Evaluation | None:
-    """Read a run's evaluation, or None if not evaluated."""
+    """Return a run's evaluation, or None if not evaluated."""
     path = directory / EVALUATION_FILE
     if not path.exists():
         return None

@@ -34,7 +34,7 @@ class AdapterConfig(Frozen):
     # Parts of the model with adapters, otherwise frozen.
     parts: Annotated[tuple[str, ...], Field(min_length=1)] = (LANGUAGE,)
     rank_stabilized: bool = written_unless(False)  # rsLoRA, arXiv 2312.03732
-    experts: bool = written_unless(False)  # in `all-linear`; not in this project's trainer
+    experts: bool = written_unless(False)  # whether `all-linear` has them; not trained here
 
     @model_validator(mode="after")
     def _patterns_are_alone(self) -> Self:
@@ -68,11 +68,11 @@ class AdapterConfig(Frozen):
 
     @property
     def scale(self) -> float:
-        """Factor of the adapter's output."""
+        """Factor of x A B: alpha / rank, or alpha / sqrt(rank) if rank-stabilized."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def is_target(self, path: str) -> bool:
-        """Return whether a module of a released checkpoint is a target, by PEFT's rules."""
+        """Return whether a module name of a released checkpoint is a target, by PEFT's rules."""
         if self.is_of_all:
             return True
         if self.is_pattern:
@@ -88,7 +88,7 @@ def adapters_of(
     parts: tuple[str, ...] = (LANGUAGE,),
     rank_stabilized: bool = False,
 ) -> AdapterConfig:
-    """Return the AdapterConfig of command-line values.
+    """Return the AdapterConfig of command-line values; raises UserError.
 
     Args:
         alpha: default: 2 x rank.
@@ -138,9 +138,9 @@ class Linear:
 
 
 def linears(model: ModelConfig, kind: UnitKind) -> tuple[Linear, ...]:
-    """Return the linears of a unit that may have adapters.
+    """Return a unit's linears that targets can name.
 
-    Latent and linear attention and experts are left out; only `all-linear` adapts them.
+    Latent and linear attention and experts have none; only `all-linear` adapts them.
     """
     if kind.layer is not None:
         return _language_linears(model.language, kind.layer)
@@ -155,7 +155,7 @@ def linears(model: ModelConfig, kind: UnitKind) -> tuple[Linear, ...]:
 def adapted_linears(
     model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None
 ) -> tuple[Linear, ...]:
-    """Return a unit's linears with at least one adapted piece."""
+    """Return a unit's linears with adapters, their adapted pieces marked `is_adapted`."""
     if adapters is None or kind.part not in adapters.parts:
         return ()
     marked = (
@@ -175,7 +175,7 @@ def adapted_linears(
 def has_adapters(model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None) -> bool:
     if adapters is None or kind.part not in adapters.parts:
         return False
-    # Latent and linear attention have no named linears.
+    # `all-linear` adapts latent and linear attention too, which `linears` leaves out.
     return (adapters.is_of_all and kind.is_layer) or bool(adapted_linears(model, kind, adapters))
 
 
@@ -320,7 +320,7 @@ def _layer_linears(
 
 
 def _projector_linears(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
-    """Return the linears of a projector with two products, else none."""
+    """Return a projector's linears, () unless it has two."""
     wide, width = tower.projector_input_size, model.language.hidden_size
     inner, first, second = width, ["mlp1.1"], ["mlp1.3"]
     at = "model.multi_modal_projector"

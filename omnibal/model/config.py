@@ -148,7 +148,7 @@ class LanguageConfig(Frozen):
         return 2 if self.activation == "gated" else 1
 
     def words_of_rank(self, tensor: int) -> int:
-        """Return the padded vocabulary size per rank of `tensor` ranks."""
+        """Return vocabulary rows per tensor-parallel rank, padded to _VOCABULARY_MULTIPLE."""
         return -(-self.vocab_size // (_VOCABULARY_MULTIPLE * tensor)) * _VOCABULARY_MULTIPLE
 
     @model_validator(mode="after")
@@ -313,14 +313,14 @@ class ModelConfig(Frozen):
         return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
 
     def without_encoders(self) -> "ModelConfig":
-        """Return the language model alone; its layers still take deepstack outputs."""
+        """Return the language model, encoders in `encoders_elsewhere`; deepstack inputs stay."""
         alone = self.model_copy(update={"encoders": {}})
         alone._encoders_elsewhere = self.encoders_elsewhere | self.encoders
         return alone
 
     @property
     def encoders_elsewhere(self) -> dict[str, Encoder]:
-        """Encoders of `without_encoders`, by name: data-parallel, outside the pipeline."""
+        """Encoders that `without_encoders` removed: data-parallel, outside the pipeline."""
         return self._encoders_elsewhere
 
     def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
@@ -405,17 +405,17 @@ class ClusterConfig(Frozen):
 
     @property
     def peer_bytes(self) -> float:
-        """Buffers of the communication library per all-to-all peer."""
+        """Bytes of the communication library's buffers per all-to-all peer."""
         nccl_mib = 0.0 if self.is_cpu else _NCCL_PEER_MIB
         return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
 
     def measured_rates(self, precision: Precision) -> Rates | None:
-        """Return the measured rates, or None if there are none."""
-        # Under FP8 these are rates of the operations left in bf16.
+        """Return measured rates in this precision (fp8: bf16's), or None if absent."""
+        # Under FP8 they cost the operations that stay in bf16.
         return self.rates.get("bf16" if precision == "fp8" else precision)
 
     def tflops(self, precision: Precision) -> float:
-        """Return a device's dense matrix peak."""
+        """Return a device's dense matrix peak in TFLOP/s. Raise UserError if unknown."""
         if precision not in self.peak_tflops:
             known = ", ".join(self.peak_tflops) or "none"
             raise UserError(
