@@ -28,7 +28,7 @@ class BlockCache:
         """Return the cache in a folder, which is made if absent.
 
         Raises:
-            UserError: for a folder with other files, as eviction removes files.
+            UserError: for an unwritable folder, or one with other files, as eviction removes files.
         """
         ledger = folder / _LEDGER
         try:

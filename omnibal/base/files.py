@@ -128,7 +128,7 @@ def _is_standard_output(state: os.stat_result) -> bool:
 
 def _copy_to_stream(written: Path, stream: Path) -> None:
     if _is_standard_output(stream.stat()):
-        # A second open of a file would begin at its start, over what was printed.
+        # A second open of a file would begin at its start and overwrite earlier output.
         sys.stdout.flush()
         descriptor = os.dup(_STANDARD_OUTPUT)
     else:
@@ -144,7 +144,7 @@ def _copy_to_stream(written: Path, stream: Path) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a new folder that is renamed to `path` on success and removed on error."""
+    """Yield a new folder that is renamed to `path`, which must be new; removed on error."""
     check_new_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
@@ -176,7 +176,7 @@ def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) -> T:
-    """Return JSON text as `kind`; `where` (such as file and line) begins error messages."""
+    """Return JSON text as `kind`, or raise UserError; `where` (file, line) begins its message."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:

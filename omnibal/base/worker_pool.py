@@ -60,7 +60,7 @@ class LocalPool:
 def map_unordered(
     work: Callable[[Task], Result], tasks: Iterable[Task], processes: int
 ) -> Generator[Result, None, None]:
-    """Yield results as tasks finish; closing the generator ends the processes."""
+    """Yield results as tasks finish, in any order; closing the generator ends the processes."""
     if processes == 1 or multiprocessing.current_process().daemon:  # daemons have no children
         yield from map(work, tasks)
         return
@@ -165,7 +165,7 @@ def _serve(connection: Connection) -> None:
 
 
 def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
-    """Return the result of a task, or its error with the worker's traceback."""
+    """Return a task's result, or its error with the worker's traceback as a note."""
     try:
         return work(task)
     except Exception as error:

@@ -23,7 +23,7 @@ _HELP_SECTIONS = {
         --precision""",
     "Costs": "--memory-gib --profile | --network-gb-per-s --expert-imbalance --compare",
 }
-"""Options by section of long help; --help-all adds those after `|`."""
+"""Options by section of long help; --help-all adds the options after `|`."""
 _SHOWS_ALL = "omnibal.help_all"
 _NO_BREAK = "\N{NON-BREAKING HYPHEN}"  # click breaks lines at hyphens, which would cut options
 
@@ -129,7 +129,7 @@ def with_groups(command: Callable[..., None], without: str = "") -> Callable[...
 
 
 def given_options(context: typer.Context) -> Iterator[tuple[Any, Any]]:
-    """Yield options that the user typed (no defaults), with their values."""
+    """Yield options given on the command line (no defaults), with their values."""
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":

@@ -207,7 +207,7 @@ def lengths(
 
 
 def _convert_cached(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
-    """Convert the token counts of ms-swift's cached dataset."""
+    """Write and return lengths from the token counts of ms-swift's cached dataset."""
     from omnibal.data.external_lengths import cached_files, read_cached_lengths, read_cached_tokens
 
     check_files({"-o": output}, [*cached_files(meta), named_model_file(model)])
@@ -230,7 +230,7 @@ def _scan(
     pool_options: PoolOptions,
     options: ScanOptions,
 ) -> tuple[Lengths, int, Path | None]:
-    """Scan, write and return lengths, with the number of skipped samples and the file of them."""
+    """Scan, write and return lengths, the number of skipped samples, and the file listing them."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.data_index import DataIndex
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped

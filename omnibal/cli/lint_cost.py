@@ -48,10 +48,7 @@ class CostOptions:
     )
 
     def predict(self, line: "LaunchLine", model: ModelConfig) -> "Verdict | str | None":
-        """Return the prediction of a line that can start.
-
-        Returns: the reason if it cannot be predicted, None under --no-cost.
-        """
+        """Return the prediction, the reason if there is none, or None under --no-cost."""
         from omnibal.trainers.lint.line_job import make_line_job
         from omnibal.trainers.lint.predict_line import Verdict
 
@@ -221,7 +218,7 @@ def _flags(verdict: "Verdict", advised: "Costed") -> str:
 
 
 def _encoders_without_flag(verdict: "Verdict", advised: "Costed") -> list[str]:
-    """Return the recomputed encoders; Megatron-Bridge recipes have no field for them."""
+    """Return recomputed encoders if Megatron-Bridge, which has no field for them, else []."""
     if verdict.line_job.line.launch.launcher is not Launcher.MEGATRON_BRIDGE:
         return []
     encoders = verdict.line_job.job.model.encoders

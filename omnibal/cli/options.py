@@ -120,7 +120,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print a JSON object in
 def changed_cluster(
     name: str, memory_gib: float | None, network_gb_per_s: float | None = None
 ) -> ClusterConfig:
-    """Read a cluster, with memory and network rate overridden if given."""
+    """Return a preset or TOML cluster, with memory and network rate overridden if given."""
     given = {
         "memory_gib": ("--memory-gib", memory_gib),
         "inter_node_gb_per_s": ("--network-gb-per-s", network_gb_per_s),
@@ -212,7 +212,7 @@ class JobOptions:
         return [named_model_file(self.model), config_file("clusters", self.cluster), *profiles]
 
     def job(self, parallel: Parallel | None = None, trainer: TrainerConstraints = OWN) -> "JobSpec":
-        """Return the job with these parallel sizes, by default the smallest that have costs."""
+        """Return the job at these parallel sizes, by default 1 or the profile's tensor size."""
         from omnibal.cost.profile import read_profile
         from omnibal.cost.source import CostSource
         from omnibal.job.job import JobSpec

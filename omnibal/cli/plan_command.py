@@ -139,7 +139,7 @@ class PlanDataOptions:
 
     @property
     def level_rule(self) -> "LevelRule":
-        """Return the rule for the number of levels."""
+        """Rule for the number of packing levels. Raise UserError for unknown `levels`."""
         from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
 
         if self.levels == "auto":
@@ -160,7 +160,7 @@ class PlanDataOptions:
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
         """Return the caps of a pack, or None if they are searched.
 
-        `packed_by_tokens` are the samples if the trainer limits packs by tokens only.
+        `packed_by_tokens`: the samples, if the trainer limits packs by tokens only, else None.
         """
         from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
 
@@ -175,7 +175,7 @@ class PlanDataOptions:
                     f"{words(others)} cannot be given with --for: the trainer packs by tokens "
                     "alone, and would not keep packs below it; leave it out, or lower --max-tokens"
                 )
-            # Other features get the max that a pack of so many tokens can hold.
+            # Other features get the max that a pack of the given tokens can hold.
             return caps_of_tokens(packed_by_tokens, needed, given["tokens"])
         if not self.lengths and self.steps_of is None and "tokens" in given:
             is_full = set(given).issuperset(needed)
@@ -201,7 +201,7 @@ class PlanDataOptions:
     def goal_data(
         self, model: ModelConfig, samples_per_step: int | None, *, packed_by_tokens: bool
     ) -> "GoalData":
-        """Read the data: an earlier plan's steps, synthetic packs, a stream or packed samples."""
+        """Return an earlier plan's steps, synthetic packs, a stream, or samples to pack."""
         from omnibal.job.check import check_and_open
         from omnibal.search.goal import Earlier, Samples, ShapesAlone, Stream
 

@@ -54,7 +54,7 @@ class StrategyOptions:
 
 
 def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:
-    """Return warnings about training a plan in another trainer."""
+    """Return notes on training a plan in `target`, empty if None."""
     import numpy as np
 
     if target is None:
@@ -82,7 +82,7 @@ def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[s
 def cost_of_limits(
     options: StrategyOptions, packing: "PackingMethod", goal: "Goal", planned: "Planned"
 ) -> dict[str, Any]:
-    """Compare with plans without the trainer's limits: a dict for JSON, and notes on stderr."""
+    """Plan without the trainer's limits; return the comparison for JSON, and print it as notes."""
     from omnibal.search import planning
     from omnibal.search.limit_costs import (
         CostOfLimits,

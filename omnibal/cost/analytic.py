@@ -72,7 +72,7 @@ class _PlacedUnit:
     trained: bool
     adapted: bool  # whether the unit has trained adapters
     before_trained: bool  # whether anything before the unit is trained
-    carried_bytes: np.ndarray  # of encoders' and deepstack features that a cut here also sends
+    carried_bytes: np.ndarray  # encoders' and deepstack features that a cut here also sends
     carried_gradient_bytes: np.ndarray  # gradient of these, or 0 if their encoders are frozen
 
     @property
@@ -165,7 +165,7 @@ def _parameter_rates(
     *,
     of_experts: bool,
 ) -> ParameterRates:
-    """Return memory and time per parameter of experts, or of all other units."""
+    """Return memory and time per parameter of experts, or per other parameter."""
     runtime, size = device.runtime, ELEMENT_BYTES[precision]
     group, divides_gradients = state_group(parallel, of_experts=of_experts), parallel.sharded > 1
     gradient_bytes = runtime.gradient_bytes
@@ -214,7 +214,7 @@ def unit_flops(
 
     The numerator of model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311,
     appendix B): without recomputation and padding; backward has up to two products per forward
-    product, for input and weight gradients. Adapter products are negligible.
+    product, for input and weight gradients. Adapter products are left out, as negligible.
     """
     flops: dict[str, np.ndarray] = {}
     for placed in _place_units(model, _counting_device(model), frozen, adapters):
@@ -234,7 +234,7 @@ def layer_products(
 
 
 def count_undivided_unit(model: ModelConfig, kind: UnitKind) -> CountedUnit:
-    """Return a unit on a single device, in bf16."""
+    """Return a unit's kernels and memory on a single device, in bf16."""
     return _unit_of_kind(model, kind, _counting_device(model))
 
 
@@ -274,7 +274,7 @@ def kept_lines(
     frozen: Collection[str] = (),
     adapters: AdapterConfig | None = None,
 ) -> dict[str, tuple[Kept, ...]]:
-    """Return the activations that every unit kind keeps for backward, line by line."""
+    """Return the activations kept for backward by unit kind, one `Kept` per tensor."""
     placed = _place_units(model, _counting_device(model, parallel, precision), frozen, adapters)
     return {item.kind.name: item.unit.kept_lines(trained=item.trained) for item in placed}
 
@@ -285,7 +285,7 @@ _load_cluster_once = cache(load_cluster)
 def _counting_device(
     model: ModelConfig, parallel: Parallel | None = None, precision: Precision = "bf16"
 ) -> Device:
-    """Return a device for counting, by default undivided."""
+    """Return a device for counts, whose rates do not matter; by default not parallel."""
     cluster = _load_cluster_once("h100-80g")  # any: counts do not depend on rates
     return Device.from_cluster(model, cluster, parallel or Parallel(pipeline=1), precision)
 

@@ -131,7 +131,7 @@ def _causal(device: Device, attended: np.ndarray, heads: float, elements: float)
 def _core_kept(
     language: LanguageConfig, widths: AttentionWidths, device: Device, tokens: np.ndarray
 ) -> Kept:
-    """Return the activations that softmax attention keeps."""
+    """Return output and log-sum-exp, kept by softmax attention."""
     width_bytes = widths.output * device.element_bytes + FP32_BYTES * language.heads
     name, by = "attention's output and log-sum-exp", "self_attention.core_attention"
     return Kept(name, by, tokens * width_bytes / device.tensor)
@@ -163,7 +163,7 @@ def _latent(
     up_to = language.heads * (latent.head_size + latent.value_head_size)
     # One kernel concatenates the rotated parts: it reads and writes q, k and v.
     copied_bytes = tokens * 2 * (widths.query + widths.key + widths.value) / t * size
-    # Scores over the width of q and k, sums over that of v.
+    # Scores sum over the head size of q and k, outputs have the head size of v.
     elements = latent.head_size + rotary + latent.value_head_size
     latents_bytes, own_bytes = tokens * (up_from + rank + rotary) * size, own * sum(ranks) * size
     up = (
@@ -233,7 +233,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
     # Recomputed w, u, values, states, and all gradients.
     running = heads * ((2 * d + 3 * e + 2 * d * e / CHUNK) + (d + 2 * e) + e) / t
-    # By core's module with flash-linear-attention and fused norms.
+    # Bytes per token kept by core's module with flash-linear-attention and fused norms.
     kept = {
         "into the convolution": mixed * size,
         "normed q and k, and their scales": 2 * keys * size + 2 * linear.key_heads * FP32_BYTES,

@@ -5,7 +5,7 @@ linear in [1, items] and, if items attend to each other, in the sum of squared i
 Activations of kept items stay until backward; the forward of other items runs again.
 
 Features leave in one all-to-all of the encoding group, and gradients return in another. Each takes
-max(sent, received) at the group's slowest link, plus a latency per peer. NCCL's buffers per peer
+max(sent, received) of the slowest rank, plus a latency per peer. NCCL's buffers per peer
 (`ClusterConfig.peer_bytes`) make large groups expensive.
 
 Replicated encoders all-reduce gradients after the last backward and gather weights before the first
@@ -59,11 +59,11 @@ class EncoderCost:
 
     @property
     def item_ms(self) -> np.ndarray:
-        """Forward and backward, [2 or 3]."""
+        """Forward plus backward time, [2 or 3]."""
         return self.forward_ms + self.backward_ms
 
     def pass_bytes(self, work: np.ndarray, *, is_kept: bool) -> np.ndarray:
-        """Return bytes of passes with `work` [passes, 2 or 3], except kept items', [passes]."""
+        """Return peak bytes by pass for `work` [passes, 2 or 3]; activations only if not kept."""
         working = (work @ self.working_bytes.T).max(axis=1, initial=0)
         return working if is_kept else working + work @ self.kept_bytes
 
@@ -77,7 +77,7 @@ class EncodersCost:
     gradients_bytes: float
     optimizer_bytes: float  # optimizer state, sharded with the weights or over all ranks of the job
     gather_ms: float  # weight gather from all ranks, once a step, or 0 if every pass gathers
-    reduction_ms: float  # of gradients over all ranks, or replicas of a shard, once a step
+    reduction_ms: float  # gradient reduction over all ranks, or a shard's replicas, once a step
     update_ms: float  # update time of this rank's shard
     within_node: LinearTime  # latency and time per byte of the exchange if within a node
     between_nodes: LinearTime  # latency and time per byte of the exchange if the group spans nodes
@@ -87,7 +87,7 @@ class EncodersCost:
     parallel: Parallel
     gpus_per_node: int
     sharded: int = 1  # neighbouring ranks that shard the weights, or 1 if replicated
-    evaluation_bytes: float = 0.0  # of gathered weights on an embedding rank, to evaluate
+    evaluation_bytes: float = 0.0  # gathered weights on an embedding rank in evaluation
 
     @property
     def state_bytes(self) -> float:
@@ -96,7 +96,7 @@ class EncodersCost:
 
     @property
     def ranks_of_pipeline(self) -> int:
-        """Ranks of one pipeline."""
+        """Number of ranks of one pipeline, tensor-parallel ranks included."""
         return self.parallel.pipeline * self.parallel.tensor
 
     def buffers_bytes(self, pipelines: int) -> float:
@@ -112,8 +112,8 @@ class EncodersCost:
     ) -> np.ndarray:
         """Return the time of a feature exchange in groups of `pipelines`, [...].
 
-        The maximum of the network's time for bytes between nodes and the links' time for others. A
-        measured all-to-all is used for all bytes instead.
+        A latency per peer, plus the longer of the network's time for bytes between nodes and the
+        links' time for others. A measured all-to-all is used for all bytes instead.
 
         Args:
             within_bytes: exchanged by a rank within its node, [...].
@@ -131,7 +131,7 @@ class EncodersCost:
         return line.fixed_ms * (ranks - 1) + slower_ms
 
     def item_ms(self, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-        """Return forward plus backward time per item by encoder, in full passes."""
+        """Return time per item by encoder in full passes; no pass constant if `is_of_samples`."""
         return {
             name: float(
                 cost.item_ms[ITEM]
@@ -143,7 +143,7 @@ class EncodersCost:
 
     @property
     def square_ms(self) -> dict[str, float]:
-        """Forward plus backward time per squared item, of encoders of complete samples."""
+        """Forward plus backward time per squared item, of encoders with `is_of_samples`."""
         return {
             name: float(cost.item_ms[SQUARE])
             for name, cost in self.encoders.items()
@@ -211,7 +211,7 @@ def _encoder_cost(
 ) -> EncoderCost:
     """Return the summed cost of the `units` of one encoder: embedding, layers and projector."""
     tower = model.encoders[name]
-    # Columns of the fixed feature, items and, if counted, squares.
+    # Columns of the fixed feature, items and, if items attend to each other, squares.
     squares = [] if tower.squares is None else [tower.squares]
     columns = [0, *(cost.features.index(feature) for feature in (tower.feature, *squares))]
     is_trained = any(unit.has_backward for unit in units)

@@ -51,7 +51,7 @@ def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
             ),
             *exchange,
         ),
-        # Only the positions of encoder features.
+        # Backward needs only the ids, for the positions of encoder features.
         kept=(Kept("token ids", "", ids_bytes),),
         boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.sequence_share,

@@ -43,11 +43,11 @@ def with_fp8(
     whole: Collection[str] = (),
     copied: Sequence[tuple[str, np.ndarray]] = (),
 ) -> CountedUnit:
-    """Return a unit with products in FP8 if enabled, except routers and shared-expert gates.
+    """Return a unit with products in FP8 if enabled; UserError if their sizes do not allow it.
 
     Args:
-        whole: kept lines that other operations read too, so they stay in bf16. Other lines that
-            only weight gradients need are kept in FP8.
+        whole: names of kept lines that other operations read too, so they stay in bf16. Other lines
+            that only weight gradients need are kept in FP8.
         copied: inputs kept in FP8 in addition to bf16, and their elements [features].
     """
     if device.fp8 is None:
@@ -81,7 +81,7 @@ def with_fp8(
 
 
 def _quantize_kernel(device: Device, kernel: Kernel) -> Kernel:
-    """Return a linear's pass, or the gather of its operand, in FP8."""
+    """Return a kernel in FP8 if it is a linear's product or gather; routers and gates are not."""
     if kernel.name == GATHERED:
         return replace(kernel, bytes=kernel.bytes / _BF16_BYTES)
     if kernel.kind != "product" or kernel.dtype == "fp32" or kernel.outer <= 1:
@@ -117,7 +117,7 @@ def with_adapters(
     """Return a frozen unit with adapters.
 
     Args:
-        linears: adapted linears by name; other products are adapted under `all-linear`.
+        linears: adapted linears by name; under `all-linear` also unnamed products and experts.
         part: share of the sequence that a device holds between blocks.
     """
     kernels, added, inputs, parameters = list(unit.kernels), list[Kept](), set[str](), 0
@@ -229,13 +229,13 @@ def two_part_bytes(
 def _operand_bytes(
     device: Device, kind: UnitKind, unit: CountedUnit, product: Kernel
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a product's bytes of input, of output gradient, and gathered ones, [features] each."""
-    # Under sequence parallelism tensors between blocks wait sharded, and are gathered at last.
+    """Return bytes of a product's input, output gradient and gathered part, [features] each."""
+    # Under sequence parallelism tensors between blocks wait sharded, and are gathered when used.
     rows = product.rows * device.element_bytes
     input_bytes, output_bytes = rows * product.inner, rows * product.outer
     width = (
         float(unit.boundary_bytes.max()) / device.element_bytes / device.sequence_share
-    )  # hidden
+    )  # hidden size
     is_divided = device.sequence_share < 1 and kind.tower == LANGUAGE and kind.name != HEAD
     is_whole = product.groups == 1 and product.rows.max() >= 1
     if not (is_divided and is_whole and width in (product.inner, product.outer)):
@@ -252,7 +252,7 @@ _GROUPED_STREAMS = 4  # streams of grouped products, each with a workspace
 
 
 def drop_weight_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
-    """Return moments of a language unit's backward without temporary weight gradients."""
+    """Return backward moments without temporary gradients of weights and of unfused logits."""
     return tuple(
         moment if moment.of_words else replace(moment, weight=0)
         for moment in moments

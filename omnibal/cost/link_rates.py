@@ -23,7 +23,7 @@ class Group:
 
     @property
     def consecutive(self) -> int:
-        """Span of the group, in consecutive ranks."""
+        """Span of the group: number of ranks times stride."""
         return self.ranks * self.stride
 
     def is_within(self, cluster: ClusterConfig) -> bool:
@@ -71,7 +71,7 @@ def pass_line(
 def message_line(
     cluster: ClusterConfig, consecutive_ranks: int, precision: Precision
 ) -> LinearTime:
-    """Return latency and time per byte of a message between ranks this far apart."""
+    """Return latency and time per byte of a message within a span of `consecutive_ranks`."""
     rates = cluster.measured_rates(precision)
     place = Group(consecutive_ranks).place(cluster)
     measured = collective_line(rates.collectives, 2, place, "send") if rates else None
@@ -90,7 +90,7 @@ def all_to_all_line(
     copies: int = 1,
     dispatcher: Dispatcher = "alltoall",
 ) -> LinearTime:
-    """Return the latency of a group's all-to-all, and the time per byte a rank sends to others.
+    """Return an all-to-all's latency, and time per byte of all copies for other ranks.
 
     Args:
         copies: experts per token, assumed on random ranks.
@@ -109,7 +109,7 @@ def all_to_all_line(
         return measured
 
     def sent_share(places: int) -> float:
-        """Return the share of copies sent, if a token is sent once per place."""
+        """Return the share of copies sent: 1, or less if flex sends a token once per place."""
         # Expected number of distinct places of `copies` random choices, over `copies`.
         return (1 - (1 - 1 / places) ** copies) * places / copies if dispatcher == "flex" else 1.0
 
@@ -143,7 +143,7 @@ def ring_ms_per_byte(
 
 
 def hops_ms(cluster: ClusterConfig, group: Group) -> float:
-    """Return the latency of all hops of a ring across nodes, or 0 within one."""
+    """Return the latency of all hops of a ring across nodes, or 0 within a node."""
     return 0.0 if group.is_within(cluster) else (group.ranks - 1) * cluster.hop_us / 1e3
 
 

@@ -63,7 +63,7 @@ def measured_sizes(
 
 
 def _span_sizes(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:
-    """Return sizes from min to max, each at most `_MAX_RATIO` times its predecessor."""
+    """Return sizes from min x `smallest_share` to max, in ratios up to `_MAX_RATIO`, rounded."""
     sizes = sorted(value for value in values if value >= 1)
     low, high = max(sizes[0] * smallest_share, 1), sizes[-1]
     count = math.ceil(math.log(high / low, _MAX_RATIO) - 1e-9) + 1 if high > low else 1

@@ -5,8 +5,8 @@ A unit's time and activation memory are linear in the micro-batch's features
 
     [1, tiles, tokens, sum of squared sample tokens, loss tokens]
 
-so times of a run are features [packs, features] @ coefficients [features, stages]. Sources: counts
-(`omnibal.cost.analytic`) and a measured profile (`omnibal.cost.profile`).
+so pass times [packs, stages] are features [packs, features] @ coefficients [features, stages].
+Sources: counts (`omnibal.cost.analytic`) and a measured profile (`omnibal.cost.profile`).
 """
 
 import math
@@ -39,9 +39,9 @@ class UnitCost:
     forward_ms: np.ndarray  # forward time, [features]
     backward_ms: np.ndarray  # without recomputation; 0 if nothing up to here is trained
     weight_ms: np.ndarray  # part of backward that can be deferred, or 0 if frozen
-    recompute_ms: np.ndarray  # that recomputation adds to backward, or 0 without backward
-    collective_ms: np.ndarray  # tensor- and expert-parallel, within both passes, [2, features]
-    padding_ms: np.ndarray  # padding within forward and backward time, [2, features]
+    recompute_ms: np.ndarray  # added to backward by recomputation, 0 without backward
+    collective_ms: np.ndarray  # tensor- and expert-parallel part of both passes, [2, features]
+    padding_ms: np.ndarray  # part of forward and backward spent on padding, [2, features]
     context_ms: np.ndarray  # context-parallel, in forward, backward, recomputation, [3, features]
     activation_bytes: np.ndarray  # activations kept without recomputation, [features]
     boundary_bytes: np.ndarray  # the unit's input, the only activation kept if recomputed
@@ -54,8 +54,8 @@ class UnitCost:
     shared_bytes: np.ndarray  # gather buffer, one per stage, for its largest pack
     parameters: int  # parameters on this device, after tensor parallelism
     trained_parameters: int  # trained parameters on this device: all, adapters only, or 0 if frozen
-    expert_parameters: int = 0  # replicated on other ranks than the unit's other parameters
-    host_ms: tuple[float, float] | None = None  # to launch forward and backward, if counted
+    expert_parameters: int = 0  # experts' part of `parameters`, with its own data-parallel group
+    host_ms: tuple[float, float] | None = None  # to launch forward, backward; None if not counted
     whole_bytes: float = 0.0  # gathered weights and gradients in backward, in `transient_bytes`
     weight_copy_bytes: float = 0.0  # bytes of FP8 weights in addition to `CostModel.rates`
 
@@ -111,7 +111,7 @@ class CostModel:
     link_latency_ms: float
     link_ms_per_byte: float  # time per byte of a send between neighbouring stages
     source: str
-    bucket_parameters: float = math.inf  # on the first stage; inf: one bucket, as elsewhere
+    bucket_parameters: float = math.inf  # per bucket on stage 0, others have one; inf: no overlap
     tied_parameters: int = 0  # of a tied embedding: both units count it, a stage holds it once
     expert_rates: ParameterRates = ParameterRates()  # rates of expert parameters
     expert_peer_bytes: float = 0.0  # NCCL's, on devices with experts
@@ -132,7 +132,7 @@ class CostModel:
 
     @property
     def levels(self) -> int:
-        """Packing levels in the features (`omnibal.pipeline.level_costs`)."""
+        """Number of packing levels in the features (`omnibal.pipeline.level_costs`)."""
         return self.features.count(self.features[0])
 
     @property
@@ -148,7 +148,7 @@ class CostModel:
     def of_parameters(
         self, rate: RateName, parameters: ParameterCount, of_experts: ParameterCount
     ) -> ParameterCount:
-        """Return bytes or time of `parameters`, `of_experts` of them experts', at a rate."""
+        """Return a rate times `parameters`; `of_experts` of them have the experts' rate."""
         per_parameter: float = getattr(self.rates, rate)
         per_expert_parameter: float = getattr(self.expert_rates, rate)
         return (parameters - of_experts) * per_parameter + of_experts * per_expert_parameter

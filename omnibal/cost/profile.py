@@ -1,7 +1,7 @@
 """Types of `profile.json`, and costs fitted to it.
 
-Unit times are fitted by non-negative least squares over the features that the unit depends on, with
-rows divided by their measured value, to minimise the relative error.
+Unit times and kept activations are fitted by non-negative least squares over the features that the
+unit depends on, with rows divided by their measured value, to minimise the relative error.
 """
 
 import hashlib
@@ -132,7 +132,7 @@ class Profile(Frozen):
     shares: tuple[ShareMeasurement, ...] = ()
     optimizer: tuple[OptimizerMeasurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = ()
-    rates: Rates | None = None  # matrix products, collectives and a copy by shape
+    rates: Rates | None = None  # of matrix products, attention, collectives and copies by size
     reading: ReadingMeasurement | None = None  # time to read the data, or None if no data was given
 
     @property
@@ -159,7 +159,7 @@ class FitResidual:
 
 
 def model_sha256(model: ModelConfig) -> str:
-    """Hash the model fields that unit costs depend on: not layer counts, for example."""
+    """Return a hash of the fields that unit costs depend on: without layer counts etc."""
     sizes = model_sizes(model, without=_NOT_COST)
     for name, tower in model.encoders.items():
         described = sizes[name] if name in sizes else sizes["encoders"][name]
@@ -188,11 +188,11 @@ def fit_cost(
     adapters: AdapterConfig | None,
     runtime: RuntimeOptions,
 ) -> CostModel:
-    """Return costs with the profile's times fitted to all units; other quantities are counted.
+    """Return costs with unit times, activations, update and links fitted to the profile.
 
-    Profiles hold trained units without expert parallelism: frozen units and adapters are corrected
-    by the counted share of a trained unit, and expert parallelism by the difference of counted
-    costs.
+    Other quantities are counted. Profiles hold trained units without expert parallelism: frozen
+    units and adapters are scaled by counted shares, expert parallelism adds a counted difference.
+    Raise UserError if model, precision or tensor size is not the profile's.
     """
     _check_match(profile, model, parallel, precision)
     cost = analytic_cost(
@@ -242,10 +242,10 @@ def fit_cost(
 def fit_exchange_ms(
     profile: Profile, model: ModelConfig, unit: UnitKind, level: Level
 ) -> np.ndarray | None:
-    """Fit the extra time of layers on shares by a constant, tokens and exchanged tokens.
+    """Return time that context parallelism adds to a layer, fitted to measured shares.
 
     Returns:
-        [forward and backward, features at levels], or None if the profile has no such shares.
+        [2 (forward, backward), model features + exchanged tokens]. None if not measured.
     """
     wanted = unit.measured_name, level.context, level.exchange
     shares = [
@@ -266,7 +266,7 @@ def fit_exchange_ms(
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
-    """Return the cluster with the profile's rates, in its precision."""
+    """Return the cluster with the profile's rates. Raise UserError if it has none."""
     if profile.rates is None:
         raise UserError(
             f"the profile of {profile.model} on {profile.device} has no rates by shape for "
@@ -337,7 +337,7 @@ class _QuantityFit(NamedTuple):
 def _fit_quantities(
     profile: Profile, model: ModelConfig, kind: UnitKind
 ) -> dict[Quantity, _QuantityFit]:
-    """Fit a unit's measured quantities over the features that its kernels depend on."""
+    """Return fits of a unit's measured quantities; UserError if the profile lacks the unit."""
     unit, names = kind.measured_name, feature_names(model)
     kernels = count_undivided_unit(model, kind).kernels
     sizes = [kernel.rows + kernel.pairs + kernel.bytes for kernel in kernels]

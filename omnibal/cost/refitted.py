@@ -16,11 +16,11 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.model import CostModel, UnitCost
 
 _Factor = Annotated[float, Field(ge=1e-3, le=1e3)]  # measured time over the source's
-_Slowness = Annotated[float, Field(ge=1, le=1e3)]  # time of a device over that of a faster one
+_Slowness = Annotated[float, Field(ge=1, le=1e3)]  # time of a device over a faster device's
 
 
 class UnitFactors(Frozen):
-    """Factors of a unit kind by feature."""
+    """Factors of a unit kind's times by feature, 1 if absent."""
 
     forward: dict[str, _Factor] = Field(default_factory=dict)  # and recomputation
     backward: dict[str, _Factor] = Field(default_factory=dict)
@@ -33,7 +33,7 @@ class UnitFactors(Frozen):
         )
 
     def scale_unit(self, unit: UnitCost, features: Collection[str]) -> UnitCost:
-        """Return a unit's costs with its times multiplied by the factors."""
+        """Return the unit with times, except context and host times, multiplied by the factors."""
         forward, backward = (
             np.array([factors.get(name, 1.0) for name in features])
             for factors in (self.forward, self.backward)
@@ -60,7 +60,7 @@ class Refit(Frozen):
 
     root_sha256: str  # hash of the user's original plan (`omnibal.job.plan.plan_sha256`)
     step: NonNegativeInt  # steps trained before the plan was made
-    measured_steps: NonNegativeInt = 0  # that the factors were last fitted to, 0 if none
+    measured_steps: NonNegativeInt = 0  # steps that the factors were last fitted to, 0 if none
     units: dict[str, UnitFactors] = Field(default_factory=dict)  # factors by unit kind name
     update: _Factor = 1.0  # factor of data-parallel reduction and gather, norm and update
     pipeline: Count = 1  # pipeline stages of the measured run
@@ -88,7 +88,7 @@ class Refit(Frozen):
         return self.model_copy(update={"slowness": slowness, "slow_ranks": ()})
 
     def apply(self, cost: CostModel, stages: int) -> CostModel:
-        """Return corrected unit times; memory, sends and context exchange are unchanged."""
+        """Return costs with corrected unit and update times, slowness if the run had `stages`."""
         none, is_measured = UnitFactors(), stages == self.pipeline
         cost = replace(
             cost,

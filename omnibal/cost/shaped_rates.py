@@ -38,19 +38,19 @@ from omnibal.model.rate_tables import (
 
 # Ring passes per collective. A pass sends all shares of the tensor except one.
 _RING_PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-# Sizes to sample a collective that is given by latency and rate.
+# Sizes at which a collective given by latency and rate is sampled.
 _LINE_BYTES = (2.0**20, 2.0**23, 2.0**26, 2.0**29)
 _ROWS = np.geomspace(512, 131_072, 9)  # micro-batch rows that a line is fitted over
 TILE = 128  # keys (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)
 AttentionPass = Literal["forward", "backward"]
-# Pass, whether causal, elements per head of q and k, and of v.
+# Pass, whether causal, and head size of q and k plus head size of v.
 _AttentionKernel = tuple[AttentionPass, bool, int]
 _SizeLike = float | np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearTime:
-    """A time that is a constant plus a rate."""
+    """Time `fixed_ms + each_ms * x` of x bytes, rows or operations."""
 
     fixed_ms: float
     each_ms: float
@@ -109,7 +109,7 @@ class ProductTimes:
         return self.table.ms(shapes).reshape(sizes.shape[:-1])
 
     def line(self, phase: ProductPass, inner: float, outer: float, groups: int = 1) -> LinearTime:
-        """Return the time of a layer's pass by input rows, which `groups` share evenly."""
+        """Return a product's time as a line over rows, which `groups` share evenly."""
         return _fit_product_line(self, phase, inner, outer, groups)
 
 
@@ -118,7 +118,7 @@ def _fit_product_line(
     times: ProductTimes, phase: ProductPass, inner: float, outer: float, groups: int
 ) -> LinearTime:
     table = times.table
-    rows = _ROWS if groups == 1 else groups * _ROWS / 16  # rows per group
+    rows = _ROWS if groups == 1 else groups * _ROWS / 16  # 32 to 8,192 per group
     if not isinstance(table, ScatteredTimes):
         rows = np.exp(table.grid[0])
     times_ms = times.ms(phase, rows / groups, inner, outer, groups=groups)
@@ -158,10 +158,10 @@ class AttentionTimes:
     def line(
         self, phase: AttentionPass, elements: float, *, causal: bool, tokens: int | None = None
     ) -> LinearTime:
-        """Return the kernel time by operations in full tiles; backward has 2.5 times forward's.
+        """Return a line over operations in full tiles; backward has 2.5 times forward's.
 
         Args:
-            elements: per head, of q and k and of v.
+            elements: head size of q and k plus head size of v.
             tokens: of every sample if all are equal, else None.
         """
         nearest = min(
@@ -196,7 +196,7 @@ def collective_line(
     place: Place = "node",
     kind: CollectiveKind | None = None,
 ) -> LinearTime | None:
-    """Return latency and time per byte sent of a `kind`, None: any ring. None if not measured."""
+    """Return latency per ring pass and time per sent byte of `kind` (None: any ring), or None."""
     wanted = (*_RING_PASSES, None) if kind in (*_RING_PASSES, None) else (kind,)
     times = [time for time in measured if time.kind in wanted and time.place == place]
     # Any ring replaces an unmeasured ring. On a CPU a reduction is slower than a gather.

@@ -18,7 +18,7 @@ backward. Experts are exchanged among the ranks that hold the same experts
 Exposed exchange is a feature of the micro-batch, as it is not linear in sizes. Tensor-, expert- and
 context-parallel exchange hide nothing, since they take the same links; neither does recomputation.
 Ranks of a group run micro-batches in lockstep. Replicas all-reduce gradient shards once a step,
-hidden by the last backward if a group is within a node.
+hidden by the last backward if a sharding group fits in a node.
 """
 
 from collections import Counter
@@ -52,12 +52,12 @@ class _ShardedParameters:
     group: Group  # ranks that shard them
     copies: Group  # ranks that hold the same shard
     parameters: np.ndarray  # [K]
-    trained: np.ndarray  # [K]
+    trained: np.ndarray  # `parameters`, 0 for frozen units, [K]
 
     def shard_rates(
         self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
     ) -> ParameterRates:
-        """Return the rates of sharded parameters."""
+        """Return rates per complete parameter: a shard's bytes, and the replicas' all-reduce."""
         ranks = self.group.ranks
         # Replicas all-reduce gradient shards once a step: two ring passes.
         pass_ms = ring_ms_per_byte(cluster, self.copies, precision) * rates.gradient_bytes
@@ -71,7 +71,7 @@ class _ShardedParameters:
 
 
 def _sharded_parameters(cost: CostModel, parallel: Parallel) -> list[_ShardedParameters]:
-    """Return all parameters but experts', and experts' parameters."""
+    """Return two items: all parameters except experts', and experts'."""
     units = cost.units.values()
     is_trained = np.array([unit.trained_parameters > 0 for unit in units])
     of_experts = np.array([unit.expert_parameters for unit in units], np.float64)
@@ -103,7 +103,7 @@ class ShardedExchange:
     stages: int = 1
 
     def exposed_ms(self, features: np.ndarray) -> np.ndarray:
-        """Return exchange exposed in forward and in backward for `features` [packs, F], [packs, 2].
+        """Return exposed time in forward and backward, [packs, 2], for `features` [packs, F].
 
         The sum over all stages, which are assumed to begin and end with the layers that take
         longest to gather, since their first gather and last reduction are exposed.
@@ -144,7 +144,7 @@ class ShardedExchange:
         return np.stack([ahead, behind, again], axis=-1)
 
     def shares(self) -> np.ndarray:
-        """Return the share of exposed forward and backward time per unit kind, [2, K]."""
+        """Return the share of exposed forward and backward time of a unit by kind, [2, K]."""
         exchanged = np.stack([self.gather_ms, self.gather_back_ms + self.reduce_ms])
         if self.stages == 1:  # all to the head, which always has a backward
             return np.eye(len(self.gather_ms))[[-1, -1]]
@@ -166,7 +166,7 @@ def _count_exchange(
     *,
     keeps_weights: bool,
 ) -> ShardedExchange:
-    """Return the exchange of sharded units `names`, with `sent` bytes per gradient element."""
+    """Return the exchange of units `names` in order, with `sent` bytes per gradient element."""
     units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
     rates = cluster.measured_rates(precision)
 
@@ -208,7 +208,7 @@ def sharded_cost(
     *,
     has_one_loss: bool = True,
 ) -> tuple[CostModel, ShardedExchange]:
-    """Return costs with sharded weights and gradients, and their exchange.
+    """Return costs with sharded weights and gradients, and the exchange of units `names`.
 
     Adds two features that are times: exposed exchange in forward and in backward
     (`ShardedExchange.exposed_ms`).

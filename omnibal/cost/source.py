@@ -33,7 +33,7 @@ class CostSource:
         adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
-        """Return costs of all units at context size 1."""
+        """Return costs of all units at context-parallel size 1, corrected by the refit."""
         sizes = model, self.fill_rates(cluster), parallel, precision, frozen
         if self.profile is None:
             cost = analytic_cost(*sizes, adapters=adapters, runtime=runtime)
@@ -53,7 +53,7 @@ class CostSource:
         return with_measured_rates(cluster, self.profile)
 
     def save(self, profile: Path, refit: Path) -> None:
-        """Write measurements and the refit to a plan's directory, if any."""
+        """Write the profile and the refit, if any, to these files."""
         if self.profile is not None:
             write_profile(self.profile, profile)
         if self.refit is not None:

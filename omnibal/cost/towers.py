@@ -96,7 +96,7 @@ def clips_embed(tower: ClipsEncoder, device: Device) -> CountedUnit:
 def encoder_layer(
     _model: ModelConfig, tower: Encoder, kind: UnitKind, device: Device
 ) -> CountedUnit:
-    """Return a layer with attention within items, or within images or windows of them.
+    """Return an encoder layer with attention within items, or within images or their windows.
 
     Images' q and k are rotated, after their norms if any; their feed-forward may have a gate. Heads
     are padded to a multiple of the tensor size (25 become 28 on 4).
@@ -206,7 +206,7 @@ def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
 def encoder_projector(
     tower: Encoder, model: ModelConfig, device: Device, *, is_deepstack: bool = False
 ) -> CountedUnit:
-    """Return a norm and the two products of folded positions, with GELU between them.
+    """Return the projector: a norm, and two products of folded positions around a GELU.
 
     The norm is of positions before folding, or of folded tokens for tiles and deepstack (Qwen3-VL).
     Tiles and clips permute positions for folding.

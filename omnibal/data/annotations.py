@@ -62,20 +62,20 @@ _MAX_REPEATS = 10_000  # more is a mistake, and would fill memory with indices
 
 
 class SourceMeta(Frozen):
-    annotation: str | None = None
-    file_name: str | None = None
+    annotation: str | None = None  # or `file_name`, `shards` or `energon`
+    file_name: str | None = None  # record file of LLaMA-Factory
     formatting: Literal["alpaca", "sharegpt", "openai"] | None = None
-    ranking: bool = False
-    columns: dict[str, str] = Field(default={})
+    ranking: bool = False  # preference data, which is refused
+    columns: dict[str, str] = Field(default={})  # LLaMA-Factory's key names, as are `tags`
     tags: dict[str, str] = Field(default={})
-    shards: str | None = None
-    energon: str | None = None
-    root: str | None = None
-    split: str | None = None
+    shards: str | None = None  # pattern of tar or Parquet shards
+    energon: str | None = None  # folder of an Energon dataset
+    root: str | None = None  # folder of media files
+    split: str | None = None  # of the Energon dataset
     data_augment: bool = False
-    max_dynamic_patch: PositiveInt | None = None
+    max_dynamic_patch: PositiveInt | None = None  # max tiles per image, None for the model's
     repeat_time: float = Field(default=1, gt=0, le=_MAX_REPEATS, strict=True)
-    length: PositiveInt | None = None
+    length: PositiveInt | None = None  # number of records, checked if given
 
     @model_validator(mode="after")
     def _check_fields(self) -> "SourceMeta":
@@ -94,7 +94,7 @@ class SourceMeta(Frozen):
 
     @property
     def in_file(self) -> str | None:
-        """Annotation file, None for shards."""
+        """Annotation file as the meta names it, None for shards."""
         return self.annotation or self.file_name
 
     def media_folder(self, folder: Path) -> Path:
@@ -167,7 +167,7 @@ def video_at(path: Path) -> Video:
 
 @contextmanager
 def _name_record_errors(where: str) -> Iterator[None]:
-    """Raise errors of reading a record as user errors that name it."""
+    """Raise errors of reading a record as UserError that begins with `where`."""
     try:
         yield
     except UserError:
@@ -188,13 +188,13 @@ class Annotations:
     """
 
     entries: tuple[_Source, ...]  # sources, in meta-file order
-    # Of source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes of shard
-    # members. Folders, pixels and `data_augment` change no length.
+    # Of source names, repeats, `max_dynamic_patch`, key names, annotation bytes, and names and
+    # sizes of shard members. Folders, pixels and `data_augment` change no length.
     sha256: str
     cache: BlockCache | None
     files: tuple[Path, ...]
     versions: tuple[str, ...]  # file versions when indexed
-    keys: tuple[bytes, ...]  # hash per file of records, source settings and media locations
+    keys: tuple[bytes, ...]  # hash by file of all inputs of its counts but model and tokenizer
     source: np.ndarray  # index into `sources`, int32
     file: np.ndarray  # index into `files`, int32
     number: np.ndarray  # record number in its file, from 0, int64
@@ -223,11 +223,11 @@ class Annotations:
         cache: BlockCache | None = None,
         below: Path | None = None,
     ) -> "Annotations":
-        """Index all files of a meta, or an annotation file. Records are checked on access.
+        """Return the samples of a meta or an annotation file. Records are checked on access.
 
         Args:
-            index: known record positions.
-            below: folder or bucket that all files must be in, links followed.
+            index: known record positions; unknown files are read, or refused if it is `complete`.
+            below: folder or bucket that must contain all files, links resolved.
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)
@@ -285,7 +285,7 @@ class Annotations:
         return len(self.file)
 
     def take(self, indices: np.ndarray) -> "Annotations":
-        """Select samples, without unused files: small enough to send to another process."""
+        """Return these samples, without unused files: small enough to send to a process."""
         used, file = np.unique(self.file[indices], return_inverse=True)
         return replace(
             rows_of(self, indices),
@@ -296,7 +296,7 @@ class Annotations:
         )
 
     def check_unchanged(self) -> None:
-        """Raise if a file changed since it was indexed."""
+        """Raise StorageError if a file changed since it was indexed, or cannot be read."""
         try:
             now = versions_of(self.files)
         except OSError as error:
@@ -333,7 +333,7 @@ class Annotations:
             )
 
     def read_stored(self, index: int) -> StoredRecord:
-        """Return a record's JSON, unchecked, for other trainers' files."""
+        """Return a record's JSON, unchecked. Raise UserError for a Parquet row with media."""
         in_shard = self.entries[self.source[index]].in_shards
         with _name_record_errors(self.where(index)):
             content, media, name = self._read_content(index)
@@ -365,7 +365,7 @@ class Annotations:
 
 
 def read_meta(path: Path) -> dict[str, SourceMeta]:
-    """Read the entries of a meta by source name, one entry for an annotation file."""
+    """Return the entries of a meta by source name, one entry for an annotation file."""
     remedy = "pass an annotation file (no pipe or device), or the JSON that names some"
     try:
         if not path.is_file():
