@@ -24,9 +24,9 @@ from omnibal.search.strategy import (
 CLEARLY_WORSE = 1.15
 """Factor over the best time for a choice's bound to exclude it from the ranking."""
 
-_MAX_EXTRA = 8  # strategies to plan although their bounds rule them out
+_MAX_EXTRA = 8  # number of sizes up to which near-best sizes are kept that their bounds rule out
 _ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
-"""Factors over the group's minimal estimate that bounds and likely times must not exceed."""
+"""Max factors of bounds and of likely times over the minimal estimate, for a choice to estimate."""
 _KIND_SLACK = 1.04  # factor over the minimal estimate above which all choices of a kind are dropped
 _MOST_ESTIMATED = 48  # max further choices to estimate that fit
 _PLANNED_SLACK = 1.1  # factor over the minimal estimate above which a choice is not planned
@@ -40,7 +40,7 @@ class BoundedTrials:
     processes: int
     advance: Callable[[int], None]
     least_ms: dict[Choice, float] = field(default_factory=dict)
-    """Lower bounds on the times per sample of choices with a pack for every rank."""
+    """Lower bounds on 1F1B times per sample of choices with a pack for every rank. 0 if unknown."""
     bounds: dict[Choice, Bound] = field(default_factory=dict)
     """Bounds of choices with a state that may fit."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class BoundedTrials:
             partial(find_bound, self.setting), full, self.processes
         ).items():
             if isinstance(bound, Need):
-                # its state alone is too large
+                # State alone is too large.
                 self.least_ms[choice], self.need_gib[choice] = 0.0, bound.gib
                 self.advance(1)
             else:
@@ -69,7 +69,7 @@ class BoundedTrials:
             fastest = self._of_least_estimates(in_order, most)
             self._plan(fastest, partial(plan_choice, self.setting, True), len(fastest))
             return
-        # Extra results from parallel lookahead are dropped from the result.
+        # Parallel lookahead may plan more; `rank_strategies` drops these.
         self._plan(self._promising(in_order), partial(plan_choice, self.setting, False), len(full))
 
     def plan_all(self, choices: Sequence[Choice]) -> None:
@@ -93,13 +93,13 @@ class BoundedTrials:
             self.advance(1)
 
     def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
-        """Select choices to plan by their estimates: half of them of different sizes.
+        """Return choices to plan, by their estimates: half of them of different sizes.
 
-        First one choice per tensor, pipeline and data size is estimated. Its ratio to its bound
-        predicts the times of choices with other expert sizes and caps.
+        First one choice per `_group_key` is estimated. Its ratio to its bound predicts the times of
+        the group, with other expert sizes and caps. Up to `most // 2` are added by other schedules.
         """
         by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
-        # the last, with the lowest bound, stays
+        # A dict keeps the last choice of a group, here the one with the lowest bound.
         first = {_group_key(choice): choice for choice in by_bound}
         self._estimate(list(first.values()), len(first))
         choices = self._of_fast_kinds(choices)
@@ -157,7 +157,7 @@ class BoundedTrials:
         ]
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Drop choices of kinds clearly slower than the best kind.
+        """Return choices without kinds clearly slower than the best kind.
 
         Choices of sizes without an estimate stay: the first did not fit, but another may.
         """
@@ -208,7 +208,7 @@ class BoundedTrials:
                 fitting += 1
 
     def share(self, choice: Choice) -> float:
-        """Share of a choice's time in 1F1B that another schedule may leave."""
+        """Min time in another schedule over the time in 1F1B. 1 if only 1F1B may run."""
         return self.bounds[choice].share if choice in self.bounds else 1.0
 
     def is_clearly_slower(self, choice: Choice) -> bool:
@@ -216,7 +216,7 @@ class BoundedTrials:
         return self.share(choice) * self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def rank_strategies(self) -> list[Strategy]:
-        """Best plan of each strategy that may win by its bound, and of a few more."""
+        """Return the best plan of sizes that may win by their bounds and of a few more, sorted."""
         best_ms, best = self.best_ms(), dict[Sizing, Strategy]()
         for choice in sorted(self.planned, key=self._order):
             found, sizing = self.planned[choice], choice[0]
@@ -233,7 +233,7 @@ class BoundedTrials:
         return min((strategy.ms_per_sample for strategy in self.planned.values()), default=math.inf)
 
     def estimate_beside(self, best: Choice, choices: Sequence[Choice]) -> float | None:
-        """Min estimate of unplanned choices, scaled to the best plan. None if not estimated."""
+        """Min estimate, scaled to the best plan. None if none is estimated or any is planned."""
         known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
         if not known or any(choice in self.planned for choice in choices):
             return None
@@ -241,9 +241,9 @@ class BoundedTrials:
         return min(known) / self.estimated_ms.get(best, best_ms) * best_ms
 
     def gap(self) -> float:
-        """Max share of the best time that an unplanned choice may save."""
+        """Max share of the best time that an unplanned choice may save in 1F1B, at least 0."""
         known = self.planned.keys() | self.need_gib.keys()
-        # neither planned nor too large
+        # Choices that are neither planned nor too large for memory.
         bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)
         return max(1 - min(bounds, default=math.inf) / self.best_ms(), 0.0)
 
@@ -269,7 +269,7 @@ def _group_key(choice: Choice) -> Hashable:
     """Key of choices that differ only in expert size and caps, with similar ratios to bounds."""
     parallel = choice[0].parallel
     sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
-    return *sizes, choice[0].placement  # expert size and caps are left out
+    return *sizes, choice[0].placement
 
 
 def _kind_key(choice: Choice) -> Hashable:

@@ -1,4 +1,4 @@
-"""`omnibal caps`: the search for caps at one layout, and the rule of OmniBal's public code."""
+"""`omnibal caps`: the search for caps at one layout, by time or by OmniBal's public code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _PAPER_CANDIDATES = 10  # shown with predicted times
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapCandidate:
-    """Caps and their predictions."""
+    """Caps with the predictions of their plan."""
 
     strategy: Strategy
     samples_per_pack: float
@@ -78,7 +78,7 @@ class CapSearch:
 
 
 def most_candidates(request: StrategyRequest, rule: CapRule) -> int:
-    """Return the total of the progress that `search_caps` reports."""
+    """Return the max number of caps to plan, the total of `search_caps`'s progress."""
     if rule == "paper":
         return _PAPER_CANDIDATES
     return MOST_IN_GRID + len(_MOVE_FACTORS) * (2 * len(request.limited_features) + 2)
@@ -90,9 +90,9 @@ def search_caps(
     on_progress: Callable[[int], None],
     processes: int = 1,
 ) -> CapSearch:
-    """Return caps of one layout with minimal predicted time per sample, or by the paper's rule.
+    """Return caps of one layout by predicted time per sample, or in the order of the paper's rule.
 
-    Every sample fits. By the paper's rule predicted times are informative only.
+    Every sample fits them. Raises UserError if no caps can be trained, or the rule does not apply.
     """
     limited, model, space = request.limited_features, request.job.model, cap_space(request)
     check_limits(limited, model.item_features, model.name)
@@ -155,7 +155,7 @@ def cap_notes(request: StrategyRequest, search: CapSearch) -> list[str]:
 
 
 def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
-    """Warn if ISF's default 10 iterations make more packs than 1. None otherwise.
+    """Return a warning if ISF makes more packs in its default 10 iterations than in 1, else None.
 
     ISF keeps packs that fill a cap and redraws the rest. If few sets of samples fill a cap, these
     use up the small samples and the remainder packs worse.
@@ -176,8 +176,9 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
 
     Tokens per tile come from mean lengths (tokens rounded up to 256). From 4096 tokens both caps
     move by one tile and its tokens while ISF packs hold 4 to 5 samples on average. Caps are ranked
-    by pad ratio (0, as packs are not padded) plus dist ratios of vision and language over 8 ranks,
-    one pack each. If no caps reach 4 to 5 samples, the nearest are returned.
+    by the dist ratios of vision and language (pad ratio is 0: packs are not padded) over 8 ranks,
+    one pack each. If no caps reach 4 to 5 samples, the nearest are returned. Raises UserError if no
+    sample has tiles.
     """
     mean_tiles = float(lengths.column("tiles").mean())
     if not mean_tiles:
@@ -186,7 +187,6 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
             f"{len(lengths)} samples has a tile; choose caps by predicted time (--rule time)"
         )
     aligned = -(-lengths.tokens.astype(np.int64) // _PAPER_ALIGNMENT) * _PAPER_ALIGNMENT
-    # At least 16, even with many tiles and few tokens.
     per_tile = max(int((float(aligned.mean()) // mean_tiles + 1) // 16) * 16, 16)
     start_tiles = _PAPER_TOKENS // per_tile
     first = max(least["tiles"] - start_tiles, -(-(least["tokens"] - _PAPER_TOKENS) // per_tile))
@@ -219,7 +219,7 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
 
 
 def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
-    """Sum of vision and language dist ratios, with packs in random order on every rank."""
+    """Return the sum of vision and language dist ratios, packs in random order on every rank."""
     ranks = min(_PAPER_RANKS, len(packs))
     shares = np.arange(len(packs) // ranks * ranks).reshape(ranks, -1)
     # [steps, ranks] of pack numbers

@@ -19,7 +19,7 @@ from omnibal.search.strategy import StrategyRequest
 _GRID_FACTORS = tuple(2 ** (step / 2) for step in range(5))
 """Token caps of the grid, relative to the minimum."""
 MOST_IN_GRID = len(_GRID_FACTORS)
-"""Max caps of a grid: some are equal where tokens have few steps or a fixed cap."""
+"""Max caps of a grid, which has fewer if some are equal: few token steps, or a fixed cap."""
 _TOKEN_STEPS = 8  # min number of token steps, a power of two each, in the smallest token cap
 _COMMON_SHARE = 1 / 8  # min share of all items for a per-sample count to be common
 
@@ -30,9 +30,9 @@ class CapSpace:
 
     items: dict[str, "_ItemAxis"]  # caps of every limited feature except tokens
     tokens: np.ndarray
-    """Token caps, int64, ascending multiples of a power of two, up to 4 times the minimum."""
+    """Token caps, int64: ascending multiples of a power of two up to 4 times the min, or fixed."""
     of_tokens: Callable[[int], Caps] | None = None
-    """Completes a token cap if tokens alone limit packs."""
+    """Function from a token cap to all caps, if tokens alone limit packs."""
 
     @classmethod
     def for_lengths(
@@ -69,7 +69,7 @@ class CapSpace:
         return list(dict.fromkeys(every))
 
     def moves(self, caps: Caps, factor: float) -> list[Caps]:
-        """Neighbours of `caps`: one or all caps smaller or larger by about the factor."""
+        """Return caps with one or all features smaller or larger by about the factor."""
         less, more = (
             {name: _move_cap(axis, caps[name], by) for name, axis in self._axes().items()}
             for by in (1 / factor, factor)
@@ -112,7 +112,7 @@ class _ItemAxis:
 
     @classmethod
     def from_lengths(cls, lengths: Lengths, name: str, most_tokens: int) -> "_ItemAxis":
-        """Return caps for these samples, at token caps up to `most_tokens`."""
+        """Return the caps of an item for these samples, for token caps up to `most_tokens`."""
         column = lengths.column(name)
         least = max(int(column.max()), 1)
         held = np.bincount(column) * np.arange(int(column.max()) + 1)  # items by count per sample
@@ -128,15 +128,15 @@ class _ItemAxis:
         )
 
     def matching(self, tokens: int) -> int:
-        """Return the cap that fills together with a token cap, if need be of whole samples."""
+        """Return the cap that fills with a token cap, by mean items or samples of `main` items."""
         matched = tokens * self.per_token
         whole = round(matched / self.main) * self.main
-        # fuller of both: tokens limit the pack
+        # The larger cap, so that tokens limit the pack.
         return max(_nearest(self.caps, matched), _nearest(self.caps, whole))
 
 
 def _sums(parts: Sequence[int], most: int) -> np.ndarray:
-    """All sums up to `most` of repeatable parts, int64, ascending from 0."""
+    """Return all sums up to `most` of repeatable parts, int64, ascending from 0."""
     reached = np.zeros(most + 1, bool)  # subset sums by dynamic programming
     reached[0] = True
     for part in parts:
@@ -153,7 +153,7 @@ def _nearest(axis: np.ndarray, value: float) -> int:
 
 
 def _move_cap(axis: np.ndarray, value: int, factor: float) -> int:
-    """Entry nearest to `factor` times `value`, different from `value` unless it is the last."""
+    """Return the entry nearest to `factor` times `value`, at least one step away if possible."""
     old, new = (int(np.abs(axis - near).argmin()) for near in (value, value * factor))
-    new = max(new, old + 1) if factor > 1 else min(new, old - 1)  # moves at least one step
+    new = max(new, old + 1) if factor > 1 else min(new, old - 1)
     return int(axis[min(max(new, 0), len(axis) - 1)])

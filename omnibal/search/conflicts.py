@@ -9,7 +9,7 @@ from omnibal.model.limits import words
 
 
 class Feature(StrEnum):
-    """Features that may conflict, by option. Conflicts are reported in this order."""
+    """Features that may conflict, with their options. Conflicts are reported in this order."""
 
     EARLIER = "--steps-of"
     TRAINER = "--for"
@@ -115,7 +115,7 @@ CONFLICTS = (
 
 
 def check_together(given: Mapping[Feature, str]) -> None:
-    """Raise if features conflict. `given` has the options of each feature for the message."""
+    """Raise UserError if features conflict. `given` has their options as the user wrote them."""
     for one in Feature:
         against = [
             conflict for conflict in CONFLICTS if conflict.one is one and conflict.other in given
@@ -141,7 +141,7 @@ NEEDS = (
 
 
 def check_complete(given: Mapping[Feature, str]) -> None:
-    """Raise if features lack their required features. Takes arguments like `check_together`."""
+    """Raise UserError if a given feature lacks its required one. Arguments as `check_together`."""
     for one, needed, why in NEEDS:
         if one in given and needed not in given:
             raise UserError(

@@ -42,8 +42,8 @@ _CAP_UNIT = 256
 _CAP_STEPS = 16  # steps to lower caps in
 _LARGER_DATA = (2, 3, 4)  # factors: more ranks shard optimizer state
 _MOST_SAME_DEVICES, _MOST_FREE = 4, 12
-"""Max sizes to try per change, by ascending state, which dominates there."""
-_EVERY_PIPELINE = 16  # every pipeline size is tried up to this and up to twice the given size
+"""Max sizes to try per change, with the least state, which dominates there."""
+_EVERY_PIPELINE = 16  # up to this or twice the given size, every pipeline size is tried
 _MOST_DEVICES = 4  # max factor on free devices
 _LORA_RANK = 16
 _ROOMIER = "a preset device with more memory"
@@ -59,7 +59,7 @@ class Change:
 
     @classmethod
     def if_it_fits(cls, text: str, request: PlanRequest, tried: PlanRequest) -> "Change | None":
-        """Measure a request by `tried`, its part of the samples. None if it does not fit.
+        """Return a change if `tried` fits: the request, maybe on part of its samples. Else None.
 
         `{}` in the description is replaced by the memory needed and available.
         """
@@ -78,7 +78,7 @@ class Advice:
     tried: tuple[str, ...]  # kinds of changes tried, successful or not
 
     def message(self, error: DoesNotFit) -> str:
-        """Format the error with changes that would fit, or with kinds tried in vain."""
+        """Return the error with changes that would fit, or with kinds tried in vain."""
         if self.changes:
             return f"{error.need}; what would fit: {'; or '.join(c.text for c in self.changes)}"
         if not self.tried:
@@ -91,7 +91,7 @@ class Advice:
 
 Changed = TypeVar("Changed", PlanRequest, Goal)
 Fit = Callable[[str, Changed], Change | None]
-"""Function that tries a changed request or goal with its description."""
+"""Function of a description and a changed request or goal. Returns the change if it fits."""
 Kind = tuple[str, Iterable[tuple[str, Changed]]]
 """Name of a kind of changes, and its descriptions and changed requests or goals."""
 
@@ -99,7 +99,7 @@ Kind = tuple[str, Iterable[tuple[str, Changed]]]
 def _first_of_each(
     kinds: Iterable[Kind[Changed]], fit: Fit[Changed], found: list[Change]
 ) -> tuple[str, ...]:
-    """Add the first change of each kind that fits. Returns the kinds tried."""
+    """Add each kind's first change that fits to `found`, and return the names of tried kinds."""
     tried = dict[str, None]()
     for kind, candidates in kinds:
         for text, changed in candidates:
@@ -114,22 +114,22 @@ def _first_of_each(
 def _fewer_caps(
     caps: Caps, least: Caps, change: Callable[[Caps], Changed], fit: Fit[Changed]
 ) -> Kind[Changed]:
-    """The largest smaller caps that fit, by bisection. Approximate: packing is not monotonic."""
+    """Return the largest caps that fit, by bisection. Approximate: packing is not monotonic."""
     names = list(reversed(caps.names))
     instead = words([str(caps[name]) for name in names])
     candidates = [
         (f"{' '.join(reversed(smaller.options))} instead of {instead}", change(smaller))
         for smaller in smaller_caps(caps, least)
     ]
-    # smaller caps fit sooner
+    # Candidates descend, so the first fits come last.
     place = bisect_left(candidates, True, key=lambda candidate: fit(*candidate) is not None)
     kind = f"smaller {words([option_of(name) for name in names])}"
     return kind, candidates[place : place + 1] or candidates[-1:]
 
 
 def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
-    """Return smaller caps in proportion and round numbers, down to the minimum."""
-    # a power of two
+    """Return smaller caps in proportion and round tokens, descending to the minimum."""
+    # A power of two.
     unit = min(_CAP_UNIT, 1 << max(caps["tokens"] // _CAP_STEPS, 1).bit_length() - 1)
     first = -(-least["tokens"] // unit) * unit
     # Largest round number below the cap.
@@ -147,7 +147,7 @@ def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
 
 
 def roomier_devices(job: JobSpec) -> Iterator[tuple[str, JobSpec]]:
-    """Yield presets with more memory by size, with options. Empty for a measured profile."""
+    """Yield options and job of presets with more memory, ascending. None for measured profiles."""
     if job.cost_source.profile is not None:
         return
     own = job.cluster
@@ -166,7 +166,7 @@ def roomier_devices(job: JobSpec) -> Iterator[tuple[str, JobSpec]]:
 
 
 def find_changes(request: PlanRequest) -> Advice:
-    """Find the smallest change of every kind that makes a request fit.
+    """Return the smallest change of every kind that makes a request fit.
 
     Changes without more devices come first, then by devices, then other kinds of devices. For other
     methods, the joint search is tried alone first. More than `SAMPLES` samples are subsampled, so a
@@ -276,7 +276,7 @@ def _at_sizes(
         if old.tensor == 1 < sizes.get("tensor", 1):
             usual["sequence_parallel"] = True  # the default with --tp > 1
         if old.sharded == old.data > 1:
-            usual["sharded"] = sizes.get("data", old.data)  # stays over all ranks
+            usual["sharded"] = sizes.get("data", old.data)
         with suppress(UserError):
             new = job.trainer.with_default_sharding(old.with_sizes(**{**usual, **sizes}))
             changed = request
@@ -290,7 +290,7 @@ def _at_sizes(
 
 
 def _same_devices(request: PlanRequest) -> list[Parallel]:
-    """Layouts on the same devices with any sharding, by ascending state."""
+    """Return layouts on the same devices with any sharding, those with the least state first."""
     job, context = request.job, max(level.context for level in request.data.levels)
     layouts = layouts_of(job, job.parallel.world_size, tuple(WeightSharding))
     allowed = [layout for layout in layouts if layout.data % context == 0 and job.allows(layout)]
@@ -307,7 +307,7 @@ RequestOf = Callable[[Goal], StrategyRequest]
 
 
 def find_changes_of_goal(goal: Goal, request_of: RequestOf) -> Advice:
-    """Find the smallest change of every kind that makes some sizes of a goal fit."""
+    """Return the smallest change of every kind that makes some sizes of a goal fit."""
     found = list[Change]()
 
     def fit(text: str, changed: Goal) -> Change | None:
@@ -351,7 +351,7 @@ def _kinds_of_goal(goal: Goal, fit: Fit[Goal]) -> Iterator[Kind[Goal]]:
     if set(goal.shardings) != set(job.trainer.shardings):
         text = f"--sharding auto instead of {' or '.join(goal.shardings)}"
         yield "--sharding auto", [(text, free(shardings=tuple(WeightSharding)))]
-    # Whole nodes, in steps >= a quarter of the devices.
+    # Whole nodes, in steps of at most a quarter of the devices but at least a node.
     gpus, node = sizes.gpus, job.cluster.gpus_per_node
     unit = max(gpus // 4 // node, 1) * node
     numbers = range(gpus // unit * unit + unit, _MOST_DEVICES * max(gpus, node) + 1, unit)
@@ -367,7 +367,7 @@ def _kinds_of_goal(goal: Goal, fit: Fit[Goal]) -> Iterator[Kind[Goal]]:
 
 
 def _first_fit(text: str, request: StrategyRequest) -> Change | None:
-    """First sizes that fit by ascending state, with pipeline encoders first."""
+    """Return the first sizes that fit, by placement and ascending state. None if none fit."""
     sizings, setting = possible_sizings(request), Setting(request=request, packs={})
     caps = request.caps
     if caps is None:

@@ -32,17 +32,17 @@ from omnibal.search.level_choice import (
 MAX_SEARCHED = 4  # max levels of a set, as in HBP
 _SAMPLES_PER_PACK = 4.5
 """Min samples of median length in the shortest packs: fewer leave a rank too little work."""
-_MAX_CAPS = 7  # halved caps to consider
+_MAX_CAPS = 7  # max caps to consider: the top caps and their halves
 _ESTIMATED_SAMPLES = 3_000  # max samples for estimating a level
 _FORM_SLACK = 1.5
-"""Max ratio to a level's fastest form: context parallelism is slower but makes more rows."""
+"""Max ratio to a level's fastest form: a slower form may have shorter rows, and less bubble."""
 _FORMS_OF_SET = 3  # max combinations of forms per set of caps
 _CAP_MOVES = (2**-0.5, 2**0.5)  # halfway to the next halved caps, either way
 _TOKENS_UNIT = 64  # unit of moved token caps
 
-CapRange = tuple[Caps | None, Caps]  # caps of a level and of the level below, if any
+CapRange = tuple[Caps | None, Caps]  # caps of the level below, if any, and of a level
 Packed = dict[CapRange, tuple[Packs, Lengths] | None]
-"""Packs of sampled samples by step. None without samples."""
+"""Packs of sampled samples by cap range. None without samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class LevelRule:
 
     @property
     def is_forced(self) -> bool:
-        """Whether levels are requested for any lengths."""
+        """Whether several levels, or HBP's, are requested whatever the lengths."""
         return self.is_hbp or self.count not in (None, 1)
 
     def allows(self, levels: tuple[Level, ...]) -> bool:
@@ -74,22 +74,22 @@ ANY_LEVELS = LevelRule()
 
 
 def most_shared(job: JobSpec, caps: Caps) -> tuple[Level, ...]:
-    """Return one level shared by the max number of ranks."""
+    """Return one level of these caps, as a set, at its max context size."""
     context = possible_contexts(job, caps)[-1]
     return (next(level_forms(job, caps, [context])),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelEstimates:
-    """Estimates of sets of levels as sums over levels."""
+    """Estimates of sets of levels, as sums over levels plus the bubble of the longest rows."""
 
     job: JobSpec
     data: SampleData
     caps: tuple[Caps, ...]  # possible caps of levels, ascending
     tokens_per_step: float  # tokens per rank and step
     work_ms: np.ndarray  # time of every sample on the whole model, [samples]
-    needs_rows: bool  # whether a set fails if `tokens_per_step` is less than a row of packs
-    packed: Packed  # cache of packs by step, shared between jobs of other sizes
+    needs_rows: bool  # whether HBP's set is dropped if its steps have less than a row of packs
+    packed: Packed  # cache of packs by cap range, shared between jobs of other sizes
 
     @classmethod
     def for_job(
@@ -101,7 +101,7 @@ class LevelEstimates:
         *,
         needs_rows: bool = False,
     ) -> "LevelEstimates":
-        """Prepare estimates for a job and its data, with the data's caps at the top.
+        """Return estimates for a job and its data, with the data's caps at the top.
 
         Args:
             tokens_per_step: of one rank. None for the data's micro-batches as full packs of one
@@ -134,7 +134,7 @@ class LevelEstimates:
         return int(np.count_nonzero(own))
 
     def pack_all(self, rule: LevelRule) -> None:
-        """Pack the samples of every step in any set."""
+        """Pack the samples of every cap range in the rule's sets, and cache the packs."""
         for caps in self.caps:
             self._pack_step((None, caps))
         if not rule.is_hbp:
@@ -142,7 +142,7 @@ class LevelEstimates:
                 self._pack_step(step)
 
     def by_rule(self, rule: LevelRule) -> list[tuple[float, tuple[Level, ...]]]:
-        """Return estimated ms per sample and levels of a rule's feasible sets, fastest first."""
+        """Return a rule's feasible sets as `estimate_sets`; HBP's in ms per sample on p stages."""
         if not rule.is_hbp:
             return self.estimate_sets(rule.count)
         try:
@@ -157,18 +157,18 @@ class LevelEstimates:
                 form = estimated_form(self.job, level, *some, self.tokens_per_step)
                 forms.append(self._scale_form(step, form))
         if self.needs_rows and sum(form.rows for form in forms) < self._step_count:
-            return []  # a step has no row of packs
+            return []  # some steps have no row of packs
         ms = self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
         return [(ms, levels)] if math.isfinite(ms) else []
 
     def sets(self, exactly: int | None) -> list[tuple[Caps, ...]]:
-        """Return all sets of caps that include the top caps."""
+        """Return sets of `exactly`, or up to `MAX_SEARCHED`, caps that include the top caps."""
         counts = range(1, MAX_SEARCHED + 1) if exactly is None else [exactly]
         *lower, top = self.caps
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
     def estimate_sets(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
-        """Return estimated ms per sample and levels of feasible sets, fastest first."""
+        """Return ms per sample, summed over stages, and levels of feasible sets, fastest first."""
         steps = {step for caps in self.sets(exactly) for step in _cap_ranges(caps)}
         near = dict[CapRange, list[FormEstimate]]()
         for step in steps:
@@ -203,7 +203,7 @@ class LevelEstimates:
         return found
 
     def _lower_tops(self) -> list[Caps]:
-        """Top caps, a middle value, and about the lowest that fit every sample."""
+        """Return the top caps, a middle value, and about the lowest that fit every sample."""
         top, least = self.data.caps, self.data.smallest_caps()
         lowest = -(-least["tokens"] // _TOKENS_UNIT) * _TOKENS_UNIT
         middle = -(-(lowest + top["tokens"]) // 2 // _TOKENS_UNIT) * _TOKENS_UNIT
@@ -216,7 +216,7 @@ class LevelEstimates:
         return found
 
     def moves(self, levels: tuple[Level, ...]) -> Iterator[tuple[Level, ...]]:
-        """Yield the set with one level's caps or context size changed, in its best form."""
+        """Yield sets with one level's caps or context size changed, that level in its best form."""
         caps = [level.caps for level in levels]
         for place, (level, step) in enumerate(zip(levels, _cap_ranges(caps), strict=True)):
             before, after = levels[:place], levels[place + 1 :]
@@ -235,7 +235,7 @@ class LevelEstimates:
                         yield (*before, found.level, *after)
 
     def by_hbp(self) -> tuple[Level, ...]:
-        """Return levels by HBP's Algorithm 1, with packs of all samples up to each length."""
+        """Return levels by HBP's Algorithm 1, profiled on packs of all samples up to a length."""
         profiled = []
         for caps in self.caps:
             some = self._pack_step((None, caps))
@@ -256,15 +256,15 @@ class LevelEstimates:
         return tuple(kept)
 
     def _hbp_form(self, tokens: int, context: int) -> Level:
-        """Level with head exchange if heads divide evenly, as in HBP, else with gather."""
+        """Return a level with head exchange if heads divide evenly, as in HBP, else with gather."""
         forms = list(level_forms(self.job, scale_caps(self.caps[-1], tokens), [context]))
         return next((f for f in reversed(forms) if f.cut is not CutRule.WHOLE), forms[0])
 
     def _set_ms(self, forms: Sequence[FormEstimate]) -> float:
-        """Time of all rows of a set plus the bubbles of its steps.
+        """Return the time of all rows of a set plus the bubbles of its steps, times p stages.
 
-        With p stages that share a row evenly, a step takes the sum of its rows plus (p - 1) / p of
-        the longest row, as in a proportionate flow shop.
+        With p stages that share a row evenly, a step takes 1 / p of the sum of its rows plus
+        (p - 1) / p of the longest row, as in a proportionate flow shop.
         """
         steps = max(self._step_count, 1.0)
         longest_ms, without = 0.0, 1.0
@@ -273,18 +273,17 @@ class LevelEstimates:
             share = min(form.rows / steps, 1.0)  # chance that a step has such a row
             longest_ms += without * share * form.rows_ms / form.rows
             without *= 1 - share  # no longer row in the step
-        # times 1 / p, as rows_ms
         bubbles_ms = steps * (self.job.parallel.pipeline - 1) * longest_ms
         return sum(form.rows_ms for form in forms) + bubbles_ms
 
     @property
     def _step_count(self) -> float:
-        """Steps to train all samples."""
+        """Steps to train all samples once, fractional."""
         tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
         return tokens / self.job.parallel.data / self.tokens_per_step
 
     def _best(self, step: CapRange, contexts: Sequence[int] | None = None) -> FormEstimate | None:
-        """Fastest form of a level for all its samples. None if no form fits."""
+        """Return the fastest form of a level for all its samples. None if no form fits."""
         forms = self.forms(step, contexts)
         return min(forms, key=lambda form: self._set_ms([form]), default=None)
 
@@ -297,14 +296,14 @@ class LevelEstimates:
         return [self._scale_form(step, form) for form in found]
 
     def _scale_form(self, step: CapRange, form: FormEstimate) -> FormEstimate:
-        """Extrapolate a form from the sampled to all samples of a step."""
+        """Extrapolate a form from the sampled to all samples of a cap range."""
         rows = self._rows(step)
         part = self.work_ms[self._draw_rows(rows)].sum() / self.work_ms[rows].sum()
         more = 1 / float(part)
         return replace(form, rows_ms=more * form.rows_ms, rows=more * form.rows)
 
     def _pack_step(self, step: CapRange) -> tuple[Packs, Lengths] | None:
-        """Sampled samples of a level, excluding the level below, and their packs."""
+        """Return packs of a level's sampled samples above the level below, and their lengths."""
         if step not in self.packed:
             rows = self._rows(step)
             some = self.data.lengths.take(self._draw_rows(rows))
@@ -330,7 +329,7 @@ class LevelEstimates:
 def some_of_each(
     estimated: Sequence[tuple[float, tuple[Level, ...]]],
 ) -> list[tuple[float, tuple[Level, ...]]]:
-    """Put the fastest set of each number of levels first, then all sets in their order.
+    """Return the fastest set of each number of levels, then the other sets in their order.
 
     Estimates of sets with the same number of levels have similar errors.
     """
@@ -344,7 +343,7 @@ def _cap_ranges(caps: Sequence[Caps]) -> list[CapRange]:
 
 
 def own_samples(lengths: Lengths, caps: Sequence[Caps]) -> np.ndarray:
-    """Count samples by the smallest caps that fit, [caps]."""
+    """Return the number of samples by the smallest caps that fit, [caps]."""
     own = levels_of_samples(lengths, [Level(caps=cap) for cap in caps])
     return np.bincount(own, minlength=len(caps))
 
@@ -362,14 +361,14 @@ def candidate_caps(lengths: Lengths, top: Caps) -> tuple[Caps, ...]:
 
 
 def scale_caps(top: Caps, tokens: int) -> Caps:
-    """Scale caps in proportion to `tokens`."""
+    """Return caps with `tokens`, and items in proportion, rounded up."""
     others = {n: max(math.ceil(top[n] * tokens / top["tokens"]), 1) for n in top.names[:-1]}
     return Caps.of(**others, tokens=tokens)
 
 
 def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
     """Return default top caps: max tokens rounded up to a power of two, and items in proportion."""
-    tokens = 1 << int(lengths.tokens.max() - 1).bit_length()  # next power of two
+    tokens = 1 << int(lengths.tokens.max() - 1).bit_length()
     share = tokens / float(lengths.tokens.sum(dtype=np.int64))
     others = {
         name: max(
@@ -393,13 +392,13 @@ class ProfiledLength:
 
 
 def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...]:
-    """Choose levels, as (length, context size) from short to long, by HBP's Algorithm 1.
+    """Return levels by HBP's Algorithm 1, as (length, context size) from short to long.
 
     1. Keep the fastest context size of every length.
     2. The fastest length and the longest length are levels.
     3. One rank's share of a pack of the fastest length is a level of context size 1: it fits in
        the same memory without communication. So is one rank's share of the longest length, if it
-       is at least the fastest length.
+       is at least the fastest length. Raises UserError if nothing is profiled.
 
     Example:
         >>> figures = [(8, 2, 2.69), (16, 1, 2.65), (32, 8, 2.83), (64, 4, 3.01), (128, 8, 3.05)]
@@ -417,7 +416,7 @@ def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...
     best = min(fastest.values(), key=lambda one: (one.ms, one.tokens))
     longest = fastest[max(fastest)]
     chosen = {longest.tokens: longest.context, best.tokens: best.context}
-    part = longest.tokens // longest.context  # fits one rank, as its share did
+    part = longest.tokens // longest.context  # one rank's share, which fits it
     if part >= best.tokens:
         chosen.setdefault(part, 1)
     chosen.setdefault(best.tokens // best.context, 1)

@@ -58,11 +58,11 @@ LevelChoice = tuple[Sizing, tuple[Level, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelSetting:
-    """Picklable samples for trials of levels at all sizes."""
+    """Samples for trials of levels at all sizes, picklable for worker processes."""
 
     setting: Setting
     some: Setting  # fewer samples, which are packed by ISF, for simulations
-    data: SampleData  # samples with the caps of the longest packs
+    data: SampleData  # the setting's samples, with the caps of the longest packs
     rule: LevelRule
     longest: Caps  # min caps that fit every sample of the plan
     packed: Packed = field(default_factory=dict)
@@ -71,10 +71,10 @@ class LevelSetting:
     def for_request(
         cls, setting: Setting, request: StrategyRequest, rule: LevelRule
     ) -> "LevelSetting":
-        """Take the setting's samples and the request's longest packs."""
+        """Return the setting's samples with the caps of the request's longest packs."""
         drawn = setting.request
         fewer = replace(drawn, samples=_SIMULATED_SAMPLES).draw_samples()
-        # a few percent more packs, much faster
+        # ISF makes a few percent more packs, but is much faster.
         fast = replace(drawn.settings, packing=PackingMethod.ISF)
         return cls(
             setting=setting,
@@ -85,7 +85,7 @@ class LevelSetting:
         )
 
     def tokens_per_step(self, sizing: Sizing) -> float:
-        """Tokens per rank in a step of the requested samples."""
+        """Return the mean tokens per rank in a step of the requested samples."""
         samples = min(self.setting.request.samples_per_step, len(self.data.lengths))
         return samples * float(self.data.lengths.tokens.mean()) / sizing.parallel.data
 
@@ -101,14 +101,14 @@ class LevelSetting:
 
 
 def _top(request: StrategyRequest) -> Caps:
-    """Caps of the longest packs."""
+    """Return the caps of the longest packs."""
     return request.caps or top_caps(request.lengths, request.limited_features)
 
 
 def _estimate_sets(
     levels: LevelSetting, most: int, sizing: Sizing
 ) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
-    """Sets with minimal estimated ms per sample at these sizes, and a lower bound on all sets."""
+    """Return up to `most` sets by estimated ms per sample, and a lower bound on all sets."""
     setting = levels.setting
     job, request = setting.job(sizing), setting.request
     if not fits_cap(least_state_gib(job), job.memory_cap_gib):
@@ -123,7 +123,7 @@ def _estimate_sets(
 def plan_levels(
     setting: Setting, longest: Caps, choice: LevelChoice
 ) -> tuple[LevelChoice, Strategy | UserError]:
-    """Plan sizes with those levels that get packs of the setting's samples, or say what fails.
+    """Return the plan with the levels that get packs of the setting's samples, or its error.
 
     Args:
         longest: min caps that fit every sample, of the setting or not.
@@ -153,7 +153,7 @@ def plan_levels(
 
 
 def _check_curriculum(request: StrategyRequest, levels: int, short_steps: float) -> None:
-    """Raise unless short packs of the drawn samples, in steps, are enough for the curriculum."""
+    """Raise unless `short_steps`, of the drawn samples' short packs, suffice for the curriculum."""
     if levels < 2:
         raise UserError(
             "a curriculum begins with packs of the shortest level, and there is one level; leave "
@@ -171,7 +171,7 @@ def _check_curriculum(request: StrategyRequest, levels: int, short_steps: float)
 def search_with_levels(
     request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
 ) -> StrategySearch:
-    """Rank strategies of one level, and of several levels unless the rule's count is 1."""
+    """Return ranked strategies of one level, unless forced to several, and of several levels."""
     if rule.count == 1:
         return search_strategies(request, on_progress, processes)
     plain: StrategySearch | None = None
@@ -225,8 +225,8 @@ def levels_total(request: StrategyRequest) -> int:
 def _search_sets(
     levels: LevelSetting, sizings: Sequence[Sizing], advance: Callable[[int], None], processes: int
 ) -> tuple[list[Strategy], int, float, UserError | None]:
-    """Strategies of the fastest levels, number of near-minimal sets, a bound on all sets, and why
-    none could be planned."""
+    """Return strategies of the fastest levels, the number of near-minimal sets, a lower bound in ms
+    per sample on all sets, and an error of a set, if any."""
     # Packs of every possible level are the same at all sizes.
     levels.estimates(Sizing(levels.setting.request.job.parallel)).pack_all(levels.rule)
     most = _MOST_SIMULATED if levels.setting.request.layouts else _MOST_OF_SIZING
@@ -264,7 +264,7 @@ def _search_sets(
 
 
 def _rank_sets(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> list[LevelChoice]:
-    """Simulated sets of levels with packs, fastest first."""
+    """Return simulated sets of levels with packs that the rule allows, fastest first."""
     best: dict[LevelChoice, float] = {}
     for (sizing, _), trial in trials.found.items():
         if levels.rule.allows(trial.levels):
@@ -273,14 +273,14 @@ def _rank_sets(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> l
 
 
 def _by_hbp(levels: LevelSetting, sizing: Sizing) -> list[LevelChoice]:
-    """HBP's set of levels at these sizes, so that none slower is chosen."""
+    """Return HBP's set of levels at these sizes, so that the search never does worse."""
     with suppress(UserError):  # no length fits
         return [(sizing, levels.estimates(sizing).by_hbp())]
     return []
 
 
 def _tops(levels: LevelSetting, sizings: Sequence[Sizing]) -> list[LevelChoice]:
-    """One level shared by all numbers of ranks, for data with few packs or little free memory."""
+    """Return sets of one level, one per context size, for few packs or little free memory."""
     may_lower = levels.setting.request.caps is None
     return [
         (sizing, top)
@@ -292,7 +292,7 @@ def _tops(levels: LevelSetting, sizings: Sequence[Sizing]) -> list[LevelChoice]:
 def _moves(
     levels: LevelSetting, simulated: LevelChoice, estimated: Sequence[LevelChoice]
 ) -> list[LevelChoice]:
-    """The best simulated set with one level changed, and at further fast sizes."""
+    """Return the best simulated set with one level changed, and at further fast sizes."""
     sizing, best = simulated
     moved = [(sizing, moved_set) for moved_set in levels.estimates(sizing).moves(best)]
     others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
@@ -328,7 +328,7 @@ def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
 
 
 def _is_one_best(job: JobSpec, data: SampleData, samples_per_step: int) -> bool:
-    """Whether packs that ranks do not share are best for samples of similar lengths.
+    """Whether unshared packs (context size 1) are best for samples of similar lengths.
 
     True if they make packs for all ranks, and a full pack fits one rank without recomputation or
     its halves would be small.
@@ -353,9 +353,9 @@ def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
 
 
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
-    """Choose how ranks share the packs of given steps, for a job that may have other ranks.
+    """Return given steps with the levels' fastest context sizes for this job's ranks.
 
-    Steps, packs and caps do not change.
+    Steps, packs and caps do not change. Raises DoesNotFit if a level fits no context size.
     """
     if data.steps is None:
         return data
@@ -385,7 +385,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
 def levels_in_use(
     levels: tuple[Level, ...], of_packs: np.ndarray, longest: Caps
 ) -> tuple[Level, ...]:
-    """Return levels with packs. The last level fits every sample."""
+    """Return levels with packs, and the shortest that fits every sample, even without packs."""
     counts = np.bincount(of_packs, minlength=len(levels)).tolist()
     used = [level for level, packs in zip(levels, counts, strict=True) if packs]
     if len(levels) == 1 or (used and _holds(used[-1].caps, longest)):
@@ -395,5 +395,5 @@ def levels_in_use(
 
 
 def _holds(caps: Caps, other: Caps) -> bool:
-    """Whether caps are at least `other` for every feature."""
+    """Return whether caps are at least `other` for every feature of it."""
     return all(caps[name] >= other[name] for name in other.names)

@@ -1,4 +1,4 @@
-"""Cost of another trainer's limits: a plan with all limits compared with plans without.
+"""Cost of another trainer's limits: rate of its plan compared with plans with limits lifted.
 
 Fewer limits never make a plan slower, so if a search finds otherwise, the faster of both counts.
 """
@@ -34,7 +34,7 @@ from omnibal.steps.pack_settings import PackSettings
 NAMED_COST = 0.002  # min share of the rate for a limit to be named as a reason
 _MOST_NAMED = 3  # longer sentences are not read
 _COMPARED_SAMPLES, _COMPARED_STEPS = 8_000, 8
-"""Max samples to compare limits on, and min full steps."""
+"""Min samples and min full steps of the subset to compare limits on: the larger of both."""
 _MOST_OF_IT = 0.6  # min share of the total cost for named limits to be called the reason
 
 
@@ -75,14 +75,13 @@ _OFF: dict[LimitName, dict[str, object]] = {
     LimitName.PADDED: {"padded": Padding.NOWHERE},
     LimitName.ORDER: {"next_fit": False, "full_steps": False},
 }
-"""Fields that lift a limit, unless it is a switch of the same name."""
+"""Fields that lift a limit. Other limits are switches: fields named as the limit's value."""
 
 
 def lift_limit(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
     """Return a trainer's constraints without one limit.
 
-    The trainer's own packing and equal packs per step are lifted together. So are weight sharding
-    over all ranks and limits on sizes.
+    `ORDER` also lifts equal packs per step. `SHARDING` lifts all limits except on stages and packs.
     """
     if limit is LimitName.SHARDING:
         return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
@@ -98,7 +97,7 @@ def lift_limit(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstrai
 def binding_limits(
     trainer: TrainerConstraints, model: ModelConfig, parallel: Parallel, *, has_samples: bool
 ) -> list[LimitName]:
-    """Return a trainer's limits that may affect a plan of these sizes."""
+    """Return a trainer's limits, except on schedules, that may affect a plan of these sizes."""
     stages, packs, has_encoders = trainer.stages, trainer.packs, bool(model.encoders)
     is_split = parallel.pipeline > 1
     binding = {
@@ -200,7 +199,7 @@ def _percent(share: float) -> str:
 
 
 def rate_of(result: PlanResult) -> float:
-    """Samples per second and device of a plan. Packs if it has no samples."""
+    """Return samples per second and device of a plan. Packs if it has no samples."""
     plan = result.plan
     per_second = plan.known_prediction.samples_per_second_per_gpu
     if per_second is not None:
@@ -210,7 +209,7 @@ def rate_of(result: PlanResult) -> float:
 
 
 def samples_per_step(result: PlanResult) -> int:
-    """Mean samples per step. Packs if a plan has no samples."""
+    """Return the mean samples per step, rounded. Packs if a plan has no samples."""
     if result.data is not None:
         packs = result.data[0]
         return round(len(packs.packs.samples) / packs.steps)
@@ -227,7 +226,7 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
     """
     job = replace(goal.job, trainer=OWN)
     always_shards = goal.job.trainer.always_shards
-    # Limits are compared separately, and replicating weights is not among them.
+    # Weights stay replicated unless the trainer always shards: only then is sharding a limit.
     ways = tuple(WeightSharding) if always_shards else (WeightSharding.REPLICATED,)
     if not always_shards or goal.free.sizes is not None:
         return replace(goal, job=job, free=replace(goal.free, shardings=ways))
@@ -245,10 +244,10 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
 def requests_lifted(
     trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod, free: PlanResult
 ) -> dict[LimitName, PlanRequest]:
-    """Requests for a plan's sizes with one limit lifted, for limits that may have a cost.
+    """Return requests for a plan with one limit lifted, by limits that may have a cost.
 
-    Caps of items are taken from the plan without limits, and that limit is skipped if its caps are
-    the same. Without forced sharding, sizes and caps are taken from the plan without limits.
+    Without `TOKENS_ALONE`, caps are those of the plan `free` of limits; skipped if they are equal.
+    Without `SHARDING` its sizes and caps are used, without `SCHEDULES` its schedule.
     """
     plan, free_data = result.plan, free.plan.data
     names = binding_limits(trainer, plan.model, plan.parallel, has_samples=plan.data is not None)
@@ -277,7 +276,7 @@ def requests_lifted(
 def _request_of(
     trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod
 ) -> PlanRequest:
-    """Request for a plan's sizes and data under other constraints."""
+    """Return a request for a plan's sizes and data under other constraints."""
     plan, shapes, ranks = result.plan, result.plan.shapes, result.plan.parallel.data
     data: PlanData
     if result.data is None or plan.data is None:
@@ -295,7 +294,7 @@ def _request_of(
             packs_per_step=max(plan.data.packs_per_step // ranks, 1) * ranks,
             rules=trainer.packs,
         )
-    if trainer.stages != FREE:  # which rules out data-parallel encoders
+    if trainer.stages != FREE:  # such a trainer has no data-parallel encoders
         plan = plan.model_copy(update={"beside": None})
     job = replace(JobSpec.of_plan(plan, result.cost_source), trainer=trainer)
     return PlanRequest(job=job, data=data, schedule=plan.schedule)
@@ -308,7 +307,7 @@ def rates_lifted(
     requests: Mapping[LimitName, PlanRequest],
     on_progress: Callable[[int], None],
 ) -> dict[LimitName, float]:
-    """Rates of plans with one limit lifted, comparable to the plan's rate.
+    """Return rates of plans with one limit lifted, comparable to the plan's rate.
 
     With many samples, limits are compared on a random subset, and the gain there scales the plan's
     rate.
@@ -323,7 +322,7 @@ def rates_lifted(
     rates, all_packed = {}, _Packed()
     for name, request in requests.items():
         if drawn:
-            # the subset's gain
+            # The gain on the subset scales the rate on all samples.
             rates[name] = rate_of(result) / drawn * _rate(request, most, packed)
         else:
             rates[name] = _rate(request, None, all_packed)
@@ -335,7 +334,7 @@ _Packed = dict[tuple[object, ...], list[Packs]]  # packs of the same samples, by
 
 
 def _rate(request: PlanRequest, most: int | None, packed: _Packed) -> float:
-    """Rate of a request's plan on up to `most` samples. 0 if it cannot be made."""
+    """Return the rate of a request's plan on up to `most` samples. 0 if it cannot be made."""
     data, job = request.data, request.job
     try:
         if isinstance(data, SampleData):

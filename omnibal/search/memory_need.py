@@ -1,4 +1,4 @@
-"""Min memory that a job needs on a device, over all splits with all useful recomputation."""
+"""Min memory per device that a job needs, over all splits with all useful recomputation."""
 
 import math
 
@@ -14,11 +14,11 @@ _GIB_DIGITS = 3  # significant digits of GiB
 
 
 def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
-    """Return the minimal peak memory over splits and recomputation.
+    """Return the minimal peak in GiB of the fullest device, over splits and recomputation.
 
     Args:
-        is_exact: False for a peak that only decides fitting: of some split if its steps fit, else a
-            lower bound.
+        is_exact: False if only fitting matters. Then the peak of any split that fits the memory cap
+            may be returned, or else a lower bound on all peaks.
     """
     job, workload, levels = request.job, request.workload(), request.data.levels
     if job.has_data_parallel_encoders and job.beside is None:
@@ -29,8 +29,8 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
 
 
 def least_state_gib(job: JobSpec) -> float:
-    """Return min weights, gradients and optimizer state of a device: the state of equal stages."""
-    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]  # all stages'
+    """Return weights, gradients and optimizer state per device in GiB, if stages were equal."""
+    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]  # of all stages
     state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
     return (state_bytes - unit_bytes(job.cost, None)) / job.parallel.pipeline / GIB
 

@@ -46,7 +46,7 @@ class Planned:
 
     @property
     def asked_samples(self) -> int | None:
-        """Samples per step that were asked for or chosen. None for steps of equally many packs."""
+        """Samples per step, given or chosen. None for steps of equally many packs."""
         data = self.result.plan.data
         if self.strategies is not None and data is not None and data.window is None:
             return self.strategies.samples_per_step
@@ -83,7 +83,7 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
 
 
 def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[StepRate]:
-    """Return the rates at half to four times the plan's samples per step.
+    """Return samples per second of all devices at half to four times the plan's step.
 
     Empty unless sizes were searched for samples. Scaled to the plan's rate on all samples.
     """
@@ -114,7 +114,7 @@ def _plan_goal(goal: Goal, listener: Listener | None) -> Planned:
 
 
 def _split_portions(goal: Goal) -> PortionedSamples | None:
-    """Samples in portions. None if few enough to be packed together."""
+    """Return samples in portions. None if few enough to be packed together, or no samples."""
     if not isinstance(goal.data, Samples):
         return None
     return PortionedSamples.deal(goal.data.lengths, goal.data.settings)
@@ -140,7 +140,7 @@ def _planned_in_portions(
     planned = plan(replace(goal, data=data), listener)
     fill = FillRule.GREEDY if goal.free.levels.is_hbp else portions.settings.fill
     portions = replace(portions, settings=replace(portions.settings, fill=fill))
-    # times the first portion is as long
+    # All portions and epochs, in lengths of the first portion.
     runs = portions.epochs * len(portions.lengths) / len(lengths)
     return replace(planned, result=extend_to_portions(planned.result, portions, runs))
 
@@ -208,7 +208,7 @@ def _search_goal(requests: GoalRequests) -> Planned:
     except UserError:
         if not request.layouts:
             raise
-        result, sizing = finalists.plan_first(request)  # raises what does not fit, in most cases
+        result, sizing = finalists.plan_first(request)  # usually raises DoesNotFit again
         if not isinstance(requests.goal.data, Earlier):
             raise
         predicted = {sizing.placement: result.plan.known_prediction}
@@ -232,7 +232,7 @@ def _search_goal(requests: GoalRequests) -> Planned:
 
 
 def _with_advice(goal: Goal, error: DoesNotFit, listener: Listener) -> UserError:
-    """Append changes that would fit to an error."""
+    """Return an error with changes that would fit."""
     with listener.status("looking for what would fit"):
         if isinstance(error, RequestDoesNotFit):
             advice = find_changes(error.request)
