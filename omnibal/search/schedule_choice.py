@@ -38,13 +38,13 @@ class ScheduleChoice:
     steps_ms: Mapping[PipelineSchedule, float] = field(default_factory=dict)
     """Step times, as planned if chosen or 1F1B (scaled by reordering), else of a quick search."""
     idle: Mapping[PipelineSchedule, float] = field(default_factory=dict)
-    """Idle share of the step, of planned schedules."""
+    """Idle share of the step, of 1F1B and the chosen schedule. Empty if 1F1B is chosen."""
     refused: Mapping[PipelineSchedule, str] = field(default_factory=dict)
-    """Reasons against impossible schedules."""
+    """Reason why each impossible schedule cannot run."""
 
     @property
     def reason(self) -> str:
-        """Reason for the schedule, as a sentence. Empty without alternatives."""
+        """Comparison of step times, or why alternatives cannot run. Empty without alternatives."""
         usual, chosen = ONE_FORWARD_ONE_BACKWARD, self.chosen
         others = {schedule: ms for schedule, ms in self.steps_ms.items() if schedule != chosen}
         if not others:
@@ -81,7 +81,7 @@ def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]
 
 
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
-    """Return why a job cannot run a schedule with up to `micro_batches` per rank and step."""
+    """Return why a job cannot run a schedule of up to `micro_batches` a rank and step, or None."""
     if not request.split.is_joint:
         return "only the joint search cuts a model for it"
     job = request.job
@@ -95,9 +95,9 @@ def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: in
 
 
 def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
-    """Return why a job cannot run a schedule with any data. None if unknown."""
+    """Return why a job cannot run a schedule, whatever its data. None if nothing prevents it."""
     if job.trainer.name is not None:
-        # Its ranks have equal numbers of micro-batches, so lockstep is kept.
+        # Other trainers' ranks have equal numbers of micro-batches, so lockstep is kept.
         return None
     if job.parallel.lockstep_ranks > 1:
         return "ranks that share out experts or divide weights run 1f1b in lockstep"
@@ -105,7 +105,7 @@ def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
 
 
 def remaining_share(job: JobSpec, names: Collection[str], micro_batches: float) -> float:
-    """Return the least share of a job's 1F1B time that remains in the best of some schedules.
+    """Return a lower bound on the step time of the best of some schedules, over 1F1B's.
 
     1F1B of n micro-batches on p equal stages takes n + p - 1 passes. v chunks divide the bubble of
     p - 1 by v (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), backwards in two parts by 3
@@ -123,7 +123,7 @@ def may_run(job: JobSpec, name: str) -> bool:
 
 
 def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
-    """Raise if no job may run this schedule, before any search."""
+    """Raise UserError if no job may run this schedule, before any search."""
     if not any(may_run(job, name) for job in jobs):
         job = max(jobs, key=lambda job: (job.parallel.pipeline, job.pipeline_model.layers))
         whys = (_obstacle_of_job(job, schedule) for schedule in schedules_of({name}, job))
@@ -148,7 +148,7 @@ def in_best_schedule(
     is_forced: bool,
     is_ordered: bool,
 ) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
-    """Return request and plan of the fastest of these schedules, and the alternatives.
+    """Return request and plan of the fastest of 1F1B and these schedules, and the comparison.
 
     Args:
         is_forced: whether 1F1B is excluded. Else it is kept unless another is clearly faster.
@@ -220,7 +220,7 @@ def in_order(
 def _quick_steps_ms(
     requests: Mapping[PipelineSchedule, PlanRequest], dealt: DealtPacks
 ) -> dict[PipelineSchedule, float]:
-    """Step times of schedules that fit, by a quick search in parallel."""
+    """Return step times of the schedules that fit memory, by quick searches in parallel."""
     # Requests differ only in their schedule.
     first = next(iter(requests.values()))
     workload = first.job.workload(*dealt, first.data.levels)

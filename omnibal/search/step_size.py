@@ -24,13 +24,13 @@ from omnibal.search.strategy import Choice, Setting, StrategyRequest
 _RECIPE_STEPS = ((32, 128), (128, 256))
 """Max number of GPUs, and samples per step of recipes for it."""
 _MOST_SAMPLES = 512  # samples per step of recipes for more GPUs
-MIN_MICRO_BATCHES = 4  # micro-batches of a rank per step below which the default step is larger
-_CAP_HEADROOM = 1.25  # max tokens of the smallest compared packs, relative to the longest sample
+MIN_MICRO_BATCHES = 4  # micro-batches per rank and step below which the default step is doubled
+_CAP_HEADROOM = 1.25  # assumed max tokens of packs without caps, over those of the longest sample
 _STEP_FACTORS = (0.5, 2, 4)  # step sizes to compare, relative to the plan's
 COMPARED_SIZES = len(_STEP_FACTORS)
 _COMPARED_SAMPLES = SEARCH_SAMPLES // 4
 _COMPARED, _COMPARED_SHORT, _PLANNED = 2, 12, 2
-"""Max near-best layouts and layouts short of packs to compare, and choices to plan, at a step."""
+"""Max layouts to compare (ranked and near-best, each; short of packs), and choices to plan."""
 _LARGER = 2**0.5  # factor on the best caps that larger steps may fill
 _COMPARED_SLACK = 1.3
 """Max ratio of the estimated time to the best for sizes to be compared at other steps."""
@@ -41,7 +41,7 @@ _OFF, _UNEVEN = 0.05, 0.15
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepRate:
-    """Predicted rate of the fastest sizes at a number of samples per step."""
+    """Predicted rate of the fastest parallel sizes at a number of samples per step."""
 
     samples_per_step: int
     samples_per_second: float
@@ -59,7 +59,7 @@ class StepSamples:
     @classmethod
     def count(cls, packs: ScheduledPacks) -> Self:
         samples = np.bincount(packs.step, weights=np.diff(packs.packs.offsets))
-        # nine of ten steps
+        # 5 % of steps are below `low`, 5 % above `high`: nine of ten are between.
         low, high = np.quantile(samples, [0.05, 0.95], method="nearest").astype(int).tolist()
         return cls(
             samples=float(samples.mean()),
@@ -90,23 +90,23 @@ def default_samples_per_step(
 ) -> int:
     """Return the recipes' samples per step, doubled until ranks have `MIN_MICRO_BATCHES`.
 
-    Without caps, packs are assumed to be slightly longer than the longest sample.
+    Without caps, packs are assumed to hold `_CAP_HEADROOM` times the longest sample.
     """
     tokens, samples = lengths.tokens, recipe_samples(gpus)
-    # the longest sample must fit
+    # The longest sample must fit.
     pack_tokens = _CAP_HEADROOM * float(tokens.max()) if caps is None else caps["tokens"]
     return _double_to_fill(samples, samples * float(tokens.mean()) / (pack_tokens * data_parallel))
 
 
 def default_source(samples_per_step: int, gpus: int) -> str:
-    """Return the origin of a default number of samples per step."""
+    """Return the reason for a default number of samples per step, as a clause."""
     if samples_per_step > recipe_samples(gpus):
         return f"as fewer give ranks less than {MIN_MICRO_BATCHES} micro-batches"
     return f"as published recipes on {gpus:,} GPUs"
 
 
 def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyRequest:
-    """Double the samples per step until the fastest layout has `MIN_MICRO_BATCHES`.
+    """Return the request with its step doubled until the fastest layout has `MIN_MICRO_BATCHES`.
 
     All layouts are compared on a part of the samples at the first step, and `_near_choices` at
     larger steps.
@@ -125,7 +125,7 @@ def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyReq
 
 
 def _double_to_fill(samples: int, micro_batches: float) -> int:
-    """Return the step doubled until `micro_batches` would be `MIN_MICRO_BATCHES`."""
+    """Return the samples doubled until `micro_batches` per rank would be `MIN_MICRO_BATCHES`."""
     return samples * 2 ** max(math.ceil(math.log2(MIN_MICRO_BATCHES / micro_batches)), 0)
 
 
@@ -134,8 +134,8 @@ def step_rates(
 ) -> list[StepRate]:
     """Return the rates at half to four times the samples per step, on a part of the samples.
 
-    Only layouts that are near the best, or had too few packs, are compared, with the caps of the
-    best layouts and larger ones, of one level.
+    Only layouts that are near the best, or had too few packs, are compared, with one level of the
+    best layout's caps or larger caps. Steps above the number of samples are left out.
     """
     best = found.best
     own, is_plain = found.samples_per_step, are_plain(best.levels)
@@ -154,7 +154,7 @@ def step_rates(
 
 
 def _near_choices(setting: Setting, found: StrategySearch) -> list[Choice]:
-    """Near-best layouts and layouts with fewer packs than ranks, at the best and larger caps."""
+    """Return near-best layouts and layouts short of packs, each at the best and larger caps."""
     layouts = [strategy.sizing for strategy in found.ranking]
     slowest = found.best.samples_per_second / _COMPARED_SLACK
     near = [other.sizing for other in found.ruled_out if other.fastest >= slowest]
@@ -171,7 +171,7 @@ def _near_choices(setting: Setting, found: StrategySearch) -> list[Choice]:
 def _compare_near(
     setting: Setting, samples_per_step: int, choices: Sequence[Choice], processes: int
 ) -> BoundedTrials:
-    """Plan the most promising of some choices at this number of samples per step."""
+    """Return trials of some choices at this number of samples per step, the best planned."""
     request = replace(setting.request, samples_per_step=samples_per_step)
     sized = replace(setting, request=request)
     trials = BoundedTrials(setting=sized, processes=processes, advance=lambda done: None)
@@ -180,7 +180,7 @@ def _compare_near(
 
 
 def remark(rates: Sequence[StepRate], samples_per_step: int) -> str | None:
-    """Return a remark if another step size trains clearly more samples per second."""
+    """Return a remark on the smallest step size with a clearly higher rate, or None."""
     (own,) = (rate for rate in rates if rate.samples_per_step == samples_per_step)
     least = _MIN_REMARKED_GAIN * own.samples_per_second
     better = next((rate for rate in rates if rate.samples_per_second >= least), None)

@@ -32,9 +32,11 @@ _ESTIMATE_EFFORT = 0.003  # effort of the stage search for estimates
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trial:
+    """Job on packs that exist, dealt into steps of any number of samples."""
+
     job: JobSpec
     data: SampleData
-    packed: Sequence[Packs]
+    packed: Sequence[Packs]  # of the only epoch
     split: SplitRule = JOINT
 
     def micro_batches(self, samples_per_step: int) -> float:
@@ -45,7 +47,7 @@ class Trial:
         return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
 
     def request(self, samples_per_step: int) -> PlanRequest:
-        """Draw steps of `samples_per_step` samples in the mean."""
+        """Return a request with steps of `samples_per_step` samples in the mean."""
         ranks = self.job.parallel.data
         packs_per_step = ranks * max(round(self.micro_batches(samples_per_step)), 1)
         settings = replace(self.data.settings, samples_per_step=samples_per_step)
@@ -62,7 +64,7 @@ class GivenTrial:
     given: PlanRequest
 
     def request(self, samples_per_step: int) -> PlanRequest:
-        """Return the given steps, for any samples per step."""
+        """Return the given request, whatever `samples_per_step`."""
         return self.given
 
     def micro_batches(self, samples_per_step: int) -> float:
@@ -80,16 +82,15 @@ def mean_samples(request: PlanRequest) -> float:
 
 
 def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int) -> float:
-    """Micro-batches per rank in a step of `samples_per_step` samples, not rounded."""
+    """Micro-batches per rank and step, if `samples` fill `packs`, each counted once per rank."""
     # Rounded so that equal numbers of ranks and packs give exactly 1.
     return round(min(samples_per_step, samples) * packs / samples / ranks, 9)
 
 
 def estimated_over_bound(request: PlanRequest, encoders_ms: float) -> float:
-    """Quickly estimate the ratio of the step time to its bound, with initial stages on a few steps.
+    """Return a quick estimate of the step time over its lower bound, from a few steps.
 
-    Args:
-        encoders_ms: bound on the time of data-parallel encoders per step.
+    `encoders_ms` is a lower bound on the time of data-parallel encoders per step.
     """
     job, levels = request.job, request.data.levels
     some = request.workload().some_steps(_ESTIMATED_STEPS)  # the ratio hardly depends on the steps
@@ -108,10 +109,9 @@ def estimated_over_bound(request: PlanRequest, encoders_ms: float) -> float:
 def encoders_ms_per_sample(
     job: JobSpec, lengths: Lengths, samples_per_step: float
 ) -> tuple[float, float]:
-    """Min time per sample of data-parallel encoders: before its first forward, and in total.
+    """Min milliseconds per sample of data-parallel encoders: of forwards, and in total.
 
-    Assumes perfect balance, full passes and hidden communication. 0 if encoders are in the
-    pipeline.
+    Assumes perfect balance, full passes and hidden feature exchange. 0 if encoders are in stages.
     """
     costs = list(job.encoders_costs.values())
     if not costs:
@@ -132,7 +132,7 @@ class Timed:
     """Plan of a trial, and its predicted time per sample."""
 
     plan: Plan
-    micro_batches: int  # mean micro-batches per rank and step, rounded
+    micro_batches: int  # `micro_batches` of the trial, rounded, at least 1
     ms_per_sample: float
     lost: LostTime
     """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""

@@ -10,9 +10,9 @@ from omnibal.search.parallel_sizes import StrategySearch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingChoice:
-    """Weight sharding of a plan, and reasons against alternatives."""
+    """Weight sharding of a plan, and why every alternative is slower or impossible."""
 
-    parallel: Parallel
+    parallel: Parallel  # chosen sizes, with the sharding
     others: Mapping[WeightSharding, str]
     """Why each alternative is slower or impossible, with its best sizes."""
 
@@ -22,12 +22,12 @@ class ShardingChoice:
 
     @property
     def reason(self) -> str:
-        """Alternatives with reasons. Empty without alternatives."""
+        """Alternatives with reasons, separated by semicolons. Empty without alternatives."""
         return "; ".join(f"{way}: {why}" for way, why in self.others.items())
 
     @classmethod
     def of_strategies(cls, found: StrategySearch) -> Self:
-        """Compare the best strategies of all shardings."""
+        """Return the best strategy's sharding, and why the best of every other sharding lost."""
         best, others = found.best, dict[WeightSharding, str]()
         for strategy in found.ranking:
             slower = strategy.ms_per_sample / best.ms_per_sample - 1

@@ -24,22 +24,22 @@ _MODEL_PARTS = {"tiles": "vision", "tokens": "language"}  # JSON names of dist r
 class PackMetrics:
     """Metrics of a schedule."""
 
-    samples: int
-    packed: int
-    packs: int
+    samples: int  # samples of the data, once per epoch
+    packed: int  # samples in packs of all epochs
+    packs: int  # of all epochs
     packs_lower_bound: int  # for all epochs
     gap: float  # packs / packs_lower_bound - 1
     samples_per_pack: float
     fill: dict[str, float]  # sum / caps of all packs, by limited feature
-    pad_ratio: float
-    dist_ratio: dict[str, float]  # by limited feature
+    pad_ratio: float  # 0, as a mini-batch is one pack
+    dist_ratio: dict[str, float]  # of a rank's sums per step, by limited feature
     attention_balance_ratio: float  # dist ratio of squared sample tokens, attention's cost
     # Lower bound for any assignment to steps, 0 (unproven) with several packs per rank.
     least_attention_balance_ratio: float
     communication_ratio: float  # share of tokens in context-parallel packs, mean over steps (CR)
     exchanged_ratio: float  # share of tokens of samples divided over ranks, which are exchanged
     tokens_per_rank: float  # mean over ranks and steps (Ave-T)
-    straggler_factor: float  # max over mean load of a step's ranks
+    straggler_factor: float  # max over mean load of a step's ranks, mean over steps
     steps: int
 
     def as_dict(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ def _cut_sums(
     squared_tokens = scheduled.packs.sums(lengths.tokens.astype(np.int64) ** 2)
     squared = squared_tokens.astype(np.float64)[shares.pack]
     exchanged = 0
-    # So far of unshared packs. Shares of context-parallel packs differ.
+    # Sums of whole packs so far, which are those of unshared packs.
     for index, level in enumerate(levels):
         rows = np.flatnonzero(scheduled.level == index)
         if level.context == 1 or not len(rows):
@@ -201,7 +201,7 @@ def dist_ratio(loads: np.ndarray) -> float:
 
 
 def straggler_factor(loads: np.ndarray) -> float:
-    """Return `max_i(T_i) / mean_i(T_i)`, mean over nonempty steps, for loads [steps, ranks]."""
+    """Return `max_i(T_i) / mean_i(T_i)`, mean over steps, for loads > 0, [steps, ranks]."""
     return float(np.mean(loads.max(axis=1) / loads.mean(axis=1)))
 
 
@@ -211,7 +211,7 @@ def imbalance(loads: np.ndarray) -> float:
 
 
 def over_mean(busiest: float, loads: np.ndarray) -> float:
-    """Return the busiest ranks' load over the mean of loads [steps, ranks], summed over steps."""
+    """Return `busiest`, summed over steps, over the summed mean of loads [steps, ranks]; min 1."""
     mean = float(loads.mean(axis=1).sum())
     # Rounding may give less than 1.
     return max(busiest / mean, 1.0) if mean else 1.0
@@ -229,7 +229,7 @@ _MILESTONES = 10  # parts of a run to report, one line each
 
 
 def milestones(steps: int) -> tuple[int, ...]:
-    """Return the steps at which to report samples seen, ending with `steps`."""
+    """Return numbers of steps after which to report samples seen, ending with `steps`."""
     return tuple(sorted({-(-steps * part // _MILESTONES) for part in range(1, _MILESTONES + 1)}))
 
 

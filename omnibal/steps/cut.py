@@ -13,7 +13,7 @@ import numpy as np
 from omnibal.base.arrays import rows_of
 from omnibal.model.levels import CutRule, Level
 
-SHORT_SHARE = 0.25  # max share of a rank's mean cost for `whole` to keep a sample whole
+SHORT_SHARE = 0.25  # max cost of a sample that `whole` keeps whole, over a rank's mean cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class Pieces:
     """
 
     pack: np.ndarray  # index of the pack
-    rank: np.ndarray  # rank within the pack's ranks
+    rank: np.ndarray  # rank within the pack's block, from 0
     sample: np.ndarray  # position of the sample within its pack
     first: np.ndarray  # first token within the sample
     stop: np.ndarray  # end token (exclusive) within the sample
@@ -59,20 +59,20 @@ class Pieces:
         first: np.ndarray,
         stop: np.ndarray,
     ) -> "Pieces":
-        """Sort pieces and drop the empty, from int64 [pieces]."""
+        """Return nonempty pieces, sorted, from int64 [pieces] in any order."""
         order = np.lexsort((first, sample, rank, pack))
         order = order[(stop > first)[order]]
         return cls(pack=pack, rank=rank, sample=sample, first=first, stop=stop).take(order)
 
 
 def cut_pack(sample_tokens: Sequence[int] | np.ndarray, level: Level) -> Pieces:
-    """Cut one pack, from its samples' token counts in pack order."""
+    """Return the pieces of one pack, from its samples' token counts in pack order."""
     tokens = np.asarray(sample_tokens, np.int64)
     return cut_packs(tokens, np.array([0, len(tokens)]), level)
 
 
 def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> Pieces:
-    """Cut packs of one level, from token counts >= 1, pack after pack, and the packs' bounds."""
+    """Return the pieces of packs of one level, from token counts >= 1 and the packs' bounds."""
     samples = _PackedSamples(np.asarray(sample_tokens, np.int64), np.asarray(offsets, np.int64))
     match level.cut:
         case CutRule.CONTIGUOUS:
@@ -86,27 +86,27 @@ def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> P
 
 
 def keep_samples_whole(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
-    """Keep every sample of an unshared pack whole."""
+    """Return the pieces of an unshared pack: every sample whole, on rank 0."""
     tokens = np.asarray(sample_tokens, np.int64)
     zeros = np.zeros(len(tokens), np.int64)
     return Pieces(pack=zeros, rank=zeros, sample=np.arange(len(tokens)), first=zeros, stop=tokens)
 
 
 def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
-    """Return bounds of a pack's items by rank, int64 [..., context + 1]: rank r has r to r + 1."""
+    """Return bounds of items, int64 [..., context + 1]: rank r has bounds[r] to bounds[r + 1]."""
     return first_item(np.asarray(items, np.int64)[..., None], np.arange(context + 1), context)
 
 
 def first_item(items: np.ndarray, part: np.ndarray, context: np.ndarray | int) -> np.ndarray:
-    """Return the first item of a pack that rank `part` of `context` encodes."""
+    """Return the first of a pack's `items` that rank `part` of `context` encodes."""
     first: np.ndarray = items * part // context
     return first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PackedSamples:
-    tokens: np.ndarray
-    offsets: np.ndarray
+    tokens: np.ndarray  # of every sample, pack after pack, [samples]
+    offsets: np.ndarray  # bounds of every pack's samples, [packs + 1]
 
     @property
     def packs(self) -> int:
@@ -132,7 +132,7 @@ def _cut_in_order(samples: _PackedSamples, context: int, attention_weight: float
     first, stop = borders[:-1], borders[1:]
     sample = np.searchsorted(ends, first, "right") - 1
     pack = samples.pack[sample]
-    # The last of equal cuts: the shares before it are empty.
+    # Of equal cuts the last begins the piece's share: the shares before it are empty.
     flat = cuts[:, :-1].ravel()
     rank = np.searchsorted(flat, first, "right") - 1 - pack * context
     return Pieces.in_order(
@@ -181,7 +181,7 @@ def _cut_zigzag(samples: _PackedSamples, chosen: np.ndarray, context: int) -> Pi
 
 
 def _cut_long(samples: _PackedSamples, context: int, attention_weight: float) -> Pieces:
-    """Cut long samples by zigzag, and keep short samples whole, on the rank of minimal cost."""
+    """Cut long samples by zigzag, and deal short samples whole to ranks of balanced cost."""
     cost = samples.cost(attention_weight)
     mean = np.add.reduceat(cost, samples.offsets[:-1]) / context
     is_short = cost <= SHORT_SHARE * mean[samples.pack]

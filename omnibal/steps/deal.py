@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 
-_MAX_EXCHANGES = 400  # per step
+_MAX_EXCHANGES = 400  # swaps of `deal_by_speed` per step
 _MAX_COMPARISONS = 600_000_000  # over all steps, about ten seconds on one core
 _ENTRIES_AT_ONCE = 2_000_000  # comparisons at once, to bound memory to 100 MB
 _MIN_GAIN = 1e-9  # min relative gain in time of an exchange
@@ -15,10 +15,10 @@ def deal_in_rounds(
 ) -> np.ndarray:
     """Deal packs of steps in rounds of one pack per rank, by descending items, then load.
 
-    In a round, neighbours in lockstep get packs of similar load, the heaviest go to the group with
-    minimal load so far (a slot of a group takes its heaviest pack's load). Without lockstep, ranks
-    run their lightest packs first and last. With it, rounds become slots: light rounds first and
-    last, an incomplete round last of all and on as few groups as possible.
+    In a round, neighbours in lockstep get packs of similar load; the heaviest go to the group with
+    minimal load so far (a group takes the load of its heaviest pack). Without lockstep, ranks run
+    their lightest packs first and last. With it, rounds become slots: light rounds first and last,
+    but an incomplete round last of all and on as few groups as possible.
 
     Args:
         rows: packs of steps of equal size, [steps, packs].
@@ -117,7 +117,7 @@ def _assign_longest_first(load: np.ndarray, slowness: np.ndarray, most: int) -> 
 def _exchange_packs(
     rank: np.ndarray, load: np.ndarray, slowness: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Swap or give away a pack of the last rank to finish, in every step where that saves time.
+    """Swap or give away a pack of the last rank to finish, in every step that this shortens.
 
     Ranks and loads of packs are [steps, packs]. Returns the new ranks, and whether each step
     improved, bool [steps].
@@ -196,7 +196,7 @@ def deal_rows(
     rank, slot = np.empty_like(items), np.empty_like(items)
     rank_load = np.zeros((len(load), ranks))
     full: list[list[np.ndarray]] = []  # rows for all ranks, by size
-    partial: list[tuple[int, np.ndarray]] = []  # negative ranks, and the row
+    partial: list[tuple[int, np.ndarray]] = []  # negative number of ranks, and the row
     for size in np.unique(context)[::-1].tolist():  # largest context first
         packs = np.flatnonzero(context == size)
         order = np.lexsort((-load[:, packs], -items[:, packs]), axis=1)

@@ -19,12 +19,12 @@ _MAX_MERGED_SHARE = 0.02  # max share of packs that may merge with the next pack
 
 
 def size_of_step(packs: int, packs_per_step: int, ranks: int) -> int:
-    """Return packs per step, equal for all ranks: fewer in a short run, 0 if fewer than ranks."""
+    """Return packs of a full step, equal on all ranks: fewer in a short run, 0 if below `ranks`."""
     return min(packs_per_step, packs // ranks * ranks)
 
 
 def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> ScheduledPacks:
-    """Drop the packs of every epoch that fill no step.
+    """Return the schedule without packs that fill no step. Raise if an epoch fills none.
 
     On entry every step except an epoch's last has `packs_per_step` packs, a multiple of `ranks`,
     and ranks' counts differ by at most 1.
@@ -43,7 +43,7 @@ def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> Sched
 
 
 def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.ndarray]) -> Packs:
-    """Halve packs of the lightest step, heaviest first, until all steps are full.
+    """Return packs that fill all steps: the lightest step's are halved, heaviest first.
 
     Returns the packs unchanged if there are too few samples. `load` returns the load of packs.
     """
@@ -63,7 +63,7 @@ def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.
 
 
 def _split_heaviest(packs: Packs, times: int, load: Callable[[Packs], np.ndarray]) -> Packs:
-    """Split the heaviest pack of at least two samples into halves, `times` times."""
+    """Return packs after `times` splits of the heaviest pack with several samples into halves."""
     alone = load(Packs(samples=packs.samples, offsets=np.arange(len(packs.samples) + 1)))
     weight = dict(zip(packs.samples.tolist(), alone.tolist(), strict=True))  # of every sample
     lists = [packs[pack].tolist() for pack in range(len(packs))]
@@ -92,7 +92,7 @@ def level_to_fill(
 ) -> Packs:
     """Deal samples to packs of similar tokens that fill all steps, for a trainer's next fit.
 
-    Returns the packs unchanged if there are too few samples, or next fit would merge the new packs.
+    Returns the packs unchanged if they do already, samples are too few, or new packs would merge.
     """
     wanted = -(-len(packs) // packs_per_step) * packs_per_step
     if wanted > len(tokens) or (wanted == len(packs) and _stay_apart(packs, tokens)):

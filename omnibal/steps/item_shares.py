@@ -25,7 +25,7 @@ _HALVINGS = 8  # bisection steps for the max cost: precise to 1/256 of the large
 
 
 def bounds_of_items(packs: Packs, lengths: Lengths, level: Level, feature: str) -> np.ndarray:
-    """Return bounds of the items that every rank encodes, for packs of one level.
+    """Return bounds of a feature's items that every rank encodes, for packs of one level.
 
     Rank r encodes items bounds[r] to bounds[r + 1] of a pack, int64 [packs, context + 1].
     """
@@ -36,23 +36,23 @@ def bounds_of_items(packs: Packs, lengths: Lengths, level: Level, feature: str) 
 
 
 def squares_of_shares(packs: Packs, lengths: Lengths, level: Level) -> np.ndarray:
-    """Return the sum of squares of each rank's native-resolution images, [packs, context]."""
+    """Return the sum of squares of each rank's native-resolution pieces, [packs, context]."""
     pieces = ImagePieces.from_packs(packs, lengths)
     return np.diff(np.append(0, np.cumsum(pieces.squares))[pieces.bounds(level)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ImagePieces:
-    """Images of packs, and times of their videos, in pack order, int64 [pieces] by default."""
+    """Pieces in pack order: an image, or a time of a video. int64, [pieces] but for `offsets`."""
 
-    tokens: np.ndarray
-    squares: np.ndarray
+    tokens: np.ndarray  # encoder tokens
+    squares: np.ndarray  # squared tokens, summed over a sample's images if not counted
     sample: np.ndarray  # index of the piece's sample among all packs
     offsets: np.ndarray  # bounds of every pack's pieces, [packs + 1]
 
     @classmethod
     def from_packs(cls, packs: Packs, lengths: Lengths) -> "ImagePieces":
-        """List the images of packs; one per sample if lengths do not count images."""
+        """List the pieces of packs; one per sample if lengths do not count images."""
         tokens, squares, counts = lengths.pieces_of_images(packs.samples)
         return cls(
             tokens=tokens,
@@ -90,7 +90,7 @@ class ImagePieces:
 def _fill_in_order(
     before: np.ndarray, first: np.ndarray, stop: np.ndarray, limit: np.ndarray, context: int
 ) -> np.ndarray:
-    """Return bounds of runs that take pieces up to each pack's limit, int64 [packs, context + 1].
+    """Return bounds of runs of cost up to each pack's `limit`, int64 [packs, context + 1].
 
     Args:
         before: cumulative cost of all pieces, [pieces + 1].

@@ -54,7 +54,7 @@ class ItemRuns:
     Sorted by rank, then pack, then first item.
     """
 
-    pack: np.ndarray  # index of the pack
+    pack: np.ndarray  # index of the pack among the step's
     first: np.ndarray  # first item, among the pack's items of this encoder in sample order
     count: np.ndarray  # items of the run, at least 1
     rank: np.ndarray  # rank of the group that encodes them
@@ -64,7 +64,7 @@ class ItemRuns:
 
 
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
-    """Return the unit of time for dealing, a fraction of the longest item. 0 without times."""
+    """Return milliseconds per unit of time: a fraction of the longest item's. 0 without times."""
     whole = [item_ms[name] + per_square_ms for name, per_square_ms in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST_UNITS
 
@@ -88,9 +88,9 @@ def share_items(
         items: of every pack by encoder, int [P], possibly 0 or empty.
         pipeline_of_pack: 0 to `pipelines` - 1, int [P].
         ranks_of_pipeline: R. Rank r of the group belongs to pipeline r // R.
-        item_ms: time of an item by encoder, at least 0. May name further encoders.
+        item_ms: milliseconds of an item by encoder, at least 0. May name further encoders.
         load: initial load of every rank, int64 [1, N], in units of `unit_ms`.
-        unit_ms: `unit_of_time`, if other encoders were dealt before.
+        unit_ms: `unit_of_time`, if encoders were dealt before. None for that of `items`' encoders.
         node: of every rank, int64 [N]. None if all are on one node.
     """
     pipeline_of_pack = np.asarray(pipeline_of_pack, np.int64)
@@ -212,7 +212,7 @@ def nearest_first(
         room: items that every rank takes, with the same sum, [ranks].
 
     Yields:
-        Matched items of every entry and of every rank, and the order of ranks in the round.
+        Items matched in a round, by entry and by rank, and the order of ranks in the round.
     """
     nowhere = len(homes.home)
     own_at_home = np.where(homes.is_home, homes.pipeline, nowhere)
@@ -235,7 +235,7 @@ def nearest_first(
 
 
 def take_first(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return the part of each entry's count within the first `limit` of its group, ascending."""
+    """Return the part of each count in the first `limit[g]` of its group g. `group` ascends."""
     before = np.cumsum(counts) - counts
     of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
     before_in_group = before - (np.cumsum(of_group) - of_group)[group]

@@ -44,10 +44,10 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
 def cut_full_steps(
     tokens: np.ndarray, packing_length: int, packs_per_step: int, ranks: int
 ) -> np.ndarray:
-    """Return bounds of an epoch's next-fit packs that drop the fewest samples of the last step.
+    """Return bounds, int64 [packs + 1], of next-fit packs of an epoch that drop fewest samples.
 
-    Bisects packing lengths up to `packing_length` for the longest that fills one more step of
-    `packs_per_step` packs, a multiple of `ranks`. Ties prefer fewer packs.
+    Packs of an incomplete last step are dropped. Bisects packing lengths up to `packing_length` for
+    the longest that fills it with `packs_per_step` packs, a multiple of `ranks`. Ties: fewer packs.
     """
     bounds = next_fit_packs(tokens, packing_length)
     packs = len(bounds) - 1
@@ -96,8 +96,8 @@ def order_without_merges(
 ) -> np.ndarray:
     """Return an order of packs with few or no merges, int64 [packs].
 
-    A merging pack swaps with the pack of its step that avoids most merges, nearest in load to keep
-    ranks balanced. Arguments are [packs] in reading order, as in `find_merges`.
+    A merging pack, or the next, swaps with the pack of its step that avoids most merges, nearest in
+    load to keep ranks balanced. Arguments are [packs] in reading order, as in `find_merges`.
     """
     places = _Places(step, held, first, load)
     for _ in range(_MAX_SWAP_ROUNDS):
@@ -126,7 +126,7 @@ class _Places:
         self._first = np.append(first.astype(np.int64), self._full + 1)
 
     def improve(self, at: int) -> bool:
-        """Swap the pack at a place, or the next pack, within its step if that reduces merges."""
+        """Swap the pack at a place or the next within its step; return whether it saves merges."""
         change, _, here, there = min(self._best_trade(at), self._best_trade(at + 1))
         if change >= 0:
             return False
@@ -134,7 +134,7 @@ class _Places:
         return True
 
     def _best_trade(self, at: int) -> tuple[int, float, int, int]:
-        """Return the change in merges, the difference in load, and both places."""
+        """Return change in merges, difference in load, and both places, of the best swap."""
         others = np.arange(self._first_of_step[at], self._end_of_step[at])
         others = others[np.abs(others - at) > 1]  # neighbours share a border: counts would be wrong
         if not len(others):
@@ -167,8 +167,8 @@ def form_next_fit_packs(
 ) -> ScheduledPacks:
     """Return the packs that next fit makes of a plan's samples, read by step, slot and rank.
 
-    A step is `packs_per_step` consecutive packs of an epoch, a multiple of `ranks`; an epoch's last
-    may have fewer. `load` is of every planned pack, [packs].
+    A step is `packs_per_step` consecutive packs, a multiple of `ranks`; the last may have fewer.
+    `load` is of every planned pack, [packs]. Raises UserError if a pack or step would mix epochs.
     """
     read = np.lexsort((packs.dp_rank, packs.slot, packs.step))
     tokens, dealt = lengths.tokens, largest_first(packs.packs.take(read), lengths.tokens)

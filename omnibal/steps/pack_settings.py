@@ -16,6 +16,6 @@ class PackSettings:
     epochs: int = 1
     seed: int = 0
     samples_per_step: int | None = None  # Mean, all ranks. None: equal packs per step.
-    curriculum_steps: int = 0  # first steps, with packs of the shortest level
-    fill: FillRule = FillRule.COST  # short samples that may fill long packs
-    portion_samples: int = PORTION_SAMPLES  # max samples packed together
+    curriculum_steps: int = 0  # number of first steps with packs of the shortest level only
+    fill: FillRule = FillRule.COST  # rule for short samples in packs of longer levels
+    portion_samples: int = PORTION_SAMPLES  # max mean samples of a portion, packed together

@@ -24,12 +24,12 @@ LANGUAGE_PHASE = "language"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseBalance:
-    """Max over mean load of ranks, both summed over steps."""
+    """Imbalances of a phase: max over mean load of ranks, both summed over steps."""
 
     phase: str  # name of the encoder, "encoders" for all together, or "language"
-    imbalance_before: float  # imbalance if each pipeline encodes its own packs
-    imbalance_after: float | None  # As planned. None if each pipeline encodes its own packs.
-    bound: float  # lower bound over assignments of items (encoders) or packs (language model)
+    imbalance_before: float  # if each pipeline runs its own packs
+    imbalance_after: float | None  # As planned. None if that is each pipeline's own packs.
+    bound: float  # min imbalance of any assignment of items (encoders) or packs (language model)
 
 
 def encoder_balances(
@@ -118,7 +118,7 @@ def _rank_loads(
 def language_balance(
     step: np.ndarray, rank: np.ndarray, load_ms: np.ndarray, ranks: int
 ) -> PhaseBalance:
-    """Return the balance of the language model over D ranks, for [packs] with ascending steps."""
+    """Return the language model's balance over D `ranks`, from [packs] with ascending steps."""
     _, first, number = np.unique(step, return_index=True, return_inverse=True)
     loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
     bound_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))

@@ -13,14 +13,14 @@ from omnibal.data.lengths import Lengths
 from omnibal.steps.pack_settings import PackSettings
 
 _PLACE_TYPE = np.uint16
-_DEAL = 1  # key of its seed, unlike any epoch
+_DEAL = 1  # with the number of portions, no pair of an epoch and a portion: a seed of its own
 _DEALT_AT_ONCE = 1 << 22  # samples to draw portions for at once, to bound memory
 
 
 @dataclass(frozen=True, slots=True)
 class PortionPlace:
-    epoch: int
-    number: int  # portion of the data, with the same samples in every epoch
+    epoch: int  # from 0
+    number: int  # portion of the data, from 0, with the same samples in every epoch
 
 
 FIRST_PORTION = PortionPlace(epoch=0, number=0)
@@ -31,11 +31,11 @@ class PortionedSamples:
     lengths: Lengths
     settings: PackSettings
     portion: np.ndarray  # portion of every sample, uint16 [samples]
-    count: int
+    count: int  # number of portions
 
     @classmethod
     def deal(cls, lengths: Lengths, settings: PackSettings) -> Self | None:
-        """Deal samples to the fewest portions of about `portion_samples`. None if one suffices."""
+        """Deal samples at random to the fewest portions of about `portion_samples`. None if one."""
         count = -(-len(lengths) // settings.portion_samples)
         if count < 2:
             return None
@@ -58,7 +58,7 @@ class PortionedSamples:
         return self.lengths.take(np.flatnonzero(self.portion == number))
 
     def settings_of(self, place: PortionPlace) -> PackSettings:
-        """Return the settings to pack a portion for one epoch, with a seed of its own."""
+        """Return settings to pack a portion in an epoch. The first keeps seed and curriculum."""
         if place == FIRST_PORTION:
             return replace(self.settings, epochs=1)
         key = [self.settings.seed, place.epoch, place.number]

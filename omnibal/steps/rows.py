@@ -23,7 +23,7 @@ _WINDOW_PACKS = 1 << 14  # Packs per window. Larger windows match better and mix
 class RowRequest:
     """Sizes for forming rows from packs, and steps from rows."""
 
-    contexts: Sequence[int]  # context-parallel size by level, a divisor of `ranks`
+    contexts: Sequence[int]  # context-parallel sizes by level, divisors of `ranks`
     ranks: int
     rows_per_step: int
     curriculum_steps: int = 0  # first steps with rows of the first level only
@@ -42,7 +42,7 @@ def match_rows(
 
     All steps have equally many rows but one, at a random position, which gets the incomplete rows
     (with the lightest packs of each level) and the lightest full rows. With `samples_per_step`,
-    steps have similar numbers of samples instead. Load is per rank.
+    steps have similar numbers of samples instead. `load` is per rank, other arrays per pack.
     """
     rng = np.random.default_rng(seed)
     shuffled, parts = rng.permutation(len(level)), []
@@ -62,7 +62,7 @@ def match_rows(
     over = count - (steps - 1) * request.rows_per_step
     by_load = np.lexsort((rows.load, rows.full))
     step_of_row = np.empty(count, np.int64)
-    # Numbers of regular steps, the curriculum's first, and last of the irregular step.
+    # Step numbers: the curriculum's first, and the irregular step's as last element.
     ordered = min(request.curriculum_steps, steps - 1)
     number = np.append(np.arange(ordered), ordered + rng.permutation(steps - ordered))
     step_of_row[by_load[:over]] = number[-1]
@@ -75,7 +75,7 @@ def match_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    level: np.ndarray
+    level: np.ndarray  # index of the level of the row's packs, [rows]
     load: np.ndarray  # mean load of the row's packs, [rows]
     full: np.ndarray  # whether the row has packs for all ranks, bool [rows]
 
@@ -154,7 +154,7 @@ def even_steps(
 def _draw_curriculum(
     rows: np.ndarray, request: RowRequest, steps: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw the curriculum's rows from full rows of the first level. Raise if there are too few."""
+    """Draw the curriculum's rows from full `rows` of the first level. Raise if they are too few."""
     wanted = request.curriculum_steps * request.rows_per_step
     if wanted > len(rows) or request.curriculum_steps > steps - 1:
         raise UserError(

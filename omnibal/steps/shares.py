@@ -19,13 +19,13 @@ from omnibal.steps.cut import Pieces, cut_packs
 class Shares:
     """Shares sorted by step, rank and slot, [shares], int32 except `pack` and `step` (int64)."""
 
-    pack: np.ndarray  # row of the pack in the schedule, int64
-    part: np.ndarray  # rank within the pack's block, from 0, int32
-    context: np.ndarray
+    pack: np.ndarray  # row of the pack in the schedule
+    part: np.ndarray  # rank within the pack's block, from 0
+    context: np.ndarray  # context-parallel size of the pack
     step: np.ndarray
     dp_rank: np.ndarray
-    slot: np.ndarray  # position among that rank's micro-batches of the step, int32
-    level: np.ndarray
+    slot: np.ndarray  # position among that rank's micro-batches of the step
+    level: np.ndarray  # index of the pack's level
 
     def __len__(self) -> int:
         return len(self.pack)
@@ -51,18 +51,18 @@ def shares_of(packs: ScheduledPacks, levels: Sequence[Level]) -> Shares:
 
 
 def pieces_of(packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, level: Level) -> Pieces:
-    """Cut the packs of these rows, all of one level. `Pieces.pack` indexes the rows."""
+    """Return the pieces of these rows' packs, all of one level. `Pieces.pack` indexes `rows`."""
     chosen = packs.packs.take(rows)
     return cut_packs(lengths.tokens[chosen.samples], chosen.offsets, level)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EmptySlots:
-    """Slots without a micro-batch in lockstep groups, [slots], int32 except `step` (int64)."""
+    """Slots that a rank has less than its lockstep group, [slots], int32 except `step` (int64)."""
 
     step: np.ndarray
     dp_rank: np.ndarray
-    slot: np.ndarray  # position among that rank's micro-batches of the step, int32
+    slot: np.ndarray  # position after that rank's micro-batches of the step
 
     def __len__(self) -> int:
         return len(self.step)

@@ -35,7 +35,7 @@ class Steps:
     """
 
     packs: Packs
-    step: np.ndarray  # step of every pack, int64 [packs], counted through all epochs
+    step: np.ndarray  # step of every pack, int64 [packs], counted from 0 through all epochs
     epoch: np.ndarray  # epoch of every pack, int32 [packs]
 
     @classmethod
@@ -49,7 +49,7 @@ class Steps:
 
     @property
     def sha256(self) -> str:
-        """Hash of the packs and their steps, independent of ranks."""
+        """Hash of the packs, their steps and epochs, independent of ranks."""
         return sha256_of_columns(
             (self.step, "<i8"),
             (self.epoch, "<i4"),
@@ -119,8 +119,8 @@ def draw_steps(
 
     Args:
         load: returns the load of every pack, such as its predicted milliseconds.
-        packs_per_step: of all ranks, unless `settings` give samples. A shared pack counts once
-            per rank.
+        packs_per_step: of all ranks, a shared pack once per rank. Not used if `settings` give
+            samples, unless `rules` require full steps.
         packs_per_row: data-parallel size to balance for, a divisor of `packs_per_step`.
     """
     parts = list(pack_epochs(lengths, settings, levels, rules=rules) if packed is None else packed)
@@ -165,7 +165,7 @@ def draw_steps(
 
 
 def _seeds(settings: PackSettings, epoch: int) -> list[np.random.SeedSequence]:
-    return np.random.SeedSequence([settings.seed, epoch]).spawn(2)
+    return np.random.SeedSequence([settings.seed, epoch]).spawn(2)  # for packs, for steps
 
 
 def _item_keys(packs: Packs, lengths: Lengths, names: Sequence[str]) -> np.ndarray:
@@ -183,14 +183,14 @@ def deal_steps(
     lockstep_ranks: int = 1,
     slowness: np.ndarray | None = None,
 ) -> ScheduledPacks:
-    """Deal the packs of every step to `dp` data-parallel ranks.
+    """Return the schedule of all packs on `dp` data-parallel ranks. Raise if an epoch has too few.
 
     Packs are dealt in rounds (`deal_in_rounds`), for ranks of unequal speed by `deal_by_speed`, and
     with context-parallel packs by `deal_rows`. A rank runs its lightest packs first and last, as
     other stages idle during pipeline fill and drain.
 
     Args:
-        load: returns the load of every pack.
+        load: returns the load of every pack, on each of its ranks.
         lockstep_ranks: neighbours that run slots together, e.g. for expert parallelism.
         slowness: relative time of every rank, [dp]. None with several levels or lockstep.
     """
@@ -229,7 +229,7 @@ def most_slots(packs_per_step: int, dp: int) -> int:
 
 
 def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.ndarray]:
-    """Return packs of steps, [steps, packs], by combination of contexts, sorted by context."""
+    """Return packs [steps, packs] of all steps with equal contexts, for each such combination."""
     by_context = np.lexsort((context, step))
     values, code = np.unique(context, return_inverse=True)
     counts = np.bincount(step * len(values) + code, minlength=(int(step[-1]) + 1) * len(values))

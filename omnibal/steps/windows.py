@@ -37,15 +37,15 @@ def schedule_windows(
     is_dispatched: bool = True,
     epochs: int = 1,
 ) -> ScheduledPacks:
-    """Pack and deal all windows of a stream, in the same order every epoch.
+    """Return packs of all windows of a stream, dealt to ranks, in the same order every epoch.
 
-    Ranks may have unequal pack counts, or none if a window has fewer samples than ranks.
+    Ranks may have unequal pack counts, or no pack. Raises UserError if a sample exceeds the caps.
 
     Args:
         lengths: of all samples, in stream order.
-        load: predicted time of every pack, linear in its samples.
+        load: returns the predicted time of every pack, linear in its samples.
         window: samples per step. The last window of an epoch may have fewer.
-        is_dispatched: whether ranks get equal shares of a window, instead of packs in stream order.
+        is_dispatched: whether ranks get equal shares of a window, if faster than stream order.
     """
     check_samples_fit(lengths, caps)
     samples, ranks = _StreamSamples(lengths, caps, parallel, load), parallel.data
@@ -80,7 +80,6 @@ class _StreamSamples:
     ) -> None:
         self.stages, self.lockstep_ranks = parallel.pipeline, parallel.lockstep_ranks
         # int64 [features, samples], [features]
-        # int64 [features, samples], [features]
         self.sizes, self.caps = in_common_units(lengths, caps)
         self.columns = list(zip(*self.sizes.tolist(), strict=True))
         count = len(lengths)
@@ -88,7 +87,7 @@ class _StreamSamples:
         # The fixed time of a pack: two packs take it once more than one pack with both samples.
         twice = load(Packs.from_lists([[0], [0], [0, 0]]))
         self.pack_ms = max(float(twice[0] + twice[1] - twice[2]), 0.0)
-        # Time that each sample adds to a pack.
+        # Milliseconds that each sample adds to a pack.
         self.ms: list[float] = np.maximum(alone_ms - self.pack_ms, 0).tolist()
 
     def busiest_ms(self, ranks: _Ranks) -> float:
@@ -111,13 +110,13 @@ class _StreamSamples:
         return self.pack_ms + sum(self.ms[sample] for sample in pack)
 
     def pack_in_order(self, window: range, ranks: int) -> _Ranks:
-        """Pack a window by next fit in stream order, and deal packs round robin."""
+        """Return packs by next fit in stream order, dealt to ranks round robin."""
         bounds = cut_groups(self.sizes[:, window.start : window.stop], self.caps) + window.start
         packs = [list(range(*ends)) for ends in pairwise(bounds.tolist())]
         return [packs[rank::ranks] for rank in range(ranks)]
 
     def share_equally(self, window: range, ranks: int) -> _Ranks:
-        """Give every rank an equal share of the window's time, packed separately."""
+        """Return packs of every rank, from an equal share of the window's time."""
         share = (self.sizes[:, window.start : window.stop] / self.caps[:, None]).max(axis=0)
         # A sample causes a part of a pack's fixed time, by its share of the caps.
         weight_ms = np.array(self.ms[window.start : window.stop]) + self.pack_ms * share
@@ -138,7 +137,7 @@ class _StreamSamples:
         return best
 
     def _align_slots(self, ranks: _Ranks) -> _Ranks:
-        """Deal shares to ranks, and packs to slots, so that packs of a slot are similar."""
+        """Reorder shares over ranks, and packs over slots, so that packs of a slot are similar."""
         heavy_first = [sorted(packs, key=self._time_ms, reverse=True) for packs in ranks]
         heavy_first.sort(key=lambda packs: [len(packs), *map(self._time_ms, packs)], reverse=True)
         ordered = []
