@@ -24,9 +24,9 @@ _MAX_RATIO = 4  # of neighbouring sizes
 class MeasuredSizes:
     """Sizes of matrix products (all combinations are measured) and of collectives."""
 
-    rows: tuple[int, ...]
-    inner: tuple[int, ...]
-    outer: tuple[int, ...]
+    rows: tuple[int, ...]  # of the input, such as tokens
+    inner: tuple[int, ...]  # input features per row
+    outer: tuple[int, ...]  # output features per row
     collective_bytes: tuple[int, ...]
 
 

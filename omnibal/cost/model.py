@@ -96,7 +96,7 @@ class LibraryBuffer:
 
     what: str
     bytes: float
-    kinds: frozenset[str]
+    kinds: frozenset[str]  # names of unit kinds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,10 +107,10 @@ class CostModel:
     kinds: tuple[UnitKind, ...]  # unit kinds, in model order
     units: dict[str, UnitCost]  # unit costs by kind name, in model order
     rates: ParameterRates  # rates of non-expert parameters
-    optimizer_ms_fixed: float
-    link_latency_ms: float
+    optimizer_ms_fixed: float  # time per step and device in addition to `rates`
+    link_latency_ms: float  # latency of a send between neighbouring stages
     link_ms_per_byte: float  # time per byte of a send between neighbouring stages
-    source: str
+    source: str  # origin of the costs, for reports
     bucket_parameters: float = math.inf  # per bucket on stage 0, others have one; inf: no overlap
     tied_parameters: int = 0  # of a tied embedding: both units count it, a stage holds it once
     expert_rates: ParameterRates = ParameterRates()  # rates of expert parameters

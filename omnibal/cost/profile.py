@@ -59,7 +59,7 @@ class UnitMeasurement(Frozen):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, _ByteCount] = Field(init=False)
 
-    unit: str
+    unit: str  # `UnitKind.measured_name`
     forward_ms: _MeasuredMs
     backward_ms: _MeasuredMs  # backward time without recomputation
     recompute_ms: _MeasuredMsOrZero | None = None  # added to backward; None if not measured
@@ -77,7 +77,7 @@ class ShareMeasurement(Frozen):
     unit: str
     context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]  # context-parallel ranks
     exchange: ContextExchange
-    tokens: _ByteCount
+    tokens: _ByteCount  # tokens of the share, as are the next two counts
     squared_tokens: _ByteCount
     exchanged_tokens: _ByteCount
     forward_ms: _MeasuredMs
@@ -123,8 +123,8 @@ class Profile(Frozen):
 
     device: str
     precision: PlainPrecision
-    model: str
-    model_sha256: str
+    model: str  # model name, for messages
+    model_sha256: str  # `model_sha256` of the measured model
     tensor: Count  # tensor-parallel size of the measured units
     processes: Count  # processes measured at the same time on the machine
     provider: Provider = "local"  # provider of the measured layers
@@ -154,7 +154,7 @@ class FitResidual:
     unit: str
     quantity: Quantity
     measurements: int
-    median_error: float
+    median_error: float  # of |fitted - measured| / measured
     max_error: float
 
 

@@ -58,7 +58,7 @@ class LinearTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ProductTimes:
-    """Matrix product times by rows, inner and outer sizes, and groups."""
+    """Times of matrix products [rows, inner] x [inner, outer], one per group."""
 
     table: RegularGridInterpolator | ScatteredTimes
     """A grid has log time per operation by log rows, inner and outer sizes."""

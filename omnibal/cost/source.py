@@ -19,7 +19,7 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 class CostSource:
     """Counted costs at the cluster's rates, overridden by a profile's measurements if given."""
 
-    profile: Profile | None = None
+    profile: Profile | None = None  # measurements that replace counted costs, or None
     refit: Refit | None = field(default=None, kw_only=True)  # correction by a run, or None
 
     def costs(

@@ -115,7 +115,7 @@ class _Source:
     name: str
     root: Path
     unit: str  # noun for a record in messages
-    in_shards: bool
+    in_shards: bool  # whether records are members of tar shards
     meta: SourceMeta
     below: Path | None  # Folder that media must be in. None for any.
 
