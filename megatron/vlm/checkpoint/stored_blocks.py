@@ -59,7 +59,7 @@ class StoredTensors:
 
     @torch.no_grad()
     def read_blocks(self, blocks: Iterable[ShardedTensor]) -> None:
-        """Read blocks into their data. ValueError if a tensor is missing or differs in shape."""
+        """Read blocks into their data. ValueError if missing, incomplete or of another shape."""
         by_key: dict[str, list[ShardedTensor]] = defaultdict(list)
         for block in blocks:
             by_key[block.key].append(block)
@@ -173,7 +173,7 @@ def blocks_of(
     values: torch.Tensor,
     copy: int = 0,
 ) -> Iterator[ShardedTensor]:
-    """Yield the blocks of stored tensors in the range `first:end` of a flat parameter.
+    """Yield the blocks of stored tensors that make up `first:end` of a flat parameter.
 
     Args:
         entry: the parameter's entry in its stage's sharded state dict.

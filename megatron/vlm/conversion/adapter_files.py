@@ -60,7 +60,7 @@ class AdaptedPiece:
 
     base: Parameter  # weight of the linear
     linear: Linear
-    piece: Piece
+    piece: Piece  # part of the linear that the pair adapts
     groups: int  # number of query groups in the rows of q, k and v
     lora_a: Parameter
     lora_b: Parameter
@@ -100,7 +100,7 @@ def _list_constructors(
 
 
 class MergedWeights:
-    """Parameters of a checkpoint's folder, with adapters merged."""
+    """Reader of a checkpoint's parameters, with its adapters, if any, merged into them."""
 
     def __init__(self, stored: CheckpointIdentity) -> None:
         self._weights, self._adapters = StoredWeights(stored.path), stored.adapters
@@ -202,7 +202,7 @@ def export_adapter(
 
 
 def list_fully_trained(stored: CheckpointIdentity) -> list[str]:
-    """Return the fully trained parts of a model that also has adapters."""
+    """Return the parts trained in full in a run with adapters; empty without adapters."""
     if stored.adapters is None or stored.options is None:
         return []
     others = {*stored.adapters.parts, *stored.options.get("frozen", ())}
@@ -234,7 +234,7 @@ class _PeftConfig(BaseModel, extra="allow"):
 
 
 def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
-    """Return the released checkpoint with adapters in PEFT's format added."""
+    """Return the checkpoint with a PEFT folder's adapters added. UserError unless plain LoRA."""
     given = read_json_model(_PeftConfig, folder / CONFIG_FILE, "give a folder that PEFT has saved")
     obstacles = given.obstacles()
     if obstacles:

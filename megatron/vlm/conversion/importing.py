@@ -62,7 +62,7 @@ class ReleasedCheckpoint:
     files: ReleasedFiles
     model: ModelConfig
     layout: TensorLayout
-    # Parameters of adapters or of an audio encoder, by name.
+    # By parameter name: of adapters, or of an audio encoder with embedding and head of new words.
     additions: Mapping[str, Addition] = field(default_factory=dict)
     adapters: AdapterConfig | None = None
     tokenizer: FoundTokenizer | None = None  # with added tokens; None for the directory's
@@ -138,7 +138,7 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
 def _are_transposed(
     model: ModelConfig, layout: TensorLayout, tensors: Mapping[str, TensorInfo]
 ) -> bool:
-    """Return whether stacked experts are transposed. Only a matrix that is not square shows it."""
+    """Return whether stacked experts are transposed, or have only square matrices."""
     for parameter in parameters(model):
         if ".experts." not in parameter.key or len(set(parameter.shape[1:])) == 1:
             continue
@@ -151,7 +151,7 @@ def _are_transposed(
 def import_checkpoint(
     source: ReleasedCheckpoint, run: Path, on_written: Callable[[int], None]
 ) -> list[str]:
-    """Write the run's directory; return notes to print. `on_written` gets a parameter's bytes."""
+    """Write the run's directory; return lines to print. `on_written` gets a parameter's bytes."""
     tokenizer = source.find_tokenizer()
     check_room(run, source.bytes)
 

@@ -61,7 +61,7 @@ def write_weights(
 
 
 class StoredWeights:
-    """Reader of the parameters in a checkpoint's folder."""
+    """Reader of the parameters in a checkpoint's folder, in their stored types."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -39,7 +39,7 @@ _PREFIXED_TOWERS = ("model.vision_tower.", "model.visual.")
 
 
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, TensorLayout]:
-    """Return a released model and its layout, given its config.json and the tensors' names."""
+    """Return a released model and its layout, given its folder and its tensors' names."""
     path = directory / CONFIG_FILE
     given = read_config_file(path)
     if is_quantized(given):
@@ -160,7 +160,7 @@ def check_exportable(model: ModelConfig, layout: TensorLayout) -> None:
 def check_read_back(
     model: ModelConfig, layout: TensorLayout, files: Mapping[str, str], names: Collection[str]
 ) -> None:
-    """Raise UserError unless the model that the configurations describe is this model."""
+    """Raise UserError unless reading these configurations (text by file) gives this model."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")

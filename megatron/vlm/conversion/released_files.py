@@ -91,7 +91,7 @@ class ReleasedFiles:
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor, memory-mapped."""
+        """Return one tensor, memory-mapped. UserError if its file is broken."""
         file = self.tensors[name].file
         try:
             return self._opened(file).get_tensor(name)
@@ -187,7 +187,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shorten_list(names: list[str]) -> str:
-    """Return the first names and the number of further names."""
+    """Return text of at most five names, and the number of other names."""
     listed = ", ".join(names[:_MAX_NAMES])
     return listed if len(names) <= _MAX_NAMES else f"{listed} and {len(names) - _MAX_NAMES} more"
 

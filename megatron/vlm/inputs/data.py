@@ -61,7 +61,7 @@ class LossWeighting(StrEnum):
 
 
 class OnBadSample(StrEnum):
-    """Treatment of a sample with an unreadable image or recording."""
+    """Treatment of a sample with an unreadable image, video or recording."""
 
     STOP = "stop"
     SKIP = "skip"  # mask its loss, and keep its tokens: all stages expect the planned shape
@@ -160,7 +160,7 @@ class PackDataset(torch.utils.data.Dataset):
             return error
 
     def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
-        """Return items of a pack by feature and number, without tokens."""
+        """Return items of a pack, by feature, as a micro-batch without tokens; raises UserError."""
         no_pieces = keep_samples_whole(np.zeros(0, np.int64))
         all_items = {**dict.fromkeys(_ITEM_FEATURES, range(0)), **items}
         return self._load(row, _OwnPart(pieces=no_pieces, share=None, items=all_items))
@@ -295,7 +295,7 @@ class PackDataset(torch.utils.data.Dataset):
         )
 
     def _read_tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
-        """Return own tiles. UnreadableFile for their images, and for any image when skipping."""
+        """Return own tiles to embed. UnreadableFile for them, and for any image when skipping."""
         embeds = self.stage.holds("vision embed")
         if embeds and len(own_tiles) == tiles:
             pixels = self.reader.tiles(sample)
@@ -313,7 +313,7 @@ class PackDataset(torch.utils.data.Dataset):
         return self.reader.some_tiles(sample, own_tiles)
 
     def _read_clips(self, sample: Sample, clips: int, own_clips: range) -> dict[str, np.ndarray]:
-        """Return own clips. UnreadableFile for them, and for any recording when skipping."""
+        """Return own clips by field. UnreadableFile as in `_read_tiles`, for recordings."""
         if not sample.recordings:
             return {}
         embeds = self.stage.holds("audio embed")
@@ -449,7 +449,7 @@ def _list_pieces(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
 
 
 def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:
-    """Return the loss weight per token of every sample, float32 [samples]."""
+    """Return every sample's weight per loss token, float32 [samples], for samples of one pack."""
     counts = np.maximum(loss_tokens, 1).astype(np.float64)  # avoids division by 0
     match weighting:
         case LossWeighting.TOKEN | LossWeighting.SUM:
@@ -467,7 +467,7 @@ Batches = Generator[MicroBatch, None, None]  # closing it ends the loader proces
 
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
-    """Yield all micro-batches in order on `device`, read ahead. 0 workers use a thread."""
+    """Yield all micro-batches in order on `device`, or raise UserError. 0 workers use a thread."""
     copies = _DeviceCopies(device) if device.type == "cuda" else None
     begin = (lambda item: item) if copies is None else copies.begin
     with closing(read_ahead(dataset, num_workers, begin)) as items:

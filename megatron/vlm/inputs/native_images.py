@@ -51,10 +51,10 @@ class ImageNeeds:
 class NativeImages:
     """Images and videos of one sample, as this rank and stage read them."""
 
-    shown: tuple[Shown, ...] = ()
-    grids: tuple[Grid, ...] = ()
-    patches_YX: torch.Tensor | None = None
-    unreadable: str | None = None
+    shown: tuple[Shown, ...] = ()  # all images and videos of the sample
+    grids: tuple[Grid, ...] = ()  # only of frame groups that this rank encodes
+    patches_YX: torch.Tensor | None = None  # of `grids`; None if not needed
+    unreadable: str | None = None  # error of an unreadable file, if one was found
     blank_cells: int | None = None  # planned cells, if unreadable headers prevent encoding
 
 
@@ -67,7 +67,7 @@ def read_native_images(
     patches: bool,
     verdict: bool,
 ) -> NativeImages:
-    """Return a sample's images and videos; unreadable files become blank patches.
+    """Return a sample's images and videos. One unreadable file makes all patches blank.
 
     Args:
         planned: planned cells of every image and frame group of a video, or their sum alone.

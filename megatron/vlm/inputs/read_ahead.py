@@ -39,7 +39,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 def read_ahead(
     dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    """Yield every item in order; close the iterator to end the workers.
+    """Yield every prepared item in order, or raise; close the iterator to end the workers.
 
     Args:
         num_workers: number of loader processes; 0 reads in a thread.
@@ -226,7 +226,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return the offset of each tensor, and the end of the last."""
+    """Return the offset of each tensor in a parcel, and the parcel's bytes."""
     padded = (-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes)
     return list(accumulate(padded, initial=0))
 

@@ -56,7 +56,7 @@ class ValidationPacks:
 def pack_validation(
     reader: SampleReader, samples: int, level: Level, data_parallel: int
 ) -> ValidationPacks:
-    """Return packs of the first `samples` held-out samples, except samples that exceed a cap.
+    """Return packs of the first `samples` held-out samples that fit the caps. UserError if none.
 
     All packs have one context-parallel size, so that no rank has gaps between its slots.
     """

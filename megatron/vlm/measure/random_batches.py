@@ -227,7 +227,7 @@ def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
 
 def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
     sizes = ((grid.times, grid.rows * grid.columns // tower.positions_per_item) for grid in grids)
-    return sum(times * tokens**2 for times, tokens in sizes)
+    return sum(times * tokens**2 for times, tokens in sizes)  # over images and frame groups
 
 
 def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:

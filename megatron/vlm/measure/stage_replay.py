@@ -248,7 +248,7 @@ class StageReplayer:
     def activation_bytes(
         self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None
     ) -> int:
-        """Return the peak bytes of a step (on CUDA or its update); see `peak_activation_bytes`."""
+        """Return peak bytes of a step (on CUDA, or of its update); see `peak_activation_bytes`."""
         self.trainer.zero_gradients()
         peak = peak_activation_bytes(self.trainer, partial(self._run, batches, encoding))
         self.trainer.discard_gradients()
@@ -318,7 +318,7 @@ class StageWork:
 
     @property
     def runs(self) -> int:
-        return len(self.steps) * self.repetitions + len(self.heaviest) + 1
+        return len(self.steps) * self.repetitions + len(self.heaviest) + 1  # the warm-up
 
 
 def replay_stage(

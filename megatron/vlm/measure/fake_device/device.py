@@ -34,7 +34,7 @@ _MAX_CONSTANT_ELEMENTS = 1 << 16  # host tensors with known values, such as bord
 
 @functools.cache
 def install_device() -> None:
-    """Compile and install the device in this process, once."""
+    """Compile and install the device in this process, once. UserError without a C++20 g++."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise UserError(
@@ -63,7 +63,7 @@ def install_device() -> None:
 def patch_torch_cuda(
     memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
 ) -> Iterator[None]:
-    """Patch `torch.cuda` and its users to answer as a device with this memory."""
+    """Patch `torch.cuda` and its users to be a device with `memory`; `resize_` calls `resized`."""
     if is_core_on_cpu():
         raise RuntimeError(
             "Megatron-core is prepared for the CPU in this process; make a fake device in a "

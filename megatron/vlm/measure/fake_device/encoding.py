@@ -40,7 +40,7 @@ class HeaviestShares(StepShares):
     """Shares of one step and rank, with the features that another step and rank receive."""
 
     receiving: StepShares
-    window: Mapping[str, np.ndarray]  # items of the micro-batches, by encoder
+    window: Mapping[str, np.ndarray]  # items of each micro-batch, by encoder
 
     @property
     def embeds_tokens(self) -> bool:
@@ -62,7 +62,7 @@ class HeaviestShares(StepShares):
         return StepShares.select_encoders(changed, names)
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Return slices of the step's buffer: of every micro-batch, then of its remainder."""
+        """Return slices of received rows by encoder: every micro-batch's, then the remainder."""
         start, slices = 0, []
         for place in range(micro_batches):
             pack_slices = {}
@@ -90,7 +90,7 @@ class HeaviestEncoding:
     def find(
         cls, plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, workload: Workload
     ) -> "HeaviestEncoding | None":
-        """Return the maxima by kept and received bytes, or None without data-parallel encoders."""
+        """Return the maxima in bytes kept and received, or None without data-parallel encoders."""
         cost, beside = job.encoders_cost, plan.beside
         if cost is None or beside is None:
             return None

@@ -64,7 +64,7 @@ class FakeDevice(TorchDispatchMode):
         return results
 
     def count_body(self, name: str, body: Body) -> Body:
-        """Return a fused operation's body that counts as one launch and its results' memory."""
+        """Return `body`, whose calls count as one launch and keep only the results' memory."""
         operation = DeviceOperation(f"omnibal::{name}")
 
         def run(*arguments: Any) -> Any:
@@ -80,7 +80,7 @@ class FakeDevice(TorchDispatchMode):
         return run
 
     def read_scalar(self, tensor: Any) -> float | int:
-        """Return a placeholder: 1 for host tensors, which are counts, else 0."""
+        """Return 1 for host tensors, which are counts; else count a host read and return 0."""
         on_device = tensor.device.type == "cuda"
         if on_device:
             self.counts.add_read(self.phase, "item", _find_calling_line())
@@ -131,7 +131,7 @@ class _FakeTensors(FakeTensorMode):
 
 
 def _find_calling_line() -> str:
-    """Return file and line of the first caller outside torch and this package."""
+    """Return file and line of the innermost caller outside torch and this package."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")

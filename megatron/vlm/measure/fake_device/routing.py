@@ -82,7 +82,7 @@ def _spread_tokens(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def route_evenly(read: Callable[[], None]) -> Iterator[None]:
-    """Make core's dispatcher spread tokens evenly in a process with a fake device."""
+    """Make core's dispatcher spread tokens evenly; it calls `read` to copy counts to the host."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def synchronize(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
