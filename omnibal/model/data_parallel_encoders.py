@@ -1,4 +1,4 @@
-"""Data-parallel encoders: replicated on every rank, which encodes a share of a step's items.
+"""Data-parallel encoders: on every rank, copied or sharded, each encoding a share of the items.
 
 Pipelines hold only the language model. The ranks of an encoding group (a few pipelines) encode
 equal shares before the first micro-batch; one exchange sends features to the embedding stages, and
@@ -46,7 +46,7 @@ class SampleTimes:
     square_ms: float  # per sum of squared items over images and frames: full attention
 
     def ms(self, items: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Return times of samples, in the features' shape."""
+        """Return times of samples in ms, in the features' shape."""
         return self.item_ms * items + self.square_ms * squares
 
 
@@ -77,7 +77,7 @@ def takes_whole_samples(model: ModelConfig) -> list[str]:
 
 
 def encoder_shards(way: WeightSharding, parallel: Parallel, cluster: ClusterConfig) -> int | None:
-    """Return the ranks that shard data-parallel encoders, or None if they do not divide all."""
+    """Return how many ranks shard encoder weights, or None if that does not divide all ranks."""
     world = parallel.world_size
     # A hybrid block is a node's tensor-parallel groups, as for the language model.
     node = max(cluster.gpus_per_node // parallel.tensor, 1) * parallel.tensor

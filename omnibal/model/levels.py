@@ -60,7 +60,7 @@ class Level(Frozen):
 
 
 def are_plain(levels: Sequence[Level]) -> bool:
-    """Return whether all packs have the same caps and no context parallelism."""
+    """Return whether there is a single level, without context parallelism."""
     return len(levels) == 1 and levels[0].context == 1
 
 

@@ -99,7 +99,7 @@ class Parallel(Frozen):
             raise UserError(error.errors()[0]["msg"]) from error
 
     def with_sharding(self, sharding: WeightSharding, cluster: ClusterConfig) -> "Parallel | None":
-        """Return the parallel sizes with another sharding, or None if impossible."""
+        """Return the parallel sizes with another sharding, or None if the sizes rule it out."""
         # A hybrid group is the data-parallel ranks of a node; a job on one node has none.
         node = max(cluster.gpus_per_node // self.tensor, 1)
         sizes = {
@@ -132,7 +132,7 @@ class Parallel(Frozen):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by short name: TP, PP, DP, and EP > 1."""
+        """Sizes by short name: TP, PP, DP, and EP if above 1."""
         sizes = {"TP": self.tensor, "PP": self.pipeline, "DP": self.data}
         return sizes if self.expert == 1 else sizes | {"EP": self.expert}
 
@@ -151,7 +151,7 @@ class Parallel(Frozen):
         return sizes if self.sharded == 1 else f"{sizes} --sharding {self.sharding}"
 
     def place(self, rank: int) -> dict[str, int]:
-        """Return a rank's position in every group, with "expert" only if expert > 1."""
+        """Return a rank's position by kind of group, with "expert" only if expert > 1."""
         # Megatron's order: tensor is fastest.
         order = {"tensor": self.tensor, "data": self.data, "pipeline": self.pipeline}
         place, left = {}, rank

@@ -48,7 +48,7 @@ class _Computation(_Measurement):
 
     @property
     def max_share(self) -> float:
-        """Share of a kernel that runs at the peak."""
+        """Share of a kernel that runs at the peak: above 1 if `flops` counts skipped work."""
         return 1.0
 
     @model_validator(mode="after")
@@ -58,14 +58,14 @@ class _Computation(_Measurement):
         return self
 
     def time_ms(self, tflops: float | None) -> float:
-        """Return the time; `tflops` is the peak that shares refer to."""
+        """Return the time in ms; `tflops` is the peak that shares refer to, unused with `ms`."""
         if self.ms is not None:
             return self.ms
         assert self.share is not None and tflops is not None, "Rates refuses shares without a peak"
         return self.flops / (self.share * tflops) * _MS_PER_FLOP
 
     def scale_share(self, tflops: float, scale: float, max_share: float = 1.0) -> Self:
-        """Return the measurement as share of peak `tflops` x `scale`, up to `max_share`."""
+        """Return a copy with `scale` x its share of `tflops`, up to `max_share` x its maximum."""
         share = self.share or self.flops / self.time_ms(tflops) / tflops * _MS_PER_FLOP
         share = min(share * scale, max_share * self.max_share)
         return self.model_copy(update={"ms": None, "share": share})
@@ -214,8 +214,8 @@ class Rates(Frozen):
         return hash((self.device, self.products, self.grouped, self.attention))
 
     def scale_to_peak(self, own_tflops: float, tflops: float, scales: ScaledRates) -> Self:
-        """Return rates of a device with peak `tflops` at equal shares x `scales`.
-
+        """Return rates of a device with peak `tflops`, at `scales` x the shares of this device's
+        peak (`own_tflops` if the table has none).
         Copies and collectives depend on memory and links, so they are dropped.
         """
         peak = self.tflops or own_tflops

@@ -25,7 +25,7 @@ class RuntimeOptions(Frozen):
     # Sharded gradients are scattered in the weights' precision, the default of FSDP and ZeRO-3.
     scatters_weights_precision: bool = False
     averages_gradients: bool = False  # scaled in a pass: no --ddp-average-in-collective
-    kept_logits: Count = 1  # 16-bit copies that the loss keeps; values in fp32 are two
+    kept_logits: Count = 1  # 16-bit copies that the loss keeps; an fp32 copy counts as two
     fused_loss: bool = True  # a kernel for loss and gradient: --cross-entropy-loss-fusion
     plain: bool = False  # activation and RoPE are unfused kernels with inputs and outputs kept
     # Memory that torch's allocator keeps idle / memory of the passes.

@@ -105,7 +105,7 @@ class TrainerConstraints(Frozen):
         return self.shardings == _FULLY
 
     def with_default_sharding(self, parallel: Parallel) -> Parallel:
-        """Return the sizes with weights sharded over all ranks if the trainer always does so."""
+        """Return the sizes, with replicated weights sharded over all ranks if `always_shards`."""
         if not self.always_shards or parallel.sharded > 1:
             return parallel
         return parallel.model_copy(update={"sharded": parallel.data})
@@ -147,7 +147,7 @@ class TrainerConstraints(Frozen):
                 yield option, name, size, max_size
 
     def check_sizes(self, parallel: Parallel) -> None:
-        """Raise UserError unless the trainer supports these parallel sizes."""
+        """Raise UserError unless the trainer supports these sizes, and the sharding if DP > 1."""
         for option, name, size, max_size in self.limit_sizes(parallel):
             raise UserError(
                 f"{option} {size} was given for {self.title}, with {name} size {max_size} at most: "

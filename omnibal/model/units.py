@@ -20,9 +20,9 @@ LANGUAGE = "language"
 LANGUAGE_EMBED = "language_embed"
 HEAD = "head"
 EXCHANGED = "exchanged_tokens"  # by attention of a shared pack: max over its ranks
-# Waits for data-parallel encoders before the first forward and after the last backward.
+# Features: waits for data-parallel encoders before the first forward, after the last backward.
 ENCODER_WAITS_MS = ("beside_forward_ms", "beside_backward_ms")
-# Exchange of sharded weights that forward and backward do not hide.
+# Features: exchange of sharded weights that forward and backward do not hide.
 EXPOSED_MS = ("exposed_forward_ms", "exposed_backward_ms")
 
 
@@ -217,7 +217,7 @@ def projector_unit(model: ModelConfig, encoder: str) -> str:
 
 
 def model_parts(model: ModelConfig) -> tuple[str, ...]:
-    """Return the parts that can be frozen, in model order."""
+    """Return the names of the parts that can be frozen, in model order."""
     return tuple(dict.fromkeys(kind.part for kind in unit_kinds(model)))
 
 
@@ -241,8 +241,8 @@ def frozen_mistake(model: ModelConfig, frozen: Collection[str]) -> str | None:
 def feature_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the micro-batch features that unit times and memory are linear in.
 
-    1; items of every encoder, of images also squared tokens; tokens and squared tokens of samples;
-    attended pairs per window size; tokens with loss.
+    In order: the constant 1; items of every encoder; squared items of encoders with `squares`;
+    tokens; squared tokens of samples; attended pairs per window size; tokens with loss.
     """
     squares = dict.fromkeys(tower.squares for tower in model.encoders.values() if tower.squares)
     windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
@@ -251,7 +251,7 @@ def feature_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def feature_names_at(features: Sequence[str], levels: Sequence[Level]) -> tuple[str, ...]:
-    """Return the features of shares: with context parallelism, exchanged tokens too."""
+    """Return feature names of ranks' shares: exchanged tokens too with context parallelism."""
     shared = any(level.context > 1 for level in levels)
     return (*features, EXCHANGED) if shared else tuple(features)
 

@@ -81,7 +81,7 @@ class _Fields:
 
 
 def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> list[list[int]]:
-    """Pack by first fit: each sample joins the first pack that fits, or opens one.
+    """Return packs by first fit: each sample joins the first pack that fits, or opens one.
 
     Sizes are int64 [features, samples], each fits alone. Samples come by descending `first`,
     float64 [samples].
@@ -101,7 +101,7 @@ def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> li
 
 
 def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
-    """Fill packs with the sample nearest to the free capacity, sizes int64 [features, samples].
+    """Return packs, each filled with samples of `sizes` [features, samples] nearest its free space.
 
     Norm-based greedy with squared distances in shares of the caps, weighted by total demand
     (Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing, 2011).

@@ -83,11 +83,11 @@ def _load_key(features: list[int], all_features: int) -> Callable[[tuple[float, 
 def even_out_tokens(
     packs: Packs, kind: np.ndarray, tokens: np.ndarray, max_tokens: int, rng: np.random.Generator
 ) -> Packs:
-    """Exchange samples of equal `kind`, int64 [samples], until no pack exceeds the token cap.
+    """Return packs after exchanges within a `kind`, int64 [samples], that even out their tokens.
 
     In each round every pack offers a random sample of a kind. The largest offer goes to the pack
-    with the smallest remainder, which minimizes the maximum. Packs above the cap may be left after
-    the last round.
+    with the smallest remainder, which minimizes the maximum. Rounds end once no pack exceeds the
+    token cap; the last, `_MAX_EXCHANGE_ROUNDS`, may leave some above it.
     """
     if not len(packs):
         return packs
@@ -126,6 +126,6 @@ class _Offers:
 
 
 def _argsort(values: np.ndarray) -> np.ndarray:
-    """Return the stable ascending order of tokens."""
+    """Return the stable ascending order of `values`, below 2**31."""
     # The index in the low 32 bits breaks ties, so numpy's fastest sort is as good as a stable one.
     return np.sort(values << 32 | np.arange(len(values))) & 0xFFFFFFFF

@@ -13,7 +13,7 @@ _MAX_KEY = 1 << 62  # int64 without overflow of a sum of two
 
 
 def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
-    """Raise unless every sample fits into a pack."""
+    """Raise UserError unless every sample fits into a pack."""
     over = [lengths.column(name) > caps[name] for name in caps.names]
     large = np.flatnonzero(np.any(over, axis=0))
     if not len(large):
@@ -36,7 +36,7 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
 def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray]:
     """Return sizes [features, samples] and caps [features], int64, in units of each feature's GCD.
 
-    Features are in the caps' order, `tokens` last. Caps are rounded down.
+    Features are in the caps' order, `tokens` last. Caps are rounded down, to at least 1.
     """
     sizes = lengths.sizes(caps.names)
     units = np.maximum(np.gcd.reduce(sizes, axis=1), 1)
@@ -44,7 +44,7 @@ def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarra
 
 
 def size_keys(sizes: np.ndarray) -> np.ndarray:
-    """Return int64 keys [samples] in the lexicographic order of sizes [features, samples] >= 0."""
+    """Return int64 keys [samples] that sort as sizes [features, samples] >= 0, within a call."""
     keys = np.zeros(sizes.shape[1], np.int64)
     for row in sizes:
         span = int(row.max(initial=0)) + 1

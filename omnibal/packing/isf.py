@@ -44,7 +44,7 @@ def pack_isf(lengths: Lengths, caps: Caps, seed: Seed, *, iterations: int = 10) 
 
 
 def cut_groups(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Return bounds of next-fit groups of samples in order, sizes [features, samples]."""
+    """Return bounds [groups + 1] of next-fit groups of sizes [features, samples], in order."""
     # An end depends only on its start, so the ends of all starts are computed at once.
     ends = np.full(sizes.shape[1], sizes.shape[1])
     for row, cap in zip(sizes, caps.tolist(), strict=True):

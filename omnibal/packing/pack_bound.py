@@ -31,7 +31,7 @@ from omnibal.packing.patterns import (
 # Sample types, with two knots each: at first, if a gap remains, and if it remains for a million
 # samples (a minute). Without correlation of tiles and tokens the gaps are 4 %, 1.5 % and 0.6 %.
 _TYPES, _MORE_TYPES, _MAX_TYPES = 112, 250, 500
-_GAP = 0.005  # gap in share of packs, beyond 1 pack, above which a finer bound is tried
+_GAP = 0.005  # share of the bound; a gap above it and above 1 pack has a finer bound tried
 _KNOT_ROUNDS = 40  # with values at the knots alone
 _COARSE_ROUNDS = 30  # on a coarse grid
 _FINE_ROUNDS = 3  # on the fine grid
@@ -76,11 +76,11 @@ class SizeCounts:
         return self.amounts @ self.counts
 
     def of_features(self, rows: list[int]) -> "SizeCounts":
-        """Count by some of the features only."""
+        """Return the counts of sizes in the features `rows` only."""
         return SizeCounts.join([SizeCounts(amounts=self.amounts[rows], counts=self.counts)])
 
     def in_common_units(self, caps: np.ndarray) -> tuple["SizeCounts", np.ndarray]:
-        """Return sizes and caps [features], divided by each feature's GCD."""
+        """Return sizes and caps [features], divided by each feature's GCD, caps rounded down."""
         units = np.maximum(np.gcd.reduce(self.amounts, axis=1), 1)
         alike = SizeCounts(amounts=self.amounts // units[:, None], counts=self.counts)
         return alike, np.maximum(caps // units, 1)
@@ -92,7 +92,7 @@ class SizeCounts:
 
 
 def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
-    """Return the max of the naive lower bound and column generation's.
+    """Return the larger lower bound of `naive_lower_bound` and column generation.
 
     Args:
         found: packs of a known packing. Ends the search if optimal, refines it if the gap is large.
@@ -122,12 +122,12 @@ def bound_of_counts(sizes: SizeCounts, caps: Caps, *, found: int | None = None) 
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
-    """Return the lower bound from the total of every limited feature."""
+    """Return the max over limited features of ceil(total / cap), in common units."""
     return packs_of_sums(*in_common_units(lengths, caps))
 
 
 def packs_of_sums(sizes: np.ndarray, caps: np.ndarray) -> int:
-    """Return the lower bound from the sums of sizes [features, samples]."""
+    """Return the max over features of ceil(sum / cap), for sizes [features, samples]."""
     return int((-(-sizes.sum(axis=1) // caps)).max())
 
 

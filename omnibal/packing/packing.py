@@ -25,7 +25,7 @@ def pack_samples(
     *,
     max_types: int | None = None,
 ) -> Packs:
-    """Pack every sample by `method`.
+    """Pack every sample by `method`. Raise UserError if a sample exceeds a cap.
 
     Args:
         max_types: size types of `balanced`. Fewer are faster and need more packs.
@@ -41,7 +41,7 @@ def pack_samples(
 
 
 def number_media(lengths: Lengths) -> np.ndarray:
-    """Return a medium id per sample, int64 [samples]: equal for the same encoders, 0 for text."""
+    """Return a medium id per sample, int64 [samples], from 0: equal for the same encoders used."""
     has_items = [lengths.items[name] > 0 for name in lengths.item_names]  # [encoders, samples]
     keys = size_keys(np.array(has_items, np.int64).reshape(len(has_items), len(lengths)))
     return np.unique(keys, return_inverse=True)[1]

@@ -41,7 +41,7 @@ class Packs:
         return self.samples[self.offsets[pack] : self.offsets[pack + 1]]
 
     def sums(self, per_sample: np.ndarray) -> np.ndarray:
-        """Sum a per-sample quantity by pack, int64 [packs]. Packs must not be empty."""
+        """Return the sum of `per_sample` by pack, int64 [packs]. No pack may be empty."""
         # reduceat returns an element, not 0, for an empty pack.
         return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
 
@@ -51,7 +51,7 @@ class Packs:
         return Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(counts)]))
 
     def of_rows(self, rows: np.ndarray) -> "Packs":
-        """Map packs of positions to packs of `rows`."""
+        """Return the packs with every sample index i replaced by `rows[i]`."""
         return Packs(samples=rows[self.samples], offsets=self.offsets)
 
     @property
@@ -144,7 +144,7 @@ class ScheduledPacks:
 
     @property
     def sha256(self) -> str:
-        """Hash of samples and schedule."""
+        """Hash of samples and schedule; items and tokens follow from the samples."""
         # Plans without levels keep the hash that they had before levels.
         level = [(self.level, "<i4")] if self.level.any() else []
         return sha256_of_columns(
@@ -179,7 +179,7 @@ def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
 
 
 def read_packs(path: Path) -> ScheduledPacks:
-    """Read `packs.parquet`. Raise if a column is missing or a pack is empty."""
+    """Read `packs.parquet`. Raise UserError if a column is missing or a pack is empty."""
     remedy = "rebuild it with `omnibal plan` or `omnibal pack`"
     columns = Columns.open(path, [*_PLACE_COLUMNS, "tokens", _SAMPLES], remedy)
     samples, sizes = columns.integer_lists(_SAMPLES)

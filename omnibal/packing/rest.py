@@ -24,7 +24,7 @@ class Rest:
         return Rest(self.sizes[:, samples], self.caps)
 
     def best_fit(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the fewest packs of best fit (three size measures), first fit and nearest."""
+        """Return the fewest packs of best fit (three ways), and if few of first fit and nearest."""
         noise = self._noise(rng)
         total, larger = self.total * noise, self.larger * noise
         ways = [
@@ -37,7 +37,7 @@ class Rest:
         return [np.array(pack) for pack in min(ways, key=len)]
 
     def pack(self, values: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return the fewest packs of best fit and of filling packs by `values` [samples]."""
+        """Return the fewest packs of best fit and of filling by `values` [samples] and by size."""
         ways = [self.best_fit(rng)]
         # Duals sum to a lower bound on fractional packs: nothing to gain if best fit reaches it.
         if len(self.total) <= _MAX_FILLED and len(ways[0]) > np.ceil(values.sum() - 1e-6):

@@ -42,7 +42,7 @@ BMP_RUNS = 15  # splits that are run, as in the paper
 BMP_STEPS = 200  # steps of each BMP run, spread evenly over the data (3 in the paper)
 _TIE_TOLERANCE = 1e-9
 
-Cuts = tuple[int, ...]
+Cuts = tuple[int, ...]  # positions between a split's stages, without both ends
 
 
 class PartitionMethod(StrEnum):
@@ -87,7 +87,7 @@ def baseline_stages(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> tuple[Stage, ...]:
-    """Return the stages of a baseline method and rule."""
+    """Return the stages of a baseline method and rule. Raise DoesNotFit if no tried split fits."""
     if cost.levels > 1:
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "
@@ -207,7 +207,7 @@ def bmp_candidates(
 def cut_bytes(
     cost: CostModel, model: ModelConfig, cuts: Iterable[int], features: np.ndarray
 ) -> np.ndarray:
-    """Return bytes that a micro-batch with `features` [features] sends over every cut; their sum is
+    """Return bytes that a forward of `features` [features] sends over every cut; their sum is
     the communication volume of OmniBal, Eq. 5 and Table 4. [cuts]"""
     sequence = unit_names(model)
     return np.array([cost.units[sequence[cut - 1]].output_bytes @ features for cut in cuts])

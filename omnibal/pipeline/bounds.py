@@ -58,7 +58,7 @@ class Structure:
     layout: TermLayout
     recompute_ms: np.ndarray  # of a layer, in the backward, [levels * layer kinds, features]
     runs: Runs
-    weights: np.ndarray  # weights of structural paths, mean over steps. [p, paths, p, terms]
+    weights: np.ndarray  # of paths through each stage, mean over steps, [p, paths, p, terms]
 
     @classmethod
     def build(
@@ -176,7 +176,7 @@ def min_step_ms(
 
 
 def min_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
-    """Return the min over splits of the largest size [options], infinite if there is no split."""
+    """Return the min over splits of the largest of `sizes` [options] per stage, inf if no split."""
     return float(_min_largest_prefixes(edges, sizes, units)[-1][-1])
 
 
@@ -225,8 +225,8 @@ def _min_largest_prefixes(
 def min_path_costs(
     edges: Edges, costs: Sequence[np.ndarray], source: int, units: int
 ) -> list[np.ndarray]:
-    """Return the min of summed `costs` [options, cuts] per stage up to each position, for 0 to all
-    stages, by dynamic programming. [stages + 1] of [units + 1, cuts]"""
+    """Return the min of summed `costs` [options, cuts] per stage from position `source` to each
+    position, after 0 to all stages, infinite if none. [stages + 1] of [units + 1, cuts]"""
     reached = [np.full((units + 1, costs[0].shape[1]), np.inf)]
     reached[0][source] = 0.0
     for (tail, head), cost in zip(edges, costs, strict=True):
@@ -267,7 +267,7 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
-    """Return the times of passes of a unit of each kind, and of a cut after it. [kinds, terms]"""
+    """Return forward, backward and link terms of a unit and the cut after it. [kinds, terms]"""
     layout = TermLayout.build(cost)
     # The first feature of every level is 1.
     fixed = np.zeros(layout.features)
@@ -297,9 +297,9 @@ def _paths_through(
     Four ways through, each followed by the stage's reduction or by the last backwards before it.
 
     Args:
-        total: [steps, m + 1, features]; prefix sums over micro-batches.
-        count: [steps] micro-batches.
-        others: [2, m] other micro-batches that the stage holds in its forwards and backwards.
+        total: prefix sums over micro-batches of one row per step, [steps, m + 1, features].
+        count: micro-batches of these rows, [steps].
+        others: other micro-batches that the stage holds in its forwards and backwards, [2, m].
     """
     weight, step = steps.weight, np.arange(len(count))
     last = np.maximum(count - 1, 0)

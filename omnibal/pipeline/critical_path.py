@@ -54,7 +54,7 @@ class TermLayout:
     """Indices of a stage's cost terms."""
 
     features: int
-    has_experts: bool = False  # adds the term `without_experts`
+    has_experts: bool = False  # whether any unit runs in lockstep; adds `without_experts`
 
     @classmethod
     def build(cls, cost: CostModel) -> "TermLayout":
@@ -77,10 +77,10 @@ class TermLayout:
     first_gather = _of_stage(4)  # all-gather time of the first bucket
     optimizer = _of_stage(5)
     buckets = _of_stage(6)  # number of buckets; on no path
-    without_experts = _of_stage(7)  # 1 if the stage has no experts, else 0; absent for dense models
+    without_experts = _of_stage(7)  # 0 if the stage runs in lockstep, else 1; absent if none may
 
     def split_terms(self, terms: np.ndarray) -> tuple["PartTerms", PerStepCosts]:
-        """Return the costs of candidates [n, p, terms] in 1F1B."""
+        """Return the costs per part and per step of candidates [n, p, terms] in 1F1B."""
         by_feature = terms[..., self.by_feature].reshape(*terms.shape[:2], 6, -1).swapaxes(1, 2)
         return PartTerms(
             passes=by_feature[:, :2],
@@ -101,11 +101,11 @@ class SampledSteps:
     once, or equal blocks of rows if ranks share packs."""
 
     features: np.ndarray  # features of every micro-batch, [rows, m, features], zeros if missing
-    counts: np.ndarray
+    counts: np.ndarray  # micro-batches of every row, [rows]
     rows: np.ndarray  # row of each rank, [steps, ranks]
     weight: np.ndarray  # weight of every step, [steps], summing to 1
     context: np.ndarray  # context-parallel size of every micro-batch, [rows, m]
-    lockstep_ranks: int  # size of the row blocks that run stages with experts in lockstep
+    lockstep_ranks: int  # size of the row blocks in lockstep, due to experts or sharding
     layout: TermLayout
 
     @property
@@ -120,7 +120,7 @@ class SampledSteps:
 
     @classmethod
     def build(cls, workload: Workload, cost: CostModel) -> "SampledSteps":
-        """Return all steps of the workload, with the features of `cost`."""
+        """Return the workload's distinct steps, weighted, with the features of `cost`."""
         _, step_index = np.unique(workload.step, return_inverse=True)
         ranks = workload.data_parallel_size
         block = max(int(workload.context.max()), workload.lockstep_ranks)
@@ -163,7 +163,7 @@ class PartTerms:
 
     passes: np.ndarray  # by the kinds of the schedule, [C, kinds, k, f]
     links: np.ndarray  # P2P links to the next part and back, [C, 2, k - 1, f]
-    has_experts: np.ndarray | None = None  # of each part, [C, k], or None if the model has none
+    has_experts: np.ndarray | None = None  # whether each part runs in lockstep, [C, k]
 
     def __len__(self) -> int:
         return len(self.passes)

@@ -29,12 +29,12 @@ class EqualPasses:
     kept_items: int  # max items kept per rank
 
     def work(self, *, is_kept: bool) -> np.ndarray:
-        """Return the kept or other passes and their items. [..., 2]"""
+        """Return the number of kept or other passes, and of their items. [..., 2]"""
         items = self._items(is_kept)
         return np.stack([-(-items // self.items_per_pass), items], axis=-1)
 
     def kept_bytes(self, cost: EncoderCost) -> float:
-        """Return the activations kept by the busiest rank."""
+        """Return the bytes of activations kept by the busiest rank."""
         items = int(self._items(True).max(initial=0))
         return float(cost.kept_bytes @ (-(-items // self.items_per_pass), items))
 
@@ -44,8 +44,8 @@ class EqualPasses:
         return float(bytes_of(np.array([[1, items]]))[0]) if items else 0.0
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
-        """Return exposed weight and gradient exchange in forward and backward, with sharded weights
-        and equally busy ranks. [..., 2]"""
+        """Return exposed weight and gradient exchange in forward and backward, in ms, for equally
+        busy ranks; 0 if weights are not sharded. [..., 2]"""
         if cost.exchange is None:
             return np.zeros((*self.items.shape, 2))
         # Time by the items of a pass: a rank runs full passes and one with the remainder.
@@ -60,7 +60,7 @@ class EqualPasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "EqualPasses":
-        """Return passes with every rank as busy as the busiest of its block, int64 [...]."""
+        """Return passes with every rank as busy as the busiest of its `block`, int64 [...]."""
         busiest = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
         np.maximum.at(busiest, block, self.items)
         return replace(self, items=busiest[block])
@@ -75,14 +75,14 @@ class WholePasses:
     """Passes of whole samples."""
 
     passes: SamplePasses
-    place: np.ndarray  # index of every rank in `passes.rank`, int64 [...]
+    place: np.ndarray  # number of every rank as in `passes.rank`, int64 [...]
 
     def work(self, *, is_kept: bool) -> np.ndarray:
-        """Return the kept or other passes, their items and squares. [..., 3]"""
+        """Return the number of kept or other passes, of their items and squares. [..., 3]"""
         return self._sums(self._select(is_kept), self._work(is_kept))
 
     def kept_bytes(self, cost: EncoderCost) -> np.ndarray:
-        """Return the activations kept by every rank. [...]"""
+        """Return the bytes of activations kept by every rank. [...]"""
         kept: np.ndarray = self.work(is_kept=True) @ cost.kept_bytes
         return kept
 
@@ -105,7 +105,7 @@ class WholePasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "WholePasses":
-        """Return passes, each as large as the largest in its `block`, int64 [...]."""
+        """Return each block's i-th passes at the largest in it; `block` of every rank, [...]."""
         alone, blocks = self.passes, np.zeros(self.place.size, np.int64)
         blocks[self.place.ravel()] = block.ravel()
         number, runs = alone.number, 2 * blocks[alone.rank] + alone.is_kept
@@ -141,7 +141,7 @@ EncoderPasses = EqualPasses | WholePasses  # passes of an encoder in a step
 
 
 def encoding_ms(cost: EncoderCost, passes: EncoderPasses) -> np.ndarray:
-    """Return compute time of forward, backward and recomputed forward per rank. [..., 3]"""
+    """Return ms of forward, backward and recomputed forward per rank. [..., 3]"""
     recomputed = passes.work(is_kept=False)
     total = passes.work(is_kept=True) + recomputed
     return np.stack(

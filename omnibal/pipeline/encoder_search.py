@@ -33,7 +33,7 @@ from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_
 from omnibal.pipeline.stage_memory import GIB, encoder_memory_of, fits_cap
 from omnibal.pipeline.workload import Workload
 
-_MAX_KEPT_CHOICES = 12  # max numbers of kept items tried between none and all
+_MAX_KEPT_CHOICES = 12  # max numbers of kept items tried besides none
 _MAX_FEW_KEPT_CHOICES = 4  # in a reduced search of whole-sample encoders, which are slow to deal
 _MAX_ITEMS_OF_PASS = 64  # max pass size of encoders, tried by doubling
 _CELLS_OF_PASS = 256  # items per equal item: 1,024 patches of four, as in an InternVL tile
@@ -66,7 +66,7 @@ class PlacementProblem:
         return next(iter(self.encoders.values()))
 
     def with_encoders(self, beside: DataParallelEncoders) -> Workload:
-        """Add data-parallel encoders to the workload."""
+        """Return the workload with data-parallel encoders."""
         encoders = self.encoders[beside.sharded]
         return with_encoders(self.workload, self.features, encoders, beside)
 
@@ -104,7 +104,7 @@ class _Choice:
     waits_ms: np.ndarray  # pipeline waits before and after, with the longer update, [S, ranks, 2]
 
     def shortest_ms(self) -> float:
-        """Return the mean step with zero pipeline time."""
+        """Return the mean step in ms if the pipeline's passes took no time."""
         return float(self.waits_ms.max(axis=1).sum(axis=1).mean())
 
     def bound_ms(self, step_ms: float, other: "_Choice") -> float:
@@ -122,7 +122,7 @@ class _Choice:
 
 def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSearch:
     """Return the best choice and stages found, and the proven bound; `effort` is the share of the
-    usual number of choices and of stage search work."""
+    usual number of choices and of stage search work. Raise DoesNotFit if no choice fits."""
     choices = _make_choices(problem, effort)
     best: EncoderSearch | None = None
     proven_ms, simulated = _first_bounds_ms(problem, choices, effort), 0
@@ -158,7 +158,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
 
 
 def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
-    """Estimate the step with the shortest waits that leave memory for a split; proves nothing."""
+    """Return an estimate, no bound, of the step with the shortest waits whose memory fits."""
     for choice in sorted(_make_choices(problem, effort), key=_Choice.shortest_ms):
         try:
             return estimated_step_ms(*problem.pipeline_beside(choice.beside), effort=effort)

@@ -44,7 +44,7 @@ def worth_filling(
 
 
 def is_divided(tokens: np.ndarray, level: Level) -> np.ndarray:
-    """Return whether samples of `tokens` are divided over a full pack's ranks. bool [...]"""
+    """Return whether samples of `tokens` [...] are divided over a full pack's ranks, bool [...]."""
     if level.context == 1:
         return np.zeros(np.shape(tokens), bool)
     if level.cut is not CutRule.WHOLE:

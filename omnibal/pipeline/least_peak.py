@@ -38,8 +38,8 @@ def min_peak_of_splits(
 ) -> float:
     """Return the smallest memory cap in bytes that some split and recompute sets fit.
 
-    All layers may be recomputed, regardless of the rules. With several levels only commonly heavy
-    passes are counted, and others may exceed them slightly.
+    All layers may be recomputed, regardless of the rules. With several levels `cap_bytes` is unused
+    and only often heavy passes are counted, which others may exceed slightly.
 
     Args:
         cap_bytes: a cap to decide, which is faster than the exact min. Returns an upper bound on

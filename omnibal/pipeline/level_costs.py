@@ -27,8 +27,8 @@ def side_by_side(costs: Sequence[CostModel]) -> CostModel:
 def features_of(
     workload: Workload, cost: CostModel, *, without_padding: bool = False
 ) -> np.ndarray:
-    """Return a workload's features in their levels' blocks, with or without padding to the longest
-    pack. [rows, levels * features]"""
+    """Return each pack's features in its level's block, 0 elsewhere, with or without padding to
+    the longest pack. [rows, levels * features]"""
     features = workload.features
     if without_padding and workload.unpadded is not None:
         features = workload.unpadded

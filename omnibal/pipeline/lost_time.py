@@ -35,7 +35,7 @@ class CauseTimes:
 def causes_of(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> CauseTimes:
-    """Return the workload's times with causes removed."""
+    """Return the workload's micro-batch times, with more causes removed in each field."""
 
     def without(*causes: str) -> StageTimes:
         units = {kind: _remove_causes(unit, causes) for kind, unit in cost.units.items()}

@@ -35,7 +35,7 @@ class OperationGraph:
 
     @classmethod
     def build(cls, schedule: StepSchedule) -> "OperationGraph":
-        """Check a schedule and find its dependencies."""
+        """Return the checked graph; raise ValueError if the schedule is invalid or deadlocks."""
         columns = []
         for stage, operations in enumerate(schedule.operations):
             for op in operations:
@@ -80,7 +80,7 @@ class OperationGraph:
         return tuple(Pass(kind) for kind in np.unique(self.kind).tolist())
 
     def of_stage(self, stage: int) -> np.ndarray:
-        """Return a stage's operations in execution order."""
+        """Return the indices of a stage's operations in execution order."""
         return np.flatnonzero(self.stage == stage)
 
 
@@ -88,7 +88,7 @@ class OperationGraph:
 def operation_graph(
     rule: ScheduleRule, stages: int, chunks: int, micro_batches: int
 ) -> OperationGraph:
-    """Return a schedule's checked operations, for all readers of schedules."""
+    """Return a schedule's operations; raise ValueError if it is invalid or deadlocks."""
     return OperationGraph.build(rule(stages, chunks, micro_batches))
 
 
@@ -97,7 +97,7 @@ def schedule_graph(schedule: PipelineSchedule, stages: int, micro_batches: int) 
 
 
 def graph_1f1b(stages: int, micro_batches: int) -> OperationGraph:
-    """Return the operations of 1F1B."""
+    """Return the operations of 1F1B, checked and cached."""
     return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
 
 
@@ -106,8 +106,8 @@ def listed_micro_batches(
 ) -> np.ndarray:
     """Return the micro-batches in each rank's operation list, at least 1. [ranks]
 
-    Ranks that run together use the list of their step's longest rank, skipping missing
-    micro-batches. Others use their own list, or any longer list if the schedule is prefix-closed.
+    If the schedule is prefix-closed, all ranks use the longest list and skip what they lack. Else
+    ranks that run together use the list of their step's longest rank, and others their own.
 
     Args:
         graph: of the max micro-batches of any rank.

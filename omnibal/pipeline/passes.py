@@ -150,7 +150,7 @@ def all_passes(
 
 
 def largest_pass(features: np.ndarray, workload: Workload, stages: int, stage: int) -> Passes:
-    """Return one pass that bounds all passes of a stage in 1F1B, as bytes grow with features."""
+    """Return a made-up pass that bounds all of a stage in 1F1B, as bytes grow with features."""
     held = held_in_passes(graph_1f1b(stages, int(workload.slot.max()) + 1), stage).held[:, 0]
     largest, buffers = features.max(axis=0), link_buffers(ONE_FORWARD_ONE_BACKWARD, stages, stage)
     return Passes(
@@ -186,8 +186,8 @@ def _live_links(
 
 
 def link_buffers(schedule: PipelineSchedule, stages: int, stage: int) -> LinkBuffers:
-    """Return the P2P buffers of a stage, for outputs and gradients: one per tensor in 1F1B, else
-    one each way per peer stage, which chunks share."""
+    """Return the P2P buffers of a stage: one per tensor in 1F1B, else one per peer stage and
+    direction for activations, and one for gradients, which chunks share."""
     if schedule == ONE_FORWARD_ONE_BACKWARD:
         return tuple(((tensor, 0),) for tensor in range(len(CUT_TENSORS)))
     place, last = schedule.placement, stages * schedule.chunks - 1
@@ -204,5 +204,5 @@ def link_buffers(schedule: PipelineSchedule, stages: int, stage: int) -> LinkBuf
 
 
 def micro_batches_in(cost: CostModel, features: np.ndarray) -> np.ndarray:
-    """Return the number of micro-batches in summed features [..., F], over all levels. [...]"""
+    """Return the number of micro-batches in summed features [..., F]: the feature 1. [...]"""
     return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)

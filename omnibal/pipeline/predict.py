@@ -19,7 +19,7 @@ from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
 MAX_SIMULATED_STEPS = 2_000  # max steps of a run, spread evenly
-_MS_PER_DAY = 86_400_000  # the unit that budgets are in is the GPU day
+_MS_PER_DAY = 86_400_000  # budgets are in GPU days
 
 
 def predict(
@@ -32,7 +32,7 @@ def predict(
     reading: StageReading | None = None,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Prediction:
-    """Simulate the plan on its own packs, on at most 2,000 evenly spread steps."""
+    """Return memory over all steps, and times of at most 2,000 evenly spread steps of `packs`."""
     for stages in stages_at:
         check_stages(model, stages)
     memories = stage_memories(cost, stages_at, all_steps, schedule)

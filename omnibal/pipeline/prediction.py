@@ -39,7 +39,7 @@ _IN_WORDS = {"expert_wait_ms": "wait in lockstep"}
 
 class LostTime(Frozen):
     """Breakdown of a mean step's time, in ms; entries sum to the step. Each is the simulated time
-    saved by removing one more cause, in this order."""
+    saved by removing one more cause, in this order, but expert wait before rank imbalance."""
 
     reading_ms: float = written_unless(0.0)
     """Waiting for data that the machine's cores cannot read in time."""
@@ -61,7 +61,7 @@ class LostTime(Frozen):
     ideal_ms: float  # needed work, spread evenly over all devices without waiting
 
     def causes(self) -> dict[str, float]:
-        """Return entries from the ideal up by display name, without absent causes."""
+        """Return ms by display name from the ideal time up, without absent causes."""
         entries = reversed(list(self.model_dump().items()))
         return {
             _IN_WORDS.get(name, name.removesuffix("_ms").replace("_", " ")): ms
@@ -70,14 +70,14 @@ class LostTime(Frozen):
 
 
 class DataParallelExchange(Frozen):
-    """Data-parallel gradient reduction and weight all-gather, in a mean step."""
+    """Gradient reduction and weight all-gather, of data-parallel encoders too, in a mean step."""
 
-    total_ms: NonNegativeFloat  # time of the slowest stage without overlap
+    total_ms: NonNegativeFloat  # without overlap: the slowest stage's, plus the encoders'
     exposed_ms: float  # exposed time in the step
 
 
 class StagePrediction(Frozen):
-    """Mean times per micro-batch, over all packs and the stage's chunks, and memory."""
+    """Times per micro-batch, mean over packs and summed over the stage's chunks, and memory."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat  # backward time including recomputation
@@ -136,6 +136,6 @@ class PredictedStep:
 
 
 def relative_ms(step: Prediction | PredictedStep) -> float:
-    """Return device time per sample, or the step time of plans without samples."""
+    """Return device time per sample in ms, or the step time of plans without samples."""
     per_second = step.samples_per_second_per_gpu
     return step.step_ms if per_second is None else 1e3 / per_second

@@ -72,7 +72,7 @@ class LayerOrders:
     def count_recomputed(
         self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
     ) -> np.ndarray:
-        """Return the first `number` [n] layers in the order of `way` [n]. [n, c, K]"""
+        """Count the first `number` [n] layers in the order of `way` [n] by kind. [n, c, K]"""
         counts, place = self.runs.counts[chosen], self.places[way]
         held = counts[..., self.kinds]  # [n, c, L]
         in_order = np.take_along_axis(held.reshape(place.shape), place, axis=1)
@@ -95,7 +95,7 @@ class TowerNumbers:
     before: np.ndarray  # layers of every kind before each position, [units + 1, L]
     fixed: np.ndarray  # numbers of the towers in each way, or `_SEARCHED`, [ways, T], increasing
     is_shared: bool  # whether all stages have the same way and number
-    language_layers: int | None = None  # if the language model recomputes all or none, else None
+    language_layers: int | None = None  # of the model if all or none are recomputed, else None
 
     @classmethod
     def build(
@@ -143,8 +143,8 @@ class TowerNumbers:
     def count_recomputed(
         self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
     ) -> np.ndarray:
-        """Return the first `number` [n] layers of towers with a searched number in `way` [n], and
-        the fixed number of other towers. [n, c, K]"""
+        """Count by kind the first `number` [n] layers of towers with a searched number in `way`
+        [n], and the first of other towers, as many as fixed. [n, c, K]"""
         first, fixed = self.first[chosen], self.fixed[way]
         numbers = np.where(fixed == _SEARCHED, number[:, None], fixed)[:, None]
         stop = np.minimum(first + numbers, self.stop[chosen])
@@ -153,8 +153,8 @@ class TowerNumbers:
         return recomputed
 
     def shared_numbers(self, fewest: Sequence[np.ndarray]) -> list[int]:
-        """Return the numbers, increasing, that some stage needs to fit, given the min number of
-        each run at every stage."""
+        """Return the distinct numbers, increasing, that some stage needs to fit, from the min
+        numbers `fewest` [runs] per stage. Only 0 or all if all or none are recomputed."""
         numbers = np.unique(np.concatenate(fewest))
         numbers = numbers[numbers < NO_NUMBER]
         if self.language_layers is not None:
@@ -162,7 +162,7 @@ class TowerNumbers:
         return [int(number) for number in numbers]
 
     def smaller_ways(self, way: int) -> list[int]:
-        """Return the ways in which one encoder less recomputes its layers."""
+        """Return the ways that differ only in that one encoder fewer recomputes its layers."""
         less, fixed = self.fixed[:way] < self.fixed[way], self.fixed[:way] != self.fixed[way]
         return np.flatnonzero((less == fixed).all(axis=1) & (less.sum(axis=1) == 1)).tolist()
 
@@ -205,7 +205,7 @@ class FittingNumbers:
         return replace(self, caps=[MemoryCap.build(table, cap_bytes) for table in tables], known={})
 
     def find(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
-        """Return the min number in `way` [n] for each stage to fit, or `NO_NUMBER`. [n]"""
+        """Return the min number in `way` for runs `chosen` [n, c] to fit, or `NO_NUMBER`. [n]"""
         keys = [row.tobytes() for row in np.column_stack([self.alike[chosen], way])]
         new = {key: row for row, key in enumerate(keys) if key not in self.known}
         if new:

@@ -61,13 +61,13 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSchedule:
+    """Operations of every stage in a step. Ranks with fewer packs share it if prefix-closed."""
+
     name: str
     chunks: int
     micro_batches: int
     operations: tuple[StageOperations, ...]
-    # Whether dropping the last micro-batches gives the schedule of the remaining micro-batches, so
-    # that ranks with different numbers of micro-batches can share an operation list.
-    is_prefix_closed: bool = True
+    is_prefix_closed: bool = True  # without the last micro-batches: the schedule of the others
     placement: Placement = Placement.LOOP
 
     @property
@@ -236,8 +236,8 @@ def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterato
 
 
 def forward_only(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
-    """Return the evaluation schedule: forwards only, in groups of p micro-batches, so that a stage
-    stays busy while a micro-batch is between two of its chunks."""
+    """Return the evaluation schedule: forwards only, in groups of p micro-batches per chunk, so
+    that a stage stays busy while a micro-batch is between two of its chunks."""
     order = [
         ChunkPass(Pass.FORWARD, i, chunk)
         for first in range(0, micro_batches, stages)
@@ -303,7 +303,7 @@ class PipelineSchedule(Frozen):
 
     @classmethod
     def candidates(cls, names: Collection[str]) -> list["PipelineSchedule"]:
-        """Return the schedules of these names that a search tries, with their chunks."""
+        """Return the schedules that a search tries, by name and chunks up to `max_tried`."""
         return [
             cls(name=name, chunks=chunks)
             for name, of_name in _SCHEDULES.items()
@@ -330,11 +330,11 @@ class PipelineSchedule(Frozen):
 
     @property
     def last_pass(self) -> Pass:
-        """The last kind of pass of a micro-batch on a stage."""
+        """Kind of a micro-batch's last pass on a stage: backward, or weight gradients if split."""
         return self.passes[-1]
 
     def parts_of(self, parts: int) -> list[list[int]]:
-        """Return the parts of every stage's chunks. [stages][chunks]"""
+        """Return the part in every chunk of every stage, of `parts` in all. [stages][chunks]"""
         stages, place = parts // self.chunks, self.placement
         return [
             [place.part(stage, chunk, stages) for chunk in range(self.chunks)]

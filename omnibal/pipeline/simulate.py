@@ -3,7 +3,7 @@
 A stage runs operations in schedule order. A forward waits for the previous part's activation, a
 backward for the next part's gradient; sends do not block. Context-parallel ranks start every pass
 of a shared micro-batch together and take the slowest rank's time, as do expert-parallel ranks in
-stages with experts.
+stages with experts, and ranks that shard weights in all stages.
 
 Axes: m micro-batches, p stages, k parts of the model, p * chunks (`omnibal.pipeline.schedules`).
 All steps and data-parallel ranks are simulated as one batch.
@@ -33,13 +33,13 @@ _MAX_PASS_TIMES = 2_000_000  # entries of [rows, m, p] per batch: a few hundred 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timeline:
-    """Start and end of every operation, in ms from the step's start; batched: [steps, ...]."""
+    """Start and end of every operation, in ms from the step's start; batched: [rows, ...]."""
 
     schedule: StepSchedule
     start_ms: Mapping[Pass, np.ndarray]  # start of every operation, [m, k] per kind of pass
     end_ms: Mapping[Pass, np.ndarray]  # end of every operation, [m, k] per kind of pass
     finish_ms: np.ndarray  # end of the stage's last operation, [p]
-    busy_ms: np.ndarray  # compute time of the stage, [p]
+    busy_ms: np.ndarray  # compute time of the stage without waits for other rows, [p]
     step_ms: np.ndarray  # end of the last stage, a scalar
 
     @property
@@ -48,7 +48,7 @@ class Timeline:
         return self.step_ms[..., None] - self.busy_ms
 
     def of_step(self, step: int) -> "Timeline":
-        """Select one step of a batched timeline."""
+        """Return one row (a step, or a rank of a step) of a batched timeline."""
         return Timeline(
             schedule=self.schedule,
             start_ms={kind: values[step] for kind, values in self.start_ms.items()},
@@ -68,8 +68,8 @@ class OrderedPass(NamedTuple):
     stage: int
     place: _PassIndex
     before: _PassIndex | None  # the stage's previous pass, or None if it is the first
-    source: _PassIndex | None  # producer of the input, or None if no other stage has it
-    link: _PassIndex  # from the producer: (0 forward or 1 backward, micro-batch, first part)
+    source: _PassIndex | None  # producer of the input, or None if no other part has it
+    link: _PassIndex  # index in `link_ms`: (0 forward or 1 backward, micro-batch, lower part)
 
 
 @lru_cache(maxsize=64)
@@ -104,7 +104,7 @@ class Block:
     """Blocks of neighbouring rows that begin and end a pass together."""
 
     first: np.ndarray  # first row of each block, [blocks]
-    size: np.ndarray
+    size: np.ndarray  # rows of each block, [blocks]
 
     def maximum(self, values: np.ndarray) -> np.ndarray:
         """Return the block's maximum in each of its rows. [..., rows]"""
@@ -121,8 +121,8 @@ class Block:
 class Joins:
     """Blocks of rows that run passes together."""
 
-    blocks: Mapping[tuple[int, int], Block]  # blocks by micro-batch and part
-    parts: int  # number of parts that differ, 1 if all have the same blocks
+    blocks: Mapping[tuple[int, int], Block]  # by micro-batch and part % `parts`; absent: alone
+    parts: int  # number of parts k, or 1 if all parts have the same blocks
 
     @classmethod
     def build(cls, together: np.ndarray | None) -> "Joins":
@@ -141,7 +141,7 @@ class Joins:
         return self.blocks.get((place[1], place[2] % self.parts))
 
     def slowest(self, pass_ms: np.ndarray) -> np.ndarray:
-        """Return pass times with blocks at their slowest row. [kinds, m, k, rows]"""
+        """Return pass times, each the max over the row's block. [kinds, m, k, rows]"""
         if not self.blocks:
             return pass_ms
         took_ms = pass_ms.copy()
@@ -197,7 +197,7 @@ def idle_before_passes(timeline: Timeline) -> dict[Pass, np.ndarray]:
 class StepTimes:
     """Simulated steps over all data-parallel ranks."""
 
-    step_ms: np.ndarray  # time from the first forward to the end of the weight update, [steps]
+    step_ms: np.ndarray  # whole step: weight gather and encoding to weight update, [steps]
     busy_ms: np.ndarray  # compute, exposed exchange and update, mean over ranks, [steps, p]
 
     @property
@@ -212,7 +212,7 @@ def predict_steps(
     once: PerStepCosts,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> StepTimes:
-    """Simulate the steps of a workload, without unused step numbers.
+    """Return times of the workload's steps that have packs, by increasing step number.
 
     Gradients are reduced after the slowest data-parallel rank. The gradient norm needs all stages,
     so all updates start together.
@@ -333,7 +333,7 @@ class SimulatedRows:
         step: np.ndarray,
         schedule: PipelineSchedule,
     ) -> "SimulatedRows":
-        """Arrange `chosen` micro-batches, to the end of a step, in rows; `step` is from 0."""
+        """Return rows of the `chosen` packs, whole steps only; `step` [chosen] counts from 0."""
         ranks, slot = workload.data_parallel_size, workload.slot[chosen]
         row = step * ranks + workload.dp_rank[chosen]
         shape = int(workload.slot.max()) + 1, (int(step[-1]) + 1) * ranks
@@ -417,14 +417,14 @@ class SimulatedRows:
     def simulate(
         self, ready_ms: np.ndarray | None = None, *, to_first_forwards: bool = False
     ) -> Timeline:
-        """Simulate all rows; missing micro-batches are at 0.
+        """Return the timeline [rows, ...]; times of missing micro-batches have no meaning.
 
         Operation lists are from `omnibal.pipeline.operation_graph.listed_micro_batches`.
 
         Args:
             ready_ms: earliest start of each stage, [rows, p].
             to_first_forwards: whether only times of the first micro-batch's forwards are needed;
-                the others are then 0 or too early.
+                other times then have no meaning.
         """
         slots, rows = self.pass_ms.shape[1], len(self.counts)
         longest = schedule_graph(self.schedule, self.stages, slots)
@@ -470,9 +470,9 @@ def block_sizes(
     Args:
         context: context-parallel size of every micro-batch, equal within an aligned block of rows,
             [m, 1, rows].
-        lockstep_ranks: size of aligned blocks that run parts with experts in lockstep, a divisor or
-            multiple of every context-parallel size.
-        has_experts: bool [k] or [k, rows], or None if no part has experts.
+        lockstep_ranks: size of aligned blocks that run in lockstep, a divisor or multiple of every
+            context-parallel size.
+        has_experts: bool [k] or [k, rows], whether parts run in lockstep. None: no part does.
 
     Returns:
         None if every row runs alone.
@@ -489,7 +489,7 @@ def simulate_levels(
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> StepTimes:
-    """Simulate every step of a workload with costs and stages of all its levels."""
+    """Return times of the workload's steps, from `cost` and the stages of every level."""
     times = workload_times(cost, stages_at, workload)
     once = per_step_costs(cost, stages_at[0], schedule)
     return predict_steps(times, workload, once, schedule)
