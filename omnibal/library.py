@@ -73,7 +73,7 @@ def training_job(
     Args:
         model: a preset, a hub id, or a model's TOML file, config.json or folder.
         cluster: a preset or a TOML file.
-        parallel: parallel sizes; default: the smallest, for a search of sizes.
+        parallel: parallel sizes; default: PP 1 and TP as profiled or 1, for a search of sizes.
         frozen: parts that are not trained, such as "vision".
         adapters: LoRA of parts that are not in `frozen`; their base weights are frozen.
         profile: file of `omnibal profile`; default: costs from the cluster's rates.
@@ -103,7 +103,7 @@ def _check_choice(title: str, given: str, choices: Collection[str]) -> None:
 
 
 def save_plan(planned: Planned | PlanResult, directory: Path | str) -> None:
-    """Write a plan directory."""
+    """Write a plan to a directory."""
     result = planned.result if isinstance(planned, Planned) else planned
     files_module.save_plan(result, Path(directory))
 
@@ -119,7 +119,7 @@ def check(directory: Path | str) -> list[str]:
 
 
 def simulate(directory: Path | str) -> StepTimes:
-    """Return simulated times of all steps of a plan, with its packs."""
+    """Return simulated times of all steps of a plan's packs."""
     files = open_plan(directory)
     packs, lengths = files.steps
     workload = files.job.workload(packs, lengths, files.plan.pack_levels)
@@ -135,7 +135,7 @@ def export_plan(
     data: Path | str | None = None,
     workers: int = 0,
 ) -> Export:
-    """Write and return a plan as files, flags and command of another trainer.
+    """Write a plan as files, flags and command of another trainer, and return them.
 
     Args:
         to: new folder.
@@ -161,11 +161,11 @@ class Linted:
 
     launch: Launch
     findings: list[Finding]
-    starts: bool | None  # None if a flag may be misspelled
+    starts: bool | None  # whether Megatron starts, None if a flag may be misspelled
 
 
 def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None) -> Linted:
-    """Return whether a Megatron launch line can start, and findings.
+    """Return a parsed Megatron launch line, its findings and whether it can start.
 
     Args:
         line: a command, or the text of a script.

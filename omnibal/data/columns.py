@@ -24,7 +24,7 @@ class Columns:
 
     @classmethod
     def open(cls, path: Path, names: Sequence[str], remedy: str) -> "Columns":
-        """Open a file. Raise unless it has these columns."""
+        """Return a file's columns. Raise UserError unless it has each of `names` once."""
         check_ends(path, remedy)
         with _convert_read_errors(path, remedy), pq.ParquetFile(path) as file:
             schema = file.schema_arrow
@@ -43,7 +43,7 @@ class Columns:
             raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
 
     def once(self, names: Sequence[str]) -> list[str]:
-        """Return the names that the file has. Raise if one is duplicate."""
+        """Return the `names` that the file has. Raise UserError if one is duplicate."""
         present = [name for name in names if name in self.schema.names]
         for name in present:
             if self.schema.names.count(name) > 1:
@@ -51,7 +51,7 @@ class Columns:
         return present
 
     def integers(self, name: str, kind: pa.DataType) -> np.ndarray:
-        """Read an integer column as `kind`, [rows]. Raise if a value does not fit."""
+        """Read an integer column as `kind`, [rows]. Raise on nulls and values that do not fit."""
         column = self._column(name)
         self._require(name, pa.types.is_integer(column.type), "integers", column.null_count)
         return self._cast(name, column, kind).to_numpy()
@@ -68,7 +68,7 @@ class Columns:
         return pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
 
     def categories(self, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Read a string column as codes, int32 [rows], and names."""
+        """Read a string column: codes, int32 [rows], and the distinct strings they index."""
         column = self._column(name).combine_chunks()
         if not pa.types.is_dictionary(column.type):
             column = column.dictionary_encode()
@@ -105,5 +105,5 @@ def _convert_read_errors(path: Path, remedy: str) -> Iterator[None]:
 
 
 def no_items(count: int) -> np.ndarray:
-    """Return read-only zeros, int32, for an absent item."""
+    """Return read-only zeros, int32 [count], for an item feature without a column."""
     return np.broadcast_to(np.int32(0), count)

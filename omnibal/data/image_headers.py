@@ -22,8 +22,8 @@ _LATE_BYTES = 2**17  # PNG tail with EXIF after the pixels
 
 
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Return width and height of a complete WebP (RFC 9649, section 2), otherwise None."""
-    # Pillow, the fallback, reads the whole file for its size, and refuses sizes above its limit.
+    """Return width and height of a complete WebP (RFC 9649, 2) in Pillow's limit, else None."""
+    # Callers fall back to Pillow, which reads the whole file and refuses sizes above its limit.
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
@@ -78,7 +78,7 @@ def upright_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
-    """Return the stored size of a complete image; raises BadImage or IsADirectoryError."""
+    """Return stored width and height; raises BadImage, IsADirectoryError or StorageError."""
     try:
         with image.open() as file:
             webp = webp_size(file)
@@ -118,7 +118,7 @@ def _check_depth(image: Image.Image) -> None:
 
 
 def ends_as_whole(header: Image.Image, file: BinaryIO) -> bool:
-    """Return whether a file ends with its format's marker; raises ValueError if it has none."""
+    """Return whether a known end marker is at the end; raises ValueError if it is nowhere."""
     # A marker further in may belong to an embedded preview, so the caller decodes the image.
     marker, place = _END_MARKERS.get(header.format or ""), file.tell()
     if marker is None:

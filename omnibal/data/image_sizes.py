@@ -1,11 +1,11 @@
-"""Tokens of images and videos by sample. Attention is within an image, or a time of a video."""
+"""Tokens of images and videos by sample. Attention is within an image or frame group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-# Image or video: patches in time (1 for an image), and tokens per patch.
+# Image or video: frame groups (1 for an image), and tokens per group.
 IMAGE = np.dtype([("times", "<i4"), ("tokens", "<i4")])
 
 
@@ -38,7 +38,7 @@ class ImageSizes:
         )
 
     def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens per image or video time, and their number per sample, both int64."""
+        """Return tokens of samples' images and frame groups, and their number per sample, int64."""
         chosen = self.take(rows)
         times = chosen.images["times"].astype(np.int64)
         return np.repeat(chosen.images["tokens"].astype(np.int64), times), chosen._sums(times)
@@ -50,7 +50,7 @@ class ImageSizes:
 
     @property
     def squares(self) -> np.ndarray:
-        """Sum of squared tokens per image and time, int64 [samples]."""
+        """Sum of squared tokens of images and frame groups, int64 [samples]."""
         return self._sums(self.images["times"] * self.images["tokens"].astype(np.int64) ** 2)
 
     def _sums(self, of_images: np.ndarray) -> np.ndarray:

@@ -57,7 +57,7 @@ _ROLE_OF: dict[str, Role] = {
     **dict.fromkeys(("gpt", "assistant", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "tool", "tool_response"), "tool"),
 }
-# Assistant roles with text that is a tool call or a list of calls.
+# Assistant roles whose text is a tool call or a list of calls.
 _CALL_ROLES = ("function_call", "tool_call")
 _IGNORED_KEYS = ("id", "name", "tool_call_id")  # message keys that no template writes
 # Media part types and the keys that may name the file.
@@ -76,7 +76,7 @@ _FILE_TAGS = re.compile(
 
 
 def read_messages(record: dict[str, Any]) -> RecordMessages:
-    """Read a record's messages; raises InvalidRecordError, which names the key."""
+    """Return a record's messages and media; raises InvalidRecordError, which names the key."""
     keys = [key for key in LISTS if record.get(key) is not None]
     if len(keys) > 1:
         raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
@@ -105,7 +105,7 @@ def read_messages(record: dict[str, Any]) -> RecordMessages:
 def _read_message(
     message: dict[str, Any], form: _Form, items: dict[Medium, list[Any]]
 ) -> ChatMessage:
-    """Read a message and add its media to `items`."""
+    """Return a message, its media appended to `items`."""
     fields = {key: value for key, value in message.items() if value is not None}
     speaker = fields.pop(form.speaker, None)
     role = _ROLE_OF.get(speaker) if isinstance(speaker, str) else None
@@ -143,14 +143,14 @@ def _read_content(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> 
 
 
 def _read_file_tag(found: re.Match[str], items: dict[Medium, list[Any]]) -> str:
-    """Add a file that a text names to `items`, and return its mark."""
+    """Return the mark of a file named in a text, the file appended to `items`."""
     medium: Medium = "image" if found["image"] else "audio"
     items.setdefault(medium, []).append(found[medium])
     return MARK_OF[medium]
 
 
 def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
-    """Return the text or mark of a part, and add its media to `items`."""
+    """Return the text or mark of a part, its file appended to `items`."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
@@ -187,7 +187,7 @@ def _require_type(kind: type, problem: str) -> Callable[[Any], Any]:
 
 
 def _read_calls(given: Any) -> tuple[str, ...]:
-    """Read tool calls, from JSON or its text, a single call or a list."""
+    """Return tool calls as JSON texts, from a call or a list, parsed or as text."""
     calls, texts = _parse_json(given), []
     for call in calls if isinstance(calls, list) else [calls]:
         inner = call.get("function", call) if isinstance(call, dict) else None

@@ -57,7 +57,7 @@ def read_mixture(path: Path) -> Mixture:
 
 
 def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> np.ndarray:
-    """Return the samples drawn per source, int64 [sources], from the number available."""
+    """Return samples drawn per source, int64 [sources], of `available` ones; raises UserError."""
     missing = [name for name in names if name not in mixture.sources]
     unknown = [name for name in mixture.sources if name not in names]
     if missing or unknown:
@@ -92,7 +92,7 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
 
 
 def _max_samples(mixture: Mixture, available: np.ndarray) -> np.ndarray:
-    """Return the max samples per weighted source, as whole numbers, infinite if unlimited."""
+    """Return max samples per source by `most_epochs`, whole numbers, infinite if unlimited."""
     max_epochs = math.inf if mixture.most_epochs is None else mixture.most_epochs
     return np.floor(max_epochs * available + 1e-9)  # 0.29 x 100 is 28.999...
 
@@ -146,7 +146,7 @@ def _split_by_weight(samples: float, weight: np.ndarray, most: np.ndarray) -> np
 
 
 def mix_samples(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
-    """Return the mixture's samples in order, with repeats; partial epochs are drawn at random."""
+    """Return the mixture's samples in dataset order, with repeats; partial epochs are random."""
     sources = len(lengths.source_names)
     available = np.bincount(lengths.source, minlength=sources)
     seen = samples_of_sources(mixture, lengths.source_names, available)

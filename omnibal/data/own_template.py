@@ -49,8 +49,8 @@ class Conversation:
 
     where: str
     messages: list[dict[str, Any]]
-    learned: list[int]  # indices of learned messages
-    turns: int
+    learned: list[int]  # indices of messages with loss
+    turns: int  # pairs of question and answer
     tools: list | None = None
     videos: tuple[str, ...] = ()  # text of each video's frames
 
@@ -64,7 +64,7 @@ class Conversation:
         strips: bool = False,
         videos: tuple[str, ...] = (),
     ) -> "Conversation":
-        """Build the messages of a sample, with given questions; `strips` answers and greeting."""
+        """Return a sample's messages with these questions; `strips` answers and greeting."""
         messages = [] if system is None else [_message("system", system)]
         learned = []
         if sample.greeting is not None:
@@ -105,10 +105,10 @@ class OwnTemplate:
     tokenizer: Tokenizer
     text: str
     rule: ImageRule | None  # native-resolution rule of the model, if any
-    image: str | None  # piece that the template writes for an image, of `_IMAGE_TEXTS`, or None
-    video: str | None  # text for a video, replaced by its frames' text
+    image: str | None  # key of `_IMAGE_TEXTS` that the template writes for an image, or None
+    video: str | None  # text written for a video, to be replaced by its frames', or None
     answer_end: str | None  # special piece that closes an answer, None if absent (GLM-4.5)
-    strips_answers: bool  # whether answers are stripped
+    strips_answers: bool  # whether the template strips answers
 
     @property
     def repeated_pieces(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class OwnTemplate:
         return Conversation.from_sample(sample, system, parts, videos=videos)
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids, int64 [tokens], with one per image, and the loss mask, bool."""
+        """Return token ids, int64 [tokens], with one per placeholder, and the loss mask, bool."""
         marked = self._render_messages(conversation, conversation.messages)
         text = _remove_marks(marked)
         if _GENERATION.search(self.text):
@@ -181,12 +181,12 @@ class OwnTemplate:
         return np.array(ids, np.int64), learned
 
     def encode_prompt(self, conversation: Conversation, turn: int) -> np.ndarray:
-        """Return token ids before the answer of `turn`, int64 [tokens], with one per image."""
+        """Return token ids before the answer of `turn`, int64 [tokens], one per placeholder."""
         asked = self._render_messages(conversation, conversation.before_answer(turn), prompt=True)
         return np.array(self.tokenizer.encode(_remove_marks(asked)), np.int64)
 
     def miscount(self, where: str, places: int, images: int) -> UserError:
-        """Return the error of a text with more or fewer image pieces than images."""
+        """Return the error if the text has other than `images` placeholders."""
         path = self.tokenizer.path
         if not self.repeated_pieces:
             return UserError(
@@ -200,7 +200,7 @@ class OwnTemplate:
         )
 
     def _check(self, sample: Sample) -> None:
-        """Raise if the template would drop content, or texts contain reserved pieces."""
+        """Raise UserError if the template would drop content, or texts have reserved pieces."""
         needed = {
             "tools": sample.tools is not None,
             "tool_calls": any(turn.calls for turn in sample.turns),
@@ -233,7 +233,7 @@ class OwnTemplate:
         return text if image is None else text.replace(image, _IMAGE_TEXTS[image].text)
 
     def _find_span(self, conversation: Conversation, place: int, text: str) -> tuple[int, int]:
-        """Return the span of an answer with its closing piece, without generation marks."""
+        """Return first and end character of an answer and its closing piece in `text`."""
         messages = conversation.messages
         asked = self._render_messages(conversation, messages[:place], prompt=True)
         is_last = place + 1 == len(messages)
@@ -245,7 +245,7 @@ class OwnTemplate:
     def _find_span_within(
         self, conversation: Conversation, place: int, asked: str, text: str
     ) -> tuple[int, int]:
-        """Return the span of an answer that later messages change (Qwen3 drops reasoning)."""
+        """Return the span of an answer that is written differently if messages follow (Qwen3)."""
         where, path = conversation.where, self.tokenizer.path
         message = conversation.messages[place]
         if "reasoning_content" in message or _REASONING_END in message["content"]:
@@ -254,7 +254,7 @@ class OwnTemplate:
                 f"template of {path} leaves the reasoning out, so that it cannot be learned; make "
                 "a sample of each answer, with the messages before it, or remove the reasoning"
             )
-        # Text around a stand-in for the answer, which must be around the answer too.
+        # The answer is where the same text surrounds a stand-in for it.
         stand_in = [*conversation.messages]
         stand_in[place] = message | {"content": _STAND_IN}
         before, _, behind = self._render_messages(conversation, stand_in).partition(_STAND_IN)
@@ -283,7 +283,7 @@ class OwnTemplate:
 
 @lru_cache(maxsize=16)
 def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
-    """Return the tokenizer's chat template, for a model's native-resolution rule, if any."""
+    """Return the tokenizer's template, with properties found by rendering; raises UserError."""
     text = tokenizer.template
     if text is None:
         raise UserError(
@@ -326,7 +326,7 @@ def _remove_marks(marked: str) -> str:
 
 
 def _split_parts(question: str, sample: Sample) -> str | list[dict[str, str]]:
-    """Split a question into parts if it shows images or videos."""
+    """Return a question as text and media parts, or unchanged without images and videos."""
     if not (sample.images or sample.videos):
         return question
     mark = _ITEM if sample.videos or sample.of_frames else _IMAGE

@@ -71,14 +71,14 @@ class RecordMedia(Protocol):
     """Images (also frames), videos and recordings of a record."""
 
     def find(self, medium: Medium, name: str) -> Any:
-        """Return the ImageFile, Video or AudioFile of a name; a video may be a folder of frames."""
+        """Return an ImageFile, Video (file or folder of frames) or AudioFile by name."""
 
     def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
         """Return the media of a record that names none of this kind."""
 
 
 def read_record(record: dict[str, Any], media: RecordMedia, **known: Any) -> Sample:
-    """Read and check a record; raises InvalidRecordError, which names the key."""
+    """Return the checked sample of a record, with `known` fields; raises InvalidRecordError."""
     record = with_messages(record)
     _check_keys(record)
     messages = read_messages(record)
@@ -113,8 +113,8 @@ def _check_keys(record: dict[str, Any]) -> None:
             continue
         meant = _similar_key(key)
         if meant is None:
-            # The medium of the key's files or bytes, by their names or the key's. Other keys may
-            # have the URL that a named file came from.
+            # An unknown key's files or bytes would be ignored: guess the medium by their names,
+            # then by the key. Source URLs of media under known keys are no files.
             names_files = any(record.get(known) for keys in _ITEM_KEYS.values() for known in keys)
             texts = [
                 text
@@ -194,7 +194,7 @@ def _read_items(
 def _find_items(
     record: dict[str, Any], messages: RecordMessages, medium: Medium
 ) -> tuple[str, Any]:
-    """Return the key and value of a record's media of one kind, None if absent."""
+    """Return key and value of a record's media of one kind; the value is None if absent."""
     in_parts = messages.items.get(medium)
     keys = [key for key in _ITEM_KEYS[medium] if record.get(key)]
     places = [f'"{key}"' for key in keys] + [f'"{messages.key}"'] * (in_parts is not None)
@@ -224,7 +224,7 @@ def _odd_value_error(key: str, remedy: str) -> InvalidRecordError:
 
 
 def _read_path(name: Any, key: str) -> Any:
-    """Return the path of an item, unwrapped from {"path", "bytes"} or a file's URL."""
+    """Return an item's path, from {"path"} or a file URL too. Raise on bytes and remote URLs."""
     if isinstance(name, dict):
         fields = {field: value for field, value in name.items() if value is not None}
         if list(fields) != ["path"]:
@@ -290,7 +290,7 @@ def _read_conversation(
 
 
 def _place_marks(questions: list[str], mark: str, count: int, noun: str) -> None:
-    """Add the mark of a single item if no question has one. Raise unless each item has one."""
+    """Mark a single unmarked item in question 0, in place. Raise unless marks equal items."""
     placed = sum(question.count(mark) for question in questions)
     if count == 1 and placed == 0:
         questions[0] = f"{mark}\n{questions[0]}"

@@ -1,6 +1,6 @@
 """Time, row and column position of every token for the multimodal RoPE of Qwen2-VL and later.
 
-As Transformers 5.23 `get_rope_index` (Qwen2-VL, arXiv 2409.12191, 2.1; Qwen2.5-VL, arXiv
+Equal to Transformers 5.23 `get_rope_index` (Qwen2-VL, arXiv 2409.12191, 2.1; Qwen2.5-VL, arXiv
 2502.13923, 2.1.2; Qwen3-VL, arXiv 2511.21631). Text advances all three equally, and after an image
 it continues from the longer side. Shapes: S tokens.
 """
@@ -19,10 +19,10 @@ def rope_positions(
     """Return RoPE positions (time, row, column) of a sample, int64 [3, S].
 
     Args:
-        item_S: 0 for text, otherwise an id of the image or video kind.
+        item_S: 0 for text, otherwise an id of the medium, image or video.
         shown: images and videos in token order.
-        answered: last tokens, which are generated: they continue from the largest position, as in
-            Transformers' `generate`.
+        answered: number of generated tokens at the end. They continue from the largest position,
+            as in Transformers' `generate`.
     """
     asked_S = item_S[: len(item_S) - answered]
     starts = np.flatnonzero(np.diff(asked_S, prepend=-1))
@@ -35,7 +35,7 @@ def rope_positions(
             place += stop - start
             continue
         grid, interval = next(grids, (Grid(0, 0, 0), 1.0))
-        # Truncated to 32 bits as in torch.
+        # Multiplied in float32, then truncated, as in torch.
         times = (np.arange(grid.times, dtype=np.float32) * np.float32(interval)).astype(np.int64)
         sides = (np.arange(side // rule.merge_size) for side in (grid.rows, grid.columns))
         cells = np.stack(np.meshgrid(times, *sides, indexing="ij")).reshape(3, -1)
@@ -51,7 +51,7 @@ def rope_positions(
 
 
 def _split_runs(shown: Sequence[Shown], rule: ImageRule) -> Iterator[tuple[Grid, float]]:
-    """Yield the patches and time interval of every run of tokens."""
+    """Yield patches and positions per frame group (interval) of every run of tokens."""
     video = rule.video
     for grid, seconds in shown:
         if seconds is not None and video is not None and video.times != "none":

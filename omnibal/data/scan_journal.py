@@ -1,4 +1,4 @@
-"""Journal of a scan, to resume it: a log of samples' counts, for one choice of settings.
+"""Journal of a scan, to resume it: a log of samples' counts under one hash of settings.
 
 Records group samples by file, so that a changed file loses only its own counts.
 """
@@ -63,7 +63,7 @@ class ScanJournal:
 
     @classmethod
     def open(cls, path: Path, key: str, data: Annotations) -> "ScanJournal":
-        """Read the samples finished with these settings' key, up to the first torn record."""
+        """Read samples finished under settings hash `key`, up to the log's first torn record."""
         log = RecordLog(path, _TITLE, _FORM + key.encode())
         records, discarded = log.read(_JOURNAL_NOUN)
         numbers = {key: number for number, key in enumerate(data.keys)}
@@ -74,7 +74,7 @@ class ScanJournal:
             discarded = discarded or bool(records)
             return cls(log=log, data=data, finished=read, discarded=discarded, changed=0)
         log.begin(records)
-        # The log has each record once, and its samples are all repeats of the record.
+        # The log has each record of the data once; all samples that repeat it are finished.
         records_of_samples = _number_records(data, data.file, data.number)
         order = np.argsort(records_of_samples, kind="stable")
         ascending, wanted = records_of_samples[order], read.rows["index"]
@@ -118,7 +118,7 @@ class ScanJournal:
 
 
 def _decode_samples(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> Counted:
-    """Read a record's samples of current files, with `_number_records` as index."""
+    """Return a log entry's samples of current files, with `_number_records` as index."""
     files, samples, images = _SAMPLES_HEAD.unpack_from(record)
     parts = (
         *(_SAMPLES_HEAD.size, files * _KEY_BYTES, samples * _STORED_SAMPLE.itemsize),
@@ -137,7 +137,7 @@ def _decode_samples(record: memoryview, numbers: dict[bytes, int], data: Annotat
 
 
 def _number_records(data: Annotations, file: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Return a unique number per record of all files, int64."""
+    """Return a number per sample, unique per data record, int64, from file and place in it."""
     return file.astype(np.int64) * (int(data.number.max()) + 1) + number
 
 

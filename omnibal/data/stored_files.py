@@ -68,7 +68,7 @@ def is_video_file(name: str) -> bool:
 
 
 def open_range(path: Path, offset: int, size: int) -> BinaryIO:
-    """Open `size` bytes of a file, fewer at its end."""
+    """Open `size` bytes from `offset` as a file, fewer at the file's end."""
     return io.BufferedReader(_ByteRange(path.open("rb", buffering=0), offset, size))
 
 
@@ -80,7 +80,7 @@ def natural_order(name: str) -> tuple[list[str | int], str]:
 
 
 class _ByteRange(SeekableBytes):
-    """Byte range that closes its file when closed."""
+    """Byte range of a file, as a file. Closing it closes both."""
 
     def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
         super().__init__(size)
@@ -123,5 +123,5 @@ class VideoFile(StoredFile):
 
 
 def why_unreadable(error: Exception) -> str:
-    """Return an image error's message without object addresses."""
+    """Return an image error's message; Pillow's own may hold an object's address."""
     return "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)

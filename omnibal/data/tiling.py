@@ -26,7 +26,7 @@ def tile_grid(width: int, height: int, tiling: TilingConfig, image_size: int) ->
 
 
 def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -> int:
-    """Count the tiles of an image, with the thumbnail if more than 1."""
+    """Count the tiles of an image, plus the thumbnail if there are several and tiling has it."""
     columns, rows = tile_grid(width, height, tiling, image_size)
     tiles = columns * rows
     return tiles + 1 if tiling.use_thumbnail and tiles > 1 else tiles

@@ -16,15 +16,15 @@ from omnibal.base.errors import UserError
 from omnibal.data.stored_files import VideoFile
 
 _VIDEO_REMEDY = "replace the file or remove the sample"
-_HEAD_BYTES = 128  # with the sizes of all formats
+_HEAD_BYTES = 128  # enough for the size fields of all formats
 _UNKNOWN_SIZE = 0xFFFFFFFF  # size of an AVI in a non-seekable output
-_EBML = b"\x1a\x45\xdf\xa3"  # first bytes of Matroska. The next name has 4 too
+_EBML = b"\x1a\x45\xdf\xa3"  # first id of Matroska; the next element's has 4 bytes too
 # Parts of an MP4 or MOV.
 _BOX_NAMES = frozenset(
     b"ftyp styp moov moof mdat mfra sidx free skip wide uuid meta udta pnot".split()
 )
 _MAX_BOXES = 100_000
-_CACHED_HEADERS = 4_096  # cached: a pack's samples, and part of a scan
+_CACHED_HEADERS = 4_096  # enough for a pack's samples, which are read twice
 
 
 class BadVideo(ValueError):
@@ -43,7 +43,7 @@ class VideoHeader:
 
 @lru_cache(maxsize=_CACHED_HEADERS)
 def read_video_header(video: VideoFile) -> VideoHeader:
-    """Return frames (or packets), rate and size of a video, without decoding; raises BadVideo."""
+    """Return frame (or packet) count, rate and size without decoding; raises BadVideo."""
     with _open_video(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
@@ -55,7 +55,7 @@ def read_video_header(video: VideoFile) -> VideoHeader:
 
 
 def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
-    """Decode frames by ascending indices, RGB, uint8 [F, H, W, C]."""
+    """Return frames at ascending indices `wanted`, RGB, uint8 [F, H, W, C]; raises BadVideo."""
     frames: list[np.ndarray] = []
     left = list(wanted)
     with _open_video(video) as (container, stream):
@@ -73,7 +73,7 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
 
 
 def _read_stated_end(file: IO[bytes]) -> int:
-    """Return the size of an AVI, a Matroska or an MP4 by its header, 0 if unknown."""
+    """Return the bytes that an AVI's, Matroska's or MP4's headers state, 0 if unknown."""
     head, end = _read_head(file, 0), 0
     if head.startswith(b"RIFF"):
         size = int.from_bytes(head[4:8], "little")
@@ -97,7 +97,7 @@ def _read_head(file: IO[bytes], place: int) -> bytes:
 
 
 def _read_matroska_size(head: bytes, place: int) -> tuple[int, int]:
-    """Return the end of a size of variable width, and the size, 0 if unknown."""
+    """Return the place after a variable-width size field, and the size, 0 if unknown."""
     width = 9 - int.from_bytes(head[place : place + 1]).bit_length()
     unknown = (1 << 7 * width) - 1  # all ones
     size = int.from_bytes(head[place : place + width]) & unknown
@@ -106,7 +106,7 @@ def _read_matroska_size(head: bytes, place: int) -> tuple[int, int]:
 
 @contextmanager
 def _open_video(video: VideoFile) -> Iterator[tuple[Any, Any]]:
-    """Open a video's container and first video stream; raises BadVideo."""
+    """Yield a complete video's PyAV container and first stream; raises BadVideo."""
     try:
         import av
     except ImportError as error:

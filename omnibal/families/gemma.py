@@ -14,7 +14,7 @@ from omnibal.model.layer_kinds import LayerKind
 
 
 class GemmaTable(WholeTable):
-    """Outer table; the 1B model has none."""
+    """Outer table of vision-language models; the text-only 1B model has none."""
 
     mm_tokens_per_image: PositiveInt = 256
 

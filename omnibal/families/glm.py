@@ -22,7 +22,7 @@ class GlmVision(VisionTable):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        # `intermediate_size` is the projector's width; layers use the output's.
+        # `intermediate_size` is the projector's; the layers' feed-forwards have the output width.
         return super().sizes | {"ffn_hidden_size": self.out_hidden_size}
 
     @property

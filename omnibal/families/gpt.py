@@ -11,7 +11,7 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 
 
 class PlainText(TextTable):
-    """Dense GPT, described by sections of tables.toml."""
+    """Keys shared by GPT families; sections of tables.toml hold their differences."""
 
     rms_norm_eps: PositiveFloat = 1e-5
 

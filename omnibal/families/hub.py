@@ -107,7 +107,7 @@ TRAINED_TYPES = tuple(kind for family in FAMILIES if family.is_trained for kind 
 
 
 def read_hub_config(path: Path) -> ModelConfig:
-    """Return the model of a `config.json` or its folder.
+    """Return the model of a `config.json` or its folder; raises UserError.
 
     Pixel limits come from the image processor's file, or from the family's releases.
     """
@@ -118,7 +118,7 @@ def read_hub_config(path: Path) -> ModelConfig:
 
 
 def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Return the model `name` of the content of a `config.json` at `path`."""
+    """Return model `name` of a `config.json`'s content. Raise if its model_type is unknown."""
     kind = given.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f"{path}: has no model_type; pass a config.json of a model hub")

@@ -75,11 +75,11 @@ class _OuterTable(WholeTable):
     downsample_ratio: float = 0.5
 
     def conversations(self, path: Path) -> dict[str, Any]:
-        """Conversation fields of a ModelConfig: the tokenizer's chat template, if it has one."""
+        """Return ModelConfig fields: the tokenizer's chat template if present, else internvl2_5."""
         return {"chat_template": "tokenizer" if has_chat_template(path.parent) else "internvl2_5"}
 
     def tiling(self, image_size: int, path: Path) -> TilingConfig:
-        """Tiling by the image processor's file, or the default."""
+        """Return the tiling of the image processor's file, or the default."""
         processor = read_processor(path, {})
         given = {
             "min_dynamic_patch": processor.min_patches, "max_dynamic_patch": processor.max_patches
@@ -131,7 +131,7 @@ class OriginalTable(_OuterTable):
 
 
 def read_internvl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Return an InternVL model, with a tied head if the checkpoint stores none."""
+    """Return an InternVL model; tensors stored next to `path` count in whether its head is tied."""
     names = stored_tensors(path.parent)
     has_head = None if names is None else any(name.endswith(_HEADS) for name in names)
     return internvl_model(given, name, path, has_head)
@@ -188,7 +188,7 @@ def internvl_language(given: Mapping[str, Any]) -> LanguageType:
 
 
 def unread_keys(given: Mapping[str, Any]) -> list[str]:
-    """Return unknown keys of an InternVL config.json with a value, as "table.key"."""
+    """Return unknown keys of an InternVL config.json with non-empty values, as "table.key"."""
     whole = _outer_type(given)
     language = LANGUAGES[internvl_language(given)]
     tables: list[tuple[type[HubTable], str, Any]] = [
@@ -221,5 +221,5 @@ def is_tied(
         return has_head is False if stated is None else stated
     if has_head is None:
         return bool(inner if outer is None else outer)
-    # A head that is not stored is tied unless a table denies it.
+    # A head that is not stored is tied if a table says so, or if neither says anything.
     return bool(inner or outer) or (inner is None and outer is None)

@@ -16,7 +16,7 @@ class KimiTable(WholeTable):
 
 
 class MoonVit(LayersTable):
-    """Kimi-VL. Video frames, of which it pools four, are planned as images."""
+    """Tower of Kimi-VL. Video frames are planned as images."""
 
     output_key = "text_hidden_size"
     max_patches: ClassVar[int] = 4096  # of an image, by the release's processor
@@ -61,7 +61,7 @@ class MoonVit(LayersTable):
 
 
 class MoonVit3d(MoonVit):
-    """Kimi-K2.5."""
+    """Tower of Kimi-K2.5. Its pooling over four video frames is not planned."""
 
     max_patches = 16_384
     max_side = 512

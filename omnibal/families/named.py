@@ -32,7 +32,7 @@ def named_model_file(name_or_path: str) -> Path:
 
 
 def model_of_line(name: str) -> str | None:
-    """Return the model named by a launch line, or the preset that begins a recipe's name.
+    """Return `name` if it names a model, else the preset that begins it as a recipe, or None.
 
     Example:
         >>> model_of_line("llama31_8b_pretrain_config"), model_of_line("another_7b")
@@ -48,7 +48,7 @@ def model_of_line(name: str) -> str | None:
 
 
 def model_notes(name_or_path: str) -> list[str]:
-    """Return notes on how a model is planned, such as the preset of another spelling."""
+    """Return notes: ignored settings of a config.json, or the preset of another spelling."""
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     if path is not None:
@@ -62,7 +62,7 @@ def hub_ids() -> dict[str, list[str]]:
 
 
 def _preset_or_path(given: str) -> str:
-    """Return the preset of a hub id or of another spelling, else `given`."""
+    """Return the preset of a hub id or spelling, else `given`. Raise for unknown hub ids."""
     if given in preset_names("models") or Path(given).exists():
         return given
     spelt = {_SEPARATORS.sub("", name): name for name in preset_names("models")}

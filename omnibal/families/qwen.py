@@ -38,7 +38,7 @@ class SectionedText(TextTable):
         return super().rope_fields | {"rope_sections": sections}
 
 
-# Bases in this order keep Qwen2Text's defaults; SectionedText inherits TextTable's.
+# Pydantic takes the first base's fields: Qwen2Text's defaults, not TextTable's.
 class Qwen25VLText(Qwen2Text, SectionedText):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
@@ -199,14 +199,14 @@ _SIZE_KEYS = (
 def read_flat(
     vision: type[DepthTable], given: dict[str, Any], name: str, path: Path
 ) -> ModelConfig:
-    """Return a Qwen2-VL or Qwen2.5-VL, with language keys in the outer table, an inner, or both."""
+    """Return a Qwen2(.5)-VL; language keys are in the outer table, in text_config, or in both."""
     outer = {key: value for key, value in given.items() if key not in _LANGUAGE_KEYS}
     flat = {key: value for key, value in given.items() if key in _LANGUAGE_KEYS}
     table = given.get("text_config")
     if not isinstance(table, dict):
         outer |= {"text_config": flat if table is None else table}
     else:
-        # The inner table counts; files of some Transformers 4.5x have both.
+        # Some Transformers 4.5x write both; the inner table is read.
         for key in _SIZE_KEYS:
             if key in flat and key in table and flat[key] != table[key]:
                 raise ValueError(

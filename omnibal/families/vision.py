@@ -17,7 +17,7 @@ _PILLOW_BICUBIC = 3
 
 
 class WholeTable(HubTable):
-    """Outer table with language model, tower and head tying."""
+    """Outer table of a config.json: tables of language model and tower, and head tying."""
 
     text_config: dict[str, Any] | None = None
     vision_config: dict[str, Any] | None = None
@@ -27,7 +27,7 @@ class WholeTable(HubTable):
 class Tower(HubTable):
     """Vision tower of a family."""
 
-    output_key: ClassVar[str | None] = None  # of the projector's output width
+    output_key: ClassVar[str | None] = None  # key with the projector's output width
 
     def encoder(self, whole: Any, path: Path) -> Encoder:
         """Return the encoder, with pixel limits of processor files next to `path`."""
@@ -49,7 +49,7 @@ class LayersTable(Tower):
 
     @property
     def layer_sizes(self) -> dict[str, Any]:
-        """Fields of an encoder about its layers."""
+        """Encoder fields: layers, widths and heads."""
         return {
             "layers": self.num_hidden_layers,
             "hidden_size": self.hidden_size,
@@ -61,7 +61,7 @@ class LayersTable(Tower):
 class DepthTable(Tower):
     """Keys of Qwen2-VL's tower and later."""
 
-    reads_video: ClassVar[bool] = True  # of a video processor's file
+    reads_video: ClassVar[bool] = True  # whether a video processor's file changes `video`
 
     depth: PositiveInt
     hidden_size: PositiveInt
@@ -73,7 +73,7 @@ class DepthTable(Tower):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of an ImagesEncoder."""
+        """ImagesEncoder fields of layers, patches and merging."""
         return {
             "layers": self.depth,
             "hidden_size": self.hidden_size,
@@ -85,14 +85,14 @@ class DepthTable(Tower):
 
     @property
     def video(self) -> VideoConfig | None:
-        """Video settings of the releases."""
+        """Video settings of the releases in tables.toml, None if absent."""
         video = self.section().parts.get("video")
         return None if video is None else VideoConfig.model_validate(video)
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
         sizes, video = self.sizes, self.video
         if video is not None and self.reads_video:
-            # Pixel limits of the releases count per frame (Qwen2-VL) or for all frames.
+            # Pixel limits in the file are per frame (Qwen2-VL) or for all frames.
             changes = read_video_processor(path).changes(per_frame=not video.counts_frames)
             video = VideoConfig.model_validate({**video.model_dump(), **changes})
         fields = {**self.parts, **_processor_fields(path, sizes), "video": video}
@@ -119,7 +119,7 @@ def square(sides: int | list[int], name: str) -> int:
 
 
 def _processor_fields(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return ImagesEncoder fields of the image processor's file."""
+    """Return ImagesEncoder fields set by the image processor's file. Raise if unsupported."""
     processor = read_processor(config, sizes)
     if not (processor.do_rescale and processor.do_normalize):
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
@@ -149,7 +149,7 @@ def read_vision_language(
     kind: type[WholeTable] = WholeTable,
     checks_rope: bool = False,
 ) -> ModelConfig:
-    """Return the model of a tower and a language model, by their tables."""
+    """Return the model of config.json `given`, read as `kind`, `vision` and `text` tables."""
     whole = as_table(kind, given, str(path))
     tower = as_table(vision, whole.vision_config, f"{path}: vision_config")
     language = as_table(text, whole.text_config, f"{path}: text_config")

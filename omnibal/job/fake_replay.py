@@ -83,7 +83,7 @@ class Roofline(Frozen):
 
     @classmethod
     def of_cluster(cls, cluster: ClusterConfig, precision: Precision) -> "Roofline":
-        """Return the cluster's rates, with attention at the matrix product rate."""
+        """Return the cluster's achieved rates, with attention at the matrix product rate."""
         reached = cluster.tflops(precision) * cluster.matmul_efficiency
         return cls(
             name=cluster.name,
@@ -94,7 +94,7 @@ class Roofline(Frozen):
         )
 
     def operation_ms(self, count: OperationCount) -> float:
-        """Return the launches' time, max of arithmetic and bytes."""
+        """Return the time of all counted launches in ms: the max of compute and memory time."""
         rate = self.matrix_tflop_per_s
         if count.kind == "attention":
             backward = "backward" in count.operation
@@ -123,13 +123,13 @@ class FakeStage(StageResult):
 
     @property
     def deviation(self) -> float | None:
-        """Relative error of the predicted peak, negative if too low."""
+        """Predicted over allocated peak, minus 1, or None without a prediction."""
         if self.predicted_gib is None:
             return None
         return self.predicted_gib / self.allocated_gib - 1
 
     def step_ms(self, rates: Roofline) -> dict[OperationKind, float]:
-        """Return the step's compute times by kind, without communication."""
+        """Return the step's compute time in ms by kind, without communication and update."""
         kinds: tuple[OperationKind, ...] = ("matrix product", "attention", "element-wise")
         times = dict.fromkeys(kinds, 0.0)
         for count in self.operations:
@@ -138,7 +138,7 @@ class FakeStage(StageResult):
         return times
 
     def element_wise_share(self, rates: Roofline) -> float:
-        """Return the share of compute time outside matrix products and attention."""
+        """Return the share (0 to 1) of compute time outside matrix products and attention."""
         times = self.step_ms(rates)
         total = sum(times.values())
         return times["element-wise"] / total if total else 0.0
@@ -169,10 +169,10 @@ def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
 
 
 def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
-    """Return a stage's predicted peak without NCCL buffers, or None without a prediction."""
+    """Return a stage's predicted peak without NCCL buffers of data-parallel encoders, or None."""
     if plan.prediction is None:
         return None
-    # The prediction includes NCCL's buffers per peer, and a fake device has no NCCL.
+    # A fake device has no NCCL. Buffers for expert-parallel peers are not subtracted.
     peers = 0
     if plan.beside is not None:
         peers = plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor - 1
@@ -188,7 +188,7 @@ def is_fake_replay(directory: Path) -> bool:
 class Window:
     """Consecutive micro-batches of a rank's step that contain the in-flight set of a pass."""
 
-    rows: np.ndarray  # rows of the packs in flight, plus one before and one after if present
+    rows: np.ndarray  # workload rows of packs in flight and around, see `_rows_around`
     predicted_gib: float  # predicted memory beyond the state
 
 
@@ -225,14 +225,14 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
 def _rows_around(
     plan: Plan, stage: int, workload: Workload, passes: PassBytes, number: int
 ) -> np.ndarray:
-    """Return the fewest rows that reproduce a pass's in-flight set, plus a row before and after."""
+    """Return the shortest run of the rank's rows with a pass's in-flight set and neighbours."""
     row, kind, chunk = int(passes.row[number]), int(passes.kind[number]), int(passes.chunk[number])
     of_rank = (workload.step == workload.step[row]) & (workload.dp_rank == workload.dp_rank[row])
     step_rows = np.flatnonzero(of_rank)
     place, count, schedule = int(row - step_rows[0]), len(step_rows), plan.schedule
 
     def find_in_flight(first: int, number: int) -> set[tuple[int, int, int]]:
-        """Return the in-flight set if the step has only `number` micro-batches from `first`."""
+        """Return the pass's in-flight set in a step of `number` micro-batches from `first`."""
         in_flight = _list_in_flight(schedule, plan.parallel.pipeline, stage, number)
         entries = in_flight[kind, chunk, place - first]
         return {(part, state, first + micro_batch) for part, state, micro_batch in entries}

@@ -23,7 +23,7 @@ _DEVICE = re.compile(r"\b(?:GB|[ABHLV])\d{2,3}\b")
 
 
 class JobKind(StrEnum):
-    """Kinds of jobs with prediction errors of their own."""
+    """Kinds of jobs whose prediction errors are reported separately."""
 
     ADAPTERS = "adapters and fine-tuning"
     SHARDED = "sharded weights"
@@ -34,14 +34,14 @@ class JobKind(StrEnum):
 
 
 class PublishedErrors(Frozen):
-    """Predicted over measured step time, minus 1, of published jobs of one kind."""
+    """Predicted over measured step time, minus 1, of one kind of published jobs on a device."""
 
     kind: JobKind
     device: str
     small: bool  # whether micro-batches have at most `SMALL_TOKENS` tokens
     steps: Count
     median: float  # median of absolute errors
-    least: float
+    least: float  # signed, below 0 if predicted too fast
     most: float
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def _read_errors() -> tuple[PublishedErrors, ...]:
 
 
 def device_name(cluster: ClusterConfig) -> str:
-    """Return the short name of a cluster's devices, such as "H100"."""
+    """Return the short name of a cluster's devices, such as "H100", or the full one."""
     match = _DEVICE.search(cluster.device)
     return match[0] if match else cluster.device
 
@@ -75,7 +75,7 @@ def job_kind(
     has_images: bool,
 ) -> JobKind:
     """Return the kind of a job, given the tokens of its longest sample."""
-    # The first that holds counts: rarer kinds come first.
+    # A job may be of several kinds; the first, rarest one is its kind.
     holds = {
         JobKind.ADAPTERS: adapters is not None,
         JobKind.SHARDED: parallel.sharded > 1,
@@ -89,7 +89,7 @@ def job_kind(
 def published_errors(
     kind: JobKind, cluster: ClusterConfig, micro_batch_tokens: float
 ) -> PublishedErrors | None:
-    """Return errors of published jobs of a kind, preferably of this device and batch size."""
+    """Return errors of a kind, preferably on this device and of this size; None if unknown."""
     device, small = device_name(cluster), micro_batch_tokens <= SMALL_TOKENS
     return min(
         (errors for errors in _read_errors() if errors.kind is kind),
@@ -99,7 +99,7 @@ def published_errors(
 
 
 def errors_of_plan(plan: Plan) -> PublishedErrors | str:
-    """Return errors of published jobs of the plan's kind, or why they are unknown."""
+    """Return errors of published jobs of the plan's kind, or the reason for none as text."""
     if plan.prediction is not None and plan.prediction.cost_source.startswith("profile:"):
         return "costs were measured here"
     caps = largest_caps(plan.pack_levels)
