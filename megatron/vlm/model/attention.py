@@ -37,13 +37,13 @@ from megatron.vlm.model.shared_attention import SharedAttention
 
 _HOPPER = 9  # major compute capability for FlashAttention 3
 _HEAD_SIZE_MULTIPLE = 8  # required by the packed kernel
-_QUERIES_OF_A_MASK = 256  # maximum queries per mask, for pieces attended one at a time
+_QUERIES_OF_A_MASK = 256  # maximum queries per explicit mask
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
     """Weight [W] of InternViT's q or k norm: an RMSNorm over all heads of all ranks.
 
-    Core's norms are per head. `TileAttention` runs both norms together.
+    `TileAttention` runs both norms. Core's norms are per head: `hidden_size` is D here.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -220,7 +220,7 @@ def attend_packed(
 
     In causal ranges the last query sees the last key: masks are aligned at the end.
     """
-    # The packed kernel takes no other head sizes; per range, torch pads them.
+    # The packed kernel takes only multiples of 8; in calls per range, torch pads other head sizes.
     takes_heads = query_TND.shape[-1] % _HEAD_SIZE_MULTIPLE == 0
     is_16_bit = query_TND.dtype in (torch.bfloat16, torch.float16)
     if query_TND.is_cuda and takes_heads and is_16_bit:
@@ -259,7 +259,7 @@ def attend_by_segment(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend with one kernel call per range: linear in the pack, for every device and type."""
+    """Attend as `attend_packed`, with one kernel call per range, on every device and type."""
     # The `padded` borders are on the host, so that this does not synchronize the device.
     queries = query_TND.split(packed.cu_seqlens_q_padded.diff().tolist())
     key_counts = packed.cu_seqlens_kv_padded.diff().tolist()
@@ -273,7 +273,7 @@ def attend_by_segment(
 
 @functools.cache
 def prefer_flash_attention_3() -> bool:
-    """Make torch use FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608); return if it does.
+    """Activate FlashAttention 3 in torch (arXiv 2407.08608); return whether it is available.
 
     It needs a Hopper device and the package. Otherwise torch uses FlashAttention 2.
     """
@@ -294,7 +294,7 @@ def attend_flash(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend with one kernel call for the entire pack, on CUDA in 16 bit only."""
+    """Attend as `attend_packed`, with one kernel call for the pack; CUDA in 16 bit only."""
     from torch.nn.attention.varlen import varlen_attn
 
     # Keys and values are not repeated for grouped queries: copies would be kept for backward. torch
@@ -316,5 +316,5 @@ def attend_flash(
 
 @functools.cache
 def asks_for_groups(attention: Callable[..., torch.Tensor]) -> bool:
-    """Return whether a call must say that keys have fewer heads than queries."""
+    """Return whether `attention` needs `enable_gqa` for keys with fewer heads than queries."""
     return "enable_gqa" in inspect.signature(attention).parameters

@@ -66,7 +66,7 @@ class Product(ABC):
         return rows, gradient
 
     def begin(self, late: "LateProduct") -> dist.Work | None:
-        """Begin gathering the parts of `shard`; collective if ranks keep parts."""
+        """Begin gathering the parts of `shard` into `late`; return None if this rank has all."""
         return None
 
 
@@ -79,12 +79,12 @@ class LateProduct:
     _gather: dist.Work | None = None
 
     def begin(self) -> "LateProduct":
-        """Begin the exchange that `add` needs."""
+        """Begin the exchange that `add` needs, if any; return self."""
         self._gather = self.product.begin(self)
         return self
 
     def add(self) -> None:
-        """Add the gradient to core's buffer."""
+        """Add the weight gradient to core's buffer; waits for the exchange."""
         if self._gather is not None:
             self._gather.wait()
         buffer: torch.Tensor = vars(self.weight)["main_grad"]
@@ -92,11 +92,11 @@ class LateProduct:
 
 
 class DeferredWeights:
-    """Deferred weight-gradient products of a stage."""
+    """Deferred weight-gradient products of a stage's linears and experts."""
 
     def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
         self.parameters = frozenset(parameters)
-        self.on_gradient: OnGradient | None = None  # in a step's last part only
+        self.on_gradient: OnGradient | None = None  # called in a step's last `add` only
         self.late: list[LateProduct] = []
         # An input of every product, so that autograd calls backward if rows need no gradient.
         self.trained = torch.empty(0, requires_grad=True)
@@ -126,7 +126,7 @@ def multiply(
     bias_O: torch.Tensor | None = None,
     deferred: DeferredWeights | None = None,
 ) -> torch.Tensor:
-    """Multiply rows with a weight and add a bias, deferring the weight gradient if asked to."""
+    """Return rows times weight plus bias; with `deferred`, the weight gradient is added later."""
     if deferred is None:
         return _Multiply.apply(product, rows, weight, bias_O, None, None)
     # Hidden from autograd, which would compute the weight's gradient.
@@ -168,10 +168,10 @@ class ParallelProduct(Product):
     """Core's product of a linear that tensor-parallel ranks divide."""
 
     accumulates: bool  # a fused kernel adds products to the buffer, unrounded
-    sums_inputs: bool  # the input gradient is summed over ranks
+    sums_inputs: bool  # the input gradient is all-reduced over `group`
     group: dist.ProcessGroup  # ranks that divide the sequence and the linear
-    gathers_rows: bool  # a rank has a part of the input sequence
-    gathers_gradient: bool  # outputs are reduce-scattered over the sequence
+    gathers_rows: bool  # inputs are divided along the sequence, and gathered for the product
+    gathers_gradient: bool  # outputs are reduce-scattered, so a rank keeps a part of the gradient
 
     def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.gathers_rows:

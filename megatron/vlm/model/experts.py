@@ -36,16 +36,16 @@ from omnibal.model.parallel import Parallel
 class Routing:
     """Routers' inputs from a micro-batch."""
 
-    padding_S: torch.Tensor | None  # bool, excluded from auxiliary loss and balance
-    loss_weight: float  # weight of the micro-batch in the auxiliary loss, as in the loss
+    padding_S: torch.Tensor | None  # bool, true for tokens without auxiliary loss and balance
+    loss_weight: float  # weight of the auxiliary loss, `MicroBatch.loss_weight`
 
 
 class Router(TopKRouter):
     """Core's router, with an auxiliary loss that is independent of parallel sizes.
 
     Switch Transformer (arXiv 2101.03961, equation 4) over a micro-batch and all chosen experts:
-    `E / k * sum_e share_of_tokens[e] * mean_score[e]`. A micro-batch's weight is its tokens' in the
-    loss, and a share's is its fraction of the pack's, so the result is a mean for any layout.
+    `E / k * sum_e share_of_tokens[e] * mean_score[e]`. Micro-batches are weighted by the sum of
+    their loss weights, shares of a pack by their tokens: the result is a mean for any layout.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Router(TopKRouter):
     def _apply_expert_bias(
         self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> None:
-        """Count the tokens of every expert (core's name)."""
+        """Count the tokens of every expert in training, without padding (core's name)."""
         # Recomputed layers run twice, first without gradients.
         if torch.is_grad_enabled():
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
@@ -137,12 +137,12 @@ class StackedExperts(MegatronModule):
     def forward(
         self, rows_RH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_R: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Run every expert on its rows; return [R, H].
+        """Run every expert on its rows; return weighted outputs [R, H], and None for a bias.
 
         Args:
             rows_RH: rows sorted by expert.
             tokens_per_expert: int64 [X], on the host.
-            weights_R: weight of every row in its token's sum, float32.
+            weights_R: router weight of every row, float32.
         """
         product = GroupedProduct(tuple(tokens_per_expert.tolist()))
         first_XIH, second_XHF = self.linear_fc1.weight, self.linear_fc2.weight
@@ -177,7 +177,7 @@ class MixtureOfExperts(MoELayer):
     def forward(  # type: ignore[override]
         self, hidden_SBH: torch.Tensor, routing: Routing | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Run the experts on their tokens; return the sums of outputs, [S, B, H].
+        """Run the experts; return each token's sum of outputs, [S, B, H], and None for a bias.
 
         Collective over the expert-parallel ranks, in forward and backward.
         """
@@ -200,7 +200,7 @@ def routers(module: torch.nn.Module) -> Iterator[Router]:
 def take_expert_balance(
     chunks: Sequence[MegatronModule], parallel: Parallel
 ) -> ExpertBalance | None:
-    """Return the balance since the last call, without padding, or None if dense; collective."""
+    """Return the balance of tokens since the last call, or None if dense; collective."""
     config = chunks[0].config
     if config.num_moe_experts is None:
         return None
@@ -218,7 +218,7 @@ def take_expert_balance(
 
 
 def _max_over_mean(counts: torch.Tensor) -> float:
-    """Return the mean over rows of max / mean, or 1 for zeros."""
+    """Return the mean over rows of max / mean; a row of zeros counts as 1."""
     means = counts.mean(1)
     return float(torch.where(means > 0, counts.amax(1) / means.clamp(min=1), 1.0).mean())
 
@@ -245,7 +245,7 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class GroupedProduct(Product):
-    """Product of every group i of `counts[i]` rows with matrix i."""
+    """Product of group i, the next `counts[i]` rows, with matrix i of a stack [X, O, I]."""
 
     counts: tuple[int, ...]
 

@@ -27,9 +27,9 @@ FirstValues = Callable[[torch.nn.Parameter, range, torch.Tensor], None]
 
 @contextmanager
 def without_matrices() -> Iterator[None]:
-    """Build modules with matrices without memory, until `FlatWeights` allocates it.
+    """Context in which modules are built on the device, and matrices freed at once.
 
-    So a rank never has more than one full module.
+    `FlatWeights` allocates them, so a rank never has more than one full module.
     """
 
     def free_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
@@ -46,12 +46,12 @@ def without_matrices() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParameterRange:
-    """Range of a parameter's flat values in a rank's shard."""
+    """Flat values `first` to `end` (exclusive) of a parameter, in a rank's shard."""
 
     parameter: torch.nn.Parameter
     first: int
     end: int
-    place: slice  # range in the shard
+    place: slice  # same values in the shard
 
 
 class FlatWeights:
@@ -60,7 +60,7 @@ class FlatWeights:
     Args:
         parameters: of one type, all trained or all frozen, built in `without_matrices`; without
             values until gathered.
-        first_values: equal on every rank.
+        first_values: writes initial values, equal on every rank.
     """
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class FlatWeights:
             yield whole_P[first : first + parameter.numel()].view(parameter.shape)
 
     def ranges(self) -> Iterator[ParameterRange]:
-        """Yield the ranges of parameters with values in this rank's shard."""
+        """Yield the range of every parameter that has values in this rank's shard."""
         begin = self.groups.shards.rank() * self.part_size
         for parameter, first in zip(self.parameters, self.firsts, strict=True):
             low = max(begin, first)
@@ -115,7 +115,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def begin_gather(self) -> dist.Work | None:
-        """Begin the all-gather; collective over the sharding ranks."""
+        """Begin and return the all-gather, None for one rank; collective over sharding ranks."""
         if not self.is_divided:
             return None
         # The same storage, so that parameters and tensors saved by autograd are views again.
@@ -125,7 +125,7 @@ class FlatWeights:
         )
 
     def release(self) -> None:
-        """Free all but this rank's shard."""
+        """Free the gathered weights, but not this rank's shard."""
         if self.is_divided:
             self._whole_P.untyped_storage().resize_(0)
 
@@ -152,7 +152,7 @@ class ShardedUnit:
     flats: tuple[FlatWeights, ...]  # weights used by the unit
     # Trained weights with complete gradients after its backward: no earlier unit uses them.
     reduced: tuple[FlatWeights, ...]
-    gathers_again: bool  # whether its backward reads weights
+    gathers_again: bool  # whether its backward reads weights, so that they are gathered for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -41,7 +41,7 @@ class SharedAttention(ABC):
     def attend(
         self, query_TND: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, inner: Attend
     ) -> torch.Tensor:
-        """Attend across the block's ranks by `inner` on each, [T, N, D]."""
+        """Attend over the ranks that share the pack, by `inner` on each; return [T, N, D]."""
 
     def for_recomputation(self) -> "SharedAttention":
         """Return the variant for a layer that is recomputed in backward."""
@@ -67,14 +67,14 @@ def shared_attention(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _GatheredKeys(SharedAttention):
-    sent_R: torch.Tensor  # own rows that other ranks may want, int64
+    sent_R: torch.Tensor  # own rows of divided samples, which every rank receives, int64
     max_sent: int  # M, equal on all ranks and at least 1: shorter sends are padded
-    # Wanted rows, int64: r < T is an own row, T + i * M + j is row j sent by rank i. At most twice
-    # each, so that backward's atomic sums do not depend on their order.
+    # Wanted rows, int64: r < T is an own row, T + i * M + j is row j sent by rank i. Each row is
+    # wanted at most twice, so that backward's atomic sums do not depend on their order.
     wanted_K: torch.Tensor
     group: dist.ProcessGroup
     borders: PackedSeqParams  # queries: this rank's pieces; keys: samples up to the piece's end
-    keeps_keys: bool = False
+    keeps_keys: bool = False  # whether gathered keys stay until backward
 
     @classmethod
     def from_layout(
@@ -167,17 +167,17 @@ class _RegatheredKeys:
 
     def __init__(self, own_T2GD: torch.Tensor, keys: _GatheredKeys) -> None:
         self._own_T2GD, self._keys = own_T2GD, keys
-        self.address = 0  # of the gathered keys, whose views are not saved
+        self.address = 0  # storage address of the gathered keys, whose views are not saved
         self.keys_K2GD: torch.Tensor | None = None
 
     def pack(self, saved: torch.Tensor) -> torch.Tensor | _View:
-        """Save only the layout of views of the keys."""
+        """Return the layout of a view of the keys, or another tensor itself, for autograd."""
         if saved.untyped_storage().data_ptr() != self.address:
             return saved
         return saved.size(), saved.stride(), saved.storage_offset()
 
     def unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
-        """Return a saved tensor."""
+        """Return a saved tensor, or the view of the regathered keys with a saved layout."""
         if isinstance(saved, torch.Tensor):
             return saved
         assert self.keys_K2GD is not None, "a layer's keys are used before they are gathered"
@@ -221,7 +221,7 @@ class _DividedHeads(SharedAttention):
     divided_tokens: list[int]  # tokens of every rank's divided pieces, [C]
     rows_R: torch.Tensor  # this rank's tokens of divided samples
     whole_rows: torch.Tensor  # this rank's other tokens, with padding
-    unordered_T: torch.Tensor  # inverse of the concatenation of both
+    unordered_T: torch.Tensor  # place of every token in `rows_R` followed by `whole_rows`
     by_sample_A: torch.Tensor  # received rows, sorted by sample and place
     by_rank_A: torch.Tensor  # inverse of `by_sample_A`
     divided_borders: PackedSeqParams
@@ -291,7 +291,7 @@ def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
 
 
 def _list_rows(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the row numbers of runs of rows, int64, on the device."""
+    """Return the row numbers of runs of rows, concatenated, int64, on the device."""
     # Only the runs are copied to the device, which expands them.
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     ends = np.cumsum(counts)

@@ -82,7 +82,7 @@ class VLMStage(MegatronModule):
     ) -> None:
         encoder_configs = encoder_transformer_configs(model, stage, parallel, precision)
         language_config = language_transformer_config(model, stage, parallel, precision)
-        # If this is set, core sums gradients of all parameters marked `sequence_parallel` over
+        # With `config.sequence_parallel` core sums gradients of parameters so marked over
         # tensor-parallel ranks. Norms of q's and k's heads need it without sequence parallelism
         # too. With `qk_layernorm` core would also sum InternViT's q and k norms, which are sharded.
         config = copy.copy(language_config)
@@ -118,7 +118,7 @@ class VLMStage(MegatronModule):
                 vocabulary,
                 max_sequence_length=0,
                 position_embedding_type="rope",
-                # Image features are inserted before the sequence is divided.
+                # Features are inserted before the sequence is divided.
                 scatter_to_sequence_parallel=False,
             )
         self.language = None
@@ -154,7 +154,7 @@ class VLMStage(MegatronModule):
         describe_partitions(self, parts)
         tied: Any = self.shared_embedding_or_output_weight() if language.tied_head else None
         if self.holds_tied_copy:
-            # Its own bucket, so that data-parallel ranks divide both copies alike.
+            # Core's mark for an own bucket: data-parallel ranks then divide both copies alike.
             tied.shared_embedding = True
             # Only the embedding's copy counts in the gradient norm.
             tied.shared = self.embedding is None
@@ -174,7 +174,7 @@ class VLMStage(MegatronModule):
         return {name: block for name, block in blocks.items() if block is not None}
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
-        """Return this stage's copy of the tied matrix (core's name), or None if absent."""
+        """Return the token embedding's weight, else the head's, else None (core's name)."""
         if self.embedding is not None:
             return self.embedding.word_embeddings.weight
         return self.head.weight if self.head is not None else None
@@ -184,7 +184,7 @@ class VLMStage(MegatronModule):
         self._input = input_tensor or {}
 
     def forward(self, batch: MicroBatch) -> ByTower | torch.Tensor:
-        """Run the stage; return its outputs, or at the head the summed loss or next tokens."""
+        """Run the stage; return its outputs by tower, or `head_output` if it has the head."""
         received, self._input = self._input, {}  # not kept longer than the micro-batch
         hidden = self.encode(batch, received)
         if self.embedding is not None or self.language is not None:
@@ -353,7 +353,7 @@ class VLMStage(MegatronModule):
         return all_to_all(self.context_groups[batch.share.context], sent_FE, received, sent)
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss, or without labels the likeliest next tokens [A]."""
+        """Return the weighted sum of losses, or without labels the likeliest next tokens [A]."""
         if self.sequence_parts > 1:
             # The head's column-parallel backward sums the gradient over ranks already.
             hidden_S1E = tensor_parallel.gather_from_sequence_parallel_region(
@@ -378,7 +378,7 @@ class VLMStage(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the stage's unpadded checkpoint state (core's name)."""
+        """Return the padded checkpoint state (core's name); other paddings can load it."""
         groups = {"tp_group": self.groups.tp, "dp_cp_group": self.groups.dp_cp}
         state = super().sharded_state_dict(prefix, sharded_offsets, {**(metadata or {}), **groups})
         for name, tensor in state.items():
@@ -476,7 +476,7 @@ def build_stage(
 def build_encoders(
     plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
 ) -> VLMStage:
-    """Build a stage of all data-parallel encoders."""
+    """Build a stage of all encoders, to run data-parallel, without initializing weights."""
     stage = VLMStage(
         plan.model,
         encoders_stage(plan.model),
@@ -490,7 +490,7 @@ def build_encoders(
 
 
 def tied_copies(plan: Plan) -> tuple[int, ...]:
-    """Return the two parts with copies of the tied matrix, empty if one part has both units."""
+    """Return the two parts with copies of the tied matrix; empty if untied or on one part."""
     stages = enumerate(plan.stages)
     return tuple(index for index, stage in stages if _holds_tied_copy(plan.model, stage))
 
@@ -534,12 +534,12 @@ def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
 
 
 def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
-    """Return an encoder's inputs in a micro-batch, or None if this stage does not embed them."""
+    """Return an encoder's inputs in a micro-batch, or None if it was read without them."""
     return vars(batch)[ITEM_FIELDS[encoder.feature][0]]
 
 
 def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
-    """Sort tensor names as sent: each encoder and its deepstack features, then language."""
+    """Return names in `held` as sent: each encoder and its deepstack features, then language."""
     deepstack = deepstack_of(model)
     names = [
         name

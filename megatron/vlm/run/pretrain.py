@@ -113,7 +113,7 @@ class TrainingRun:
 
 
 def open_trainable(directory: Path) -> PlanFiles:
-    """Return the files of a plan. UserError if it cannot be trained."""
+    """Return the files of a plan; raise UserError if it cannot be trained."""
     planned = open_plan(directory, to_train=True)
     obstacles = training_obstacles(planned.plan)
     if obstacles:
@@ -122,7 +122,7 @@ def open_trainable(directory: Path) -> PlanFiles:
 
 
 def plan_to_train(given: Path, arguments: RunArguments, launch: RankLaunch) -> Path:
-    """Return the plan directory to train: the newest made by this run, else `given`."""
+    """Return the plan directory to train: `given`, or the newest of a continued or elastic run."""
     is_continued = arguments.continues_run or arguments.checkpoints.elastic
     if arguments.finetune or not is_continued:
         return given
@@ -134,7 +134,7 @@ def plan_to_train(given: Path, arguments: RunArguments, launch: RankLaunch) -> P
 
 
 def resume_elastic(arguments: RunArguments) -> RunArguments:
-    """Return the arguments, with `load` of an elastic run set to its own newest checkpoint."""
+    """Return the arguments; if elastic and `save` has a checkpoint, they resume from `save`."""
     if not arguments.checkpoints.elastic or latest_step(arguments.save) is None:
         return arguments
     return replace(arguments, load=arguments.save, finetune=False)
@@ -167,7 +167,7 @@ def plan_for_all(
 
 
 def load_run(arguments: RunArguments, planned: PlanFiles, launch: RankLaunch) -> TrainingRun:
-    """Return the run, with data, tokenizer and directories checked. All ranks raise alike."""
+    """Return the run with opened data; raise UserError, alike on all ranks, if checks fail."""
     plan = planned.plan
     arguments = replace(arguments, optimization=fill_rates(arguments.optimization, plan))
     launch.check_against(plan.parallel)
@@ -211,7 +211,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: RankLaunch) ->
 
 
 def fill_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
-    """Return the options, with absent learning rates as in most published recipes."""
+    """Return the options with default learning rates filled in; UserError if rates conflict."""
     default = LEARNING_RATE if plan.adapters is None else ADAPTER_LEARNING_RATE
     lr = default if options.lr is None else options.lr
     if options.min_lr > lr:
@@ -265,7 +265,7 @@ def _build_run_trainer(run: TrainingRun, links: PipelineLinks) -> Trainer:
 
 
 def _train_run(run: TrainingRun, links: PipelineLinks) -> tuple[TrainingRun, Trainer, RunOutcome]:
-    """Train to the last step, planning again if requested; collective over all ranks."""
+    """Train to the last step or a stop; return the last plan's run and trainer; collective."""
     trainer = _build_run_trainer(run, links)
     done = _load_state(run, trainer)
     sinks: list[MetricsSink] = []
@@ -295,7 +295,7 @@ def _train_run(run: TrainingRun, links: PipelineLinks) -> tuple[TrainingRun, Tra
 def replan_and_log(run: TrainingRun, steps: int) -> TrainingRun | None:
     """Plan again on rank 0 from measured times; collective.
 
-    Returns the run with the new plan, or None if the gain is too small.
+    Returns the run with the new plan, or None if planning fails or gains too little.
     """
     answer: list[tuple[str | None, str]] = [(None, "")]
     if run.launch.rank == 0:
@@ -332,7 +332,7 @@ def train_plan(
     *,
     is_first: bool,
 ) -> RunOutcome:
-    """Train until the next step to plan again after, or the end.
+    """Train up to the next step in `replan_at`, the last or a stop; return the outcome so far.
 
     The first call prepares the run's directory and fills `sinks` on rank 0.
     """
@@ -401,7 +401,7 @@ def _checkpoint_options(run: TrainingRun, trainer: Trainer) -> dict[str, Any]:
 def _load_portions(
     run: TrainingRun, trainer: Trainer, steps: range, validation: Validation | None
 ) -> Generator[RunData, None, None]:
-    """Yield this rank's data of `steps`, a portion at a time."""
+    """Yield this rank's data of `steps`, one portion of the plan at a time."""
     sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
     job, first = run.planned.job, steps.start
     while first < steps.stop:
@@ -438,7 +438,7 @@ def _load_portions(
 
 
 def _load_state(run: TrainingRun, trainer: Trainer) -> RunOutcome:
-    """Load the checkpoint, if any; return the steps that it has trained."""
+    """Load the checkpoint, or only weights to finetune; return the steps of this run so far."""
     arguments = run.arguments
     if arguments.load is None:
         _log.info("starting from random weights, as no --load was given")
@@ -506,7 +506,7 @@ def evaluate_heldout(run: TrainingRun, trainer: Trainer, step: int) -> None:
     """Answer held-out questions; write accuracy by kind to evaluation.json."""
     given, levels = run.arguments.evaluation, run.plan.pack_levels
     assert given is not None
-    # Limits of questions answered at once: a rank's largest share of any pack.
+    # Limits of questions answered at once: a rank's largest share of a pack of any level.
     caps = {
         name: max(1, *(level.caps[name] // level.context for level in levels))
         for name in run.data.caps.names

@@ -61,7 +61,7 @@ def phase_times_ms(intervals: Iterable[Interval], phase: Phase) -> list[float]:
 
 
 def record_moment() -> Any:
-    """Return the present moment of the current CUDA stream or the CPU's clock."""
+    """Return a CUDA event of the current stream, or seconds of the CPU's clock."""
     if not has_cuda():
         return time.perf_counter()
     # The device's time when it gets here, not the time of this call.
@@ -76,7 +76,7 @@ def elapsed_ms(start: Any, end: Any) -> float:
 
 
 def by_micro_batch(links: PipelineLinks, ordered_ms: Sequence[float], *kinds: Pass) -> np.ndarray:
-    """Return pass times of some kinds by micro-batch and chunk, from schedule order, [m, c]."""
+    """Return times in ms of passes of `kinds`, given in schedule order, as [m, c]."""
     schedule = links.schedule
     micro_batches = len(ordered_ms) // schedule.chunks
     operations = schedule.rule(links.size, schedule.chunks, micro_batches).operations[links.rank]
@@ -87,7 +87,7 @@ def by_micro_batch(links: PipelineLinks, ordered_ms: Sequence[float], *kinds: Pa
 
 
 def forward_and_backward_ms(links: PipelineLinks, intervals: Sequence[Interval]) -> np.ndarray:
-    """Return times of a stage's forwards and whole backwards in a step, [2, m, c]."""
+    """Return ms of a stage's forwards and whole backwards in a step, [2, m, c]."""
     forward_ms = by_micro_batch(links, phase_times_ms(intervals, Phase.FORWARD), Pass.FORWARD)
     kinds = Pass.BACKWARD, Pass.BACKWARD_INPUT
     backward_ms = by_micro_batch(links, phase_times_ms(intervals, Phase.BACKWARD), *kinds)

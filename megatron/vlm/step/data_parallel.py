@@ -80,7 +80,7 @@ class DataParallelOverlap:
             for parameter in bucket.params
         }
         self._missing: list[set[torch.nn.Parameter]] = []  # parameters not yet ready, by bucket
-        self._begun = 0  # buckets with a reduction in progress
+        self._begun = 0  # number of buckets whose reduction has begun
         self._in_last = set[int]()  # chunks in their last backward
         for chunk, model in enumerate(models):
             trained = [p for p in model.module.parameters() if p.requires_grad]
@@ -113,7 +113,7 @@ class DataParallelOverlap:
         self._begin_up_to(len(self._buckets))
 
     def before_last_backward(self, chunk: int) -> None:
-        """Let a chunk's gradients become ready from now on, in its last backward."""
+        """Count a chunk's gradients as ready from now on, as its last backward begins."""
         self._in_last.add(chunk)
 
     def _on_gradient(self, chunk: int, parameter: torch.nn.Parameter, *_: object) -> None:
@@ -138,7 +138,7 @@ class DataParallelOverlap:
         self._mark_gathered()
 
     def begin_gather(self, changed: bool) -> None:
-        """Begin to gather all weights if the update changed each rank's shard."""
+        """Begin to gather all weights if an update `changed` them."""
         if not changed:
             self._mark_gathered()
             return
@@ -179,7 +179,7 @@ class Replicated:
     optimizer: ChainedOptimizer
     reduction_groups: ProcessGroupCollection | None = None  # None for core's; encoders have others
     tied: TiedCopies | None = None  # copies of a tied matrix on this stage, if any
-    overlap: DataParallelOverlap | None  # None for one data-parallel rank
+    overlap: DataParallelOverlap | None  # None for one data-parallel rank, and for encoders
 
     def zero_gradients(self) -> None:
         for model in self.models:
@@ -229,12 +229,12 @@ class Replicated:
         self.optimizer.step_with_ready_grads()
 
     def begin_gather(self, changed: bool) -> None:
-        """Begin to gather weights on all ranks if an update changed them."""
+        """Begin to gather all weights if an update `changed` them; do nothing without overlap."""
         if self.overlap is not None:
             self.overlap.begin_gather(changed)
 
     def discard_gradients(self) -> None:
-        """Finish the reduction of unused gradients."""
+        """Finish reductions in progress, of gradients that no update uses."""
         if self.overlap is not None:
             self.overlap.finish_reduction()
 
@@ -243,7 +243,7 @@ class Replicated:
             self.overlap.wait_for_weights()
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """Return all weights; trained weights are views of core's buffers."""
+        """Yield all weights; trained weights are views of core's buffers."""
         for model in self.models:
             yield from model.module.parameters()
 

@@ -61,7 +61,7 @@ class Encoders:
     group: dist.ProcessGroup
     trained: frozenset[str]  # encoders with trained weights, so that their features need a gradient
     outputs: Mapping[str, tuple[str, ...]]  # names by encoder: features, then deepstack features
-    trained_features: frozenset[str]
+    trained_features: frozenset[str]  # towers and outputs with gradients over the first cut
     items_per_pass: Mapping[str, int]  # maximum items per pass of each encoder
 
     @property
@@ -71,7 +71,7 @@ class Encoders:
 
     @contextmanager
     def gather_weights(self, encodes: bool) -> Iterator[None]:
-        """Gather all weights if this rank encodes in validation; collective."""
+        """Gather sharded weights, kept on ranks that encode in validation; collective."""
         # Once, as ranks have different numbers of passes.
         stage = self.sharded_stage
         with nullcontext() if stage is None else stage.gather_weights(stays=encodes):
@@ -79,7 +79,7 @@ class Encoders:
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return features of all items by output name, in passes as in training."""
+        """Return features [K, E] of all items by output name; passes are sized as in training."""
         features = {}
         for name, encoder in self.stage.model_config.encoders.items():
             parts = batch.split_items(encoder.feature, self.items_per_pass[name])
@@ -92,7 +92,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedPass:
-    """A finished pass of a trained encoder; without rows if only other ranks run it."""
+    """A forward pass of a trained encoder; without rows if only other ranks have items for it."""
 
     encoder: str
     is_kept: bool
@@ -125,7 +125,7 @@ class _Features:
         self._exchange: BegunExchange | None = exchange
         self._rows_RE: torch.Tensor | None = None
         self._gradients_QE: torch.Tensor | None = None
-        # Fake devices skip micro-batches, whose rows stay.
+        # Micro-batches left to take. Fake devices skip some, so their rows are never dropped.
         self._remaining = len(self._slices)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
@@ -235,7 +235,7 @@ class EncoderStep:
         return self._features.take(micro_batch)
 
     def free_sent(self) -> None:
-        """Free sent features, once a later part has an input."""
+        """Free sent features; waits for their exchange, done once a later part has an input."""
         if self._leaving is not None:
             self._leaving.wait()
             self._leaving = None
@@ -282,7 +282,7 @@ class EncoderStep:
         self._clock.switch(Phase.WAIT)
 
     def _begin_pass(self, encoder: str, is_kept: bool, *, backward: bool) -> None:
-        """Begin the weight exchanges of a pass, if sharded, which suffices for others' passes."""
+        """Begin a pass's weight exchanges, if sharded; a rank without items does only this."""
         if self._encoders.sharded_stage is not None:
             # A pass that is not kept runs its forward again in backward.
             self._encoders.sharded_stage.begin_pass(
@@ -294,7 +294,7 @@ class EncoderStep:
             self._encoders.sharded_stage.finish_pass()
 
     def _encode(self, planned: EncoderPass) -> torch.Tensor:
-        """Run a pass; return its features without a graph."""
+        """Run a pass's forward and record it for backward; return its features without a graph."""
         self._clock.switch(Phase.DATA)
         batch = self._batches.take_pass(planned)
         self._clock.switch(Phase.ENCODER)
@@ -321,7 +321,7 @@ class EncoderStep:
             torch.autograd.backward(self._run(finished.encoder, finished.batch), gradients_SE)
 
     def _run(self, encoder: str, batch: MicroBatch) -> torch.Tensor:
-        """Run an encoder; return the rows of all outputs, an item's together."""
+        """Run an encoder; return the rows of all outputs, the rows of a token together."""
         outputs = self._encoders.stage.encode(batch, only=encoder)
         features = [outputs[name] for name in self._encoders.outputs[encoder]]
         if len(features) == 1:
@@ -353,7 +353,7 @@ def _restore_order(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tens
 
 
 def _gather_rows(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
-    """All-gather a pipeline's rows over tensor-parallel ranks, [R, E]."""
+    """All-gather rows over tensor-parallel ranks with `parts` rows each; return [R, E]."""
     size = max(parts)
     if len(parts) == 1 or not size:
         return part_PE

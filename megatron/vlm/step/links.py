@@ -74,7 +74,7 @@ class PipelineLinks:
         return Outbox(self.ranks[channel.target], self.group(channel), waits=waits)
 
     def for_schedule(self, schedule: PipelineSchedule) -> Self:
-        """Return connected links for a schedule; collective over all ranks."""
+        """Return these links with the channels of a schedule; collective over all ranks."""
         if schedule.chunks == 1:
             return replace(self, schedule=schedule)
         links = replace(self, schedule=schedule, other_way=_create_group_pair())
@@ -109,7 +109,7 @@ def _create_group_pair() -> list[dist.ProcessGroup]:
 
 
 def _list_channels(links: PipelineLinks) -> list[Channel]:
-    """Return all channels of the pipeline, in the order of the cuts."""
+    """Return all channels of the pipeline without duplicates, in the order of the cuts."""
     stages = [links.stage_of(part) for part in range(links.last_part + 1)]
     channels = [
         channel
@@ -139,7 +139,7 @@ def _connect_channels(links: PipelineLinks, channels: Iterable[Channel]) -> None
 class Inbox:
     """Messages of known shapes on one channel, in sending order.
 
-    A receive is posted on use, or after the previous message and the launch of operation `after`.
+    A receive is posted in `take`, or after the previous message and operation `message.after`.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Inbox:
 
 
 class Outbox:
-    """Messages on one channel; with `waits`, at most one at a time."""
+    """Sends messages on one channel; with `waits`, at most one is in transit."""
 
     def __init__(self, target_rank: int, group: dist.ProcessGroup, *, waits: bool) -> None:
         self._target_rank, self._group, self._waits = target_rank, group, waits

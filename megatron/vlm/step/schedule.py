@@ -31,7 +31,7 @@ from omnibal.pipeline.operation_graph import operation_graph
 from omnibal.pipeline.schedules import FORWARD_ONLY, ChunkPass, Pass, ScheduleRule
 from omnibal.pipeline.stage_units import Stage
 
-Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
+Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]  # returns features by name
 # Called with the next pass (forward, backward, or both of one micro-batch) and its chunk.
 BeginPass = Callable[[Literal["forward", "backward", "both"], int], None]
 
@@ -100,7 +100,7 @@ class _Mail:
     def take(
         self, content: Content, cut: int, micro_batch: int, position: int
     ) -> dict[str, torch.Tensor]:
-        """Wait for a message over a cut, needed by the operation at `position`."""
+        """Return a message over a cut, for the operation at `position`; waits for it."""
         source = self.links.stage_of(cut if content is Content.ACTIVATIONS else cut + 1)
         if source == self.links.rank:
             return self._local.pop((content, cut, micro_batch))
@@ -167,7 +167,7 @@ class _StageRun:
         return {op.chunk: place for place, op in operations if op.kind in kinds}
 
     def run(self, before_last_backward: Callable[[int], None] | None = None) -> list[torch.Tensor]:
-        """Run the operations; return the last part's output of every micro-batch."""
+        """Run the operations; return head outputs per micro-batch, empty without the last part."""
         before: ChunkPass | None = None
         if self.encoders is not None:
             self.encoders.encode()
@@ -331,12 +331,12 @@ def run_forward_backward(
 
     Args:
         models: the stage's chunks, wrapped for data parallelism.
-        before_last_backward: called with each chunk before its last backward.
+        before_last_backward: called with each chunk's number before its last backward.
         encoders: a step of data-parallel encoders, which the caller must finish.
 
     Returns:
-        Summed loss per micro-batch on the last part, else empty. Core's gradient buffers have the
-        sum over micro-batches.
+        Summed loss per micro-batch on the stage with the last part, else empty. Gradient buffers
+        have the sum over micro-batches.
     """
     mail = _Mail(plan, links.schedule.rule, links, batches)
     run = _StageRun(plan, models, mail, batches, clock, begin_pass, encoders)
@@ -352,7 +352,7 @@ def run_forward(
     encode: Encode | None = None,
     begin_pass: BeginPass = _need_no_weights,
 ) -> list[torch.Tensor]:
-    """Run forwards only; return the head's outputs on the last part, else an empty list."""
+    """Run forwards only; return head outputs per micro-batch, empty without the last part."""
     mail = _Mail(plan, FORWARD_ONLY[links.schedule.placement], links, batches)
     run = _StageRun(plan, models, mail, batches, PhaseClock(), begin_pass, encode=encode)
     return run.run()

@@ -62,7 +62,7 @@ from omnibal.model.units import LANGUAGE, deepstack_of, unit_kinds
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
-_MIN_DIVISOR = 1e-12  # of a step without loss tokens
+_MIN_DIVISOR = 1e-12  # divisor of the loss of a step without loss tokens
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ _log = logging.getLogger(__name__)
 class OptimizationOptions:
     """Options of the loss, AdamW and its schedule, under Megatron's names."""
 
-    lr: float | None  # maximum, or None for `default_rates` of the plan
+    lr: float | None  # maximum; `fill_rates` replaces None before training
     min_lr: float
     lr_decay_style: Literal["cosine", "linear", "constant"]
     lr_warmup_fraction: float  # share of all steps with linear warmup from 0
@@ -81,7 +81,7 @@ class OptimizationOptions:
     clip_grad: float
     loss_weighting: LossWeighting = LossWeighting.TOKEN
     drop_path_rate: float = 0.0  # of the last vision layer, rising linearly from 0 at the first
-    # Maximum rate of the vision tower, without projector and adapters, or None for `lr`.
+    # As `lr`, for the vision tower without projector and adapters; None if it is not trained.
     vision_lr: float | None = None
 
     @property
@@ -119,7 +119,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> tuple[ChainedOptimizer | ShardedAdam | None, ...]:
-        """Return the optimizer of each of `stages`, or None for frozen, replicated encoders."""
+        """Return an optimizer per entry of `stages`; None for frozen, replicated encoders."""
         optimizers = (self.data_parallel.optimizer,) * len(self.chunks)
         if self.encoders is None:
             return optimizers
@@ -138,7 +138,7 @@ class Trainer:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch to evaluation, with encoder weights gathered; collective."""
+        """Evaluate in this context, with weights of data-parallel encoders gathered; collective."""
         for model in self.models:
             model.eval()
         encoders, is_first = self.encoders, self.links.is_first
@@ -148,7 +148,7 @@ class Trainer:
             model.train()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
-        """Run a step's forwards and backwards with encoders, and begin gradient reduction."""
+        """Run a step's passes and begin gradient reduction; return the loss sum per micro-batch."""
         self._requantize_fp8_weights()
         encoding = None if self.encoders is None else EncoderStep(self.encoders, batches, clock)
         wrapper = self.data_parallel
@@ -204,7 +204,7 @@ class Trainer:
         return int(maximum)
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run forwards only. The first stage runs data-parallel encoders on its own items."""
+        """Run forwards only; return head outputs. The first stage runs data-parallel encoders."""
         self._requantize_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
         begin_pass = self.data_parallel.begin_pass
@@ -502,7 +502,7 @@ class StepResult:
     replaced_samples: int  # unreadable samples in the global batch
     stop_requested: bool
     experts: ExpertBalance | None  # balance of tokens over experts, or None without experts
-    intervals: tuple[Interval, ...]  # this rank's, in order; a forward and backward per micro-batch
+    intervals: tuple[Interval, ...]  # phases of this rank in order, several per micro-batch
 
     @property
     def phases_ms(self) -> dict[Phase, float]:
@@ -518,7 +518,7 @@ def train_step(
 
     Args:
         stop_requested: whether this rank was asked to stop. All ranks learn of it.
-        slots: micro-batches including empty micro-batches appended for lockstep ranks.
+        slots: minimum micro-batches; empty micro-batches are appended for lockstep ranks.
     """
     batches = trainer.append_empty(batches, slots)
     clock = PhaseClock()
@@ -558,16 +558,16 @@ def train_step(
 
 
 class SeenBatches:
-    """Counter of loss tokens, loss weights and unreadable samples of passing micro-batches."""
+    """Loss tokens, loss weights and errors of unreadable samples of a stream's micro-batches."""
 
     def __init__(self, reads_once: bool = False) -> None:
-        self.reads_once = reads_once  # no other rank reads this rank's images, as in encoding
+        self.reads_once = reads_once  # only this rank reads its images (data-parallel encoders)
         self.loss_tokens = 0
         self.loss_weights: list[torch.Tensor] = []
         self.unreadable: list[str] = []
 
     def count(self, batches: MicroBatchStream) -> MicroBatchStream:
-        """Return the stream, which is counted as it is read."""
+        """Return the stream; reading it adds its micro-batches to the counts."""
 
         def count_batch(batch: MicroBatch) -> MicroBatch:
             if batch.labels_L is not None:
@@ -579,7 +579,7 @@ class SeenBatches:
         return replace(batches, batches=map(count_batch, batches.batches))
 
     def list_errors(self, links: PipelineLinks) -> tuple[str, ...]:
-        """Return the errors of unreadable samples, on one of the ranks that read them."""
+        """Return errors of unreadable samples; empty on all but one of the ranks that read them."""
         first = links.is_first and parallel_state.get_tensor_model_parallel_rank() == 0
         return tuple(self.unreadable) if first or self.reads_once else ()
 

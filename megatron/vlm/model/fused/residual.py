@@ -1,6 +1,6 @@
 """Residual adds and norms between the blocks of a layer.
 
-Shapes: S sequence, B batch (tiles), H hidden size, M moments per position (rstd; LayerNorm: mean).
+Shapes: S sequence, B batch (tiles), H hidden size, M moments per position (rstd, LayerNorm's mean).
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ def norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
 def norm_and_residual(
     hidden_SBH: torch.Tensor, weights: NormWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normed positions, and the input, so that backward fuses both gradients."""
+    """Return the norm and the input as residual, so that backward fuses both gradients."""
     return NormAndResidual.apply(hidden_SBH, *weights)
 
 
@@ -139,7 +139,7 @@ def _scaled_add_backward(
     scale_H: torch.Tensor | None,
     tile_scale_B: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the gradients of a branch's output, if scaled, and of bias and scale, [2, H]."""
+    """Return gradients of a branch's output (None if unscaled), and of bias and scale, [2, H]."""
     scaled_SBH = gradient_SBH.float()
     of_scale_H = scaled_SBH.new_zeros(scaled_SBH.shape[-1])
     if tile_scale_B is not None:
