@@ -1,4 +1,4 @@
-"""Kinds of language layers: what differs from `omnibal.model.config.LanguageConfig`."""
+"""Kinds of language layers: settings that differ from `omnibal.model.config.LanguageConfig`."""
 
 from typing import Annotated, Literal
 

@@ -86,7 +86,7 @@ class Parallel(Frozen):
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that shard expert weights: those of a shard group with the same experts."""
+        """Ranks that shard expert weights: ranks of a shard group with the same experts."""
         if self.sharded == 1:
             return 1
         return max(self.tensor * self.sharded // self.expert, 1)

@@ -44,7 +44,7 @@ class StageRules(Frozen):
 
     @property
     def is_free(self) -> bool:
-        """Whether stages are unconstrained."""
+        """Whether stages and recomputation are unconstrained."""
         # Encoder division and head tokens affect costs only.
         costs = {"encoders_whole": False, "head_on_all_tokens": False}
         return self.model_copy(update=costs) == FREE

@@ -41,8 +41,7 @@ class Packs:
         return self.samples[self.offsets[pack] : self.offsets[pack + 1]]
 
     def sums(self, per_sample: np.ndarray) -> np.ndarray:
-        """Return the sum of `per_sample` by pack, int64 [packs]. No pack may be empty."""
-        # reduceat returns an element, not 0, for an empty pack.
+        """Sum `per_sample` by pack, int64 [packs]. Wrong (reduceat) if a pack is empty."""
         return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
 
     @staticmethod
@@ -140,6 +139,7 @@ class ScheduledPacks:
 
     @property
     def steps(self) -> int:
+        """Last step's number + 1, or 0 without packs."""
         return int(self.step[-1]) + 1 if len(self) else 0
 
     @property

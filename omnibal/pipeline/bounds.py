@@ -148,7 +148,7 @@ class Structure:
 
 
 def min_slowest_ms(structure: Structure) -> float:
-    """Return the longest path through the slowest stage, min over all splits."""
+    """Return the min over splits of the longest structural path through any stage, in ms."""
     runs, own_ms = structure.runs, structure.own_ms
     edges = [(runs.start, runs.end)] * structure.stages
     # A good split by compute alone limits the runs whose paths are computed.

@@ -36,7 +36,7 @@ from omnibal.pipeline.workload import Workload
 _MAX_KEPT_CHOICES = 12  # max numbers of kept items tried besides none
 _MAX_FEW_KEPT_CHOICES = 4  # in a reduced search of whole-sample encoders, which are slow to deal
 _MAX_ITEMS_OF_PASS = 64  # max pass size of encoders, tried by doubling
-_CELLS_OF_PASS = 256  # items per equal item: 1,024 patches of four, as in an InternVL tile
+_CELLS_OF_PASS = 256  # cells of 4 patches per equal item: 1,024 patches, an InternVL tile
 _MAX_SEARCHES = 48  # max choices with a stage search
 _MIN_CHOICE_GAIN = 1e-9  # relative gain required of a better choice
 _ITEM_MS_DECIMALS = 6  # decimals of item times in a plan

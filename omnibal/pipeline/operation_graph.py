@@ -51,7 +51,6 @@ class OperationGraph:
         before = np.arange(len(columns)) - 1
         before[np.diff(stages, prepend=-1) > 0] = len(columns)
         place = _check_and_index(schedule, kind, part, micro_batch)
-        # A forward needs the previous part's activation, a backward the next part's gradient.
         source = np.full(len(kind), len(kind), np.int64)
         forward = (kind == Pass.FORWARD) & (part > 0)
         source[forward] = place[Pass.FORWARD, micro_batch[forward], part[forward] - 1]
@@ -93,6 +92,7 @@ def operation_graph(
 
 
 def schedule_graph(schedule: PipelineSchedule, stages: int, micro_batches: int) -> OperationGraph:
+    """Return a schedule's operations with `micro_batches` of a rank in a step."""
     return operation_graph(schedule.rule, stages, schedule.chunks, micro_batches)
 
 
@@ -132,10 +132,10 @@ class HeldInPasses:
     kind: np.ndarray  # `Pass` of each operation, [passes]
     chunk: np.ndarray
     micro_batch: np.ndarray
-    # First and end micro-batch of each chunk with activations kept for backward, including the
-    # running one, and of those awaiting only weight gradients. [passes, chunks, 2]
-    held: np.ndarray
-    late: np.ndarray
+    # First micro-batch and end (exclusive) by chunk, the running micro-batch included.
+    # [passes, chunks, 2]
+    held: np.ndarray  # with activations kept for backward
+    late: np.ndarray  # awaiting only weight gradients
 
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:

@@ -102,7 +102,7 @@ class EncoderPhasePrediction(Frozen):
     exchange_ms: NonNegativeFloat  # both exchanges of features between encoders and pipelines
     busiest: NonNegativeFloat
     """Encoding time of the busiest rank over the mean, or 1 if nothing is encoded."""
-    memory: StageMemory  # memory of a device that embeds tokens; part of every stage's memory
+    memory: StageMemory  # on a device that embeds tokens; other devices hold no features
 
 
 class Prediction(Frozen):

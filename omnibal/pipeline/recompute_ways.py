@@ -93,7 +93,7 @@ class TowerNumbers:
     first: np.ndarray  # position of each run's first layer of a tower, [runs, T]
     stop: np.ndarray  # position after its last layer, [runs, T]
     before: np.ndarray  # layers of every kind before each position, [units + 1, L]
-    fixed: np.ndarray  # numbers of the towers in each way, or `_SEARCHED`, [ways, T], increasing
+    fixed: np.ndarray  # number of each tower or `_SEARCHED`, [ways, T], rows ascending
     is_shared: bool  # whether all stages have the same way and number
     language_layers: int | None = None  # of the model if all or none are recomputed, else None
 
@@ -143,8 +143,7 @@ class TowerNumbers:
     def count_recomputed(
         self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
     ) -> np.ndarray:
-        """Count by kind the first `number` [n] layers of towers with a searched number in `way`
-        [n], and the first of other towers, as many as fixed. [n, c, K]"""
+        """Count by kind the first layers of every tower: `number` [n], or as fixed. [n, c, K]"""
         first, fixed = self.first[chosen], self.fixed[way]
         numbers = np.where(fixed == _SEARCHED, number[:, None], fixed)[:, None]
         stop = np.minimum(first + numbers, self.stop[chosen])
@@ -187,6 +186,7 @@ class FittingNumbers:
         ways: Sequence[RecomputeWays],
         cap_bytes: float,
     ) -> list[Self]:
+        """Return an empty cache per stage, from its memory tables by chunk and its ways."""
         runs, firsts = ways[0].runs, dict[tuple[str, ...], int]()
         names = unit_names(model)
         spans = zip(runs.start.tolist(), runs.end.tolist(), strict=True)

@@ -313,8 +313,7 @@ class SimulatedRows:
     by_one_list: bool = False  # whether all rows of a step use one operation list
     # Size of the aligned block of rows that run a pass together, [m, 1 or k, rows], or None.
     together: np.ndarray | None = None
-    # Wait for data-parallel encoders in the first stage's forwards and backwards, [rows, 2], or
-    # None.
+    # Data-parallel encoders' time in the first stage's forwards and backwards, [rows, 2].
     waits_ms: np.ndarray | None = None
     joins: Joins = field(init=False)
     took_ms: np.ndarray = field(init=False)  # `pass_ms` with joined rows at their slowest
@@ -472,7 +471,8 @@ def block_sizes(
             [m, 1, rows].
         lockstep_ranks: size of aligned blocks that run in lockstep, a divisor or multiple of every
             context-parallel size.
-        has_experts: bool [k] or [k, rows], whether parts run in lockstep. None: no part does.
+        has_experts: whether parts run in lockstep, due to experts or sharded weights, bool [k] or
+            [k, rows], or None if no part does.
 
     Returns:
         None if every row runs alone.
