@@ -57,7 +57,7 @@ _GOOD_ENOUGH = 0.005  # share of packs above the lower bound that is good enough
 def pack_balanced(
     lengths: Lengths, caps: Caps, seed: Seed, *, max_types: int | None = None
 ) -> Packs:
-    """Return all samples in a near-minimal number of packs, by `pack_isf` if it saves packs.
+    """Return a near-minimal number of packs of all samples. ISF is tried if it may need fewer.
 
     Args:
         max_types: size types. A third of the default takes a tenth of the time, for 0.1 % more

@@ -105,7 +105,7 @@ class WholePasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "WholePasses":
-        """Return each block's i-th passes at the largest in it; `block` of every rank, [...]."""
+        """Return every rank's passes, pass i at the largest in its `block`, int64 [...]."""
         alone, blocks = self.passes, np.zeros(self.place.size, np.int64)
         blocks[self.place.ravel()] = block.ravel()
         number, runs = alone.number, 2 * blocks[alone.rank] + alone.is_kept
