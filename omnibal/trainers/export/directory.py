@@ -17,7 +17,7 @@ from omnibal.trainers.export.expressible import obstacles
 from omnibal.trainers.export.reading_order import ORDER_FILE, reading_order, write_order
 from omnibal.trainers.export.run_page import RUN_PAGE, Expected, run_page
 
-# Each module has one function, so that a trainer is added without a class.
+# A trainer is one function, so that it is added without a class.
 EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
     TargetName.MS_SWIFT: ms_swift.export,
     TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
@@ -33,15 +33,15 @@ class Export:
 
     given: ExportInput
     exported: Exported
-    expected: Expected
+    expected: Expected  # counts of the run, for its page
 
     @property
-    def files(self) -> list[str]:
+    def files(self) -> list[str]:  # sorted names of files within the folder
         order = [] if self.given.order is None else [ORDER_FILE]
         return sorted([*self.exported.files, *order, RUN_PAGE])
 
     def write(self) -> None:
-        """Write the folder atomically."""
+        """Write `given.folder` atomically, with the reading order and the run's page."""
         given = self.given
         with atomic_directory(given.folder) as folder:
             for name, write in self.exported.files.items():
@@ -73,7 +73,7 @@ def export_of(
 
 
 def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
-    """Return a trainer's files, not yet written, with notes that all trainers share."""
+    """Return a trainer's files, not yet written, with deviations and notes of all trainers."""
     exported, expected, data = export(given), Expected.count(given), given.plan.data
     deviations = (*exported.deviations, *_unpredicted_costs(given), *_dropped_samples(expected))
     notes = exported.notes
@@ -93,7 +93,7 @@ def export_input(
     workers: int = 0,
     checkpoint: str = "",
 ) -> ExportInput:
-    """Return the plan with its data; raise if the trainer cannot express the plan."""
+    """Return the plan with its data. Raises as `export_of`."""
     # Before the data is read, which may take long.
     obstacle = next(obstacles(files.plan, files.data, target), None)
     if obstacle is not None:
@@ -130,7 +130,7 @@ def _check_exported_data(files: PlanFiles, annotations: Annotations) -> None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
         return
     lengths = files.steps[1]
-    # A lower bound if the scan skipped samples behind the last kept one.
+    # Too low if the scan skipped samples behind the last kept sample.
     samples = len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
     if samples != len(annotations):
         raise UserError(

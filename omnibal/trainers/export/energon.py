@@ -25,7 +25,7 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
     """Return the pack of every line, int64 [lines], so that rank r reads packs r, r + ranks, ...
 
     A rank's last pack is repeated, to be read last, up to a multiple of its loader processes
-    (`workers`, 0 as 1).
+    (`workers`; 0 counts as 1). `packs` is a multiple of `ranks`.
     """
     # Energon 7.4.1 splits an unshuffled JSONL file into equal runs, one per loader process of all
     # ranks, and a rank alternates among its processes (flavors/webdataset/sharder.py,
@@ -38,7 +38,7 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
 
 
 def whole_steps(given: ExportInput) -> ScheduledPacks | None:
-    """Return the packs of all full steps, or None for a plan of shapes only."""
+    """Return packs of all full steps, None for a plan of shapes only. Raise if no step is full."""
     if given.order is None or given.full_steps is None:
         return None
     if not given.full_steps:
@@ -51,7 +51,7 @@ def whole_steps(given: ExportInput) -> ScheduledPacks | None:
 
 
 class _StoredSample(NamedTuple):
-    """Dataset, key and members of a sample in Energon."""
+    """Dataset, key and members of a sample in Energon's shards."""
 
     dataset: str
     key: str
@@ -71,7 +71,7 @@ def _find_members(annotations: Annotations, index: int) -> _StoredSample:
 
 
 def energon_files(given: ExportInput) -> Mapping[str, Writer]:
-    """Return Energon's files for the plan's packs, or nothing without samples."""
+    """Return writers of Energon's files by path. Empty without samples or their data."""
     order, annotations = whole_steps(given), given.annotations
     if order is None or annotations is None:
         return {}
@@ -113,7 +113,7 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
 
 
 def _find_datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
-    """Return dataset folders by name; `samples` is still to be made."""
+    """Return folders by dataset name; `samples` is still to be made. Raise without an index."""
     datasets = {}
     sources, first = np.unique(annotations.source[numbers], return_index=True)
     for source, index in zip(sources.tolist(), numbers[first].tolist(), strict=True):
@@ -156,7 +156,7 @@ def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) ->
 
 
 def without_packs(trainer: str) -> str:
-    """Return a sentence on the settings missing without packs."""
+    """Return a sentence on the few settings that an export without packs has."""
     return (
         "Only the split, recomputation and the batch are set: without packs for Energon, "
         f"{trainer} makes micro-batches of its own, which are not predicted."

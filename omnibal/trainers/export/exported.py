@@ -18,7 +18,7 @@ from omnibal.model.targets import TrainerConstraints
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.trainers.export.reading_order import packs_per_step
 
-Writer = Callable[[Path], object]
+Writer = Callable[[Path], object]  # writes a file at the path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,11 +26,11 @@ class ExportInput:
     """A plan to export, with its data and folder."""
 
     files: PlanFiles
-    target: TrainerConstraints
+    target: TrainerConstraints  # trainer to export for, not always the plan's
     order: ScheduledPacks | None  # in reading order, or None for a plan of shapes only
     annotations: Annotations | None  # or None without --data: only the reading order is written
     folder: Path  # folder of the export, for paths in commands
-    workers: int = 0
+    workers: int = 0  # loader processes per rank
     checkpoint: str = ""  # released checkpoint: a folder, or a name on a hub
 
     @property
@@ -39,7 +39,7 @@ class ExportInput:
 
     @property
     def lengths(self) -> Lengths:
-        """Lengths of the data; `order` has its rows."""
+        """Lengths of the data, whose rows `order` refers to."""
         return self.files.steps[1]
 
     @property
@@ -54,7 +54,7 @@ class ExportInput:
 
     @property
     def longest_pack(self) -> int:
-        """Tokens of the longest pack."""
+        """Tokens of the longest pack, or the cap for a plan of shapes only."""
         if self.order is None:
             assert self.plan.shapes is not None  # a plan has samples or shapes
             return self.plan.shapes.caps["tokens"]
@@ -71,7 +71,7 @@ class Exported:
     variables: Mapping[str, str] = field(default_factory=dict)
     settings: str = ""  # settings outside the command line, such as Python or JSON for a config
     deviations: tuple[str, ...] = ()  # sentences: parts of plan or data the trainer cannot follow
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences: advice for the run
 
     @property
     def script(self) -> str:
@@ -85,7 +85,7 @@ class Exported:
 
 
 def shell_word(value: str) -> str:
-    """Return a quoted value. A value that begins with `$` keeps its variables."""
+    """Return a value quoted for shell. Variables expand in a value that begins with `$`."""
     return f'"{value}"' if value.startswith("$") else shlex.quote(value)
 
 

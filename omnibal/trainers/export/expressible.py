@@ -18,7 +18,7 @@ PackedData = tuple[ScheduledPacks, Lengths]
 
 
 def obstacles(plan: Plan, data: PackedData | None, target: TrainerConstraints) -> Iterator[str]:
-    """Yield a sentence for each part of a plan that the trainer cannot express."""
+    """Yield a clause for each part of a plan that the trainer cannot express."""
     unknown = target.model_obstacle(plan.model)
     yield from [] if unknown is None else [unknown]
     for _, name, size, most in target.limit_sizes(plan.parallel):
@@ -75,7 +75,7 @@ def _level_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
 
 
 def _placement_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
-    """Yield encoder units and a language embed that are not on the first stage."""
+    """Yield a clause per chunk with encoders, or a language embed, away from the first stage."""
     stages, schedule, encoders = plan.parallel.pipeline, plan.schedule, plan.pipeline_model.encoders
     # A model's only projector has no encoder's name.
     parts = {"projector", *encoders, *(f"{name}_projector" for name in encoders)}
@@ -126,7 +126,7 @@ def _sharding_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]
 
 
 def _step_obstacles(plan: Plan, packs: ScheduledPacks, target: TrainerConstraints) -> Iterator[str]:
-    """Yield incomplete steps: a trainer would fill them with packs of the next step."""
+    """Yield the first uneven step: a trainer would fill it with packs of the next step."""
     assert plan.data is not None
     ranks, full = plan.parallel.data, packs_per_step(plan)
     if plan.data.window is not None:

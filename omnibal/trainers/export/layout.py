@@ -22,7 +22,7 @@ _GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
 # Letters as given and expanded, far above any model's layers: repeats multiply.
 _MAX_LAYOUT_LETTERS, _MAX_LAYOUT_UNITS = 4_000, 100_000
 
-Chunk = tuple[str, ...]  # words of a chunk, in model order
+Chunk = tuple[str, ...]  # units of a chunk by word, such as "decoder", in model order
 
 
 class LayoutError(UserError):
@@ -38,13 +38,13 @@ class LayoutError(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PPLayout:
-    """Layers of every chunk of every stage."""
+    """Units of every chunk of every stage."""
 
-    pipeline: int
-    chunks: tuple[Chunk, ...]  # in model order: chunk i is chunk i // pipeline of i % pipeline
+    pipeline: int  # number of stages
+    chunks: tuple[Chunk, ...]  # in model order: i is chunk i // pipeline of stage i % pipeline
 
     @property
-    def virtual(self) -> int:
+    def virtual(self) -> int:  # chunks per stage
         return len(self.chunks) // self.pipeline
 
     @property
@@ -82,24 +82,24 @@ class PPLayout:
 
     @property
     def end_layers(self) -> tuple[int, int] | None:
-        """Layers of the first and last stage, or None with unequal middle stages or chunks."""
+        """Layers of the first and last stage. None if Megatron's flags for them do not suffice."""
         layers = self.layers
         between = set(layers[1:-1])
-        # Megatron's flags for the ends refuse stages without layers.
+        # These flags split the middle evenly, and refuse stages without layers.
         if self.pipeline < 2 or self.virtual > 1 or not all(layers) or len(between) > 1:
             return None
         return layers[0], layers[-1]
 
     @property
     def is_even(self) -> bool:
-        """Whether all stages have equal numbers of layers."""
+        """Whether all stages have one chunk, with equal numbers of layers."""
         return self.virtual == 1 and len(set(self.layers)) == 1
 
 
 def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) -> PPLayout:
-    """Return the language model layers of every stage, or of every chunk in model order.
+    """Return the layout of `stages`, which are chunks in model order if `chunks` > 1.
 
-    Multi-token prediction layers are planned with the head.
+    Multi-token prediction layers are put with the head. Raises UserError if stage 0 has no embed.
     """
     first = "language embed"
     if not stages[0].holds(first):
@@ -133,7 +133,7 @@ def split_flags(layout: PPLayout) -> dict[str, str]:
 
 
 def first_layers(stage: Stage, tower: str) -> int | None:
-    """Return the number of recomputed layers of a stage, or None if not its first layers."""
+    """Return the n if a stage recomputes the first n of its layers of a tower, else None."""
     recomputed = sorted(stage.recomputed_in(tower))
     count = len(recomputed)
     return count if recomputed == list(stage.layers(tower)[:count]) else None
@@ -157,7 +157,7 @@ def all_or_none(stages: Sequence[Stage], tower: str) -> bool | None:
 
 
 def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> PPLayout:
-    """Parse a layout as Megatron-core does, without checks against a model."""
+    """Parse a layout as Megatron-core does, apart from any model. Raises LayoutError."""
     chunks = _parse_letters(given) if isinstance(given, str) else _parse_words(given)
     if len(chunks) % pipeline:
         raise LayoutError(
@@ -169,7 +169,7 @@ def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> PPLayou
 
 
 def _parse_letters(text: str) -> tuple[Chunk, ...]:
-    """Return the words of a string's chunks."""
+    """Return the words of a layout string's chunks."""
     if len(text) > _MAX_LAYOUT_LETTERS:
         raise LayoutError(
             f"the layout {_shorten(text)} has {len(text):,} letters",

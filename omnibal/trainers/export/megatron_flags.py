@@ -20,14 +20,14 @@ Flags = Mapping[str, str | None]  # values of flags by name without dashes, or N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Length of a micro-batch, which is a pack."""
+    """Padded length and mean fullness of micro-batches of one pack each."""
 
     sequence_length: int  # of the longest pack, rounded up for sequence parallelism and FP8
     fullness: float  # mean tokens of packs over the sequence length, 1 for a plan of shapes only
 
     @classmethod
     def measure(cls, given: ExportInput) -> Self:
-        """Return the length and mean fullness of packs in full steps."""
+        """Return the length and mean fullness of packs in full steps. Raise if no step is full."""
         order, multiple = whole_steps(given), given.plan.token_multiple
         tokens = np.array([given.longest_pack])
         if order is not None:
@@ -37,19 +37,19 @@ class Batch:
         return cls(sequence_length=length, fullness=fullness)
 
     def padding_notes(self, reason: str) -> Iterator[str]:
-        """Yield the cost of padding every pack to the longest, or nothing if all are equal."""
+        """Yield a sentence on padding packs to the longest, after `reason`, if any is padded."""
         if self.fullness < 1:
             filled = f"{100 * self.fullness:.1f} % of the {self.sequence_length:,}"
             yield f"{reason}: the plan's packs fill {filled} tokens on average."
 
 
 def plan_layout(plan: Plan) -> PPLayout:
-    """Return a plan's language model layers by stage and chunk."""
+    """Return the layout of a plan's stages and chunks."""
     return layout_of(plan.stages, plan.model.language.prediction_layers, plan.schedule.chunks)
 
 
 def parallel_fields(plan: Plan) -> dict[str, Any]:
-    """Return parallel sizes by Megatron's names."""
+    """Return parallel sizes and multi-token prediction layers by Megatron's names."""
     sizes, predicted = plan.parallel, plan.model.language.prediction_layers
     fields = {
         "tensor_model_parallel_size": sizes.tensor,
@@ -66,7 +66,7 @@ def parallel_fields(plan: Plan) -> dict[str, Any]:
 
 
 def recompute_fields(plan: Plan) -> dict[str, str | int | None]:
-    """Return recomputation of the first layers of every chunk by Megatron's names, None without."""
+    """Return recomputation of chunks' first layers by Megatron's names, values None if none."""
     number = one_number(plan.stages_at(0), LANGUAGE)
     assert number is not None  # checked by `obstacles`
     return {
@@ -77,7 +77,7 @@ def recompute_fields(plan: Plan) -> dict[str, str | int | None]:
 
 
 def recomputed_encoders(plan: Plan) -> str:
-    """Return the names of recomputed encoders, separated by commas."""
+    """Return the names of encoders with all layers recomputed, separated by commas."""
     return ", ".join(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
@@ -128,7 +128,7 @@ def launch_variables(given: ExportInput, **own: str) -> Mapping[str, str]:
 
 
 def torchrun(plan: Plan, program: str) -> str:
-    """Return a torchrun command without the program's flags."""
+    """Return a torchrun command of a program, without the program's flags."""
     per_node, nodes = devices_and_nodes(plan)
     line = f"torchrun --nproc_per_node {per_node}"
     if nodes > 1:
@@ -142,5 +142,5 @@ def torchrun(plan: Plan, program: str) -> str:
 
 
 def join_command(lines: Iterable[str]) -> str:
-    """Join lines of a shell command."""
+    """Return one shell command of lines, joined by backslashes."""
     return " \\\n  ".join(lines)

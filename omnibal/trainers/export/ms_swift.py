@@ -35,7 +35,7 @@ SwiftFlags = dict[str, str]  # values of flags by name without dashes
 
 
 def export(given: ExportInput) -> Exported:
-    """Return rows and flags for `megatron sft`."""
+    """Return the ordered rows and the command of `megatron sft`."""
     plan = given.plan
     overlaps = _true_or_false(plan.parallel.data > 1)
     flags = {
@@ -60,7 +60,7 @@ def export(given: ExportInput) -> Exported:
 
 
 def export_deepspeed(given: ExportInput) -> Exported:
-    """Return rows and flags for `swift sft` with DeepSpeed's ZeRO-3."""
+    """Return the ordered rows and the command of `swift sft` with DeepSpeed's ZeRO-3."""
     plan = given.plan
     flags = {
         **_data_flags(given),
@@ -123,7 +123,7 @@ def _data_flags(given: ExportInput) -> SwiftFlags:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Return flags of the split and recomputation, for text-only models without encoders' flag."""
+    """Return flag lines of the split and recomputation; of encoders only if the model has any."""
     flags = _swift_layer_flags(plan)
     return flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
 
@@ -150,7 +150,7 @@ def _recomputes_encoders(plan: Plan) -> bool:
 
 
 def _frozen_flags(plan: Plan) -> SwiftFlags:
-    """Return flags of trained and frozen parts."""
+    """Return flags of trained and frozen parts, and of adapters."""
     encoders, parts = plan.model.encoders, {span.part for s in plan.stages for span in s.units}
     flags = {"tuner_type": "full", "freeze_llm": _true_or_false(LANGUAGE in plan.frozen)}
     if plan.adapters is not None:

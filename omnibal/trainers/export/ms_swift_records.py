@@ -49,7 +49,7 @@ def write_rows(
 
 
 def row_of(sample: Sample, *, of_tiles: bool = False) -> SwiftRow:
-    """Return a sample as ms-swift's row, with absolute paths."""
+    """Return a sample as ms-swift's row, with absolute paths. Raise if ms-swift cannot read it."""
     if sample.greeting is not None:
         raise UserError(
             f"{sample.where} begins with the assistant, and ms-swift needs a question before every "
@@ -84,7 +84,7 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> SwiftRow:
 
 
 def _messages_of(turn: Turn) -> list[SwiftRow]:
-    """Return a question or tool results, and the assistant's reply and calls."""
+    """Return messages of a turn: its question or tool results, then its answer and tool calls."""
     inputs = [{"role": "tool", "content": result} for result in turn.results]
     inputs = inputs or [{"role": "user", "content": turn.question}]
     outputs = []

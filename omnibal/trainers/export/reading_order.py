@@ -32,12 +32,12 @@ COLUMNS = {
 
 
 def reading_order(packs: ScheduledPacks) -> ScheduledPacks:
-    """Sort packs by step, then slot, then rank."""
+    """Return the packs sorted by step, then slot, then rank."""
     return packs.take(np.lexsort((packs.dp_rank, packs.slot, packs.step)))
 
 
 def packs_per_step(plan: Plan) -> int:
-    """Return the global batch in packs."""
+    """Return the packs of a full step over all ranks, the trainer's global batch."""
     data, ranks = plan.data, plan.parallel.data
     if data is None:
         return 0 if plan.shapes is None else plan.shapes.micro_batches_per_step * ranks
@@ -48,7 +48,7 @@ def packs_per_step(plan: Plan) -> int:
 
 
 def sample_numbers(order: ScheduledPacks, lengths: Lengths) -> np.ndarray:
-    """Return every row's sample number in `Annotations`, int64 [rows]."""
+    """Return the number in all of the data of every sample of `order`, int64 [samples]."""
     rows = order.packs.samples  # rows of the lengths, which leave skipped samples out
     return rows if lengths.sample is None else lengths.sample[rows]
 
@@ -56,7 +56,7 @@ def sample_numbers(order: ScheduledPacks, lengths: Lengths) -> np.ndarray:
 def record_numbers(
     order: ScheduledPacks, lengths: Lengths, annotations: Annotations | None
 ) -> np.ndarray | None:
-    """Return every row's record number in its file, int64 [rows].
+    """Return the record number in its file of every sample of `order`, int64 [samples].
 
     Without data, the index within the source, or None if samples of several sources were skipped.
     """

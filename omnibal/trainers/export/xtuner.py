@@ -76,7 +76,7 @@ def _pack_files(given: ExportInput) -> dict[str, Writer]:
 
 
 def _xtuner_settings(given: ExportInput) -> str:
-    """Return Python statements of a config: data, FSDP and recomputation."""
+    """Return Python statements of a config: data, FSDP and recomputation. Empty without samples."""
     if given.order is None:
         return ""
     plan, datasets = given.plan, "\n".join(_datasets(given))
@@ -125,7 +125,7 @@ def _datasets(given: ExportInput) -> Iterator[str]:
 
 
 def _roots(annotations: Annotations) -> dict[Path, Path]:
-    """Return the image root of each annotation file."""
+    """Return the image root by annotation file. Raise if a file has several."""
     # A file is a dataset in XTuner, with one root; here a source has one, and may share files.
     pairs = np.unique(np.stack([annotations.file, annotations.source], axis=1), axis=0)
     roots: dict[Path, Path] = {}

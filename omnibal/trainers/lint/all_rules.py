@@ -11,7 +11,7 @@ _ORDER = ("refused", "refused-at-first-step", "ignored", "warning")
 
 
 def findings_of(line: LaunchLine) -> list[Finding]:
-    """Return a line's findings, refusals first."""
+    """Return the findings of all rules that a line breaks, sorted by severity, refusals first."""
     findings = filter(None, (rule.finding(line) for rule in RULES))
     return sorted(findings, key=lambda finding: _ORDER.index(finding.severity))
 

@@ -35,7 +35,7 @@ _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
 _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
 _LOONGFORGE_FLAGS = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
-_NEEDED_FLAGS = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)  # their values must be known
+_NEEDED_FLAGS = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)  # flags whose values must be known
 
 
 def read_launch(
@@ -45,10 +45,10 @@ def read_launch(
     gpus: int | None = None,
     line_number: int | None = None,
 ) -> Launch:
-    """Parse a command, only flags, overrides of a Bridge recipe, or a script with a launch line.
+    """Return the launch of a command, bare flags or overrides, or a script with a launch line.
 
-    Variables in `given`, `launcher` and `gpus` override the text's. `line_number` selects one of
-    several launch lines of a script.
+    Values of shell variables in `given`, `launcher` and `gpus` override the text's. `line_number`
+    selects a launch line of a script. Raises UserError if none is found, or a size is unknown.
     """
     command = _find_launch(read_script(text, given), line_number)
     flags, environment = read_flags(command.words), command.environment
@@ -116,7 +116,7 @@ def _is_launch(command: ScriptCommand) -> bool:
 
 
 def _check_values_known(by_name: Mapping[str, str | None]) -> None:
-    """Raise if a size or a switch has a variable that the script does not set."""
+    """Raise if the value of a size or a switch has a variable that the script does not set."""
     uses: dict[str, str] = {}  # first flag that needs a variable
     for name, text in by_name.items():
         # A variable behind a switch is not its value, but further flags: `--sequence-parallel $X`.
@@ -135,7 +135,7 @@ def _check_values_known(by_name: Mapping[str, str | None]) -> None:
 def _infer_launcher(
     words: Sequence[str], flags: Mapping[str, str | None], by_name: Mapping[str, str | None]
 ) -> Launcher:
-    """Return the trainer by the program, else by the style of flags."""
+    """Return the trainer by the program, else by the style of flags. Raise for DeepSpeed."""
     program = " ".join(word for word in words if not word.startswith("-"))
     if _DEEPSPEED.search(program):
         raise UserError(
@@ -158,7 +158,7 @@ def _infer_launcher(
 
 
 def _read_device_count(text: str | None) -> int | None:
-    """Return the number of devices or nodes in a value, or None, as for `auto`."""
+    """Return the number of devices or nodes in a value. None if it is no number, as `auto`."""
     # The program follows the last flag of torchrun: only the first word is its value.
     first = (text or "").split()[:1]
     count = whole_number(first[0]) if first else None
@@ -166,7 +166,7 @@ def _read_device_count(text: str | None) -> int | None:
 
 
 def _read_fields(settings: Mapping[str, str | None]) -> dict[str, object]:
-    """Return the fields of `Launch` that flags set."""
+    """Return the values of `Launch`'s fields that flags or the launcher's defaults set."""
     given = {name: text for name, text in settings.items() if not is_nothing(text)}
     fields: dict[str, object] = {}
     for name, text in given.items():

@@ -14,7 +14,7 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
 
-# Set by eight-GPU jobs of Megatron-LM (SimuMax v1.2), as is the share of the passes' memory
+# Fitted to eight-GPU jobs of Megatron-LM (SimuMax v1.2), like the share of the passes' memory
 # (`RuntimeOptions.fragmentation`): they meet reserved memory within 1 % (docs/costs.md).
 _FRAGMENTED_GIB = 0.5
 _CONTEXT_GIB = 0.5  # CUDA context with its kernels
@@ -27,9 +27,9 @@ _ROUTED_COPIES = 5
 class DeviceMemory(Frozen):
     """Peak memory of one device of a stage."""
 
-    allocated_gib: float  # as `torch.cuda.max_memory_allocated`
-    reserved_gib: float  # as `torch.cuda.max_memory_reserved`
-    device_gib: float  # total memory in use, as in nvidia-smi
+    allocated_gib: float  # tensors, as `torch.cuda.max_memory_allocated`
+    reserved_gib: float  # with idle blocks, as `torch.cuda.max_memory_reserved`
+    device_gib: float  # with CUDA's context and NCCL's buffers, as in nvidia-smi
 
 
 def device_memories(
@@ -39,7 +39,7 @@ def device_memories(
     workload: Workload,
     tensors: Sequence[StageMemory],
 ) -> tuple[DeviceMemory, ...]:
-    """Return the memory of a device of every stage, on a CPU without libraries' buffers.
+    """Return the peak memory of a device, by stage. Buffers of libraries are 0 on a CPU.
 
     `tensors` are predicted peaks by stage. They include buffers of expert-parallel peers.
     """
@@ -76,7 +76,7 @@ def device_memories(
 
 
 def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
-    """Return bytes of the largest micro-batch's routed rows by layer kind, empty without EP."""
+    """Return the largest micro-batch's bytes of routed rows by unit name. Empty without EP."""
     if job.parallel.expert == 1:
         return {}
     largest = workload.features.max(axis=0)  # [features]

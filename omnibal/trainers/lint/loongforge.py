@@ -21,12 +21,12 @@ LOONGFORGE_TRAINER = _MEGATRON_LM.model_copy(
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Return flags of the split and recomputation."""
+    """Return flag lines of the split and recomputation of a plan."""
     return flag_lines({**_split_flags(plan), **_recompute_flags(plan)})
 
 
 def _split_flags(plan: Plan) -> Flags:
-    """Return the list of layers by stage, or by chunk in model order; empty for one stage."""
+    """Return the flag of layers by stage, or by chunk in model order. Empty for one stage."""
     layout = plan_layout(plan)
     if layout.virtual > 1:
         by_virtual = zip(*layout.layers_by_chunk, strict=True)
@@ -38,9 +38,9 @@ def _split_flags(plan: Plan) -> Flags:
 
 
 def _recompute_flags(plan: Plan) -> Flags:
-    """Return the list of recomputed layers per chunk, by stage; for one stage Megatron's number."""
+    """Return the flags of full recomputation, with a number of first layers per chunk by stage."""
     parts = plan.stages_at(0)
-    # A stage has one number for all its chunks and towers.
+    # LoongForge has one number per stage for all its chunks and towers.
     counts = [
         max(first_layers(parts[n], t) or 0 for n in plan.parts_of(stage) for t in plan.model.towers)
         for stage in range(plan.parallel.pipeline)

@@ -12,7 +12,7 @@ _FP8_RECIPES: dict[str, Fp8Recipe] = {recipe: recipe for recipe in get_args(Fp8R
 
 
 class _NamedPrecision(NamedTuple):
-    """A named mixed precision of Megatron-Bridge."""
+    """FP8 settings of a named mixed precision of Megatron-Bridge."""
 
     recipe: Fp8Recipe
     keeps_bf16_weights: bool = False
@@ -38,7 +38,7 @@ _PLAIN_TYPES = ("", "bf16", "fp16", "fp32", "bf16_mixed", "fp16_mixed")
 
 
 def _find_name(line: LaunchLine) -> str:
-    """Return the name of the line's mixed precision, or an empty string."""
+    """Return the line's mixed precision: a name of Bridge, a compute type, or an empty string."""
     kind, recipe = ((line.text(name) or "").lower() for name in ("compute-dtype", "fp8-recipe"))
     if kind == "fp8":  # then the recipe is the type's suffix, such as `cs`
         kind = f"fp8_{recipe}" if f"fp8_{recipe}" in _BRIDGE_TYPES else "fp8_ds"
@@ -47,7 +47,7 @@ def _find_name(line: LaunchLine) -> str:
 
 
 def precision_of(line: LaunchLine) -> tuple[Precision, Fp8]:
-    """Return the precision and FP8 recipe to predict."""
+    """Return the precision to predict, "bf16" or "fp8", and the FP8 recipe."""
     named = _BRIDGE_NAMES.get(_find_name(line))
     if named is None and line.text("fp8-format", "fp8") is None:
         return "bf16", TRAINED_FP8
@@ -89,7 +89,7 @@ def notes_on_precision(line: LaunchLine) -> Iterator[str]:
 
 
 def _count_bf16_layers(line: LaunchLine) -> int:
-    """Return the number of bf16 layers at both ends."""
+    """Return the number of bf16 layers at both ends together, under FP8."""
     named = _BRIDGE_NAMES.get(_find_name(line))
     usual = named.bf16_ends if named is not None else 0
     if "first-last-layers-bf16" in line.flags:

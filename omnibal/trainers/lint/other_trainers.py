@@ -12,7 +12,7 @@ from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.targets import StageRules, TrainerConstraints
 from omnibal.trainers.lint.launch_settings import Launcher
 
-PROGRAMS: Mapping[Launcher, re.Pattern[str]] = {  # of each trainer's commands
+PROGRAMS: Mapping[Launcher, re.Pattern[str]] = {  # found in each trainer's commands
     Launcher.TORCHTITAN: re.compile(r"torchtitan"),
     Launcher.AUTOMODEL: re.compile(r"automodel", re.IGNORECASE),
     Launcher.LLM_FOUNDRY: re.compile(r"(?:^|/)composer\b|llm-?foundry"),
@@ -37,7 +37,7 @@ _SETTINGS = {
     "recompute-all": "distributed.activation_checkpointing fsdp_config.activation_checkpointing "
     "parallelism.recompute_layer",
 }
-# Megatron's name of a setting.
+# Megatron's name of each setting, by the trainers' names.
 NAMES = {name: flag for flag, names in _SETTINGS.items() for name in names.split()}
 # llm-foundry's settings without a section, which look like no flag and no override.
 PLAIN = re.compile(r"max_seq_len|(?:device|global)_train_(?:microbatch|batch)_size")

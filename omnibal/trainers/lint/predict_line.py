@@ -1,4 +1,4 @@
-"""Predicted cost of a launch line, and of a better split with equal sizes."""
+"""Predicted cost of a launch line, and of a better split with its parallel sizes."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Costed:
-    """Stages of a job, with predicted time and memory."""
+    """Stages of a line's job, with predicted time and memory."""
 
     parts: tuple[Stage, ...]  # all chunks in model order
     schedule: PipelineSchedule
@@ -66,7 +66,7 @@ def predict_stages(
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
     flags: Sequence[str] = (),
 ) -> Costed:
-    """Predict a line's job with these parts."""
+    """Return the cost of a line's job with these parts, chunks in model order."""
     job = line_job.job
     prediction = predict(
         job.cost_of_all(line_job.levels),
@@ -94,12 +94,12 @@ def predict_stages(
 
 
 def predict_line(line_job: LineJob) -> Costed:
-    """Predict the line's own stages."""
+    """Return the cost of the line's own stages."""
     return predict_stages(line_job, line_job.parts, line_job.schedule)
 
 
 def better_split(line_job: LineJob, line: Costed) -> Costed | None:
-    """Return the fastest stages of equal sizes that fit, in any schedule that the trainer runs.
+    """Return the fastest stages for the line's sizes that fit, in any schedule of the trainer.
 
     None if nothing fits, or if the line fits and is as fast or its chunks cannot be simulated.
     """
@@ -170,7 +170,7 @@ def _trainer_layer_flags(
 
 
 def least_recompute(line_job: LineJob) -> Costed | None:
-    """Return the line's split with the least recomputation that fits, or None."""
+    """Return the line's split with the least recomputation with which it fits, or None."""
     # LoongForge has a number per stage, for encoders too. Other trainers have one number for all
     # stages, and recompute all encoder layers or none: take the shorter step.
     per_stage = line_job.line.launch.launcher is Launcher.LOONGFORGE
@@ -254,7 +254,7 @@ class Verdict:
 
     @classmethod
     def predict(cls, line_job: LineJob) -> "Verdict":
-        """Predict a line, and search for better stages of equal sizes."""
+        """Predict a line, and search for better stages, if flags can express them."""
         line = predict_line(line_job)
         finding = memory_finding(line_job, line)
         if line_job.line.launch.launcher not in _LAYER_FLAGS:
@@ -275,7 +275,7 @@ class Verdict:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Language tokens, as a mean over steps."""
+        """Language tokens per second and GPU, mean over steps."""
         line_job = self.line_job
         samples = line_job.packs.packs.samples
         tokens = int(line_job.lengths.tokens[samples].sum()) / line_job.packs.steps

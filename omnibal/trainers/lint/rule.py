@@ -1,4 +1,4 @@
-"""Rules of launch lines: a requirement of trainers, and how modules declare theirs."""
+"""Rules of launch lines, each a requirement of trainers, and decorators that declare them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Rule:
         return self.check.__name__.replace("_", "-")
 
     def finding(self, line: LaunchLine) -> Finding | None:
-        """Return how the line breaks this rule, or None."""
+        """Return a finding of the line's first problem. None if it has none or is not checked."""
         is_checked = line.launch.launcher in self.launchers
         problem = next(self.check(line), None) if is_checked else None
         if problem is None:
@@ -66,7 +66,7 @@ class Rules(list[Rule]):
         return add
 
     def core_config(self, lines: str, **more: Any) -> Callable[[Check], Check]:
-        """Return a decorator that adds a check of core's configuration."""
+        """Return a decorator that adds a check in these lines of core's TransformerConfig."""
         return self.rule(f"core/transformer/transformer_config.py:{lines}, {CORE}", **more)
 
     validate_args = partialmethod(rule, VALIDATE_ARGS, launchers=ARGPARSE)

@@ -41,7 +41,7 @@ def recompute_needs_number(line: LaunchLine) -> Problems:
 
 
 def _full_layers(line: LaunchLine, *methods: str | None) -> int | None:
-    """Return the number of layers of full recomputation by these methods, or None."""
+    """Return `recompute_layers` of full recomputation by one of these methods, else None."""
     launch = line.launch
     is_by_method = launch.recompute == "full" and launch.recompute_method in methods
     return launch.recompute_layers if is_by_method else None

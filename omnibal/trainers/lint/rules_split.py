@@ -24,7 +24,7 @@ _COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
 def _advise_ends(line: LaunchLine) -> str:
-    """Return advice: layers of the first and last stage that leave an even middle."""
+    """Return advice: layers for the end stages that leave an even middle, or another split."""
     ends = even_ends(line.sizes.layers, line.launch.pipeline, line.virtual or 1)
     if ends is None or line.launch.account_for_embedding or line.launch.account_for_loss:
         return "choose another PP, or give a layout"
@@ -39,7 +39,7 @@ def _describe_layers(line: LaunchLine) -> str:
 
 
 def _even_share(line: LaunchLine) -> int | None:
-    """Return layers of every stage, or None if the split is uneven."""
+    """Return layers of every stage (with embedding and loss, if counted), None if uneven."""
     share, left = divmod(line.layers_to_split, line.launch.pipeline)
     return share if line.has_even_split and not left else None
 
@@ -102,7 +102,7 @@ def end_stages_divide_chunks(line: LaunchLine) -> Problems:
 
 
 def _count_middle(line: LaunchLine) -> tuple[int, int]:
-    """Return the layers and stages between the given ends, or 0 and 0 without ends."""
+    """Return the layers and stages outside of the given end stages, 0 and 0 without any."""
     ends = _ends_without_layout(line)
     if not ends:
         return 0, 0
@@ -211,7 +211,7 @@ def one_chunk(line: LaunchLine) -> Problems:
 
 
 def _valid_layout(line: LaunchLine) -> PPLayout | None:
-    """Return the layout if it parses and all stages have equally many chunks."""
+    """Return the layout if it parses and its chunks are a multiple of the stages, else None."""
     layout = line.layout
     is_valid = isinstance(layout, PPLayout) and layout.pipeline == line.launch.pipeline
     return layout if isinstance(layout, PPLayout) and is_valid else None

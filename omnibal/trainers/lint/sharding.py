@@ -1,4 +1,4 @@
-"""ZeRO stage of a launch line: what its data-parallel ranks shard."""
+"""ZeRO stage of a launch line: the state that its data-parallel ranks shard."""
 
 from enum import IntEnum
 
@@ -38,7 +38,7 @@ _REPLICA_FLAGS = ("parallelism.data-parallel-replicate-degree", "distributed.dp-
 
 
 def zero_stage(line: LaunchLine) -> ZeroStage:
-    """Return the line's ZeRO stage."""
+    """Return the line's ZeRO stage, by its flags or its trainer's default. Raise if unknown."""
     launcher = line.launch.launcher
     if launcher is Launcher.NANOTRON:
         return _stage_by_flag(line, _NANOTRON)
@@ -52,7 +52,7 @@ def zero_stage(line: LaunchLine) -> ZeroStage:
 
 
 def weight_shards(line: LaunchLine, data: int) -> int:
-    """Return over how many of a stage's `data` ranks (DP x CP) weights are sharded."""
+    """Return how many of a stage's `data` ranks (DP x CP) shard gradients or weights."""
     if zero_stage(line) < ZeroStage.GRADIENTS:
         return 1
     replicas = next(filter(None, map(line.number, _REPLICA_FLAGS)), 1)

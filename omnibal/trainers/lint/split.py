@@ -8,7 +8,7 @@ from omnibal.trainers.lint.line import LaunchLine
 
 
 def layers_by_chunk(line: LaunchLine) -> tuple[tuple[int, ...], ...]:
-    """Return language model layers, [stages][chunks]."""
+    """Return numbers of language model layers, [stages][chunks]."""
     # As in megatron-core's `get_num_layers_to_build` and LoongForge's
     # `convert_custom_pipeline_to_layout`.
     launch, stages, chunks = line.launch, line.launch.pipeline, line.virtual or 1
@@ -52,7 +52,7 @@ def _split_by_weights(line: LaunchLine) -> list[int]:
 
 
 def _split_by_flags(line: LaunchLine) -> list[int]:
-    """Return layers per stage, counting embedding and loss as layers if set."""
+    """Return layers per stage, with embedding and loss counted as layers if set."""
     launch, stages = line.launch, line.launch.pipeline
     ends = {0: launch.first_layers, stages - 1: launch.last_layers}
     given = {stage: count for stage, count in ends.items() if count is not None}
@@ -64,7 +64,7 @@ def _split_by_flags(line: LaunchLine) -> list[int]:
 
 
 def even_ends(layers: int, stages: int, chunks: int) -> tuple[int, int, int] | None:
-    """Return layers of the first, a middle and the last stage, most even, or None.
+    """Return layers of the first, each middle and the last stage, most even, or None if impossible.
 
     All are multiples of `chunks`, and middle stages are equal.
     """

@@ -17,7 +17,7 @@ def cuts_samples(line: LaunchLine) -> bool:
 
 
 def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool) -> Iterator[str]:
-    """Yield notes on flags approximated or not counted."""
+    """Yield notes on flags that the prediction approximates or ignores."""
     launch = line.launch
     if line.expert_tensor > 1 and expert_counts(model):
         ranks = launch.expert * line.expert_tensor
