@@ -41,11 +41,11 @@ class _RequireGradient(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFeatures:
-    """Features projected from, or added to, the outputs of some layers, by layer number."""
+    """Features projected from, or added to, outputs of layers, by layer number from 0."""
 
     projectors: Mapping[int, Transform] = field(default_factory=dict)  # recomputed with their layer
     outputs: list[torch.Tensor] = field(default_factory=list)  # projected features, in layer order
-    additions: Mapping[int, Transform] = field(default_factory=dict)
+    additions: Mapping[int, Transform] = field(default_factory=dict)  # add to hidden states
 
 
 class PlannedBlock(TransformerBlock):
@@ -88,7 +88,7 @@ class PlannedBlock(TransformerBlock):
         rotary_pos_emb: Rotation | None = None,
         packed_seq_params: PackedSeqParams | SharedAttention | None = None,
     ) -> torch.Tensor:
-        """Run [S, B, H] through all layers, with drop-path scales; B may be 0 (no images)."""
+        """Run [S, B, H] through all layers, with drop-path scales; S or B may be 0 (no items)."""
         features = features or LayerFeatures()
         if not hidden_SBH.numel():
             # Core's attention cannot reshape empty tensors. Parameters still get zero gradients, in
@@ -138,7 +138,7 @@ class PlannedBlock(TransformerBlock):
         projector: Transform | None,
         **arguments: Any,
     ) -> Callable[[torch.Tensor], Outputs]:
-        """Return the forward of a layer and its feature projector, if any."""
+        """Return a function that runs a layer, and its feature projector if any."""
 
         def run(hidden_SBH: torch.Tensor) -> Outputs:
             scales = None if scales_2B is None else scales_2B.to(hidden_SBH.dtype)

@@ -15,7 +15,7 @@ from megatron.vlm.model.image_places import ImagePlaces
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 
 IMAGE_CHANNELS = 3
-_LONGEST_PERIOD = 10_000  # of Whisper's sinusoids
+_LONGEST_PERIOD = 10_000  # of Whisper's sinusoids, in units of 2 pi
 
 
 class VisionEmbedding(torch.nn.Module):

@@ -92,7 +92,7 @@ class EncoderUnits(NamedTuple):
 
     @property
     def deepstack_projectors(self) -> dict[int, torch.nn.Module]:
-        """Return the projectors of this stage's layers, by layer number in the tower."""
+        """Return the deepstack projectors of this stage's layers, by layer number from 0."""
         if self.deepstack is None:
             return {}
         assert isinstance(self.tower, ImagesEncoder)
@@ -100,13 +100,13 @@ class EncoderUnits(NamedTuple):
         return {self.tower.deepstack_layers[int(number)]: module for number, module in held}
 
     def places(self, grids: Sequence[Grid]) -> tuple[ImagePlaces, ...]:
-        """Return arguments of embedding and projector: patch positions at native resolution."""
+        """Return patch positions for embedding and projector; empty if not native resolution."""
         if not isinstance(self.tower, ImagesEncoder):
             return ()
         return (ImagePlaces(grids, self.tower, current_device()),)
 
     def layer_arguments(self, places: tuple[ImagePlaces, ...]) -> dict[str, Any]:
-        """Return additional arguments of layers, by core's names; needs an item."""
+        """Return rotation and borders for layers, by core's names; fails without items."""
         if not places:
             return {}
         [images] = places
@@ -121,11 +121,11 @@ class EncoderUnits(NamedTuple):
         branch_scales_L2B: torch.Tensor | None = None,
         level: int = 0,
     ) -> list[torch.Tensor]:
-        """Run all units.
+        """Run this stage's units.
 
         Args:
             given: the encoder's inputs if the embedding is here, else hidden states [V, B, H].
-            branch_scales_L2B: drop path's scales of every local layer.
+            branch_scales_L2B: drop-path scales of both branches of every local layer.
 
         Returns:
             Features [K, E] if the projector is here, else hidden states [V, B, H]. Then deepstack

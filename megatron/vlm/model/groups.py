@@ -17,7 +17,7 @@ ContextGroups = dict[int, dist.ProcessGroup]  # this rank's group by context-par
 
 
 def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> ContextGroups:
-    """Create the groups of all context-parallel sizes above 1; collective over all ranks."""
+    """Create groups for context-parallel sizes above 1; return this rank's; collective."""
     groups: ContextGroups = {}
     tensor, data = parallel.tensor, parallel.data
     for context in sorted({*contexts} - {1}):
@@ -30,8 +30,8 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
             for start in range(0, data, context)
         ]
         groups[context] = own = create_own_group(blocks)
-        # NCCL connects a group in its first collective. In training groups would have no common
-        # order, and could wait for each other.
+        # NCCL connects a group in its first collective. In training ranks would connect groups in
+        # different orders, and could wait for each other.
         dist.all_reduce(torch.zeros(1, device=current_device()), group=own)
     return groups
 
@@ -45,7 +45,7 @@ class ShardGroups:
 
 
 def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
-    """Create the groups that shard dense weights and experts; collective over all ranks."""
+    """Create and return groups of dense weights, then of experts; collective over all ranks."""
     ranks, block = parallel.tensor * parallel.data, parallel.tensor * parallel.sharded
     dense = _shard_groups(parallel, ranks, block, parallel.tensor)
     if parallel.expert == parallel.tensor:
@@ -61,12 +61,12 @@ def create_encoder_shard_groups(plan: Plan) -> ShardGroups:
 
 
 def _shard_groups(parallel: Parallel, ranks: int, block: int, apart: int) -> ShardGroups:
-    """Create groups of ranks with equal weights.
+    """Create groups that shard weights, of ranks with equal weights; collective.
 
     Args:
-        ranks: neighbouring ranks that hold the weights together.
-        block: neighbouring ranks that contain a sharding group.
-        apart: distance to the next rank with equal weights.
+        ranks: number of a stage's ranks, or of all ranks for data-parallel encoders.
+        block: number of consecutive ranks that contain a sharding group.
+        apart: distance in ranks to the next rank with equal weights.
     """
     # Ranks by weights and sharding group; then by stage, weights and shard.
     places: dict[tuple[int, int], list[int]] = {}
@@ -103,7 +103,7 @@ def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
 
 
 def create_replica_groups() -> ProcessGroupCollection:
-    """Return core's groups for a module replicated on every rank of the job."""
+    """Create core's groups for a module replicated on every rank of the job."""
     alone = dist.new_group(
         [dist.get_rank()], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
     )

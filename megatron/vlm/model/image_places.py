@@ -20,17 +20,17 @@ from megatron.vlm.model.fused.rotary import Rotation
 from omnibal.data.native_resolution import Grid
 from omnibal.model.encoders import ImagesEncoder
 
-_ROPE_BASE = 10_000.0  # of all of these encoders (Qwen2-VL, arXiv 2409.12191)
+_ROPE_BASE = 10_000.0  # of all native-resolution encoders (Qwen2-VL, arXiv 2409.12191)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageBorders:
-    images: PackedSeqParams  # borders of images and video times
+    images: PackedSeqParams  # borders of images, and of every time of a video
     windows: PackedSeqParams | None  # borders of windows, if any layer has them
 
 
 class ImagePlaces:
-    """Positions of a pack's patches, computed on request."""
+    """Positions of a pack's patches in layer order (sorted by window), computed on request."""
 
     def __init__(self, grids: Sequence[Grid], tower: ImagesEncoder, device: torch.device) -> None:
         self._grids, self._tower, self._device = grids, tower, device
@@ -52,7 +52,7 @@ class ImagePlaces:
 
     @property
     def borders(self) -> ImageBorders:
-        """Return attention borders; needs an image."""
+        """Return the ranges of patches that attend together; fails without images."""
         times = [grid.rows * grid.columns for grid in self._grids for _ in range(grid.times)]
         windows = [cells * self._tower.positions_per_item for cells in self._window_cells]
         return ImageBorders(
@@ -61,7 +61,7 @@ class ImagePlaces:
         )
 
     def neighbours(self) -> tuple[torch.Tensor, ...]:
-        """Return the four learned positions near every patch and their weights, int64 and float32.
+        """Return indices (int64) and weights (float32) of every patch's four learned positions.
 
         Both are [P, 4]. The square of N positions is interpolated over an image, corners aligned
         (Qwen3-VL's `fast_pos_embed_interpolate`).
@@ -81,20 +81,20 @@ class ImagePlaces:
         return tuple(by_place)
 
     def sort_patches(self, patches_PX: torch.Tensor) -> torch.Tensor:
-        """Sort patches into layer order."""
+        """Return patches [P, X], given in data order, in layer order."""
         if self._cells_K is None:
             return patches_PX
         return patches_PX.index_select(0, self._on_device(self._positions(self._cells_K)))
 
     def restore_order(self, features_KE: torch.Tensor) -> torch.Tensor:
-        """Restore features of cells to data order."""
+        """Return features of cells [K, E], given in layer order, in data order."""
         if self._cells_K is None:
             return features_KE
         orders = (self._on_device(order_K) for order_K in (self._cells_K.argsort(), self._cells_K))
         return _InOrder.apply(features_KE, *orders)
 
     def _patches(self) -> torch.Tensor:
-        """Return row and column of every patch and rows and columns of its image, int32 [4, P]."""
+        """Return each patch's row and column, and its image's rows and columns, int32 [4, P]."""
         merge, parts = self._tower.merge_size, [np.zeros((4, 0), np.int32)]
         for times, rows, columns in self._grids:
             # [axis, cell row, row in cell, cell column, column in cell], then cell after cell.
@@ -109,7 +109,7 @@ class ImagePlaces:
         return self._on_device(patches_4P)
 
     def _positions(self, cells_K: np.ndarray) -> np.ndarray:
-        """Return the positions of all patches of these cells."""
+        """Return the numbers in data order of all patches of these cells, [P]."""
         size = self._tower.positions_per_item
         return (cells_K[:, None] * size + np.arange(size)).ravel()
 

@@ -112,7 +112,7 @@ class Layer(TransformerLayer):
         routing: Routing | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
-        """Run [S, B, H] through attention and feed-forward, with drop-path scales."""
+        """Return the layer's hidden states [S, B, H], and None for core's context."""
         # Residual adds are fused with the next norm, and norms' backwards with the gradient of the
         # residual.
         attention_scale_B, mlp_scale_B = (None, None) if tile_scales_2B is None else tile_scales_2B
@@ -145,7 +145,7 @@ class Layer(TransformerLayer):
 def encoder_layer_spec(
     config: TransformerConfig, tower: EncoderLayers, number: int, parts: LayerParts
 ) -> ModuleSpec:
-    """Return layer `number` of an encoder: full attention within an item, image or window."""
+    """Return the spec of layer `number` from 0: full attention in an item, image or window."""
     if isinstance(tower, ImagesEncoder):
         attention = _attention_spec(
             ImageAttention,
@@ -166,7 +166,7 @@ def encoder_layer_spec(
 
 
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """Return a decoder layer: causal attention within a sample, and a feed-forward or experts."""
+    """Return the spec of a decoder layer: causal attention in a sample, MLP or experts."""
     qk_norm = HeadNorm if config.qk_layernorm else None
     attention = _attention_spec(PackedAttention, parts, AttnMaskType.causal, qk_norm=qk_norm)
     has_experts = config.num_moe_experts is not None

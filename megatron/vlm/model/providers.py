@@ -27,7 +27,7 @@ _CURRENT_SCALING = "2.2.0"  # first release with current scaling (megatron-core'
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Classes of a layer's parts, called as core's."""
+    """Classes of a layer's parts, with core's constructors."""
 
     column_linear: type
     row_linear: type
@@ -35,7 +35,7 @@ class LayerParts:
 
 
 def check_provider(provider: Provider) -> None:
-    """Raise unless the provider is installed."""
+    """Raise UserError unless the provider is installed."""
     if provider != "te":
         return
     if TRANSFORMER_ENGINE_FAILURE is not None:
@@ -51,7 +51,7 @@ def check_provider(provider: Provider) -> None:
 
 
 def check_precision(precision: Precision, provider: Provider) -> None:
-    """Raise unless the provider's linears support the precision."""
+    """Raise UserError unless the provider's linears support the precision."""
     if precision != "fp8":
         return
     if provider != "te":
@@ -67,7 +67,7 @@ def check_precision(precision: Precision, provider: Provider) -> None:
 
 
 def check_provider_of(plan: Plan, provider: Provider) -> None:
-    """Raise unless the provider's layers can train a plan."""
+    """Raise UserError unless the provider's layers can train a plan."""
     check_precision(plan.precision, provider)
     obstacles = {
         "packs that ranks share, which Transformer Engine's attention does not support; plan with "
@@ -110,7 +110,7 @@ def layer_parts(provider: Provider) -> LayerParts:
 
 
 def without_bias(linear: type) -> type:
-    """Return a column-parallel linear without bias, for InternViT-6B's q, k and v."""
+    """Return a subclass of column-parallel `linear` without bias, as InternViT-6B's q, k and v."""
 
     # Core's `add_bias_linear` gives every linear of the tower a bias.
     class UnbiasedLinear(linear):  # type: ignore[misc, valid-type]

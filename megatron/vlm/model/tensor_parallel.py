@@ -86,9 +86,9 @@ ShardRun: TypeAlias = tuple[int, int, int]  # start in the shard, start in the f
 def own_runs(
     parameter: torch.nn.Parameter, axis: int, unpadded: int | None, group: dist.ProcessGroup
 ) -> tuple[int, list[ShardRun]]:
-    """Return an axis's unpadded size over all tensor-parallel ranks, and this rank's runs of it.
+    """Return an axis's unpadded size over tensor-parallel ranks, and this rank's runs of it.
 
-    Axes behind the second of an undivided parameter belong to the second. Padding is in no run.
+    Axis 1 includes all later axes, flattened. Padding is in no run.
     """
     own = math.prod(parameter.shape[axis:] if axis else parameter.shape[:1])
     if not parameter.tensor_model_parallel or axis != parameter.partition_dim:

@@ -12,7 +12,7 @@ from omnibal.pipeline.unit_runs import encoders_stage
 
 
 def print_dry_run(plan: Plan, console: Console) -> None:
-    """Print stages, context-parallel sizes if any, and each node's ranks with their coordinates."""
+    """Print stages, data-parallel encoders, context-parallel sizes and each rank's coordinates."""
     sizes, per_node = plan.parallel, plan.cluster.gpus_per_node
     console.print(f"Stages of {plan.model.name}")
     console.print(_make_stages_table(plan))
@@ -71,7 +71,7 @@ def _join_spans(spans: Sequence[Span]) -> str:
 
 
 def _list_recomputed(plan: Plan, part: int) -> str:
-    """Return the recomputed layers of a part of the model, a line per level."""
+    """Return the recomputed layers of a part of the model, one line per level if any."""
     layers_of_levels = [_join_spans(stages[part].recompute) for stages in plan.stages_at_levels]
     if not plan.levels:
         return layers_of_levels[0]

@@ -18,13 +18,13 @@ from megatron.vlm.step.links import PipelineLinks
 from omnibal.job.runlog import PassTimes, StageRecord
 from omnibal.pipeline.stage_memory import GIB
 
-_PASS_DECIMALS = 3  # of logged ms, finer than the clock's noise
+_PASS_DECIMALS = 3  # decimals of logged ms, finer than the clock's noise
 
 
 def gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
-    """Return every stage's record: mean phase times and maximum memory over its ranks."""
+    """Return every stage's mean phase times and maximum memory over its ranks; collective."""
     own = [*(phases_ms[phase] for phase in Phase), *_read_and_reset_memory()]
     everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
     dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
@@ -45,7 +45,7 @@ def gather_stage_records(
 
 
 def _read_and_reset_memory() -> tuple[float, float, int]:
-    """Return `peak_gib`, `reserved_gib` and `allocation_retries` since the last call."""
+    """Return peak GiB, reserved GiB and allocation retries since the last call; CPU: peak RSS."""
     if not has_cuda():
         unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, 0.0, 0
@@ -68,7 +68,7 @@ def gather_pass_times(
 
     Args:
         turn: data-parallel rank whose pass times are returned.
-        slots: its number of micro-batches.
+        slots: number of micro-batches of rank `turn`.
     """
     own_2mc = torch.from_numpy(forward_and_backward_ms(links, intervals))
     wanted_2mc = torch.zeros(2, slots, links.schedule.chunks, dtype=torch.float64)

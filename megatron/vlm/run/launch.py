@@ -18,7 +18,7 @@ _JOIN_MINUTES = 10  # schedulers start ranks one after another
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLaunch:
-    """Ranks of this process, set by torchrun or Slurm."""
+    """Ranks of this process and number of processes, set by torchrun or Slurm."""
 
     rank: int
     world_size: int
@@ -26,7 +26,7 @@ class RankLaunch:
 
     @property
     def node(self) -> int:
-        """Return the first rank of this process's node, to identify the node."""
+        """Return the first rank of this process's node, equal on all its ranks."""
         return self.rank - self.local_rank
 
     @staticmethod
@@ -39,7 +39,7 @@ class RankLaunch:
         )
 
     def check_against(self, parallel: Parallel) -> None:
-        """Raise UserError unless this launch has the plan's number of processes."""
+        """Raise UserError unless the plan's number of processes runs, and this has a device."""
         if self.world_size != parallel.world_size:
             raise UserError(
                 f"launched with {self.world_size} process(es), but the plan is for {parallel} = "
@@ -59,7 +59,7 @@ class RankLaunch:
 
 
 def open_store(launch: RankLaunch, init_method: str = "env://", start: str = "") -> dist.Store:
-    """Return the rendezvous store, after all ranks have joined.
+    """Return the store once all ranks have joined; UserError after `_JOIN_MINUTES`.
 
     Rank 0 (under torchrun, the first node's launcher) serves it while the returned object lives.
 
@@ -90,7 +90,7 @@ def initialize_distributed(
     init_method: str = "env://",
     store: dist.Store | None = None,
 ) -> PipelineLinks:
-    """Make the process group and Megatron-core's parallel groups; collective over all ranks."""
+    """Make the process group and core's groups; return this stage's links; collective."""
     prepare_megatron_core()
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)

@@ -11,7 +11,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 
 def show_log(rank: int) -> None:
-    """Print INFO, equal on all ranks, on rank 0's stdout, and every rank's WARNING on stderr."""
+    """Print rank 0's INFO on stdout (equal on all ranks), and every rank's WARNING on stderr."""
     common, own = _make_handler(sys.stdout), _make_handler(sys.stderr)
     common.addFilter(lambda record: rank == 0 and record.levelno < logging.WARNING)
     own.setLevel(logging.WARNING)
@@ -37,6 +37,6 @@ class _TerminalHandler(logging.StreamHandler):
 
 
 def progress_of_rank(rank: int) -> Progress:
-    """Return a progress bar with counts, on rank 0's stderr."""
+    """Return a progress bar with counts on stderr, disabled except on rank 0."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=rank != 0)

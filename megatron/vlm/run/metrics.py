@@ -13,7 +13,7 @@ _WANDB_ID_FILE = "wandb_id.txt"
 
 
 class TensorBoardSink:
-    """Event files in `directory`. A resumed run continues their curves after `trained_steps`."""
+    """Event files in `directory`; their points after `trained_steps` are replaced."""
 
     def __init__(self, directory: Path, trained_steps: int) -> None:
         try:
@@ -33,7 +33,7 @@ class TensorBoardSink:
             ) from error
 
     def write(self, steps: int, values: Mapping[str, float]) -> None:
-        """Add points at the number of trained steps. A step and its validation share it."""
+        """Add a point per value at `steps` trained steps; a step and its validation share it."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, steps)
 

@@ -8,10 +8,10 @@ from megatron.vlm.inputs.read_ahead import STOP_SIGNALS
 
 
 class StopSignal:
-    """Context that sets `requested` on a signal to stop.
+    """Context in which a signal to stop sets `requested`.
 
     Schedulers and launchers repeat signals: these never interrupt a save or cleanup. A second
-    SIGINT (Ctrl-C) ends the process. Under nohup SIGHUP stays ignored.
+    SIGINT (Ctrl-C) ends the process inside the context. Under nohup SIGHUP stays ignored.
     """
 
     def __init__(self) -> None:

@@ -11,10 +11,10 @@ Body = Callable[..., Any]  # returns new tensors; the first argument is a tensor
 
 
 def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
-    """Return a decorator of bodies that autograd does not differentiate.
+    """Return a decorator that compiles a body for CUDA tensors, without autograd.
 
     Args:
-        name: name of the operation in counts of a fake device.
+        name: operation's name, by which a fake device counts calls.
     """
 
     def decorate(body: Body) -> Body:

@@ -16,7 +16,7 @@ from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 @dataclass(frozen=True, slots=True)
 class OwnWords:
-    first: int  # number of the first word in the vocabulary
+    first: int  # number in the vocabulary of this rank's first word
     count: int  # unpadded words
     group: dist.ProcessGroup | None  # ranks that divide the vocabulary, or None for one rank
 
@@ -27,8 +27,8 @@ def cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWor
 
 
 def hide_padding(logits_LW: torch.Tensor, words: OwnWords) -> None:
-    """Exclude padded words from the softmax, in place."""
-    # Detached from autograd: their probability and gradient are 0.
+    """Set the logits of padded words to -inf, in place."""
+    # Hidden from autograd: these words have no gradient.
     logits_LW.detach()[:, words.count :].fill_(-torch.inf)
 
 
@@ -40,7 +40,7 @@ def _local_parts(
 
     The label's logit is 0 if another rank has it. All are float32.
     """
-    # Rows with padding: a kernel loads rows of lengths that 16 does not divide value by value.
+    # Over padded rows: a kernel loads value by value if 16 does not divide the row length.
     words_W = torch.arange(logits_LW.shape[1], device=logits_LW.device)
     own_LW = torch.where(words_W < count, logits_LW.float(), -torch.inf)
     largest_L = own_LW.amax(1)
@@ -73,7 +73,7 @@ def _logit_gradient(
 def combine_parts(
     largest_L: torch.Tensor, sums_2L: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine `_local_parts` of every rank into losses and log-sum-exp, [L] each."""
+    """Return losses and log-sum-exp, [L] each, from every rank's `_local_parts`; collective."""
     if group is not None:
         # Each rank's sum of exponentials is relative to its own maximum.
         own_largest_L = largest_L.clone()

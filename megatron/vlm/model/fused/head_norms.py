@@ -23,7 +23,7 @@ def split_with_norms(
     eps: float,
     group: dist.ProcessGroup | None,
 ) -> TileHeads:
-    """Split q, k and v, with RMSNorm of q and k over all heads; v is a view of the input.
+    """Return q and k, with RMSNorm over all ranks' heads, and v, a view of the input.
 
     Args:
         qkv_SBN3D: [S, B, N, 3 D], with q, k and v per head.
@@ -70,7 +70,7 @@ def _sum_along(
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradients' components along normed q and k, summed locally."""
+    """Return local sums of weighted gradient times unit value, of q and k, float32 [2, S, B]."""
     pairs = _weighted_and_units(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
     return torch.stack([(own_SBND * unit_SBND).sum((2, 3)) for own_SBND, unit_SBND in pairs])
 
@@ -81,7 +81,7 @@ def _weighted_and_units(
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the weighted gradient and the normed value, of q and of k."""
+    """Return (gradient times weight, value times rstd) of q and of k, float32."""
     heads, rstds_2SB11 = qkv_SBN3D.chunk(3, -1)[:2], rstds_2SB[..., None, None]
     return [
         (gradient_SBND.float() * weight_W.view(x_SBND.shape[2:]), x_SBND * rstd_SB11)

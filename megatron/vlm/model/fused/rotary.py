@@ -35,12 +35,12 @@ def rotation(
     """Return the rotation of every token by its position in the sample.
 
     Args:
-        borders: sample borders, int32 [samples + 1], on the device.
+        borders: first tokens of samples or pieces, and the end, int32, on the device.
         tokens: total tokens.
-        frequencies: of RoPE (Su et al. 2021, arXiv 2104.09864), float32 [D / 2].
+        frequencies: angles per position (RoPE, arXiv 2104.09864), float32 [D / 2].
         first: for pieces of samples, first token within the sample, int32 [pieces], on the device.
     """
-    # All on the device: the host knows no positions and does not wait.
+    # All on the device, so that the host does not wait for `borders`.
     places_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
     samples_T = torch.bucketize(places_T, borders[1:], right=True)
     positions_T = places_T - borders[samples_T]
@@ -56,7 +56,7 @@ def sectioned_rotation(
     """Return the rotation of multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1).
 
     Args:
-        positions_3S: time, row and column of every token.
+        positions_3S: time, row and column of every token, [3, T].
         axes_F: axis of each frequency, int64 [D / 2].
         frequencies: float32 [D / 2].
     """
@@ -139,7 +139,7 @@ def _norm_and_rotate(
     key_weight_D: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and the rstd of each head, float32 [T, G, Q + 1]."""
+    """Return normed and rotated q and k, and rstd of each head, float32 [T, G, Q + 1]."""
     heads = qkv.unflatten(-1, (-1, len(query_weight_D)))[:, :, :-1].float()
     rstds = torch.rsqrt(heads.square().mean(-1) + eps)
     units = heads * rstds.unsqueeze(-1)
