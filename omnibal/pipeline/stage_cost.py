@@ -36,10 +36,10 @@ class StageTimes:
     backward_link_ms: np.ndarray  # P2P time of its gradient, 0 if not needed, [packs, stages - 1]
     # Data-parallel encoders' time before the forward and after the backward, [packs, 2].
     waits_ms: np.ndarray | None = None
-    has_experts: np.ndarray | None = None  # whether each stage runs in lockstep, bool [stages]
+    has_experts: np.ndarray | None = None  # whether a stage has units in lockstep, bool [stages]
 
     def rows(self, picked: np.ndarray) -> "StageTimes":
-        """Select packs by mask or indices."""
+        """Return the times of packs given by mask or indices."""
         return rows_of(self, picked, "has_experts")
 
     def pass_ms(self, kind: Pass) -> np.ndarray:
@@ -51,7 +51,7 @@ class StageTimes:
 def select_pass(
     kind: Pass, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray
 ) -> np.ndarray:
-    """Select the values of a pass. Parts of a split backward sum to the whole."""
+    """Return the values of a pass. Parts of a split backward sum to the whole."""
     match kind:
         case Pass.FORWARD:
             return forward
@@ -70,8 +70,8 @@ def workload_times(
     *,
     without_padding: bool = False,
 ) -> StageTimes:
-    """Return the times of every row on the stages of its level, with or without padding to the
-    longest pack. [rows, ...]"""
+    """Return the times of every row of a workload, slow ranks included, on the stages of its level
+    [levels, stages], with or without padding to the longest pack. [rows, ...]"""
     features = features_of(workload, cost, without_padding=without_padding)
     parts = len(stages_at[0])
     slowness = cost.slowness_of(parts)
@@ -82,7 +82,7 @@ def workload_times(
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
-    """Return the times of packs of one level with `features` [packs, features]."""
+    """Return the times of packs of one level, given their `features` [packs, features]."""
     return _times(cost, [stages], features, cost.slowness_of(len(stages)))
 
 
@@ -92,7 +92,7 @@ def _times(
     features: np.ndarray,
     slowness: np.ndarray,
 ) -> StageTimes:
-    """Return the times of packs scaled by slowdown, [stages] or [packs, stages]."""
+    """Return the times of packs, scaled by `slowness` [stages] or [packs, stages]."""
     kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
     # Encoder waits are columns of features, but no stage's cost.
     waits_ms = None
@@ -142,7 +142,7 @@ def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.nd
 def held_units(
     cost: CostModel, stages: Sequence[Stage], schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
 ) -> np.ndarray:
-    """Return units of each kind per stage, over all of its chunks. [stages, kinds]"""
+    """Return the number of units of each kind per stage, all of its chunks. [stages, kinds]"""
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     return np.stack([counts[parts].sum(axis=0) for parts in schedule.parts_of(len(stages))])
 
@@ -164,16 +164,16 @@ class PerStepCosts:
     """Once-per-step costs of every stage, in ms, [..., stages].
 
     Gradients and weights are exchanged with data-parallel ranks in equal buckets that overlap with
-    the last backward and the first forward; time without overlap is exposed. Passes run in lockstep
+    the last backward and the first forward; time without overlap is exposed. Passes in lockstep
     overlap equally on all ranks. Contention with P2P traffic is not modelled.
     """
 
     reduction_ms: np.ndarray  # gradient reduction time without overlap
     gather_ms: np.ndarray  # weight all-gather time at the start of the step, without overlap
-    buckets: np.ndarray
+    buckets: np.ndarray  # number of equal buckets of a stage's exchange
     overlaps: bool = True  # whether a chunk's exchange overlaps with other chunks' compute
     tied_ms: np.ndarray  # exchange of the tied matrix's gradient, after the reduction
-    update_ms: np.ndarray
+    update_ms: np.ndarray  # optimizer step
 
     @property
     def exchange_ms(self) -> np.ndarray:
@@ -181,7 +181,7 @@ class PerStepCosts:
         return self.reduction_ms + self.gather_ms + self.tied_ms
 
     def first_wait_ms(self, first_forward_ms: np.ndarray) -> np.ndarray:
-        """Return the wait for weights, given the first forward's time. Both [..., stages]"""
+        """Return the wait for weights, given the first forward's duration. Both [..., stages]"""
         # Each bucket but the first is gathered while layers of the bucket before it compute.
         hidden_ms = first_forward_ms * (1 - 1 / self.buckets)
         return np.maximum(self.gather_ms / self.buckets, self.gather_ms - hidden_ms)
@@ -209,14 +209,14 @@ class PerStepCosts:
         return reduced_ms - finish_ms + self.tied_ms
 
     def exposed_ms(self, last_backward_ms: np.ndarray) -> np.ndarray:
-        """Return the exposed reduction, given the last backward's time. Both [..., stages]"""
+        """Return the exposed reduction, given the last backward's duration. Both [..., stages]"""
         # The last bucket is complete only when the backward ends.
         hidden_ms = last_backward_ms * (1 - 1 / self.buckets)
         exposed_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
         return exposed_ms + self.tied_ms
 
     def at(self, index: Any) -> "PerStepCosts":
-        """Index the axes before the stages."""
+        """Return the costs at an index into the axes before the stages."""
         return rows_of(self, index)
 
     def without_exchange(self) -> "PerStepCosts":
@@ -241,7 +241,7 @@ def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
     parameters = trained_parameters(cost, held)
     of_experts = trained_expert_parameters(cost, held)
     buckets = np.ones(parameters.shape)
-    # Only the first stage has several buckets.
+    # Megatron disables bucketing on all stages but the first.
     buckets[..., 0] = np.maximum(np.ceil(parameters[..., 0] / cost.bucket_parameters), 1)
     return PerStepCosts(
         reduction_ms=cost.of_parameters("gradient_reduction_ms", parameters, of_experts),

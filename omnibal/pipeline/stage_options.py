@@ -29,16 +29,16 @@ _MAX_OPTIONS = 20_000  # max recompute sets of a stage at several levels, over a
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageOptions:
-    """Options of one stage, sorted by tail: a run with a recompute set that fits."""
+    """Options of one stage, sorted by tail. Each is a run of units with its recomputed layers."""
 
     start: np.ndarray  # position of the first unit; this and the next four are [options]
-    end: np.ndarray
+    end: np.ndarray  # position after the last unit
     tail: np.ndarray  # node of the cut before the stage; without shared numbers the position
-    head: np.ndarray
+    head: np.ndarray  # node of the cut after the stage
     shared: np.ndarray  # key of the numbers that all stages share, 0 if none
     recomputed: np.ndarray  # recomputed layers, [options, levels * layer kinds]
     terms: np.ndarray  # cost terms with recomputation, [options, terms]
-    bound_ms: np.ndarray  # longest structural path, [options]
+    bound_ms: np.ndarray  # lower bound on the step: longest structural path, [options]
 
     def __len__(self) -> int:
         return len(self.start)
@@ -58,12 +58,12 @@ class StageOptions:
         return self if self.place(option) >= 0 else join_options([self, option])
 
     def take(self, kept: np.ndarray) -> "StageOptions":
-        """Select options, keeping the order."""
+        """Return options by index, in the order of `kept`."""
         return rows_of(self, kept)
 
 
 def join_options(options: Sequence[StageOptions]) -> StageOptions:
-    """Concatenate options, sorted so that each run's smallest bound comes first."""
+    """Return all options, sorted so that each run's smallest bound comes first."""
     columns = {
         column.name: np.concatenate([getattr(of_stage, column.name) for of_stage in options])
         for column in fields(StageOptions)
@@ -80,15 +80,15 @@ class SearchProblem:
 
     model: ModelConfig
     structure: Structure
-    tables: Sequence[MemoryTable]
+    tables: Sequence[MemoryTable]  # of every stage
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray  # [extremes, levels * layer kinds]; see `useful_sets`
     levels: int
     same_at_levels: bool  # whether a stage recomputes the same layers at all levels
     rules: StageRules = FREE
-    numbers: Sequence[FittingNumbers] | None = None  # None if any layers may be recomputed
-    slowness: np.ndarray | None = None  # at least 1, so that bounds over units hold, [p]
+    numbers: Sequence[FittingNumbers] | None = None  # [stages]; None: any layers may be recomputed
+    slowness: np.ndarray | None = None  # at least 1, so that bounds over units hold, [stages]
 
     @property
     def stages(self) -> int:
@@ -110,7 +110,7 @@ class Choices:
 
 
 def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
-    """Return the options of every stage in a split of at most `limit_ms`."""
+    """Return the options of every stage that may be in a split of at most `limit_ms`."""
     complete, nodes = True, problem.units
     # First the runs that a stage may hold within the limit without recomputation.
     structure, runs = problem.structure, problem.structure.runs
@@ -241,7 +241,7 @@ def _recompute_numbers(
 def stage_choices(
     problem: SearchProblem, stage: int, chosen: np.ndarray
 ) -> tuple[StageOptions, StageOptions, bool]:
-    """Return options of chosen runs with useful recompute sets, as fields of `Choices`."""
+    """Return fitting and optimistic options of chosen runs, and whether they are complete."""
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     sets = useful_sets(
@@ -264,7 +264,7 @@ def stage_choices(
 
 
 def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:
-    """Return the option's run with sets near its own."""
+    """Return options of a single option's run, with recomputed layers near its own."""
     runs = problem.structure.runs
     run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
     fit = LevelFit.build(

@@ -20,7 +20,7 @@ _LAYERS = re.compile(r"(.+) (\d+)(?:\.\.(\d+))?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A unit of the model, or consecutive layers of a tower."""
+    """One unit of the model that is no layer, or consecutive layers of a tower."""
 
     name: str  # unit name, such as "vision embed" or "head"; for layers, the tower's name
     layers: range | None = None  # layer indices in the tower, or None if not a layer
@@ -69,7 +69,7 @@ class Span:
 
 
 def merge_spans(units: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge consecutive layers of a tower, keeping the order."""
+    """Return units in their order, with consecutive layers of a tower merged."""
     spans: list[Span] = []
     for span in units:
         last = spans[-1] if spans else Span("")
@@ -93,7 +93,7 @@ def _parse_span(value: Any) -> Span:
 
 
 SpanText = Annotated[Span, PlainValidator(_parse_span), PlainSerializer(str, return_type=str)]
-"""A span serialized as text."""
+"""A span that JSON has as text."""
 
 
 class Stage(Frozen):
@@ -108,7 +108,7 @@ class Stage(Frozen):
         return cls(units=tuple(map(Span.parse, units)), recompute=tuple(map(Span.parse, recompute)))
 
     def layers(self, tower: str) -> range:
-        """Return the stage's layer indices of a tower, empty if it has none."""
+        """Return the layer indices of a tower, if in one run. Empty if the stage has none."""
         held = [span.layers for span in self.units if span.name == tower and span.layers]
         return range(held[0].start, held[-1].stop) if held else range(0)
 

@@ -67,7 +67,7 @@ class UnitRun:
 
 
 def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
-    """Return a stage's runs of equal units in model order, given the stage at each level."""
+    """Return a stage's runs of equal units in model order. `stage_at` has the stage by level."""
     names = [kind.name for kind in kinds]
     again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
     units = [unit for span in stage_at[0].units for unit in span.units]
@@ -91,7 +91,7 @@ def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[Uni
 
 
 def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.ndarray]:
-    """Return unit counts [kinds] and recomputed counts [levels * kinds]."""
+    """Return unit counts [kinds] and recomputed counts [levels * kinds] of a stage's runs."""
     counts = np.zeros(kinds, np.int64)
     recomputed = np.zeros((len(runs[0].recomputed), kinds), np.int64)
     for run in runs:
@@ -134,8 +134,8 @@ def stages_from_cuts(
 ) -> tuple[Stage, ...]:
     """Return the stages between strictly increasing cuts.
 
-    `recomputed` has each stage's recompute counts per layer kind, for its earliest layers, so that
-    equal searches give equal plans.
+    `recomputed` has each stage's recompute counts per layer kind. Its earliest layers of a kind are
+    recomputed, so that equal searches give equal plans.
     """
     units, names = unit_spans(model), unit_names(model)
     layers = [kind.name for kind in unit_kinds(model) if kind.is_layer]
@@ -160,7 +160,7 @@ def encoders_stage(model: ModelConfig) -> Stage:
 
 
 def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
-    """Raise unless the stages are the model, cut into runs."""
+    """Raise UserError unless stages hold all units in order and recompute their own layers."""
     position, units = 0, unit_spans(model)
     for index, stage in enumerate(stages):
         if not stage.units:

@@ -45,7 +45,7 @@ MIN_SLOWNESS = 1.1  # slowness that counts as slow; equal devices differ by a fe
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Terms:
-    """Measured passes, with their predicted time by term."""
+    """Measured passes with their predicted times `ms` by term."""
 
     ms: np.ndarray  # [n, c]
     measured_ms: np.ndarray  # [n]
@@ -56,7 +56,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KindFit:
-    """Predicted time of a kind of unit in the measured passes."""
+    """Predicted and fitted time of a kind of unit in the measured passes of a step."""
 
     name: str
     predicted_ms: float  # forward plus backward, mean over steps
@@ -70,11 +70,11 @@ class KindFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageFit:
-    """Predicted and measured time of a stage in the measured passes."""
+    """Predicted and measured time of a stage in the measured passes of a step."""
 
     predicted_ms: float
     measured_ms: float
-    slowness: float  # slowness of its slowest rank's devices relative to the fastest stage
+    slowness: float  # slowest rank's slowness relative to the fastest stage; 1 if none is slow
     slow_ranks: dict[int, float]  # slowness of data-parallel ranks, if at least `MIN_SLOWNESS`
 
 
@@ -96,7 +96,7 @@ def root_plan_sha256(plan: Plan, job: JobSpec) -> str:
 
 
 def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return a run's records with per-pass times of this plan."""
+    """Return a run's records with times of passes. UserError if few, or of another plan."""
     if info.plan_sha256 != plan_sha256(plan):
         raise UserError(
             "the run was trained by another plan, or its log is of an earlier version: give its "
@@ -116,7 +116,7 @@ def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> 
 def fit_run(
     plan: Plan, job: JobSpec, workload: Workload, records: Sequence[StepRecord], step: int
 ) -> RunFit:
-    """Fit a job's costs to measured passes.
+    """Return a job's costs fitted to measured passes, with slow stages and ranks.
 
     Args:
         workload: of all the plan's packs.
@@ -201,7 +201,7 @@ def _spread_over_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
 def list_terms(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> Terms:
-    """Return the terms of all recorded passes."""
+    """Return the terms of recorded passes. UserError if they are not the plan's passes."""
     rank_of_step = {record.step: record.passes.dp_rank for record in records if record.passes}
     ranks = np.array([rank_of_step[step] for step in workload.step.tolist()])
     workload = workload.rows(np.flatnonzero(workload.dp_rank == ranks))
@@ -293,14 +293,14 @@ class _MapFit:
         return max(1.4826 * float(np.median(np.abs(self.error))), _MIN_NOISE)
 
     def unlikeliness(self, noise: float) -> float:
-        """Return the negative log posterior at a noise level, with Huber loss."""
+        """Return the negative log posterior at a noise level, with Huber loss, up to a constant."""
         error = np.abs(self.error) / noise
         inside = np.minimum(error, _HUBER_LIMIT)
         return float((inside * (error - inside / 2)).sum()) + self.prior
 
 
 def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _MapFit:
-    """Fit with a minimal set of differing stages, chosen greedily by likelihood gain."""
+    """Return a fit with few differing stages, chosen greedily by likelihood gain."""
     # A stage is confounded with a kind of unit that no other stage has, so none is free at first.
     log_ratio = np.log(terms.measured_ms / terms.ms.sum(axis=1))
     by_costs = np.array([np.median(log_ratio[terms.stage == stage]) for stage in range(stages)])
@@ -329,7 +329,7 @@ def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _MapFit:
 
 
 def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[int]) -> _MapFit:
-    """Fit with only the stages in `free` differing."""
+    """Return a fit with only the stages in `free` differing."""
     of_groups = np.eye(int(groups.max()) + 1)[groups]  # [c, g]
     of_stages = np.eye(stages)[terms.stage][:, list(free)]  # [n, free]
     kinds, features = of_groups.shape[1], len(groups)
@@ -365,7 +365,7 @@ def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequen
 def _rank_slowness(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> np.ndarray:
-    """Return relative time of data-parallel ranks in their stage, 1 in lockstep. [ranks, stages]"""
+    """Return slowness of ranks in their stage, [ranks, stages]. 1 if not slow, or in lockstep."""
     parts_of, ranks = plan.schedule.parts_of(len(plan.stages)), plan.parallel.data
     if workload.runs_together or not all(stage.ranks_ms for r in records for stage in r.stages):
         return np.ones((ranks, len(parts_of)))

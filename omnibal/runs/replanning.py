@@ -28,7 +28,7 @@ from omnibal.search.strategy import FreeSizes
 class Replanned:
     result: PlanResult
     fit: RunFit | None  # costs fitted on the run, or None without a run
-    before_ms: float | None  # of the earlier plan with fitted costs, None if sizes changed
+    before_ms: float | None  # earlier plan's step by fitted costs, None if the devices changed
 
     @property
     def plan(self) -> Plan:
@@ -40,7 +40,7 @@ class Replanned:
 
     @property
     def gain(self) -> float:
-        """Saved share of the step time, by the fitted costs."""
+        """Saved share of the step time, by the fitted costs. 0 if the devices changed."""
         return 0.0 if not self.before_ms else 1 - self.step_ms / self.before_ms
 
 
@@ -51,12 +51,12 @@ def replan(
     after: int | None = None,
     listener: Listener | None = None,
 ) -> Replanned:
-    """Replan from a run, for the same or other devices.
+    """Return the fastest plan for the rest of a run. UserError if the plan cannot be of a run.
 
     Args:
         run: log to fit costs on, or None to keep the costs.
         gpus: devices of the new plan, or None to keep their number.
-        after: trained steps, by default the log's.
+        after: trained steps, by default the log's, or 0 without a run.
     """
     plan, job = files.plan, files.job
     if plan.data is None or plan.made_for is not None:
@@ -143,7 +143,7 @@ def _replan_goal(
 def _plan_other_sizes(
     files: PlanFiles, job: JobSpec, gpus: int, listener: Listener | None
 ) -> PlanResult:
-    """Plan for other devices: change the data-parallel size if possible, else all sizes."""
+    """Return a plan for other devices: other data-parallel size if possible, else all sizes."""
     parallel = _resize_data(files.plan.parallel, gpus)
     if parallel is not None and job.allows(parallel):
         try:

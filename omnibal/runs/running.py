@@ -46,10 +46,10 @@ _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
 class RunStep:
     """A command, its inputs and its result."""
 
-    words: tuple[str, ...]  # from `omnibal`, `python` or `bash` on
+    words: tuple[str, ...]  # command line, which begins with `omnibal`, `python` or `bash`
     reads: tuple[Path, ...] = ()
     media: tuple[Path, ...] = ()  # folders of images, recordings, videos and shards that are inputs
-    makes: Path | None = None  # none for a check, which is run every time
+    makes: Path | None = None  # result; None for a check, which is run every time
     last_step: int | None = None  # of a training; other steps are complete if `makes` exists
 
     @property
@@ -64,13 +64,13 @@ class RunStep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the result is there, and a training at its last step."""
+        """Whether the result exists, of a training up to its last step."""
         if self.makes is None or self.last_step is None:
             return self.makes is not None and self.makes.exists()
         return (latest_step(self.makes) or 0) >= self.last_step
 
     def can_resume(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-        """Whether this step can continue from the result of an earlier state."""
+        """Return whether this step can continue from the result of the state `before`."""
         return self.last_step is not None and before == now
 
 
@@ -93,7 +93,7 @@ class Training(RunStep):
         }
 
     def can_resume(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
-        """Whether only rates, later steps and reporting options have changed."""
+        """Return whether inputs, model, earlier steps and fixed options are unchanged."""
         if before is None or "steps" not in before:
             return False
         changed = _changes(before, now) - {"its steps"}
@@ -110,12 +110,12 @@ class Training(RunStep):
 def run_steps(
     steps: Sequence[RunStep], journal: Path, say: Callable[[str], None], *, trains: bool = True
 ) -> int:
-    """Run the commands that are not done, in order; return the first exit status other than 0.
+    """Run the commands that are not done, in order, until one fails. Return its status, else 0.
 
     Results of earlier trainings, imports and exports are renamed, not overwritten.
 
     Args:
-        journal: JSON file with the inputs' state of every result.
+        journal: JSON file with the state that every result was made from, read and updated.
         trains: whether to start the training here, or only prepare it.
     """
     made: dict[str, Any] = {}
@@ -160,7 +160,7 @@ def run_steps(
 
 
 def _run_command(command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Run a command, passing signals on; return its status, or a shell's for a caught signal."""
+    """Run a command and pass signals on. Return its status, or 128 + signal if one was caught."""
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
@@ -200,7 +200,7 @@ def _rename_result(result: Path, say: Callable[[str], None]) -> None:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """Return names of files, folders and options that differ, such as "its steps"."""
+    """Return names of files, folders and options that differ, and others, such as "its steps"."""
     files = set(before.get("read", {}).items()) ^ set(now["read"].items())
     options = set(before.get("options", ())) ^ set(now.get("options", ()))
     others = {f"its {name}" for name in now if before.get(name) != now[name]}
@@ -211,7 +211,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
 
 
 def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
-    """Hash sizes and times of a file, a folder's files, or all files below it with `suffixes`."""
+    """Return a hash of size and time of a file, a folder's files, or all below with `suffixes`."""
     files = [path]
     if path.is_dir():
         pattern = "*" if suffixes is None else "**/*"
@@ -230,7 +230,7 @@ def has_released_weights(folder: Path) -> bool:
 
 
 def fetch_checkpoint(name: str, *, weights: bool) -> Path:
-    """Return the folder of a hub's checkpoint, or of its other files only, without `weights`."""
+    """Download a hub's checkpoint, without weights unless `weights`. Return its local folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
@@ -252,7 +252,7 @@ def fetch_checkpoint(name: str, *, weights: bool) -> Path:
 def choose_weights(
     model: str, weights: Path | None, *, from_scratch: bool
 ) -> tuple[Path | None, bool]:
-    """Return the folder of first weights (None: random), and whether a hub still has them."""
+    """Return the folder of first weights (None: random), and whether to fetch them from a hub."""
     if from_scratch and weights is not None:
         raise UserError("--from-scratch and --weights exclude each other; leave one out")
     if from_scratch:
@@ -276,7 +276,7 @@ def choose_weights(
 
 
 def find_tokenizer(model: str, weights: Path | None) -> Path | None:
-    """Return the folder of the tokenizer that comes with the model or the weights."""
+    """Return the folder of the tokenizer of the model or the weights. None if neither is local."""
     others = [] if weights is None else [weights / "tokenizer", weights]
     return next((path for path in (Path(model), *others) if path.is_dir()), None)
 
@@ -340,7 +340,7 @@ def write_launch(
 
 
 def training_step(output: Path, loads: Path | None, scan: RunStep, more: Sequence[str]) -> Training:
-    """Return the training as a step, of the plan's steps or --train-iters."""
+    """Return the training as a step, up to the plan's steps or --train-iters, if fewer."""
     plan = output / "plan"
     data = read_plan(plan).data
     assert data is not None
