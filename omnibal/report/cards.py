@@ -17,18 +17,18 @@ from omnibal.report.table import Facts, Marked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A figure at the top of the page."""
+    """A headline value at the top of the page, with its explanation `note`."""
 
     title: str
     value: str | Marked
-    source: str = ""  # source of the value: predicted, replayed or measured
+    source: str = ""  # predicted, replayed or measured; empty if several or obvious
     note: str
 
 
 def headline_cards(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None, records: Sequence[StepRecord]
 ) -> list[Card]:
-    """Return all cards with known figures."""
+    """Return a card for every known headline value."""
     prediction, sources = plan.prediction, figures_by_source(plan, run, replay)
     idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
     rates = {name: figures.samples_per_second_per_gpu for name, figures in sources.items()}
@@ -72,7 +72,7 @@ def _latest_card(title: str, values: Mapping[str, str], notes: Sequence[str] = (
 def _memory_card(
     plan: Plan, prediction: Prediction, run: RunSummary | None, replay: ReplaySummary | None
 ) -> Card:
-    """Compare predicted, replayed and measured peaks with the usable memory."""
+    """Return whether the largest peak fits usable memory, with peaks by source in the note."""
     peaks = [stage.memory.peak_gib for stage in prediction.stages]
     cap, worst = memory_cap_gib(plan.cluster), max(peaks)
     note = f"{number(worst)} of {number(cap)} usable GiB predicted, on stage {peaks.index(worst)}"
@@ -92,7 +92,7 @@ def _memory_card(
 
 
 def _expert_card(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
-    """Return measured and planned expert load. Empty without experts."""
+    """Return the measured load of the fullest expert rank. Empty unless measured."""
     balances = [record.experts for record in records if record.experts is not None]
     planned = [kind.experts.imbalance for kind in plan.model.language.kinds if kind.experts]
     if not balances or not planned:

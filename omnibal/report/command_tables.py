@@ -31,7 +31,7 @@ _SHOWN_CANDIDATES = 10  # fits a terminal
 
 
 def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Table:
-    """Model presets: parameters, and layers x hidden size per tower."""
+    """Return model presets: parameters, experts, and layers x hidden size per tower."""
     return Table.of_records(
         "Models, with billions of parameters",
         models,
@@ -57,7 +57,7 @@ def _size(tower: EncoderLayers | LanguageConfig) -> str:
 
 
 def hub_ids_table(ids: Mapping[str, Sequence[str]]) -> Table:
-    """Hub ids by model preset."""
+    """Return hub ids by model preset."""
     rows = [(name, "\n".join(ids[name])) for name in sorted(ids)]
     hub = Column(title="id on Hugging Face's hub", style="left")
     return Table.of_rows("Models by their ids on a hub", ("name", hub), rows)
@@ -89,7 +89,7 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
-    """Table of the best caps tried, the chosen first."""
+    """Return the best caps tried, the chosen first."""
     best, best_ms = search.candidates[0], search.candidates[0].strategy.ms_per_sample
     titles = ("per pack", "per step", "per rank", "recom-\nputed", f"GiB of {cap_gib:.2f}")
     rows = [
@@ -115,7 +115,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
-    """Table of the fastest parallel sizes, followed by slower or infeasible sizes."""
+    """Return the fastest parallel sizes, followed by slower or infeasible sizes."""
     tried = [strategy.sizing for strategy in search.ranking]
     tried += [candidate.sizing for candidate in search.ruled_out]
     names: list[str] = [*max((sizing.parallel.sizes for sizing in tried), key=len)]
@@ -167,7 +167,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
 
 
 def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str | None:
-    """Return a warning if other sizes are slower than the best by less than the usual error."""
+    """Return a warning if the next sizes are slower by less than the median error, else None."""
     best = search.ranking[0]
     others = [strategy for strategy in search.ranking if strategy.parallel != best.parallel]
     if isinstance(errors, str) or not others:
@@ -183,7 +183,7 @@ def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str |
 
 
 def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> Table:
-    """Errors of fitted costs against a provider's measurements."""
+    """Return errors of fitted costs against a provider's measurements, by unit and quantity."""
     return Table.of_records(
         f"Fit of the costs, provider {provider}",
         residuals,
@@ -210,7 +210,7 @@ def simulation_facts(result: dict[str, Any]) -> Facts:
 
 
 def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
-    """Replayed stages, times per micro-batch."""
+    """Return times per micro-batch, weight update and peak memory of replayed stages."""
     columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
         "stage": lambda replay: f"{replay.stage}",
         "packs": lambda replay: f"{len(replay.rows):,}",
@@ -229,7 +229,7 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
 
 
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
-    """Count samples in `rows`, with mean and max of every feature (None without samples)."""
+    """Return number, means and maxima (None without samples) of samples in the mask `rows`."""
     statistics: dict[str, float | None] = {"samples": int(rows.sum())}
     for name in (*lengths.item_names, "tokens"):
         values = lengths.column(name)[rows]
@@ -246,7 +246,7 @@ def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
 
 
 def sources_table(lengths: Lengths, most: int | None = None) -> Table:
-    """Table of samples, items and tokens by source, at most the `most` largest, and in total."""
+    """Return samples, items and tokens by source (the `most` largest, and the rest), and in all."""
     features, codes = (*lengths.item_names, "tokens"), np.arange(len(lengths.source_names))
     if most is not None:
         codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
@@ -270,7 +270,7 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
 
 
 def misprediction_table(fit: "RunFit") -> Table:
-    """Predicted and measured time of passes by unit kind and stage."""
+    """Return predicted and measured times of passes by unit kind and stage, and slow devices."""
     kinds = [_factor_row(kind.name, kind.predicted_ms, kind.fitted_ms) for kind in fit.kinds]
     stages, slow, ranks = [], [], []
     for number, stage in enumerate(fit.stages):
@@ -332,7 +332,7 @@ _SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller tensors a
 
 
 def fake_device_table(plan: Plan, stages: Sequence["FakeStage"]) -> Table:
-    """Predicted and allocated peak by stage, and their difference."""
+    """Return predicted and allocated peak by stage, and their difference."""
     cap_gib = memory_cap_gib(plan.cluster)
     return Table.of_records(
         f"Allocated on fake devices, GiB of {cap_gib:.2f}",
@@ -357,7 +357,7 @@ def fake_device_table(plan: Plan, stages: Sequence["FakeStage"]) -> Table:
 
 
 def fake_device_launches_table(stages: Sequence["FakeStage"], rates: "Roofline") -> Table:
-    """Kernels, FLOPs and bytes per micro-batch, and the element-wise share."""
+    """Return kernels, FLOPs, bytes, roofline ms and host reads per micro-batch, by stage."""
     rows = []
     for stage in stages:
         times, count = stage.step_ms(rates), stage.micro_batches
@@ -384,7 +384,7 @@ def fake_device_launches_table(stages: Sequence["FakeStage"], rates: "Roofline")
 
 
 def contents_table(stage: "FakeStage") -> Table:
-    """Storages at a stage's peak, largest first."""
+    """Return storages at a stage's peak, largest first, the smallest summed up."""
     rows = [
         [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
         for part in stage.contents[:_SHOWN_CONTENTS]

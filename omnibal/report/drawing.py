@@ -35,7 +35,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def xml_text(text: str) -> str:
-    """Replace characters invalid in XML by question marks."""
+    """Return text with characters invalid in XML replaced by question marks."""
     return _NOT_XML.sub("?", text)
 
 

@@ -28,7 +28,7 @@ _POINTS = 200  # intervals of a curve, with two points each
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageFigure:
-    """A figure with heading and caption."""
+    """A figure with heading and caption. `drawn` is None if there is nothing to draw."""
 
     title: str
     drawn: Figure | None
@@ -37,13 +37,13 @@ class PageFigure:
 
     @property
     def svg(self) -> str:
-        """The figure as an SVG element, or empty."""
+        """The figure as an SVG element. Empty if nothing is drawn."""
         return "" if self.drawn is None else to_svg(self.drawn, f"{self.title}. {self.caption}")
 
 
 @style()
 def split_figure(plan: Plan) -> PageFigure:
-    """Draw units as blocks in rows of stages."""
+    """Return a figure with a row of unit blocks per stage."""
     colours = {name: ("blue", "teal")[i % 2] for i, name in enumerate(plan.pipeline_model.encoders)}
     colours |= {LANGUAGE: "orange"}
     at_levels = [plan.merge_chunks(stages) for stages in plan.stages_at_levels]
@@ -85,10 +85,10 @@ def curve_figure(
     held_out: Sequence[tuple[int, float]] = (),
     from_zero: bool = False,
 ) -> PageFigure:
-    """Draw a value over the steps: points faint, their moving mean bold, `predicted` dashed.
+    """Return a curve of a value per step: faint points, bold moving mean, `predicted` dashed.
 
-    Non-finite values are omitted and counted in the caption. `held_out` has (last step before,
-    value) of validations.
+    `held_out` has (last step before, value) of validations. `from_zero` cuts off rare high values.
+    The caption counts them, and omitted non-finite values.
     """
     # [step and value, records]
     points = np.array([[record.step for record in records], values], np.float64)
@@ -100,7 +100,7 @@ def curve_figure(
     if not len(steps):
         return PageFigure(title=title, drawn=None, caption=" ".join(notes))
     high = None
-    if from_zero:  # a few slow steps, such as the first, would flatten the curve
+    if from_zero:  # rare slow steps, such as the first, would flatten the curve
         limit = 1.5 * max(float(np.percentile(shown, 95)), predicted or 0.0)
         above = shown > limit
         if above.any() and limit > 0:

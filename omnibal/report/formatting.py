@@ -12,7 +12,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def shorten(value: str, limit: int) -> str:
-    """Truncate text to `limit` characters, with an ellipsis."""
+    """Return text of at most `limit` characters, truncated with an ellipsis."""
     return value if len(value) <= limit else value[: limit - 3] + "..."
 
 
@@ -36,13 +36,13 @@ def percent(fraction: float) -> str:
 
 
 def change(value: float, base: float) -> str:
-    """Format a relative change, with sign."""
+    """Format the relative change from `base` to `value` in percent, with sign."""
     # Adding 0.0 turns -0.0, of a difference that rounds to 0, into 0.0.
     return f"{round(100 * (value / base - 1), 1) + 0.0:+.1f} %"
 
 
 def milliseconds(value: float, digits: int = 3) -> str:
-    """Format a time in ms, or in s from 1 s."""
+    """Format a time, given in ms, in ms or, from 1 s, in s."""
     in_s = value >= 1000
     return f"{number(value / 1000 if in_s else value, digits)} {'s' if in_s else 'ms'}"
 
@@ -75,10 +75,10 @@ def duration(seconds: float) -> str:
 
 
 def align_decimals(values: Sequence[float], at_least: int = 0) -> list[str]:
-    """Format a column with equal decimals, about three significant digits of its maximum."""
+    """Format a column with equal decimals: about three significant digits of the maximum."""
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)
-    # At most four decimals, and from 1,000 on none.
+    # At most four decimals, one from 100 on and none from 1,000 on.
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
     decimals = max(at_least, min(decimals, 4) if largest < 100 else int(largest < 1000))
     return [f"{value:,.{decimals}f}" for value in values]
@@ -92,7 +92,7 @@ def write_ascii(page: str, path: Path) -> None:
 
 
 def describe_sharding(parallel: Parallel, sharded: int) -> str:
-    """Describe the sharding of data-parallel encoders over `sharded` ranks."""
+    """Return words on the sharding of data-parallel encoders over `sharded` ranks."""
     if sharded == 1:
         return "replicated on every rank"
     copies = parallel.world_size // sharded

@@ -29,9 +29,9 @@ _SIDE_COLOURS = {"before": "orange", "after": "blue"}
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankLoads:
-    """Compute times of an epoch's steps by rank, and its samples."""
+    """Predicted compute times of an epoch's steps by rank, and its samples."""
 
-    compute_ms: np.ndarray  # Compute time, [steps, ranks]. A step ends with its slowest rank.
+    compute_ms: np.ndarray  # [steps, ranks]; a step ends with its slowest rank
     samples: int
     pad_ratio: float  # padding share of tokens, mean over micro-batches
 
@@ -42,7 +42,7 @@ class RankLoads:
 
     @property
     def wait_fraction(self) -> float:
-        """Idle share of all ranks' time."""
+        """Share of all ranks' time that is spent waiting for the slowest rank."""
         return float(1 - self.compute_ms.mean(axis=1).sum() / self.step_ms.sum())
 
     @property
@@ -60,7 +60,7 @@ def compare_loads(
     """
     dp, lengths = job.parallel.data, data.lengths
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
-    # Packed samples share a row without padding, hence pad_ratio 0.
+    # Packed samples share a row without padding.
     after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
     micro_batches, samples_per_micro_batch = data.packs_per_step // dp, _mean_samples(scheduled)
     samples_per_step = samples_per_micro_batch * dp * micro_batches
@@ -91,7 +91,7 @@ def _mean_samples(scheduled: ScheduledPacks) -> int:
 
 @style()
 def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Figure:
-    """Draw steps with a bar per rank, and distributions over the epoch."""
+    """Return a figure of steps with a bar per rank, and of distributions over the epoch."""
     sides = compare_loads(job, data, scheduled)
     figure = new_figure(WIDE, 330 + 220 * len(sides))
     names = (job.model.name, job.cluster.name)
@@ -134,7 +134,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
 
 
 def key_figures(loads: RankLoads, first: RankLoads) -> str:
-    """Describe the epoch; time per sample also relative to `first`."""
+    """Return a text on the epoch's figures, with time per sample also relative to `first`."""
     step_ms = milliseconds(float(loads.step_ms.mean()))
     text = (
         f"straggler factor {straggler_factor(loads.compute_ms):.4f}; "

@@ -54,7 +54,7 @@ class ReportInput:
 
     plan: Plan
     job: JobSpec
-    data: tuple[ScheduledPacks, Lengths] | None  # mock at the caps for shapes only, or None
+    data: tuple[ScheduledPacks, Lengths] | None  # full packs if of shapes; None without either
     replay: ReplaySummary | None
     fake_stages: tuple[FakeStage, ...]  # stages replayed on fake devices so far
     records: list[StepRecord]
@@ -72,7 +72,7 @@ class ReportInput:
 def write_report(
     files: PlanFiles, run_directory: Path | None, output: Path, replay_directory: Path | None = None
 ) -> ReportInput:
-    """Write the report of a plan, and of its run and its replay by tools/replay.py if given."""
+    """Write and return the report of a plan, with its run and replay. UserError if of another."""
     plan, job, data = files.plan, files.job, files.data
     records: list[StepRecord] = []
     run, causes = None, {}
@@ -112,7 +112,7 @@ def write_report(
 
 
 def _read_plan_run(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
-    """Return the run and its steps; raise if it had another plan."""
+    """Return the run and its steps. UserError if its packs or stages are not the plan's."""
     if plan.data is None:
         raise UserError(
             f"a plan without data has no runs: give the plan of {run_directory}, or no run"

@@ -21,7 +21,7 @@ from omnibal.steps.phase_balance import PhaseBalance, encoder_balances, language
 def phases_of_plan(
     plan: Plan, packs: ScheduledPacks, lengths: Lengths, cost_source: CostSource
 ) -> list[PhaseBalance]:
-    """Return every phase's balance over ranks, on simulated steps. Empty without encoders."""
+    """Return each phase's balance over ranks, on a sample of steps. Empty without encoders."""
     if not plan.model.encoders:
         return []
     # The language phase excludes the pipeline's waits for data-parallel encoders.
@@ -31,7 +31,7 @@ def phases_of_plan(
     names = feature_names_at(job.cost.features, plan.pack_levels)
     steps, step = np.unique(workload.step, return_inverse=True)
     cell = step * ranks + workload.dp_rank
-    # Items of every encoder in the ranks' packs, int64 [steps, ranks].
+    # Items in the ranks' packs by encoder, int64 [steps, ranks].
     items = {
         name: np.bincount(
             cell, workload.features[:, names.index(tower.feature)], len(steps) * ranks
@@ -54,7 +54,7 @@ def phases_of_plan(
 
 
 def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
-    """Table of all phases, or None if empty."""
+    """Return the phases' busiest rank over the mean, by phase. None without phases."""
     if not phases:
         return None
     return Table.of_records(

@@ -49,7 +49,7 @@ def _column(title: str, cells: Sequence[Cell], style: Style = "", group: str = "
 def _aligned_columns(
     group: str, series: Mapping[str, Sequence[float]], at_least: int = 0
 ) -> list[Filled]:
-    """Return a column per named non-empty series, all with equal decimals."""
+    """Return a column per non-empty series by name, all with equal decimals."""
     cells = iter(
         align_decimals([value for values in series.values() for value in values], at_least)
     )
@@ -64,7 +64,7 @@ def _aligned_columns(
 def stages_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table:
-    """Units and times per micro-batch by stage; data-parallel encoders' times are per step."""
+    """Return units, times per micro-batch and idle share by stage; encoders' times are per step."""
     towers, merged = plan.pipeline_model.towers, plan.merge_chunks(plan.stages)
     at_levels = [plan.merge_chunks(stages) for stages in plan.stages_at_levels]
     sources, count = figures_by_source(plan, run, replay), micro_batches_per_step(plan) or 1.0
@@ -118,7 +118,7 @@ def stages_table(
 def peak_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table | None:
-    """Return predicted memory by kind, and peaks by source; data-parallel encoders come last."""
+    """Return predicted memory by kind, and peaks by source and stage. None without any source."""
     cap_gib = memory_cap_gib(plan.cluster)
     encoders = plan.prediction.beside if plan.prediction else None
     names = [str(stage) for stage in range(plan.parallel.pipeline)]
@@ -160,7 +160,7 @@ def peak_table(
 
 
 def lost_time_table(prediction: Prediction) -> Table:
-    """Return the predicted step by cause, from the ideal up."""
+    """Return the predicted step time by cause: the ideal, losses, and the step, their sum."""
     step_ms = prediction.step_ms
     rows = [
         (cause, f"{ms:z,.1f}", percent(ms / step_ms))
@@ -171,7 +171,7 @@ def lost_time_table(prediction: Prediction) -> Table:
 
 
 def step_text(size: StepSamples, source: str) -> str:
-    """Return a sentence on samples and tokens per step, and the origin of their number."""
+    """Return a sentence on samples and tokens per step. `source` is the origin of their number."""
     spread = f"{size.low:,} to {size.high:,} in nine of ten, " * (size.low != size.high)
     asked = f", {source}" if source else ""
     return f"A step has {size.samples:,.0f} samples{asked} ({spread}{size.tokens:,.0f} tokens)."
@@ -184,7 +184,7 @@ def rates_text(rates: Sequence[StepRate]) -> str:
 
 
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
-    """Return facts on the encoder placement, and on data-parallel encoders."""
+    """Return facts on encoder placement and data-parallel encoders. Empty if nothing to choose."""
     encoders = plan.beside
     predicted = None if plan.prediction is None else plan.prediction.beside
     if predicted is None and len(choice.predicted) < 2:
@@ -206,7 +206,7 @@ def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
 
 
 def share_of_images(plan: Plan) -> float | None:
-    """Return the images' share of a pack of shapes' tokens, or None without images."""
+    """Return image tokens over the tokens of a pack of shapes, or None without image encoders."""
     assert plan.shapes is not None
     caps, towers = plan.shapes.caps, plan.model.encoders.values()
     images = [tower for tower in towers if tower.of_images]
@@ -305,7 +305,7 @@ def answers_table(evaluation: Evaluation) -> Table | None:
 
 
 def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None) -> Facts:
-    """Return fill, balance and communication of packs; `load` names the straggler's measure."""
+    """Return fill, balance and communication of packs; `load` is what the straggler factor sums."""
     samples = f"{metrics.packed:,} of {metrics.samples:,}, {metrics.samples_per_pack:.3g} a pack"
     entries = [
         ("samples packed", samples),
@@ -334,7 +334,7 @@ def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None)
 
 
 def mixture_table(mixture: MixtureSeen) -> Table:
-    """Return the epochs of every source seen up to some steps."""
+    """Return the epochs of every source trained by some steps."""
     rows: list[list[Cell]] = [
         [
             source.name,

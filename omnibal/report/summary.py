@@ -1,4 +1,4 @@
-"""Summaries of a run log and a replay. Medians, so that rare slow steps do not count."""
+"""Summaries of a run log and a replay. Times are medians: rare slow steps do not count."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,15 @@ from omnibal.runs.refit import MIN_SLOWNESS
 
 
 class StageTime(NamedTuple):
-    """A stage's time in a step. Waits, data and optimizer are 0 unless measured."""
+    """A stage's times in a step. Waits, data and optimizer are 0 unless measured."""
 
     forward_ms: float
     backward_ms: float  # includes recomputation
     encoder_ms: float = 0.0  # forward and backward of data-parallel encoders
     exchange_ms: float = 0.0  # exchange of their features and gradients, if measured with waits
-    wait_ms: float = 0.0
-    data_ms: float = 0.0
-    optimizer_ms: float = 0.0
+    wait_ms: float = 0.0  # idle: P2P waits, and waiting at the step's end
+    data_ms: float = 0.0  # wait for the data loader
+    optimizer_ms: float = 0.0  # gradient reduction, norm, clipping and weight update
 
 
 class SlowRank(NamedTuple):
@@ -40,26 +40,26 @@ class SlowRank(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFigures:
-    """A step from one source: predicted, replayed or measured."""
+    """A step of one source: a prediction, a replay or a run."""
 
     bubble_fraction: float  # idle share of the step, mean over stages
-    samples_per_second_per_gpu: float | None  # including slow steps and gaps, or None
-    stages: tuple[StageTime, ...]  # times of every stage, or empty for a prediction without steps
-    wait_fractions: tuple[float, ...]
+    samples_per_second_per_gpu: float | None  # of a run with slow steps and gaps; None if unknown
+    stages: tuple[StageTime, ...]  # of every stage; empty for a prediction without steps
+    wait_fractions: tuple[float, ...]  # idle share of the step, of every stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary(StepFigures):
-    step_ms: float
-    peak_gib: tuple[float, ...]
+    step_ms: float  # median
+    peak_gib: tuple[float, ...]  # max over steps, of every stage
     provider: Provider | None
-    mfu: float
+    mfu: float  # median
     first_loss: float
     last_loss: float
     skipped_steps: int
-    spikes: int
-    replaced_samples: int
-    allocation_retries: int  # allocation retries, max over ranks, summed over steps
+    spikes: int  # steps with a spike of the loss
+    replaced_samples: int  # unreadable samples
+    allocation_retries: int  # on CUDA, max over ranks, summed over steps
     is_on_cpu: bool  # whether `peak_gib` is of processes, with Python and torch, not of devices
     slow_ranks: tuple[SlowRank, ...] = ()  # at least `MIN_SLOWNESS` times their stage's median
 
@@ -77,7 +77,7 @@ class RunSummary(StepFigures):
 def summarise_run(
     records: Sequence[StepRecord], world_size: int, provider: Provider | None
 ) -> RunSummary:
-    """Return medians over the steps; `records` must not be empty."""
+    """Return a run's figures: median times, mean throughput, max memory. Needs a record."""
     step_ms = np.array([record.step_ms for record in records])
     stages = range(len(records[0].stages))
     wait_ms = np.array([[stage.wait_ms for stage in record.stages] for record in records])
@@ -134,7 +134,7 @@ def micro_batches_per_step(plan: Plan) -> float | None:
 def figures_by_source(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
 ) -> dict[str, StepFigures]:
-    """Return a step as predicted, replayed and measured, if given."""
+    """Return the step's figures by source (predicted, replayed, measured), if given."""
     sources: dict[str, StepFigures] = {}
     if plan.prediction is not None:
         encoders, count = plan.prediction.beside, micro_batches_per_step(plan)
@@ -163,7 +163,7 @@ def figures_by_source(
 
 
 def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float]:
-    """Return predictions of each stage's replayed peak, in GiB. Empty without a prediction."""
+    """Return predicted peaks in GiB of the stages as replayed. Empty without a prediction."""
     if plan.prediction is None:
         return []
     stages = zip(replay.stages, plan.prediction.stages, strict=True)
@@ -187,7 +187,7 @@ def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
 
 
 def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
-    """Return the 95 % Wilson score interval of the accuracy."""
+    """Return the 95 % Wilson score interval of the accuracy, (0, 1) without questions."""
     if not kind.questions:
         return 0.0, 1.0
     share, z = kind.correct / kind.questions, NormalDist().inv_cdf(0.975)
@@ -197,7 +197,7 @@ def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
 
 
 def is_right(answer: EvaluatedAnswer) -> bool:
-    """Whether an answer is the expected one, ignoring surrounding spaces."""
+    """Return whether an answer is the expected one, ignoring surrounding spaces."""
     return answer.answered.strip() == answer.expected.strip()
 
 

@@ -14,7 +14,7 @@ from omnibal.base.printable import printable
 from omnibal.report.formatting import percent
 
 R = TypeVar("R")
-# Cells of a column: numbers, main numbers, names, wrapped text or signs.
+# Cells of a column: numbers (""), main numbers, names, wrapped text or signs.
 Style = Literal["", "bold", "left", "wrap", "mark"]
 
 
@@ -28,7 +28,7 @@ class Marked:
 
     @classmethod
     def share(cls, fraction: float) -> "Marked":
-        """Format a share in percent, marked good up to 100 %."""
+        """Return a share in percent, marked good up to 100 % and bad above."""
         return cls(percent(fraction), "good" if fraction <= 1 else "bad")
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Table:
         caption: str = "",
         keys: int = 1,
     ) -> "Table":
-        """Make a table of sections. A plain title makes a column of numbers."""
+        """Return a table of sections. A plain title makes a column of numbers."""
         columns = [head if isinstance(head, Column) else Column(title=head) for head in titles]
         return cls(title=title, columns=columns, sections=sections, caption=caption, keys=keys)
 
@@ -75,7 +75,7 @@ class Table:
     def of_columns(
         cls, title: str, columns: Sequence[tuple[Column, Sequence[Cell]]], caption: str = ""
     ) -> "Table":
-        """Make a table of columns with their cells, padded with empty ones."""
+        """Return a table of columns with their cells, short columns padded with empty cells."""
         heads, cells = zip(*columns, strict=True)
         return cls.of_rows(title, heads, [*zip_longest(*cells, fillvalue="")], caption=caption)
 
@@ -87,20 +87,20 @@ class Table:
         columns: Mapping[str | Column, Callable[[R], Cell]],
         caption: str = "",
     ) -> "Table":
-        """Make a table with a row per record, from column titles and cell functions."""
+        """Return a table with a row per record, from column titles and cell functions."""
         rows = [[cell(record) for cell in columns.values()] for record in records]
         return cls.of_rows(title, columns, rows, caption=caption)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
-        """Return group headings and the number of columns each spans, if any."""
+        """Group headings with their numbers of columns. Empty without groups."""
         names = groupby(column.group for column in self.columns)
         spans = [(name, len(list(group))) for name, group in names]
         return spans if any(name for name, _ in spans) else []
 
     @property
     def headings(self) -> list[str]:
-        """Return the columns' titles on a terminal, below their group's if several have one."""
+        """Column titles on a terminal, with their group's above if there are several groups."""
         has_several = len({column.group for column in self.columns if column.group}) > 1
         return [f"{c.group}\n{c.title}" if has_several else c.title for c in self.columns]
 
@@ -159,7 +159,7 @@ class Table:
 
 def _free_width(options: ConsoleOptions, columns: Sequence[int], widths: Sequence[int]) -> int:
     """Return the characters of a line that `columns` of these widths leave free."""
-    # Two between neighbours.
+    # Two characters between columns.
     return options.max_width - 2 * len(columns) - sum(widths[index] for index in columns)
 
 

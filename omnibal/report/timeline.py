@@ -38,7 +38,7 @@ _NUMBER: dict[str, Any] = {
 def timeline_figure(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths
 ) -> PageFigure:
-    """Draw a representative step of the first data-parallel rank."""
+    """Return a figure of a simulated representative step of the first data-parallel rank."""
     cost = job.cost_of_all(plan.pack_levels)
     workload = job.workload(packs, lengths, plan.pack_levels)
     times = workload_times(cost, plan.stages_at_levels, workload)
@@ -105,7 +105,7 @@ def draw_step(
 
 
 def representative_step(workload: Workload, load_ms: np.ndarray) -> int:
-    """Return the first rank's step of median load, among steps with the most micro-batches."""
+    """Return rank 0's step of (lower) median load among those with the most micro-batches."""
     first = np.flatnonzero(workload.dp_rank == 0)
     counts = np.bincount(workload.step[first])
     loads = np.bincount(workload.step[first], weights=load_ms[first])
