@@ -9,7 +9,7 @@ Deferred products are core's and add to the parameter's buffer in micro-batch or
 bitwise equal, except of a matrix that is head and token embedding of one stage.
 
 A linear keeps this rank's input and output gradient. In values, for S positions on T
-tensor-parallel ranks, widths A of q, K of k and v, and F of the feed-forward:
+tensor-parallel ranks, widths H of hidden states, A of q, K of k and v, F of the feed-forward:
 
 | unit | inputs | gradients of outputs |
 |---|---|---|
@@ -18,7 +18,7 @@ tensor-parallel ranks, widths A of q, K of k and v, and F of the feed-forward:
 | experts of a layer, R rows | R (H + F) | R (2 F + H) |
 | encoder layer | 2 S H + S (A + F) / T | S (3 A + F) / T + 2 S H |
 | projector, H to F to E wide, S tokens | S (H + F / T) | S (F / T + E) |
-| head, L loss positions | L H | L W / T |
+| head, L loss positions, W words | L H | L W / T |
 
 Layers with experts also keep attention's values. A gated feed-forward of an encoder has 2 F among
 the gradients. Embeddings, frozen linears and linears with adapters keep nothing.
@@ -74,8 +74,8 @@ class Product(ABC):
 class LateProduct:
     product: Product
     weight: torch.nn.Parameter
-    rows: torch.Tensor
-    gradient: torch.Tensor
+    rows: torch.Tensor  # part kept by `Product.shard`, gathered by `begin`
+    gradient: torch.Tensor  # as `rows`, of the outputs
     _gather: dist.Work | None = None
 
     def begin(self) -> "LateProduct":

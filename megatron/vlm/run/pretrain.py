@@ -100,6 +100,7 @@ class TrainingRun:
 
     @property
     def last_step(self) -> int:
+        """Return the number of steps after which the run ends."""
         return min(self.arguments.train_iters or self.data.steps, self.data.steps)
 
     @property
@@ -293,10 +294,7 @@ def _train_run(run: TrainingRun, links: PipelineLinks) -> tuple[TrainingRun, Tra
 
 
 def replan_and_log(run: TrainingRun, steps: int) -> TrainingRun | None:
-    """Plan again on rank 0 from measured times; collective.
-
-    Returns the run with the new plan, or None if planning fails or gains too little.
-    """
+    """Plan again from measured times; return the new run, None without enough gain; collective."""
     answer: list[tuple[str | None, str]] = [(None, "")]
     if run.launch.rank == 0:
         skipped, save = f"not planned again after step {steps}", run.arguments.save

@@ -56,7 +56,7 @@ class BegunExchange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoders:
-    stage: VLMStage
+    stage: VLMStage  # with all units of all encoders
     data_parallel: DataParallel | None  # None if replicated and frozen
     group: dist.ProcessGroup
     trained: frozenset[str]  # encoders with trained weights, so that their features need a gradient

@@ -22,8 +22,8 @@ MessageShapes = Mapping[str, tuple[int, ...]]  # shapes of tensors by tower, in 
 class PipelineLinks:
     """This stage's rank in its pipeline, its parts of the model, and its channels."""
 
-    rank: int
-    ranks: Sequence[int]  # global, by stage
+    rank: int  # number of this stage
+    ranks: Sequence[int]  # global ranks of the pipeline, by stage
     # Under NCCL a pair of ranks has one queue per group. With a group for each content and
     # direction no message waits for another channel.
     activations: dist.ProcessGroup

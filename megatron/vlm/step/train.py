@@ -99,8 +99,8 @@ class Trainer:
     plan: Plan
     links: PipelineLinks
     options: OptimizationOptions
-    chunks: tuple[VLMStage, ...]
-    data_parallel: DataParallel
+    chunks: tuple[VLMStage, ...]  # this rank's parts of the model, in model order
+    data_parallel: DataParallel  # of the chunks
     scheduler: OptimizerParamScheduler
     encoders: Encoders | None = None  # data-parallel, or None if they are units of the stages
 
@@ -586,7 +586,7 @@ class SeenBatches:
 
 @dataclass(frozen=True, slots=True)
 class GlobalSums:
-    loss: float
+    loss: float  # weighted sum over all ranks; other fields are sums too
     loss_weight: float
     loss_tokens: float
     replaced_samples: float
