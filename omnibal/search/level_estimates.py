@@ -142,7 +142,7 @@ class LevelEstimates:
                 self._pack_step(step)
 
     def by_rule(self, rule: LevelRule) -> list[tuple[float, tuple[Level, ...]]]:
-        """Return a rule's feasible sets as `estimate_sets`; HBP's in ms per sample on p stages."""
+        """Return estimated ms per sample and levels of a rule's feasible sets, fastest first."""
         if not rule.is_hbp:
             return self.estimate_sets(rule.count)
         try:
@@ -158,7 +158,7 @@ class LevelEstimates:
                 forms.append(self._scale_form(step, form))
         if self.needs_rows and sum(form.rows for form in forms) < self._step_count:
             return []  # some steps have no row of packs
-        ms = self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
+        ms = self._ms_per_sample(forms)
         return [(ms, levels)] if math.isfinite(ms) else []
 
     def sets(self, exactly: int | None) -> list[tuple[Caps, ...]]:
@@ -168,7 +168,7 @@ class LevelEstimates:
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
     def estimate_sets(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
-        """Return ms per sample, summed over stages, and levels of feasible sets, fastest first."""
+        """Return estimated ms per sample and levels of feasible sets, fastest first."""
         steps = {step for caps in self.sets(exactly) for step in _cap_ranges(caps)}
         near = dict[CapRange, list[FormEstimate]]()
         for step in steps:
@@ -180,13 +180,12 @@ class LevelEstimates:
         for caps in self.sets(exactly):
             choices = [near[step] for step in _cap_ranges(caps)]
             of_set = [
-                (self._set_ms(forms), tuple(form.level for form in forms))
+                (self._ms_per_sample(forms), tuple(form.level for form in forms))
                 for forms in product(*choices)
             ]
             of_set = [pair for pair in of_set if math.isfinite(pair[0])]
             found += sorted(of_set, key=lambda pair: pair[0])[:_FORMS_OF_SET]
-        samples = len(self.data.lengths)
-        return sorted(((ms / samples, levels) for ms, levels in found), key=lambda pair: pair[0])
+        return sorted(found, key=lambda pair: pair[0])
 
     def tops(self, *, may_lower: bool) -> list[tuple[Level, ...]]:
         """Return one level at every context size, for data with few packs or little free memory.
@@ -275,6 +274,9 @@ class LevelEstimates:
             without *= 1 - share  # no longer row in the step
         bubbles_ms = steps * (self.job.parallel.pipeline - 1) * longest_ms
         return sum(form.rows_ms for form in forms) + bubbles_ms
+
+    def _ms_per_sample(self, forms: Sequence[FormEstimate]) -> float:
+        return self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
 
     @property
     def _step_count(self) -> float:
