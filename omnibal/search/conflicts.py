@@ -125,7 +125,7 @@ def check_together(given: Mapping[Feature, str]) -> None:
             whys = dict.fromkeys(conflict.why for conflict in against)
             raise UserError(
                 f"{others} cannot be given with {given[one]}: {'; '.join(whys)}; drop "
-                f"{given[one]} or the other{'s' if len(against) > 1 else ''}"
+                f"{'one of both' if len(against) == 1 else f'{given[one]} or the others'}"
             )
 
 
