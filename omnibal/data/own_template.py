@@ -1,8 +1,8 @@
 """Conversations written by the tokenizer's own Jinja chat template.
 
 Token ids equal Transformers' `apply_chat_template`. Text in `{% generation %}` carries loss.
-Without it, loss covers the text that an answer adds after its prompt, up to the closing piece. The
-prompt must then be a prefix of the conversation, which is checked.
+Without it, loss covers the text that an answer adds after its prompt, up to the closing piece. Of
+the prompt and the text before the answer, one must begin the other.
 """
 
 import json
@@ -100,7 +100,7 @@ def _message(role: str, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTemplate:
-    """A tokenizer's chat template, with its properties as found by rendering."""
+    """A tokenizer's chat template, with properties read or rendered from it."""
 
     tokenizer: Tokenizer
     text: str
@@ -186,7 +186,7 @@ class OwnTemplate:
         return np.array(self.tokenizer.encode(_remove_marks(asked)), np.int64)
 
     def miscount(self, where: str, places: int, images: int) -> UserError:
-        """Return the error if the text has other than `images` placeholders."""
+        """Return the error of a text with other than `images` placeholders."""
         path = self.tokenizer.path
         if not self.repeated_pieces:
             return UserError(
@@ -283,7 +283,7 @@ class OwnTemplate:
 
 @lru_cache(maxsize=16)
 def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
-    """Return the tokenizer's template, with properties found by rendering; raises UserError."""
+    """Return the tokenizer's template, with properties found from it; raises UserError."""
     text = tokenizer.template
     if text is None:
         raise UserError(

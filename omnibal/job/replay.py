@@ -119,7 +119,7 @@ class ReplayInfo(ReplayIdentity):
 
 
 class StageReplay(StageResult):
-    """Measurements of one stage on one device; times are medians of the repetitions."""
+    """Measurements of one stage on one device; times are medians of several runs."""
 
     rows: tuple[NonNegativeInt, ...]  # workload rows, ascending; times are [rows, chunks], flat
     forward_ms: tuple[NonNegativeFloat, ...]
@@ -162,7 +162,7 @@ REPLAY_FILES = StageFiles(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplaySummary:
-    """Replayed steps of a plan; times are means over these steps."""
+    """Replayed steps of a plan; times by stage are their means."""
 
     info: ReplayInfo
     stages: tuple[StageReplay, ...]
@@ -279,7 +279,7 @@ def summarise_replay(
 def replace_measured_times(
     replays: Sequence[StageReplay], predicted: CauseTimes, schedule: PipelineSchedule
 ) -> CauseTimes:
-    """Return measured times by cause, plus predicted tensor-parallel communication."""
+    """Return measured times by cause; those with communication add the predicted."""
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
     packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
     measured = {name: np.zeros((packs, parts)) for name in _MEASURED_FIELDS}

@@ -1,6 +1,6 @@
 """Goal: job, data and free choices for `omnibal.search.planning.plan`.
 
-Pack limits that are None, and everything in `free`, are searched for.
+Pack limits that are None, and the choices that `free` leaves, are searched for.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,7 @@ class ShapesAlone:
     caps: Caps
     micro_batches: int | None = None
     packs_per_step: int | None = None
-    """Packs of all ranks per step if sizes are free. None for a pack per device."""
+    """Packs of all ranks per step if sizes are free. None for max(devices, 8)."""
 
     def __post_init__(self) -> None:
         _check_minimum(1, micro_batches=self.micro_batches, packs_per_step=self.packs_per_step)
@@ -108,7 +108,7 @@ GoalData = Samples | Stream | ShapesAlone | Earlier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Free:
-    """Free choices in addition to pack limits. The split and recomputation are free by default."""
+    """Free choices in addition to pack limits. Split, recomputation and levels are by default."""
 
     sizes: FreeSizes | None = None
     """Devices and fixed parallel sizes. None to keep the job's sizes."""

@@ -125,7 +125,7 @@ class _Features:
         self._exchange: BegunExchange | None = exchange
         self._rows_RE: torch.Tensor | None = None
         self._gradients_QE: torch.Tensor | None = None
-        # Micro-batches left to take. Fake devices skip some, so their rows are never dropped.
+        # Micro-batches left to take. Fake devices skip some: their rows stay to the end.
         self._remaining = len(self._slices)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
@@ -174,7 +174,7 @@ class _Features:
         return like.new_zeros((rows, like.shape[1]))
 
     def finish(self) -> None:
-        """Wait for the features of a pipeline without micro-batches."""
+        """Drop the rows; wait for the exchange if none were taken."""
         self._rows_RE = None
         if self._exchange is not None:
             self._exchange.wait()

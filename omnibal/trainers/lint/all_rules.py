@@ -17,7 +17,7 @@ def findings_of(line: LaunchLine) -> list[Finding]:
 
 
 def can_start(line: LaunchLine, findings: Sequence[Finding]) -> bool | None:
-    """Return whether the line starts, or None if a flag may be misspelled or no rules are known."""
+    """Return False if refused; None if flags may be misspelled or rules are unknown; else True."""
     if any(finding.is_refusal for finding in findings):
         return False
     return None if line.misspelled_flags or line.launch.launcher not in MEGATRON else True
