@@ -85,12 +85,12 @@ class DataIndex:
         return cls(known=_split_keys(records), complete=path)
 
     def find_records(self, files: Sequence[DataFile]) -> list[RecordIndex]:
-        """Return positions by file. Raises OSError, or UserError if `complete` lacks a file."""
+        """Return positions by file. Raises OSError or UserError, as if `complete` lacks one."""
         indexes: dict[int, RecordIndex] = {}
         try:
             versions = versions_of([file.path for file in files]) if self.known else []
         except OSError:
-            versions = []  # reading the files reports the missing file
+            versions = []  # without `complete`, reading reports it
         for number, version in enumerate(versions):
             key = files[number].key(version)
             if key in self.known:

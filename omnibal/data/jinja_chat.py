@@ -46,7 +46,7 @@ def render_chat(
     prompt: bool = False,
     pieces: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of messages, and of an answer's header if `prompt`; raises any exception.
+    """Return messages, marked by BEGIN and END, and a header if `prompt`; raises any exception.
 
     `pieces` are special tokens by their names in the template, such as "eos_token".
     """

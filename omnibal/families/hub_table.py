@@ -1,4 +1,4 @@
-"""Tables of a hub's `config.json`. Keys that are neither a field of the class nor in its section of
+"""Tables of a hub's `config.json`. Keys neither inert nor a class's field nor in its section of
 tables.toml are errors; tables of some releases are read leniently, without unknown keys.
 """
 
@@ -47,7 +47,12 @@ SECTIONS = read_toml_model(
 # release's dropout belongs to its own training.
 _KEEP_IF_STRICT = BeforeValidator(lambda value, info: 0.0 if info.context == _LENIENT else value)
 NoDropout = Annotated[float, _KEEP_IF_STRICT, Field(ge=0, le=0)]
-_GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
+_GENERATIVE_SUFFIXES = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ChatModel",
+    "Model",
+)  # others write no text
 _INERT_KEYS = re.compile(
     # Token ids, and keys that a fine-tuning tool adds.
     r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens|unsloth_.*"

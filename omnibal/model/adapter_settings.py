@@ -162,7 +162,7 @@ def adapted_linears(
         replace(
             linear,
             pieces=tuple(
-                # Layer 0 stands for all: `adapter_mistake` rejects targets that differ by layer.
+                # Layer 0 stands for all; `adapter_mistake` sees differences only within a kind.
                 replace(piece, is_adapted=_is_target(adapters, piece, 0))
                 for piece in linear.pieces
             ),
@@ -214,7 +214,7 @@ def adapter_mistake(
 
 
 def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
-    """Return an error message if targets match nothing, or only some layers of a tower."""
+    """Return an error message if targets match nothing, or only some layers of a kind."""
     kinds = [kind for kind in unit_kinds(model) if kind.part in adapters.parts]
     named = {piece.name: piece for kind in kinds for piece in _pieces(model, kind)}
     can = f"{', '.join(adapters.parts)} of {model.name} has {', '.join(named)} or {ALL_LINEAR}"

@@ -19,7 +19,7 @@ def fill_one_by_one(
 ) -> Iterator[np.ndarray]:
     """Yield packs, as sample indices, each of about max total value by a 0/1 knapsack.
 
-    With `first`, its highest sample opens a pack (Gupta and Ho, Production Planning & Control 10,
+    With `first`, about its highest opens a pack (Gupta and Ho, Production Planning & Control 10,
     1999; Fleszar and Hindi, Computers & Operations Research 29, 2002)."""
     grid = CapGrid.from_caps(limit_item_caps(caps, sizes.sum(axis=1)), _MAX_FILL_CELLS)
     units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
@@ -51,7 +51,7 @@ def fill_by_pairs(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Yield packs, as sample indices, each opened by the sample highest in `first`. The most
-    valuable pairs or samples that fit follow, which is optimal for packs of up to three."""
+    valuable pairs or samples that fit follow, optimal for packs of three if at most 160 fit."""
     left = np.argsort(-first, kind="stable")
     while len(left):
         pack, left = [left[:1]], left[1:]

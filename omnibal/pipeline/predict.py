@@ -32,7 +32,7 @@ def predict(
     reading: StageReading | None = None,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Prediction:
-    """Return memory over all steps, and times of at most 2,000 evenly spread steps of `packs`."""
+    """Return memory over `all_steps`, times over at most 2,000. `stages_at` is by level."""
     for stages in stages_at:
         check_stages(model, stages)
     memories = stage_memories(cost, stages_at, all_steps, schedule)

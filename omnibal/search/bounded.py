@@ -159,7 +159,7 @@ class BoundedTrials:
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return choices without kinds clearly slower than the best kind.
 
-        Choices of sizes without an estimate stay: the first did not fit, but another may.
+        Choices stay if their group has no estimate or another schedule may be faster.
         """
         best_ms: dict[Hashable, float] = {}
         for choice, ms in self.estimated_ms.items():
@@ -212,11 +212,11 @@ class BoundedTrials:
         return self.bounds[choice].share if choice in self.bounds else 1.0
 
     def is_clearly_slower(self, choice: Choice) -> bool:
-        """Whether a choice's bound rules it out of the best, in any schedule."""
+        """Whether a choice's bound is over `CLEARLY_WORSE`, in any schedule."""
         return self.share(choice) * self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def rank_strategies(self) -> list[Strategy]:
-        """Return the best plan of sizes that may win by their bounds and of a few more, sorted."""
+        """Return the best plan of sizes that may win by bounds and one of a few more, sorted."""
         best_ms, best = self.best_ms(), dict[Sizing, Strategy]()
         for choice in sorted(self.planned, key=self._order):
             found, sizing = self.planned[choice], choice[0]

@@ -273,7 +273,7 @@ def _rank_sets(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> l
 
 
 def _by_hbp(levels: LevelSetting, sizing: Sizing) -> list[LevelChoice]:
-    """Return HBP's set of levels at these sizes, so that the search never does worse."""
+    """Return HBP's set of levels at these sizes, which the search simulates too."""
     with suppress(UserError):  # no length fits
         return [(sizing, levels.estimates(sizing).by_hbp())]
     return []
@@ -304,7 +304,7 @@ def _moves(
 
 
 def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
-    """Whether to search sets of levels: if requested, or if one unshared level may not be best.
+    """Whether to search sets: for new joint plans, if requested or one level may not be best.
 
     Raises:
         UserError: more levels are requested than have samples.
@@ -385,7 +385,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
 def levels_in_use(
     levels: tuple[Level, ...], of_packs: np.ndarray, longest: Caps
 ) -> tuple[Level, ...]:
-    """Return levels with packs, and the shortest that fits every sample, even without packs."""
+    """Return levels with packs; if none fits every sample, also the shortest that does."""
     counts = np.bincount(of_packs, minlength=len(levels)).tolist()
     used = [level for level, packs in zip(levels, counts, strict=True) if packs]
     if len(levels) == 1 or (used and _holds(used[-1].caps, longest)):
