@@ -148,7 +148,7 @@ def test_a_plan_says_what_is_seen_of_each_source(make_plan_once, tmp_path, optio
     said = f"by step {packs.steps:,}: pages 225 samples (1.50 epochs), strips 150 samples (1.00"
     assert any(line.startswith(said) for line in check_plan(directory))
     run("report", directory, "-o", tmp_path / "page.html")
-    assert "Times that a source&#39;s samples" in (tmp_path / "page.html").read_text()
+    assert "Epochs of a source that were trained" in (tmp_path / "page.html").read_text()
 
 
 def test_steps_that_are_taken_over_stay_a_mixture(make_plan_once, tmp_path):

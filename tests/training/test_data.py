@@ -271,7 +271,7 @@ def test_killed_worker_is_named_at_once(data, monkeypatch):
     workers = [one for one in multiprocessing.active_children() if one not in others]
     assert len(workers) == 2
     workers[0].kill()
-    with pytest.raises(UserError, match=f"{workers[0].pid} was killed .SIGKILL"):
+    with pytest.raises(UserError, match=f"{workers[0].pid} was ended from outside .SIGKILL"):
         list(batches)
     assert not noticed_by_torch
 
