@@ -133,7 +133,7 @@ def test_other_ranks_or_processes_are_refused(shards):
     packs = import_packs(plan_job(shards, TARGET, 0, 2, workers=2).export)
     for ranks, workers in ((1, 2), (2, 0), (8, 2)):
         config = WorkerConfig(rank=0, world_size=ranks, num_workers=workers)
-        with pytest.raises(ValueError, match="export again with --workers"):
+        with pytest.raises(ValueError, match="export a plan for"):
             packs.planned_dataset(make_encoder(packs), config)
 
 
