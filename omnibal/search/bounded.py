@@ -131,10 +131,7 @@ class BoundedTrials:
         by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
         limit_ms = _PLANNED_SLACK * self.estimated_ms[by_ms[0]] if by_ms else 0.0
         near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
-        first_of_sizes = dict[Sizing, Choice]()
-        for choice in near:
-            first_of_sizes.setdefault(choice[0], choice)
-        some = list(first_of_sizes.values())[: most - most // 2]  # caps vary less than sizes
+        some = _first_of_sizes(near)[: most - most // 2]  # caps vary less than sizes
         chosen = some + [choice for choice in near if choice not in some][: most - len(some)]
         return chosen + self._faster_in_other_schedules(by_ms, chosen)[: most // 2]
 
@@ -149,12 +146,7 @@ class BoundedTrials:
             for choice in sorted(by_ms, key=lambda choice: ms[choice])
             if self.bounds[choice].share < 1 and ms[choice] <= self.estimated_ms[by_ms[0]]
         ]
-        of_sizes = {choice[0]: choice for choice in reversed(faster)}  # fastest of each stays
-        return [
-            choice
-            for choice in faster
-            if of_sizes[choice[0]] == choice and choice[0] not in sizings
-        ]
+        return [choice for choice in _first_of_sizes(faster) if choice[0] not in sizings]
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return choices without kinds clearly slower than the best kind.
@@ -263,6 +255,14 @@ class BoundedTrials:
                 yield choice
             else:
                 self.advance(1)
+
+
+def _first_of_sizes(choices: Iterable[Choice]) -> list[Choice]:
+    """Return the first choice of every sizing, in order."""
+    first = dict[Sizing, Choice]()
+    for choice in choices:
+        first.setdefault(choice[0], choice)
+    return list(first.values())
 
 
 def _group_key(choice: Choice) -> Hashable:

@@ -228,9 +228,11 @@ def _list_finalists(request: StrategyRequest, found: StrategySearch) -> list[Str
         near += [strategy for strategy in firsts.values() if strategy not in near]
     possible: list[tuple[float, Strategy]] = []
     for strategy in found.ranking if request.other_schedules else ():
+        if strategy.parallel.pipeline == 1 or strategy in near:
+            continue  # before the costs of its job are counted
         job = request.job.with_sizes(strategy.parallel, strategy.placement)
         share = remaining_share(job, request.other_schedules, strategy.micro_batches)
-        if share < 1 and strategy not in near and share * strategy.ms_per_sample <= best_ms:
+        if share < 1 and share * strategy.ms_per_sample <= best_ms:
             possible.append((share * strategy.ms_per_sample, strategy))
     possible.sort(key=lambda pair: pair[0])
     return near + [strategy for _, strategy in possible[:_MAX_PIPELINES]]

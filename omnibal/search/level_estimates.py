@@ -259,8 +259,8 @@ class LevelEstimates:
         forms = list(level_forms(self.job, scale_caps(self.caps[-1], tokens), [context]))
         return next((f for f in reversed(forms) if f.cut is not CutRule.WHOLE), forms[0])
 
-    def _set_ms(self, forms: Sequence[FormEstimate]) -> float:
-        """Return the time of all rows of a set plus the bubbles of its steps, times p stages.
+    def _ms_per_sample(self, forms: Sequence[FormEstimate]) -> float:
+        """Return the time of all rows of a set plus the bubbles of its steps, per sample.
 
         With p stages that share a row evenly, a step takes 1 / p of the sum of its rows plus
         (p - 1) / p of the longest row, as in a proportionate flow shop.
@@ -273,10 +273,8 @@ class LevelEstimates:
             longest_ms += without * share * form.rows_ms / form.rows
             without *= 1 - share  # no longer row in the step
         bubbles_ms = steps * (self.job.parallel.pipeline - 1) * longest_ms
-        return sum(form.rows_ms for form in forms) + bubbles_ms
-
-    def _ms_per_sample(self, forms: Sequence[FormEstimate]) -> float:
-        return self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
+        whole_ms = sum(form.rows_ms for form in forms) + bubbles_ms  # of all stages
+        return whole_ms / self.job.parallel.pipeline / len(self.data.lengths)
 
     @property
     def _step_count(self) -> float:
@@ -287,7 +285,7 @@ class LevelEstimates:
     def _best(self, step: CapRange, contexts: Sequence[int] | None = None) -> FormEstimate | None:
         """Return the fastest form of a level for all its samples. None if no form fits."""
         forms = self.forms(step, contexts)
-        return min(forms, key=lambda form: self._set_ms([form]), default=None)
+        return min(forms, key=lambda form: self._ms_per_sample([form]), default=None)
 
     def forms(self, step: CapRange, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
         """Return a level's forms for all its samples, the fastest for each context size."""
