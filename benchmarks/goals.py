@@ -106,8 +106,8 @@ def restrict_search(free: Free, best: Planned) -> Iterator[tuple[str, Free]]:
     yield "one level", replace(free, levels=one_level)
     for placement in free.placements:
         placed = replace(free, placements=(placement,))
-        yield placement.option, placed
-        yield f"{placement.option}, one level", replace(placed, levels=one_level)
+        yield placement.value, placed
+        yield f"{placement.value}, one level", replace(placed, levels=one_level)
     for sharding in WeightSharding:
         yield f"weights {sharding}", replace(free, shardings=(sharding,))
     assert free.sizes is not None and best.strategies is not None
@@ -173,7 +173,7 @@ def describe_plan(planned: Planned) -> str:
     plan = planned.result.plan
     assert plan.data is not None
     levels = " ".join(f"{level.caps['tokens']}/{level.context}" for level in plan.levels)
-    return f"{plan.parallel.text}; {planned.placement.chosen.option}; {levels or plan.data.caps}"
+    return f"{plan.parallel.text}; {planned.placement.chosen.value}; {levels or plan.data.caps}"
 
 
 def main() -> None:

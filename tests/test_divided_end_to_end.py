@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from encoder_cases import choice_of
 from end_to_end_cases import (
     PLAN,
     assert_same_evaluation,
@@ -33,13 +34,8 @@ from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
-ENCODERS = DataParallelEncoders(
-    pipelines=2,
-    items_per_pass={"vision": 4},
-    kept_items={"vision": 3},
-    item_ms={"vision": 1.0},
-    sharded=2,
-)
+SETTINGS = "data_parallel_encoders"  # key of plan.json
+ENCODERS = choice_of(2, 4, {"vision": 3}, sharded=2)
 
 
 def edit_plan(source: Path, name: str, edit: Callable[[dict], None]) -> Path:
@@ -65,13 +61,13 @@ def plans(single, tmp_path_factory) -> dict[str, Path]:
         plan["prediction"] = None
 
     wide, pairs = make_plan("wide", "--dp", "4"), make_plan("pairs", "--pp", "2", "--dp", "2")
-    beside = make_plan("beside", "--pp", "2", "--dp", "2", "--encoder", "data-parallel")
+    apart = make_plan("data-parallel", "--pp", "2", "--dp", "2", "--encoder", "data-parallel")
     return {
         "single": single,
         "sharded": edit_plan(wide, "sharded", shard_weights),
         "staged": edit_plan(pairs, "staged", shard_weights),
-        "beside": beside,
-        "divided": edit_plan(beside, "divided", lambda plan: plan["beside"].update(sharded=4)),
+        "data-parallel": apart,
+        "divided": edit_plan(apart, "divided", lambda plan: plan[SETTINGS].update(sharded=4)),
         "pair": shared_plan(single, base / "pair", 2, (1, 2)),
         "four": shared_plan(single, base / "four", 4, (2, 4), ENCODERS),
     }
@@ -82,7 +78,7 @@ def shared_plan(
     folder: Path,
     data: int,
     contexts: tuple[int, int],
-    beside: DataParallelEncoders | None = None,
+    dp_encoders: DataParallelEncoders | None = None,
 ) -> Path:
     """Write a plan of these steps on `data` ranks: CP `contexts[0]` for short packs, else `[1]`."""
     plan = read_plan(single)
@@ -111,9 +107,9 @@ def shared_plan(
         "data": plan.data.model_copy(update=of_data),
         "settings_sha256": None,
         "prediction": None,
-        "beside": beside,
+        SETTINGS: dp_encoders,
     }
-    if beside is not None:
+    if dp_encoders is not None:
         changes["stages"] = stages_from_cuts(plan.model.without_encoders(), ())
     shared = plan.model_copy(update=changes)
     shared = type(plan).model_validate_json(shared.model_dump_json())
@@ -163,7 +159,7 @@ def single_run(single, digits, eval_options, tmp_path_factory) -> Path:
     [
         (("sharded", 4), [("single", 1), ("sharded", 4)]),
         (("single", 1), [("staged", 4)]),
-        (("beside", 4), [("single", 1), ("divided", 4), ("beside", 4)]),
+        (("data-parallel", 4), [("single", 1), ("divided", 4), ("data-parallel", 4)]),
         (("pair", 2), [("four", 4)]),
     ],
     ids=["weights", "weights of stages", "encoders", "packs"],
@@ -193,7 +189,7 @@ def test_ranks_that_divide_train_resume_and_answer_as_one_process(
     ]
     assert counted[0] == counted[1]
     assert_same_evaluation([*saves, single_run])
-    if plan == "beside":
+    if plan == "data-parallel":
         assert all(s["encoder_ms"] > 0 for record in records(begun) for s in record["stages"])
         page = tmp_path / "report.html"
         succeed("-m", "omnibal", "report", plans[plan], "--run", begun, "-o", page)
@@ -204,7 +200,7 @@ def test_ranks_that_divide_train_resume_and_answer_as_one_process(
 @pytest.mark.parametrize(
     ("plan", "ranks", "told"),
     [
-        ("beside", 4, "the plan has data-parallel encoders"),
+        ("data-parallel", 4, "the plan has data-parallel encoders"),
         ("pair", 2, "the plan has packs that rank"),
     ],
 )

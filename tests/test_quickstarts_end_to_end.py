@@ -31,7 +31,7 @@ def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, 
     tokenizer_args = ("--tokenizer-model", spoken / "tokenizer.model")
     lengths, data, runs = tmp_path / "lengths.parquet", spoken / "train" / "meta.json", {}
     succeed("-m", "omnibal", "lengths", data, *OMNI, *tokenizer_args, "-o", lengths)
-    for encoder in ("pipeline", "beside"):
+    for encoder in ("pipeline", "data-parallel"):
         plan, runs[encoder] = tmp_path / encoder, tmp_path / f"run_{encoder}"
         options = ("--pp", "2", "--lengths", lengths, "--window", "20", "--encoder", encoder)
         caps = ("--max-tiles", "8", "--limit", "clips=8", "--max-tokens", "320")
@@ -39,7 +39,7 @@ def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, 
         assert "clips" in succeed("-m", "omnibal", "check", plan)
         pair_succeeds(*training(plan, spoken, runs[encoder], "--train-iters", "2"))
     # Windows have identical steps for both encoder placements.
-    assert losses(runs["beside"]) == pytest.approx(losses(runs["pipeline"]), rel=1e-5)
+    assert losses(runs["data-parallel"]) == pytest.approx(losses(runs["pipeline"]), rel=1e-5)
     pair_succeeds(
         "pretrain_vlm.py", "--plan", tmp_path / "pipeline", *tokenizer_args, "--skip-train",
         "--load", runs["pipeline"], "--save", runs["pipeline"],
@@ -97,19 +97,20 @@ def test_images_of_many_sizes_are_scanned_planned_trained_asked_about_and_export
     assert {"chat_template.jinja", "preprocessor_config.json"} <= {p.name for p in out.iterdir()}
 
 
-def test_encoders_train_and_answer_alike_beside_the_pipeline(
+def test_encoders_train_and_answer_alike_in_either_placement(
     native, tokenizer_args, planner, eval_args, tmp_path
 ):
     """Prevents losses or answers that differ between data-parallel and pipeline encoders."""
-    single, beside = tmp_path / "single", tmp_path / "beside"
+    single, several = tmp_path / "single", tmp_path / "several"
     succeed(*planner, "--packing-levels", "1", "--samples-per-step", "20", "-o", single)
     sizes = ("--pp", "2", "--dp", "2", "--encoder", "data-parallel")
-    succeed(*PLANNER, *QWEN, "--steps-of", single, *sizes, "-o", beside)
-    plan = json.loads((beside / "plan.json").read_text())
-    plan["beside"] |= {"sharded": 4, "items_per_pass": {"vision": 60}, "kept_items": {"vision": 90}}
-    (beside / "plan.json").write_text(json.dumps(plan))
+    succeed(*PLANNER, *QWEN, "--steps-of", single, *sizes, "-o", several)
+    plan = json.loads((several / "plan.json").read_text())
+    changes = {"sharded": 4, "items_per_pass": {"vision": 60}, "kept_items": {"vision": 90}}
+    plan["data_parallel_encoders"] |= changes
+    (several / "plan.json").write_text(json.dumps(plan))
     found = []
-    for folder, ranks in ((single, 1), (beside, 4)):
+    for folder, ranks in ((single, 1), (several, 4)):
         save = tmp_path / f"run-{folder.name}"
         ranks_succeed(
             ranks,

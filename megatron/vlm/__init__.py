@@ -1,4 +1,4 @@
-"""The trainer: an overlay beside pip's megatron.core that follows an OmniBal plan."""
+"""The trainer: an overlay on pip's megatron.core that follows an OmniBal plan."""
 
 import warnings
 

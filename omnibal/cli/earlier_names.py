@@ -1,4 +1,4 @@
-"""Renamed options of `omnibal plan`, translated so that older scripts still run."""
+"""Renamed options of `omnibal plan`, accepted for one release so that older scripts still run."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,19 @@ _OPTIONS = {"--levels": "--packing-levels"}
 _VALUES = {("--encoder", "beside"): "data-parallel"}
 
 
-def with_current_names(arguments: Sequence[str]) -> list[str]:
-    """Replace renamed options and values.
+def with_current_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Replace renamed options and values; return the arguments, and a note per replacement.
 
-    >>> with_current_names(["plan", "--levels", "2", "--encoder=beside"])
+    >>> with_current_names(["plan", "--levels", "2", "--encoder=beside"])[0]
     ['plan', '--packing-levels', '2', '--encoder=data-parallel']
     """
-    if "plan" not in arguments[:1]:
-        return list(arguments)
-    current: list[str] = []
-    for argument in arguments:
+    current, notes = list(arguments), list[str]()
+    for place, argument in enumerate(arguments if "plan" in arguments[:1] else ()):
         name, equals, value = argument.partition("=")
-        if equals:
-            current.append(f"{_OPTIONS.get(name, name)}={_VALUES.get((name, value), value)}")
-        else:
-            option = current[-1] if current else ""  # `argument` may be its value
-            current.append(_VALUES.get((option, argument), _OPTIONS.get(argument, argument)))
-    return current
+        option, given = (name, value) if equals else (arguments[place - 1], argument)
+        new = _VALUES.get((option, given), given)
+        current[place] = f"{_OPTIONS.get(name, name)}={new}" if equals else _OPTIONS.get(new, new)
+        if current[place] != argument:
+            before = "" if argument.startswith("--") else f"{option} "
+            notes.append(f"{before}{argument} is now {before}{current[place]}")
+    return current, notes

@@ -242,7 +242,7 @@ def _scan(
     partial = output.with_name(f"{output.name}.partial")
     outputs: dict[str, Path | None] = {"-o": output, "--data-index": options.data_index}
     if keeps_files:
-        outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
+        outputs |= {"the list next to -o": skipped_list, "the journal next to -o": partial}
     check_files(outputs, [meta, named_model_file(model), *list_tokenizer_files(tokenizer_path)])
     print_notes(model_notes(model))
     tokenizer = open_tokenizer(tokenizer_path)

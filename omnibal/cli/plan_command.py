@@ -285,8 +285,8 @@ class PlacementOptions:
 
     def placements(self, *, is_free: bool) -> tuple[EncoderPlacement, ...]:
         """Return the encoder placements to search."""
-        chosen = self.encoder or ("auto" if is_free else EncoderPlacement.PIPELINE.option)
-        return tuple(place for place in EncoderPlacement if chosen in ("auto", place.option))
+        chosen = self.encoder or ("auto" if is_free else EncoderPlacement.PIPELINE)
+        return tuple(place for place in EncoderPlacement if chosen in ("auto", place))
 
 
 def plan(
@@ -357,8 +357,8 @@ def _check_options(
         given.pop(Feature.LEVELS, None)
     if partition.schedule_name in (None, ONE_FORWARD_ONE_BACKWARD.name):
         given.pop(Feature.SCHEDULE, None)
-    if partition.encoder == EncoderPlacement.DATA_PARALLEL.option:
-        given[Feature.BESIDE] = Feature.BESIDE.value
+    if partition.encoder == EncoderPlacement.DATA_PARALLEL:
+        given[Feature.ENCODERS] = Feature.ENCODERS.value
     check_together(given)
     # An earlier plan brings its own lengths.
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
@@ -389,7 +389,7 @@ def _make_goal(
         )
     job = given.job(fixed_sizes, trainer=trainer_of(strategy.made_for))
     placements = partition.placements(is_free=free_sizes is not None)
-    if partition.encoder != EncoderPlacement.DATA_PARALLEL.option and not job.model.encoders:
+    if partition.encoder != EncoderPlacement.DATA_PARALLEL and not job.model.encoders:
         placements = (EncoderPlacement.PIPELINE,)
     is_by_tokens = strategy.target is not None and strategy.target.packs.tokens_alone
     goal_data = data.goal_data(job.model, strategy.samples_per_step, packed_by_tokens=is_by_tokens)
@@ -416,7 +416,7 @@ def _print_plan(
     from omnibal.search.step_size import StepSamples
 
     result, search, prediction = planned.result, planned.strategies, planned.prediction
-    plan, choice = result.plan, planned.placement
+    plan, choice, encoders = result.plan, planned.placement, result.plan.data_parallel_encoders
     gap = None if result.search is None else result.search.gap
     notes = training_obstacles(plan)
     if gap:
@@ -440,9 +440,9 @@ def _print_plan(
         summary["encoder"] = {
             "placement": choice.chosen.value,
             "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
-            "beside_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),  # an earlier name
+            "data_parallel_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),
             "reason": choice.reason,
-            **({} if plan.beside is None else {"sharded_ranks": plan.beside.sharded}),
+            **({} if encoders is None else {"sharded_ranks": encoders.sharded}),
         }
     lines = []
     if packs is not None and windows is None:  # a window fixes the samples per step

@@ -30,7 +30,7 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write an HTML page: advice, and predicted beside replayed and measured times."""
+    """Write an HTML page: advice, and predicted, replayed and measured times."""
     from omnibal.job.check import open_plan
     from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES

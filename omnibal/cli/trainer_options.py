@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 _IMAGES_LOST = (
     "XTuner's preset packs lose images in the versions that were read (5cda4fb and 5081ed2, "
     "xtuner/v1/datasets/preset_pack.py, __getitem__): train with the module that `omnibal export` "
-    "writes beside the packs, or see whether your version needs it (docs/trainers.md)"
+    "writes next to the packs, or see whether your version needs it (docs/trainers.md)"
 )
 
 

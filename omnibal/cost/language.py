@@ -235,7 +235,7 @@ def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
         working=(
             # Gradient of the logits, in their dtype; of the weight, after the logits are freed; of
             # the hidden states of all positions.
-            Working(logits_bytes, beside_logits=True),
+            Working(logits_bytes, has_logits_gradient=True),
             Working(logits_bytes + loss_bytes, weight=vocabulary * h, freed=("logits",)),
             Working(
                 gathered_bytes + loss_bytes, freed=("logits", "hidden states with loss"), finished=1

@@ -256,7 +256,7 @@ def drop_weight_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
     return tuple(
         moment if moment.of_words else replace(moment, weight=0)
         for moment in moments
-        if not moment.beside_logits
+        if not moment.has_logits_gradient
     )
 
 

@@ -31,7 +31,7 @@ class Working:
     freed: tuple[str, ...] = ()  # names of kept lines freed by then
     finished: int = 0  # number of last products done: output gradients freed unless dW is deferred
     of_words: bool = False  # whether the weight is an embedding's, not a product's
-    beside_logits: bool = False  # whether an unfused loss writes a gradient next to the logits
+    has_logits_gradient: bool = False  # whether an unfused loss writes it next to the logits
 
     def before_later_units(self, kept: Sequence[str], products: int) -> "Working":
         """Return this moment after later units' backward, which freed `kept` and ran `products`."""

@@ -257,7 +257,7 @@ def training_obstacles(plan: Plan) -> list[str]:
         f"{shares} of {plan.model.name} need features of data-parallel encoders of images at "
         "native resolution exchanged, which the trainer does not: plan with --encoder pipeline, or "
         "levels of context 1": (
-            plan.has_shared_packs and plan.model.images is not None and plan.beside is not None
+            plan.has_shared_packs and bool(plan.model.images and plan.data_parallel_encoders)
         ),
     }
     return [obstacle for obstacle, is_true in obstacles.items() if is_true]
@@ -272,7 +272,7 @@ def precision_obstacle(plan: Plan) -> str | None:
         "context-parallel packs, as Transformer Engine lacks their attention": (
             plan.has_shared_packs
         ),
-        "data-parallel encoders": plan.beside is not None,
+        "data-parallel encoders": plan.data_parallel_encoders is not None,
     }
     reason = next((reason for reason, is_true in obstacles.items() if is_true), None)
     return None if reason is None else f"precision fp8 does not go with {reason}"
@@ -350,7 +350,7 @@ def _check_partition(plan: Plan) -> str:
             f"same recompute, or {_REPLAN}"
         )
     check_stages(plan.pipeline_model, plan.stages)
-    layers = "every layer" if plan.beside is None else "every language layer"
+    layers = "every layer" if plan.data_parallel_encoders is None else "every language layer"
     of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
     stages = f"{plan.parallel.pipeline} stages{of_chunks}"
     return f"{stages} hold {layers} of {plan.model.name} once, in order"

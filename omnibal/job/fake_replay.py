@@ -174,8 +174,8 @@ def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
         return None
     # A fake device has no NCCL. Buffers for expert-parallel peers are not subtracted.
     peers = 0
-    if plan.beside is not None:
-        peers = plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor - 1
+    if (encoders := plan.data_parallel_encoders) is not None:
+        peers = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor - 1
     peak_gib = plan.prediction.stages[stage].memory.peak_gib
     return peak_gib - peers * plan.cluster.peer_bytes / GIB
 

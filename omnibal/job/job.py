@@ -55,7 +55,7 @@ class JobSpec:
     adapters: AdapterConfig | None = None  # trained with frozen base matrices
     cost_source: CostSource = ANALYTIC
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
-    beside: DataParallelEncoders | None = None  # None if absent or not chosen yet
+    data_parallel_encoders: DataParallelEncoders | None = None  # None if absent or not chosen yet
     encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)  # to search
     trainer: TrainerConstraints = OWN
     cost: CostModel = field(init=False, repr=False)  # costs of the stages' units
@@ -100,8 +100,8 @@ class JobSpec:
 
     def _encoder_shards(self) -> list[int]:
         """Return allowed sharding sizes of data-parallel encoders, in ranks. Raises UserError."""
-        if self.beside is not None:
-            shards = [self.beside.sharded]
+        if self.data_parallel_encoders is not None:
+            shards = [self.data_parallel_encoders.sharded]
         else:
             ways = self.encoder_shardings
             sizes = [encoder_shards(way, self.parallel, self.cluster) for way in ways]
@@ -194,7 +194,8 @@ class JobSpec:
     @property
     def encoders_cost(self) -> EncodersCost | None:
         """Costs of the chosen data-parallel encoders, or None if absent or not chosen yet."""
-        return None if self.beside is None else self.encoders_costs[self.beside.sharded]
+        encoders = self.data_parallel_encoders
+        return None if encoders is None else self.encoders_costs[encoders.sharded]
 
     @property
     def has_data_parallel_encoders(self) -> bool:
@@ -259,13 +260,14 @@ class JobSpec:
             without_padding = without_padding.copy()
             without_padding[:, columns] = features[:, columns]
         workload = replace(workload, features=features, unpadded=without_padding)
-        if self.beside is None or self.encoders_cost is None:
+        if self.data_parallel_encoders is None or self.encoders_cost is None:
             return workload
-        return with_encoders(workload, names, self.encoders_cost, self.beside)
+        return with_encoders(workload, names, self.encoders_cost, self.data_parallel_encoders)
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:
         """Return the job that a plan is for, with costs from `cost_source`."""
+        encoders = plan.data_parallel_encoders
         return cls(
             model=plan.model,
             cluster=plan.cluster,
@@ -274,15 +276,15 @@ class JobSpec:
             frozen=plan.frozen,
             adapters=plan.adapters,
             cost_source=cost_source,
-            placement=EncoderPlacement.DATA_PARALLEL if plan.beside else EncoderPlacement.PIPELINE,
-            beside=plan.beside,
+            placement=EncoderPlacement.DATA_PARALLEL if encoders else EncoderPlacement.PIPELINE,
+            data_parallel_encoders=encoders,
             trainer=trainer_of(plan.made_for),
         )
 
     def plan(self, **fields: Any) -> Plan:
         """Return a plan of this job with `fields` as its other fields."""
-        names = ("model", "precision", "parallel", "frozen", "adapters", "beside", "cluster")
-        settings = {name: getattr(self, name) for name in names}
+        names = ("model", "precision", "parallel", "frozen", "adapters", "cluster")
+        settings = {name: getattr(self, name) for name in (*names, "data_parallel_encoders")}
         return Plan(**settings | {"made_for": self.trainer.name} | fields)
 
     def allows(self, parallel: Parallel) -> bool:

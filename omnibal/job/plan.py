@@ -26,7 +26,7 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedul
 from omnibal.pipeline.stage_units import SpanText, Stage
 from omnibal.pipeline.unit_runs import stage_units
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
@@ -219,7 +219,7 @@ def _check_divides(name: str, size: int, ranks: int, of_what: str) -> None:
 class Plan(Frozen):
     """Everything needed to build and feed the training job."""
 
-    schema_version: Literal[2] = SCHEMA_VERSION
+    schema_version: Literal[3] = SCHEMA_VERSION
     model: ModelConfig
     precision: Precision
     parallel: Parallel
@@ -231,7 +231,7 @@ class Plan(Frozen):
     schedule: PipelineSchedule = written_unless(ONE_FORWARD_ONE_BACKWARD)
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
     """Context-parallel levels by rising caps, or empty for a single level of context size 1."""
-    beside: DataParallelEncoders | None = written_unless(None)  # data-parallel encoders
+    data_parallel_encoders: DataParallelEncoders | None = written_unless(None)
     cluster: ClusterConfig
     data: DataPlan | None  # None for a plan of shapes only, which cannot be trained
     shapes: Shapes | None = None  # micro-batches of a plan of shapes only: all full, at the caps
@@ -261,7 +261,7 @@ class Plan(Frozen):
         """
         kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
         upstream = {name for stage in before for name in stage_units(kinds, stage)}
-        if self.beside is not None:
+        if self.data_parallel_encoders is not None:
             upstream |= {kind.name for kind in kinds if kind.tower != LANGUAGE}
         names = upstream & trained_kinds(self.model, self.frozen, self.adapters)
         trained = [kind for kind in kinds if kind.name in names]
@@ -324,7 +324,7 @@ class Plan(Frozen):
     @property
     def pipeline_model(self) -> ModelConfig:
         """The model without data-parallel encoders."""
-        return self.model if self.beside is None else self.model.without_encoders()
+        return self.model if self.data_parallel_encoders is None else self.model.without_encoders()
 
     @property
     def known_prediction(self) -> Prediction:
@@ -382,27 +382,27 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _check_encoders(self) -> "Plan":
-        beside = self.beside
-        if beside is None:
+        encoders, key = self.data_parallel_encoders, "data_parallel_encoders"
+        if encoders is None:
             return self
         names = set(self.model.encoders)
         for field in ("items_per_pass", "kept_items", "item_ms"):
-            given = set(dict(beside)[field])
+            given = set(dict(encoders)[field])
             if not names or given != names:
                 raise ValueError(
-                    f"beside.{field} has {words(sorted(given)) or 'no encoder'}, and must have "
+                    f"{key}.{field} has {words(sorted(given)) or 'no encoder'}, and must have "
                     f"the encoders of {self.model.name}: {words(sorted(names)) or 'none'}"
                 )
         squares = set(takes_whole_samples(self.model))
-        if set(beside.square_ms) != squares:
+        if set(encoders.square_ms) != squares:
             raise ValueError(
-                f"beside.square_ms has {words(sorted(beside.square_ms)) or 'no encoder'}, and must "
-                f"have the native-resolution encoders of {self.model.name}: "
+                f"{key}.square_ms has {words(sorted(encoders.square_ms)) or 'no encoder'}, and "
+                f"must have the native-resolution encoders of {self.model.name}: "
                 f"{words(sorted(squares)) or 'none'}"
             )
         sizes = self.parallel
-        _check_divides("beside.pipelines", beside.pipelines, sizes.data, "data-parallel ranks")
-        _check_divides("beside.sharded", beside.sharded, sizes.world_size, "ranks of the job")
+        _check_divides(f"{key}.pipelines", encoders.pipelines, sizes.data, "data-parallel ranks")
+        _check_divides(f"{key}.sharded", encoders.sharded, sizes.world_size, "ranks of the job")
         return self
 
 
@@ -431,5 +431,5 @@ def write_plan(plan: Plan, directory: Path) -> None:
 
 
 def read_plan(directory: Path) -> Plan:
-    remedy = "make the plan again with `omnibal plan`, or give a plan's folder"
+    remedy = "make the plan again with this version's `omnibal plan`, or give a plan's folder"
     return read_json_model(Plan, directory / PLAN_FILE, remedy)

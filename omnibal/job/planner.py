@@ -122,9 +122,9 @@ def make_plan(
     search: SearchResult | None
     is_1f1b = request.schedule == ONE_FORWARD_ONE_BACKWARD
     # The encoder search simulates 1F1B. Another schedule keeps settings chosen before.
-    if job.has_data_parallel_encoders and (is_1f1b or job.beside is None):
+    if job.has_data_parallel_encoders and (is_1f1b or job.data_parallel_encoders is None):
         encoding = search_encoders(placement_problem(job, workload, levels), effort)
-        job = replace(job, beside=encoding.beside)
+        job = replace(job, data_parallel_encoders=encoding.data_parallel_encoders)
         stages_at, search = encoding.search.stages_at, encoding.search
         workload = job.workload(packs, lengths, levels)
     elif is_1f1b:
@@ -194,8 +194,8 @@ def order_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
     if result.data is None or not may_reorder:
         return result
     packs, lengths = result.data
-    plan = result.plan
-    job = request.job if plan.beside is None else replace(request.job, beside=plan.beside)
+    plan, job, encoders = result.plan, request.job, result.plan.data_parallel_encoders
+    job = job if encoders is None else replace(job, data_parallel_encoders=encoders)
     packs = order_micro_batches(plan, job, packs, lengths)
     prediction = predict_plan(plan, job, packs, job.workload(packs, lengths, plan.pack_levels))
     described = {"data": request.data.describe(packs, job), "prediction": prediction}
@@ -230,7 +230,7 @@ def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Work
             plan.model,
             plan.merge_chunks(plan.stages),
             feature_names_at(job.cost.features, plan.pack_levels),
-            has_data_parallel_encoders=plan.beside is not None,
+            has_data_parallel_encoders=plan.data_parallel_encoders is not None,
             ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
         )
     prediction = predict(

@@ -22,20 +22,15 @@ _Ms = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class EncoderPlacement(StrEnum):
-    """Placement of a model's encoders."""
+    """Placement of a model's encoders, by value of `--encoder`."""
 
     PIPELINE = "pipeline"  # first units of the pipeline's stages
-    DATA_PARALLEL = "beside"  # every rank, before and after the pipeline; a key of plan.json
-
-    @property
-    def option(self) -> str:
-        """Value of `--encoder`."""
-        return "data-parallel" if self is EncoderPlacement.DATA_PARALLEL else self.value
+    DATA_PARALLEL = "data-parallel"  # every rank, before and after the pipeline
 
     @property
     def phrase(self) -> str:
         """Name within a sentence."""
-        return "in the pipeline" if self is EncoderPlacement.PIPELINE else self.option
+        return "in the pipeline" if self is EncoderPlacement.PIPELINE else self.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ class Fp8(Frozen):
     # Unlike delayed scaling, current scaling has no history in checkpoints and no exchange among
     # ranks, which may run different numbers of micro-batches.
     recipe: Fp8Recipe = "tensorwise"
-    keeps_bf16_weights: bool = True  # beside FP8 copies; not with --fp8-param-gather
+    keeps_bf16_weights: bool = True  # in addition to FP8 copies; not with --fp8-param-gather
 
     @property
     def cast_bytes(self) -> int:

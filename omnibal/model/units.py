@@ -21,7 +21,7 @@ LANGUAGE_EMBED = "language_embed"
 HEAD = "head"
 EXCHANGED = "exchanged_tokens"  # by attention of a shared pack: max over its ranks
 # Features: waits for data-parallel encoders before the first forward, after the last backward.
-ENCODER_WAITS_MS = ("beside_forward_ms", "beside_backward_ms")
+ENCODER_WAITS_MS = ("encoders_forward_ms", "encoders_backward_ms")
 # Features: exchange of sharded weights that forward and backward do not hide.
 EXPOSED_MS = ("exposed_forward_ms", "exposed_backward_ms")
 

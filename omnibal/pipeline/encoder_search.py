@@ -65,33 +65,30 @@ class PlacementProblem:
         """Encoder costs, for use independent of sharding."""
         return next(iter(self.encoders.values()))
 
-    def with_encoders(self, beside: DataParallelEncoders) -> Workload:
+    def with_encoders(self, dp_encoders: DataParallelEncoders) -> Workload:
         """Return the workload with data-parallel encoders."""
-        encoders = self.encoders[beside.sharded]
-        return with_encoders(self.workload, self.features, encoders, beside)
+        encoders = self.encoders[dp_encoders.sharded]
+        return with_encoders(self.workload, self.features, encoders, dp_encoders)
 
     def more_update_ms(self, sharded: int) -> float:
         """Return the extra update time if `sharded` ranks shard encoder weights."""
         shortest_ms = min(cost.update_ms for cost in self.encoders.values())
         return self.encoders[sharded].update_ms - shortest_ms
 
-    def pipeline_beside(
-        self, beside: DataParallelEncoders
+    def make_stage_problem(
+        self, dp_encoders: DataParallelEncoders
     ) -> tuple[CostModel, ModelConfig, Workload, int, float]:
         """Return the arguments of a stage search, with the encoders' update, waits and memory."""
-        update_ms = self.cost.optimizer_ms_fixed + self.more_update_ms(beside.sharded)
-        cost, workload = (
-            replace(self.cost, optimizer_ms_fixed=update_ms),
-            self.with_encoders(beside),
-        )
-        return cost, self.model, workload, self.stages, self.memory_cap_bytes
+        update_ms = self.cost.optimizer_ms_fixed + self.more_update_ms(dp_encoders.sharded)
+        cost = replace(self.cost, optimizer_ms_fixed=update_ms)
+        return cost, self.model, self.with_encoders(dp_encoders), self.stages, self.memory_cap_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderSearch:
     """The best choice found and its stage search."""
 
-    beside: DataParallelEncoders
+    data_parallel_encoders: DataParallelEncoders
     search: SearchResult  # bound over all tried choices and their stages, on the grid of kept items
 
 
@@ -99,7 +96,7 @@ class EncoderSearch:
 class _Choice:
     """A way to run encoders, or bounds of memory and waits of several."""
 
-    beside: DataParallelEncoders
+    dp_encoders: DataParallelEncoders
     encoder_memory: EncoderMemory
     waits_ms: np.ndarray  # pipeline waits before and after, with the longer update, [S, ranks, 2]
 
@@ -136,14 +133,14 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
             break
         choice, is_open[number] = choices[number], False
         try:
-            search = search_stages(*problem.pipeline_beside(choice.beside), effort=effort)
+            search = search_stages(*problem.make_stage_problem(choice.dp_encoders), effort=effort)
         except DoesNotFit:
             proven_ms[number] = np.inf
         else:
             proven_ms[number] = search.lower_bound_ms
             simulated += search.simulated
             if search.step_ms < best_ms:
-                best = EncoderSearch(beside=choice.beside, search=search)
+                best = EncoderSearch(data_parallel_encoders=choice.dp_encoders, search=search)
         for other in np.flatnonzero(is_open):
             bound_ms = choice.bound_ms(proven_ms[number], choices[other])
             proven_ms[other] = max(proven_ms[other], bound_ms)
@@ -157,11 +154,11 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
     return replace(best, search=search)
 
 
-def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
+def estimate_placement_ms(problem: PlacementProblem, effort: float) -> float:
     """Return an estimate, no bound, of the step with the shortest waits whose memory fits."""
     for choice in sorted(_make_choices(problem, effort), key=_Choice.shortest_ms):
         try:
-            return estimated_step_ms(*problem.pipeline_beside(choice.beside), effort=effort)
+            return estimated_step_ms(*problem.make_stage_problem(choice.dp_encoders), effort=effort)
         except DoesNotFit:
             continue
     raise _no_placement_error(problem)
@@ -176,8 +173,8 @@ def _first_bounds_ms(
         **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
     )
     waits_ms = np.max([choice.waits_ms for choice in choices], axis=0)  # [S, ranks, 2]
-    beside = next(_smallest_choices(problem))
-    workload = problem.with_encoders(beside)
+    dp_encoders = next(_smallest_choices(problem))
+    workload = problem.with_encoders(dp_encoders)
     assert workload.encoding is not None
     values, steps = workload.features.copy(), np.unique(sampled_steps(workload).step)
     columns = [problem.features.index(name) for name in ENCODER_WAITS_MS]
@@ -191,7 +188,7 @@ def _first_bounds_ms(
         problem.memory_cap_bytes,
         effort=effort,
     )
-    of_all = _Choice(beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms)
+    of_all = _Choice(dp_encoders=dp_encoders, encoder_memory=encoder_memory, waits_ms=waits_ms)
     return np.array([of_all.bound_ms(search.lower_bound_ms, choice) for choice in choices])
 
 
@@ -213,8 +210,8 @@ def min_peak_with_encoders(problem: PlacementProblem) -> float:
     """Return the min memory cap in bytes that some choice and split fit."""
     # Search splits for the Pareto-minimal choices by encoder memory only.
     minimal = list[tuple[EncoderMemory, Workload]]()
-    for beside in _smallest_choices(problem):
-        workload = problem.with_encoders(beside)
+    for dp_encoders in _smallest_choices(problem):
+        workload = problem.with_encoders(dp_encoders)
         memory = encoder_memory_of(workload)
         if not any(other.is_within(memory) for other, _ in minimal):
             minimal = [pair for pair in minimal if not memory.is_within(pair[0])]
@@ -229,7 +226,7 @@ def _smallest_choices(problem: PlacementProblem) -> Iterator[DataParallelEncoder
     """Yield the choice with min memory for every group size and sharding."""
     for pipelines in _group_sizes(problem):
         for sharded in problem.encoders:
-            yield _make_beside(problem, pipelines, _items_per_pass(problem, 1), sharded)
+            yield _make_encoders(problem, pipelines, _items_per_pass(problem, 1), sharded)
 
 
 def _group_sizes(problem: PlacementProblem) -> list[int]:
@@ -288,17 +285,19 @@ def _yield_choices(
             }
             for kept in kept_choices(any_encoders, shares.max_items(), max_kept):
                 for sharded, encoders in shardings.items():
-                    beside = _make_beside(problem, pipelines, sizes, sharded, kept)
-                    encoder_memory = memory_of_encoders(shares, encoders, beside)
+                    dp_encoders = _make_encoders(problem, pipelines, sizes, sharded, kept)
+                    encoder_memory = memory_of_encoders(shares, encoders, dp_encoders)
                     # Encoding ends before the pipeline's first pass.
                     later_bytes = max(encoder_memory.encoding, min_bytes)
                     if fits_cap(encoder_memory.resident + later_bytes, cap_bytes):
                         exchange_ms = exchanges_ms[sharded]
-                        waits_ms = pipeline_waits_ms(of_sample, encoders, beside, exchange_ms)
+                        waits_ms = pipeline_waits_ms(of_sample, encoders, dp_encoders, exchange_ms)
                         waits_ms *= has_rows
                         waits_ms[..., 1] += problem.more_update_ms(sharded)
                         yield _Choice(
-                            beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms
+                            dp_encoders=dp_encoders,
+                            encoder_memory=encoder_memory,
+                            waits_ms=waits_ms,
                         )
 
 
@@ -306,8 +305,8 @@ def _share_items(
     problem: PlacementProblem, workload: Workload, pipelines: int, items_per_pass: Mapping[str, int]
 ) -> ItemShares:
     """Return the shares of a workload's items, for any sharding."""
-    beside = _make_beside(problem, pipelines, items_per_pass, 1)
-    return ItemShares.build(workload, problem.features, problem.any_encoders, beside)
+    dp_encoders = _make_encoders(problem, pipelines, items_per_pass, 1)
+    return ItemShares.build(workload, problem.features, problem.any_encoders, dp_encoders)
 
 
 def _items_per_pass(problem: PlacementProblem, largest: int) -> dict[str, int]:
@@ -352,7 +351,7 @@ def kept_choices(
     ]
 
 
-def _make_beside(
+def _make_encoders(
     problem: PlacementProblem,
     pipelines: int,
     items_per_pass: Mapping[str, int],

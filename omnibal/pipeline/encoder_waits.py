@@ -53,7 +53,7 @@ class ItemShares:
         workload: Workload,
         features: tuple[str, ...],
         cost: EncodersCost,
-        beside: DataParallelEncoders,
+        dp_encoders: DataParallelEncoders,
     ) -> "ItemShares":
         """Return the shares of a workload's items; `features` names its columns."""
         steps, step = np.unique(workload.step, return_inverse=True)
@@ -61,13 +61,13 @@ class ItemShares:
         held, samples = dict[str, np.ndarray](), dict[str, SampleItems]()
         for name, encoder in cost.encoders.items():
             of_rows = workload.features[:, features.index(encoder.feature)]
-            if name in beside.square_ms:
+            if name in dp_encoders.square_ms:
                 samples[name] = workload.samples[encoder.feature]
                 of_rows = samples[name].of_rows
             pipelines = len(steps) * workload.data_parallel_size
             items = np.bincount(pipeline, of_rows, pipelines).astype(np.int64)
-            held[name] = items.reshape(-1, beside.pipelines)
-        return cls.deal_items(steps, held, samples, pipeline, beside, cost.ranks_of_pipeline)
+            held[name] = items.reshape(-1, dp_encoders.pipelines)
+        return cls.deal_items(steps, held, samples, pipeline, dp_encoders, cost.ranks_of_pipeline)
 
     @classmethod
     def deal_items(
@@ -76,30 +76,30 @@ class ItemShares:
         held: Mapping[str, np.ndarray],
         samples: Mapping[str, SampleItems],
         pipeline: np.ndarray,
-        beside: DataParallelEncoders,
+        dp_encoders: DataParallelEncoders,
         ranks_of_pipeline: int,
     ) -> "ItemShares":
         """Return shares of `held` items; `pipeline` is that of each sample row, int64 [rows]."""
         groups = len(next(iter(held.values()), ()))
         dealt, load = deal_whole_samples(
-            samples, pipeline, beside, ranks_of_pipeline=ranks_of_pipeline, groups=groups
+            samples, pipeline, dp_encoders, ranks_of_pipeline=ranks_of_pipeline, groups=groups
         )
         encoded = shares_of_ranks(
             {name: held[name] for name in held if name not in samples},
             ranks_of_pipeline=ranks_of_pipeline,
-            item_ms=beside.item_ms,
+            item_ms=dp_encoders.item_ms,
             load=load,
-            unit_ms=unit_of_time(beside.item_ms, beside.square_ms),
+            unit_ms=unit_of_time(dp_encoders.item_ms, dp_encoders.square_ms),
         )
-        size = beside.pipelines * ranks_of_pipeline
+        size = dp_encoders.pipelines * ranks_of_pipeline
         for name, own in dealt.items():
             encoded[name] = own.of_ranks(own.items, groups * size).reshape(groups, size)
         return cls(
-            steps=steps, pipelines=beside.pipelines, held=held, encoded=encoded, samples=dealt
+            steps=steps, pipelines=dp_encoders.pipelines, held=held, encoded=encoded, samples=dealt
         )
 
-    def passes(self, name: str, beside: DataParallelEncoders) -> EncoderPasses:
-        return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
+    def passes(self, name: str, dp_encoders: DataParallelEncoders) -> EncoderPasses:
+        return self.passes_of(name, dp_encoders.items_per_pass[name], dp_encoders.kept_items[name])
 
     def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> EncoderPasses:
         """Return passes of at most `items_per_pass` items; ranks keep at most `kept_items`."""
@@ -145,12 +145,12 @@ def with_encoders(
     workload: Workload,
     features: tuple[str, ...],
     cost: EncodersCost,
-    beside: DataParallelEncoders,
+    dp_encoders: DataParallelEncoders,
     shares: ItemShares | None = None,
 ) -> Workload:
     """Return a workload with encoder waits (columns of `features`) and its `encoding`."""
-    shares = shares or ItemShares.build(workload, features, cost, beside)
-    pairs = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
+    shares = shares or ItemShares.build(workload, features, cost, dp_encoders)
+    pairs = [(encoder, shares.passes(name, dp_encoders)) for name, encoder in cost.encoders.items()]
     forward, backward, exposed_ms = _slowest(shares, cost, pairs)
     ahead, behind = exposed_ms.mean(axis=1).T  # weight and gradient exchange, [S * B]
     of_passes: np.ndarray = sum(encoding_ms(encoder, p).mean(axis=1) for encoder, p in pairs)
@@ -158,7 +158,7 @@ def with_encoders(
     exchange, exchange_back = (
         features_exchange_ms(shares, cost, is_back=is_back) for is_back in (False, True)
     )
-    encoder_memory = memory_of_encoders(shares, cost, beside)
+    encoder_memory = memory_of_encoders(shares, cost, dp_encoders)
 
     def at_ends(before_ms: np.ndarray, after_ms: np.ndarray) -> np.ndarray:
         of_pipelines = _of_pipelines(shares, before_ms, after_ms)
@@ -209,7 +209,7 @@ def with_encoders(
 
 
 def memory_of_encoders(
-    shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
+    shares: ItemShares, cost: EncodersCost, dp_encoders: DataParallelEncoders
 ) -> EncoderMemory:
     """Return the max encoder memory per device over all steps.
 
@@ -229,7 +229,7 @@ def memory_of_encoders(
     tensor = cost.parallel.tensor
     arriving = 2 + (1 / tensor if tensor > 1 else 0)
     for name, encoder in cost.encoders.items():
-        passes = shares.passes(name, beside)
+        passes = shares.passes(name, dp_encoders)
         if encoder.is_trained:
             own_bytes = passes.kept_bytes(encoder)
             kept_bytes = kept_bytes + own_bytes
@@ -244,7 +244,7 @@ def memory_of_encoders(
                 return frozen.pass_bytes(work, is_kept=True) + frozen.input_bytes * work[..., ITEM]
 
             working += [passes.largest(with_inputs, is_kept=kept) for kept in (True, False)]
-        not_kept = shares.passes_of(name, beside.items_per_pass[name], 0)
+        not_kept = shares.passes_of(name, dp_encoders.items_per_pass[name], 0)
         largest = not_kept.largest(partial(encoder.pass_bytes, is_kept=True), is_kept=False)
         evaluating.append(float(np.max(largest, initial=0)))
         rows_bytes = rows_bytes + encoder.feature_bytes * shares.encoded[name]
@@ -289,12 +289,12 @@ def _slowest(
 def pipeline_waits_ms(
     shares: ItemShares,
     cost: EncodersCost,
-    beside: DataParallelEncoders,
+    dp_encoders: DataParallelEncoders,
     exchanges_ms: Sequence[np.ndarray],
 ) -> np.ndarray:
     """Return the waits before and after every pipeline, as `with_encoders` adds them, given the
     exchange times of features and gradients, [S * B] each. [S, ranks, 2]"""
-    pairs = [(encoder, shares.passes(name, beside)) for name, encoder in cost.encoders.items()]
+    pairs = [(encoder, shares.passes(name, dp_encoders)) for name, encoder in cost.encoders.items()]
     forward, backward, _ = _slowest(shares, cost, pairs)
     before_ms = forward + exchanges_ms[0] + cost.gather_ms
     after_ms = backward + exchanges_ms[1] + cost.reduction_ms

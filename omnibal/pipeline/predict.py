@@ -78,6 +78,6 @@ def predict(
             )
             for parts, waited, memory in zip(parts_of, wait_fraction, memories, strict=True)
         ),
-        beside=None if encoding is None else encoding.predicted,
+        data_parallel_encoders=None if encoding is None else encoding.predicted,
         reading=read,
     )

@@ -120,7 +120,7 @@ class Prediction(Frozen):
     gpu_days: NonNegativeFloat | None  # GPU-days of all planned epochs
     exchange: DataParallelExchange
     stages: tuple[StagePrediction, ...]
-    beside: EncoderPhasePrediction | None = written_unless(None)
+    data_parallel_encoders: EncoderPhasePrediction | None = written_unless(None)
     """Data-parallel encoders, or None if stages hold them."""
     reading: ReadingPrediction | None = written_unless(None)
     """Reading of the data, or None if not profiled."""

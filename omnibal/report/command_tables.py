@@ -128,7 +128,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     def sizes(sizing: "Sizing") -> list[str]:
         cells = [str(sizing.parallel.sizes.get(name, 1)) for name in names]
         cells += [str(sizing.parallel.sharded)] * has_shards
-        return [*cells, sizing.placement.option] if has_placements else cells
+        return [*cells, sizing.placement.value] if has_placements else cells
 
     fastest = [
         (

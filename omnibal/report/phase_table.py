@@ -25,7 +25,7 @@ def phases_of_plan(
     if not plan.model.encoders:
         return []
     # The language phase excludes the pipeline's waits for data-parallel encoders.
-    job = replace(JobSpec.of_plan(plan, cost_source), beside=None)
+    job = replace(JobSpec.of_plan(plan, cost_source), data_parallel_encoders=None)
     workload = job.workload(packs, lengths, plan.pack_levels).some_steps(MAX_SIMULATED_STEPS)
     cost, ranks = job.cost_of_all(plan.pack_levels), plan.parallel.data
     names = feature_names_at(job.cost.features, plan.pack_levels)
@@ -48,7 +48,7 @@ def phases_of_plan(
     }
     ranks_of_pipeline = plan.parallel.pipeline * plan.parallel.tensor
     return [
-        *encoder_balances(items, ranks_of_pipeline, plan.beside, samples, cell),
+        *encoder_balances(items, ranks_of_pipeline, plan.data_parallel_encoders, samples, cell),
         language_balance(workload.step, workload.dp_rank, language_ms, ranks),
     ]
 

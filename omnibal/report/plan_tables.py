@@ -120,16 +120,17 @@ def peak_table(
 ) -> Table | None:
     """Return predicted memory by kind, and peaks by source and stage. None without any source."""
     cap_gib = memory_cap_gib(plan.cluster)
-    encoders = plan.prediction.beside if plan.prediction else None
+    encoders = plan.prediction.data_parallel_encoders if plan.prediction else None
     names = [str(stage) for stage in range(plan.parallel.pipeline)]
     memories = [stage.memory for stage in plan.prediction.stages] if plan.prediction else []
     caption = "Memory of one device of each stage at the peak of the step; usable are "
     caption += f"{number(cap_gib)} GiB."
-    if encoders is not None and plan.beside is not None:
+    if encoders is not None and plan.data_parallel_encoders is not None:
         names.append("encoders")
         memories.append(encoders.memory)
+        sharding = describe_sharding(plan.parallel, plan.data_parallel_encoders.sharded)
         caption += " Data-parallel encoders: their part of a device that embeds tokens"
-        caption += f"; weights are {describe_sharding(plan.parallel, plan.beside.sharded)}."
+        caption += f"; weights are {sharding}."
     columns = [_column("stage", names, "left")]
     if memories:
         sizes = {
@@ -185,12 +186,11 @@ def rates_text(rates: Sequence[StepRate]) -> str:
 
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
     """Return facts on encoder placement and data-parallel encoders. Empty if nothing to choose."""
-    encoders = plan.beside
-    predicted = None if plan.prediction is None else plan.prediction.beside
+    encoders = plan.data_parallel_encoders
+    predicted = None if plan.prediction is None else plan.prediction.data_parallel_encoders
     if predicted is None and len(choice.predicted) < 2:
         return []
-    entries = [("placement", choice.chosen.option)]
-    entries.append(("why", choice.reason))
+    entries = [("placement", choice.chosen.value), ("why", choice.reason)]
     if encoders is not None and predicted is not None:
         ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
         entries.append(("ranks that encode together", f"{ranks:,}"))

@@ -137,7 +137,7 @@ def figures_by_source(
     """Return the step's figures by source (predicted, replayed, measured), if given."""
     sources: dict[str, StepFigures] = {}
     if plan.prediction is not None:
-        encoders, count = plan.prediction.beside, micro_batches_per_step(plan)
+        encoders, count = plan.prediction.data_parallel_encoders, micro_batches_per_step(plan)
         encoder_ms = encoders.forward_ms + encoders.backward_ms if encoders else 0.0
         exchange_ms = encoders.exchange_ms if encoders else 0.0
         stages = plan.prediction.stages  # times are per micro-batch

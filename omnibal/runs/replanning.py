@@ -137,7 +137,7 @@ def _replan_goal(
     schedule = schedule or plan.schedule.name
     free = Free(sizes=sizes, placements=(job.placement,), schedule=schedule)
     # Data-parallel encoders are searched together with the stages.
-    return Goal(job=replace(job, beside=None), data=data, free=free)
+    return Goal(job=replace(job, data_parallel_encoders=None), data=data, free=free)
 
 
 def _plan_other_sizes(

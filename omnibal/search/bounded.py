@@ -224,7 +224,7 @@ class BoundedTrials:
         """Min planned time per sample. Infinite if nothing is planned."""
         return min((strategy.ms_per_sample for strategy in self.planned.values()), default=math.inf)
 
-    def estimate_beside(self, best: Choice, choices: Sequence[Choice]) -> float | None:
+    def estimate_unplanned(self, best: Choice, choices: Sequence[Choice]) -> float | None:
         """Min estimate, scaled to the best plan. None if none is estimated or any is planned."""
         known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
         if not known or any(choice in self.planned for choice in choices):

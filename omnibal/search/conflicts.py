@@ -17,7 +17,7 @@ class Feature(StrEnum):
     SIZES = "--gpus"
     LEVELS = "--packing-levels"
     CURRICULUM = "--curriculum-steps"
-    BESIDE = "--encoder data-parallel"
+    ENCODERS = "--encoder data-parallel"
     SCHEDULE = "--schedule"
     SPLIT = "--method or --recompute"
     SAMPLES_PER_STEP = "--samples-per-step"
@@ -60,7 +60,7 @@ CONFLICTS = (
         "only the joint search recomputes layers by level",
     ),
     Conflict(
-        Feature.BESIDE,
+        Feature.ENCODERS,
         Feature.SPLIT,
         "only the joint search shares memory between encoders and stages",
     ),
@@ -105,7 +105,7 @@ CONFLICTS = (
             (Feature.WINDOW, "only this project's trainer keeps the order of a stream"),
             (Feature.LEVELS, _SEVERAL_LEVELS),
             (Feature.CURRICULUM, _SEVERAL_LEVELS),
-            (Feature.BESIDE, "only this project's trainer has data-parallel encoders"),
+            (Feature.ENCODERS, "only this project's trainer has data-parallel encoders"),
             (Feature.SPLIT, "only the joint search keeps to another trainer's limits"),
             (Feature.EARLIER, "the other trainer forms its own packs"),
         )

@@ -187,7 +187,7 @@ class Goal:
             Feature.LEVELS: free.levels.is_forced,
             Feature.SPLIT: not free.split.is_joint,
             Feature.SCHEDULE: free.schedule not in (None, ONE_FORWARD_ONE_BACKWARD.name),
-            Feature.BESIDE: free.placements == (EncoderPlacement.DATA_PARALLEL,),
+            Feature.ENCODERS: free.placements == (EncoderPlacement.DATA_PARALLEL,),
             Feature.TRAINER: self.job.trainer.name is not None,
             Feature.WINDOW: isinstance(data, Stream),
             Feature.EARLIER: isinstance(data, Earlier),

@@ -298,10 +298,10 @@ def _whole_encoders_bytes(job: JobSpec) -> float:
     """Return bytes of replicated encoders' weights and gradients, 0 if not data-parallel."""
     whole = (WeightSharding.REPLICATED,)
     try:
-        beside = replace(job, placement=EncoderPlacement.DATA_PARALLEL, encoder_shardings=whole)
+        held = replace(job, placement=EncoderPlacement.DATA_PARALLEL, encoder_shardings=whole)
     except UserError:
         return 0.0
-    [cost] = beside.encoders_costs.values()
+    [cost] = held.encoders_costs.values()
     return cost.weights_bytes + cost.gradients_bytes
 
 

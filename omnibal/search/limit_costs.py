@@ -295,7 +295,7 @@ def _request_of(
             rules=trainer.packs,
         )
     if trainer.stages != FREE:  # such a trainer has no data-parallel encoders
-        plan = plan.model_copy(update={"beside": None})
+        plan = plan.model_copy(update={"data_parallel_encoders": None})
     job = replace(JobSpec.of_plan(plan, result.cost_source), trainer=trainer)
     return PlanRequest(job=job, data=data, schedule=plan.schedule)
 

@@ -21,7 +21,7 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
             may be returned, or else a lower bound on all peaks.
     """
     job, workload, levels = request.job, request.workload(), request.data.levels
-    if job.has_data_parallel_encoders and job.beside is None:
+    if job.has_data_parallel_encoders and job.data_parallel_encoders is None:
         return min_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
     sizes = job.pipeline_model, workload, job.parallel.pipeline, job.trainer.stages
     cap_bytes = None if is_exact or not are_plain(levels) else job.memory_cap_gib * GIB

@@ -362,7 +362,7 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
         if least_ms[choice] > best_ms or choice not in trials.need_gib
     ]
     if may_fit:
-        slower_ms = trials.estimate_beside((best.sizing, best.caps), choices)
+        slower_ms = trials.estimate_unplanned((best.sizing, best.caps), choices)
         bound_ms = min(may_fit)
         return RuledOut(
             sizing=sizing,

@@ -159,8 +159,8 @@ def in_best_schedule(
     """
     usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
     before = planned.plan.known_prediction
-    beside = planned.plan.beside
-    job = request.job if beside is None else replace(request.job, beside=beside)
+    job, encoders = request.job, planned.plan.data_parallel_encoders
+    job = job if encoders is None else replace(job, data_parallel_encoders=encoders)
     free, refused = dict[PipelineSchedule, PlanRequest](), dict[PipelineSchedule, str]()
     for schedule in schedules_of(names, request.job):
         why = obstacle(request, schedule, planned.micro_batches)

@@ -142,8 +142,8 @@ class Sizing:
     @property
     def options(self) -> str:
         """Command line options for these sizes."""
-        beside = self.placement is EncoderPlacement.DATA_PARALLEL
-        return self.parallel.options + (" --encoder data-parallel" if beside else "")
+        is_default = self.placement is EncoderPlacement.PIPELINE
+        return self.parallel.options + ("" if is_default else f" --encoder {self.placement}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

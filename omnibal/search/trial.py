@@ -20,7 +20,7 @@ from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
-from omnibal.pipeline.encoder_search import estimated_step_ms_beside
+from omnibal.pipeline.encoder_search import estimate_placement_ms
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
@@ -98,7 +98,7 @@ def estimated_over_bound(request: PlanRequest, encoders_ms: float) -> float:
     least_ms = min_step_ms(cost, model, some, stages, job.trainer.stages) + encoders_ms
     if job.has_data_parallel_encoders:
         problem = placement_problem(job, some, levels)
-        return estimated_step_ms_beside(problem, _ESTIMATE_EFFORT) / least_ms
+        return estimate_placement_ms(problem, _ESTIMATE_EFFORT) / least_ms
     cap_bytes, rules = job.memory_cap_gib * GIB, job.trainer.stages
     step_ms = estimated_step_ms(
         cost, model, some, stages, cap_bytes, rules=rules, effort=_ESTIMATE_EFFORT

@@ -35,7 +35,7 @@ class PhaseBalance:
 def encoder_balances(
     held: Mapping[str, np.ndarray],
     ranks_of_pipeline: int,
-    beside: DataParallelEncoders | None,
+    dp_encoders: DataParallelEncoders | None,
     whole: Mapping[str, SampleItems],
     pipeline: np.ndarray,
 ) -> list[PhaseBalance]:
@@ -43,21 +43,21 @@ def encoder_balances(
 
     Args:
         held: items by encoder of every pipeline's packs, int64 [S, D].
-        beside: data-parallel encoders, None if every pipeline runs its own.
+        dp_encoders: data-parallel encoders, None if every pipeline runs its own.
         whole: samples of encoders that take whole samples, balanced by time.
         pipeline: of every row of `whole` among all steps' pipelines, step x D + rank, int64.
     """
-    if beside is None:
+    if dp_encoders is None:
         return [
             _balance(name, items, None, float(_mean_items(items).sum()))
             for name, items in held.items()
         ]
     # Loads [S, D * R] are in items, or in units of time for whole samples.
-    before, after, bounds = _rank_loads(held, ranks_of_pipeline, beside, whole, pipeline)
+    before, after, bounds = _rank_loads(held, ranks_of_pipeline, dp_encoders, whole, pipeline)
     balances = [_balance(n, before[n], after[n], float(bounds[n].sum())) for n in held]
     if len(held) > 1:
-        unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
-        ms = {name: unit_ms if name in whole else beside.item_ms[name] for name in held}
+        unit_ms = unit_of_time(dp_encoders.item_ms, dp_encoders.square_ms)
+        ms = {name: unit_ms if name in whole else dp_encoders.item_ms[name] for name in held}
         before_ms, after_ms = (
             sum((ms[name] * load for name, load in loads.items()), np.zeros(1))
             for loads in (before, after)
@@ -72,22 +72,22 @@ def encoder_balances(
 def _rank_loads(
     held: Mapping[str, np.ndarray],
     ranks_of_pipeline: int,
-    beside: DataParallelEncoders,
+    dp_encoders: DataParallelEncoders,
     whole: Mapping[str, SampleItems],
     pipeline: np.ndarray,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return ranks' loads by encoder before and after dispatch, [S, D * R], and bounds, [S]."""
-    unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
+    unit_ms = unit_of_time(dp_encoders.item_ms, dp_encoders.square_ms)
     before, after, bounds = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
-    load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
+    load, by_group = NO_LOAD, (-1, dp_encoders.pipelines * ranks_of_pipeline)
     for name, samples in whole.items():
         shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
-        for loads, pipelines in ((before, 1), (after, beside.pipelines)):
+        for loads, pipelines in ((before, 1), (after, dp_encoders.pipelines)):
             dealt = samples.deal(
                 pipeline,
                 pipelines=pipelines,
                 ranks_of_pipeline=ranks_of_pipeline,
-                times=beside.sample_times[name],
+                times=dp_encoders.sample_times[name],
                 unit_ms=unit_ms,
             )
             loads[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
@@ -102,8 +102,8 @@ def _rank_loads(
         item_ms=dict.fromkeys(equal, 0.0),
     )
     dispatched = share(
-        {name: items.reshape(-1, beside.pipelines) for name, items in equal.items()},
-        item_ms=beside.item_ms,
+        {name: items.reshape(-1, dp_encoders.pipelines) for name, items in equal.items()},
+        item_ms=dp_encoders.item_ms,
         load=load,
         unit_ms=unit_ms,
     )

@@ -223,7 +223,7 @@ class SampleItems:
 def deal_whole_samples(
     samples: Mapping[str, SampleItems],
     pipeline: np.ndarray,
-    beside: DataParallelEncoders,
+    dp_encoders: DataParallelEncoders,
     *,
     ranks_of_pipeline: int,
     groups: int,
@@ -238,14 +238,14 @@ def deal_whole_samples(
         [groups, ranks of a group], `NO_LOAD` without samples.
     """
     dealt, load = dict[str, DealtSamples](), NO_LOAD
-    size = beside.pipelines * ranks_of_pipeline
+    size = dp_encoders.pipelines * ranks_of_pipeline
     for name, rows in samples.items():
         dealt[name] = rows.deal(
             pipeline,
-            pipelines=beside.pipelines,
+            pipelines=dp_encoders.pipelines,
             ranks_of_pipeline=ranks_of_pipeline,
-            times=beside.sample_times[name],
-            unit_ms=unit_of_time(beside.item_ms, beside.square_ms),
+            times=dp_encoders.sample_times[name],
+            unit_ms=unit_of_time(dp_encoders.item_ms, dp_encoders.square_ms),
         )
         weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
         load = load + weights.reshape(groups, size)

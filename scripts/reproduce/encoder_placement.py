@@ -120,7 +120,8 @@ def placement_row(name: str, mixture: str, model: ModelConfig) -> tuple[object, 
     )
     gain = relative_ms(pipelined.known_prediction) / relative_ms(data_parallel.known_prediction) - 1
     plans = (cell for plan in (pipelined, data_parallel) for cell in _time_and_sizes(plan))
-    sharded = None if data_parallel.beside is None else data_parallel.beside.sharded
+    encoders = data_parallel.data_parallel_encoders
+    sharded = None if encoders is None else encoders.sharded
     return (name, mixture, encoder_share(job, packed[0], lengths), *plans, sharded, gain)
 
 

@@ -168,9 +168,9 @@ def plan_cells(
     peak = 1e9 * job.cluster.tflops("bf16") * parallel.world_size  # FLOPs per ms
     lost = prediction.lost.causes()
     largest = sorted(((ms, name) for name, ms in lost.items() if name != "ideal"), reverse=True)[:3]
-    beside = result.plan.beside
+    dp_encoders = result.plan.data_parallel_encoders
     return (
-        "" if beside is None else f"{beside.sharded:,}",
+        "" if dp_encoders is None else f"{dp_encoders.sharded:,}",
         f"{1e-3 * prediction.step_ms:.2f}",
         f"{flops.sum() / (run_ms * peak):.1%}",
         f"{max(stage.memory.peak_gib for stage in prediction.stages):.1f}",

@@ -5,20 +5,13 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+from encoder_cases import choice_of
 from exchange_cases import simulated_ms
 
 from omnibal.cost.encoder_phase_costs import EncoderCost, EncodersCost
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.pipeline.encoder_search import PlacementProblem, kept_choices
 from omnibal.pipeline.encoder_waits import ItemShares
-
-
-def choice_of(
-    pipelines: int, a_pass: int, kept: Mapping[str, int], **others
-) -> DataParallelEncoders:
-    """Return a choice with equal passes of all encoders; items take 1 ms."""
-    of_all = {"items_per_pass": dict.fromkeys(kept, a_pass), "item_ms": dict.fromkeys(kept, 1.0)}
-    return DataParallelEncoders(pipelines=pipelines, kept_items=kept, **(of_all | others))
 
 
 def random_choice(
@@ -47,12 +40,12 @@ def every_choice(problem: PlacementProblem, fewest: int = 1) -> Iterator[DataPar
         for a_pass in (fewest * 2**power for power in range(5)):
             item_ms = cost.item_ms(dict.fromkeys(none, a_pass))
             rounded = {name: round(ms, 6) for name, ms in item_ms.items()}
-            beside = choice_of(pipelines, a_pass, none, item_ms=rounded, square_ms=square_ms)
-            most = ItemShares.build(problem.workload, problem.features, cost, beside).max_items()
+            choice = choice_of(pipelines, a_pass, none, item_ms=rounded, square_ms=square_ms)
+            most = ItemShares.build(problem.workload, problem.features, cost, choice).max_items()
             if a_pass >= 2 * max(fewest, *most.values()):
                 break
             for kept, sharded in product(kept_choices(cost, most), problem.encoders):
-                yield beside.model_copy(update={"kept_items": kept, "sharded": sharded})
+                yield choice.model_copy(update={"kept_items": kept, "sharded": sharded})
 
 
 def ranks_of_group(cost: EncodersCost, pipelines: int, block: int) -> np.ndarray:
@@ -90,9 +83,9 @@ Passes = dict[bool, list[tuple[int, ...]]]
 """Items of kept and of rerun passes; for full samples, also their squares."""
 
 
-def equal_passes(beside: DataParallelEncoders, name: str, items: int) -> Passes:
+def equal_passes(choice: DataParallelEncoders, name: str, items: int) -> Passes:
     """Return passes of `items` items of an encoder."""
-    a_pass, kept = beside.items_per_pass[name], beside.kept_items[name]
+    a_pass, kept = choice.items_per_pass[name], choice.kept_items[name]
     found: Passes = {}
     for is_kept, left in ((True, min(items, kept)), (False, max(items - kept, 0))):
         whole, rest = divmod(left, a_pass)

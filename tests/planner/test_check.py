@@ -342,8 +342,7 @@ EDITS = [
     ("frozen", ["vision", "vision"], "each part at most once and leave a part to train"),
     ("frozen", ["vision", "projector", "language"], "at most once and leave a part to train"),
     ("prediction.stages", [], r"0 entries for 2 stages.*remove `prediction`"),
-    ("schema_version", 1, r"schema_version: .* 2 \(given: 1\); make the plan again"),
-    ("schema_version", 3, r"plan\.json"),
+    ("schema_version", 4, r"plan\.json"),
 ]
 """Key of plan.json, changed value, and the expected error."""
 
@@ -682,8 +681,11 @@ def test_a_job_for_a_trainer_that_always_shards_says_so(trainer):
         job.with_sizes(parallel)
 
 
-@pytest.mark.parametrize("content", ["", "{}"])
-def test_foreign_plan_json_is_refused(directory, content):
+EARLIER = '{"schema_version": 2, "beside": {}}', r"3 \(given: 2\); make the plan again with this"
+
+
+@pytest.mark.parametrize(("content", "expected"), [("", "JSON"), ("{}", "model"), EARLIER])
+def test_foreign_plan_json_is_refused(directory, content, expected):
     """Prevents a traceback for a plan.json of another version or format."""
     (directory / "plan.json").write_text(content)
-    assert_refused(directory, r"plan\.json")
+    assert_refused(directory, r"plan\.json.*" + expected)

@@ -425,6 +425,7 @@ EDITS = {
     "method": lambda plan: plan["data"].update(method="best"),
     "count": lambda plan: plan["data"].update(packs_per_step=10**25),
     "stages": lambda plan: plan["stages"][0].update(units=["vision embed", "vision 0"]),
+    "earlier": lambda plan: plan.update(schema_version=2, beside=None),
     "memory": lambda plan: plan["cluster"].update(memory_gib=0.01),
 }
 

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
+from encoder_cases import choice_of
 from feature_exchange_cases import (
-    choice_of,
     equal_passes,
     every_choice,
     lockstep_ms,
@@ -157,20 +157,20 @@ def random_problem(
     )
 
 
-def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step: int, block: int):
+def items_of_ranks(problem: PlacementProblem, choice: DataParallelEncoders, step: int, block: int):
     """Return items per rank of a group in a step, by encoder, with their runs and pipelines."""
     load, cost = problem.workload, problem.any_encoders
-    own = load.rows((load.step == step) & (load.dp_rank // beside.pipelines == block))
+    own = load.rows((load.step == step) & (load.dp_rank // choice.pipelines == block))
     columns = {name: problem.features.index(one.feature) for name, one in cost.encoders.items()}
     items = {name: own.features[:, columns[name]].astype(np.int64) for name in columns}
-    pipeline = own.dp_rank - block * beside.pipelines
-    ranks = ranks_of_group(cost, beside.pipelines, block)
+    pipeline = own.dp_rank - block * choice.pipelines
+    ranks = ranks_of_group(cost, choice.pipelines, block)
     runs = share_items(
         items,
         pipeline,
-        pipelines=beside.pipelines,
+        pipelines=choice.pipelines,
         ranks_of_pipeline=cost.ranks_of_pipeline,
-        item_ms=beside.item_ms,
+        item_ms=choice.item_ms,
         node=ranks // cost.gpus_per_node,
     )
     counts = {name: np.bincount(one.rank, one.count, len(ranks)) for name, one in runs.items()}
@@ -186,23 +186,23 @@ def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
     return max(end for _, end in ran.values())
 
 
-def looped_steps_ms(problem: PlacementProblem, beside, stages, step: int) -> tuple[float, float]:
+def looped_steps_ms(problem: PlacementProblem, choice, stages, step: int) -> tuple[float, float]:
     """Return a step's time (encoders, exchange, pipelines, exchange, encoders, update), and the
     mean pipeline's with evenly divided encoder work."""
-    cost, ends, alone = problem.encoders[beside.sharded], [], []
-    groups = range(problem.workload.data_parallel_size // beside.pipelines)
-    dealt = [items_of_ranks(problem, beside, step, block) for block in groups]
+    cost, ends, alone = problem.encoders[choice.sharded], [], []
+    groups = range(problem.workload.data_parallel_size // choice.pipelines)
+    dealt = [items_of_ranks(problem, choice, step, block) for block in groups]
     passes = {
-        name: [[equal_passes(beside, name, n) for n in items[name]] for items, *_ in dealt]
+        name: [[equal_passes(choice, name, n) for n in items[name]] for items, *_ in dealt]
         for name in cost.encoders
     }
-    busy, even = ranks_ms(cost, beside.pipelines, passes)
+    busy, even = ranks_ms(cost, choice.pipelines, passes)
     load = problem.workload.rows(problem.workload.step == step)
     for block in groups:
-        exchange_ms = exchanges_ms(problem, beside, block, dealt[block])
+        exchange_ms = exchanges_ms(problem, choice, block, dealt[block])
         pipelines_ms = [
             pipeline_ms(problem, stages, load.rows(load.dp_rank == rank))
-            for rank in range(block * beside.pipelines, (block + 1) * beside.pipelines)
+            for rank in range(block * choice.pipelines, (block + 1) * choice.pipelines)
         ]
         ends.append(busy[block].max(axis=0).sum() + max(pipelines_ms) + exchange_ms)
         alone += [even[block].sum(axis=1).mean() + each + exchange_ms for each in pipelines_ms]
@@ -217,7 +217,7 @@ def looped_steps_ms(problem: PlacementProblem, beside, stages, step: int) -> tup
     return max(ends) + once_ms, float(np.mean(alone)) + once_ms
 
 
-def exchanges_ms(problem: PlacementProblem, beside, block: int, dealt) -> float:
+def exchanges_ms(problem: PlacementProblem, choice, block: int, dealt) -> float:
     """Return the time of both exchanges, from every run's sender and receiver, at tensor size 1."""
     cost, (_, runs, pipeline), total_ms = problem.any_encoders, dealt, 0.0
     ranks = cost.ranks_of_pipeline
@@ -227,8 +227,8 @@ def exchanges_ms(problem: PlacementProblem, beside, block: int, dealt) -> float:
             for run, one in ((runs[name], encoders[name]) for name in encoders)
             for pack, count, source in zip(run.pack, run.count, run.rank, strict=True)
         ]
-        if beside.pipelines * ranks > 1 and encoders:
-            total_ms += messages_ms(cost, beside.pipelines, block, moved)
+        if choice.pipelines * ranks > 1 and encoders:
+            total_ms += messages_ms(cost, choice.pipelines, block, moved)
     return total_ms
 
 
@@ -277,10 +277,10 @@ def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
         units = len(unit_spans(problem.model))
         cuts = np.sort(rng.choice(np.arange(1, units), parallel.pipeline - 1, replace=False))
         stages = stages_from_cuts(problem.model, cuts.tolist())
-        beside = random_choice(rng, problem.encoders, FEW)
-        cost, *_ = problem.pipeline_beside(beside)
-        simulated = simulate_levels(cost, [stages], problem.with_encoders(beside)).step_ms
-        looped = [looped_steps_ms(problem, beside, stages, step)[0] for step in range(3)]
+        choice = random_choice(rng, problem.encoders, FEW)
+        cost, *_ = problem.make_stage_problem(choice)
+        simulated = simulate_levels(cost, [stages], problem.with_encoders(choice)).step_ms
+        looped = [looped_steps_ms(problem, choice, stages, step)[0] for step in range(3)]
         np.testing.assert_allclose(simulated, looped, rtol=1e-9)
 
 
@@ -290,23 +290,23 @@ def test_parts_of_a_step_add_up():
         rng = np.random.default_rng(seed)
         parallel = Parallel(pipeline=2, data=4)
         problem = random_problem(rng, "vision audio language", parallel, 2, ways=(1, 2, 8))
-        beside = random_choice(rng, problem.encoders, FEW)
-        cost, _, workload, *_ = problem.pipeline_beside(beside)
+        choice = random_choice(rng, problem.encoders, FEW)
+        cost, _, workload, *_ = problem.make_stage_problem(choice)
         stages = stages_from_cuts(problem.model, [3])
         step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
         lost = lost_time(cost, [stages], workload, step_ms)
         named = lost.causes()
         assert sum(named.values()) == pytest.approx(step_ms)
         assert named["rank imbalance"] >= 0
-        looped = [looped_steps_ms(problem, beside, stages, step) for step in range(2)]
+        looped = [looped_steps_ms(problem, choice, stages, step) for step in range(2)]
         uneven_ms = np.mean([all_ms - alone_ms for all_ms, alone_ms in looped])
         assert lost.rank_imbalance_ms == pytest.approx(uneven_ms)
         work_ms = needed_ms(problem.cost, stages, workload.features)
-        for step, block in product(range(2), range(4 // beside.pipelines)):
-            counts, *_ = items_of_ranks(problem, beside, step, block)
+        for step, block in product(range(2), range(4 // choice.pipelines)):
+            counts, *_ = items_of_ranks(problem, choice, step, block)
             for name, one in problem.any_encoders.encoders.items():
                 again = replace(one, again_ms=0 * one.again_ms, exchange=None)
-                passes = [equal_passes(beside, name, items) for items in counts[name]]
+                passes = [equal_passes(choice, name, items) for items in counts[name]]
                 work_ms += sum(lockstep_ms(again, [of_rank]).sum() for of_rank in passes)
         assert lost.ideal_ms == pytest.approx(work_ms / parallel.world_size / 2)
 
@@ -316,29 +316,29 @@ def test_memory_is_what_a_loop_over_ranks_counts():
     for seed in range(20):
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 4)
-        beside, cost = random_choice(rng, problem.encoders, FEW), problem.any_encoders
-        shares = ItemShares.build(problem.workload, problem.features, cost, beside)
-        encoder_memory = memory_of_encoders(shares, cost, beside)
+        choice, cost = random_choice(rng, problem.encoders, FEW), problem.any_encoders
+        shares = ItemShares.build(problem.workload, problem.features, cost, choice)
+        encoder_memory = memory_of_encoders(shares, cost, choice)
         held, rows, features, load = [], [], [], problem.workload
-        for step, block in product(range(4), range(4 // beside.pipelines)):
-            counts, _, pipeline = items_of_ranks(problem, beside, step, block)
-            own = load.rows((load.step == step) & (load.dp_rank // beside.pipelines == block))
-            of_ranks, arrived = np.zeros((2, beside.pipelines * 2)), np.zeros(beside.pipelines)
+        for step, block in product(range(4), range(4 // choice.pipelines)):
+            counts, _, pipeline = items_of_ranks(problem, choice, step, block)
+            own = load.rows((load.step == step) & (load.dp_rank // choice.pipelines == block))
+            of_ranks, arrived = np.zeros((2, choice.pipelines * 2)), np.zeros(choice.pipelines)
             for name, one in cost.encoders.items():
                 items = np.array(counts[name])
                 of_ranks[1] += one.feature_bytes * items
                 column = own.features[:, problem.features.index(one.feature)]
-                here = np.bincount(pipeline, column, beside.pipelines)
+                here = np.bincount(pipeline, column, choice.pipelines)
                 arrived += here * one.feature_bytes * (1 + one.is_trained)
                 if one.is_trained:
-                    kept = np.minimum(items, beside.kept_items[name])
-                    passes = -(-kept // beside.items_per_pass[name])
+                    kept = np.minimum(items, choice.kept_items[name])
+                    passes = -(-kept // choice.items_per_pass[name])
                     of_ranks[0] += np.stack([passes, kept], axis=1) @ one.kept_bytes
                     of_ranks[0] += one.input_bytes * (items - kept)
             held, rows = [*held, *of_ranks[0]], [*rows, *of_ranks[1]]
             features += arrived.tolist()
         assert encoder_memory.features == pytest.approx(max(features))
-        assert encoder_memory.buffers == (beside.pipelines * 2 - 1) * cost.peer_bytes
+        assert encoder_memory.buffers == (choice.pipelines * 2 - 1) * cost.peer_bytes
         # With several encoders, the bound assumes each encoder's maximum on the same rank.
         assert encoder_memory.kept >= max(held) * (1 - 1e-9)
         assert encoder_memory.encoding >= 2 * max(rows)
@@ -359,7 +359,7 @@ def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
     vision = {"feature_bytes": 1000.0, "input_bytes": 7.0, "kept_bytes": np.zeros(2)}
     sizes, ranks = Parallel(tensor=tensor, pipeline=2, data=2), 4 * tensor
     cost = change_encoders(sizes, vision=vision | {"is_trained": is_trained})
-    beside = choice_of(2, 3, {"vision": 1})
+    choice = choice_of(2, 3, {"vision": 1})
     # Two steps: all images in packs of one pipeline, or a few in both.
     shares = ItemShares(
         steps=np.arange(2),
@@ -367,7 +367,7 @@ def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
         held={"vision": np.array([[6 * ranks, 0], [ranks, ranks]])},
         encoded={"vision": np.array([[6] * ranks, [2] * ranks])},
     )
-    encoder_memory, arrived = memory_of_encoders(shares, cost, beside), 6 * ranks * 1000
+    encoder_memory, arrived = memory_of_encoders(shares, cost, choice), 6 * ranks * 1000
     # Features and gradients until the step's end; arriving: received, reordered, and a rank's part.
     assert encoder_memory.features == (2 if is_trained else 1) * arrived
     on_their_way = 2 * arrived + (arrived / 2 if tensor == 2 else 0)
@@ -387,8 +387,8 @@ def test_passes_that_run_again_have_the_room_of_those_that_were_kept():
     shares = ItemShares(steps=np.arange(1), pipelines=1, held=items, encoded=items)
 
     def encoding(vision: int, audio: int) -> float:
-        beside = choice_of(1, 4, {"vision": vision, "audio": audio})
-        found = memory_of_encoders(shares, cost, beside)
+        choice = choice_of(1, 4, {"vision": vision, "audio": audio})
+        found = memory_of_encoders(shares, cost, choice)
         assert found.kept == 100 * vision + 10 * audio
         return found.kept + found.encoding
 
@@ -438,8 +438,8 @@ def all_choices(problem: PlacementProblem):
         held = sum(is_layer[:cut]), sum(is_layer[cut:])
         for a, b in product(range(held[0] + 1), range(held[1] + 1)) if min(held) > 0 else ():
             splits.append(stages_from_cuts(problem.model, [cut], [[a], [b]]))
-    for beside in every_choice(problem):
-        cost, _, workload, *_ = problem.pipeline_beside(beside)
+    for choice in every_choice(problem):
+        cost, _, workload, *_ = problem.make_stage_problem(choice)
         for stages in splits:
             yield planners_figures(cost, stages, workload)[::-1]
 
@@ -487,14 +487,14 @@ def test_frozen_encoders_keep_and_send_back_nothing():
 def test_plans_are_whole_and_within_memory():
     """Prevents stages that hold data-parallel encoders, or a prediction without them."""
     plan = make_plan(request(placement=EncoderPlacement.DATA_PARALLEL)).plan
-    assert plan.beside is not None
+    assert plan.data_parallel_encoders is not None
     assert not any("vision" in span.name for stage in plan.stages for span in stage.units)
-    beside = plan.prediction.beside
+    encoding = plan.prediction.data_parallel_encoders
     for stage in plan.prediction.stages:
         assert stage.memory.peak_gib <= 0.9 * JOB["cluster"].memory_gib
-        assert stage.memory.weights_gib > beside.memory.weights_gib
+        assert stage.memory.weights_gib > encoding.memory.weights_gib
         assert 0 <= stage.wait_fraction <= 1
-    encoding_ms = beside.forward_ms + beside.exchange_ms + beside.backward_ms
+    encoding_ms = encoding.forward_ms + encoding.exchange_ms + encoding.backward_ms
     assert plan.prediction.step_ms > encoding_ms > 0
     assert sum(plan.prediction.lost.causes().values()) == pytest.approx(plan.prediction.step_ms)
 
@@ -503,6 +503,6 @@ def test_packs_of_any_model_are_balanced_by_the_pipeline_alone():
     """Prevents packs balanced by encoder time, which pipelines do not spend."""
     data = request().data
     packs, lengths = data.schedule(job_spec())
-    beside = job_spec(placement=EncoderPlacement.DATA_PARALLEL).load_ms(packs.packs, lengths)
+    language = job_spec(placement=EncoderPlacement.DATA_PARALLEL).load_ms(packs.packs, lengths)
     whole = job_spec().load_ms(packs.packs, lengths)
-    assert (beside < whole)[packs.column("tiles") > 0].all()
+    assert (language < whole)[packs.column("tiles") > 0].all()

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from encoder_cases import choice_of
 from exchange_cases import simulated_ms
-from feature_exchange_cases import choice_of
 from plan_cases import example_lengths
 
 from omnibal.base.errors import DoesNotFit, UserError
@@ -184,8 +184,9 @@ def test_first_stages_have_room_to_evaluate(by_way) -> None:
     of_ranks = memory_of_encoders(shares, cost, choice_of(1, 2, {"vision": 2}, sharded=16))
     assert of_ranks.whole == cost.evaluation_bytes
     asked, plan = request(job()), by_way[WeightSharding.FULL].plan
-    of_job, levels = replace(asked.job, beside=plan.beside), asked.data.levels
-    of_units, workload = of_job.cost_of_all(levels), replace(asked, job=of_job).workload()
+    of_job = replace(asked.job, data_parallel_encoders=plan.data_parallel_encoders)
+    of_units = of_job.cost_of_all(asked.data.levels)
+    workload = replace(asked, job=of_job).workload()
     taken = replace(workload.encoding.encoder_memory, whole=100 * GIB)
     roomy = replace(workload, encoding=replace(workload.encoding, encoder_memory=taken))
     first, second = stage_memories(of_units, plan.stages_at_levels, roomy)
@@ -201,7 +202,7 @@ def test_first_stages_have_room_to_evaluate(by_way) -> None:
 def test_every_way_is_searched_and_the_fastest_taken(by_way) -> None:
     """Prevents a plan slower than another sharding's, or a bound above the found step time."""
     found = make_plan(request(job()))
-    shards = {way: result.plan.beside.sharded for way, result in by_way.items()}
+    shards = {way: result.plan.data_parallel_encoders.sharded for way, result in by_way.items()}
     assert shards == {"replicated": 1, "hybrid": 8, "full": 16}
     assert len({result.plan.prediction.step_ms for result in by_way.values()}) == 3
     least_ms = min(result.plan.prediction.step_ms for result in by_way.values())
@@ -222,7 +223,7 @@ def test_encoders_too_large_for_a_device_are_divided() -> None:
     advised = {change.text.split(" (")[0] for change in find_changes(whole).changes}
     assert "--sharding auto instead of replicated" in advised
     plan = make_plan(PlanRequest(job=free, data=data)).plan
-    assert plan.beside.sharded > 1
+    assert plan.data_parallel_encoders.sharded > 1
 
 
 def test_a_divided_language_model_goes_with_data_parallel_encoders() -> None:
@@ -230,11 +231,12 @@ def test_a_divided_language_model_goes_with_data_parallel_encoders() -> None:
     sizes = Parallel(pipeline=1, data=16, sharded=16)
     divided, whole = job(sizes), job(sizes.model_copy(update={"sharded": 1}))
     plan = make_plan(request(divided, packs_per_step=32)).plan
-    asked = request(replace(divided, beside=plan.beside), packs_per_step=32)
+    divided = replace(divided, data_parallel_encoders=plan.data_parallel_encoders)
+    asked = request(divided, packs_per_step=32)
     workload, names = asked.workload(), list(asked.job.cost.features)
     exposed = names.index("exposed_forward_ms")
     assert (workload.features[:, exposed] > 0).all()
-    is_first = workload.features[:, names.index("beside_forward_ms")] > 0
+    is_first = workload.features[:, names.index("encoders_forward_ms")] > 0
     assert is_first.tolist() == (workload.slot == 0).tolist()
     # Only the language model's units exchange weights.
     alone = replace(divided, model=MODEL.without_encoders(), placement=EncoderPlacement.PIPELINE)

@@ -53,17 +53,16 @@ def plan_once(command, tmp_path_factory) -> Planned:
 
 def test_the_faster_placement_is_taken_and_both_are_told(plan_once):
     """Prevents the slower placement, wrong times, and plans that differ from a direct request."""
-    names = {"pipeline": "pipeline", "beside": "data-parallel"}
-    alone = {each: json.loads(plan_once(name)[1])["step_ms"] for each, name in names.items()}
+    alone = {n: json.loads(plan_once(n)[1])["step_ms"] for n in ("pipeline", "data-parallel")}
     chosen = json.loads(plan_once("auto")[1])
     best = min(alone, key=lambda name: alone[name])
     assert chosen["encoder"]["placement"] == best
     assert chosen["encoder"]["pipeline_step_ms"] == alone["pipeline"]
-    assert chosen["encoder"]["beside_step_ms"] == alone["beside"]
+    assert chosen["encoder"]["data_parallel_step_ms"] == alone["data-parallel"]
     assert "faster" in chosen["encoder"]["reason"]
     assert chosen["step_ms"] == alone[best]
     for name in ("plan.json", "packs.parquet"):
-        of_auto, of_best = (plan_once(each)[0] / name for each in ("auto", names[best]))
+        of_auto, of_best = (plan_once(each)[0] / name for each in ("auto", best))
         assert of_auto.read_bytes() == of_best.read_bytes()
 
 
@@ -82,12 +81,12 @@ def test_plans_in_the_pipeline_are_as_without_the_option(plan_once):
     (default, told), (pipeline, of_option) = plan_once(None), plan_once("pipeline")
     assert told == of_option
     assert (default / "plan.json").read_bytes() == (pipeline / "plan.json").read_bytes()
-    assert "beside" not in json.loads((default / "plan.json").read_text())
+    assert "data_parallel_encoders" not in json.loads((default / "plan.json").read_text())
     summary = json.loads(told)
     assert summary["encoder"] == {
         "placement": "pipeline",
         "pipeline_step_ms": summary["step_ms"],
-        "beside_step_ms": None,
+        "data_parallel_step_ms": None,
         "reason": "no other placement was planned",
     }
 
@@ -100,9 +99,9 @@ def test_ranks_share_packs_wherever_encoders_are(tmp_path):
         f"--max-tiles 12 --max-tokens 65536 --lengths {tmp_path / 'long.parquet'} "
         f"--encoder data-parallel --json -o {tmp_path / 'plan'}"
     )
-    assert json.loads(printed)["encoder"]["placement"] == "beside"
+    assert json.loads(printed)["encoder"]["placement"] == "data-parallel"
     plan = read_plan(tmp_path / "plan")
-    assert plan.beside is not None and plan.has_shared_packs
+    assert plan.data_parallel_encoders is not None and plan.has_shared_packs
     assert "fullest stage" in printed_by(f"check {tmp_path / 'plan'}")
 
 
@@ -147,7 +146,7 @@ def test_plans_are_checked_simulated_and_shown(tmp_path, plan_once):
         ({"sharded": 2}, False, None),
         ({"sharded": 4}, False, None),
         ({"sharded": 4}, True, "the stored prediction is of another plan"),
-        ({"sharded": 3}, False, "beside.sharded is 3, and must divide the 4 ranks of the job"),
+        ({"sharded": 3}, False, "_encoders.sharded is 3, and must divide the 4 ranks of the job"),
         ({}, True, "but may fill 0.01 GiB"),
     ],
 )
@@ -155,7 +154,7 @@ def test_edits_by_hand_are_checked(capsys, tmp_path, plan_once, changes, is_pred
     """Prevents edits beyond memory or with uneven shard groups, and stale predictions."""
     plan = shutil.copytree(plan_once("data-parallel")[0], tmp_path / "plan")
     edited = json.loads((plan / "plan.json").read_text())
-    edited["beside"] |= changes
+    edited["data_parallel_encoders"] |= changes
     if not changes:
         edited["cluster"]["memory_gib"] = 0.01
     if not is_predicted:
@@ -170,17 +169,17 @@ def test_edits_by_hand_are_checked(capsys, tmp_path, plan_once, changes, is_pred
 
 def test_plans_say_how_encoders_are_held(tmp_path, command, plan_once):
     """Prevents a shard count only in plan.json, or reported for encoders in the pipeline."""
-    plan, beside = tmp_path / "plan", f"{command} --encoder data-parallel"
-    full = f"{beside} --sharding full".replace("--pp 2 --dp 2", "--dp 4")
+    plan, placed = tmp_path / "plan", f"{command} --encoder data-parallel"
+    full = f"{placed} --sharding full".replace("--pp 2 --dp 2", "--dp 4")
     for asked, ranks, of_language in (
-        (f"{beside} --sharding replicated", {1}, 1),
-        (f"{beside} --sharding auto", {1, 4}, 1),
+        (f"{placed} --sharding replicated", {1}, 1),
+        (f"{placed} --sharding auto", {1, 4}, 1),
         (full, {4}, 4),
     ):
         found = json.loads(printed_by(f"{asked} --json -o {plan}"))
         assert found["encoder"]["sharded_ranks"] in ranks
         assert found["sharding_ranks"] == of_language
-        assert read_plan(plan).beside.sharded == found["encoder"]["sharded_ranks"]
+        assert read_plan(plan).data_parallel_encoders.sharded == found["encoder"]["sharded_ranks"]
     for encoder, of_usual in (("data-parallel", 1), ("pipeline", None)):
         assert json.loads(plan_once(encoder)[1])["encoder"].get("sharded_ranks") == of_usual
     shown = " ".join(printed_by(f"{full} -o {plan}").split())
@@ -197,25 +196,26 @@ def test_steps_go_on_with_the_other_placement(tmp_path, plan_once):
     printed_by(f"{job} --steps-of {first} -o {tmp_path / 'second'}")
     before, after = (read_plan(plan) for plan in (first, tmp_path / "second"))
     assert before.data.steps_sha256 == after.data.steps_sha256
-    assert after.beside.pipelines in (1, 2, 4)
+    assert after.data_parallel_encoders.pipelines in (1, 2, 4)
 
 
 def test_other_ways_to_plan(tmp_path, command):
     """Prevents a search without placements, or sharded encoders despite --sharding replicated."""
     out = tmp_path / "plan"
     shapes = json.loads(printed_by(f"{SHAPES} --encoder auto --json -o {out}"))
-    assert shapes["encoder"]["beside_step_ms"] > 0
+    assert shapes["encoder"]["data_parallel_step_ms"] > 0
     for sharding, ranks in (("replicated", 1), ("full", 4)):
         sized = command.replace("--pp 2 --dp 2", "--gpus 4 --tp 1 --samples-per-step 40")
         asked = f"{sized} --encoder data-parallel --sharding {sharding}"
         found = json.loads(printed_by(f"{asked} --json -o {out}"))
         plan = json.loads((out / "plan.json").read_text())
         assert found["strategies"][0]["parallel"] == plan["parallel"]
-        assert plan["beside"]["sharded"] == found["encoder"]["sharded_ranks"] == ranks
+        sharded = plan["data_parallel_encoders"]["sharded"]
+        assert sharded == found["encoder"]["sharded_ranks"] == ranks
         assert "fullest stage" in printed_by(f"check {out}")
     capped = command.replace("--max-tiles 8 --max-tokens 512  --pp 2", "--pp 1")
     found = json.loads(printed_by(f"{capped} --encoder data-parallel --json -o {out}"))
-    assert found["encoder"]["placement"] == "beside"
+    assert found["encoder"]["placement"] == "data-parallel"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_other_ways_to_plan(tmp_path, command):
         (f"{DIGITS} --memory-gib 0.01", "GiB"),
     ],
 )
-def test_what_cannot_be_beside_is_one_line(capsys, tmp_path, options, expected):
+def test_what_cannot_be_data_parallel_is_one_line(capsys, tmp_path, options, expected):
     """Prevents a traceback, or an error without advice."""
     command = f"plan --cluster laptop-cpu --encoder data-parallel {options}"
     error = failure(capsys, f"{command} -o {tmp_path / 'plan'}")

@@ -98,18 +98,18 @@ class Walk:
     lengths: Lengths
 
     @property
-    def beside(self) -> DataParallelEncoders:
-        return self.job.beside
+    def choice(self) -> DataParallelEncoders:
+        return self.job.data_parallel_encoders
 
     def samples_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a group's samples with images, and their pipelines."""
         load = self.workload
-        homes = (load.dp_rank - block * self.beside.pipelines).tolist()
+        homes = (load.dp_rank - block * self.choice.pipelines).tolist()
         found = [
             (int(sample), home)
             for home, samples in zip(homes, load.samples["image_tokens"].rows, strict=True)
             for sample in samples
-            if 0 <= home < self.beside.pipelines
+            if 0 <= home < self.choice.pipelines
         ]
         return tuple(np.array(found, np.int64).reshape(-1, 2).T)
 
@@ -119,25 +119,25 @@ class Walk:
 
     def ms(self, samples: np.ndarray) -> np.ndarray:
         cells, squares = self.squares_of(samples)
-        return self.beside.item_ms["vision"] * cells + self.beside.square_ms["vision"] * squares
+        return self.choice.item_ms["vision"] * cells + self.choice.square_ms["vision"] * squares
 
     @property
     def unit_ms(self) -> float:
-        return (self.beside.item_ms["vision"] + self.beside.square_ms["vision"]) / 2**20
+        return (self.choice.item_ms["vision"] + self.choice.square_ms["vision"]) / 2**20
 
     def ranks_of(self, block: int) -> tuple[list[list[int]], list[int]]:
         """Return each rank's samples in a group, and its load in units."""
         samples, homes = self.samples_of(block)
         weight = np.maximum(np.rint(self.ms(samples) / self.unit_ms), 1).astype(np.int64)
         of_pipeline = self.cost.ranks_of_pipeline
-        rank = deal_group(weight, homes, self.beside.pipelines, of_pipeline)
-        ranks = self.beside.pipelines * of_pipeline
+        rank = deal_group(weight, homes, self.choice.pipelines, of_pipeline)
+        ranks = self.choice.pipelines * of_pipeline
         loads = np.bincount(rank, weight, ranks).astype(int).tolist()
         return [samples[rank == each].tolist() for each in range(ranks)], loads
 
     def image_passes(self, samples: list[int]) -> dict[bool, list[tuple[int, int]]]:
         """Return cells and squares of a rank's passes: kept and not kept."""
-        a_pass, kept = self.beside.items_per_pass["vision"], self.beside.kept_items["vision"]
+        a_pass, kept = self.choice.items_per_pass["vision"], self.choice.kept_items["vision"]
         found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         before = 0
         for cells, square in self.squares_of(samples).T.tolist():
@@ -151,14 +151,14 @@ class Walk:
 
     def clip_runs(self, block: int, load: list[int]) -> tuple[ItemRuns, np.ndarray]:
         """Return runs of a group's clips, and the pipeline of every pack."""
-        own = self.workload.rows(self.workload.dp_rank // self.beside.pipelines == block)
-        home = own.dp_rank - block * self.beside.pipelines
+        own = self.workload.rows(self.workload.dp_rank // self.choice.pipelines == block)
+        home = own.dp_rank - block * self.choice.pipelines
         clips = own.features[:, list(self.job.cost.features).index("clips")].astype(np.int64)
         runs = share_items(
-            {"audio": clips}, home, pipelines=self.beside.pipelines,
-            ranks_of_pipeline=self.cost.ranks_of_pipeline, item_ms=self.beside.item_ms,
+            {"audio": clips}, home, pipelines=self.choice.pipelines,
+            ranks_of_pipeline=self.cost.ranks_of_pipeline, item_ms=self.choice.item_ms,
             load=np.array([load]), unit_ms=self.unit_ms,
-            node=ranks_of_group(self.cost, self.beside.pipelines, block) // self.cost.gpus_per_node,
+            node=ranks_of_group(self.cost, self.choice.pipelines, block) // self.cost.gpus_per_node,
         )  # fmt: skip
         return runs["audio"], home
 
@@ -166,13 +166,13 @@ class Walk:
         """Return clips per pass of every rank; clips even out the images' load."""
         runs, _ = self.clip_runs(block, load)
         counts = np.bincount(runs.rank, runs.count, len(load)).astype(int)
-        return [equal_passes(self.beside, "audio", items) for items in counts.tolist()]
+        return [equal_passes(self.choice, "audio", items) for items in counts.tolist()]
 
 
-def walks(asked: PlanRequest, beside, packs: ScheduledPacks) -> Iterator[Walk]:
-    job = replace(asked.job, beside=beside)
+def walks(asked: PlanRequest, choice, packs: ScheduledPacks) -> Iterator[Walk]:
+    job = replace(asked.job, data_parallel_encoders=choice)
     workload = job.workload(packs, asked.data.lengths, asked.data.levels)
-    cost = asked.job.encoders_costs[beside.sharded]
+    cost = asked.job.encoders_costs[choice.sharded]
     for step in np.unique(workload.step).tolist():
         yield Walk(job, cost, workload.of_steps([step]), asked.data.lengths)
 
@@ -195,23 +195,23 @@ def test_waits_are_those_of_the_busiest_rank(parallel, audio, divided) -> None:
     asked = request(parallel, audio=audio, encoder_shardings=ways)
     packs, _ = asked.data.schedule(asked.job)
     for seed in range(6):
-        beside = random_choice(np.random.default_rng(seed), asked.job.encoders_costs, BELOW)
-        for walk in walks(asked, beside, packs):
-            groups = range(parallel.data // beside.pipelines)
+        choice = random_choice(np.random.default_rng(seed), asked.job.encoders_costs, BELOW)
+        for walk in walks(asked, choice, packs):
+            groups = range(parallel.data // choice.pipelines)
             dealt = [walk.ranks_of(block) for block in groups]
             passes = {"vision": [[walk.image_passes(own) for own in each] for each, _ in dealt]}
             if audio:
                 passes["audio"] = [walk.clip_passes(block, dealt[block][1]) for block in groups]
-            busiest = ranks_ms(walk.cost, beside.pipelines, passes)[0].max(axis=1)
+            busiest = ranks_ms(walk.cost, choice.pipelines, passes)[0].max(axis=1)
             columns = [walk.job.cost.features.index(name) for name in ENCODER_WAITS_MS]
             found = np.zeros((parallel.data, 2))
             np.add.at(found, walk.workload.dp_rank, walk.workload.features[:, columns])
             # The exchange is added; it is equal for a group's pipelines.
-            besides = found - np.repeat(busiest, beside.pipelines, axis=0)
+            besides = found - np.repeat(busiest, choice.pipelines, axis=0)
             once = [walk.cost.gather_ms, walk.cost.reduction_ms]
             assert (besides >= np.array(once) - 1e-9).all()
             expected = np.array([exchange_ms(walk, block) for block in groups]) + once
-            np.testing.assert_allclose(besides, np.repeat(expected, beside.pipelines, axis=0),
+            np.testing.assert_allclose(besides, np.repeat(expected, choice.pipelines, axis=0),
                                        rtol=1e-6, atol=1e-9)  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def exchange_ms(walk: Walk, block: int) -> list[float]:
     size, of_pipeline = len(samples), cost.ranks_of_pipeline
     if size == 1:
         return [0.0, 0.0]
-    held, moved = np.zeros(walk.beside.pipelines), []
+    held, moved = np.zeros(walk.choice.pipelines), []
     every, homes = walk.samples_of(block)
     home_of = dict(zip(every.tolist(), homes.tolist(), strict=True))
     one = cost.encoders["vision"]
@@ -239,7 +239,7 @@ def exchange_ms(walk: Walk, block: int) -> list[float]:
             rows = count * cost.encoders["audio"].feature_bytes
             held[home[pack]] += rows
             moved.append((source, home[pack] * of_pipeline, rows))
-    both = messages_ms(cost, walk.beside.pipelines, block, moved)
+    both = messages_ms(cost, walk.choice.pipelines, block, moved)
     if sizes.tensor == 1:
         return [both, both]
     gathered = held.max() * (sizes.tensor - 1) / sizes.tensor
@@ -253,14 +253,14 @@ def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
     packs, lengths = asked.data.schedule(asked.job)
     workload = asked.job.workload(packs, lengths, asked.data.levels)
     for seed in range(10):
-        beside = random_choice(np.random.default_rng(seed), asked.job.encoders_costs, BELOW)
+        choice = random_choice(np.random.default_rng(seed), asked.job.encoders_costs, BELOW)
         [cost] = asked.job.encoders_costs.values()
-        shares = ItemShares.build(workload, asked.job.cost.features, cost, beside)
-        found, one = memory_of_encoders(shares, cost, beside), cost.encoders["vision"]
+        shares = ItemShares.build(workload, asked.job.cost.features, cost, choice)
+        found, one = memory_of_encoders(shares, cost, choice), cost.encoders["vision"]
         trained = not frozen
         kept, rows, held, peak = [0.0], [0.0], [0.0], [0.0]
-        for walk in walks(asked, beside, packs):
-            for block in range(2 // beside.pipelines):
+        for walk in walks(asked, choice, packs):
+            for block in range(2 // choice.pipelines):
                 samples, _ = walk.ranks_of(block)
                 for own in samples:
                     passes = walk.image_passes(own)
@@ -283,7 +283,7 @@ def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
                 every, homes = walk.samples_of(block)
                 cells_of = walk.lengths.column("image_tokens")[every]
                 held += [cells_of[homes == home].sum() * one.feature_bytes
-                         for home in range(beside.pipelines)]  # fmt: skip
+                         for home in range(choice.pipelines)]  # fmt: skip
         assert found.kept == pytest.approx(max(kept))
         assert found.kept + found.encoding == pytest.approx(max(peak))
         assert found.features == pytest.approx((1 + trained) * max(held))
@@ -323,14 +323,14 @@ def test_search_finds_the_fastest_choice() -> None:
     asked = request(Parallel(pipeline=2, data=2), count=16)
     problem = placement_problem(asked.job, asked.workload(), asked.data.levels)
     choices = list(every_choice(problem, 256))
-    works = [problem.with_encoders(beside) for beside in choices]
+    works = [problem.with_encoders(choice) for choice in choices]
     split = problem.cost, problem.model
     least = [min_peak_of_splits(*split, workload, problem.stages) for workload in works]
     # All choices fit, or only some.
     for cap in (np.inf, float(np.quantile(least, 0.6))):
         least_ms, left_out = np.inf, 0
-        for beside, workload in zip(choices, works, strict=True):
-            cost, *_ = problem.pipeline_beside(beside)
+        for choice, workload in zip(choices, works, strict=True):
+            cost, *_ = problem.make_stage_problem(choice)
             try:
                 found = search_stages(cost, problem.model, workload, problem.stages, cap)
                 least_ms = min(least_ms, found.step_ms)
@@ -349,17 +349,18 @@ def test_plans_are_written_checked_and_counted_anew_where_they_are_edited(tmp_pa
     check_plan(tmp_path / "plan")
     path = tmp_path / "plan" / PLAN_FILE
     written = json.loads(path.read_text())
-    assert written["beside"]["square_ms"]["vision"] > 0
+    encoders = written["data_parallel_encoders"]
+    assert encoders["square_ms"]["vision"] > 0
     for changed, told in (
         ({"kept_items": {"vision": 7}}, "prediction"),
-        ({"pipelines": 1 if result.plan.beside.pipelines == 2 else 2}, "prediction"),
-        ({"square_ms": {}}, "beside.square_ms has no encoder"),
-        ({"square_ms": {"vision": 1.0, "audio": 1.0}}, "beside.square_ms has audio and vision"),
+        ({"pipelines": 1 if encoders["pipelines"] == 2 else 2}, "prediction"),
+        ({"square_ms": {}}, "data_parallel_encoders.square_ms has no encoder"),
+        ({"square_ms": {"vision": 1.0, "audio": 1.0}}, "_encoders.square_ms has audio and vision"),
     ):
-        path.write_text(json.dumps(written | {"beside": written["beside"] | changed}))
+        path.write_text(json.dumps(written | {"data_parallel_encoders": encoders | changed}))
         with pytest.raises(UserError, match=told):
             check_plan(tmp_path / "plan")
-    edited = written | {"beside": written["beside"] | {"kept_items": {"vision": 0}}}
+    edited = written | {"data_parallel_encoders": encoders | {"kept_items": {"vision": 0}}}
     del edited["prediction"]
     path.write_text(json.dumps(edited))
     check_plan(tmp_path / "plan")
@@ -373,8 +374,8 @@ def test_phases_are_those_of_samples_dealt() -> None:
     packs, lengths = result.data
     [vision, _] = phases_of_plan(result.plan, packs, lengths, asked.job.cost_source)
     busiest = mean = least = 0.0
-    for walk in walks(asked, result.plan.beside, packs):
-        groups = 2 // walk.beside.pipelines
+    for walk in walks(asked, result.plan.data_parallel_encoders, packs):
+        groups = 2 // walk.choice.pipelines
         loads = [sum(walk.ms(np.array(own, np.int64)))
                  for block in range(groups) for own in walk.ranks_of(block)[0]]  # fmt: skip
         every = np.concatenate([walk.samples_of(block)[0] for block in range(groups)])

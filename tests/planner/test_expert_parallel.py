@@ -239,4 +239,4 @@ def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, option
     opened = open_plan(out)
     workload = opened.job.workload(*opened.data, plan.pack_levels)
     assert len(workload) == len(packs) + missing > len(packs)
-    assert plan.beside is not None or "--encoder" not in options
+    assert plan.data_parallel_encoders is not None or "--encoder" not in options

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from cli_cases import failure, result, run
+from encoder_cases import choice_of
 from export_cases import (
     drawn_lengths,
     export_case,
@@ -28,7 +29,6 @@ from omnibal.job.plan_data import MockData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import load_cluster, load_model
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN, TARGETS, TargetName
@@ -111,12 +111,11 @@ def test_what_no_trainer_can_be_told_is_named():
     caps = [Caps.of(tiles=1, tokens=tokens) for tokens in (100, 5_000)]
     levels = [PlannedLevel(caps=cap, recompute=((),)) for cap in caps]
     shared = levels[1].model_copy(update={"context": 2})
-    one = {"vision": 1}
-    beside = DataParallelEncoders(pipelines=1, items_per_pass=one, kept_items=one, item_ms=one)
+    dp_encoders = choice_of(1, 1, {"vision": 1})
     for changes, told in (
         ({"levels": levels}, "the plan has 2 levels"),
         ({"levels": (levels[0], shared)}, "several context-parallel sizes"),
-        ({"beside": beside}, "encoders are data-parallel"),
+        ({"data_parallel_encoders": dp_encoders}, "encoders are data-parallel"),
     ):
         for target in TARGETS.values():
             found = obstacles(plan.model_copy(update=changes), None, target)

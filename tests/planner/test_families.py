@@ -20,10 +20,10 @@ def config_of(name):
     return json.loads((CONFIGS / name / "config.json").read_text())
 
 
-def load(folder, config, **beside):
+def load(folder, config, **others):
     """Return the model of a folder with this `config.json` and other files, by stem."""
     folder.mkdir(exist_ok=True)
-    for stem, content in {"config": config, **beside}.items():
+    for stem, content in {"config": config, **others}.items():
         (folder / f"{stem}.json").write_text(json.dumps(content))
     return read_hub_config(folder)
 
@@ -88,19 +88,19 @@ def test_keys_of_other_writers(tmp_path):
     assert load(tmp_path / "g", predicting).language.prediction_layers == 1
 
 
-def test_pixels_of_the_processor_beside_it(tmp_path):
+def test_pixels_of_the_processor_next_to_it(tmp_path):
     """Prevents plans for images larger than the model's processor makes them."""
     given = config_of("qwen3-vl-2b")
     pixels = {"min_pixels": 1024, "max_pixels": 65_536}
     edges = {"size": {"shortest_edge": 1024, "longest_edge": 65_536}}
-    for number, beside in enumerate(
+    for number, others in enumerate(
         [
             {"preprocessor_config": pixels},
             {"preprocessor_config": edges},
             {"processor_config": {"image_processor": pixels}},
         ]
     ):
-        tower = load(tmp_path / str(number), given, **beside).encoders["vision"]
+        tower = load(tmp_path / str(number), given, **others).encoders["vision"]
         assert (tower.min_pixels, tower.max_pixels) == (1024, 65_536)
     kimi = config_of("kimi-vl-a3b")
     limited = load(tmp_path / "k", kimi, preprocessor_config={"in_token_limit": 16_384})
@@ -109,7 +109,7 @@ def test_pixels_of_the_processor_beside_it(tmp_path):
         load(tmp_path / "p", given, preprocessor_config={"patch_size": 14})
 
 
-def test_values_and_frames_of_the_processors_beside_it(tmp_path):
+def test_values_and_frames_of_the_processors_next_to_it(tmp_path):
     """Prevents pixel values or video frames that differ from the released model's."""
     older, newer = config_of("qwen2.5-vl-3b"), config_of("qwen3-vl-2b")
     tower = load(tmp_path / "a", older).images
@@ -129,18 +129,18 @@ def test_values_and_frames_of_the_processors_beside_it(tmp_path):
     size = {"shortest_edge": 2048, "longest_edge": 65_536}
     frames = {"fps": 1, "min_frames": 2, "max_frames": 8, "size": size}
     other = {"fps": 3}
-    for beside in (
+    for others in (
         {"video_preprocessor_config": frames, "processor_config": {"processor_class": "x"}},
         {"processor_config": {"video_processor": frames}, "video_preprocessor_config": other},
     ):
-        folder = tmp_path / "-".join(sorted(beside))
-        video = load(folder, newer, **beside).images.video
+        folder = tmp_path / "-".join(sorted(others))
+        video = load(folder, newer, **others).images.video
         assert (video.frames_per_second, video.min_frames, video.max_frames) == (1, 2, 8)
         assert (video.min_pixels, video.max_pixels) == (2048, 65_536)
         assert (video.times, video.sampling) == ("before", "ends")
     older = json.loads((CONFIGS / "qwen2.5-vl-7b/config.json").read_text())
-    for beside in ({"min_pixels": 2048, "max_pixels": 65_536}, {"size": size}):
-        video = load(tmp_path / f"o{len(beside)}", older, preprocessor_config=beside).images.video
+    for others in ({"min_pixels": 2048, "max_pixels": 65_536}, {"size": size}):
+        video = load(tmp_path / f"o{len(others)}", older, preprocessor_config=others).images.video
         assert (video.min_pixels, video.max_pixels) == (2048, 65_536)
     video = load(tmp_path / "n", newer, preprocessor_config={"max_pixels": 65_536}).images.video
     assert video.max_pixels != 65_536

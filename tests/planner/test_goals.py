@@ -84,8 +84,8 @@ def test_the_placement_of_encoders_is_searched_for_with_sizes():
     best = plan(Goal(job=job, data=data, free=free))
     for placement in EncoderPlacement:
         found = plan(Goal(job=job, data=data, free=replace(free, placements=(placement,))))
-        is_beside = found.result.plan.beside is not None
-        assert is_beside == (placement is not EncoderPlacement.PIPELINE)
+        is_data_parallel = found.result.plan.data_parallel_encoders is not None
+        assert is_data_parallel == (placement is not EncoderPlacement.PIPELINE)
         # The cap search starts from the few best sizes and placements.
         assert ms_per_sample(best) <= ms_per_sample(found) * 1.005
     assert best.placement.chosen is best.strategies.best.placement

@@ -338,5 +338,5 @@ def test_images_are_scanned_planned_and_checked(
     run("check", plan)
     run("plan", *given, "--encoder", "data-parallel")
     run("check", plan)
-    beside = json.loads((tmp_path / "plan" / "plan.json").read_text())["beside"]
-    assert beside["square_ms"]["vision"] > 0
+    written = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert written["data_parallel_encoders"]["square_ms"]["vision"] > 0

@@ -4,6 +4,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
+from encoder_cases import choice_of
 from length_cases import lengths_of
 
 from omnibal.cost.link_rates import Group, all_to_all_line
@@ -14,7 +15,6 @@ from omnibal.job.check import training_obstacles
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.model.config import load_cluster, load_model
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -143,11 +143,11 @@ def test_deepstack_features_are_exchanged_too() -> None:
 
 def test_only_data_parallel_encoders_of_images_refuse_shared_packs() -> None:
     """Prevents refusing a plan that can be trained, or accepting a plan that cannot."""
-    none = dict.fromkeys(("data", "made_for", "adapters", "beside"))
+    none = dict.fromkeys(("data", "made_for", "adapters", "data_parallel_encoders"))
     level = PlannedLevel.model_construct(context=2)
     plan = Plan.model_construct(
         model=QWEN3, levels=(level,), precision="bf16", parallel=TWO_RANKS, **none
     )
     assert len(training_obstacles(plan)) == 1  # of shapes alone
-    beside = plan.model_copy(update={"beside": DataParallelEncoders.model_construct()})
-    assert "need features of data-parallel encoders of images" in training_obstacles(beside)[-1]
+    plan = plan.model_copy(update={"data_parallel_encoders": choice_of(1, 1, {})})
+    assert "need features of data-parallel encoders of images" in training_obstacles(plan)[-1]

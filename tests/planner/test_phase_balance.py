@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from feature_exchange_cases import choice_of
+from encoder_cases import choice_of
 
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.steps.balance import balance
@@ -14,13 +14,13 @@ ITEM_MS = {"vision": 5.0, "audio": 8.0}
 
 
 def balances_of(
-    held: dict[str, np.ndarray], ranks_of_pipeline: int, beside: DataParallelEncoders | None
+    held: dict[str, np.ndarray], ranks_of_pipeline: int, dp_encoders: DataParallelEncoders | None
 ) -> list[PhaseBalance]:
     """Return the balance of encoders that take single items of samples."""
-    return encoder_balances(held, ranks_of_pipeline, beside, {}, np.zeros(0, np.int64))
+    return encoder_balances(held, ranks_of_pipeline, dp_encoders, {}, np.zeros(0, np.int64))
 
 
-def beside(pipelines: int) -> DataParallelEncoders:
+def dp_encoders(pipelines: int) -> DataParallelEncoders:
     return choice_of(pipelines, 4, dict.fromkeys(ITEM_MS, 0), item_ms=ITEM_MS)
 
 
@@ -36,7 +36,7 @@ def test_data_parallel_encoders_as_each_step_is_dealt(pipelines: int) -> None:
     """Prevents a table of other shares than ranks encode, or a bound above them."""
     steps, ranks, of_pipeline = 7, 4, 3
     held = held_items(steps, ranks)
-    found = {each.phase: each for each in balances_of(held, of_pipeline, beside(pipelines))}
+    found = {each.phase: each for each in balances_of(held, of_pipeline, dp_encoders(pipelines))}
     before, busiest = (dict.fromkeys((*ITEM_MS, "encoders"), 0.0) for _ in range(2))
     for step in range(steps):
         # A pipeline's own ranks take its items in turn.
@@ -76,7 +76,7 @@ def test_bounds_of_known_cases() -> None:
     # Three images on two ranks take two images' time, which leaves time for short recordings.
     for audio, least_ms, sum_ms in ((0, 10, 15), (1, 11.5, 23), (4, 23.5, 47)):
         held = {"vision": np.array([[3]]), "audio": np.array([[audio]])}
-        found = {each.phase: each.bound for each in balances_of(held, 2, beside(1))}
+        found = {each.phase: each.bound for each in balances_of(held, 2, dp_encoders(1))}
         assert found["vision"] == pytest.approx(4 / 3)
         assert found["encoders"] == pytest.approx(2 * least_ms / sum_ms)
 

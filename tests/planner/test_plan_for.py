@@ -82,7 +82,7 @@ def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths
         assert made.tolist() == [*bounds, len(sample)]
 
 
-def test_encoders_beside_the_pipeline_are_no_part_of_a_lifted_limit(capsys, tmp_path, lengths_file):
+def test_data_parallel_encoders_are_no_part_of_a_lifted_limit(capsys, tmp_path, lengths_file):
     """Prevents refusing a plan for encoder placements of the plan it is compared with."""
     job = "plan --gpus 2 --for xtuner --model internvl-digits --cluster a100-80g"
     plan, _ = run(capsys, job, "--lengths", lengths_file, "-o", tmp_path / "plan")

@@ -48,12 +48,12 @@ def write_lines(path: Path, *records: StepRecord, tail: str = "") -> Path:
 
 def test_times_of_data_parallel_encoders_are_written_where_there_are_any(tmp_path):
     """Prevents changed logs without data-parallel encoders, and lost times of these encoders."""
-    beside = STAGE.model_copy(update={"encoder_ms": 4.0, "exchange_ms": 0.5})
-    path = write_lines(tmp_path / "run.jsonl", record(0), record(1, stages=(beside,)))
+    encoding = STAGE.model_copy(update={"encoder_ms": 4.0, "exchange_ms": 0.5})
+    path = write_lines(tmp_path / "run.jsonl", record(0), record(1, stages=(encoding,)))
     names = [set(json.loads(line)["stages"][0]) for line in path.read_text().splitlines()]
     assert names[1] - names[0] == {"encoder_ms", "exchange_ms"}
-    assert [entry.stages[0] for entry in read_run(path)] == [STAGE, beside]
-    summary = summarise_run([record(0, stages=(beside,))], 1, None)
+    assert [entry.stages[0] for entry in read_run(path)] == [STAGE, encoding]
+    summary = summarise_run([record(0, stages=(encoding,))], 1, None)
     assert (summary.stages[0].encoder_ms, summary.stages[0].exchange_ms) == (4.0, 0.5)
 
 

@@ -374,8 +374,8 @@ def test_layers_without_a_backward_exchange_forward_alone() -> None:
         np.testing.assert_array_equal(unit.context_ms[0], other.context_ms[0])
         assert not unit.context_ms[1:].any()
         assert not unit.backward_ms.any() and not unit.recompute_ms.any()
-        beside = [*alone.transient_bytes.max(axis=0), 0]
-        expected = other.transient_bytes[-1] + beside
+        parts = [*alone.transient_bytes.max(axis=0), 0]
+        expected = other.transient_bytes[-1] + parts
         np.testing.assert_allclose(unit.transient_bytes[-1], expected, rtol=1e-9)
 
 

@@ -235,7 +235,7 @@ def with_points() -> ModelConfig:
     )
 
 
-def test_a_kind_of_encoder_stands_beside_the_pipeline_or_is_refused():
+def test_a_kind_of_encoder_is_data_parallel_or_refused():
     """Prevents a traceback or zero-size inputs for an encoder kind without item sizes, and
     non-image items counted as images."""
     job = {"cluster": CLUSTER, "parallel": Parallel(pipeline=2), "precision": "bf16"}

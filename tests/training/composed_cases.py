@@ -103,13 +103,14 @@ class Drawn:
         """A short description of the combination."""
         plan = self.plan
         weights = f"{plan.parallel.sharding} weights over {plan.parallel.sharded}"
-        beside = plan.beside and f"beside over {plan.beside.pipelines}, {plan.beside.sharded}"
+        encoders = plan.data_parallel_encoders
+        encoding = encoders and f"data-parallel over {encoders.pipelines}, {encoders.sharded}"
         levels = [(each.context, str(each.cut), str(each.exchange)) for each in plan.levels]
         held = "; ".join(" ".join(map(str, stage.units)) for stage in plan.stages)
         again = sum(bool(stage.recompute) for stage in plan.stages)
         parts = [
             self.kind, str(plan.parallel), weights, plan.schedule.name, held,
-            f"{again} recompute", beside, levels, plan.frozen, plan.adapters and "adapters",
+            f"{again} recompute", encoding, levels, plan.frozen, plan.adapters and "adapters",
             self.weighting, self.drop_path and "drop path",
         ]  # fmt: skip
         return ", ".join(str(part) for part in parts if part)
@@ -160,8 +161,8 @@ def draw_plan(draw: random.Random, name: str, trained: dict[str, Any], is_shared
         else [("1f1b", 1)]
     )
     pipeline = sizes.pop("pipeline")
-    is_beside = bool(kind.model.encoders) and draw.random() < 0.35
-    held = kind.model.without_encoders() if is_beside else kind.model
+    is_data_parallel = bool(kind.model.encoders) and draw.random() < 0.35
+    held = kind.model.without_encoders() if is_data_parallel else kind.model
     towers = ["language", *held.encoders]
     layers = {tower: count_layers(held, tower) for tower in towers}
     units = sum(layers.values()) + 2 * len(towers)
@@ -178,7 +179,7 @@ def draw_plan(draw: random.Random, name: str, trained: dict[str, Any], is_shared
         }
 
     recompute = {} if is_shared else again()
-    if is_beside:
+    if is_data_parallel:
         most = sizes.get("tensor", 1) * pipeline * sizes["data"]
         plan = data_parallel_plan(
             kind.model, cuts, recompute=recompute, frozen=trained["frozen"],
@@ -244,7 +245,7 @@ def plan_again(draw: random.Random, plan: Plan) -> Plan:
     sizes = draw_sizes(draw, kinds()[name], is_shared=False)
     wanted = [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
     schedule, chunks = draw.choice(wanted if sizes["pipeline"] > 1 else wanted[:1])
-    beside = draw.random() < 0.4 and bool(plan.model.encoders)
+    is_data_parallel = draw.random() < 0.4 and bool(plan.model.encoders)
     job = JobSpec(
         model=plan.model,
         cluster=plan.cluster,
@@ -252,7 +253,7 @@ def plan_again(draw: random.Random, plan: Plan) -> Plan:
         precision="fp32",
         frozen=plan.frozen,
         adapters=plan.adapters,
-        placement=EncoderPlacement.DATA_PARALLEL if beside else EncoderPlacement.PIPELINE,
+        placement=EncoderPlacement.DATA_PARALLEL if is_data_parallel else EncoderPlacement.PIPELINE,
     )
     schedule = PipelineSchedule(name=schedule, chunks=chunks)
     return make_plan(PlanRequest(job=job, data=mock_data(plan.model), schedule=schedule)).plan

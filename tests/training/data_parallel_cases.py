@@ -39,7 +39,7 @@ def data_parallel_plan(
     """Return a plan with data-parallel encoders; cuts are positions in the language model."""
     stages = stages_of(model.without_encoders(), *cuts, **(recompute or {}))
     encoders = list(model.encoders)
-    beside = DataParallelEncoders(
+    dp_encoders = DataParallelEncoders(
         pipelines=pipelines,
         items_per_pass=dict.fromkeys(encoders, per_pass),
         kept_items=dict.fromkeys(encoders, kept),
@@ -48,7 +48,7 @@ def data_parallel_plan(
         sharded=divided,
     )
     plan = toy_plan(model, stages, **sizes)
-    return plan.model_copy(update={"beside": beside, "frozen": frozen})
+    return plan.model_copy(update={"data_parallel_encoders": dp_encoders, "frozen": frozen})
 
 
 def deal_packs(
@@ -65,18 +65,19 @@ def deal_packs(
 def shares_of(
     plan: Plan, scheduled: ScheduledPacks, rank: int, lengths: Lengths | None = None
 ) -> EncoderShares:
-    ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
+    encoders = plan.data_parallel_encoders
+    ranks = EncodingRanks(pipelines=encoders.pipelines, parallel=plan.parallel, rank=rank)
     return EncoderShares(
-        model=plan.model, settings=plan.beside, ranks=ranks,
-        gpus_per_node=plan.cluster.gpus_per_node, packs=scheduled,
-        levels=plan.levels or [Level(caps=Caps.of(tokens=1))], lengths=lengths,
+        model=plan.model, settings=encoders, ranks=ranks, packs=scheduled, lengths=lengths,
+        gpus_per_node=plan.cluster.gpus_per_node,
+        levels=plan.levels or [Level(caps=Caps.of(tokens=1))],
     )  # fmt: skip
 
 
 def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBatchStream:
     """Return this rank's part of a step: encoder passes, then micro-batches without items."""
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-    if plan.beside is None:
+    if plan.data_parallel_encoders is None:
         return MicroBatchStream.of(own)
     in_order = sorted(range(len(packs)), key=lambda i: (i % plan.parallel.data, i))
     return encoding_stream(

@@ -29,7 +29,7 @@ class EncodingJob:
 
     whole: PackDataset
     """Six packs, read for the full model."""
-    beside: DataParallelEncoders
+    data_parallel_encoders: DataParallelEncoders
     text_stages: Sequence[Stage]
     """Units of each pipeline stage."""
 

@@ -328,7 +328,7 @@ def plan_of(layout: Layout) -> Planned:
         most = 4 if job.model.images is None else 1024
         passes = {"items_per_pass": {"vision": most}, "kept_items": {"vision": layout.kept}}
         passes |= {"pipelines": 2, "sharded": layout.encoder_sharded}
-        changed["beside"] = plan.beside.model_copy(update=passes)
+        changed["data_parallel_encoders"] = plan.data_parallel_encoders.model_copy(update=passes)
     return _change_and_predict((plan, scheduled), **changed) if changed else plan, scheduled
 
 
@@ -386,7 +386,7 @@ def heaviest_of(planned: Planned, stage: int, windows: int = 1) -> FakeStage:
     job = JobSpec.of_plan(plan)
     workload = job.workload(*scheduled, plan.pack_levels)
     encoding = None
-    if plan.beside is not None:
+    if plan.data_parallel_encoders is not None:
         encoding = HeaviestEncoding.find(plan, job, *scheduled, workload)
     heaviest = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
     load = random_rows(plan, stage, *scheduled)
@@ -414,8 +414,8 @@ def _check_counted(layout: Layout, plan: Plan, counted: FakeStage) -> None:
         parts = [one.gib for one in counted.contents if phases is None or one.phase in phases]
         assert abs(sum(parts) - total) < 1e-9, (*where, phases)
     computing = ("forward", "backward", "backward_weight", "optimizer")
-    beside = () if layout.kept is None else ("encoder",)
-    assert counted.peak_phase in computing + beside, where
+    encoding = () if layout.kept is None else ("encoder",)
+    assert counted.peak_phase in computing + encoding, where
     phases = {one.phase for one in counted.operations}
     assert ("backward_weight" in phases) == layout.schedule.in_two, (*where, phases)
     assert ("encoder" in phases) == (layout.kept is not None), (*where, phases)

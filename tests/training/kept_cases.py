@@ -177,8 +177,8 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
             expected[line.made_by] += float(features @ line.bytes)
         allocated = saved_bytes(found, prefix)
         if unit == "vision_layer_deepstack":
-            beside = saved_bytes(found, DEEPSTACK)
-            allocated |= {f"deepstack.{made}": size for made, size in beside.items()}
+            deepstack = saved_bytes(found, DEEPSTACK)
+            allocated |= {f"deepstack.{made}": size for made, size in deepstack.items()}
         if unit == "audio_embed":
             del allocated[""]  # its output counts for the first layer
         what = (name, *layout, unit)

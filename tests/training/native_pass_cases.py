@@ -38,7 +38,7 @@ def schedule_step(number, ranks):
 def own_stream(plan, number, packs):
     """Return this rank's part of a step: encoder passes, then micro-batches without patches."""
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-    if plan.beside is None:
+    if plan.data_parallel_encoders is None:
         return MicroBatchStream.of(own)
     scheduled, lengths, order = schedule_step(number, plan.parallel.data)
     shares = shares_of(plan, scheduled, dist.get_rank(), lengths).step(0)

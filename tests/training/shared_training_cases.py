@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from chunk_cases import with_chunks
 from data_parallel_cases import encoding_stream
+from encoder_cases import choice_of
 from length_cases import lengths_of
 from megatron.core import parallel_state
 from tensor_parallel_cases import Feed, model_of, with_unequal_weights
@@ -30,11 +31,7 @@ FULL = [
     (2, [[(3, 41), (0, 5)], [(0, 33)]]),
 ]
 # The last rows have packs for some ranks only, wider packs first.
-SHORT = [
-    (2, [[(1, 20), (0, 7)], [(0, 12)]]),
-    (1, [[(4, 21)]]),
-    (0, [[(0, 8)]]),
-]
+SHORT = [(2, [[(1, 20), (0, 7)], [(0, 12)]]), (1, [[(4, 21)]]), (0, [[(0, 8)]])]
 STEPS = [FULL, SHORT]
 
 
@@ -52,16 +49,11 @@ class Case:
     drop_path: float = 0.0
     text_only: bool = False
     experts: bool = False
-    beside: DataParallelEncoders | None = None
+    dp_encoders: DataParallelEncoders | None = None
     chunks: int = 1
 
 
-def encoders_beside(sharded: int = 1) -> DataParallelEncoders:
-    of_vision = {"items_per_pass": 2, "kept_items": 2, "item_ms": 1.0}
-    named = {name: {"vision": value} for name, value in of_vision.items()}
-    return DataParallelEncoders(pipelines=2, sharded=sharded, **named)
-
-
+REPLICATED, SHARDED = (choice_of(2, 2, {"vision": 2}, sharded=ranks) for ranks in (1, 4))
 GATHER, HEADS = ContextExchange.GATHER, ContextExchange.HEADS
 IN_PARTS = {"data": 2, "tensor": 2, "sequence_parallel": True}
 DP4_LEVELS = ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS))
@@ -97,21 +89,21 @@ CASES = {
     "dp2-text": Case(
         ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.CONTIGUOUS, HEADS)), {"data": 2}, text_only=True
     ),
-    "dp4-beside": Case(
-        DP4_LEVELS, {"data": 4}, drop_path=0.3, beside=encoders_beside(),
+    "dp4-data-parallel": Case(
+        DP4_LEVELS, {"data": 4}, drop_path=0.3, dp_encoders=REPLICATED,
         recompute=({}, {"language": (0,)}, {"language": (0, 1)}),
     ),
-    "pp2-dp2-beside-divided": Case(
+    "pp2-dp2-data-parallel-divided": Case(
         ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)), {"data": 2}, cuts=(2,),
-        beside=encoders_beside(sharded=4),
+        dp_encoders=SHARDED,
     ),
     "tp2-sp-dp2-adapters": Case(
         ((2, CutRule.COST, GATHER), (2, CutRule.WHOLE, HEADS)), IN_PARTS,
         frozen=("vision", "projector"), adapters=AdapterConfig(rank=4, alpha=8),
         recompute=({"language": (0,)}, {"language": (0,)}, {}),
     ),
-    "dp4-beside-adapters": Case(
-        DP4_LEVELS, {"data": 4}, frozen=("projector",), beside=encoders_beside(sharded=4),
+    "dp4-data-parallel-adapters": Case(
+        DP4_LEVELS, {"data": 4}, frozen=("projector",), dp_encoders=SHARDED,
         adapters=AdapterConfig(rank=4, alpha=8, parts=("vision", "language")),
     ),
     "dp4-experts": Case(
@@ -130,7 +122,7 @@ def plan_of(case) -> Plan:
     if case.text_only:
         model = ModelConfig(name="toy-text", language=model.language)
     shapes = [(1, CutRule.CONTIGUOUS, GATHER), *case.levels]
-    of_stages = model if case.beside is None else model.without_encoders()
+    of_stages = model if case.dp_encoders is None else model.without_encoders()
     levels = tuple(
         PlannedLevel(
             caps=Caps.of(tiles=9, tokens=400 * number),
@@ -145,8 +137,8 @@ def plan_of(case) -> Plan:
         )
     )
     plan = toy_plan(model, stages_of(of_stages, *case.cuts), **case.sizes)
-    changes = {"frozen": case.frozen, "adapters": case.adapters, "beside": case.beside}
-    plan = plan.model_copy(update={"levels": levels, **changes})
+    changes = {"levels": levels, "frozen": case.frozen, "adapters": case.adapters}
+    plan = plan.model_copy(update={"data_parallel_encoders": case.dp_encoders, **changes})
     return plan if case.chunks == 1 else with_chunks(plan, case.chunks)
 
 
@@ -181,7 +173,7 @@ def own_batches(plan, number, rows):
                 if rank // planned.context == place:
                     batches.append(share_of(whole, planned, rank % planned.context))
     stream = MicroBatchStream.of(batches)
-    if plan.beside is not None:
+    if plan.data_parallel_encoders is not None:
         placed.sort(key=lambda one: one[:2])
         first_ranks, slot, levels, packs = zip(*placed, strict=True)
         counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "tokens")}

@@ -106,7 +106,7 @@ def train_steps(links, plan, steps, load=None, save=None, first=0, feed=PLAIN_FE
     return results, gradients, weights_of(trainer)
 
 
-BESIDE = "beside "
+ENCODERS = "encoders "
 """Name prefix of tensors of data-parallel encoders."""
 
 
@@ -115,7 +115,7 @@ def stages_of_trainer(trainer):
     yield from (("", *pair) for pair in zip(trainer.chunks, trainer.models, strict=True))
     if trainer.encoders is not None:
         copies = trainer.encoders.data_parallel
-        yield BESIDE, trainer.encoders.stage, None if copies is None else copies.models[0]
+        yield ENCODERS, trainer.encoders.stage, None if copies is None else copies.models[0]
 
 
 def gradients_of(trainer):
@@ -241,14 +241,14 @@ DIVIDED_AXIS = {
 }  # fmt: skip
 
 
-BESIDE_ROWS = ("o_proj", "down_proj", "proj", "out_proj", "fc2", "linear_fc2", "linear_2")
+ROW_PIECES = ("o_proj", "down_proj", "proj", "out_proj", "fc2", "linear_fc2", "linear_2")
 """Adapters of row-parallel linears."""
 
 
 def axis_of(name):
     if ".adapters." in name:
         piece, matrix = name.split(".")[-2:]
-        divides_inputs = piece in BESIDE_ROWS
+        divides_inputs = piece in ROW_PIECES
         return None if divides_inputs == (matrix == "lora_b") else int(divides_inputs)
     if name.startswith(("projector.norm.", "vision_embedding.")) or ".experts." in name:
         return None
@@ -279,13 +279,13 @@ def assert_equal_whole(ranks, plan, expected):
     towers = plan.model.encoders.items()
     gated = [f"{name}." for name, one in towers if isinstance(one, ImagesEncoder) and one.gated]
     found, tensor = set(), plan.parallel.tensor
-    assert len({tuple(name for name in rank if name.startswith(BESIDE)) for rank in ranks}) == 1
+    assert len({tuple(name for name in rank if name.startswith(ENCODERS)) for rank in ranks}) == 1
     for first in range(0, len(ranks), tensor):
         group = ranks[first : first + tensor]
         for full_name in group[0]:
-            name, parts = full_name.removeprefix(BESIDE), [rank[full_name] for rank in group]
+            name, parts = full_name.removeprefix(ENCODERS), [rank[full_name] for rank in group]
             found.add(name)
-            copies = [[part] for part in parts] if full_name.startswith(BESIDE) else [parts]
+            copies = [[part] for part in parts] if full_name.startswith(ENCODERS) else [parts]
             for own in copies:
                 value, other = whole(name, own, ("language.", *gated)), expected[name]
                 real = value[tuple(map(slice, other.shape))]

@@ -108,7 +108,7 @@ def test_other_adapters_than_the_plans_are_refused(tmp_path):
     """Prevents adapters silently dropped or loaded at another scale."""
     run = train_adapters(NAME, SOME, tmp_path)
     doubled = SOME.model_copy(update={"alpha": 2 * SOME.alpha})
-    for adapters, words in ((doubled, "scale"), (EVERYWHERE, "beside"), (None, "the plan none")):
+    for adapters, words in ((doubled, "scale"), (EVERYWHERE, "linears"), (None, "the plan none")):
         plan = plan_of(NAME, adapters)
         [(told, _)] = run_ranks(plan.parallel, refusals, plan, [run.run])
         assert "of other adapters" in told and words in told

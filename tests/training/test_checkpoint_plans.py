@@ -29,10 +29,10 @@ def draw_plans(draw, tied):
     for number, (name, (chunks, sizes)) in enumerate(SCHEDULES.items()):
         if not tied and chunks == 1:
             continue
-        parts, is_beside = 2 * chunks, number % 2 == tied
-        units = 5 if is_beside else 11
+        parts, is_data_parallel = 2 * chunks, number % 2 == tied
+        units = 5 if is_data_parallel else 11
         cuts = tuple(sorted(draw.sample(range(1, units), parts - 1)))
-        if is_beside:
+        if is_data_parallel:
             plan = data_parallel_plan(model, cuts, per_pass=2, kept=2, **sizes)
         else:
             plan = toy_plan(model, stages_of(model, *cuts), **sizes)

@@ -148,11 +148,11 @@ def test_tied_head_is_written_for_code_that_unties_it(tmp_path, name, layout, sh
     config = json.loads((made / "config.json").read_text())
     assert config["tie_word_embeddings"] is config["llm_config"]["tie_word_embeddings"] is True
     if wanted is None:
-        beside, expected = (
+        others, expected = (
             {path: text for path, text in content(folder).items() if not path.startswith("model")}
             for folder in (like, source)
         )
-        assert beside == expected
+        assert others == expected
 
 
 # A ring: every layout converts once to the next and once from the previous.
@@ -224,11 +224,7 @@ def test_imported_weights_are_started_from_and_not_resumed(tmp_path):
     because a plan changes tiling or prompts."""
     source = save_toy("300m-qwen2", tmp_path / "there", "transformers")
     run, own = imported(source, tmp_path / "run"), model_of("300m-qwen2")
-    said = {
-        "chat_template": "Hermes-2",
-        "system_message": "short",
-        "chat_system_message": "talk",
-    }
+    said = {"chat_template": "Hermes-2", "system_message": "short", "chat_system_message": "talk"}
     other = own.model_copy(update=said).with_tower("language", max_positions=9999)
     other = other.with_tower("vision", tiling=TilingConfig(max_dynamic_patch=3))
     plan = toy_plan(other, stages_of(other))

@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-import data_parallel_encoder_cases as beside
+import data_parallel_encoder_cases as dp
 import pytest
 import torch
 from data_parallel_cases import own_stream
@@ -20,23 +20,23 @@ from tensor_parallel_cases import (
 from megatron.vlm.step.train import build_trainer, train_step
 
 
-@pytest.mark.parametrize("case", beside.CASES.values(), ids=beside.CASES)
+@pytest.mark.parametrize("case", dp.CASES.values(), ids=dp.CASES)
 def test_data_parallel_encoders_train_as_one_process(case):
     """Prevents training that depends on an item's encoding rank, and hanging ranks."""
-    feed = beside.feed_of(case.drop_path)
-    compare_with_one_process(beside.plan_of(case), beside.STEPS, feed=feed)
+    feed = dp.feed_of(case.drop_path)
+    compare_with_one_process(dp.plan_of(case), dp.STEPS, feed=feed)
 
 
 def plan_of(sizes, **options):
-    return beside.plan_of(beside.Case(sizes, **options))
+    return dp.plan_of(dp.Case(sizes, **options))
 
 
 def in_pipeline(*cuts, **options):
-    return pipeline_plan(*cuts, model=beside.model_of_case(beside.Case({})), **options)
+    return pipeline_plan(*cuts, model=dp.model_of_case(dp.Case({})), **options)
 
 
 RESUMES = {
-    "pipeline-to-beside": (
+    "pipeline-to-data-parallel": (
         in_pipeline(2, tensor=2, sequence_parallel=True), plan_of({"data": 2}, cuts=(1,)),
     ),
     "frozen-language": (
@@ -46,7 +46,7 @@ RESUMES = {
     "divided-to-pipeline": (
         plan_of({"data": 4, "sharded": 2}, pipelines=2, sharded=4), in_pipeline(2, data=2),
     ),
-    "whole-to-divided": (plan_of({"data": 2}, cuts=(1,)), plan_of(beside.IN_PARTS, sharded=2)),
+    "whole-to-divided": (plan_of({"data": 2}, cuts=(1,)), plan_of(dp.IN_PARTS, sharded=2)),
     "frozen-encoders": (
         in_pipeline(5, frozen=("vision", "projector")),
         plan_of({"data": 2}, frozen=("vision", "projector")),
@@ -57,13 +57,13 @@ RESUMES = {
 @pytest.mark.parametrize(("before", "after"), RESUMES.values(), ids=RESUMES)
 def test_resumes_with_encoders_elsewhere(tmp_path, before, after):
     """Prevents a checkpoint that fits one encoder placement, and swapped moments."""
-    compare_resumed(tmp_path, (before, 2), (after, 2), steps=beside.STEPS, feed=beside.feed_of())
+    compare_resumed(tmp_path, (before, 2), (after, 2), steps=dp.STEPS, feed=dp.feed_of())
 
 
 def core_warnings(links, plan, folder):
     """Return Megatron-core's warnings of states that differ between ranks, during a save."""
     with record_logs("megatron.core.dist_checkpointing.validation") as lines:
-        train_steps(links, plan, beside.STEPS[:1], save=folder, feed=beside.feed_of())
+        train_steps(links, plan, dp.STEPS[:1], save=folder, feed=dp.feed_of())
     return lines
 
 
@@ -75,7 +75,7 @@ def core_warnings(links, plan, folder):
         plan_of({"data": 2}, pipelines=2, frozen=("language",)),
         in_pipeline(5, frozen=("vision", "projector")),
     ],
-    ids=["pipeline", "beside", "frozen-language", "frozen-stage"],
+    ids=["pipeline", "data-parallel", "frozen-language", "frozen-stage"],
 )
 def test_ranks_save_the_same_in_common(tmp_path, plan):
     """Prevents a warning by core from every rank at every save, which hides real warnings."""
@@ -86,9 +86,9 @@ def test_ranks_save_the_same_in_common(tmp_path, plan):
 def test_bf16_trains_as_fp32(sharded):
     """Prevents an exchange that mixes dtypes, and gradients lost to rounding."""
     plan = plan_of({"data": 2}, pipelines=2, audio=True, sharded=sharded)
-    fp32 = as_one_process(plan, beside.STEPS, feed=beside.feed_of())[0]
+    fp32 = as_one_process(plan, dp.STEPS, feed=dp.feed_of())[0]
     plan = plan.model_copy(update={"precision": "bf16"})
-    for results, _, weights in run(plan, beside.STEPS, feed=beside.feed_of()):
+    for results, _, weights in run(plan, dp.STEPS, feed=dp.feed_of()):
         for got, expected in zip(results, fp32, strict=True):
             assert got[:2] == pytest.approx(expected[:2], rel=5e-2)
         assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
@@ -100,7 +100,7 @@ def passes_of_each_kind(links, plan):
     seen = []
     layer = trainer.encoders.stage.encoders["vision"].layers.layers[0]
     layer.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
-    stream = own_stream(plan, 0, list(beside.packs_of(plan.model, 0, beside.STEPS[0])))
+    stream = own_stream(plan, 0, list(dp.packs_of(plan.model, 0, dp.STEPS[0])))
     train_step(trainer, stream)
     return [(one.items, one.is_kept) for one in stream.encoding.passes], seen
 
@@ -116,7 +116,7 @@ def test_only_what_is_not_kept_runs_again():
 
 def gradients_in_norm(links, plan):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
-    train_step(trainer, own_stream(plan, 0, list(beside.packs_of(plan.model, 0, beside.STEPS[0]))))
+    train_step(trainer, own_stream(plan, 0, list(dp.packs_of(plan.model, 0, dp.STEPS[0]))))
     chains = [one.chained_optimizers for one in trainer.optimizers]
     taken = [grad for each in chain(*chains) for grad in each.get_main_grads_for_grad_norm()]
     return sum(map(torch.numel, taken))

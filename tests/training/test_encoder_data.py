@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from data_cases import CPU, SKIP, TEXT, Data
+from encoder_cases import choice_of
 from encoding_cases import EncodingJob
 from native_data_cases import NativeData, data_of
 from toy import stages_of
@@ -15,19 +16,13 @@ from toy import stages_of
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import MicroBatchOptions, OnBadSample, load_batches
 from omnibal.base.errors import UserError
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
 
 PACKS = [[0, 6], [1, 2, 3], [4, 5], [6], [3, 5, 1], [2, 0, 4]]
 """Sample numbers of packs of two steps."""
 OF_NATIVE = [[0, 3, 2], [1, 5], [4], [2], [5, 4, 1, 0], [2, 3]]
 """Packs of native-resolution samples; sample 2 has no image, 3 and 4 a video."""
-BESIDE = DataParallelEncoders(
-    pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 2}, item_ms={"vision": 1.0}
-)
-BESIDE_NATIVE = DataParallelEncoders(
-    pipelines=2, items_per_pass={"vision": 30}, kept_items={"vision": 20},
-    item_ms={"vision": 1.0}, square_ms={"vision": 0.01},
-)  # fmt: skip
+OF_TILES = choice_of(2, 3, {"vision": 2})
+OF_PATCHES = choice_of(2, 30, {"vision": 20}, square_ms={"vision": 0.01})
 FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 
@@ -42,7 +37,7 @@ def job_of(shown: Data, options: MicroBatchOptions, texts=None) -> EncodingJob:
     is_native = isinstance(shown, NativeData)
     whole = shown.dataset(OF_NATIVE if is_native else PACKS, options=options)
     stages = texts or stages_of(shown.reader.model.without_encoders(), 2)
-    return EncodingJob(whole, BESIDE_NATIVE if is_native else BESIDE, stages)
+    return EncodingJob(whole, OF_PATCHES if is_native else OF_TILES, stages)
 
 
 def items_of(batch: MicroBatch) -> Iterator[tuple[int, list[torch.Tensor]]]:

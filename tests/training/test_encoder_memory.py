@@ -67,7 +67,7 @@ def peak_of_a_step(links, plan, packs):
     encoders = Encoders(
         stage=stage, data_parallel=None, group=create_encoding_group(plan), trained=trained,
         outputs={"vision": ("vision",)}, trained_features=trained,
-        items_per_pass=plan.beside.items_per_pass,
+        items_per_pass=plan.data_parallel_encoders.items_per_pass,
     )  # fmt: skip
     batches = own_stream(plan, 0, packs)
     with LiveBytes() as live:
@@ -90,14 +90,13 @@ def planned_bytes(plan):
     cost = encoders_cost(plan.model, plan.cluster, plan.parallel, "fp32", plan.frozen)
     nothing = {"kept_bytes": np.zeros(2), "working_bytes": np.zeros((2, 2)), "input_bytes": 0.0}
     cost = replace(cost, encoders={"vision": replace(cost.encoders["vision"], **nothing)})
-    held = np.array(TILES[: plan.parallel.data]).sum(1).reshape(-1, plan.beside.pipelines)
-    encoded = shares_of_ranks(
-        {"vision": held}, ranks_of_pipeline=cost.ranks_of_pipeline, item_ms=plan.beside.item_ms
-    )
+    encoders, ranks = plan.data_parallel_encoders, cost.ranks_of_pipeline
+    held = {"vision": np.array(TILES[: plan.parallel.data]).sum(1).reshape(-1, encoders.pipelines)}
+    encoded = shares_of_ranks(held, ranks_of_pipeline=ranks, item_ms=encoders.item_ms)
     shares = ItemShares(
-        steps=np.arange(1), pipelines=plan.beside.pipelines, held={"vision": held}, encoded=encoded
+        steps=np.arange(1), pipelines=encoders.pipelines, held=held, encoded=encoded
     )
-    memory = memory_of_encoders(shares, cost, plan.beside)
+    memory = memory_of_encoders(shares, cost, encoders)
     # One item's pass, its gradient, and padding rows of the tensor-parallel parts.
     rows = 3 * plan.model.encoders["vision"].tokens_per_item + 3 * plan.parallel.tensor
     return max(memory.features + memory.arrival, memory.encoding), rows * 4.0 * WIDTH

@@ -61,7 +61,7 @@ def shares_of_all(seed):
     )
     model = MODELS[seed % 4]
     names = list(model.encoders)
-    beside = DataParallelEncoders(
+    dp_encoders = DataParallelEncoders(
         pipelines=pipelines,
         items_per_pass={name: int(random.integers(1, 5)) for name in names},
         kept_items={name: int(random.integers(0, 9)) for name in names},
@@ -72,7 +72,7 @@ def shares_of_all(seed):
     return [
         EncoderShares(
             model=model,
-            settings=beside,
+            settings=dp_encoders,
             ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
             gpus_per_node=(2, 3, 8)[seed % 3],
             packs=packs,

@@ -10,7 +10,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import NamedTuple
 
-import data_parallel_encoder_cases as beside
+import data_parallel_encoder_cases as dp
 import numpy as np
 import overlap_cases as overlap
 import pytest
@@ -146,9 +146,9 @@ def test_ranks_that_share_packs(name):
 @pytest.mark.parametrize("name", ["pp2-dp2", "tp2-sp-dp2-divided", "pp4", "pp2-dp2-zb-v"])
 def test_data_parallel_encoders(tmp_path, name):
     """Prevents a rank without items from skipping a feature exchange that other ranks begin."""
-    case = beside.CASES[name]
-    feed = beside.feed_of(case.drop_path)
-    assert kinds_of(log_training(beside.plan_of(case), beside.STEPS[:2], save=tmp_path, feed=feed))
+    case = dp.CASES[name]
+    feed = dp.feed_of(case.drop_path)
+    assert kinds_of(log_training(dp.plan_of(case), dp.STEPS[:2], save=tmp_path, feed=feed))
 
 
 def save_and_go_on(links, plan, directory):

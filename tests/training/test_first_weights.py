@@ -2,13 +2,13 @@
 
 from unittest.mock import patch
 
-import data_parallel_encoder_cases as beside
+import data_parallel_encoder_cases as dp
 import pytest
 import torch
 from adapter_cases import EVERYWHERE
 from mixture_cases import plan_of as mixture_plan
 from ranks import run_ranks
-from tensor_parallel_cases import BESIDE, MODELS, OPTIONS, TIED, weights_of, whole
+from tensor_parallel_cases import ENCODERS, MODELS, OPTIONS, TIED, weights_of, whole
 from toy import cut_plan, stages_of, toy_plan
 
 from megatron.vlm.model import initialize
@@ -25,7 +25,7 @@ SPLITS = {
     "tensor-4-with-a-rank-of-padding": cut_plan(MODELS["for-four"], tensor=4),
     "experts": mixture_plan(data=4, expert=2, sharded=4),
     "experts-tensor": mixture_plan(**IN_PARTS, data=2, expert=4),
-    "encoders": beside.plan_of(beside.Case({"data": 2}, pipelines=2, sharded=2)),
+    "encoders": dp.plan_of(dp.Case({"data": 2}, pipelines=2, sharded=2)),
 }
 
 
@@ -60,7 +60,7 @@ def test_every_split_begins_with_the_same_bits(plan):
     for first in range(0, len(ranks), tensor):
         group = [weights for weights, _ in ranks[first : first + tensor]]
         for full_name in group[0]:
-            name = full_name.removeprefix(BESIDE)
+            name = full_name.removeprefix(ENCODERS)
             value = whole(name, [weights[full_name] for weights in group])
             real = value[tuple(map(slice, expected[name].shape))]
             assert torch.equal(real, expected[name]), name

@@ -4,7 +4,7 @@ import traceback
 from collections import Counter
 from unittest.mock import patch
 
-import data_parallel_encoder_cases as beside
+import data_parallel_encoder_cases as dp
 import shared_training_cases as shared
 import torch
 from pipeline_cases import pipeline_plan
@@ -59,9 +59,9 @@ def test_experts_wait_for_the_choice_of_rows_alone():
 
 def test_data_parallel_encoders_wait_for_nothing(tmp_path):
     """Prevents sizes of features or gradients being read from the device."""
-    case = next(iter(beside.CASES.values()))
-    plan, feed = beside.plan_of(case), beside.feed_of(case.drop_path)
-    options = {"steps": beside.STEPS[:2], "save": tmp_path, "feed": feed}
+    case = next(iter(dp.CASES.values()))
+    plan, feed = dp.plan_of(case), dp.feed_of(case.drop_path)
+    options = {"steps": dp.STEPS[:2], "save": tmp_path, "feed": feed}
     assert not any(run_ranks(plan.parallel, waits, plan, options))
 
 

@@ -64,7 +64,7 @@ PLANS = {
 }  # fmt: skip
 # Units of the language model: 0 embed, 1-3 layers (Qwen3-VL's 1 and 2 add deepstack features), 4
 # head.
-BESIDE = {
+DATA_PARALLEL = {
     "features-sent-on": ("Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 2, "divided": 4}),
     "of-four": (
         "tied",
@@ -99,8 +99,8 @@ def fill_position_cache():
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [*PLANS.values(), *BESIDE.values()],
-    ids=[*PLANS, *map("beside-{}".format, BESIDE)],
+    [*PLANS.values(), *DATA_PARALLEL.values()],
+    ids=[*PLANS, *map("data-parallel-{}".format, DATA_PARALLEL)],
 )
 def test_same_training_as_one_process(model, options):
     """Prevents lost or swapped deepstack features or gradients, patches reordered between stages,

@@ -4,7 +4,7 @@ import datetime
 import math
 from dataclasses import replace
 
-import data_parallel_encoder_cases as beside
+import data_parallel_encoder_cases as dp
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,9 +122,9 @@ DIVIDED = {
     f"divided-by-{sharded}": cut_plan(MODELS["300M-like"], data=4, sharded=sharded)
     for sharded in (2, 4)
 }
-BESIDE = {
-    f"beside-divided-by-{sharded}": beside.plan_of(
-        beside.Case({"data": 2}, cuts=(2,), pipelines=2, sharded=sharded)
+DATA_PARALLEL = {
+    f"data-parallel-divided-by-{sharded}": dp.plan_of(
+        dp.Case({"data": 2}, cuts=(2,), pipelines=2, sharded=sharded)
     )
     for sharded in (1, 2)
 }
@@ -132,7 +132,7 @@ FACTORS = {"loss": None, "gradient": math.inf, "norm": 1e25}
 """"norm": each gradient is finite, their sum of squares overflows."""
 POISONED = [
     *((name, factor) for name in WHOLE for factor in FACTORS),
-    *((name, "loss") for name in DIVIDED | BESIDE),
+    *((name, "loss") for name in DIVIDED | DATA_PARALLEL),
 ]
 
 
@@ -140,7 +140,7 @@ POISONED = [
 def test_step_that_is_not_finite_is_skipped_on_every_rank(small_buckets, name, factor):
     """Prevents weights, moments or replicas corrupted by one batch, updates on only some ranks or
     parts, and exchanges of a skipped step that leak into the next step."""
-    plan = (WHOLE | DIVIDED | BESIDE)[name]
+    plan = (WHOLE | DIVIDED | DATA_PARALLEL)[name]
     [(loss, _, _)] = as_one_process(plan, [[[(1, 9)]]], feed=Feed(toy_batches))[0]
     for after_loss, skipped in run_ranks(plan.parallel, step_after_bad_step, plan, FACTORS[factor]):
         assert after_loss == pytest.approx(loss, rel=1e-5)

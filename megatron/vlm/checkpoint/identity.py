@@ -147,7 +147,7 @@ def _adapter_shapes(model: ModelConfig, adapters: AdapterConfig) -> dict[str, An
         for kind in unit_kinds(model)
         if has_adapters(model, kind, adapters)
     }
-    return {"adapters": {"rank": adapters.rank, "scale": adapters.scale, "beside": linears}}
+    return {"adapters": {"rank": adapters.rank, "scale": adapters.scale, "linears": linears}}
 
 
 def architecture_differences(

@@ -122,7 +122,7 @@ def check_alone(plan: Plan) -> None:
             "a plan of `omnibal plan --ep 1`",
         ),
         (
-            plan.beside is not None,
+            plan.data_parallel_encoders is not None,
             "data-parallel encoders",
             "nobody to exchange features with: add --fake-device, which counts them",
             "a plan of `omnibal plan --encoder pipeline`",

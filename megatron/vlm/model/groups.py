@@ -55,9 +55,9 @@ def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
 
 def create_encoder_shard_groups(plan: Plan) -> ShardGroups:
     """Create the groups that shard data-parallel encoders; collective over all ranks."""
-    assert plan.beside is not None
-    ranks = plan.parallel.world_size
-    return _shard_groups(plan.parallel, ranks, plan.beside.sharded, apart=1)
+    encoders, ranks = plan.data_parallel_encoders, plan.parallel.world_size
+    assert encoders is not None
+    return _shard_groups(plan.parallel, ranks, encoders.sharded, apart=1)
 
 
 def _shard_groups(parallel: Parallel, ranks: int, block: int, apart: int) -> ShardGroups:
@@ -92,8 +92,9 @@ def create_own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
 
 def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
     """Create the group of ranks that encode together; collective over all ranks."""
-    assert plan.beside is not None
-    ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=0)
+    encoders = plan.data_parallel_encoders
+    assert encoders is not None
+    ranks = EncodingRanks(pipelines=encoders.pipelines, parallel=plan.parallel, rank=0)
     blocks = range(plan.parallel.data // ranks.pipelines)
     own = create_own_group(sorted(ranks.global_ranks(block)) for block in blocks)
     # NCCL connects the ranks in the first exchange of this kind.

@@ -73,7 +73,7 @@ def check_provider_of(plan: Plan, provider: Provider) -> None:
         "packs that ranks share, which Transformer Engine's attention does not support; plan with "
         "--packing-levels 1": plan.has_shared_packs,
         "data-parallel encoders, which only provider local supports; plan with --encoder "
-        "pipeline": plan.beside is not None,
+        "pipeline": plan.data_parallel_encoders is not None,
         "adapters, which only provider local supports; plan without them": bool(plan.adapters),
         f"schedule {plan.schedule.name}, whose split backward only provider local supports; plan "
         "with --schedule 1f1b": plan.schedule.in_two,

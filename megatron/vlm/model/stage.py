@@ -559,7 +559,7 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
 
     shapes: dict[str, tuple[int, ...]] = {}
     for number, feature in enumerate(deepstack_of(model)):
-        is_made = plan.beside is not None or any(
+        is_made = plan.data_parallel_encoders is not None or any(
             feature.layer in stage.layers(feature.tower) for stage in before
         )
         if is_made and not any(number in stage.layers(LANGUAGE) for stage in before):

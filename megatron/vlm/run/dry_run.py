@@ -16,16 +16,16 @@ def print_dry_run(plan: Plan, console: Console) -> None:
     sizes, per_node = plan.parallel, plan.cluster.gpus_per_node
     console.print(f"Stages of {plan.model.name}")
     console.print(_make_stages_table(plan))
-    if plan.beside is not None:
-        sharded = plan.beside.sharded
+    if (encoders := plan.data_parallel_encoders) is not None:
+        sharded = encoders.sharded
         weights = "replicated" if sharded == 1 else f"weights sharded over {sharded} ranks"
         units = _join_spans(encoders_stage(plan.model).units)
         console.print(f"Data-parallel encoders, {weights}: {units}")
-        ranks = plan.beside.pipelines * sizes.pipeline * sizes.tensor
+        ranks = encoders.pipelines * sizes.pipeline * sizes.tensor
         titles = ("encoder", "items per pass", "items kept", "ranks per group")
         table = Table(*titles, box=box.SIMPLE_HEAD)
         for name in plan.model.encoders:
-            counts = plan.beside.items_per_pass[name], plan.beside.kept_items[name], ranks
+            counts = encoders.items_per_pass[name], encoders.kept_items[name], ranks
             table.add_row(name, *map(str, counts))
         console.print(table)
     if plan.levels:

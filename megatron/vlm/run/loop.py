@@ -78,12 +78,12 @@ def encoder_shares(
     plan: Plan, packs: ScheduledPacks, lengths: Lengths, rank: int
 ) -> EncoderShares | None:
     """Return a rank's assignment of items to data-parallel encoders, or None without them."""
-    if plan.beside is None:
+    if (encoders := plan.data_parallel_encoders) is None:
         return None
     return EncoderShares(
         model=plan.model,
-        settings=plan.beside,
-        ranks=EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank),
+        settings=encoders,
+        ranks=EncodingRanks(pipelines=encoders.pipelines, parallel=plan.parallel, rank=rank),
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=packs,
         levels=plan.pack_levels,

@@ -288,7 +288,7 @@ def build_trainer(
         data_parallel = _wrap_replicated(
             chunks, settings, options.vision_settings, exchange, tied=tied
         )
-    encoders = None if plan.beside is None else _build_encoders(plan, options, settings, values_of)
+    encoders = _build_encoders(plan, options, settings, values_of)
     scheduler = OptimizerParamScheduler(
         _AllOptimizers(data_parallel, None if encoders is None else encoders.data_parallel),
         init_lr=0.0,
@@ -415,10 +415,11 @@ def _build_encoders(
     options: OptimizationOptions,
     settings: OptimizerConfig,
     values_of: Callable[[VLMStage], FirstValues],
-) -> Encoders:
-    assert plan.beside is not None, "encoders are data-parallel"
+) -> Encoders | None:
+    if plan.data_parallel_encoders is None:
+        return None
     group, groups = create_encoding_group(plan), create_replica_groups()
-    is_sharded = plan.beside.sharded > 1
+    is_sharded = plan.data_parallel_encoders.sharded > 1
     with without_matrices() if is_sharded else nullcontext():
         stage = build_encoders(plan, groups, options.drop_path_rate)
     trained = frozenset(
@@ -454,7 +455,7 @@ def _build_encoders(
             for name in plan.model.encoders
         },
         trained_features=plan.trained_towers(0),
-        items_per_pass=plan.beside.items_per_pass,
+        items_per_pass=plan.data_parallel_encoders.items_per_pass,
     )
 
 

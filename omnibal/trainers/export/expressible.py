@@ -70,7 +70,7 @@ def _level_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
             f"the plan has {len(plan.levels)} levels, each with its own caps and recomputed "
             f"layers, and {target.title} takes one"
         )
-    if plan.beside is not None:
+    if plan.data_parallel_encoders is not None:
         yield f"encoders are data-parallel, which {target.title} cannot do"
 
 

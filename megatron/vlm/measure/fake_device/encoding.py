@@ -91,18 +91,18 @@ class HeaviestEncoding:
         cls, plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, workload: Workload
     ) -> "HeaviestEncoding | None":
         """Return the maxima in bytes kept and received, or None without data-parallel encoders."""
-        cost, beside = job.encoders_cost, plan.beside
-        if cost is None or beside is None:
+        cost, dp_encoders = job.encoders_cost, plan.data_parallel_encoders
+        if cost is None or dp_encoders is None:
             return None
         names = feature_names_at(job.cost.features, plan.pack_levels)
-        shares = ItemShares.build(workload, names, cost, beside)
+        shares = ItemShares.build(workload, names, cost, dp_encoders)
         blocks = plan.parallel.data // shares.pipelines
         # Bytes kept by ranks and received by pipelines, [steps * blocks, ranks or pipelines].
         encoded, received = np.zeros(1), np.zeros(1)
         for name, encoder in cost.encoders.items():
             encoded = encoded + encoder.feature_bytes * shares.encoded[name]
             if name in shares.samples:
-                passes = shares.passes(name, beside)
+                passes = shares.passes(name, dp_encoders)
                 # Passes that run again in backward keep their inputs only.
                 repeated = passes.work(is_kept=False)[..., ITEM]
                 encoded = encoded + passes.kept_bytes(encoder) + encoder.input_bytes * repeated
