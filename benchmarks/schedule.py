@@ -380,7 +380,7 @@ def measure(
         packs=packs,
         ours=np.array(times_ms[ours]),
         stock=np.array(times_ms[stock]),
-        distinct=len(batches),
+        distinct=min(len(batches), repetitions),
         difference=difference,
     )
 

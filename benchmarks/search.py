@@ -3,9 +3,8 @@
     python benchmarks/search.py [--quick] [--levels]
 
 InternVL-Chat 1.5 and larger versions on A100s, TP 4, DP 2, 32 micro-batches of up to 9 tiles and
-4,096 tokens, on synthetic lengths and with equal micro-batches; with ample memory, and with caps
-that are multiples of the min peak of all splits. The gain is simulated on all steps of the run,
-over the optimal split for mean micro-batches in the steady state, `(m - 1) max + sum`.
+4,096 tokens, synthetic or equal, with ample memory and multiples of the min peak of all splits. The
+gain is over the optimal split for mean micro-batches in the steady state, `(m - 1) max + sum`.
 
 With `--levels`, packs of two to four levels: Llama 3.1 70B on H100s, TP 8, 16 packs per rank of
 100,000 samples of the mixture `tulu3-longcite`, with and without proof.
@@ -13,8 +12,10 @@ With `--levels`, packs of two to four levels: Llama 3.1 70B on H100s, TP 8, 16 p
 
 import argparse
 import resource
+import sys
 import time
 from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -43,6 +44,8 @@ from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_lengths import make_lengths
 
 DATA_PARALLEL = 2
@@ -56,7 +59,6 @@ LEVELS = (  # context size by tokens of a pack
 LEVEL_STAGES = (1, 2, 4, 8)
 LEVEL_RANKS = 8
 LEVEL_PACKS = 16  # per rank and step
-LEVEL_SAMPLES = 100_000
 LEVEL_CAP_FACTOR = 1.25
 PLENTY_GIB = 1_000.0
 CAP_FACTORS = (1.6, 1.25, 1.05)  # of the min peak of all splits
@@ -240,7 +242,7 @@ def main() -> None:
     parser.add_argument("--levels", action="store_true", help="search packs of several levels")
     arguments = parser.parse_args()
     if arguments.levels:
-        lengths = make_lengths("tulu3-longcite", LEVEL_SAMPLES, seed=0)
+        lengths = make_lengths("tulu3-longcite", 100_000, seed=0)
         Console(width=120).print(level_table(lengths))
         return
     table = Table(title="Simulated step times in ms; costs counted, not measured")
@@ -250,10 +252,8 @@ def main() -> None:
     lengths = make_lengths("internvl", 60_000, seed=0)
     for size in SIZES[:1] if arguments.quick else SIZES:
         add_rows(table, size, lengths)
-    console = Console(width=120)
-    console.print(table)
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    console.print(f"peak memory {peak_gib:.2f} GiB")
+    Console(width=120).print(table, f"peak memory {peak_gib:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -31,19 +31,14 @@ from omnibal.steps.pack_settings import PackSettings
 class SearchOptions:
     samples_per_step: Annotated[
         int | None,
-        count_option("global batch size to compare caps at (default: that of `omnibal plan`)"),
+        count_option("global batch size (default: that of `omnibal plan`)"),
     ] = None
     limit: LimitOption = None
     rule: Annotated[
         Literal["time", "paper"],
-        typer.Option(
-            help="criterion: min predicted time per sample, or the OmniBal paper's: 4 to 5 samples "
-            "per pack and min imbalance"
-        ),
+        typer.Option(help="min time per sample, or the paper's"),
     ] = "time"
-    samples: Annotated[
-        int, count_option("min samples to draw and pack; at least a few steps are drawn")
-    ] = SEARCH_SAMPLES
+    samples: Annotated[int, count_option("min samples to pack")] = SEARCH_SAMPLES
     processes: Annotated[
         int | None,
         count_option("parallel worker processes (default: usable cores)", most=MOST_PROCESSES),
@@ -59,7 +54,7 @@ def caps(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Search --max-tiles and --max-tokens: min predicted time per sample that fits in memory."""
+    """Search --max-tiles and --max-tokens for min time per sample."""
     from omnibal.base.worker_pool import usable_cores
     from omnibal.search.cap_search import cap_notes, most_candidates, search_caps
     from omnibal.search.step_size import default_samples_per_step

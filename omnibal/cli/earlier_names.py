@@ -1,8 +1,8 @@
-"""Renamed options of `omnibal plan`, accepted for one release so that older scripts still run."""
+"""Renamed options, accepted for one release so that older scripts still run."""
 
 from collections.abc import Sequence
 
-_OPTIONS = {"--levels": "--packing-levels"}
+_OPTIONS = {"plan": {"--levels": "--packing-levels"}, "pack": {"--method": "--packing"}}
 _VALUES = {("--encoder", "beside"): "data-parallel"}
 
 
@@ -13,11 +13,12 @@ def with_current_names(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     ['plan', '--packing-levels', '2', '--encoder=data-parallel']
     """
     current, notes = list(arguments), list[str]()
-    for place, argument in enumerate(arguments if "plan" in arguments[:1] else ()):
+    options = _OPTIONS.get(arguments[0] if arguments else "", {})
+    for place, argument in enumerate(arguments if options else ()):
         name, equals, value = argument.partition("=")
         option, given = (name, value) if equals else (arguments[place - 1], argument)
         new = _VALUES.get((option, given), given)
-        current[place] = f"{_OPTIONS.get(name, name)}={new}" if equals else _OPTIONS.get(new, new)
+        current[place] = f"{options.get(name, name)}={new}" if equals else options.get(new, new)
         if current[place] != argument:
             before = "" if argument.startswith("--") else f"{option} "
             notes.append(f"{before}{argument} is now {before}{current[place]}")

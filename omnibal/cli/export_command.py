@@ -21,33 +21,30 @@ _MOST_WORKERS = 256  # loader processes of a rank; more than a node has cores
 
 def export(
     directory: DirectoryArgument,
-    to: Annotated[Path, typer.Option(help="folder to make, with RUN.md and the trainer's files")],
+    to: Annotated[Path, typer.Option(help="folder to make")],
     target: Annotated[
         TargetName | None,
         typer.Option(
             "--for",
             metavar="TRAINER",
-            help=f"target: {', '.join(TargetName)} (default: --for of `omnibal plan`)",
+            help=f"{', '.join(TargetName)} (default: the plan's)",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="annotation file, or meta JSON, that the lengths were scanned from (default: "
-            "write no files that hold or name samples)"
-        ),
+        typer.Option(help="data of the lengths (default: export no samples)"),
     ] = None,
     workers: Annotated[
         int,
         count_option(
-            "data loader processes per rank, if the trainer's files depend on them",
+            "data loader processes per rank",
             most=_MOST_WORKERS,
             least=0,
         ),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Export a plan for another trainer: files, flags, command and RUN.md."""
+    """Export a plan for another trainer, with its command."""
     from omnibal.data.external_lengths import cached_folder
     from omnibal.job.check import open_plan
     from omnibal.trainers.export.directory import export_of

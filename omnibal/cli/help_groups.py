@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from omnibal.base.remote_path import check_local
 
-COUNT = "N"  # metavar of integer options; help leaves their ranges out
+COUNT = "N"  # metavar of integer options
 _FIRST = "--model --data lengths --cluster --gpus --lengths --samples-per-step --for --output"
 _HELP_SECTIONS = {
     "Packs and steps": """--max-tokens --max-tiles --micro-batches --epochs --packing-levels |
@@ -46,7 +46,7 @@ class GroupedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows, options = {}, cast(list[Any], self.get_params(ctx))
         for option in options:
-            if option.metavar == COUNT:
+            if option.metavar in (COUNT, "X", "GIB"):  # ranges would take a second line
                 option.min = option.max = None
             name, text = option.get_help_record(ctx)
             rows[option.opts[0]] = name, text.replace("-", _NO_BREAK)

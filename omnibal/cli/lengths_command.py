@@ -43,10 +43,10 @@ class ImageSizeOptions:
         count_option("max tiles per image (default: the model's)", most=MAX_TILES_OF_IMAGE),
     ] = None
     min_pixels: Annotated[
-        int | None, count_option("min pixels of a native-resolution image (default: the model's)")
+        int | None, count_option("min pixels, native resolution (default: the model's)")
     ] = None
     max_pixels: Annotated[
-        int | None, count_option("max pixels of a native-resolution image (default: the model's)")
+        int | None, count_option("max pixels, native resolution (default: the model's)")
     ] = None
 
     def apply(self, model: ModelConfig) -> ModelConfig:
@@ -95,11 +95,10 @@ class PoolOptions:
     ] = None
     engine: Annotated[
         Literal["local", "ray"],
-        typer.Option(help="workers: processes of this machine, or all cores of a Ray cluster"),
+        typer.Option(help="processes here, or a Ray cluster"),
     ] = "local"
     address: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT of the Ray cluster (default: found by Ray)"),
+        str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster (default: found by Ray)")
     ] = None
 
     @contextmanager
@@ -124,16 +123,13 @@ class PoolOptions:
 class ScanOptions:
     data_index: Annotated[
         Path | None,
-        typer.Option(
-            help="index of sample positions to write or extend; training opens large data faster "
-            "with it"
-        ),
+        typer.Option(help="index to write or extend, to open large data fast"),
     ] = None
     data_root: DataRootOption = None
     template: TemplateOption = None
     on_error: Annotated[
         Literal["stop", "skip"],
-        typer.Option(help="at a bad sample: stop and name it, or skip all bad ones and list them"),
+        typer.Option(help="at a bad sample: stop, or list it"),
     ] = "stop"
 
 
@@ -142,9 +138,7 @@ def lengths(
         Path,
         typer.Argument(
             metavar="DATA",
-            help="path or URL (s3://BUCKET/meta.json) of an annotation file with messages or "
-            "conversations (JSONL or a JSON array), of InternVL's meta JSON, or of ms-swift's "
-            "cached dataset",
+            help="annotations or meta JSON, path or URL",
             parser=location,
         ),
     ],
@@ -158,7 +152,8 @@ def lengths(
 ) -> None:
     """Count tokens and images of every sample of a dataset.
 
-    Formats: ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA (docs/data.md).
+    Formats: ms-swift (also its cached datasets), LLaMA-Factory, Qwen-VL, InternVL and LLaVA
+    (docs/data.md).
     """
     from omnibal.data.external_lengths import is_cached_dataset
     from omnibal.report.command_tables import source_statistics, sources_table

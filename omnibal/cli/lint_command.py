@@ -10,7 +10,7 @@ import typer
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import CostOptions, cost_result, cost_tables
-from omnibal.cli.options import PRESET, JsonOption, count_option, size_option
+from omnibal.cli.options import JsonOption, count_option, size_option
 from omnibal.families.named import model_notes, model_of_line, named_model
 from omnibal.trainers.lint.launch_settings import Launch, Launcher
 
@@ -22,7 +22,7 @@ def lint(
         str,
         typer.Argument(
             metavar="LINE",
-            help="quoted command, flags or overrides alone, or path of a shell script",
+            help="quoted command or flags, or a script's path",
         ),
     ],
     cost: CostOptions,
@@ -30,32 +30,29 @@ def lint(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"{PRESET}, id on a model hub, folder, config.json or TOML file (default: the "
-            "line's --model or recipe)",
+            help="as in `omnibal plan` (default: the line's)",
         ),
     ] = None,
     launcher: Annotated[
         Launcher | None,
         typer.Option(
             metavar="TRAINER",
-            help=f"trainer: {', '.join(Launcher)} (default: by program and flags)",
+            help=f"{', '.join(Launcher)} (default: by program and flags)",
         ),
     ] = None,
     gpus: Annotated[int | None, size_option("GPUs of the job (default: the line's)")] = None,
     variables: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="value of a shell variable (may be repeated)"
-        ),
+        typer.Option("--set", metavar="NAME=VALUE", help="shell variable (repeatable)"),
     ] = None,
     line_number: Annotated[
-        int | None, count_option("number of the script's line to check, if it has several launches")
+        int | None, count_option("line of the script to check, if it has several")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check whether a Megatron launch line can start, and predict memory and step time.
+    """Check a launch line, and predict memory and step time.
 
-    The exit status is 2 if it cannot. The line is not executed.
+    The exit status is 2 if it cannot start. The line is not executed.
     """
     from omnibal.trainers.lint.all_rules import can_start, findings_of
     from omnibal.trainers.lint.command_line import read_launch

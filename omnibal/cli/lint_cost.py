@@ -31,17 +31,16 @@ class CostOptions:
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="lengths to pack to the line's sequence length (may be repeated; default: "
-            "samples of that length)",
+            help="lengths to pack (repeatable; default: full samples)",
         ),
     ] = None
     image_share: Annotated[
         float,
-        typer.Option(min=0, max=1, help="without --lengths: image tokens / tokens of a sample"),
+        typer.Option(min=0, max=1, metavar="X", help="image tokens / tokens without data"),
     ] = DEFAULT_IMAGE_SHARE
     sample_tokens: Annotated[
         int | None,
-        count_option("without --lengths: tokens per sample (default: the sequence length)"),
+        count_option("tokens per sample without data (default: full)"),
     ] = None
     cost: Annotated[bool, typer.Option("--cost/--no-cost", help="predict memory and step time")] = (
         True

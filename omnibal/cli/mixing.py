@@ -12,11 +12,7 @@ from omnibal.data.mixture import mix_samples, read_mixture, shortfalls
 
 MixtureOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="TOML file with weights or epochs by data source (default: every sample once per "
-        "epoch)",
-    ),
+    typer.Option(metavar="FILE", help="TOML of weights or epochs by source (default: equal)"),
 ]
 
 

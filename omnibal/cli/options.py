@@ -47,70 +47,47 @@ def count_option(help_text: str, least: int = 1, most: int = MAX_COUNT) -> Any:
 
 
 size_option = partial(count_option, most=MAX_DEVICES)  # for numbers of devices
-PRESET = "preset (`omnibal presets` lists them)"  # in help texts
+PRESET = "preset (`omnibal presets`)"  # in help texts
 TokenizerOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="PATH", help="tokenizer.json, SentencePiece tokenizer.model, or a folder with one"
-    ),
+    typer.Option(metavar="PATH", help="tokenizer.json, tokenizer.model, or their folder"),
 ]
-
 DataRootOption = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help="folder or URL that must contain all data files, links resolved (default: any)",
+        help="folder or URL that must hold all data (default: any)",
         parser=location,  # Path would drop a slash of "s3://"
     ),
 ]
 TemplateOption = Annotated[
     ChatTemplateName | None,
-    typer.Option(
-        metavar="NAME",
-        help="chat template; tokenizer: the tokenizer's own (default: the model's; docs/data.md)",
-    ),
+    typer.Option(metavar="NAME", help="chat template, or tokenizer (default: the model's)"),
 ]
 ModelOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help=f"{PRESET}, id on a model hub, folder or config.json of a checkpoint, or TOML file",
-    ),
+    str, typer.Option(metavar="NAME", help="preset, hub id, checkpoint or TOML file")
 ]
-ClusterOption = Annotated[
-    str, typer.Option(metavar="NAME", help=f"{PRESET} or TOML file (docs/costs.md)")
-]
-PackingRuleOption = Annotated[
-    PackingMethod, typer.Option(help="packing algorithm: min packs, or ISF of the OmniBal paper")
-]
+ClusterOption = Annotated[str, typer.Option(metavar="NAME", help=f"{PRESET} or TOML file")]
+PackingRuleOption = Annotated[PackingMethod, typer.Option(help="min packs, or the paper's ISF")]
 LengthsArgument = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="LENGTHS...", help="files of `omnibal lengths` (Parquet) or OmniBal's JSON"
-    ),
+    typer.Argument(metavar="LENGTHS...", help="of `omnibal lengths`, or OmniBal's JSON"),
 ]
 LimitOption = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NAME=MAX",
-        help="max of another feature per pack, such as clips=4 (may be repeated)",
-    ),
+    typer.Option(metavar="NAME=MAX", help="other max per pack, such as clips=4 (repeatable)"),
 ]
 NeededMaxTilesOption = Annotated[
-    int | None, count_option("max image tiles per pack; required if samples have tiles")
+    int | None, count_option("max image tiles per pack (required with tiles)")
 ]
-ProviderOption = Annotated[
-    Provider,
-    typer.Option(help="linears and attention: this project's, or Transformer Engine (te)"),
-]
+ProviderOption = Annotated[Provider, typer.Option(help="local, or Transformer Engine")]
 SeedOption = Annotated[int, count_option("random seed of packs and order", most=MAX_SEED, least=0)]
 MemoryOption = Annotated[
     float | None,
     typer.Option(
         min=0.01,
         metavar="GIB",
-        help=f"device memory in GiB, {USABLE_MEMORY_FRACTION:.0%} of it used (default: the "
-        "cluster's)",
+        help=f"memory in GiB, {USABLE_MEMORY_FRACTION:.0%} of it used (default: cluster's)",
     ),
 ]
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")]
@@ -143,18 +120,11 @@ class JobOptions:
     cluster: ClusterOption
     freeze: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PART",
-            help="part to freeze, such as vision, projector or language (may be repeated)",
-        ),
+        typer.Option(metavar="PART", help="frozen part, vision or projector, say (repeatable)"),
     ] = None
     lora_rank: Annotated[
         int | None,
-        count_option(
-            "LoRA rank; trains adapters only, with all other weights frozen unless --freeze is "
-            "given",
-            most=2**16,
-        ),
+        count_option("LoRA rank; without --freeze, only adapters train", most=2**16),
     ] = None
     lora_alpha: Annotated[
         float | None,
@@ -162,38 +132,30 @@ class JobOptions:
     ] = None
     lora_targets: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="LoRA target modules: names such as q_proj,v_proj, a regular expression, or "
-            "all-linear (default)",
-        ),
+        typer.Option(metavar="NAMES", help="modules with LoRA, or a regex (default: all-linear)"),
     ] = None
     lora_part: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PART", help="part with LoRA adapters (may be repeated; default: language)"
-        ),
+        typer.Option(metavar="PART", help="part with LoRA (repeatable; default: language)"),
     ] = None
     lora_rslora: Annotated[
         bool, typer.Option("--lora-rslora", help="scale LoRA by alpha / sqrt(rank)")
     ] = False
     precision: Annotated[
         Precision,
-        typer.Option(help="weights and activations; fp8: bf16, with FP8 GEMMs in language layers"),
+        typer.Option(help="fp8: bf16 with FP8 language GEMMs"),
     ] = "bf16"
     profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="costs of `omnibal profile` (default: from the cluster's rates)"
-        ),
+        typer.Option(metavar="FILE", help="costs of `omnibal profile` (default: counted)"),
     ] = None
     memory_gib: MemoryOption = None
     network_gb_per_s: Annotated[
         float | None,
         typer.Option(
             min=0.001,
-            metavar="GB/S",
-            help="inter-node bandwidth per device; 200 Gb/s are 25 (default: the cluster's)",
+            metavar="X",
+            help="inter-node GB/s per GPU (default: the cluster's)",
         ),
     ] = None
     expert_imbalance: Annotated[
@@ -202,7 +164,7 @@ class JobOptions:
             min=1,
             max=MAX_IMBALANCE,
             metavar="X",
-            help="max / mean tokens of expert-parallel ranks (default: the model's, else 1.2)",
+            help="max / mean tokens of EP ranks (default: the model's)",
         ),
     ] = None
     help_all: HelpAllOption = False

@@ -19,6 +19,7 @@ from omnibal.cli.options import (
     LengthsArgument,
     LimitOption,
     NeededMaxTilesOption,
+    PackingRuleOption,
     SeedOption,
     count_option,
     limits_given,
@@ -62,14 +63,7 @@ class StepOptions:
     micro_batches: Annotated[
         int, count_option("packs per rank and step", most=MAX_PACKS_PER_STEP)
     ] = DEFAULT_MICRO_BATCHES
-    packing: Annotated[
-        PackingMethod,
-        typer.Option(
-            "--packing",
-            "--method",
-            help="packing algorithm: min packs, or ISF of the OmniBal paper",
-        ),
-    ] = PackingMethod.BALANCED
+    packing: PackingRuleOption = PackingMethod.BALANCED
     seed: SeedOption = 0
     mixture: MixtureOption = None
 
@@ -79,10 +73,10 @@ class LoadOptions:
     """Model and cluster whose predicted times are balanced."""
 
     model: Annotated[
-        str, typer.Option(metavar="NAME", help=f"model of the times to balance: {PRESET}")
+        str, typer.Option(metavar="NAME", help=f"of the times to balance: {PRESET}")
     ] = "internvl-chat-1.5-6b-20b"
     cluster: Annotated[
-        str, typer.Option(metavar="NAME", help=f"cluster of the times to balance: {PRESET}")
+        str, typer.Option(metavar="NAME", help=f"of the times to balance: {PRESET}")
     ] = "a100-80g"
 
 
@@ -91,19 +85,14 @@ def pack(
     limits: LimitOptions,
     steps: StepOptions,
     load: LoadOptions,
-    bound: Annotated[
-        bool,
-        typer.Option(help="prove a min number of packs by column generation, or only add up sizes"),
-    ] = True,
+    bound: Annotated[bool, typer.Option(help="prove a min number of packs")] = True,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Parquet file of packs to write")
+        Path | None, typer.Option("--output", "-o", help="Parquet file to write")
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="SVG figure to write: load by rank, before and after")
-    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="SVG file to write: load of ranks")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack samples, group packs into steps, deal them to ranks, and measure the balance."""
+    """Pack samples, group packs into steps, and measure the balance."""
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import SampleData
     from omnibal.packing.balanced import pack_balanced

@@ -75,11 +75,11 @@ class PlanDataOptions:
         typer.Option(
             "--packing-levels",
             metavar="auto|hbp|N",
-            help="context-parallel sizes to mix: the fastest, HBP's, or exactly N (1: no CP)",
+            help="context-parallel sizes; 1: no CP",
         ),
     ] = "auto"
     curriculum_steps: Annotated[
-        int, count_option("first steps to train on packs of the smallest level only", least=0)
+        int, count_option("first steps on the smallest level only", least=0)
     ] = 0
     max_tiles: Annotated[
         int | None, count_option("max image tiles per pack (default: searched)")
@@ -94,23 +94,20 @@ class PlanDataOptions:
             min=0,
             max=1,
             metavar="X",
-            help="without --lengths, with --max-tokens as only cap: image tokens / tokens of a "
-            f"pack (default: {DEFAULT_IMAGE_SHARE})",
+            help=f"image tokens / tokens without data (default: {DEFAULT_IMAGE_SHARE})",
         ),
     ] = None
     lengths: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="data, as counted by `omnibal lengths` (may be repeated); without: synthetic "
-            "packs of --max-tokens",
+            help="data (repeatable; default: packs of --max-tokens)",
         ),
     ] = None
     micro_batches: Annotated[
         int | None,
         count_option(
-            "micro-batches per data-parallel rank and step, counted in full packs of the longest "
-            f"level (default without --lengths: {DEFAULT_MICRO_BATCHES})",
+            f"packs per DP rank and step (default without data: {DEFAULT_MICRO_BATCHES})",
             most=MAX_PACKS_PER_STEP,
         ),
     ] = None
@@ -118,22 +115,20 @@ class PlanDataOptions:
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
     mixture: MixtureOption = None
-    portion_samples: Annotated[
-        int, count_option("max samples packed together; larger data is packed in portions")
-    ] = PORTION_SAMPLES
+    portion_samples: Annotated[int, count_option("max samples packed at once")] = PORTION_SAMPLES
     window: Annotated[
         int | None,
-        count_option("stream data in file order, N samples per step (default: shuffle samples)"),
+        count_option("samples per step in file order (default: shuffle)"),
     ] = None
     dispatch: Annotated[
         Dispatch,
-        typer.Option(help="with --window: balance each step over ranks, or deal round robin"),
+        typer.Option(help="balance each --window over ranks"),
     ] = Dispatch.ON
     steps_of: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="plan with the steps to keep, to resume its run at other parallel sizes",
+            help="plan whose steps are kept, for other sizes",
         ),
     ] = None
 
@@ -247,28 +242,22 @@ class PlacementOptions:
     )
     recompute: Annotated[
         RecomputeRule | None,
-        typer.Option(
-            help="layers to recompute (default: cheapest with --method omnibal, else front)"
-        ),
+        typer.Option(help="recomputed layers (default: by --method)"),
     ] = None
     sharding: Annotated[
         Literal["auto", "replicated", "full", "hybrid"] | None,
         typer.Option(
-            help="weights and gradients: replicated, sharded over all data-parallel ranks (full: "
-            "FSDP, ZeRO-3) or within a node (hybrid: HSDP), or the fastest (default: auto with "
-            "--gpus, else replicated or the --for trainer's)"
+            help="weights; full: ZeRO-3, hybrid: within a node (default: auto with --gpus, else "
+            "replicated or the --for trainer's)"
         ),
     ] = None
     encoder: Annotated[
         Literal["auto", "pipeline", "data-parallel"] | None,
-        typer.Option(
-            help="encoders in the pipeline's stages, data-parallel on every rank, or the faster "
-            "(default: auto with --gpus, else pipeline)"
-        ),
+        typer.Option(help="encoders (default: auto with --gpus, else pipeline)"),
     ] = None
     schedule: Annotated[
         Literal["auto", ScheduleName],
-        typer.Option(help="pipeline schedule; auto: the fastest that the trainer supports"),
+        typer.Option(help="auto: the fastest"),
     ] = ONE_FORWARD_ONE_BACKWARD.name
 
     @property
@@ -301,7 +290,7 @@ def plan(
     partition: PlacementOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan packs, parallel sizes, stages and recomputation, and predict step time and memory."""
+    """Plan packs, parallel sizes, stages and recomputation."""
     from omnibal.job.plan_files import check_replaceable, save_plan
     from omnibal.pipeline.loader_time import slow_reading
     from omnibal.search import planning

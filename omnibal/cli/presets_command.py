@@ -8,7 +8,7 @@ from omnibal.report import command_tables
 
 
 def presets(as_json: JsonOption = False) -> None:
-    """List the models and clusters that can be named, the models' parameters and hub ids."""
+    """List model and cluster presets, with parameters and hub ids."""
     from omnibal.cost.analytic import model_parameters
 
     models = [load_model(name) for name in preset_names("models")]

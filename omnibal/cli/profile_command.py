@@ -39,17 +39,14 @@ _MAX_REPETITIONS = 10_000  # hours of timing; more is a typo
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
     tokens_per_sample: Annotated[
-        int | None, count_option("tokens of a typical sample (default: mean of --lengths)")
+        int | None, count_option("of a typical sample (default: mean of --lengths)")
     ] = None
     lengths: Annotated[
-        list[Path] | None, typer.Option(help="files of `omnibal lengths` (may be repeated)")
+        list[Path] | None, typer.Option(help="file of `omnibal lengths` (repeatable)")
     ] = None
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="meta JSON of samples to load during the measurement, for the profile's loading "
-            "time"
-        ),
+        typer.Option(help="samples to read meanwhile, to time reading"),
     ] = None
     tokenizer_model: TokenizerOption = None
     layers: Annotated[
@@ -60,7 +57,7 @@ class MeasureOptions:
     ] = None
     provider: ProviderOption = "local"
     processes: Annotated[
-        int, count_option("processes (devices) that measure simultaneously", most=MOST_PROCESSES)
+        int, count_option("processes (devices) that measure", most=MOST_PROCESSES)
     ] = 1
 
     def typical_tokens(self) -> int:
@@ -114,11 +111,11 @@ class MeasuredClusterOptions:
 
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"{PRESET} or TOML file to add measured rates to"),
+        typer.Option(metavar="NAME", help=f"{PRESET} or TOML to extend"),
     ] = None
     cluster_output: Annotated[
         Path | None,
-        typer.Option(help="TOML file to write: --cluster with the measured rates"),
+        typer.Option(help="TOML to write: --cluster with rates"),
     ] = None
 
 
@@ -128,12 +125,10 @@ def profile(
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     measured: MeasureOptions,
     preset: MeasuredClusterOptions,
-    precision: Annotated[
-        PlainPrecision, typer.Option(help="weights and activations; fp8 is not measured")
-    ] = "bf16",
+    precision: Annotated[PlainPrecision, typer.Option(help="fp8 is not measured")] = "bf16",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the model's layers on this device, and report the residuals of the fit."""
+    """Measure the model's layers on this device, and fit costs."""
     from omnibal.cost.profile import fit_residuals, read_profile, with_measured_rates
     from omnibal.job.check import model_obstacle
 

@@ -17,7 +17,7 @@ def replan(
     directory: DirectoryArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
     run: Annotated[
-        Path | None, typer.Option(help="run directory (--save of training) with measured times")
+        Path | None, typer.Option(help="run directory (--save) with measured times")
     ] = None,
     gpus: Annotated[int | None, size_option("number of GPUs (default: the plan's)")] = None,
     nodes: Annotated[int | None, size_option("number of whole nodes, instead of --gpus")] = None,
@@ -26,7 +26,7 @@ def replan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replan a run from its measured times, or for another number of GPUs.
+    """Replan a run from its measured times, or for other GPUs.
 
     Every step keeps its samples, so that the run's checkpoints resume under the new plan.
     """

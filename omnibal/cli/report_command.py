@@ -23,14 +23,14 @@ def report(
     directory: DirectoryArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write")],
     run: Annotated[
-        Path | None, typer.Option(help="run directory (--save of training) with measured times")
+        Path | None, typer.Option(help="run directory (--save) with measured times")
     ] = None,
     replay: Annotated[
         Path | None, typer.Option(help="replay directory (-o of tools/replay.py)")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write an HTML page: advice, and predicted, replayed and measured times."""
+    """Write an HTML page of predicted, replayed and measured times."""
     from omnibal.job.check import open_plan
     from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES

@@ -32,36 +32,33 @@ class RunCommandOptions:
     """Options that `omnibal plan` does not have."""
 
     data: Annotated[Path, typer.Option(help="annotation file, or meta JSON of several")]
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="folder of all results, with the run in run/")
-    ]
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder of all results")]
     tokenizer_model: TokenizerOption = None
     data_root: DataRootOption = None
     template: TemplateOption = None
     weights: Annotated[
         Path | None,
-        typer.Option(
-            help="initial weights: folder of a released checkpoint, an import or a run (default: "
-            "--model)"
-        ),
+        typer.Option(help="checkpoint or run to start from (default: --model)"),
     ] = None
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="random initial weights")] = (
         False
     )
     lr: Annotated[
         float | None,
-        typer.Option(min=0, help="max learning rate (default: 1e-5, with LoRA 1e-4)"),
+        typer.Option(min=0, metavar="X", help="max learning rate (default: 1e-5, with LoRA 1e-4)"),
     ] = None
     vision_lr: Annotated[
         float | None,
-        typer.Option(min=0, help="max learning rate of the vision encoder (default: 0.2 x --lr)"),
+        typer.Option(
+            min=0, metavar="X", help="max rate of the vision encoder (default: 0.2 x --lr)"
+        ),
     ] = None
     start: Annotated[
-        bool, typer.Option("--start/--no-start", help="train, if this machine has the devices")
+        bool, typer.Option("--start/--no-start", help="train here, if it has the GPUs")
     ] = True
     export: Annotated[
         bool,
-        typer.Option("--export/--no-export", help="write OUTPUT/hf in --model's format at the end"),
+        typer.Option("--export/--no-export", help="write OUTPUT/hf, as --model is"),
     ] = True
 
 
@@ -74,7 +71,7 @@ def run(
     sizes: SizeOptions,
     partition: PlacementOptions,
 ) -> None:
-    """Fine-tune a released checkpoint: scan, plan, check, import, train and export.
+    """Fine-tune a released checkpoint, from scan to export.
 
     Each step is a printed command. The same command line resumes an interrupted run, also with
     another --lr or more --epochs, and repeats steps with changed inputs. Options of `omnibal plan`

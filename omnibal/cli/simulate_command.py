@@ -26,7 +26,7 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate all steps of a plan with its packs; report step times and busy stages."""
+    """Simulate all steps of a plan; report times and busy stages."""
     from omnibal.job.check import open_plan
     from omnibal.pipeline.simulate import simulate_levels
     from omnibal.report.trace import chrome_trace

@@ -27,26 +27,21 @@ _IMAGES_LOST = (
 class StrategyOptions:
     gpus: Annotated[
         int | None,
-        size_option("number of GPUs; searches all of --tp, --pp, --dp and --ep that are not given"),
+        size_option("number of GPUs; unset sizes are searched"),
     ] = None
     samples_per_step: Annotated[
         int | None,
-        count_option(
-            "global batch size (default: 128 up to 32 GPUs, 256 up to 128, else 512, and at least "
-            "4 packs per rank; without --lengths: a pack per device)"
-        ),
+        count_option("global batch size (default: 128 to 512, by --gpus)"),
     ] = None
     made_for: Annotated[
         TargetName | None,
         typer.Option(
             "--for",
             metavar="TRAINER",
-            help=f"target trainer: {', '.join(TargetName)} (default: this project's)",
+            help=f"{', '.join(TargetName)} (default: own)",
         ),
     ] = None
-    compare: Annotated[
-        bool, typer.Option(help="with --for: plan without its limits too, and report their cost")
-    ] = True
+    compare: Annotated[bool, typer.Option(help="cost of the limits of --for")] = True
 
     @property
     def target(self) -> TrainerConstraints | None:

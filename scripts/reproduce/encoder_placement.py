@@ -6,6 +6,7 @@ Simulated at the fitted rates of `h100-80g`. Each placement has its best paralle
 sharding; caps, packs per step and samples are equal. Texts are log-normal, median 300 tokens.
 """
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -29,11 +30,9 @@ from omnibal.pipeline.bounds import min_step_ms
 from omnibal.search.encoder_placement import relative_ms
 from omnibal.steps.pack_settings import PackSettings
 
-GPUS = 32
-CLUSTER = "h100-80g"
+GPUS, CLUSTER = 32, "h100-80g"
 CAPS = Caps.of(tiles=28, tokens=8192)
 SAMPLES, PACKS_PER_STEP = 6_000, 128
-
 
 MIXTURES = {  # share of text samples, and min and max tiles of the others
     "9 of 10 are text": (0.9, 1, 13),
@@ -138,6 +137,7 @@ def _time_and_sizes(plan: Plan) -> tuple[str, str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     columns = (
         "model", "samples", "encoder's share|.1%", "in the pipeline", "TP/PP/DP", "data-parallel",
         "TP/PP/DP", "sharded over", "data-parallel is faster by|+.1%",

@@ -59,7 +59,7 @@ FLAGS = {
     "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --min-pixels "
     "--max-pixels --processes --engine --address --data-index --data-root --template --on-error "
     "--json",
-    "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --mixture "
+    "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --seed --mixture "
     "--model --limit --cluster --bound --output -o --picture --json",
     "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
     "--lora-rank --lora-alpha --lora-targets --lora-part --lora-rslora "

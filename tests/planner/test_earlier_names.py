@@ -20,6 +20,7 @@ pytestmark = pytest.mark.quick
         ("plan --encoder=beside", "plan --encoder=data-parallel"),
         ("plan --encoder auto --lengths beside", "plan --encoder auto --lengths beside"),
         ("lengths beside --levels", "lengths beside --levels"),
+        ("pack l.parquet --method isf", "pack l.parquet --packing isf"),
     ],
 )
 def test_earlier_names_are_read(given, expected):

@@ -29,7 +29,6 @@ OWN = {
     "samples_per_step": "of caps, or of strategies",
     "model": "of what is trained, or of packs alone, where there is a default",
     "cluster": "likewise",
-    "packing": "also called --method where that is no method of partition",
     "micro_batches": "of steps that may be named by their samples instead",
     "dp": "needed where nothing else is divided",
     "max_tiles": "searched for where that is possible",

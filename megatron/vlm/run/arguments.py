@@ -90,73 +90,57 @@ def _flag(*settings: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointArguments:
-    save_interval: int = _flag("steps between checkpoint saves", _POSITIVE, 1000)
+    save_interval: int = _flag("steps between saves", _POSITIVE, 1000)
     keep_checkpoints: int | None = _flag("newest checkpoints to keep (default: all)", _POSITIVE)
     async_save: bool = _flag(
-        "save checkpoints in the background (default: yes)",
+        "save in the background (default: yes)",
         action=argparse.BooleanOptionalAction,
         default=True,
     )
-    exit_after_failed_saves: int = _flag(
-        "consecutive failed saves that end the run; a failed last one always does", _POSITIVE, 2
-    )
+    exit_after_failed_saves: int = _flag("failed saves that end the run", _POSITIVE, 2)
     replan_at: tuple[int, ...] = _flag(
-        "steps to plan again after from measured times, such as 50,500 (default: none)",
+        "steps to plan again after (default: none)",
         _parse_replan_steps,
         (),
         metavar="STEPS",
     )
-    elastic: bool = _flag("resume --save, planned again for the number of processes launched")
+    elastic: bool = _flag("resume --save, on any number of processes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageArguments:
-    data_index: Path | None = _flag(
-        "index written by `omnibal lengths --data-index`, to open --data without reading it", Path
-    )
-    data_cache: Path | None = _flag("folder on a node's disk that caches remote data", Path)
+    data_index: Path | None = _flag("file of `omnibal lengths --data-index`", Path)
+    data_cache: Path | None = _flag("local folder that caches remote data", Path)
     data_cache_gib: float = _flag(f"cache size in GiB (default: {_CACHE_GIB})", _POSITIVE_SIZE)
-    data_root: Path | None = _flag(
-        "folder or URL that every data file must be in, links followed", location
-    )
+    data_root: Path | None = _flag("folder or URL that must hold all data", location)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationArguments:
     """Held-out data: its loss during training, and generated answers after it."""
 
-    eval_data: Path = _flag("annotation file or meta JSON of held-out samples", location)
-    eval_samples: int = _flag("maximum held-out samples", _POSITIVE, 500)
+    eval_data: Path = _flag("held-out annotations or meta JSON", location)
+    eval_samples: int = _flag("max held-out samples", _POSITIVE, 500)
     eval_interval: int | None = _flag("steps between validations (default: none)", _POSITIVE)
-    max_new_tokens: int = _flag(
-        "maximum tokens of an answer; no KV cache: each runs the full question", _POSITIVE, 64
-    )
+    max_new_tokens: int = _flag("max tokens of an answer", _POSITIVE, 64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunArguments:
     """Arguments of a run that trains, evaluates or both."""
 
-    data: Path | None = _flag(
-        "annotation file or meta JSON (or s3:// URL) that the lengths were scanned from", location
-    )
-    tokenizer_model: Path = _flag(
-        "tokenizer.model, tokenizer.json or folder that the lengths were scanned with", Path
-    )
-    save: Path = _flag("run directory, to save checkpoints and logs to", Path)
-    load: Path | None = _flag("run directory to load the newest checkpoint of", Path)
-    finetune: bool = _flag("load only weights of --load, and start at step 0")
+    data: Path | None = _flag("annotations or meta JSON of the lengths", location)
+    tokenizer_model: Path = _flag("tokenizer of the lengths, file or folder", Path)
+    save: Path = _flag("run directory, of checkpoints and logs", Path)
+    load: Path | None = _flag("run directory to load from", Path)
+    finetune: bool = _flag("load weights only, and start at step 0")
     skip_train: bool = _flag("only evaluate --load")
-    train_iters: int | None = _flag("step to stop after (default: the plan's last)", _POSITIVE)
-    seed: int = _flag(
-        "random seed of initial weights, augmentation and drop path", _SEED_NUMBER, 42
-    )
-    max_skipped_steps: int = _flag(
-        "maximum consecutive steps skipped for a loss or gradient that is not finite", _NATURAL, 5
-    )
+    train_iters: int | None = _flag("step to stop after (default: the last)", _POSITIVE)
+    seed: int = _flag("of weights and augmentation", _SEED_NUMBER, 42)
+    max_skipped_steps: int = _flag("max non-finite steps in a row", _NATURAL, 5)
     num_workers: int = _flag("dataloader workers per rank", _NATURAL, 2)
     provider: Provider = _flag(
-        "linears and attention of Megatron-core and this project, or Transformer Engine",
+        "local, or Transformer Engine",
         str,
         "local",
         choices=get_args(Provider),
@@ -164,7 +148,7 @@ class RunArguments:
     tensorboard_dir: Path | None = _flag("TensorBoard log directory (default: none)", Path)
     wandb_project: str | None = _flag("Weights & Biases project (default: none)", str)
     profile_steps: range = _flag(
-        "steps to trace with torch's profiler, to SAVE/traces (default: none)",
+        "steps traced to SAVE/traces (default: none)",
         _parse_steps,
         range(0),
         metavar="FIRST[-LAST]",
@@ -182,10 +166,10 @@ class RunArguments:
 
 
 _JOB = {
-    "plan": _option("directory made by `omnibal plan`", Path, required=True),
-    "dry_run": _option("only check the plan, and print the layout over ranks"),
+    "plan": _option("plan directory", Path, required=True),
+    "dry_run": _option("only check the plan, and print its ranks"),
     "on_bad_sample": _option(
-        "on an unreadable image or recording: stop the run, or skip the sample",
+        "stop, or train without it",
         OnBadSample,
         OnBadSample.STOP,
         choices=list(OnBadSample),
@@ -194,32 +178,30 @@ _JOB = {
 # Flags of `OptimizationOptions`, a class of the training step without a command line.
 _OPTIMIZATION = {
     "lr": _option(
-        f"maximum learning rate (default: {LEARNING_RATE}, adapters {ADAPTER_LEARNING_RATE})",
+        f"max rate (default: {LEARNING_RATE}, adapters {ADAPTER_LEARNING_RATE})",
         _NOT_NEGATIVE,
     ),
     "vision_lr": _option(
-        f"maximum learning rate of the vision encoder (default: {VISION_SHARE:g} x --lr)",
+        f"vision's max rate (default: {VISION_SHARE:g} x --lr)",
         _NOT_NEGATIVE,
     ),
-    "min_lr": _option("minimum learning rate, of the last step", _NOT_NEGATIVE, 0.0),
+    "min_lr": _option("learning rate of the last step", _NOT_NEGATIVE, 0.0),
     "lr_decay_style": _option(
         "learning rate decay", str, "cosine", choices=["cosine", "linear", "constant"]
     ),
-    "lr_warmup_fraction": _option("fraction of steps with linear warmup", _FRACTION, 0.03),
-    "weight_decay": _option("weight decay of matrices; vectors have none", _NOT_NEGATIVE, 0.05),
-    "adam_beta1": _option("decay of the running average of gradients", _FRACTION, 0.9),
-    "adam_beta2": _option("decay of the running average of squares", _FRACTION, 0.999),
-    "adam_eps": _option("term added to the denominator", _NOT_NEGATIVE, 1e-8),
-    "clip_grad": _option("maximum global L2 norm of gradients; 0: no clipping", _NOT_NEGATIVE, 1.0),
+    "lr_warmup_fraction": _option("fraction of warmup steps", _FRACTION, 0.03),
+    "weight_decay": _option("of matrices, not vectors", _NOT_NEGATIVE, 0.05),
+    "adam_beta1": _option("decay of the first moment", _FRACTION, 0.9),
+    "adam_beta2": _option("decay of the second moment", _FRACTION, 0.999),
+    "adam_eps": _option("term in the denominator", _NOT_NEGATIVE, 1e-8),
+    "clip_grad": _option("max gradient L2 norm; 0: none", _NOT_NEGATIVE, 1.0),
     "loss_weighting": _option(
-        "loss weight: 1, 1/n or 1/sqrt(n) by sample, 1/n by micro-batch; sum: undivided",
+        "docs/training.md",
         _parse_loss_weighting,
         LossWeighting.TOKEN,
         metavar="{" + ",".join(LossWeighting) + "}",
     ),
-    "drop_path_rate": _option(
-        "drop-path rate of the last vision layer, rising linearly from 0", _FRACTION, 0.0
-    ),
+    "drop_path_rate": _option("of the last vision layer", _FRACTION, 0.0),
 }
 
 
@@ -231,8 +213,9 @@ def parse_arguments() -> tuple[Path, RunArguments | None]:
     """Return the plan's directory and the run's arguments (None: dry run); raises UserError."""
     parser = ArgumentParser(
         prog="pretrain_vlm.py",
+        usage="pretrain_vlm.py --plan PATH [OPTION]...",
         description="Train a vision-language or language model by an OmniBal plan.",
-        formatter_class=partial(argparse.HelpFormatter, max_help_position=34, width=130),
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
     )
     for title, options in (
         ("job", _JOB | _list_flags(RunArguments)),
