@@ -31,10 +31,10 @@ from omnibal.pipeline.simulate import StepTimes, simulate_levels
 from omnibal.search.goal import Free, Goal, Samples
 from omnibal.search.planning import Planned, plan
 from omnibal.trainers.export.directory import Export, export_of
-from omnibal.trainers.lint.all_rules import can_start, findings_of
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import Finding, Launch
 from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.rules import can_start, findings_of
 
 
 def read_lengths(*paths: Path | str) -> Lengths:

@@ -3,8 +3,10 @@
 Tokens are the dataset's, image items are counted from image headers, and loss tokens are 0.
 """
 
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,11 @@ from omnibal.base.remote_path import RemotePath
 from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import Lengths, check_positions, image_rule
 from omnibal.data.native_resolution import OddImage, Segments, image_segments, sizes_of
-from omnibal.data.stored_files import HeldFile, ImageFile
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import SQUARED_FEATURES, squares_of
 
-Picture = ImageFile | HeldFile
 _STATE_FILE = "state.json"
 _DATASET_REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
 
@@ -82,7 +83,7 @@ def read_cached_lengths(
 
 
 def _count_items(
-    images: Sequence[Picture], where: str, tokens: int, model: ModelConfig
+    images: Sequence[ImageFile], where: str, tokens: int, model: ModelConfig
 ) -> tuple[int, list[Segments]]:
     """Return a row's image items and native-resolution segments; UserError if above `tokens`."""
     check_positions(tokens, model, f"{where}: the sample")
@@ -136,7 +137,7 @@ def _iterate_batches(folder: Path) -> Iterator[pa.RecordBatch]:
             raise UserError(f"{path}: cannot be read ({error}); {_DATASET_REMEDY}") from error
 
 
-def _iterate_images(folder: Path) -> Iterator[list[Picture]]:
+def _iterate_images(folder: Path) -> Iterator[list[ImageFile]]:
     """Yield every row's images, by path or bytes. Raise UserError on videos and recordings."""
     number = 0
     for batch in _iterate_batches(folder):
@@ -157,7 +158,7 @@ def _iterate_images(folder: Path) -> Iterator[list[Picture]]:
             number += 1
 
 
-def _locate_image(image: Any, folder: Path, row: int) -> Picture:
+def _locate_image(image: Any, folder: Path, row: int) -> ImageFile:
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, str):
@@ -166,4 +167,4 @@ def _locate_image(image: Any, folder: Path, row: int) -> Picture:
         raise UserError(
             f"{folder}: row {row} has an image without path or bytes; {_DATASET_REMEDY}"
         )
-    return HeldFile(image)
+    return ImageFile(folder, f"row {row}", opener=partial(io.BytesIO, image))

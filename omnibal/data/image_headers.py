@@ -7,7 +7,7 @@ from typing import BinaryIO
 from PIL import ExifTags, Image
 
 from omnibal.base.errors import StorageError
-from omnibal.data.stored_files import HeldFile, ImageFile, why_unreadable
+from omnibal.data.stored_files import ImageFile, why_unreadable
 
 # Pillow warns about files that are read nevertheless, or refused with an error.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -77,7 +77,7 @@ def upright_size(file: BinaryIO) -> tuple[int, int]:
         return (height, width) if is_turned else (width, height)
 
 
-def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
+def image_size(image: ImageFile) -> tuple[int, int]:
     """Return stored width and height; raises BadImage, IsADirectoryError or StorageError."""
     try:
         with image.open() as file:

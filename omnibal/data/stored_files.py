@@ -50,19 +50,6 @@ class StoredFile:
         return open_range(self.path, self.offset, self.size)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldFile:
-    """File stored as bytes in a record."""
-
-    content: bytes
-
-    def __str__(self) -> str:
-        return f"of {len(self.content):,} bytes"
-
-    def open(self) -> BinaryIO:
-        return io.BytesIO(self.content)
-
-
 def is_video_file(name: str) -> bool:
     return PurePath(name).suffix.lower() in VIDEO_SUFFIXES
 

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
@@ -32,22 +33,11 @@ import numpy as np
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath, named_from, version_of
+from omnibal.data import stored_files
 from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import RecordMedia
 from omnibal.data.sample import Video
-from omnibal.data.stored_files import (
-    AUDIO_SUFFIXES,
-    IMAGE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    AudioFile,
-    ImageFile,
-    StoredFile,
-    VideoFile,
-    is_video_file,
-    natural_order,
-    open_range,
-)
 
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
@@ -69,10 +59,10 @@ _FILES_OF_SHARD = (
 _TAR_BLOCK = 512  # tar block size in bytes
 
 # Type and suffixes of each medium's files.
-_FILE_KINDS: dict[Medium, tuple[type[StoredFile], frozenset[str]]] = {
-    "image": (ImageFile, IMAGE_SUFFIXES),
-    "video": (VideoFile, VIDEO_SUFFIXES),
-    "audio": (AudioFile, AUDIO_SUFFIXES),
+_FILE_KINDS: dict[Medium, tuple[type[stored_files.StoredFile], frozenset[str]]] = {
+    "image": (stored_files.ImageFile, stored_files.IMAGE_SUFFIXES),
+    "video": (stored_files.VideoFile, stored_files.VIDEO_SUFFIXES),
+    "audio": (stored_files.AudioFile, stored_files.AUDIO_SUFFIXES),
 }
 
 
@@ -163,12 +153,12 @@ class ShardSample(RecordMedia):
             raise InvalidRecordError(
                 f"has no {self.key}.{_RECORD}; every key needs one, with its conversations"
             )
-        with open_range(self.shard, record.offset, record.size) as file:
+        with stored_files.open_range(self.shard, record.offset, record.size) as file:
             return file.read()
 
     def find(self, medium: Medium, name: str) -> Any:
         """Return a file by full name, base name or suffix; raises InvalidRecordError."""
-        if medium == "video" and not is_video_file(name):
+        if medium == "video" and not stored_files.is_video_file(name):
             raise InvalidRecordError(
                 f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
                 "list of the members that are frames"
@@ -188,20 +178,17 @@ class ShardSample(RecordMedia):
             return ()
         suffixes = _FILE_KINDS[medium][1]
         members = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
-        members.sort(key=lambda member: natural_order(PurePath(member.suffix).stem))
+        members.sort(key=lambda member: stored_files.natural_order(PurePath(member.suffix).stem))
         return tuple(self._file(medium, member) for member in members)
 
     def _file(self, medium: Medium, member: Member) -> Any:
         file = _FILE_KINDS[medium][0](self.shard, member.name, member.offset, member.size)
-        return Video(file=file) if isinstance(file, VideoFile) else file
+        return Video(file=file) if isinstance(file, stored_files.VideoFile) else file
 
 
 def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = None) -> list[Shard]:
     """Return the shards of a notation such as train-{000..003}.tar, relative to `folder`."""
-    try:
-        from webdataset.shardlists import expand_urls
-    except ImportError as error:
-        raise _missing_error("webdataset", error) from error
+    expand_urls = _import_library("webdataset.shardlists", "webdataset").expand_urls
     if (count := _bound_shards(notation)) > _MAX_SHARDS:
         raise UserError(
             f'"shards": {notation!r} expands to {count:,} names, and a source may have '
@@ -232,14 +219,11 @@ def _bound_shards(notation: str) -> int:
 
 def energon_shards(folder: Path, split: str) -> list[Shard]:
     """Return the shards of a split that `energon prepare` prepared."""
-    try:
-        from megatron.energon.epathlib import EPath
-        from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
-    except ImportError as error:
-        raise _missing_error("energon", error) from error
+    paths = _import_library("megatron.energon.epathlib", "energon")
+    metadata = _import_library("megatron.energon.flavors.webdataset.metadata", "energon")
     try:
         with _copy_energon_meta(folder) as local:
-            meta = WebdatasetMeta.from_config(EPath(local), split_part=split)
+            meta = metadata.WebdatasetMeta.from_config(paths.EPath(local), split_part=split)
     except UserError:
         raise
     except Exception as error:  # JSON and YAML errors have no common type
@@ -325,7 +309,11 @@ def index_shard(shard: Shard) -> RecordIndex:
                 size.append(members[-1].end - members[0].header)
                 digest = hashlib.sha256()
                 for member in members:
-                    digest.update(_hashed_content(file, member))
+                    head = f"{member.name}\0{member.size}\0"
+                    digest.update(head.encode(errors="surrogateescape"))
+                    if member.suffix == _RECORD:
+                        file.seek(member.offset)
+                        digest.update(file.read(member.size))
                 digests += digest.digest()
     except UserError:
         raise
@@ -351,10 +339,7 @@ def _iterate_samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[M
     if shard.listed is not None:
         yield from _list_samples(file, shard.path, *shard.listed.read_samples(shard.path))
         return
-    try:
-        from webdataset.tariterators import group_by_keys
-    except ImportError as error:
-        raise _missing_error("webdataset", error) from error
+    group_by_keys = _import_library("webdataset.tariterators", "webdataset").group_by_keys
     files = (
         {"fname": member.name, "data": member, "__url__": str(shard.path)}
         for member in _iterate_whole_tar(file)
@@ -365,7 +350,7 @@ def _iterate_samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[M
 
 def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
     try:
-        with open_range(shard, start, size) as file:
+        with stored_files.open_range(shard, start, size) as file:
             members = tuple(
                 Member(member.name, start + member.header, start + member.offset, member.size)
                 for member in _iterate_members(file)
@@ -452,17 +437,12 @@ def _is_cut_off(file: BinaryIO) -> bool:
     return False
 
 
-def _hashed_content(file: BinaryIO, member: Member) -> bytes:
-    """Return the bytes hashed of a member: name and size, and content of a record."""
-    head = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
-    if member.suffix != _RECORD:
-        return head
-    file.seek(member.offset)
-    return head + file.read(member.size)
-
-
-def _missing_error(extra: str, error: ImportError) -> UserError:
-    return UserError(
-        f"shards are read with the library {extra}, which is not there ({error}); install it: "
-        f'pip install "omnibal[{extra}]"'
-    )
+def _import_library(module: str, extra: str) -> Any:
+    """Return a module of an optional library. Raise UserError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"shards are read with the library {extra}, which is not there ({error}); install it: "
+            f'pip install "omnibal[{extra}]"'
+        ) from error

@@ -8,15 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from omnibal.families import text
 from omnibal.families.hub_table import HubTable
-from omnibal.families.text import (
-    LayeredText,
-    Qwen2Text,
-    Qwen3MoeText,
-    Qwen3Text,
-    RoutedKeys,
-    TextTable,
-)
 from omnibal.families.vision import DepthTable, VisionTable, read_vision_language
 from omnibal.model.config import ModelConfig, RopeSections
 from omnibal.model.encoders import VideoConfig
@@ -25,7 +18,7 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LinearAttention
 _UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}  # "mrope" is Qwen2-VL's
 
 
-class SectionedText(TextTable):
+class SectionedText(text.TextTable):
     """Language model with multimodal RoPE over time, row and column."""
 
     default_sections: ClassVar[tuple[int, int, int]] = (24, 20, 20)
@@ -39,7 +32,7 @@ class SectionedText(TextTable):
 
 
 # Pydantic takes the first base's fields: Qwen2Text's defaults, not TextTable's.
-class Qwen25VLText(Qwen2Text, SectionedText):
+class Qwen25VLText(text.Qwen2Text, SectionedText):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
     rope_numbers = _UNSCALED
@@ -91,12 +84,12 @@ class RiceVit(VisionTable):  # of LLaVA-OneVision-1.5
     text_hidden_size: PositiveInt = 2560
 
 
-class Qwen3VLText(Qwen3Text, SectionedText):
+class Qwen3VLText(text.Qwen3Text, SectionedText):
     rope_numbers = _UNSCALED
     default_theta = 500_000.0
 
 
-class Qwen3VLMoeText(Qwen3MoeText, SectionedText):
+class Qwen3VLMoeText(text.Qwen3MoeText, SectionedText):
     rope_numbers = _UNSCALED
     default_theta = 500_000.0
 
@@ -117,7 +110,7 @@ class Qwen35Vision(Qwen3VLVision):
     deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
 
 
-class HybridText(LayeredText):
+class HybridText(text.LayeredText):
     """Language model of Qwen3.5: three gated-delta-rule layers, then one attention layer."""
 
     states_head_size = True
@@ -164,7 +157,7 @@ class HybridText(LayeredText):
         return super().sizes | {"ffn_hidden_size": self.ffn_hidden_size}
 
 
-class HybridMoeText(RoutedKeys, HybridText):
+class HybridMoeText(text.RoutedKeys, HybridText):
     """Language model of Qwen3.5 with experts and a gated shared expert in every layer."""
 
     intermediate_size: PositiveInt | None = None

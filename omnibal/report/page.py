@@ -9,37 +9,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from omnibal.base.errors import UserError
 from omnibal.base.printable import printable
 from omnibal.data.lengths import Lengths
+from omnibal.job import runlog
 from omnibal.job.fake_replay import FAKE_REPLAY_FILES, FakeStage, is_fake_replay, read_fake_stages
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import INFO_FILE, ReplaySummary, read_replay
-from omnibal.job.runlog import (
-    RUN_FILE,
-    Evaluation,
-    RunInfo,
-    StepRecord,
-    ValidationRecord,
-    read_evaluation,
-    read_run,
-    read_run_info,
-    read_validations,
-)
 from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.report import plan_tables
 from omnibal.report.cards import headline_cards
 from omnibal.report.command_tables import fake_device_table, sources_table
 from omnibal.report.figures import curve_figure, split_figure
 from omnibal.report.formatting import change_ms, milliseconds, percent, write_ascii
-from omnibal.report.plan_tables import (
-    accuracy_table,
-    answers_table,
-    mixture_table,
-    packing_facts,
-    peak_table,
-    provenance_facts,
-    stages_table,
-)
 from omnibal.report.step_time import StepTime, split_measured_step, step_time
 from omnibal.report.summary import RunSummary, summarise_run
 from omnibal.report.timeline import timeline_figure
@@ -57,10 +39,10 @@ class ReportInput:
     data: tuple[ScheduledPacks, Lengths] | None  # full packs if of shapes; None without either
     replay: ReplaySummary | None
     fake_stages: tuple[FakeStage, ...]  # stages replayed on fake devices so far
-    records: list[StepRecord]
-    validations: list[ValidationRecord]
+    records: list[runlog.StepRecord]
+    validations: list[runlog.ValidationRecord]
     run: RunSummary | None
-    evaluation: Evaluation | None
+    evaluation: runlog.Evaluation | None
     time: StepTime | None  # a step's time by cause, or None if neither predicted nor measured
 
     @property
@@ -74,7 +56,7 @@ def write_report(
 ) -> ReportInput:
     """Write and return the report of a plan, with its run and replay. UserError if of another."""
     plan, job, data = files.plan, files.job, files.data
-    records: list[StepRecord] = []
+    records: list[runlog.StepRecord] = []
     run, causes = None, {}
     if run_directory is not None:
         info, records = _read_plan_run(plan, run_directory)
@@ -102,28 +84,30 @@ def write_report(
         replay=replay,
         fake_stages=fake_stages,
         records=records,
-        validations=[] if run_directory is None else read_validations(run_directory),
+        validations=[] if run_directory is None else runlog.read_validations(run_directory),
         run=run,
-        evaluation=None if run_directory is None else read_evaluation(run_directory),
+        evaluation=None if run_directory is None else runlog.read_evaluation(run_directory),
         time=step_time(plan, run, replay, causes),
     )
     write_ascii(render(report), output)
     return report
 
 
-def _read_plan_run(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
+def _read_plan_run(
+    plan: Plan, run_directory: Path
+) -> tuple[runlog.RunInfo, list[runlog.StepRecord]]:
     """Return the run and its steps. UserError if its packs or stages are not the plan's."""
     if plan.data is None:
         raise UserError(
             f"a plan without data has no runs: give the plan of {run_directory}, or no run"
         )
-    info = read_run_info(run_directory)
+    info = runlog.read_run_info(run_directory)
     if info.packs_sha256 != plan.data.packs_sha256:
         raise UserError(
             f"{run_directory}: the run trained packs of sha256 {info.packs_sha256[:12]}, and the "
             f"plan has {plan.data.packs_sha256[:12]}; give a run of this plan"
         )
-    records = read_run(run_directory / RUN_FILE)
+    records = runlog.read_run(run_directory / runlog.RUN_FILE)
     stages = len(plan.merge_chunks(plan.stages))
     if any(len(record.stages) != stages for record in records):
         raise UserError(
@@ -154,17 +138,19 @@ def _variables(report: ReportInput) -> dict[str, Any]:
     variables = {
         "cards": headline_cards(plan, run, replay, report.records),
         "split": split_figure(plan),
-        "stages": stages_table(plan, run, replay),
+        "stages": plan_tables.stages_table(plan, run, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
-        "memory": peak_table(*report.memory_sources),
+        "memory": plan_tables.peak_table(*report.memory_sources),
         "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": (),
-        "accuracy": accuracy_table(evaluation) if evaluation else None,
-        "answers": answers_table(evaluation) if evaluation else None,
+        "accuracy": plan_tables.accuracy_table(evaluation) if evaluation else None,
+        "answers": plan_tables.answers_table(evaluation) if evaluation else None,
         "packing": None,
-        "mixture": mixture_table(plan.data.mixture) if plan.data and plan.data.mixture else None,
-        "provenance": provenance_facts(plan, replay, run, report.records),
+        "mixture": plan_tables.mixture_table(plan.data.mixture)
+        if plan.data and plan.data.mixture
+        else None,
+        "provenance": plan_tables.provenance_facts(plan, replay, run, report.records),
     }
     if run:
         records, predicted = report.records, plan.prediction.step_ms if plan.prediction else None
@@ -179,7 +165,7 @@ def _variables(report: ReportInput) -> dict[str, Any]:
         bound, dp = naive_lower_bound(lengths, plan.data.caps), plan.parallel.data
         metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, bound)
         variables |= {
-            "packing": packing_facts(metrics, "tokens", plan.data),
+            "packing": plan_tables.packing_facts(metrics, "tokens", plan.data),
             "sources": sources_table(lengths, most=_SOURCES_SHOWN),
         }
     return variables

@@ -11,10 +11,10 @@ from launch_cases import BROKEN, GOOD, LINES, PublishedLine, model_of, sized_mod
 
 from omnibal.families.named import named_model
 from omnibal.model.levels import ContextExchange
-from omnibal.trainers.lint.all_rules import RULES, findings_of
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import Finding, Launcher
 from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.rules import RULES, findings_of
 from omnibal.trainers.lint.split import layers_by_chunk
 
 pytestmark = pytest.mark.quick

@@ -9,12 +9,12 @@ from omnibal.cost.link_rates import Group, all_to_all_line, pass_line, ring_ms_p
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
-from omnibal.trainers.lint.all_rules import can_start
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
 from omnibal.trainers.lint.line import line_of
 from omnibal.trainers.lint.line_job import LineJob, make_line_job
 from omnibal.trainers.lint.predict_line import predict_line
+from omnibal.trainers.lint.rules import can_start
 from omnibal.trainers.lint.sharding import ZeroStage, weight_shards, zero_stage
 from omnibal.trainers.lint.split import layers_by_chunk
 

@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from omnibal.pipeline.schedules import Pass, interleaved_1f1b
-from omnibal.trainers.lint.all_rules import findings_of
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.rules import findings_of
 from omnibal.trainers.lint.split import layers_by_chunk
 from tests.planner.launch_cases import sized_model
 

@@ -8,19 +8,10 @@ from typing import Any
 from omnibal.job.plan import Plan
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.model.units import LANGUAGE
+from omnibal.trainers.export import megatron_flags as core
 from omnibal.trainers.export.energon import energon_files, energon_notes, without_packs
 from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.layout import PPLayout
-from omnibal.trainers.export.megatron_flags import (
-    Batch,
-    join_command,
-    launch_variables,
-    parallel_fields,
-    plan_layout,
-    recompute_fields,
-    recomputed_encoders,
-    torchrun,
-)
 
 _RUNNER = 'scripts/training/run_recipe.py --recipe "$RECIPE"'
 # Overrides by shell variables, which the plan does not decide. Paths are quoted for Hydra.
@@ -44,7 +35,7 @@ _FP8 = {
 
 def export(given: ExportInput) -> Exported:
     """Return a plan as a Megatron-Bridge command and recipe statements, and packs for Energon."""
-    plan, batch, files = given.plan, Batch.measure(given), energon_files(given)
+    plan, batch, files = given.plan, core.Batch.measure(given), energon_files(given)
     values = overrides(given, batch)
     # Overrides have both in single quotes, for Hydra.
     names = given.checkpoint or plan.model.name, str(given.folder)
@@ -52,19 +43,21 @@ def export(given: ExportInput) -> Exported:
     quoted = replace(given, checkpoint=checkpoint, folder=Path(folder))
     return Exported(
         files=files,
-        variables=launch_variables(quoted, RECIPE="YOUR_RECIPE"),
-        command=join_command([torchrun(plan, _RUNNER), *_override_words(values), *_USER_OVERRIDES]),
-        settings=_recipe_statements(values, plan_layout(plan)),
+        variables=core.launch_variables(quoted, RECIPE="YOUR_RECIPE"),
+        command=core.join_command(
+            [core.torchrun(plan, _RUNNER), *_override_words(values), *_USER_OVERRIDES]
+        ),
+        settings=_recipe_statements(values, core.plan_layout(plan)),
         deviations=tuple(_bridge_deviations(plan, batch, bool(files))),
         notes=(*_bridge_notes(plan, bool(files)), *energon_notes(given, files)),
     )
 
 
-def overrides(given: ExportInput, batch: Batch) -> Mapping[str, Any]:
+def overrides(given: ExportInput, batch: core.Batch) -> Mapping[str, Any]:
     """Return values of the recipe fields that the plan sets, by dotted name."""
     plan, overlaps = given.plan, given.plan.parallel.data > 1
     return {
-        **{f"model.{name}": value for name, value in parallel_fields(plan).items()},
+        **{f"model.{name}": value for name, value in core.parallel_fields(plan).items()},
         **_layer_fields(plan),
         "model.seq_length": batch.sequence_length,
         "dataset.seq_length": batch.sequence_length,
@@ -89,7 +82,7 @@ def layer_flags(plan: Plan) -> list[str]:
 
 def _layer_fields(plan: Plan) -> Mapping[str, Any]:
     """Return all fields of the pipeline split and recomputation; None resets a recipe's."""
-    layout = plan_layout(plan)
+    layout = core.plan_layout(plan)
     first, last = (None, None) if layout.is_even else layout.end_layers or (None, None)
     in_full = first is None and not layout.is_even
     has_chunks = layout.virtual > 1
@@ -103,7 +96,7 @@ def _layer_fields(plan: Plan) -> Mapping[str, Any]:
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
         "pipeline_model_parallel_layout": layout.short_text if in_full else None,
-        **recompute_fields(plan),
+        **core.recompute_fields(plan),
     }
     return {f"model.{name}": value for name, value in fields.items()}
 
@@ -130,7 +123,7 @@ def _recipe_statements(values: Mapping[str, Any], layout: PPLayout) -> str:
     )
 
 
-def _bridge_deviations(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
+def _bridge_deviations(plan: Plan, batch: core.Batch, has_packs: bool) -> Iterator[str]:
     if plan.parallel.pipeline > 1 or plan.parallel.expert > 1:
         yield from batch.padding_notes(
             "Megatron-Bridge pads to the sequence length when it trains a vision-language model "
@@ -138,7 +131,7 @@ def _bridge_deviations(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[st
         )
     if not has_packs:
         yield without_packs("Megatron-Bridge")
-    encoders = recomputed_encoders(plan)
+    encoders = core.recomputed_encoders(plan)
     if encoders:
         yield (
             f"All layers of {encoders} are recomputed in the plan, and not by the command: "

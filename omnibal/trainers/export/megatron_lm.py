@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from omnibal.job.plan import Plan
 from omnibal.model.units import LANGUAGE, model_parts
+from omnibal.trainers.export import megatron_flags as core
 from omnibal.trainers.export.energon import (
     ENERGON_FOLDER,
     energon_files,
@@ -12,30 +13,16 @@ from omnibal.trainers.export.energon import (
 )
 from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.layout import split_flags
-from omnibal.trainers.export.megatron_flags import (
-    Batch,
-    Flags,
-    as_flags,
-    flag_lines,
-    fp8_flags,
-    join_command,
-    launch_variables,
-    parallel_fields,
-    plan_layout,
-    recompute_fields,
-    recomputed_encoders,
-    torchrun,
-)
 
 _PROGRAM = "YOUR_TRAINING_SCRIPT.py"
 
 
 def export(given: ExportInput) -> Exported:
     """Return a plan's launch command for Megatron-LM, its packs for Energon, and deviations."""
-    plan, batch, files = given.plan, Batch.measure(given), energon_files(given)
-    layout, has_replicas = plan_layout(plan), plan.parallel.data > 1
+    plan, batch, files = given.plan, core.Batch.measure(given), energon_files(given)
+    layout, has_replicas = core.plan_layout(plan), plan.parallel.data > 1
     flags = {
-        **as_flags(parallel_fields(plan)),
+        **core.as_flags(core.parallel_fields(plan)),
         **_layer_flags_by_name(plan),
         "seq-length": str(batch.sequence_length),
         "micro-batch-size": "1",  # a pack
@@ -45,7 +32,7 @@ def export(given: ExportInput) -> Exported:
         "use-distributed-optimizer": None,
         **({"overlap-grad-reduce": None, "overlap-param-gather": None} if has_replicas else {}),
         **({} if plan.precision == "fp32" else {"bf16": None}),
-        **fp8_flags(plan),
+        **core.fp8_flags(plan),
         "pretrained-checkpoint": "$MODEL",
         "load": "$OUTPUT",
         "save": "$OUTPUT",
@@ -58,8 +45,8 @@ def export(given: ExportInput) -> Exported:
         flags["num-workers"] = str(given.workers)
     return Exported(
         files=files,
-        variables=launch_variables(given, SCRIPT=_PROGRAM),
-        command=join_command([torchrun(plan, '"$SCRIPT"'), *flag_lines(flags)]),
+        variables=core.launch_variables(given, SCRIPT=_PROGRAM),
+        command=core.join_command([core.torchrun(plan, '"$SCRIPT"'), *core.flag_lines(flags)]),
         settings=f"layout in full: {layout.text}\nlayout in short: {layout.short_text}\n",
         deviations=tuple(_megatron_lm_deviations(plan, batch, bool(files))),
         notes=(*_megatron_lm_notes(plan), *energon_notes(given, files)),
@@ -68,15 +55,19 @@ def export(given: ExportInput) -> Exported:
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return command-line flags of the pipeline split and recomputation."""
-    return flag_lines(_layer_flags_by_name(plan))
+    return core.flag_lines(_layer_flags_by_name(plan))
 
 
-def _layer_flags_by_name(plan: Plan) -> Flags:
-    encoders = {"recompute-vision": None} if recomputed_encoders(plan) else {}
-    return {**split_flags(plan_layout(plan)), **as_flags(recompute_fields(plan)), **encoders}
+def _layer_flags_by_name(plan: Plan) -> core.Flags:
+    encoders = {"recompute-vision": None} if core.recomputed_encoders(plan) else {}
+    return {
+        **split_flags(core.plan_layout(plan)),
+        **core.as_flags(core.recompute_fields(plan)),
+        **encoders,
+    }
 
 
-def _megatron_lm_deviations(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
+def _megatron_lm_deviations(plan: Plan, batch: core.Batch, has_packs: bool) -> Iterator[str]:
     if plan.parallel.pipeline > 1:
         yield from batch.padding_notes(
             "Megatron-LM's launcher sets variable_seq_lengths to false: stages exchange "
@@ -119,13 +110,13 @@ def _megatron_lm_notes(plan: Plan) -> Iterator[str]:
             f"Frozen in the plan: {', '.join(plan.frozen)}. Flags of examples/multimodal are "
             "`--freeze-LM` and `--freeze-ViT`; freeze projectors in your model."
         )
-    encoders = recomputed_encoders(plan)
+    encoders = core.recomputed_encoders(plan)
     if encoders:
         yield (
             f"All layers of {encoders} are recomputed: `--recompute-vision` is a flag of "
             "examples/multimodal, not of Megatron-LM's parser; your script must take it."
         )
-    elif recompute_fields(plan)["recompute_num_layers"] and len(model_parts(plan.model)) > 1:
+    elif core.recompute_fields(plan)["recompute_num_layers"] and len(model_parts(plan.model)) > 1:
         yield (
             f"The recompute flags are for {LANGUAGE}, and no layer of an encoder is recomputed: "
             "give encoders a TransformerConfig without them."

@@ -13,19 +13,9 @@ from omnibal.job.plan import Plan
 from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import LANGUAGE
+from omnibal.trainers.export import megatron_flags as core
 from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file
 from omnibal.trainers.export.layout import all_or_none, split_flags
-from omnibal.trainers.export.megatron_flags import (
-    as_flags,
-    devices_and_nodes,
-    flag_lines,
-    fp8_flags,
-    join_command,
-    launch_variables,
-    parallel_fields,
-    plan_layout,
-    recompute_fields,
-)
 from omnibal.trainers.export.ms_swift_records import write_rows
 from omnibal.trainers.export.reading_order import sample_numbers
 
@@ -40,7 +30,7 @@ def export(given: ExportInput) -> Exported:
     overlaps = _true_or_false(plan.parallel.data > 1)
     flags = {
         **_data_flags(given),
-        **_spell_flags(as_flags(parallel_fields(plan))),
+        **_spell_flags(core.as_flags(core.parallel_fields(plan))),
         **_swift_layer_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": "1",
@@ -54,7 +44,7 @@ def export(given: ExportInput) -> Exported:
         "overlap_param_gather": overlaps,
         **_frozen_flags(plan),
         "torch_dtype": _torch_dtype(plan),
-        **_spell_flags(fp8_flags(plan)),
+        **_spell_flags(core.fp8_flags(plan)),
     }
     return _make_exported(given, "megatron sft", {"lr": "$LR", **flags})
 
@@ -93,7 +83,7 @@ def _make_exported(given: ExportInput, program: str, flags: SwiftFlags) -> Expor
         )
     return Exported(
         files=files,
-        variables=launch_variables(given),
+        variables=core.launch_variables(given),
         command=_shell_command(given.plan, program, flags),
         deviations=tuple(deviations),
         notes=tuple(_swift_notes(given)),
@@ -125,14 +115,19 @@ def _data_flags(given: ExportInput) -> SwiftFlags:
 def layer_flags(plan: Plan) -> list[str]:
     """Return flag lines of the split and recomputation; of encoders only if the model has any."""
     flags = _swift_layer_flags(plan)
-    return flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
+    return core.flag_lines(
+        {k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k}
+    )
 
 
 def _swift_layer_flags(plan: Plan) -> SwiftFlags:
     return {
-        **(_spell_flags(split_flags(plan_layout(plan))) if plan.parallel.pipeline > 1 else {}),
+        **(_spell_flags(split_flags(core.plan_layout(plan))) if plan.parallel.pipeline > 1 else {}),
         # ms-swift's default is `selective`.
-        **(_spell_flags(as_flags(recompute_fields(plan))) or {"recompute_granularity": "none"}),
+        **(
+            _spell_flags(core.as_flags(core.recompute_fields(plan)))
+            or {"recompute_granularity": "none"}
+        ),
         "vit_gradient_checkpointing": _true_or_false(_recomputes_encoders(plan)),
     }
 
@@ -207,14 +202,14 @@ def _true_or_false(value: bool) -> str:
 
 
 def _shell_command(plan: Plan, program: str, flags: SwiftFlags) -> str:
-    per_node, nodes = devices_and_nodes(plan)
+    per_node, nodes = core.devices_and_nodes(plan)
     environment = {**_image_size_variables(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
     if nodes > 1:
         names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
         lines.append(" ".join([f"NNODES={nodes}", *(f'{name}="${name}"' for name in names)]))
     paths = {"model": "$MODEL", "output_dir": "$OUTPUT"}
-    return join_command([*lines, program, *flag_lines({**paths, **flags})])
+    return core.join_command([*lines, program, *core.flag_lines({**paths, **flags})])
 
 
 def _image_size_variables(plan: Plan) -> SwiftFlags:

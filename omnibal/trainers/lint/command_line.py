@@ -9,22 +9,7 @@ from collections.abc import Mapping, Sequence
 from omnibal.base.errors import UserError
 from omnibal.model.limits import words as joined_words
 from omnibal.model.parallel import MAX_DEVICES
-from omnibal.trainers.lint.flags import (
-    DEFAULTS,
-    FIELDS,
-    FROZEN,
-    LENGTHS,
-    SHORT,
-    SWITCHES,
-    canonical,
-    is_nothing,
-    is_on,
-    is_override,
-    read_flags,
-    read_numbers,
-    read_positive,
-    whole_number,
-)
+from omnibal.trainers.lint import flags as known
 from omnibal.trainers.lint.launch_settings import Launch, Launcher
 from omnibal.trainers.lint.other_trainers import PROGRAMS
 from omnibal.trainers.lint.script import UNKNOWN, ScriptCommand, read_script, show_unknown
@@ -35,7 +20,8 @@ _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
 _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
 _LOONGFORGE_FLAGS = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
-_NEEDED_FLAGS = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)  # flags whose values must be known
+# Flags whose values must be known.
+_NEEDED_FLAGS = (*known.FIELDS, *known.LENGTHS, *known.FROZEN, _SPLIT_BY_CHUNK)
 
 
 def read_launch(
@@ -51,11 +37,11 @@ def read_launch(
     selects a launch line of a script. Raises UserError if none is found, or a size is unknown.
     """
     command = _find_launch(read_script(text, given), line_number)
-    flags, environment = read_flags(command.words), command.environment
-    by_name = {canonical(name): value for name, value in flags.items()}
+    flags, environment = known.read_flags(command.words), command.environment
+    by_name = {known.canonical(name): value for name, value in flags.items()}
     _check_values_known(by_name)
     launcher = launcher or _infer_launcher(command.words, flags, by_name)
-    settings = {**DEFAULTS.get(launcher, {}), **by_name}
+    settings = {**known.DEFAULTS.get(launcher, {}), **by_name}
     # Processes per node, if given, times nodes (default 1).
     a_node = _read_device_count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
     nodes = _read_device_count(by_name.get("nnodes") or environment.get("NNODES") or "1")
@@ -110,8 +96,8 @@ def _find_launch(commands: Sequence[ScriptCommand], line_number: int | None) -> 
 def _is_launch(command: ScriptCommand) -> bool:
     if command.words[0] in ("echo", "printf"):
         return False
-    names = set(map(canonical, read_flags(command.words)))
-    has_flag = not names.isdisjoint((*FIELDS, _SPLIT_BY_CHUNK))
+    names = set(map(known.canonical, known.read_flags(command.words)))
+    has_flag = not names.isdisjoint((*known.FIELDS, _SPLIT_BY_CHUNK))
     return has_flag or _SWIFT.search(" ".join(command.words)) is not None
 
 
@@ -120,7 +106,7 @@ def _check_values_known(by_name: Mapping[str, str | None]) -> None:
     uses: dict[str, str] = {}  # first flag that needs a variable
     for name, text in by_name.items():
         # A variable behind a switch is not its value, but further flags: `--sequence-parallel $X`.
-        is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
+        is_followed = name in known.SWITCHES and UNKNOWN.fullmatch(text or "")
         if name in _NEEDED_FLAGS and not is_followed:
             for variable in UNKNOWN.findall(text or ""):
                 uses.setdefault(variable, f"--{name} {show_unknown(text or '')}")
@@ -149,10 +135,10 @@ def _infer_launcher(
         return Launcher.MS_SWIFT
     if _LOONGFORGE_FLAGS & by_name.keys() or "loongforge" in program.lower():
         return Launcher.LOONGFORGE
-    is_bridge = _BRIDGE_PROGRAM.search(program) or any(map(is_override, flags))
-    if is_bridge or any(name in SHORT and f"-{name}" in words for name in flags):
+    is_bridge = _BRIDGE_PROGRAM.search(program) or any(map(known.is_override, flags))
+    if is_bridge or any(name in known.SHORT and f"-{name}" in words for name in flags):
         return Launcher.MEGATRON_BRIDGE
-    underscored = [name for name in flags if "_" in name and canonical(name) in FIELDS]
+    underscored = [name for name in flags if "_" in name and known.canonical(name) in known.FIELDS]
     has_program = any(word.endswith(".py") for word in words)
     return Launcher.MS_SWIFT if underscored and not has_program else Launcher.MEGATRON_LM
 
@@ -161,27 +147,27 @@ def _read_device_count(text: str | None) -> int | None:
     """Return the number of devices or nodes in a value. None if it is no number, as `auto`."""
     # The program follows the last flag of torchrun: only the first word is its value.
     first = (text or "").split()[:1]
-    count = whole_number(first[0]) if first else None
+    count = known.whole_number(first[0]) if first else None
     return count if count is not None and 1 <= count <= MAX_DEVICES else None
 
 
 def _read_fields(settings: Mapping[str, str | None]) -> dict[str, object]:
     """Return the values of `Launch`'s fields that flags or the launcher's defaults set."""
-    given = {name: text for name, text in settings.items() if not is_nothing(text)}
+    given = {name: text for name, text in settings.items() if not known.is_nothing(text)}
     fields: dict[str, object] = {}
     for name, text in given.items():
-        if name in FIELDS:
-            field, read = FIELDS[name]
+        if name in known.FIELDS:
+            field, read = known.FIELDS[name]
             fields[field] = read(f"--{name}", text)
     if _SPLIT_BY_CHUNK in given:
-        numbers = read_numbers(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
+        numbers = known.read_numbers(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
         fields |= {"layers_by_stage": numbers, "is_by_chunk": True}
-    if is_on(given.get("recompute-activations", "false")):
+    if known.is_on(given.get("recompute-activations", "false")):
         fields["recompute"] = "selective"
-    if is_on(given.get("recompute-all", "false")):
+    if known.is_on(given.get("recompute-all", "false")):
         fields |= {"recompute": "full", "recompute_method": "uniform"}
-    frozen = [part for name, part in FROZEN.items() if is_on(given.get(name, "false"))]
-    length = next((name for name in LENGTHS if name in settings), None)
+    frozen = [part for name, part in known.FROZEN.items() if known.is_on(given.get(name, "false"))]
+    length = next((name for name in known.LENGTHS if name in settings), None)
     if length in given:
-        fields["sequence_length"] = read_positive(f"--{length}", given[length])
+        fields["sequence_length"] = known.read_positive(f"--{length}", given[length])
     return fields | {"frozen": tuple(dict.fromkeys(frozen))}

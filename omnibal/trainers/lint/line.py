@@ -12,16 +12,7 @@ from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layer_kinds import LinearAttention
 from omnibal.model.levels import ContextExchange
 from omnibal.trainers.export.layout import LayoutError, PPLayout, parse_layout
-from omnibal.trainers.lint.flags import (
-    FIELDS,
-    FROZEN,
-    LENGTHS,
-    canonical,
-    is_nothing,
-    is_on,
-    split_words,
-    whole_number,
-)
+from omnibal.trainers.lint import flags as known
 from omnibal.trainers.lint.launch_settings import MEGATRON, Launch, Launcher
 
 _MIN_SIMILARITY = 0.9  # of flag names, for a suggestion; none of the published lines gets one
@@ -58,29 +49,29 @@ class LaunchLine:
     @cached_property
     def flags(self) -> dict[str, str | None]:
         """Values of flags by normalised name. None for a flag without a value."""
-        return {canonical(name): text for name, text in self.launch.flags.items()}
+        return {known.canonical(name): text for name, text in self.launch.flags.items()}
 
     @property
     def misspelled_flags(self) -> Mapping[str, str]:
         """Closest known name by flag that is probably misspelled."""
-        known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
-        others = [name for name in self.flags if name not in known]
-        near = {name: get_close_matches(name, known, 1, _MIN_SIMILARITY) for name in others}
-        return {name: names[0] for name, names in near.items() if names}
+        names = sorted({*known.FIELDS, *known.LENGTHS, *known.FROZEN, *SIZE_FLAGS})
+        others = [name for name in self.flags if name not in names]
+        near = {name: get_close_matches(name, names, 1, _MIN_SIMILARITY) for name in others}
+        return {name: matches[0] for name, matches in near.items() if matches}
 
     def on(self, name: str, default: bool = False) -> bool:
         """Return whether a switch is on, or `default` if not given."""
-        return is_on(self.flags[name]) if name in self.flags else default
+        return known.is_on(self.flags[name]) if name in self.flags else default
 
     def text(self, *names: str) -> str | None:
         """Return the value of the first flag that is given and not "none", or None."""
         texts = (self.flags.get(name) for name in names)
-        return next((text.strip() for text in texts if text and not is_nothing(text)), None)
+        return next((text.strip() for text in texts if text and not known.is_nothing(text)), None)
 
     def number(self, name: str) -> int | None:
         """Return a flag's whole number, or None if not given or invalid."""
         text = self.text(name)
-        return None if text is None else whole_number(text)
+        return None if text is None else known.whole_number(text)
 
     @cached_property
     def model_sizes(self) -> Sizes:
@@ -125,7 +116,7 @@ class LaunchLine:
     @property
     def exchanges(self) -> tuple[str, ...]:
         """Words of `--cp-comm-type`: one for all layers, or one per layer."""
-        return split_words(self.text("cp-comm-type")) or ("p2p",)
+        return known.split_words(self.text("cp-comm-type")) or ("p2p",)
 
     @property
     def exchange(self) -> ContextExchange:
@@ -216,7 +207,7 @@ class LaunchLine:
 
 def named_models(launch: Launch) -> list[str]:
     """Return names of a line's model: ms-swift's model, or Bridge recipes. Empty if none."""
-    given = {canonical(name): text for name, text in launch.flags.items()}
+    given = {known.canonical(name): text for name, text in launch.flags.items()}
     return [text for flag in _MODEL_FLAGS.get(launch.launcher, ()) if (text := given.get(flag))]
 
 

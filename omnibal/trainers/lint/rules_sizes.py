@@ -1,15 +1,30 @@
-"""Rules: parallel sizes, the number of GPUs, micro-batches and the sequence length."""
+"""Rules: sizes, GPUs, batches; layers by flags, megatron-core's layouts and LoongForge's lists."""
 
 from math import lcm
 
-from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
+from omnibal.trainers.export.layout import (
+    DECODER,
+    EMBEDDING,
+    ENCODER,
+    LOSS,
+    PREDICTION,
+    LayoutError,
+    PPLayout,
+)
+from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
 from omnibal.trainers.lint.line import RECIPES, LaunchLine
-from omnibal.trainers.lint.rule import BRIDGE, CORE, SWIFT, Problems, Rules
+from omnibal.trainers.lint.rule import BLOCK, BRIDGE, CORE, LOONGFORGE, SWIFT, Problems, Rules
+from omnibal.trainers.lint.split import even_ends
 
 RULES = Rules()
-rule, validate_args = RULES.rule, RULES.validate_args
+rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _PARALLEL_STATE = "core/parallel_state.py"
 _CORE_SCHEDULES = "core/pipeline_parallel/schedules.py"
+_LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
+_LISTS = "loongforge/train/arguments.py, _validate_legacy_pipeline_args, " + LOONGFORGE
+_MODEL_LISTS = "loongforge/train/arguments.py, _validate_custom_model_args, " + LOONGFORGE
+_SIZED_CHUNKS = "--num-layers-per-virtual-pipeline-stage"
+_COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
 @rule("this command, --gpus", severity="warning")
@@ -138,3 +153,363 @@ def packing_and_micro_batch(line: LaunchLine) -> Problems:
         yield f"a packed data set and micro-batch {size}", "use micro-batch 1"
     if size == 1 and line.on("enable-in-batch-packing"):
         yield "packing in the batch and micro-batch 1", "raise the micro-batch"
+
+
+def _advise_ends(line: LaunchLine) -> str:
+    """Return advice: layers for the end stages that leave an even middle, or another split."""
+    ends = even_ends(line.sizes.layers, line.launch.pipeline, line.virtual or 1)
+    if ends is None or line.launch.account_for_embedding or line.launch.account_for_loss:
+        return "choose another PP, or give a layout"
+    first, middle, last = ends
+    between = f", {middle} on every middle stage" if line.launch.pipeline > 2 else ""
+    return f"give {first} layers to the first stage and {last} to the last{between}, or a layout"
+
+
+def _describe_layers(line: LaunchLine) -> str:
+    extra = line.layers_to_split - line.sizes.layers
+    return f"{line.sizes.layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
+
+
+def _even_share(line: LaunchLine) -> int | None:
+    """Return layers of every stage (with embedding and loss, if counted), None if uneven."""
+    share, left = divmod(line.layers_to_split, line.launch.pipeline)
+    return share if line.has_even_split and not left else None
+
+
+def _list_divisors(layers: int) -> list[str]:
+    return [str(count) for count in range(1, layers + 1) if layers % count == 0]
+
+
+@rule(f"{BLOCK}:155, transformer_config.py:1447-1460, {CORE}")
+def layers_divide_stages(line: LaunchLine) -> Problems:
+    """Without flags for the split, the layers must be a multiple of the stages."""
+    if line.has_even_split and _even_share(line) is None:
+        yield f"{_describe_layers(line)} on {line.launch.pipeline} stages", _advise_ends(line)
+
+
+@rule(f"{BLOCK}:174, transformer_config.py:1470, {CORE}")
+def layers_divide_chunks(line: LaunchLine) -> Problems:
+    """The layers of a stage must be a multiple of its chunks."""
+    layers, stages, chunks = _even_share(line), line.launch.pipeline, line.virtual
+    if layers is None or chunks is None or stages == 1:
+        return
+    if line.launch.layers_per_virtual_stage is None and layers % chunks:
+        given = f"{layers} layers of a stage ({_describe_layers(line)} on {stages})"
+        change = f"use {' or '.join(_list_divisors(layers)[1:])} chunks, or a layout"
+        yield f"{given} in {chunks} chunks", change
+
+
+def _given_ends(line: LaunchLine) -> dict[str, int]:
+    """Return the given layers of the first and last stage, by `first` and `last`."""
+    ends = {"first": line.launch.first_layers, "last": line.launch.last_layers}
+    return {end: count for end, count in ends.items() if count is not None}
+
+
+def _ends_without_layout(line: LaunchLine) -> dict[str, int]:
+    # With a layout, the rule `layout-alone` reports them.
+    return _given_ends(line) if line.launch.layout is None else {}
+
+
+def _describe_ends(layers: dict[str, int]) -> str:
+    return ", ".join(f"{count} layers on the {end} stage" for end, count in layers.items())
+
+
+@core_config("1368, :1387")
+def end_stages_hold_layers(line: LaunchLine) -> Problems:
+    """The first and the last stage must hold a layer."""
+    wrong = {end: count for end, count in _ends_without_layout(line).items() if count <= 0}
+    if wrong:
+        change = "give it at least 1, or write a layout, in which a stage may have 0"
+        yield _describe_ends(wrong), change
+
+
+@core_config("1371, :1390")
+def end_stages_divide_chunks(line: LaunchLine) -> Problems:
+    """Layers of the first and the last stage must be multiples of the chunks."""
+    chunks = line.virtual or 1
+    wrong = {end: count for end, count in _ends_without_layout(line).items() if count % chunks}
+    if wrong:
+        given = f"{_describe_ends(wrong)} in {chunks} chunks"
+        yield given, f"use multiples of {chunks}, or a layout"
+
+
+def _count_middle(line: LaunchLine) -> tuple[int, int]:
+    """Return the layers and stages outside of the given end stages, 0 and 0 without any."""
+    ends = _ends_without_layout(line)
+    if not ends:
+        return 0, 0
+    return line.sizes.layers - sum(ends.values()), line.launch.pipeline - len(ends)
+
+
+def _describe_middle(line: LaunchLine) -> str:
+    layers, stages = _count_middle(line)
+    ends = ", ".join(f"{end} {count}" for end, count in _given_ends(line).items())
+    return (
+        f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "
+        f"left for {stages} stages"
+    )
+
+
+@core_config("1406")
+def middle_stages_and_layers(line: LaunchLine) -> Problems:
+    """Middle stages need layers, and remaining layers need middle stages."""
+    layers, stages = _count_middle(line)
+    if bool(layers) != bool(stages):
+        change = _advise_ends(line) if line.launch.pipeline > 1 else "leave both numbers out"
+        yield _describe_middle(line), change
+
+
+@rule(
+    f"only this command: {CORE} builds middle stages with a negative number of layers as "
+    "empty, so the model gets too many layers"
+)
+def middle_stages_hold_layers(line: LaunchLine) -> Problems:
+    """First and last stages must hold at most the model's layers."""
+    layers, stages = _count_middle(line)
+    if layers < 0 < stages:
+        yield _describe_middle(line), _advise_ends(line)
+
+
+@core_config("1414")
+def middle_layers_divide_stages(line: LaunchLine) -> Problems:
+    """Middle layers must be a multiple of the middle stages."""
+    layers, stages = _count_middle(line)
+    if stages and layers % stages:
+        yield f"{layers} layers are left for {stages} stages", _advise_ends(line)
+
+
+@core_config("1422")
+def middle_layers_divide_chunks(line: LaunchLine) -> Problems:
+    """The layers of a middle stage must be a multiple of its chunks."""
+    layers, stages = _count_middle(line)
+    if line.virtual is None or not stages or layers % stages:
+        return
+    share = layers // stages
+    if share % line.virtual:
+        given = f"{share} layers of every middle stage in {line.virtual} chunks"
+        yield given, _advise_ends(line)
+
+
+@core_config("1294")
+def end_stages_or_counted(line: LaunchLine) -> Problems:
+    """Layers of the first or last stage exclude counting embedding or loss as layers."""
+    is_counted = line.launch.account_for_embedding or line.launch.account_for_loss
+    if is_counted and _given_ends(line):
+        yield "both are given", "drop one"
+
+
+@rule(f"megatron_args.py:885, {SWIFT}", launchers={Launcher.MS_SWIFT})
+def end_stages_need_pipeline(line: LaunchLine) -> Problems:
+    """Layers of the first or last stage need a pipeline."""
+    if _given_ends(line) and line.launch.pipeline == 1:
+        yield "layers of the first or last stage with PP 1", "leave them out, or raise PP"
+
+
+@validate_args()
+def one_way_of_chunks(line: LaunchLine) -> Problems:
+    """Chunks must be set by one flag."""
+    ways = {
+        _SIZED_CHUNKS: line.launch.layers_per_virtual_stage,
+        _COUNTED_CHUNKS: line.launch.virtual,
+        "--pipeline-model-parallel-layout": line.launch.layout,
+    }
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        yield " and ".join(given), "keep one"
+
+
+@validate_args()
+def sized_chunks_exclude_ends(line: LaunchLine) -> Problems:
+    """Layers per chunk exclude layers of the first or last stage."""
+    if line.launch.layers_per_virtual_stage is not None and _given_ends(line):
+        given = f"{_SIZED_CHUNKS} with layers of the first or last stage"
+        yield given, f"give {_COUNTED_CHUNKS} instead"
+
+
+@validate_args()
+def sized_chunks_divide_stage(line: LaunchLine) -> Problems:
+    """The layers of a stage must be a multiple of a chunk's layers."""
+    layers, size = _even_share(line), line.launch.layers_per_virtual_stage
+    if layers is not None and size is not None and layers % size:
+        change = f"use chunks of {' or '.join(_list_divisors(layers)[:-1])}"
+        yield f"{layers} layers of a stage in chunks of {size}", change
+
+
+@validate_args(severity="ignored", launchers=ARGPARSE | {Launcher.MS_SWIFT})
+def one_chunk(line: LaunchLine) -> Problems:
+    """One chunk is the default."""
+    if line.launch.virtual == 1 and line.launch.layout is None:
+        yield "one chunk of every stage", "leave it out"
+
+
+def _valid_layout(line: LaunchLine) -> PPLayout | None:
+    """Return the layout if it parses and its chunks are a multiple of the stages, else None."""
+    layout = line.layout
+    is_valid = isinstance(layout, PPLayout) and layout.pipeline == line.launch.pipeline
+    return layout if isinstance(layout, PPLayout) and is_valid else None
+
+
+@rule(f"{_LAYOUT}:282-321, {CORE}")
+def layout_form(line: LaunchLine) -> Problems:
+    """A layout must be in Megatron's form."""
+    if isinstance(line.layout, LayoutError):
+        yield line.layout.problem, line.layout.change
+
+
+@rule(f"{_LAYOUT}:40, {CORE}")
+def layout_divides_stages(line: LaunchLine) -> Problems:
+    """The chunks of a layout must be a multiple of the stages."""
+    layout, stages = line.layout, line.launch.pipeline
+    if not isinstance(layout, PPLayout) or len(layout.chunks) % stages == 0:
+        return
+    chunks = len(layout.chunks)
+    possible = [
+        f"PP {chunks // size}" + (f" with {size} chunks a stage" if size > 1 else "")
+        for size in range(1, 9)
+        if chunks % size == 0 and chunks // size > 1
+    ]
+    fitting = " or ".join(possible) or "one stage"
+    given = f"the layout has {chunks} chunks for PP {stages}"
+    yield given, f"set {fitting}, or give another layout"
+
+
+@core_config("1344", launchers=MEGATRON - {Launcher.MS_SWIFT})
+def layout_chunks(line: LaunchLine) -> Problems:
+    """A layout's chunks per stage must be the virtual pipeline size."""
+    layout, given = _valid_layout(line), line.launch.virtual
+    if layout is not None and given is not None and given != layout.virtual:
+        chunks = f"the layout has {layout.virtual} chunks for each of {layout.pipeline} stages"
+        change = f"leave the size out, or give a layout of {given * layout.pipeline} chunks"
+        yield f"{chunks}, and the virtual pipeline size is {given}", change
+
+
+@rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers={Launcher.MS_SWIFT})
+def layout_over_virtual_size(line: LaunchLine) -> Problems:
+    """A layout overrides the virtual pipeline size."""
+    layout, given = line.layout, line.launch.virtual
+    if isinstance(layout, PPLayout) and given is not None and given != layout.virtual:
+        chunks = f"the layout has {layout.virtual} chunks a stage"
+        yield f"{chunks} and the virtual pipeline size is {given}", "leave the size out"
+
+
+@core_config("1307-1324")
+def layout_alone(line: LaunchLine) -> Problems:
+    """A layout excludes other flags of the split."""
+    launch = line.launch
+    others = {
+        "layers of the first stage": launch.first_layers is not None,
+        "layers of the last stage": launch.last_layers is not None,
+        "counting the embedding as a layer": launch.account_for_embedding,
+        "counting the loss as a layer": launch.account_for_loss,
+    }
+    given = ", ".join(name for name, is_given in others.items() if is_given)
+    if launch.layout is not None and given:
+        yield f"a layout with {given}", "drop one"
+
+
+@rule(f"{_LAYOUT}:94-105, {CORE}")
+def layout_ends(line: LaunchLine) -> Problems:
+    """A layout must begin with its only embedding and end with its only loss."""
+    layout = _valid_layout(line)
+    if layout is None:
+        return
+    units = layout.units
+    embeddings, losses = units.count(EMBEDDING), units.count(LOSS)
+    if (units[:1], units[-1:], embeddings, losses) != ((EMBEDDING,), (LOSS,), 1, 1):
+        shown = "" if ENCODER in units or not layout.short_text else f" {layout.short_text}"
+        given = f"the layout{shown} has {embeddings} embeddings and {losses} losses"
+        yield given, "begin it with E and end it with L"
+
+
+@rule(f"{_LAYOUT}:106, {CORE}")
+def layout_layers(line: LaunchLine) -> Problems:
+    """A layout must have all layers of the model."""
+    layout, layers = _valid_layout(line), line.sizes.layers
+    if layout is not None and (count := layout.units.count(DECODER)) != layers:
+        change = f"add {layers - count}" if layers > count else f"remove {count - layers}"
+        yield f"the layout has {count} layers (t), the model {layers}", change
+
+
+@rule(f"{_LAYOUT}:111, {CORE}")
+def layout_prediction_layers(line: LaunchLine) -> Problems:
+    """Layers of multi-token prediction must be equal in layout and flags."""
+    layout, given = _valid_layout(line), line.launch.prediction_layers
+    if layout is None:
+        return
+    count, allowed = layout.units.count(PREDICTION), {given or 0}
+    if given is None and line.launch.launcher is Launcher.MEGATRON_BRIDGE:
+        allowed.add(line.language.prediction_layers)
+    if count not in allowed:
+        layers = f"the layout has {count} layers of multi-token prediction (m)"
+        flags = f"the flags {'none' if given is None else given}"
+        yield f"{layers}, {flags}", f"make both {count or given}"
+
+
+@rule(f"{_LAYOUT}:116-135, {CORE}")
+def layout_prediction_place(line: LaunchLine) -> Problems:
+    """Multi-token prediction must follow all layers, in the last chunk of one stage."""
+    layout = _valid_layout(line)
+    if layout is None or PREDICTION not in layout.units:
+        return
+    if DECODER in layout.units[layout.units.index(PREDICTION) :]:
+        yield "a layer (t) follows multi-token prediction (m)", "put m before L"
+    held = [number for number, chunk in enumerate(layout.chunks) if PREDICTION in chunk]
+    if len(held) > 1 or held[0] < (layout.virtual - 1) * layout.pipeline:
+        places = ", ".join(map(layout.place, held))
+        yield f"multi-token prediction (m) in {places}", "put all m before L"
+
+
+@rule(f"{_LAYOUT}:147, {CORE}")
+def layout_encoders(line: LaunchLine) -> Problems:
+    """A layout cannot place encoders."""
+    layout = _valid_layout(line)
+    if layout is not None and ENCODER in layout.units:
+        yield "the layout has encoder layers", "leave them out: they are on the first stage"
+
+
+def _list_flag(line: LaunchLine) -> str:
+    return f"--custom-{'virtual-' if line.launch.is_by_chunk else ''}pipeline-layers"
+
+
+@rule(_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_layers_for_stages(line: LaunchLine) -> Problems:
+    """A list of layers needs a number per stage or per chunk, and a comma."""
+    launch, layers, parts = line.launch, line.launch.layers_by_stage, line.launch.pipeline
+    if launch.is_by_chunk:
+        parts *= launch.virtual or 1
+    if layers is not None and (len(layers) != parts or parts == 1):
+        name = "chunks" if launch.is_by_chunk else "stages"
+        change = f"give {parts} numbers with commas" if parts > 1 else "leave it out for one stage"
+        yield f"{_list_flag(line)} has {len(layers)} numbers for {parts} {name}", change
+
+
+@rule(_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_layers_add_up(line: LaunchLine) -> Problems:
+    """The numbers of a list must add up to the model's layers."""
+    layers, given = line.sizes.layers, line.launch.layers_by_stage
+    if given is not None and sum(given) != layers:
+        numbers = f"{_list_flag(line)} {','.join(map(str, given))} adds up to {sum(given)}"
+        change = "correct the numbers, or check that the configuration is the model's"
+        yield f"{numbers}, the model has {layers} layers", change
+
+
+@rule(_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_layers_fill_chunks(line: LaunchLine) -> Problems:
+    """A stage must have a layer for each of its chunks."""
+    layers, chunks = line.launch.layers_by_stage, line.launch.virtual
+    if layers is None or line.launch.is_by_chunk or chunks is None:
+        return
+    if min(layers) < chunks:
+        given = f"{_list_flag(line)} has a stage of {min(layers)} layers for {chunks} chunks"
+        yield given, f"give every stage at least {chunks}"
+
+
+@rule(_MODEL_LISTS, launchers={Launcher.LOONGFORGE})
+def listed_recompute_for_stages(line: LaunchLine) -> Problems:
+    """A list of recomputed layers needs a number per stage, and a comma."""
+    numbers, stages = line.launch.recompute_by_stage, line.launch.pipeline
+    if numbers is not None and (len(numbers) != stages or stages == 1):
+        flag, change = "--custom-pipeline-recompute-layers", f"give {stages} numbers with commas"
+        if stages == 1:
+            change = "give --recompute-num-layers instead"
+        yield f"{flag} has {len(numbers)} numbers for {stages} stages", change
