@@ -55,9 +55,8 @@ def lint(
     The exit status is 2 if it cannot start. The line is not executed.
     """
     from omnibal.trainers.lint.command_line import read_launch
-    from omnibal.trainers.lint.line import line_of
+    from omnibal.trainers.lint.line import layers_by_chunk, line_of
     from omnibal.trainers.lint.rules import can_start, findings_of
-    from omnibal.trainers.lint.split import layers_by_chunk
 
     values = _parse_variables(variables or ())
     launch = read_launch(_read_line(line), values, launcher, gpus, line_number)

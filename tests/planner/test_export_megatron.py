@@ -23,9 +23,8 @@ from omnibal.trainers.export.exported import ExportInput
 from omnibal.trainers.export.layout import parse_layout
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
-from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.line import layers_by_chunk, line_of
 from omnibal.trainers.lint.rules import findings_of
-from omnibal.trainers.lint.split import layers_by_chunk
 
 pytestmark = pytest.mark.quick
 

@@ -20,8 +20,8 @@ from omnibal.pipeline.stage_memory import unit_bytes
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.line import line_of
-from omnibal.trainers.lint.low_precision import notes_on_precision, precision_of
 from omnibal.trainers.lint.predict_line import predict_line
+from omnibal.trainers.lint.weights import notes_on_precision, precision_of
 
 CLUSTER = assumed_h100()
 LLAMA = load_model("llama3.1-8b")

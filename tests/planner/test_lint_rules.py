@@ -13,9 +13,8 @@ from omnibal.families.named import named_model
 from omnibal.model.levels import ContextExchange
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import Finding, Launcher
-from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.line import layers_by_chunk, line_of
 from omnibal.trainers.lint.rules import RULES, findings_of
-from omnibal.trainers.lint.split import layers_by_chunk
 
 pytestmark = pytest.mark.quick
 

@@ -11,12 +11,11 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
-from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.line import layers_by_chunk, line_of
 from omnibal.trainers.lint.line_job import LineJob, make_line_job
 from omnibal.trainers.lint.predict_line import predict_line
 from omnibal.trainers.lint.rules import can_start
-from omnibal.trainers.lint.sharding import ZeroStage, weight_shards, zero_stage
-from omnibal.trainers.lint.split import layers_by_chunk
+from omnibal.trainers.lint.weights import ZeroStage, weight_shards, zero_stage
 
 MODEL, CLUSTER = load_model("llama3.1-8b"), load_cluster("h100-80g")
 TITAN = "torchrun --nproc_per_node 8 -m torchtitan.train --training.seq_len 4096"

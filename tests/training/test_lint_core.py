@@ -17,9 +17,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from omnibal.pipeline.schedules import Pass, interleaved_1f1b
 from omnibal.trainers.lint.command_line import read_launch
-from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.line import layers_by_chunk, line_of
 from omnibal.trainers.lint.rules import findings_of
-from omnibal.trainers.lint.split import layers_by_chunk
 from tests.planner.launch_cases import sized_model
 
 CASES = 600

@@ -11,15 +11,9 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
+from omnibal.job import plan_data
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, Shapes
-from omnibal.job.plan_data import (
-    SampleData,
-    caps_of_tokens,
-    data_at_caps,
-    limited_features,
-    shape_caps,
-)
 from omnibal.job.published_errors import JobKind, job_kind
 from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
@@ -35,15 +29,12 @@ from omnibal.pipeline.stage_units import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.steps import Steps, deal_steps, size_load
-from omnibal.trainers.lint.adapter_flags import adapters_of_line, is_adapter
+from omnibal.trainers.lint import weights
 from omnibal.trainers.lint.flags import flag_of
 from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
-from omnibal.trainers.lint.line import LaunchLine
+from omnibal.trainers.lint.line import LaunchLine, layers_by_chunk
 from omnibal.trainers.lint.loongforge import LOONGFORGE_TRAINER
-from omnibal.trainers.lint.low_precision import precision_of
 from omnibal.trainers.lint.other_trainers import TRAINERS
-from omnibal.trainers.lint.sharding import ZeroStage, weight_shards, zero_stage
-from omnibal.trainers.lint.split import layers_by_chunk
 from omnibal.trainers.lint.unmodelled_flags import cuts_samples, notes_on
 
 _GRAPH_HOST_SLOWDOWN = 0.1  # factor on host time per kernel with CUDA graphs (assumed)
@@ -95,7 +86,7 @@ def make_line_job(
     length, micro_batch = launch.sequence_length or 1, launch.micro_batch or 1
     pack_samples = max(length // min(sample_tokens or length, length), 1)  # of a mock sequence
     sample_tokens = length // pack_samples
-    precision, fp8 = precision_of(line)
+    precision, fp8 = weights.precision_of(line)
     trainers = {**TRAINERS, Launcher.LOONGFORGE: LOONGFORGE_TRAINER}
     trainer = trainers.get(launch.launcher) or TARGETS[TargetName(launch.launcher.value)]
     # Multi-token prediction: Bridge recipes default to the released model's, others to no layers.
@@ -112,7 +103,7 @@ def make_line_job(
         parallel=_parallel_sizes(line, model),
         precision=precision,
         frozen=_frozen_parts(line, model),
-        adapters=adapters_of_line(line, model),
+        adapters=weights.adapters_of_line(line, model),
         trainer=trainer.model_copy(
             update={
                 "runtime": _set_sample_tokens(line, samples, runtime_of(line, fp8), sample_tokens),
@@ -176,10 +167,10 @@ def runtime_of(line: LaunchLine, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     """Return runtime options as the line's switches set them, for Megatron trainers."""
     # Megatron-Bridge recipes overlap communication and fuse the loss by default; Megatron-LM's
     # flags are opt-in; ms-swift's loss is per token, so gradients are summed.
-    launch, stage = line.launch, zero_stage(line)
+    launch, stage = line.launch, weights.zero_stage(line)
     sharding = {
-        "keeps_weights": stage is ZeroStage.GRADIENTS,
-        "replicates_optimizer": stage is ZeroStage.NOTHING,
+        "keeps_weights": stage is weights.ZeroStage.GRADIENTS,
+        "replicates_optimizer": stage is weights.ZeroStage.NOTHING,
     }
     if launch.launcher in TRAINERS:
         return TRAINERS[launch.launcher].runtime.model_copy(update=sharding)
@@ -272,7 +263,7 @@ def _check_predictable(line: LaunchLine) -> None:
 
 def _frozen_parts(line: LaunchLine, model: ModelConfig) -> tuple[str, ...]:
     parts = model_parts(model)
-    if is_adapter(line):  # adapters freeze all parts but the language model
+    if weights.is_adapter(line):  # adapters freeze all parts but the language model
         return tuple(part for part in parts if part != LANGUAGE)
 
     def flag_part(part: str) -> str:  # freezing flags name all encoders `vision`
@@ -301,7 +292,7 @@ def _parallel_sizes(line: LaunchLine, model: ModelConfig) -> Parallel:
         data=data,
         sequence_parallel=launch.sequence_parallel and tensor > 1,
         expert=expert,
-        sharded=weight_shards(line, data),
+        sharded=weights.weight_shards(line, data),
     )
 
 
@@ -322,13 +313,15 @@ def _sample_caps(
                 f"context size {launch.context} cannot be predicted with a dataset for this model; "
                 "leave --lengths out"
             )
-        return caps_of_tokens(samples, limited_features(model), tokens * launch.micro_batch)
+        return plan_data.caps_of_tokens(
+            samples, plan_data.limited_features(model), tokens * launch.micro_batch
+        )
     others = [tower.feature for tower in model.encoders.values() if not tower.of_images]
     if others:
         raise UserError(
             f"{model.name} takes {words(others)}, and mock samples have none; give --lengths"
         )
-    return Caps.of(**shape_caps(model, {"tokens": tokens // pack_samples}, image_share))
+    return Caps.of(**plan_data.shape_caps(model, {"tokens": tokens // pack_samples}, image_share))
 
 
 def _make_micro_batches(
@@ -347,7 +340,7 @@ def _make_micro_batches(
         cut, exchange = CutRule.ZIGZAG, line.exchange
         levels = (Level(caps=of_pack, context=launch.context, cut=cut, exchange=exchange),)
     if samples is not None:
-        data = SampleData(
+        data = plan_data.SampleData(
             lengths=samples,
             levels=levels,
             packs_per_step=micro_batches * ranks,
@@ -359,7 +352,7 @@ def _make_micro_batches(
         micro_batches_per_step=micro_batches * size,
         image_tokens=IMAGE_TOKENS if job.model.images is not None else None,
     )
-    packs, lengths = data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
+    packs, lengths = plan_data.data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
     if size > 1 or not are_plain(levels):
         # `data_at_caps` makes packs of one sample: join `size` of them.
         count = len(lengths) // size

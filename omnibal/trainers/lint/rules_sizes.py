@@ -12,9 +12,8 @@ from omnibal.trainers.export.layout import (
     PPLayout,
 )
 from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
-from omnibal.trainers.lint.line import RECIPES, LaunchLine
+from omnibal.trainers.lint.line import RECIPES, LaunchLine, even_ends
 from omnibal.trainers.lint.rule import BLOCK, BRIDGE, CORE, LOONGFORGE, SWIFT, Problems, Rules
-from omnibal.trainers.lint.split import even_ends
 
 RULES = Rules()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args

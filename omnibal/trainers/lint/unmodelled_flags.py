@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import expert_counts
-from omnibal.trainers.lint.adapter_flags import is_adapter
 from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
 from omnibal.trainers.lint.line import LaunchLine
-from omnibal.trainers.lint.low_precision import notes_on_precision
+from omnibal.trainers.lint.weights import is_adapter, notes_on_precision
 
 
 def cuts_samples(line: LaunchLine) -> bool:

@@ -1,12 +1,116 @@
-"""FP8 settings of a launch line, with notes on those not predicted."""
+"""Weights of a launch line: trained adapters, the ZeRO stage, and FP8 settings."""
 
+import re
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import NamedTuple, get_args
 
-from omnibal.model.config import Precision
+from omnibal.base.errors import UserError
+from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig, adapter_mistake
+from omnibal.model.config import ModelConfig, Precision
 from omnibal.model.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
-from omnibal.trainers.lint.launch_settings import Launcher
+from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
 from omnibal.trainers.lint.line import LaunchLine
+
+_ADAPTER_KINDS = ("lora", "longlora", "adalora", "dora", "peft")
+# Flags of ms-swift, of Bridge's recipes and of their performance scripts.
+_KIND_FLAGS = ("tuner-type", "train-type", "peft-scheme", "task", "finetuning", "peft")
+_RANK_FLAGS = ("lora-rank", "peft.dim", "lora-dim")
+_TARGET_FLAGS = ("target-modules", "peft.target_modules", "lora-target-modules")
+_DEFAULT_RANK = 8  # default of ms-swift 4.6.0 (`swift/arguments/tuner_args.py`)
+_BRIDGE_DEFAULT_RANK = 32
+
+
+def is_adapter(line: LaunchLine) -> bool:
+    """Return whether the line trains adapters."""
+    kinds = map(line.text, _KIND_FLAGS)
+    is_named = any(kind is not None and kind.lower() in _ADAPTER_KINDS for kind in kinds)
+    return is_named or any(name.startswith("peft.") for name in line.flags)
+
+
+def adapters_of_line(line: LaunchLine, model: ModelConfig) -> AdapterConfig | None:
+    """Return the line's adapters of the language model, or None for full training."""
+    if not is_adapter(line):
+        return None
+    is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
+    ranks = (rank for rank in map(line.number, _RANK_FLAGS) if rank and rank > 0)
+    rank = next(ranks, _BRIDGE_DEFAULT_RANK if is_bridge else _DEFAULT_RANK)
+    adapters = AdapterConfig(rank=rank, alpha=rank, experts=True)
+    # Unknown modules, as of fused linears, are predicted as all linears.
+    names = tuple(re.findall(r"[\w.-]+", line.text(*_TARGET_FLAGS) or ""))
+    if names and ALL_LINEAR not in names:
+        named = adapters.model_copy(update={"targets": names, "experts": False})
+        if adapter_mistake(model, (), named) is None:
+            return named
+    return adapters
+
+
+class ZeroStage(IntEnum):
+    """State sharded by data-parallel ranks (ZeRO, arXiv 1910.02054, section 5)."""
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2  # gradients and optimizer state
+    WEIGHTS = 3  # weights, gradients and optimizer state
+
+
+_MEGATRON_FSDP = "data-parallel-sharding-strategy"
+_COMPOSER = "fsdp-config.sharding-strategy"
+_NANOTRON = "zero-stage"
+_ZERO_STAGES = {  # by value of each flag, its default first
+    _MEGATRON_FSDP: {
+        "no_shard": ZeroStage.NOTHING,
+        "optim": ZeroStage.OPTIMIZER,
+        "optim_grads": ZeroStage.GRADIENTS,
+        "optim_grads_params": ZeroStage.WEIGHTS,
+    },
+    _NANOTRON: {"0": ZeroStage.NOTHING, "1": ZeroStage.OPTIMIZER},
+    _COMPOSER: {
+        "FULL_SHARD": ZeroStage.WEIGHTS,
+        "HYBRID_SHARD": ZeroStage.WEIGHTS,
+        "SHARD_GRAD_OP": ZeroStage.GRADIENTS,
+        "NO_SHARD": ZeroStage.NOTHING,
+    },
+}
+_REPLICA_FLAGS = ("parallelism.data-parallel-replicate-degree", "distributed.dp-replicate-size")
+
+
+def zero_stage(line: LaunchLine) -> ZeroStage:
+    """Return the line's ZeRO stage, by its flags or its trainer's default. Raise if unknown."""
+    launcher = line.launch.launcher
+    if launcher is Launcher.NANOTRON:
+        return _stage_by_flag(line, _NANOTRON)
+    if launcher is Launcher.LLM_FOUNDRY:
+        return _stage_by_flag(line, _COMPOSER)
+    if launcher not in MEGATRON or line.on("use-torch-fsdp2"):
+        return ZeroStage.WEIGHTS
+    if line.on("use-megatron-fsdp"):
+        return _stage_by_flag(line, _MEGATRON_FSDP)
+    return ZeroStage(line.on("use-distributed-optimizer", default=launcher not in ARGPARSE))
+
+
+def weight_shards(line: LaunchLine, data: int) -> int:
+    """Return how many of a stage's `data` ranks (DP x CP) shard gradients or weights."""
+    if zero_stage(line) < ZeroStage.GRADIENTS:
+        return 1
+    replicas = next(filter(None, map(line.number, _REPLICA_FLAGS)), 1)
+    if line.text(_COMPOSER) == "HYBRID_SHARD":  # shards within nodes, of 8 GPUs
+        replicas = max(data // 8, 1)
+    if data % replicas:
+        raise UserError(
+            f"{replicas} replicas of weights do not divide {data} data-parallel ranks; correct the "
+            "number of replicas"
+        )
+    return data // replicas
+
+
+def _stage_by_flag(line: LaunchLine, flag: str) -> ZeroStage:
+    stages = _ZERO_STAGES[flag]
+    given = line.text(flag) or next(iter(stages))
+    if given not in stages:
+        raise UserError(f"--{flag} must be {' or '.join(stages)}, got {given}; correct it")
+    return stages[given]
+
 
 _FP8_RECIPES: dict[str, Fp8Recipe] = {recipe: recipe for recipe in get_args(Fp8Recipe)}
 
