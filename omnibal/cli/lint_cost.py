@@ -129,21 +129,19 @@ def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
 
 def _costed_stages_table(verdict: "Verdict") -> Table:
     """Return the table of layers, memory and times per micro-batch by stage."""
-    towers, line = verdict.line_job.job.model.towers, verdict.line
+    towers = verdict.line_job.job.model.towers
     rows = [
         (
             str(index),
-            *(str(stage.number_of_layers(tower)) for tower in towers),
-            " + ".join(str(len(stage.recomputed_in(tower))) for tower in towers),
-            f"{memory.allocated_gib:,.1f}",
-            f"{memory.device_gib:,.1f}",
-            f"{times.forward_ms:,.2f}",
-            f"{times.backward_ms:,.2f}",
-            f"{times.wait_fraction:.1%}",
+            *(str(stage[f"{tower}_layers"]) for tower in towers),
+            " + ".join(map(str, stage["recompute"].values())),
+            f"{stage['allocated_gib']:,.1f}",
+            f"{stage['device_gib']:,.1f}",
+            f"{stage['forward_ms']:,.2f}",
+            f"{stage['backward_ms']:,.2f}",
+            f"{stage['wait_fraction']:.1%}",
         )
-        for index, (stage, times, memory) in enumerate(
-            zip(line.stages, line.prediction.stages, line.memory, strict=True)
-        )
+        for index, stage in enumerate(_costed_result(verdict, verdict.line)["stages"])
     ]
     times = ("forward\nms", "backward\nms", "waits")
     titles = ("stage", *towers, "recompute", "tensors\nGiB", "device\nGiB", *times)

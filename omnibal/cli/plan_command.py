@@ -11,7 +11,6 @@ from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.help_groups import given_options
-from omnibal.cli.levels_of_plan import balance_of, levels_of_plan, levels_table
 from omnibal.cli.mixing import MixtureOption, draw_mixture
 from omnibal.cli.options import (
     JobOptions,
@@ -23,8 +22,14 @@ from omnibal.cli.options import (
     count_option,
     limits_given,
 )
+from omnibal.cli.plan_results import (
+    Dispatch,
+    balance_of,
+    levels_of_plan,
+    levels_table,
+    window_facts,
+)
 from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for
-from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import model_notes
 from omnibal.job.plan import MAX_EPOCHS, Plan

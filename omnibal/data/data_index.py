@@ -89,8 +89,12 @@ class DataIndex:
         indexes: dict[int, RecordIndex] = {}
         try:
             versions = versions_of([file.path for file in files]) if self.known else []
-        except OSError:
-            versions = []  # without `complete`, reading reports it
+        except OSError as error:
+            if self.complete is not None:
+                raise UserError(
+                    f"{error.filename}: cannot be read ({error.strerror}); restore the file"
+                ) from error
+            versions = []  # reading reports it
         for number, version in enumerate(versions):
             key = files[number].key(version)
             if key in self.known:

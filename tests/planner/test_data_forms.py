@@ -407,13 +407,17 @@ def test_files_of_rows_are_one_source(row_folder):
 
 
 def test_an_index_knows_rows(row_folder, tmp_path):
-    """Prevents training that reads entire Parquet files to open them, or finds other rows."""
+    """Prevents training that reads entire Parquet files to open them, finds other rows, or names a
+    present file as missing."""
     meta = row_folder[0] / "meta.json"
     meta.write_text('{"a": {"annotation": "inside.parquet"}}')
     first = Annotations.open(meta, DataIndex.resume(tmp_path / "data.index", LocalPool()))
     again = Annotations.open(meta, DataIndex.open_complete(tmp_path / "data.index"))
     assert again.sha256 == first.sha256
     assert files_of(again, 22) == files_of(first, 22)
+    meta.write_text('{"a": {"shards": "train-{0..2}.parquet"}}')
+    with pytest.raises(UserError, match=r"train-2\.parquet: cannot be read \(No such file"):
+        Annotations.open(meta, DataIndex.open_complete(tmp_path / "data.index"))
 
 
 def test_one_image_or_recording_of_a_row(tmp_path):
