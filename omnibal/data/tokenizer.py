@@ -15,7 +15,7 @@ from tokenizers import AddedToken as FastAddedToken
 from tokenizers import Tokenizer as FastModel
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import read_json_model
+from omnibal.base.files import read_json_model, read_text
 
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 # Audio tokens of Qwen2-Audio and Qwen2.5-Omni.
@@ -223,10 +223,7 @@ def _read_template(path: Path) -> str | None:
     """Return the first chat template in Transformers' order of files, or None if absent."""
     alone = path.with_name(TEMPLATE_FILE)
     if alone.is_file():
-        try:
-            return alone.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{alone}: cannot be read ({error}); restore it") from error
+        return read_text(alone, "restore it")
     for name in (CONFIG_FILE, _OLD_TEMPLATE_FILE):
         file = path.with_name(name)
         if file.is_file():

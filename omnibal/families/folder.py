@@ -1,6 +1,5 @@
 """Folder of a released model: `config.json`, tensor names, model name."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import read_json_model, read_text
+from omnibal.base.files import read_json_model
 from omnibal.families.hub_table import describe_error
 
 CONFIG_FILE = "config.json"
@@ -24,14 +23,7 @@ class _ShardIndex(BaseModel):
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the object in a `config.json`. Raise UserError if unreadable or not a JSON object."""
-    text = read_text(path, _CONFIG_REMEDY)
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:  # including huge numbers and deep nesting
-        raise UserError(f"{path}: not JSON: {error}; {_CONFIG_REMEDY}") from error
-    if not isinstance(given, dict):
-        raise UserError(f"{path}: must be a table of keys and values; {_CONFIG_REMEDY}")
-    return given
+    return read_json_model(dict[str, Any], path, _CONFIG_REMEDY)
 
 
 @contextmanager

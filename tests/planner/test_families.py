@@ -224,8 +224,8 @@ def test_what_is_not_understood_is_refused_by_name(case, tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "not JSON"),
-        ("[1]", "must be a table"),
+        ("{", "Invalid JSON"),
+        ("[1]", "should be an object"),
         (None, "no such file"),
         ('{"model_type": "qwen3_vl", "vision_config": 3}', "vision_config"),
     ],

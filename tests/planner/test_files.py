@@ -175,5 +175,5 @@ def test_odd_json_is_one_line(tmp_path, value):
     """Prevents a traceback for deeply nested JSON or a huge number."""
     path = tmp_path / "config.json"
     path.write_text(f'{{"a": {value}}}')
-    with pytest.raises(UserError, match="not JSON"):
+    with pytest.raises(UserError, match="Invalid JSON"):
         read_config_file(path)
