@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+from omnibal.data import stored_files
 from omnibal.data.forms import with_messages
 from omnibal.data.messages import (
     MARK_OF,
@@ -21,12 +22,6 @@ from omnibal.data.messages import (
     read_messages,
 )
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Sample, Turn, Video
-from omnibal.data.stored_files import (
-    AUDIO_SUFFIXES,
-    IMAGE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    is_video_file,
-)
 
 _PATHS_RULE = "a path, a list of paths, or absent"
 _VIDEO_RULE = "a file, a folder of frames, or a list of their paths"
@@ -57,9 +52,9 @@ _MEDIUM_KEY = re.compile(
 )
 # Suffixes that make a text the name of a file.
 _SUFFIXES: dict[Medium, frozenset[str]] = {
-    "image": IMAGE_SUFFIXES | {".heic", ".svg"},
-    "video": VIDEO_SUFFIXES,
-    "audio": AUDIO_SUFFIXES | {".aac", ".m4a", ".mp3", ".ogg", ".opus"},
+    "image": stored_files.IMAGE_SUFFIXES | {".heic", ".svg"},
+    "video": stored_files.VIDEO_SUFFIXES,
+    "audio": stored_files.AUDIO_SUFFIXES | {".aac", ".m4a", ".mp3", ".ogg", ".opus"},
 }
 
 
@@ -160,7 +155,7 @@ def _read_video(video: Any, media: RecordMedia) -> Video:
         raise InvalidRecordError(
             "has a video that is an empty list; name its frames or remove the video"
         )
-    of_video = next(filter(is_video_file, frames), None)
+    of_video = next(filter(stored_files.is_video_file, frames), None)
     if of_video is not None:
         raise InvalidRecordError(
             f"has the video file {of_video} among frames of a video; name it alone"
@@ -174,7 +169,7 @@ def _read_videos(record: dict[str, Any], messages: RecordMessages) -> list[Any]:
     if not named:
         return []
     are_files = isinstance(named, list) and all(
-        isinstance(name, str) and is_video_file(name) for name in named
+        isinstance(name, str) and stored_files.is_video_file(name) for name in named
     )
     if isinstance(named, str | dict) or (key == "video" and not are_files):
         named = [named]

@@ -10,16 +10,7 @@ from matplotlib.figure import Figure
 from omnibal.job.plan import Plan
 from omnibal.job.runlog import StepRecord
 from omnibal.model.units import LANGUAGE
-from omnibal.report.drawing import (
-    COLOURS,
-    NARROW,
-    WIDE,
-    add_legend,
-    label_rows,
-    new_figure,
-    style,
-    to_svg,
-)
+from omnibal.report import drawing
 from omnibal.report.formatting import number
 
 _EDGES = "embedding, projector, head"
@@ -38,16 +29,20 @@ class PageFigure:
     @property
     def svg(self) -> str:
         """The figure as an SVG element. Empty if nothing is drawn."""
-        return "" if self.drawn is None else to_svg(self.drawn, f"{self.title}. {self.caption}")
+        return (
+            ""
+            if self.drawn is None
+            else drawing.to_svg(self.drawn, f"{self.title}. {self.caption}")
+        )
 
 
-@style()
+@drawing.style()
 def split_figure(plan: Plan) -> PageFigure:
     """Return a figure with a row of unit blocks per stage."""
     colours = {name: ("blue", "teal")[i % 2] for i, name in enumerate(plan.pipeline_model.encoders)}
     colours |= {LANGUAGE: "orange"}
     at_levels = [plan.merge_chunks(stages) for stages in plan.stages_at_levels]
-    figure = new_figure(WIDE, 80 + 30 * len(at_levels[0]))
+    figure = drawing.new_figure(drawing.WIDE, 80 + 30 * len(at_levels[0]))
     axes = figure.subplots()
     for index, stage in enumerate(at_levels[0]):
         units = [unit for span in stage.units for unit in span.units]
@@ -57,14 +52,14 @@ def split_figure(plan: Plan) -> PageFigure:
             label = _EDGES if layer is None else f"{unit.name} layer" + ", recomputed" * recomputed
             axes.barh(
                 *(index, 1, 0.8, place),
-                facecolor=COLOURS[colours.get(unit.name, "grey")],
-                edgecolor=COLOURS["paper"],
+                facecolor=drawing.COLOURS[colours.get(unit.name, "grey")],
+                edgecolor=drawing.COLOURS["paper"],
                 hatch="//" if recomputed else None,
                 label=label,
             )
-    label_rows(axes, [f"stage {stage}" for stage in range(len(at_levels[0]))])
+    drawing.label_rows(axes, [f"stage {stage}" for stage in range(len(at_levels[0]))])
     axes.set_xlabel("units of the stage")
-    add_legend(figure, columns=6)
+    drawing.add_legend(figure, columns=6)
     levels = ", at some level of packs" if plan.levels else ""
     return PageFigure(
         title="Layers on each pipeline stage",
@@ -74,7 +69,7 @@ def split_figure(plan: Plan) -> PageFigure:
     )
 
 
-@style()
+@drawing.style()
 def curve_figure(
     title: str,
     records: Sequence[StepRecord],
@@ -106,19 +101,19 @@ def curve_figure(
         if above.any() and limit > 0:
             notes.append(f"Steps above the axis: {int(above.sum()):,}.")
             steps, shown, high = steps[~above], shown[~above], limit
-    figure = new_figure(NARROW, 270)
+    figure = drawing.new_figure(drawing.NARROW, 270)
     axes = figure.subplots()
     at = interval_extremes(shown, _POINTS)
-    axes.plot(steps[at], shown[at], ".", color=COLOURS["blue"], alpha=0.35)
+    axes.plot(steps[at], shown[at], ".", color=drawing.COLOURS["blue"], alpha=0.35)
     # As many points of the mean as fit; all steps enter it.
     at = np.unique(np.linspace(0, len(steps) - 1, _POINTS).astype(int))
     shown = moving_mean(shown, len(steps) // 40)
-    axes.plot(steps[at], shown[at], color=COLOURS["blue"])
+    axes.plot(steps[at], shown[at], color=drawing.COLOURS["blue"])
     if predicted is not None:
-        axes.axhline(predicted, color=COLOURS["ink"], linestyle="--")
+        axes.axhline(predicted, color=drawing.COLOURS["ink"], linestyle="--")
     validated = [(step, value) for step, value in held_out if np.isfinite(value)]
     if validated:
-        axes.plot(*zip(*validated, strict=True), "o-", color=COLOURS["red"])
+        axes.plot(*zip(*validated, strict=True), "o-", color=drawing.COLOURS["red"])
         notes.append(f"Second line: held-out data, {number(validated[-1][1])} at the end.")
     if from_zero:
         axes.set_ylim(0, high)

@@ -4,13 +4,8 @@ from collections.abc import Iterator
 
 from omnibal.job.plan import Plan
 from omnibal.model.units import LANGUAGE, model_parts
+from omnibal.trainers.export import energon
 from omnibal.trainers.export import megatron_flags as core
-from omnibal.trainers.export.energon import (
-    ENERGON_FOLDER,
-    energon_files,
-    energon_notes,
-    without_packs,
-)
 from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.layout import split_flags
 
@@ -19,7 +14,7 @@ _PROGRAM = "YOUR_TRAINING_SCRIPT.py"
 
 def export(given: ExportInput) -> Exported:
     """Return a plan's launch command for Megatron-LM, its packs for Energon, and deviations."""
-    plan, batch, files = given.plan, core.Batch.measure(given), energon_files(given)
+    plan, batch, files = given.plan, core.Batch.measure(given), energon.energon_files(given)
     layout, has_replicas = core.plan_layout(plan), plan.parallel.data > 1
     flags = {
         **core.as_flags(core.parallel_fields(plan)),
@@ -41,7 +36,7 @@ def export(given: ExportInput) -> Exported:
     }
     if files:
         flags["dataloader-type"] = "external"
-        flags["data-path"] = f"$EXPORT/{ENERGON_FOLDER}/meta.yaml"
+        flags["data-path"] = f"$EXPORT/{energon.ENERGON_FOLDER}/meta.yaml"
         flags["num-workers"] = str(given.workers)
     return Exported(
         files=files,
@@ -49,7 +44,7 @@ def export(given: ExportInput) -> Exported:
         command=core.join_command([core.torchrun(plan, '"$SCRIPT"'), *core.flag_lines(flags)]),
         settings=f"layout in full: {layout.text}\nlayout in short: {layout.short_text}\n",
         deviations=tuple(_megatron_lm_deviations(plan, batch, bool(files))),
-        notes=(*_megatron_lm_notes(plan), *energon_notes(given, files)),
+        notes=(*_megatron_lm_notes(plan), *energon.energon_notes(given, files)),
     )
 
 
@@ -74,7 +69,7 @@ def _megatron_lm_deviations(plan: Plan, batch: core.Batch, has_packs: bool) -> I
             "micro-batches of one length, and every pack is padded to the longest"
         )
     if not has_packs:
-        yield without_packs("Megatron-LM")
+        yield energon.without_packs("Megatron-LM")
 
 
 def _megatron_lm_notes(plan: Plan) -> Iterator[str]:
