@@ -59,8 +59,7 @@ def export(
     name = target or files.plan.made_for
     if name is None:
         raise UserError(
-            "the plan was not made for another trainer; name it with --for: "
-            f"{', '.join(TargetName)}"
+            f"the plan was made for no other trainer; name it by --for: {', '.join(TargetName)}"
         )
     with status("reading the data"):
         [*released] = hub_ids().get(files.plan.model.name, [])  # the first id goes into commands
@@ -95,8 +94,7 @@ def _check_has_samples(data: Path, *, is_counted: bool) -> None:
     wanted = "give the annotation file, or meta JSON, that the lengths were scanned from"
     if is_counted:
         raise UserError(
-            f"--data {data}: is a dataset that ms-swift has counted, and not the samples; give the "
-            "JSONL that it was made from"
+            f"--data {data}: was counted by ms-swift; give the JSONL that it was made from"
         )
     if data.is_dir():
         raise UserError(f"--data {data}: is a folder; {wanted}")

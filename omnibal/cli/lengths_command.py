@@ -75,8 +75,7 @@ class ImageSizeOptions:
         if tower.resize == "fixed":
             side = math.isqrt(tower.max_pixels)
             raise UserError(
-                f"{options}: images of {model.name} are of one size, {side} x {side} pixels; leave "
-                "it out"
+                f"{options}: images of {model.name} are all {side} x {side} pixels; leave it out"
             )
         try:
             # `model_copy` would not validate that min_pixels <= max_pixels.
@@ -163,8 +162,7 @@ def lengths(
     if is_file and output.stat().st_size and not is_parquet(output):
         # Not a result of an earlier scan: it may be the user's data.
         raise UserError(
-            f"-o {output}: exists and is not a Parquet file, so no earlier result of this command; "
-            "move it away or choose another -o"
+            f"-o {output}: exists and is not Parquet; move it away or choose another -o"
         )
     config = image_sizes.apply(named_model(model))
     if scan.template is not None:

@@ -201,10 +201,7 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
     if better is not None or least is not None:
         yield "(in place of the line's own flags of split, chunks and recomputation)"
     elif verdict.finding is not None and verdict.line_job.line.launch.launcher in MEGATRON:
-        yield (
-            "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
-            "expert size, or shorten the sequence"
-        )
+        yield "no split of these sizes fits: raise PP, TP or EP, or shorten the sequence"
 
 
 def _flags(verdict: "Verdict", advised: "Costed") -> str:

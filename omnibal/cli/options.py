@@ -257,9 +257,8 @@ class SizeOptions:
             raise UserError("--sequence-parallel needs --tp 2 or more: raise --tp, or leave it out")
         if tensor * data % expert or (expert % tensor and tensor % expert):
             raise UserError(
-                f"--ep {expert} was given with --tp {tensor} --dp {data}; it must divide the "
-                f"{tensor * data} ranks of a stage, and divide --tp or be a multiple of it: choose "
-                "another --ep, or other sizes"
+                f"--ep {expert} with --tp {tensor} --dp {data}: it must divide {tensor * data}, "
+                "and divide --tp or be a multiple of it; choose another --ep, or other sizes"
             )
         divides = tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
         return Parallel(

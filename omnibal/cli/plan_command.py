@@ -148,8 +148,7 @@ class PlanDataOptions:
             return LevelRule(is_hbp=True)
         if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
             raise UserError(
-                f"--packing-levels {self.levels}: must be auto, hbp, or a number from 1 to "
-                f"{MAX_SEARCHED}"
+                f"--packing-levels {self.levels}: must be auto, hbp, or 1 to {MAX_SEARCHED}"
             )
         return LevelRule(count=int(self.levels))
 
@@ -327,8 +326,7 @@ def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
         notes.append(StepSamples.count(planned.result.data[0]).note(asked))
     if data is not None and planned.strategies is not None and data.steps < _FEW_STEPS:
         notes.append(
-            f"all training is {data.steps} optimizer step(s); a smaller --samples-per-step or more "
-            "--epochs make more"
+            f"all training is {data.steps} step(s); fewer --samples-per-step or more --epochs help"
         )
     return [note for note in notes if note is not None]
 

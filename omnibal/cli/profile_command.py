@@ -66,8 +66,7 @@ class MeasureOptions:
             return self.tokens_per_sample
         if not self.lengths:
             raise UserError(
-                "attention's cost depends on the samples' length: give --tokens-per-sample, or "
-                "--lengths to take the mean of"
+                "attention depends on samples' length: give --tokens-per-sample or --lengths"
             )
         return round(read_lengths(self.lengths).tokens.mean())
 

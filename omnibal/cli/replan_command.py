@@ -43,8 +43,7 @@ def replan(
         gpus = nodes * gpus_per_node
         if gpus > MAX_DEVICES:
             raise UserError(
-                f"--nodes {nodes:,} of {gpus_per_node} GPUs each are {gpus:,} devices, and a job "
-                f"has {MAX_DEVICES:,} at most: give fewer nodes"
+                f"--nodes {nodes:,} are {gpus:,} devices, above {MAX_DEVICES:,}: give fewer nodes"
             )
     if run is None and gpus is None:
         raise UserError("nothing to replan for: give --run, --gpus or --nodes")

@@ -250,8 +250,7 @@ class Annotations:
                 more = f" and {len(parts) - 1} more shard(s)" if parts[1:] else ""
                 raise UserError(
                     f"{parts[0].path}{more}: holds {records} {source.unit}s, but {meta_path} "
-                    f"states length {entry.length} for {name!r}; complete the data or correct the "
-                    "length"
+                    f"states length {entry.length} for {name!r}; complete or correct it"
                 )
             chosen.append(sum(map(len, indexes)) + _repeat_indices(records, entry.repeat_time))
             of_files += [len(sources)] * len(parts)
@@ -410,8 +409,7 @@ def _open_source(
             indexes = index.find_records(files)
         except OSError as error:
             raise UserError(
-                f"{annotation}: cannot be read ({error.strerror}); correct the meta's annotation "
-                "path, or let this user read it"
+                f"{annotation}: cannot be read ({error.strerror}); correct its path or permission"
             ) from error
         root = named_from(folder, entry.root or "", cache)
     else:

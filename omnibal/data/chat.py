@@ -208,8 +208,7 @@ class _InternVLTemplate:
         if refused:
             raise UserError(
                 f"{sample.where}: has {' and '.join(refused)}, which chat_template "
-                f"{self.model.chat_template!r} cannot write; put them into its texts, or leave it "
-                "out"
+                f"{self.model.chat_template!r} cannot write; put them into texts, or leave it out"
             )
         texts = [sample.system or "", sample.greeting or ""]
         texts += [text for turn in sample.turns for text in (turn.question, turn.answer)]
@@ -287,8 +286,7 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     end = _open_template(model, tokenizer).answer_end or tokenizer.named_pieces.get("eos_token")
     if end is None:
         raise UserError(
-            f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
-            "eos_token; add one to tokenizer_config.json"
+            f"{tokenizer.path}: has no eos_token or closing piece; add one to tokenizer_config.json"
         )
     return tokenizer.require_id(end)
 
@@ -313,8 +311,7 @@ def encode_sample(
     needed = (image_places(sample, model), len(sample.recordings))
     if given != needed:
         raise ValueError(
-            f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
-            f"were given for {needed[0]} and {needed[1]}"
+            f"{sample.where}: got counts of {given} images and recordings for {needed}"
         )
     template = _open_template(model, tokenizer)
     token_ids, learned = template.encode(
@@ -371,16 +368,12 @@ def _make_conversation(
     if isinstance(template, OwnTemplate):
         if sample.recordings:
             raise UserError(
-                f"{recordings}, which the tokenizer's own chat template is not known to write; "
-                "choose another chat_template"
+                f"{recordings}, which the tokenizer's template cannot write; choose another one"
             )
         system = model.chat_system_message if chatting else None
         return template.conversation(sample, model.system_message if system is None else system)
     if sample.recordings and not model.takes_audio:
-        raise UserError(
-            f"{recordings}, but the model has no encoder for them; leave the sample out, or choose "
-            "a model with an audio encoder"
-        )
+        raise UserError(f"{recordings}, but the model has no audio encoder; leave the sample out")
     return template.conversation(sample, chatting)
 
 

@@ -88,8 +88,7 @@ class Columns:
         if not fits or nulls:
             given = f"{self.schema.field(name).type}{' with nulls' if nulls else ''}"
             raise UserError(
-                f"{self.path}: column {name} holds {given}; it must hold {wanted} without nulls; "
-                f"{self.remedy}"
+                f"{self.path}: column {name} holds {given}, not non-null {wanted}; {self.remedy}"
             )
 
 

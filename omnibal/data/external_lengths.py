@@ -92,8 +92,7 @@ def _count_items(
     rule = image_rule(model)
     if not model.takes_images and rule is None:
         raise UserError(
-            f"{where} has {len(images)} image(s), and {model.name} takes none; give --model the "
-            "model that the dataset was made with"
+            f"{where} has {len(images)} image(s), and {model.name} takes none; give its own --model"
         )
     try:
         sizes = list(map(image_size, images))
@@ -151,8 +150,7 @@ def _iterate_images(folder: Path) -> Iterator[list[ImageFile]]:
             for name in ("videos", "audios"):
                 if media.get(name):
                     raise UserError(
-                        f"{folder}: row {number} has {name}, and the dataset does not count their "
-                        "items; scan the data itself with `omnibal lengths`"
+                        f"{folder}: row {number} has uncounted {name}; scan the data itself"
                     )
             yield [_locate_image(image, folder, number) for image in media.get("images", ())]
             number += 1

@@ -98,8 +98,7 @@ def image_size(image: ImageFile) -> tuple[int, int]:
         raise
     except Exception as error:  # Pillow's errors have no common type
         raise BadImage(
-            f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
-            "the sample"
+            f"image {image} cannot be read ({why_unreadable(error)}); replace or remove it"
         ) from error
 
 

@@ -87,9 +87,8 @@ def check_same_data(name: str, given: str, planned: str) -> None:
     """Raise UserError unless the SHA-256 of `name`, data or tokenizer, is the planned one."""
     if planned != given:
         raise UserError(
-            f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
-            f"lengths were scanned from {planned[:12]}; use what was scanned, or run "
-            "`omnibal lengths` and `omnibal plan` on this"
+            f"the plan was made for other data: {name} has sha256 {given[:12]}, the scanned one "
+            f"{planned[:12]}; use that, or run `omnibal lengths` and `omnibal plan` on this"
         )
 
 
@@ -208,10 +207,7 @@ class Lengths:
         return rows if self.sample is None else self.sample[rows]
 
 
-_SHORTEN = (
-    "shorten or leave out longer samples, or take max_positions (and rope_factor, if there) out of "
-    "the model's TOML to go on"
-)
+_SHORTEN = "leave out longer samples, or max_positions and rope_factor of the model's TOML"
 
 
 def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:

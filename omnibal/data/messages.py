@@ -88,8 +88,7 @@ def read_messages(record: dict[str, Any]) -> RecordMessages:
         form = next((other for other in LISTS.values() if other.speaker in first), form)
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise InvalidRecordError(
-            f'must have "{key}": a list of {{"{form.speaker}", "{form.text}"}}, each with a role '
-            "and a text or a list of parts"
+            f'must have "{key}": a list of {{"{form.speaker}", "{form.text}"}} with a text or parts'
         )
     items: dict[Medium, list[Any]] = {}
     messages = []
@@ -195,8 +194,7 @@ def _read_calls(given: Any) -> tuple[str, ...]:
         name, arguments = inner.get("name"), _parse_json(inner.get("arguments", {}))
         if not (isinstance(name, str) and isinstance(arguments, dict)):
             raise InvalidRecordError(
-                'an odd call of a tool; it must be {"name", "arguments"}, in "function" or alone, '
-                "with arguments that are an object"
+                'an odd tool call; it must be {"name", "arguments": {...}}, alone or in "function"'
             )
         texts.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
     return tuple(texts)

@@ -78,9 +78,8 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
         left = mixture.samples - seen.sum()
         if left < 0 or (left > 0 and not weighted.any()):
             raise UserError(
-                f"samples of the mixture are {mixture.samples:,}, and its sources with epochs have "
-                f"{int(seen.sum()):,}; leave samples out, or give sources weights and no more "
-                "epochs than that"
+                f"the mixture has {mixture.samples:,} samples, and sources with epochs alone "
+                f"{int(seen.sum()):,}; leave samples out, or give weights and fewer epochs"
             )
     if weighted.any():
         seen[weighted] = _split_by_weight(
@@ -113,8 +112,7 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
             notes.append(f"{limit} limits {words(limited)}, whatever the weights are")
     if mixture.samples is not None and seen.sum() < mixture.samples:
         notes.append(
-            f"the mixture has {seen.sum():,} samples in place of {mixture.samples:,}, as no "
-            "weighted source may be seen more often"
+            f"the mixture has {seen.sum():,} samples, not {mixture.samples:,}, by most_epochs"
         )
     unseen = [
         name

@@ -265,8 +265,7 @@ def _choose_frames(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
         return SeenVideo(tuple(range(total)), total, 1.0)
     if rule.video is None:
         raise UserError(
-            f"{sample.where}: shows the video file {video}, and the model takes images alone; "
-            "extract its frames and name them as images"
+            f"{sample.where}: shows the video file {video} to a model of images; name its frames"
         )
     try:
         if video.file is None:
@@ -316,8 +315,7 @@ def _list_video_patches(
         if other is not None:
             raise UserError(
                 f"{sample.where}: frame {files[other]} has {sizes[other]} pixels, and the video's "
-                f"first {sizes[0]}; frames of a video must be equally large: make them so, or name "
-                "them as images"
+                f"first {sizes[0]}; make frames equally large, or name them as images"
             )
         size = sizes[0]
     grid = video_grid(len(seen.frames), *size, rule)

@@ -166,8 +166,7 @@ class OwnTemplate:
             if len(marked_spans) != len(answers):
                 raise UserError(
                     f"{conversation.where}: the chat template of {self.tokenizer.path} marks "
-                    f"{len(marked_spans)} answers of {len(answers)} with {{% generation %}}; mend "
-                    "the template"
+                    f"{len(marked_spans)} of {len(answers)} answers by {{% generation %}}; mend it"
                 )
             of_answers = zip(marked_spans, answers, strict=True)
             spans = [span for span, place in of_answers if place in conversation.learned]
@@ -191,8 +190,7 @@ class OwnTemplate:
         if not self.repeated_pieces:
             return UserError(
                 f"{where}: has images, and the chat template of {path} writes no piece of an image "
-                f"({', '.join(_IMAGE_TEXTS)}); choose a model that takes images, or its own "
-                "tokenizer"
+                f"({', '.join(_IMAGE_TEXTS)}); choose a model of images, or its own tokenizer"
             )
         return UserError(
             f"{where}: the chat template of {path} writes {places} "
@@ -262,9 +260,8 @@ class OwnTemplate:
         if not (has_both and (before.startswith(asked) or asked.startswith(before))):
             raise UserError(
                 f"{where}: the chat template of {path} writes message {place + 1} otherwise if "
-                "more messages follow, so its loss is unknown; mark answers in the template with "
-                "{% generation %} and {% endgeneration %}, or make a sample of each answer, with "
-                "the messages before it"
+                "more messages follow, so its loss is unknown; mark answers by {% generation %}, "
+                "or make a sample of each answer, with the messages before it"
             )
         start, end = min(len(asked), len(before)), len(text) - len(behind)
         piece = self.answer_end
@@ -287,9 +284,8 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
     text = tokenizer.template
     if text is None:
         raise UserError(
-            f"{tokenizer.path}: has no chat template in its folder, and the model uses the "
-            "tokenizer's own; pass the folder of the checkpoint, with its chat_template.jinja or "
-            "tokenizer_config.json"
+            f"{tokenizer.path}: has no chat template in its folder, which the model uses; pass the "
+            "folder of the checkpoint, with its chat_template.jinja or tokenizer_config.json"
         )
 
     def render_answer(answer: str) -> str:
@@ -353,6 +349,5 @@ def _render(
         )
     except Exception as error:  # templates may raise anything
         raise UserError(
-            f"{where}: the chat template of {tokenizer.path} cannot write it ({error}); change the "
-            "sample, or the template"
+            f"{where}: the chat template of {tokenizer.path} cannot write it ({error}); mend either"
         ) from error

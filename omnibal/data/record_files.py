@@ -52,10 +52,7 @@ def holds_records(path: Path) -> bool:
         return True
     with path.open("rb") as file:
         if file.read(len(_GZIP)) == _GZIP:
-            raise UserError(
-                f"{path}: is compressed, and samples are read by their places; decompress it, as "
-                f"with `gunzip {path.name}`"
-            )
+            raise UserError(f"{path}: is compressed; decompress it, as with `gunzip {path.name}`")
         file.seek(0)
         first = file.readline(_MAX_LINE).removeprefix(_BYTE_ORDER_MARK)
     # A meta's values are objects. A record has a list, as of messages, or a form's question.

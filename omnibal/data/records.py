@@ -292,8 +292,7 @@ def _place_marks(questions: list[str], mark: str, count: int, noun: str) -> None
         placed = 1
     if placed != count:
         raise InvalidRecordError(
-            f"has {placed} {mark} for {count} {noun}(s); write one {mark} for each {noun}, "
-            f"and none without {noun}s"
+            f"has {placed} {mark} for {count} {noun}(s); write one {mark} for each {noun}"
         )
 
 
@@ -337,8 +336,7 @@ def _pop_turn(left: list[ChatMessage], messages: RecordMessages) -> Turn:
         more = left.pop(0)  # calls as separate messages
         if more.learned != answer.learned:
             raise InvalidRecordError(
-                f'has in "{messages.key}" an answer and its call with different "loss"; give both '
-                "the same"
+                f'has in "{messages.key}" an answer and a call with unequal "loss"; equal them'
             )
         answer = replace(answer, calls=(*answer.calls, *more.calls))
     return Turn(

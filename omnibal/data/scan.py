@@ -119,10 +119,7 @@ def scan_lengths(
         raise UserError(f"every sample is bad; one at least must be good: {bad[0].message}")
     columns = {str(name): np.ascontiguousarray(good.rows[name]) for name in COUNTED.names or ()}
     if not columns["loss_tokens"].any():
-        raise UserError(
-            f"no token of {len(good):,} samples is learned; one answer at least must carry loss: "
-            'see "loss" of the messages'
-        )
+        raise UserError(f'no token of {len(good):,} samples is learned; see "loss" of the messages')
     indices, names = columns["index"], model.item_features
     squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
     lengths = Lengths(
@@ -280,8 +277,7 @@ def _check_item_kinds(model: ModelConfig) -> None:
     others = [name for name in model.item_features if name not in COUNTED.names]
     if others:
         raise UserError(
-            f"{model.name} takes {words(others)}, which no scan counts: plan with lengths of your "
-            "own, in Parquet or JSON files with a column of each"
+            f"{model.name} takes {words(others)}, which no scan counts: plan with your own lengths"
         )
 
 

@@ -102,8 +102,7 @@ class ScanJournal:
             notes.append(f"note: {self.path} is of other data or settings; the scan starts again")
         if self.changed:
             notes.append(
-                f"note: {self.changed:,} samples in {self.path} are of files that have changed or "
-                "are not named any more"
+                f"note: {self.changed:,} samples in {self.path} are of changed or unnamed files"
             )
         if len(self.finished):
             finished = f"{len(self.finished):,} of {samples:,}"

@@ -109,8 +109,7 @@ class EnergonIndex:
                 ]
         except (OSError, ValueError, sqlite3.Error) as error:
             raise UserError(
-                f"{offsets} and {self.database}: cannot be read ({error}); run `energon prepare` "
-                "again"
+                f"{offsets}, {self.database}: cannot be read ({error}); run `energon prepare` again"
             ) from error
         if not borders or borders[:-1] != [members[0].header for _, members in samples]:
             raise stale_error(shard, "its .tar.idx has samples at other places than index.sqlite")
@@ -160,16 +159,14 @@ class ShardSample(RecordMedia):
         """Return a file by full name, base name or suffix; raises InvalidRecordError."""
         if medium == "video" and not stored_files.is_video_file(name):
             raise InvalidRecordError(
-                f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
-                "list of the members that are frames"
+                f'has the "video" {name!r}; it must be a member with a video, or a list of frames'
             )
         for member in self.members:
             if name in (member.name, PurePath(member.name).name, member.suffix):
                 return self._file(medium, member)
         members = ", ".join(member.name for member in self.members)
         raise InvalidRecordError(
-            f"names {name!r}, but the members of its key are {members}; name these, or leave the "
-            f'names out: then "{medium}" is all of them'
+            f"names {name!r}, but the members of its key are {members}; name these, or none for all"
         )
 
     def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
@@ -191,8 +188,7 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
     expand_urls = _import_library("webdataset.shardlists", "webdataset").expand_urls
     if (count := _bound_shards(notation)) > _MAX_SHARDS:
         raise UserError(
-            f'"shards": {notation!r} expands to {count:,} names, and a source may have '
-            f"{_MAX_SHARDS:,}; name fewer"
+            f'"shards": {notation!r} expands to {count:,} names, above {_MAX_SHARDS:,}; name fewer'
         )
     try:
         names = expand_urls(notation)
@@ -326,8 +322,7 @@ def index_shard(shard: Shard) -> RecordIndex:
         ) from error
     if shard.samples not in (None, len(keys)):
         raise UserError(
-            f"{path}: holds {len(keys)} samples where Energon counted {shard.samples}; run "
-            "`energon prepare` again"
+            f"{path}: holds {len(keys)} samples, not {shard.samples}; run `energon prepare` again"
         )
     return RecordIndex(
         path, version, np.array(start, np.int64), np.array(size, np.int64), bytes(digests)

@@ -63,9 +63,8 @@ class Tokenizer(ABC):
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """Return ids and the indices of their first characters. Raises UserError if unsupported."""
         raise UserError(
-            f"{self.path}: has no character offsets of tokens, which loss by the tokenizer's own "
-            f"chat template needs; save it as {FAST_FILE} (save_pretrained of a fast tokenizer "
-            "does)"
+            f"{self.path}: has no character offsets of tokens, which loss by its own chat template "
+            f"needs; save it as {FAST_FILE} (`save_pretrained` of a fast tokenizer)"
         )
 
     def require_id(self, piece: str) -> int:
@@ -127,14 +126,12 @@ def open_tokenizer(path: Path) -> Tokenizer:
         if not models:
             raise UserError(
                 f"{path}: holds neither {FAST_FILE} nor {_SENTENCEPIECE_FILE}; pass a folder with "
-                f"one, or save the tokenizer as {FAST_FILE} (save_pretrained of a fast tokenizer "
-                "does)"
+                "one, or save the tokenizer by `save_pretrained` of a fast tokenizer"
             )
         path = models[0]
     if not path.is_file():
         raise UserError(
-            f"{path}: no such tokenizer; pass a SentencePiece {_SENTENCEPIECE_FILE}, a "
-            f"{FAST_FILE}, or the folder of a checkpoint with either"
+            f"{path}: no such tokenizer; pass {FAST_FILE}, {_SENTENCEPIECE_FILE} or their folder"
         )
     content, settings = path.read_bytes(), _read_settings(path)
     if path.suffix == ".json":
@@ -276,8 +273,7 @@ class _SentencePiece(Tokenizer):
             self._model.LoadFromSerializedProto(content + suffix)
         except RuntimeError as error:
             raise UserError(
-                f"{path}: not a SentencePiece model; pass the {_SENTENCEPIECE_FILE} of the "
-                f"language model, or a {FAST_FILE}"
+                f"{path}: not a SentencePiece model; pass {_SENTENCEPIECE_FILE} or {FAST_FILE}"
             ) from error
         self._pieces: int = self._model.GetPieceSize()
         self._added = {} if settings is None else self._list_added_tokens()
@@ -373,8 +369,7 @@ class _Fast(Tokenizer):
             self._model = FastModel.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
             raise UserError(
-                f"{path}: not a Hugging Face tokenizer ({error}); pass the {FAST_FILE} of the "
-                f"language model, or a SentencePiece {_SENTENCEPIECE_FILE}"
+                f"{path}: not a tokenizer ({error}); pass {FAST_FILE} or {_SENTENCEPIECE_FILE}"
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
@@ -419,8 +414,7 @@ class _Fast(Tokenizer):
             if own_number != number:
                 raise UserError(
                     f"{self.path}: has {token.content} as token {own_number}, but {CONFIG_FILE} or "
-                    f"{ADDED_FILE} in its folder as {number}; both must be of one checkpoint: "
-                    "restore them"
+                    f"{ADDED_FILE} in its folder as {number}; restore the files of one checkpoint"
                 )
         for token in settings.special_tokens:
             if token.content not in flags_of:

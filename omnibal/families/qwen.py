@@ -203,7 +203,6 @@ def read_flat(
         for key in _SIZE_KEYS:
             if key in flat and key in table and flat[key] != table[key]:
                 raise ValueError(
-                    f"{key} is {flat[key]} outside and {table[key]} in text_config; both must be "
-                    "alike"
+                    f"{key} is {flat[key]} outside and {table[key]} in text_config; make both equal"
                 )
     return read_vision_language(vision, Qwen25VLText, outer, name, path, checks_rope=True)

@@ -228,8 +228,7 @@ class Phi3Text(GroupedText):
         window, longest = self.sliding_window, self.max_position_embeddings
         if window is not None and window < longest:
             raise ValueError(
-                f"sliding_window {window} must be none, or at least max_position_embeddings "
-                f"{longest}"
+                f"sliding_window {window} must not be below max_position_embeddings {longest}"
             )
         return self
 
@@ -295,8 +294,7 @@ class Qwen3MoeText(RoutedKeys, Qwen3Text):
         super().check_trained()
         if len(self._sparse_layers) < self.num_hidden_layers:
             raise ValueError(
-                "has a decoder_sparse_step or mlp_only_layers that leave layers without experts; "
-                "they must be 1 and []: experts in every layer"
+                "has layers without experts; decoder_sparse_step must be 1, mlp_only_layers []"
             )
 
 

@@ -125,8 +125,7 @@ def _processor_fields(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
     if processor.resample not in (None, _PILLOW_BICUBIC):
         raise ValueError(
-            f"resample of the image processor is {processor.resample}; it must be "
-            f"{_PILLOW_BICUBIC}, bicubic"
+            f"the processor's resample {processor.resample} must be bicubic: {_PILLOW_BICUBIC}"
         )
     min_pixels, max_pixels = processor.area_limits
     given = {

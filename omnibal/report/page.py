@@ -72,8 +72,7 @@ def write_report(
     ):
         if data is None:
             raise UserError(
-                "a plan with neither data nor shapes has no steps to replay; give the plan "
-                f"that {replay_directory} is of, or no replay"
+                f"a plan without steps has no replay: give the plan of {replay_directory}"
             )
         cost, workload = job.cost_of_all(plan.pack_levels), job.workload(*data, plan.pack_levels)
         replay = read_replay(replay_directory, plan, cost, workload)
@@ -111,8 +110,7 @@ def _read_plan_run(
     stages = len(plan.merge_chunks(plan.stages))
     if any(len(record.stages) != stages for record in records):
         raise UserError(
-            f"{run_directory}: the run has {len(records[0].stages)} pipeline stages and the plan "
-            f"{stages}; give a run of this plan"
+            f"{run_directory}: has {len(records[0].stages)} stages, the plan {stages}; give its run"
         )
     return info, records
 

@@ -100,8 +100,7 @@ def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> 
     if info.plan_sha256 != plan_sha256(plan):
         raise UserError(
             "the run was trained by another plan, or its log is of an earlier version: give its "
-            "latest plan, the newest in its folder `plans` or else the plan that it was started "
-            "with"
+            "latest plan, the newest in its folder `plans` or else that of its start"
         )
     first = info.since_step + _WARM_UP_STEPS
     timed = [record for record in records if record.passes is not None and record.step >= first]
@@ -214,8 +213,7 @@ def list_terms(
         times = passes.forward_ms, passes.backward_ms
         if any(list(map(len, parts)) != [len(rows)] * len(plan.stages) for parts in times):
             raise UserError(
-                f"step {record.step} of the run had other micro-batches or parts of the model "
-                "than the plan: give the run's plan"
+                f"step {record.step} of the run had other micro-batches or parts: give its plan"
             )
         passes_ms = np.array(times)  # [2 (forward, backward), parts, rows]
         stages = np.broadcast_to(stage_of_parts[:, None], passes_ms.shape)

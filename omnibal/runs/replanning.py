@@ -61,13 +61,11 @@ def replan(
     plan, job = files.plan, files.job
     if plan.data is None or plan.made_for is not None:
         raise UserError(
-            "the plan is of shapes only or for another trainer, so pretrain_vlm.py has not run it: "
-            "give the plan of a run"
+            "pretrain_vlm.py has not run a plan of shapes or another trainer: give a run's plan"
         )
     if after is not None and after > plan.data.steps:
         raise UserError(
-            f"{after} trained steps were given, and the plan has {plan.data.steps}: give the steps "
-            "of the checkpoint to resume from"
+            f"{after} trained steps exceed the plan's {plan.data.steps}: give the checkpoint's"
         )
     fit = None if run is None else _fit_costs(files, run, after)
     if fit is not None:

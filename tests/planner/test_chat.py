@@ -292,7 +292,7 @@ def test_answers_are_compared_as_they_are_learned(tokenizer):
 
 def test_tile_counts_must_match_the_images(tokenizer):
     """Prevents images from silently using each other's tile counts."""
-    with pytest.raises(ValueError, match=r"of 2 image\(s\) .* were given for 1"):
+    with pytest.raises(ValueError, match=r"counts of \(2, 0\) .* for \(1, 0\)"):
         encode_sample(sample_of(("<image>", "1")), [1, 1], DIGITS, tokenizer)
 
 

@@ -340,7 +340,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (LARGE.format("qwen3-vl-2b"),
          "leave out --max-tiles: the limits are --limit image_tokens=MAX and --max-tokens"),
         ("lengths x.jsonl --tokenizer-model t --model gemma-3-4b --max-pixels 9 -o p",
-         "of one size, 896 x 896 pixels"),
+         "are all 896 x 896 pixels"),
         ("lengths x.jsonl --tokenizer-model t --model qwen3-vl-2b --max-pixels 9 -o p",
          "--max-pixels: min_pixels 65536 must not exceed max_pixels 9; give others"),
         (PLAN + " --pp 99 -o p", "99"),
@@ -536,7 +536,7 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch, lengths_fil
     expected = f"{expected}--tokens-per-sample 64 --layers 3 --provider te".split()
     assert given == dict(zip(expected[::2], expected[1::2], strict=True))
     command = PROFILE.replace(" --tokens-per-sample 64", "")
-    assert "give --tokens-per-sample, or --lengths" in failure(capsys, command, "-o", output)
+    assert "give --tokens-per-sample or --lengths" in failure(capsys, command, "-o", output)
     run(command, "--lengths", lengths_file, "-o", output)
     mean = commands[-1][commands[-1].index("--tokens-per-sample") + 1]
     assert int(mean) == round(example_lengths().tokens.mean())

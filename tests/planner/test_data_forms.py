@@ -270,9 +270,9 @@ BAD = [
     (with_message(1, loss=0.5), 'a "loss" of 0.5'),
     (with_message(0, loss=True), 'message 1 "loss", which only an assistant'),
     (with_message(0, tool_calls=[CALL]), '"tool_calls", which only an assistant'),
-    (with_message(1, tool_calls=[{"name": 1}]), "message 2 an odd call of a tool"),
-    (with_message(1, tool_calls="add(1)"), "an odd call of a tool"),
-    (with_message(1, role="tool_call"), "an odd call of a tool"),
+    (with_message(1, tool_calls=[{"name": 1}]), "message 2 an odd tool call"),
+    (with_message(1, tool_calls="add(1)"), "an odd tool call"),
+    (with_message(1, role="tool_call"), "an odd tool call"),
     (with_message(1, reasoning_content=1), 'an odd "reasoning_content"'),
     (talk([], "a"), 'message 1 an odd "content"'),
     (talk([7], "a"), 'a part of "type" null'),
@@ -323,7 +323,7 @@ BAD = [
     ({"messages": [ASKED, ANSWERED, *messages(("tool", "3"))]}, "must alternate"),
     (
         {"messages": [ASKED, ANSWERED, {"role": "tool_call", "content": [CALL], "loss": False}]},
-        'an answer and its call with different "loss"',
+        'an answer and a call with unequal "loss"',
     ),
 ]
 

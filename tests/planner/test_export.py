@@ -83,7 +83,7 @@ def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
         (SWIFT, {"stages": stages_with(("language 1",), ("language 2",))},
          "of each stage, with one n"),
         (SWIFT, {"stages": stages_with(("vision 0..1",), ())},
-         "2 layers of vision are recomputed and others"),
+         "2 layers of vision are recomputed: "),
         (XTUNER, {"stages": (Stage.parse(*UNITS, recompute=("language 0",)),)},
          "1 layers of language are recomputed"),
         (MEGATRON, in_chunks("interleaved", 4), None),
@@ -331,7 +331,7 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
         ((plan, "--to", folder, "--data", tmp_path / "counted"), "JSONL that it was made from"),
         ((plan, "--to", folder, "--data", plan), "is a folder"),
         ((plan, "--to", folder, "--data", broken), "must be one of system, human"),
-        ((unlimited, "--to", folder), "name it with --for"),
+        ((unlimited, "--to", folder), "name it by --for"),
         ((unlimited, "--to", folder, "--for", "xtuner"), "`omnibal plan --for xtuner`"),
         ((tmp_path, "--to", folder), "plan.json: no such file"),
     ):

@@ -162,7 +162,7 @@ def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
     source = annotations_of(tmp_path / "plain.jsonl", [plain])
     write_rows(source, np.zeros(1, int), tmp_path / "rows.jsonl", of_tiles=True)
     assert '"<image>What?"' in (tmp_path / "rows.jsonl").read_text()
-    with pytest.raises(UserError, match="has a video given as frames"):
+    with pytest.raises(UserError, match="has a video of frames"):
         row_of(annotations[5], of_tiles=True)
     source, late = tmp_path / "data.jsonl", np.arange(181)
     annotations = annotations_of(

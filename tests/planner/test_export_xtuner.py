@@ -180,7 +180,7 @@ def test_several_sources_are_several_files(tmp_path):
         assert (paths[row[0]], row[1]) == (str(tmp_path / f"{name}.jsonl"), line)
     assert made.settings.count("DatasetConfig(anno_path") == 2  # each file once
     meta["c"]["root"] = "elsewhere"
-    with pytest.raises(UserError, match="one image folder per file"):
+    with pytest.raises(UserError, match="one folder per file"):
         export(given_of("meta.json", meta))
-    with pytest.raises(UserError, match="is a JSON array, and XTuner reads samples from lines"):
+    with pytest.raises(UserError, match="is a JSON array, and XTuner reads JSONL"):
         export(given_of("list.json", [record] * 300))

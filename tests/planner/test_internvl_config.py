@@ -129,7 +129,7 @@ def test_keys_that_are_not_understood_are_named(tmp_path: Path) -> None:
             hf_config(QWEN3_8B | {"model_type": "gpt_oss", "architectures": None}),
             "is gpt_oss",
         ),
-        (internvl(QWEN3_30B_A3B | {"mlp_only_layers": [0]}), "leave layers without experts"),
+        (internvl(QWEN3_30B_A3B | {"mlp_only_layers": [0]}), "has layers without experts"),
         (internvl(QWEN3_8B | {"architectures": ["MistralForCausalLM"]}), "is MistralForCausalLM"),
         (internvl(PHI3 | {"sliding_window": 2047}), "sliding_window 2047"),
         (hf_config(PHI3), "is Phi3ForCausalLM"),

@@ -88,7 +88,7 @@ def test_no_output_replaces_an_input(capsys, root, monkeypatch, command):
     before = contents(root)
     error = failure(capsys, command)
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert "an input of this command" in error or "is not a Parquet file" in error
+    assert "an input of this command" in error or "is not Parquet" in error
     assert contents(root) == before
 
 

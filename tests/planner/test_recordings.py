@@ -256,14 +256,16 @@ def test_recordings_in_a_conversation(tmp_path, tokenizer):
         prompt = encode_prompt(sample, turn, [2], OMNI, tokenizer, clips_per_recording=[3, 1, 2])
         assert prompt.tolist() == encoded.token_ids[: len(prompt)].tolist()
         assert np.count_nonzero(prompt == tokenizer.audio_context) == clips * per_clip
-    with pytest.raises(ValueError, match=r"clips of 2 recording\(s\) were given for 1 and 3"):
+    with pytest.raises(ValueError, match=r"counts of \(1, 2\) .* for \(1, 3\)"):
         encode_sample(sample, [1], OMNI, tokenizer, [1, 1])
 
 
 def test_recordings_need_a_model_and_a_tokenizer_that_know_them(tmp_path, digits, tokenizer):
     """Prevents ignoring a recording, or writing it as words."""
     [sample] = open_jsonl(tmp_path, record_of(audio="a.wav"))
-    with pytest.raises(UserError, match=r"has 1 recording\(s\), but the model has no encoder"):
+    with pytest.raises(
+        UserError, match=r"has 1 recording\(s\), but the model has no audio encoder"
+    ):
         encode_sample(sample, [], DIGITS, tokenizer, [1])
     odd = replace(sample, turns=(replace(sample.turns[0], answer="<|audio_eos|>"),))
     with pytest.raises(UserError, match=r"audio_eos\|>' in its text.*, a recording with <audio>"):
@@ -303,7 +305,9 @@ def test_bad_recordings_of_a_scan(tmp_path, tokenizer):
     found = scan(annotations, tokenizer, OMNI, on_error="skip")
     assert found.lengths.items["clips"].tolist() == [math.ceil(1 / CLIP_S)]
     assert [bad.index for bad in found.skipped] == [1, 2]
-    with pytest.raises(UserError, match=r"has 1 recording\(s\), but the model has no encoder"):
+    with pytest.raises(
+        UserError, match=r"has 1 recording\(s\), but the model has no audio encoder"
+    ):
         scan(annotations, tokenizer)
 
 

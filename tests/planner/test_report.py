@@ -555,7 +555,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         with pytest.raises(UserError, match=said):
             make_page(tmp_path, source)
 
-    refuse("2 pipeline stages and the plan 1", stages=STAGES[:1], prediction=None)
+    refuse("has 2 stages, the plan 1", stages=STAGES[:1], prediction=None)
     runlog.write_run_info(
         runlog.RunInfo(model="internvl-digits", packs_sha256="0" * 64), tmp_path / "run"
     )
@@ -564,7 +564,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     refuse(r"run\.json: no such file")
     write_lengths(make_lengths("another name"), tmp_path / "plan" / LENGTHS_FILE)
     refuse(r"lengths\.parquet has the content hash", "")
-    refuse("has no steps to replay", "replay", data=None)
+    refuse("a plan without steps has no replay", "replay", data=None)
     assert not (tmp_path / "r.html").exists()
 
 

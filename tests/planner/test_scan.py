@@ -424,7 +424,7 @@ def test_a_journal_is_of_files_wherever_they_stand(tmp_path):
     expected.rows["index"] = [0, 2, 3, 5, 9]
     assert listing(again.finished) == listing(expected)
     assert again.notes(11) == [
-        f"note: 2 samples in {path} are of files that have changed or are not named any more",
+        f"note: 2 samples in {path} are of changed or unnamed files",
         "resumed: 5 of 11 samples were already scanned",
     ]
 

@@ -411,8 +411,8 @@ def test_steps_of_one_level_are_shared_where_a_rank_cannot_hold_a_pack(capsys, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (f"{CAPPED} --packing-levels 5 --lengths FILE", "auto, hbp, or a number"),
-        (f"{CAPPED} --packing-levels two --lengths FILE", "auto, hbp, or a number"),
+        (f"{CAPPED} --packing-levels 5 --lengths FILE", "auto, hbp, or 1 to"),
+        (f"{CAPPED} --packing-levels two --lengths FILE", "auto, hbp, or 1 to"),
         (f"{CAPPED} --packing-levels 4 --lengths FILE", "may have"),
         (f"{CAPPED} --packing-levels 2", "levels are of samples"),
         (f"{CAPPED} --curriculum-steps 2", "levels are of samples"),

@@ -170,7 +170,7 @@ def test_hash_follows_what_is_in_the_shards(tmp_path):
         ({"image": None}, ["0.png", "1.png"]),
         ({"video": ["0.png", "1.png"]}, ["0.png", "1.png"]),
         ({"image": "2.png"}, "names '2.png', but the members of its key are f/x.json, f/x.0.png"),
-        ({"video": "f"}, "in a shard it must be a member that is a video, or a list of the"),
+        ({"video": "f"}, "it must be a member with a video, or a list of frames"),
         ({"video": "x.mp4"}, "names 'x.mp4', but the members of its key are f/x.json, f/x.0.png"),
     ],
 )

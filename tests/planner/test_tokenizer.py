@@ -148,7 +148,7 @@ def test_tokens_that_only_the_config_has_are_added(tmp_path):
     assert open_tokenizer(path).encode("<ref>") == [size]
     added[str(size + 4)] = {"content": "</ref>", "special": True}
     edit_config(tmp_path, added_tokens_decoder=added)
-    with pytest.raises(UserError, match="both must be of one checkpoint"):
+    with pytest.raises(UserError, match="restore the files of one checkpoint"):
         open_tokenizer(path)
 
 

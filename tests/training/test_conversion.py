@@ -414,7 +414,7 @@ BAD = {
         ),
         "tokenizer-not-json": (
             lambda at: cut_short(at / "tokenizer.json", 9),
-            "not a Hugging Face tokenizer",
+            "not a tokenizer",
         ),
         "tied-with-another-head": (
             edit_config(llm_config__tie_word_embeddings=True),

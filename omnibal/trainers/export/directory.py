@@ -123,8 +123,7 @@ def _check_exported_data(files: PlanFiles, annotations: Annotations) -> None:
     plan = files.plan
     if plan.data is None:
         raise UserError(
-            "--data was given, and the plan is of shapes only, without samples; leave --data out, "
-            "or plan with --lengths"
+            "--data was given for a plan of shapes; leave it out, or plan with --lengths"
         )
     if plan.data.origin is not None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
@@ -147,8 +146,8 @@ def _dropped_samples(expected: Expected) -> Iterator[str]:
         )
     elif expected.dropped_samples:
         yield (
-            f"{expected.dropped_samples:,} sample(s) do not fill a step, and trainers drop such a "
-            "step: they are not trained, and in none of the files."
+            f"{expected.dropped_samples:,} sample(s) do not fill a step: they are not trained, and "
+            "in none of the files."
         )
 
 

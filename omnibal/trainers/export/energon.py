@@ -44,8 +44,7 @@ def whole_steps(given: ExportInput) -> ScheduledPacks | None:
     if not given.full_steps:
         raise UserError(
             f"the plan has {len(given.order):,} packs for {given.plan.parallel.data:,} "
-            "data-parallel ranks: no step is full, and nothing would be trained; plan for fewer "
-            "ranks, or with more samples"
+            "data-parallel ranks: no step is full; plan for fewer ranks, or more samples"
         )
     return given.order.take(np.arange(given.full_steps * given.packs_per_step))
 
@@ -168,10 +167,7 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
     if given.order is None:
         return
     if given.annotations is None:
-        yield (
-            "Without --data no packs are written for Energon; order.parquet has their samples, in "
-            "order."
-        )
+        yield "Without --data no packs are written for Energon; order.parquet has their samples."
         return
     yield (
         f"`{ENERGON_FOLDER}/{_MODULE}` reads the packs: put its `PlannedPacks` before your "
@@ -184,8 +180,7 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
     )
     if f"{ENERGON_FOLDER}/samples.jsonl" not in files:
         yield (
-            "Samples are read by key from your shards, in the plan's order: keep them on a disk "
-            "with fast random reads."
+            "Samples are read by key from your shards: keep them on a disk with fast random reads."
         )
         return
     yield (

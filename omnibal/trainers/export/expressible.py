@@ -23,8 +23,8 @@ def obstacles(plan: Plan, data: PackedData | None, target: TrainerConstraints) -
     yield from [] if unknown is None else [unknown]
     for _, name, size, most in target.limit_sizes(plan.parallel):
         yield (
-            f"the plan has {name.removesuffix('-parallel')} size {size}, and {target.title} takes "
-            f"at most {most}"
+            f"the plan has {name.removesuffix('-parallel')} size {size}, and {target.title} "
+            f"takes at most {most}"
         )
     if plan.precision == "fp8" and not target.runtime.transformer_engine:
         yield f"the plan has products in FP8, which {target.title} does not support"
@@ -66,10 +66,7 @@ def _level_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
             f"packs have several context-parallel sizes, and {target.title} takes one for all packs"
         )
     elif len(plan.levels) > 1:
-        yield (
-            f"the plan has {len(plan.levels)} levels, each with its own caps and recomputed "
-            f"layers, and {target.title} takes one"
-        )
+        yield f"the plan has {len(plan.levels)} levels of caps, and {target.title} takes one"
     if plan.data_parallel_encoders is not None:
         yield f"encoders are data-parallel, which {target.title} cannot do"
 
@@ -104,8 +101,7 @@ def _recompute_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str
             )
         elif not numbered and all_or_none(stages, tower) is None:
             yield (
-                f"{sum(counts)} layers of {tower} are recomputed and others are not, and "
-                f"{target.title} recomputes all layers or none"
+                f"{sum(counts)} layers of {tower} are recomputed: {target.title} takes all or none"
             )
 
 
@@ -131,8 +127,8 @@ def _step_obstacles(plan: Plan, packs: ScheduledPacks, target: TrainerConstraint
     ranks, full = plan.parallel.data, packs_per_step(plan)
     if plan.data.window is not None:
         yield (
-            f"a step is a window of {plan.data.window:,} samples, whose number of packs varies, "
-            f"and {target.title} needs equally many packs per step"
+            f"a step is a window of {plan.data.window:,} samples in a varying number of packs, and "
+            f"{target.title} needs equally many packs per step"
         )
         return
     counts = np.bincount(packs.step)  # [steps]

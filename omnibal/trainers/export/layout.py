@@ -104,8 +104,7 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) 
     first = "language embed"
     if not stages[0].holds(first):
         raise UserError(
-            "stage 0 does not hold the language embed, with which a layout begins: put all "
-            "encoders on stage 0, as `omnibal plan --for` does"
+            "stage 0 does not hold the language embed: put all encoders there, as `plan --for`"
         )
     words = [
         (EMBEDDING,) * stage.holds(first)

@@ -141,8 +141,7 @@ def _bridge_deviations(plan: Plan, batch: core.Batch, has_packs: bool) -> Iterat
     unknown = ", ".join(part for part in plan.frozen if part not in _FROZEN)
     if unknown:
         yield (
-            f"The plan freezes {unknown}, and Megatron-Bridge has no field for that; freeze it in "
-            "the model."
+            f"The plan freezes {unknown}, without a field of Megatron-Bridge: set it in the model."
         )
 
 
@@ -151,19 +150,12 @@ def _bridge_notes(plan: Plan, has_packs: bool) -> Iterator[str]:
         "`YOUR_RECIPE` is the recipe of your model, whose other fields stay unchanged. The "
         "overrides also reset fields that could set another split."
     )
-    yield (
-        "The first stage holds the encoders too; the split counts only layers of the language "
-        "model."
-    )
+    yield "The first stage holds the encoders too; the split counts only language layers."
     if plan.precision == "fp8":
-        yield (
-            "`mixed_precision` of the recipe must be a MixedPrecisionConfig, not a name: only then "
-            "can its fields be overridden."
-        )
+        yield "`mixed_precision` of the recipe must be a MixedPrecisionConfig: its fields are set."
     if has_packs:
         yield (
             "Its EnergonProvider does not pass `parallel_shard_iters`, which Energon needs to keep "
-            "the order: write a DatasetProvider that returns "
-            "`get_savable_loader(planned_dataset(...))`. Untested: its step with joined packs of "
-            "your TaskEncoder."
+            "the order: write a DatasetProvider that returns `get_savable_loader(planned_dataset("
+            "...))`. Untested: its step with joined packs of your TaskEncoder."
         )

@@ -230,10 +230,7 @@ def _swift_notes(given: ExportInput) -> Iterator[str]:
         yield "The plan is of shapes only, without rows to train: give your own --dataset."
         return
     if given.annotations is None:
-        yield (
-            f"No --data was given, so {_ROWS} is left out: write your rows in the order of "
-            "order.parquet, or export again with the scanned data."
-        )
+        yield f"Without --data {_ROWS} is left out: write rows in the order of order.parquet."
     count_command = (
         f'swift export --model "$MODEL" --dataset "$EXPORT/{_ROWS}" --to_cached_dataset true '
         f"--split_dataset_ratio 0 --dataset_shuffle false --strict true --max_length "
@@ -246,10 +243,7 @@ def _swift_notes(given: ExportInput) -> Iterator[str]:
         'planned", train with `--cached_dataset counted/train` in place of --dataset. If not, plan '
         "with the counted lengths."
     )
-    yield (
-        "--strict true ends a run at an unreadable row. Without it the row is dropped, and the "
-        "packs shift."
-    )
+    yield "--strict true ends a run at an unreadable row, which else would shift the packs."
     if _takes_tiles(given.plan):
         yield (
             "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "

@@ -52,13 +52,11 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> SwiftRow:
     """Return a sample as ms-swift's row, with absolute paths. Raise if ms-swift cannot read it."""
     if sample.greeting is not None:
         raise UserError(
-            f"{sample.where} begins with the assistant, and ms-swift needs a question before every "
-            "answer; leave the sample out, or add a question"
+            f"{sample.where} begins with the assistant, and ms-swift needs a question first"
         )
     if of_tiles and any(video.file is None for video in sample.videos):
         raise UserError(
-            f"{sample.where} has a video given as frames, and ms-swift's template of InternVL "
-            "reads video files; leave the sample out"
+            f"{sample.where} has a video of frames, and ms-swift reads video files; leave it out"
         )
     messages: list[SwiftRow] = []
     if sample.system is not None:

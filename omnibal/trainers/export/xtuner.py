@@ -37,8 +37,7 @@ def export(given: ExportInput) -> Exported:
         if path.suffix == ".tar" or is_array(path):
             kind = "a tar shard" if path.suffix == ".tar" else "a JSON array"
             raise UserError(
-                f"{path}: is {kind}, and XTuner reads samples from lines of JSONL; write them as "
-                "JSONL, scan and plan again"
+                f"{path}: is {kind}, and XTuner reads JSONL; write that, scan and plan again"
             )
     return Exported(
         files=_pack_files(given),
@@ -133,8 +132,8 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
         path, root = annotations.files[file].absolute(), annotations.roots[source].absolute()
         if roots.setdefault(path, root) != root:
             raise UserError(
-                f"{path}: has sources with images in {roots[path]} and in {root}, and XTuner takes "
-                "one image folder per file: copy the file for one source"
+                f"{path}: has images in {roots[path]} and {root}, and XTuner takes one folder per "
+                "file: copy the file for one source"
             )
     return roots
 
@@ -172,18 +171,14 @@ def _xtuner_notes(given: ExportInput) -> Iterator[str]:
         "xtuner_packs.py was tested with a stand-in for XTuner that has its fields. It ends a run "
         "at the first sample whose token count differs from the plan's."
     )
-    yield (
-        "Line numbers are XTuner's without filters, as with pack_level "
-        '"preset"; keep sample_ratio at 1.'
-    )
+    yield "Line numbers are XTuner's without filters: keep sample_ratio at 1."
 
 
 def _without_data(order: ScheduledPacks, lengths: Lengths) -> Iterator[str]:
     if record_numbers(order, lengths, None) is None:
         yield (
-            "No --data was given, and the scan skipped samples of several sources, so line numbers "
-            "are unknown: boundaries.npy, samples.npy and paths.json are left out. Give the "
-            "scanned data."
+            "No --data was given, and the scan skipped samples of several sources: boundaries.npy, "
+            "samples.npy and paths.json are left out, as line numbers are unknown."
         )
         return
     yield (

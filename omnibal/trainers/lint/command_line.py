@@ -66,8 +66,7 @@ def _find_launch(commands: Sequence[ScriptCommand], line_number: int | None) -> 
         if re.match(r"--?[A-Za-z]", command.words[0]):
             raise UserError(
                 f"line {command.line} begins with flag {show_unknown(command.words[0])} and does "
-                "not continue the line above; end that line with a backslash, without blanks or a "
-                "comment behind it"
+                "not continue the line above; end that with a backslash and nothing behind it"
             )
     launches = [command for command in commands if _is_launch(command)]
     chosen = [command for command in launches if line_number in (None, command.line)]
@@ -78,8 +77,7 @@ def _find_launch(commands: Sequence[ScriptCommand], line_number: int | None) -> 
         given = f" among {show_unknown(joined_words(flags[:3]))}" if flags else ""
         raise UserError(
             f"the launch line has no known flag of a Megatron trainer{given}, such as "
-            "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
-            "the path of a script, or flags"
+            "--tensor-model-parallel-size; give a command, the path of a script, or flags"
         )
     lines = joined_words([str(command.line) for command in launches])
     if len(launches) == 1:
@@ -113,8 +111,7 @@ def _check_values_known(by_name: Mapping[str, str | None]) -> None:
     if uses:
         raise UserError(
             f"values are not known ({'; '.join(list(uses.values())[:3])}: the script does not set "
-            "them), and sizes and switches must be: give "
-            f"{' '.join(f'--set {name}=VALUE' for name in uses)}"
+            f"them): give {' '.join(f'--set {name}=VALUE' for name in uses)}"
         )
 
 
@@ -125,8 +122,7 @@ def _infer_launcher(
     program = " ".join(word for word in words if not word.startswith("-"))
     if _DEEPSPEED.search(program):
         raise UserError(
-            "`swift sft` starts ms-swift's DeepSpeed back end, which has no Megatron flags; give a "
-            "launch line of `megatron sft`"
+            "`swift sft` starts DeepSpeed, without Megatron flags; give a line of `megatron sft`"
         )
     for launcher, pattern in PROGRAMS.items():
         if pattern.search(program):

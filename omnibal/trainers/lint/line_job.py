@@ -118,8 +118,7 @@ def make_line_job(
     layers = layers_by_chunk(line)
     if (held := sum(map(sum, layers))) != model.language.layers:
         raise UserError(
-            f"the line's stages hold {held} of {model.language.layers} layers: give sizes that "
-            "divide them, or a layout"
+            f"the line's stages hold {held} of {model.language.layers} layers: correct its split"
         )
     parts, schedule = _chunk_parts(line, job.model, layers)
     return LineJob(
@@ -214,16 +213,10 @@ def runtime_of(line: LaunchLine, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
 
 def _notes_on_job(line: LaunchLine, samples: Lengths | None, job: JobSpec) -> Iterator[str]:
     if samples is None and line.sizes.experts:
-        yield (
-            "mock samples are routed evenly over expert-parallel ranks; give --lengths for the "
-            "imbalance planned for real samples"
-        )
+        yield "mock samples are routed evenly over expert-parallel ranks; --lengths has real ones"
     is_swift = line.launch.launcher is Launcher.MS_SWIFT
     if is_swift and samples is not None and not line.on("packing"):
-        yield (
-            "the line does not pack samples (--packing true), and is predicted as if it did: "
-            "samples of a micro-batch together have the sequence length"
-        )
+        yield "the line does not pack samples (--packing true), and is predicted as if it did"
     if job.precision == "fp8" and job.model.encoders:
         yield "layers of encoders are predicted in bf16, even if the line has them in FP8"
 
@@ -233,20 +226,15 @@ def _check_predictable(line: LaunchLine) -> None:
     launch, changed = line.launch, line.changed_sizes
     if changed:
         name, (built, known) = next(iter(changed.items()))
-        raise UserError(
-            f"the line builds a model with {name} {built:,}, and the model has {known:,}; leave "
-            "the flag out, or name the model that it builds"
-        )
+        raise UserError(f"the line's model has {name} {built:,}, the named {known:,}; correct one")
     if launch.gpus and line.data is None:
         raise UserError(
-            f"{launch.gpus} GPUs are no multiple of tensor x pipeline x context size, {line.grid}: "
-            "correct the number of GPUs or a size"
+            f"{launch.gpus} GPUs are no multiple of TP x PP x CP, {line.grid}: correct a number"
         )
     if line.data and launch.global_batch and line.micro_batches is None and launch.micro_batch:
         raise UserError(
-            f"global batch size {launch.global_batch} is no multiple of the "
-            f"{launch.micro_batch * line.data} samples that {line.data} data-parallel ranks "
-            "compute at once: correct it"
+            f"global batch size {launch.global_batch} is no multiple of micro-batch x data-parallel "
+            f"size, {launch.micro_batch * line.data}: correct it"
         )
     # Experts with tensor parallelism have costs only with sequence parallelism.
     routes_alone = launch.tensor > 1 and not launch.sequence_parallel and line.sizes.experts
@@ -282,9 +270,8 @@ def _parallel_sizes(line: LaunchLine, model: ModelConfig) -> Parallel:
     if tensor * data % expert or (expert % tensor and tensor % expert):
         raise UserError(
             f"{expert} expert-parallel ranks (expert size {launch.expert} x expert tensor size "
-            f"{line.expert_tensor}) cannot be predicted for tensor size {tensor} and {data} "
-            "data-parallel ranks; give --expert-tensor-parallel-size 1 and an expert size that "
-            "divides, or is a multiple of, the tensor size"
+            f"{line.expert_tensor}) cannot be predicted for TP {tensor} and DP {data}; give "
+            "--expert-tensor-parallel-size 1 and an EP that divides TP, or is a multiple of it"
         )
     return Parallel(
         tensor=tensor,
@@ -310,8 +297,7 @@ def _sample_caps(
     if samples is not None:
         if cuts_samples(line):
             raise UserError(
-                f"context size {launch.context} cannot be predicted with a dataset for this model; "
-                "leave --lengths out"
+                f"CP {launch.context} of this model is not predicted with --lengths; leave them out"
             )
         return plan_data.caps_of_tokens(
             samples, plan_data.limited_features(model), tokens * launch.micro_batch
@@ -372,10 +358,7 @@ def _build_stages(
     held = [sum(chunks) for chunks in layers]
     empty = [stage for stage, count in enumerate(held[1:-1], 1) if not count]
     if empty:
-        raise UserError(
-            f"stage {empty[0]} holds no layer of the language model, and an empty stage cannot be "
-            "predicted: give it a layer"
-        )
+        raise UserError(f"stage {empty[0]} holds no layer of the language model: give it a layer")
     # Units before the language layers: encoders, projectors, the word embedding. Behind: the head.
     first = len(unit_spans(model)) - model.language.layers - 1
     cuts = list(accumulate(held[:-1], initial=first))[1:]

@@ -138,8 +138,7 @@ class _ScriptReader:
             return shlex.split(text)
         except ValueError as error:
             raise UserError(
-                f"line {self.line} of the launch line or script has an open quote, or ends in a "
-                "backslash; correct it"
+                f"line {self.line} of the launch line or script has an open quote or backslash"
             ) from error
 
     def _expand_double(self, text: str) -> str:

@@ -41,10 +41,7 @@ def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool
             "prediction keeps one per layer, somewhat more memory"
         )
     if is_full and launch.launcher is Launcher.LOONGFORGE:
-        yield (
-            "LoongForge's numbers of recomputed layers are assumed to hold for encoders too, as "
-            "its scripts suggest"
-        )
+        yield "LoongForge's numbers of recomputed layers are assumed to hold for encoders too"
     yield from _notes_on_ranks(line)
 
 
@@ -64,8 +61,7 @@ def _notes_on_ranks(line: LaunchLine) -> Iterator[str]:
         )
     if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
         yield (
-            "the line has neither --bf16 nor --fp16: it is predicted in bf16, and Megatron trains "
-            "it in fp32"
+            "the line has neither --bf16 nor --fp16: Megatron trains it in fp32, predicted is bf16"
         )
     yield from notes_on_precision(line)
     if is_adapter(line):

@@ -98,8 +98,7 @@ def weight_shards(line: LaunchLine, data: int) -> int:
         replicas = max(data // 8, 1)
     if data % replicas:
         raise UserError(
-            f"{replicas} replicas of weights do not divide {data} data-parallel ranks; correct the "
-            "number of replicas"
+            f"{replicas} replicas of weights do not divide {data} data-parallel ranks; correct them"
         )
     return data // replicas
 
@@ -182,10 +181,7 @@ def notes_on_precision(line: LaunchLine) -> Iterator[str]:
         yield f"FP8 recipe {recipe} is predicted as {fp8.recipe}"
     ends = _count_bf16_layers(line)
     if ends:
-        yield (
-            f"{ends} layers of the language model stay in bf16, and are predicted in FP8: the "
-            "line takes longer"
-        )
+        yield f"{ends} language layers stay in bf16, predicted in FP8: the line takes longer"
     if line.on("fp8-dot-product-attention") or line.on("fp8-multi-head-attention"):
         yield "attention is predicted in bf16, and the line computes it in FP8"
     if line.on("no-fp8-wgrad"):
