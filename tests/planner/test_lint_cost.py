@@ -360,7 +360,7 @@ def test_chunks_that_are_not_simulated_are_not_called_slow():
         ("-ng 8 -pp 2 -mb 1 -gb 8", "does not set -sl"),
         ("-pp 2 -mb 1 -gb 8 -sl 4096", "number of GPUs"),
         ("-ng 8 -pp 2 -gb 8 -sl 4096", "does not set -mb"),
-        ("-ng 8 -pp 2 -mb 1 -gb 8 -sl 4096 model.num_layers=20", "builds a model with layers 20"),
+        ("-ng 8 -pp 2 -mb 1 -gb 8 -sl 4096 model.num_layers=20", "model has layers 20"),
     ],
 )
 def test_what_is_missing_is_asked_for(line, told):

@@ -263,9 +263,7 @@ def test_recordings_in_a_conversation(tmp_path, tokenizer):
 def test_recordings_need_a_model_and_a_tokenizer_that_know_them(tmp_path, digits, tokenizer):
     """Prevents ignoring a recording, or writing it as words."""
     [sample] = open_jsonl(tmp_path, record_of(audio="a.wav"))
-    with pytest.raises(
-        UserError, match=r"has 1 recording\(s\), but the model has no audio encoder"
-    ):
+    with pytest.raises(UserError, match=r"has 1 recording\(s\), .* has no audio encoder"):
         encode_sample(sample, [], DIGITS, tokenizer, [1])
     odd = replace(sample, turns=(replace(sample.turns[0], answer="<|audio_eos|>"),))
     with pytest.raises(UserError, match=r"audio_eos\|>' in its text.*, a recording with <audio>"):
@@ -305,9 +303,7 @@ def test_bad_recordings_of_a_scan(tmp_path, tokenizer):
     found = scan(annotations, tokenizer, OMNI, on_error="skip")
     assert found.lengths.items["clips"].tolist() == [math.ceil(1 / CLIP_S)]
     assert [bad.index for bad in found.skipped] == [1, 2]
-    with pytest.raises(
-        UserError, match=r"has 1 recording\(s\), but the model has no audio encoder"
-    ):
+    with pytest.raises(UserError, match=r"has 1 recording\(s\), .* has no audio encoder"):
         scan(annotations, tokenizer)
 
 
