@@ -234,7 +234,7 @@ def _check_predictable(line: LaunchLine) -> None:
     if line.data and launch.global_batch and line.micro_batches is None and launch.micro_batch:
         raise UserError(
             f"global batch size {launch.global_batch} is no multiple of the "
-            f"{launch.micro_batch * line.data} samples of {line.data} ranks' micro-batches: correct it"
+            f"{launch.micro_batch * line.data} samples of all ranks' micro-batches: correct it"
         )
     # Experts with tensor parallelism have costs only with sequence parallelism.
     routes_alone = launch.tensor > 1 and not launch.sequence_parallel and line.sizes.experts
