@@ -193,8 +193,8 @@ def test_a_mistaken_file_is_refused(tmp_path, text, message):
         ({"web": {"weight": 1}}, "no rule for books, ocr"),
         (weights(1, 1, 1, boks={"weight": 1}), "a rule for boks; it must name every source"),
         ({name: {"epochs": 0} for name in NAMES}, "has no sample"),
-        ({"samples": 10, **{name: {"epochs": 1} for name in NAMES}}, "10, and .* have 147"),
-        ({"samples": 200, **{name: {"epochs": 1} for name in NAMES}}, "200, and .* have 147"),
+        ({"samples": 10, **{name: {"epochs": 1} for name in NAMES}}, "10 samples, .* alone 147"),
+        ({"samples": 200, **{name: {"epochs": 1} for name in NAMES}}, "200 samples, .* alone 147"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(given, message):
