@@ -55,8 +55,7 @@ class ImageSizeOptions:
             tiling = model.vision.tiling
             if max_tiles < tiling.min_dynamic_patch:
                 raise UserError(
-                    f"--max-dynamic-patch {max_tiles} is below the model's min_dynamic_patch "
-                    f"{tiling.min_dynamic_patch}; raise it"
+                    f"--max-dynamic-patch {max_tiles} is below the min, {tiling.min_dynamic_patch}"
                 )
             tiling = tiling.model_copy(update={"max_dynamic_patch": max_tiles})
             model = model.with_tower("vision", tiling=tiling)

@@ -144,8 +144,7 @@ def profile(
     check_files({"-o": output, "--cluster-output": preset.cluster_output}, inputs)
     _require_both_or_none(
         {"--cluster": preset.cluster, "--cluster-output": preset.cluster_output},
-        "a cluster file with measured rates needs the cluster that they are added to, and the "
-        "file to write",
+        "a cluster file needs the cluster to add measured rates to, and the file to write",
     )
     base = None if preset.cluster is None else load_cluster(preset.cluster)
     profiled_model = named_model(model)

@@ -110,9 +110,8 @@ def _count_items(
         items = needed = sum(run.all_tokens for run in segments)
     if needed > tokens:
         raise UserError(
-            f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} as "
-            f"{model.name} takes them; give --model, --min-pixels, --max-pixels or "
-            "--max-dynamic-patch as the dataset was made with"
+            f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} in "
+            f"{model.name}; give its --model, --min-pixels, --max-pixels or --max-dynamic-patch"
         )
     return items, segments
 

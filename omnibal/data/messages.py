@@ -158,8 +158,7 @@ def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
         return given["text"]
     if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
         raise InvalidRecordError(
-            f'a part of "type" {json.dumps(kind)}; it must be {{"type": "text", "text"}}, or of '
-            f"type {', '.join(_MEDIA_PARTS)}"
+            f'a part of "type" {json.dumps(kind)}; it must be text, {", ".join(_MEDIA_PARTS)}'
         )
     medium, names = _MEDIA_PARTS[kind]
     unknown = [key for key in given if key not in names]

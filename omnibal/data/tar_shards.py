@@ -438,6 +438,5 @@ def _import_library(module: str, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise UserError(
-            f"shards are read with the library {extra}, which is not there ({error}); install it: "
-            f'pip install "omnibal[{extra}]"'
+            f'shards are read with {extra} ({error}); install it: pip install "omnibal[{extra}]"'
         ) from error

@@ -116,10 +116,7 @@ def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
     for name in ("patch_size", "merge_size"):
         given = processor.model_dump()[name]
         if isinstance(given, int) and given != sizes.get(name, given):
-            raise UserError(
-                f"{path}: has {name} {given}; it must be {sizes[name]}, as the vision tower of "
-                f"config.json has it; {remedy}"
-            )
+            raise UserError(f"{path}: has {name} {given}, and config.json {sizes[name]}; {remedy}")
     if not processor.do_resize:
         raise UserError(
             f"{path}: has do_resize false, so nothing limits an image; it must be true; {remedy}"

@@ -142,7 +142,7 @@ def test_steps_that_a_trainer_would_read_on_from_are_refused():
         (packs, None),
         (packs.take(np.arange(23)), None),
         (packs.take(np.delete(np.arange(24), 10)), "step 1 has 7 packs on 2 data-parallel ranks"),
-        (moved, "in step 1 ranks have unequal"),
+        (moved, "step 1 has unequal"),
     ):
         obstacle = first_obstacle(files.plan, (given, lengths), target)
         assert obstacle is None if told is None else told in obstacle

@@ -137,7 +137,7 @@ def test_the_script_keeps_images_and_takes_short_packs(tmp_path, data, load_patc
     assert samples == case.packs.packs[order[3]].tolist()
     assert [item["pixel_values"] for item in packs[3]] == [f"image {line}" for line in samples]
     lines.tokens = lines.tokens + 1
-    with pytest.raises(ValueError, match=f"line {samples[0] + 1} of .* plan with lengths"):
+    with pytest.raises(ValueError, match=f"line {samples[0] + 1} of .* plan with XTuner"):
         packs[3]
 
 

@@ -165,7 +165,7 @@ def test_overrides_and_short_flags_are_one_language():
     [
         ("echo hello", "no known flag of a Megatron trainer"),
         ("a --micro-btch-size 1", "trainer among --micro-btch-size, such as"),
-        ("a --micro-batch-size 1\nb --micro-batch-size 2", "2 launch lines, on lines 1 and 2"),
+        ("a --micro-batch-size 1\nb --micro-batch-size 2", "launch lines 1 and 2"),
         ("a --micro-batch-size two", "must be a whole number"),
         ("a --tensor-model-parallel-size 0", "must be from 1"),
         ("a --x 'y", "an open quote"),

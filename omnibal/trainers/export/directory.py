@@ -145,10 +145,7 @@ def _dropped_samples(expected: Expected) -> Iterator[str]:
             f"and trainers drop it: {expected.dropped_samples:,} sample(s) are not trained."
         )
     elif expected.dropped_samples:
-        yield (
-            f"{expected.dropped_samples:,} sample(s) do not fill a step: they are not trained, and "
-            "in none of the files."
-        )
+        yield f"{expected.dropped_samples:,} sample(s) do not fill a step, and are left out."
 
 
 def _unpredicted_costs(given: ExportInput) -> Iterator[str]:

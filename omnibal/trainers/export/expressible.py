@@ -54,8 +54,8 @@ def _adapter_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     others = set(model_parts(plan.model)) - {LANGUAGE}
     if adapters.parts != (LANGUAGE,) or others - set(plan.frozen):
         yield (
-            f"the plan has adapters of {', '.join(adapters.parts)} with "
-            f"{', '.join(plan.frozen) or 'nothing'} frozen, and {target.title} takes adapters of "
+            f"the plan has adapters of {', '.join(adapters.parts)}, frozen "
+            f"{', '.join(plan.frozen) or 'nothing'}, and {target.title} takes adapters of "
             "the language model, with all other parts frozen"
         )
 
@@ -144,10 +144,7 @@ def _step_obstacles(plan: Plan, packs: ScheduledPacks, target: TrainerConstraint
     whole = len(order) // full * full  # packs of full steps
     other = np.flatnonzero(order.dp_rank[:whole] != np.arange(whole) % ranks)
     if len(other):
-        yield (
-            f"in step {order.step[other[0]]} ranks have unequal numbers of packs, and "
-            f"{target.title} deals packs to ranks in turn"
-        )
+        yield f"step {order.step[other[0]]} has unequal numbers of packs by rank for {target.title}"
 
 
 def _next_fit_obstacles(

@@ -90,10 +90,7 @@ def _megatron_lm_notes(plan: Plan) -> Iterator[str]:
     flags = ", ".join(flag for flag, is_needed in unusual.items() if is_needed)
     if flags:
         yield f"{plan.model.name} is built with {flags}."
-    yield (
-        "The first stage holds the encoders too, as in examples/multimodal; the split counts only "
-        "layers of the language model."
-    )
+    yield "The first stage holds the encoders too; the split counts only language layers."
     if plan.schedule.chunks > 1:
         yield (
             "Your model provider is called for every chunk of a stage (`vp_stage`): build the "

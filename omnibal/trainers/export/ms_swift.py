@@ -240,8 +240,7 @@ def _swift_notes(given: ExportInput) -> Iterator[str]:
         "ms-swift packs the rows itself, by the lengths that its template counts: a sample of "
         "another length shifts all packs behind it. Before training, count and compare: "
         f'`{count_command}`, then `python "$EXPORT/{_CHECK}" counted/train`. If that says "as '
-        'planned", train with `--cached_dataset counted/train` in place of --dataset. If not, plan '
-        "with the counted lengths."
+        'planned", train with `--cached_dataset counted/train`, else plan with these lengths.'
     )
     yield "--strict true ends a run at an unreadable row, which else would shift the packs."
     if _takes_tiles(given.plan):

@@ -85,10 +85,7 @@ def _find_launch(commands: Sequence[ScriptCommand], line_number: int | None) -> 
             f"--line-number {line_number}: the only launch line is line {lines}; leave it out"
         )
     choice = "none was" if line_number is None else f"line {line_number} was"
-    raise UserError(
-        f"the script has {len(launches)} launch lines, on lines {lines}, and {choice} chosen; "
-        "choose one with --line-number"
-    )
+    raise UserError(f"the script has launch lines {lines}, and {choice} chosen; give --line-number")
 
 
 def _is_launch(command: ScriptCommand) -> bool:

@@ -21,14 +21,10 @@ def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool
     if line.expert_tensor > 1 and expert_counts(model):
         ranks = launch.expert * line.expert_tensor
         yield (
-            f"expert tensor size {line.expert_tensor} is predicted as 1 with {ranks} "
-            "expert-parallel ranks, which hold as many bytes"
+            f"expert tensor size {line.expert_tensor} is predicted as {ranks} expert-parallel ranks"
         )
     if line.virtual is not None and not chunks_are_simulated:
-        yield (
-            f"{line.virtual} chunks a stage are predicted as one, by 1F1B: interleaving has less "
-            "idle time and more activations"
-        )
+        yield f"{line.virtual} chunks a stage are predicted as one, with more idle and less memory"
     elif line.virtual is not None and line.chunk_group != launch.pipeline:
         yield (
             f"groups of {line.chunk_group} micro-batches are predicted as groups of "

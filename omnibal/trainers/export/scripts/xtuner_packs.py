@@ -29,8 +29,7 @@ class WholeSamplePacks(PresetPackDataset):
         if start or sample["num_tokens"] != end:
             raise ValueError(
                 f"pack {pack}: line {index + 1} of {self._paths[path]} has {sample['num_tokens']} "
-                f"tokens here, and {end} in the plan; plan with lengths that XTuner's own "
-                "tokenization counts"
+                f"tokens here, and {end} in the plan; plan with XTuner's own lengths"
             )
         return sample
 
