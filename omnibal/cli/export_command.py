@@ -58,9 +58,7 @@ def export(
     check_outside("--to", to, [directory])
     name = target or files.plan.made_for
     if name is None:
-        raise UserError(
-            f"the plan was made for no other trainer; name it by --for: {', '.join(TargetName)}"
-        )
+        raise UserError(f"the plan has no other trainer; name it by --for: {', '.join(TargetName)}")
     with status("reading the data"):
         [*released] = hub_ids().get(files.plan.model.name, [])  # the first id goes into commands
         made = export_of(files, name, data, to, workers, *released[:1])
@@ -93,12 +91,8 @@ def _check_has_samples(data: Path, *, is_counted: bool) -> None:
     """Raise UserError if `data` is a folder, or holds lengths instead of samples."""
     wanted = "give the annotation file, or meta JSON, that the lengths were scanned from"
     if is_counted:
-        raise UserError(
-            f"--data {data}: was counted by ms-swift; give the JSONL that it was made from"
-        )
+        raise UserError(f"--data {data}: was counted by ms-swift; give the JSONL it was made from")
     if data.is_dir():
         raise UserError(f"--data {data}: is a folder; {wanted}")
     if data.is_file() and is_parquet(data):
-        raise UserError(
-            f"--data {data}: is a Parquet file, as of lengths, and not the samples; {wanted}"
-        )
+        raise UserError(f"--data {data}: is Parquet, as of lengths, and not the samples; {wanted}")

@@ -54,9 +54,7 @@ class ImageSizeOptions:
         if max_tiles is not None:
             tiling = model.vision.tiling
             if max_tiles < tiling.min_dynamic_patch:
-                raise UserError(
-                    f"--max-dynamic-patch {max_tiles} is below the min, {tiling.min_dynamic_patch}"
-                )
+                raise UserError(f"--max-dynamic-patch must be {tiling.min_dynamic_patch} or more")
             tiling = tiling.model_copy(update={"max_dynamic_patch": max_tiles})
             model = model.with_tower("vision", tiling=tiling)
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
@@ -68,14 +66,10 @@ class ImageSizeOptions:
         options = words([f"--{name.replace('_', '-')}" for name in pixels])
         tower = model.images
         if tower is None:
-            raise UserError(
-                f"{options}: {model.name} takes no images at their native resolution; leave it out"
-            )
+            raise UserError(f"{options}: {model.name} has no native-resolution images; omit it")
         if tower.resize == "fixed":
             side = math.isqrt(tower.max_pixels)
-            raise UserError(
-                f"{options}: images of {model.name} are all {side} x {side} pixels; leave it out"
-            )
+            raise UserError(f"{options}: all images are {side} x {side} pixels; leave it out")
         try:
             # `model_copy` would not validate that min_pixels <= max_pixels.
             changed = tower.model_validate(tower.model_dump() | pixels)
@@ -160,9 +154,7 @@ def lengths(
     is_file = output.is_file() and not is_stream(output)
     if is_file and output.stat().st_size and not is_parquet(output):
         # Not a result of an earlier scan: it may be the user's data.
-        raise UserError(
-            f"-o {output}: exists and is not Parquet; move it away or choose another -o"
-        )
+        raise UserError(f"-o {output}: exists and is not Parquet; move it or choose another -o")
     config = image_sizes.apply(named_model(model))
     if scan.template is not None:
         config = config.model_copy(update={"chat_template": scan.template})

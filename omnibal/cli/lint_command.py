@@ -138,9 +138,7 @@ def _read_line(line: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a script ({error}); give another") from error
     if len(text) > _MAX_SCRIPT_BYTES:
-        raise UserError(
-            f"{path} has more than {_MAX_SCRIPT_BYTES:,} bytes; give the launch line alone"
-        )
+        raise UserError(f"{path} has more than {_MAX_SCRIPT_BYTES:,} bytes; give the line alone")
     return text
 
 

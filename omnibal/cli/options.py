@@ -107,9 +107,7 @@ def changed_cluster(
         if value is None:
             continue
         if not (math.isfinite(value) and value <= _MAX_RATE):
-            raise UserError(
-                f"{option} {value}: must be a finite number of at most {_MAX_RATE:,.0f}"
-            )
+            raise UserError(f"{option} {value}: must be finite and at most {_MAX_RATE:,.0f}")
         changes[field] = value
     return load_cluster(name).model_copy(update=changes)
 
@@ -210,9 +208,7 @@ class JobOptions:
             return tuple(part for part in parts if part not in (self.lora_part or [LANGUAGE]))
         unknown = sorted(set(self.freeze or ()) - set(parts))
         if unknown:
-            raise UserError(
-                f"--freeze {', '.join(unknown)}: {model.name} has only the parts {', '.join(parts)}"
-            )
+            raise UserError(f"--freeze {', '.join(unknown)}: the parts are only {', '.join(parts)}")
         frozen = tuple(part for part in parts if part in (self.freeze or ()))
         if len(frozen) == len(parts):
             raise UserError(f"--freeze {', '.join(frozen)} leaves no part to train: drop a part")

@@ -325,9 +325,7 @@ def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
         asked = min(planned.asked_samples, data.samples)
         notes.append(StepSamples.count(planned.result.data[0]).note(asked))
     if data is not None and planned.strategies is not None and data.steps < _FEW_STEPS:
-        notes.append(
-            f"all training is {data.steps} step(s); fewer --samples-per-step or more --epochs help"
-        )
+        notes.append(f"only {data.steps} steps in all; lower --samples-per-step or raise --epochs")
     return [note for note in notes if note is not None]
 
 

@@ -65,9 +65,7 @@ class MeasureOptions:
         if self.tokens_per_sample is not None:
             return self.tokens_per_sample
         if not self.lengths:
-            raise UserError(
-                "attention depends on samples' length: give --tokens-per-sample or --lengths"
-            )
+            raise UserError("attention needs sample lengths: give --tokens-per-sample or --lengths")
         return round(read_lengths(self.lengths).tokens.mean())
 
     def data_files(self) -> list[Path]:

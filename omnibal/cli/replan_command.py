@@ -42,9 +42,7 @@ def replan(
         gpus_per_node = files.plan.cluster.gpus_per_node
         gpus = nodes * gpus_per_node
         if gpus > MAX_DEVICES:
-            raise UserError(
-                f"--nodes {nodes:,} are {gpus:,} devices, above {MAX_DEVICES:,}: give fewer nodes"
-            )
+            raise UserError(f"--nodes {nodes:,} are above {MAX_DEVICES:,} devices: give fewer")
     if run is None and gpus is None:
         raise UserError("nothing to replan for: give --run, --gpus or --nodes")
     check_folder("-o", output, [directory])

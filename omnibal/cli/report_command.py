@@ -40,9 +40,7 @@ def report(
     inputs = [*plan_files(directory)]
     if run is not None:
         if run.is_file() and run.name != RUN_FILE:
-            raise UserError(
-                f"--run {run}: is a file; give the directory of the run, which holds its {RUN_FILE}"
-            )
+            raise UserError(f"--run {run}: is a file; give the run's directory, with {RUN_FILE}")
         run = run.parent if run.is_file() else run
         names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
         inputs += [run / name for name in names]

@@ -285,9 +285,7 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """Return the token id that closes an answer and stops generation; raises UserError."""
     end = _open_template(model, tokenizer).answer_end or tokenizer.named_pieces.get("eos_token")
     if end is None:
-        raise UserError(
-            f"{tokenizer.path}: has no eos_token or closing piece; add one to tokenizer_config.json"
-        )
+        raise UserError(f"{tokenizer.path}: has no eos_token; add one to tokenizer_config.json")
     return tokenizer.require_id(end)
 
 
@@ -310,9 +308,7 @@ def encode_sample(
     given = (len(tiles_per_image), len(clips_per_recording))
     needed = (image_places(sample, model), len(sample.recordings))
     if given != needed:
-        raise ValueError(
-            f"{sample.where}: got counts of {given} images and recordings for {needed}"
-        )
+        raise ValueError(f"{sample.where}: counts of {given} images and recordings for {needed}")
     template = _open_template(model, tokenizer)
     token_ids, learned = template.encode(
         _make_conversation(sample, template, model, chatting=False)
@@ -367,9 +363,7 @@ def _make_conversation(
     recordings = f"{sample.where}: has {len(sample.recordings)} recording(s)"
     if isinstance(template, OwnTemplate):
         if sample.recordings:
-            raise UserError(
-                f"{recordings}, which the tokenizer's template cannot write; choose another one"
-            )
+            raise UserError(f"{recordings}, which the chat template cannot write; choose another")
         system = model.chat_system_message if chatting else None
         return template.conversation(sample, model.system_message if system is None else system)
     if sample.recordings and not model.takes_audio:

@@ -78,9 +78,7 @@ class DataIndex:
     def open_complete(cls, path: Path) -> "DataIndex":
         """Open an index that must have all files, so that none is read. Raises UserError."""
         if not path.is_file():
-            raise UserError(
-                f"{path}: no such index; name the file that `omnibal lengths --data-index` wrote"
-            )
+            raise UserError(f"{path}: no such index; name that of `omnibal lengths --data-index`")
         records, _ = RecordLog(path, _TITLE, _FORM).read(_INDEX_NOUN)
         return cls(known=_split_keys(records), complete=path)
 

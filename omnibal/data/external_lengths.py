@@ -91,9 +91,7 @@ def _count_items(
         return 0, []
     rule = image_rule(model)
     if not model.takes_images and rule is None:
-        raise UserError(
-            f"{where} has {len(images)} image(s), and {model.name} takes none; give its own --model"
-        )
+        raise UserError(f"{where} has {len(images)} image(s), {model.name} none; give its --model")
     try:
         sizes = list(map(image_size, images))
     except (BadImage, IsADirectoryError) as error:
@@ -121,9 +119,7 @@ def _list_arrow_files(folder: Path) -> list[Path]:
         state = json.loads((folder / _STATE_FILE).read_text())
         return [folder / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{folder / _STATE_FILE}: does not list its files; {_DATASET_REMEDY}"
-        ) from error
+        raise UserError(f"{folder / _STATE_FILE}: lists no files; {_DATASET_REMEDY}") from error
 
 
 def _iterate_batches(folder: Path) -> Iterator[pa.RecordBatch]:
@@ -148,9 +144,7 @@ def _iterate_images(folder: Path) -> Iterator[list[ImageFile]]:
             media = {name: column[row] or () for name, column in columns.items()}
             for name in ("videos", "audios"):
                 if media.get(name):
-                    raise UserError(
-                        f"{folder}: row {number} has uncounted {name}; scan the data itself"
-                    )
+                    raise UserError(f"{folder}: row {number} has uncounted {name}; scan the data")
             yield [_locate_image(image, folder, number) for image in media.get("images", ())]
             number += 1
 
@@ -161,7 +155,5 @@ def _locate_image(image: Any, folder: Path, row: int) -> ImageFile:
     if isinstance(image, str):
         return ImageFile(Path(image))
     if not isinstance(image, bytes):
-        raise UserError(
-            f"{folder}: row {row} has an image without path or bytes; {_DATASET_REMEDY}"
-        )
+        raise UserError(f"{folder}: row {row} lacks an image's path or bytes; {_DATASET_REMEDY}")
     return ImageFile(folder, f"row {row}", opener=partial(io.BytesIO, image))

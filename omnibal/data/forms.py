@@ -61,9 +61,7 @@ def _read_lists(record: dict[str, Any], asked: str, answered: str) -> list[dict[
     """Return the prompt's messages without loss, then the completion's, which are learned."""
     for key in (asked, answered):
         if not isinstance(record[key], list) or not all(isinstance(m, dict) for m in record[key]):
-            raise InvalidRecordError(
-                f'has in "{key}" no list of messages; text without roles is not trained'
-            )
+            raise InvalidRecordError(f'has in "{key}" no list of messages; give its text roles')
     unlearned = [m | {"loss": False} if m.get("role") == "assistant" else m for m in record[asked]]
     return [*unlearned, *record[answered]]
 
@@ -90,9 +88,7 @@ def with_messages(record: dict[str, Any]) -> dict[str, Any]:
         return record
     form = forms[0]
     if len(forms) > 1:
-        raise InvalidRecordError(
-            f'has "{form.asked}" and "{forms[1].asked}"; leave one of them out'
-        )
+        raise InvalidRecordError(f'has "{form.asked}" and "{forms[1].asked}"; leave one out')
     if form.answered not in keys:
         raise InvalidRecordError(f'has "{form.asked}" without "{form.answered}"; add it')
     messages = form.read(record, form.asked, form.answered)
@@ -133,9 +129,7 @@ class Naming(Frozen):
         for table, given, names in tables:
             for name in given:
                 if name not in names:
-                    raise UserError(
-                        f"{where}: {table}: has {name!r}; it must be one of {', '.join(names)}"
-                    )
+                    raise UserError(f"{where}: {table}: {name!r} must be one of {', '.join(names)}")
 
     def rename_keys(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return a record with standard keys and roles. Raise InvalidRecordError on absent keys."""

@@ -91,9 +91,7 @@ def image_size(image: ImageFile) -> tuple[int, int]:
                     as_rgb(header)
                 return size
     except FileNotFoundError as error:
-        raise BadImage(
-            f"image {image} does not exist; correct the path, or root in the meta"
-        ) from error
+        raise BadImage(f"image {image} does not exist; correct path or root in the meta") from error
     except (IsADirectoryError, StorageError):
         raise
     except Exception as error:  # Pillow's errors have no common type

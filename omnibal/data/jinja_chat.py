@@ -158,9 +158,7 @@ class _RenderLimits:
         elif name in _FORMATTING and texts and _WIDE_FORMAT.search(texts[0]):
             _stop_rendering("a format has a width above 9,999, or one that is an argument")
         if self.read > _MAX_READ:
-            _stop_rendering(
-                f"its filters and calls read or write more than {_MAX_READ:,} characters"
-            )
+            _stop_rendering(f"its filters and calls process more than {_MAX_READ:,} characters")
 
     @jinja2.pass_context  # else Jinja writes constants without a call
     def output(self, context: Context | None, value: Any) -> str:

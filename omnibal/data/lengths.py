@@ -263,9 +263,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     parts = [part for path in paths for part in _read_lengths_file(path)]
     lengths = parts[0] if len(parts) == 1 else _join_parts(parts)
     if not len(lengths):
-        raise UserError(
-            f"{', '.join(map(str, paths))}: holds no sample; planning needs at least one"
-        )
+        raise UserError(f"{', '.join(map(str, paths))}: holds no sample; give at least one")
     _check_item_counts(lengths, paths)
     return lengths
 
@@ -354,9 +352,7 @@ def _check_item_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
 
 def _read_lengths_file(path: Path) -> list[Lengths]:
     if not path.is_file():
-        raise UserError(
-            f"{path}: no such lengths file; make one with `omnibal lengths META -o {path}`"
-        )
+        raise UserError(f"{path}: no such file; make one with `omnibal lengths META -o {path}`")
     if path.suffix == ".json":
         text = _read_lengths_text(path)
         if not _is_meta(text):

@@ -135,9 +135,7 @@ def _read_content(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> 
     if isinstance(content, str):
         return _FILE_TAGS.sub(lambda found: _read_file_tag(found, items), content)
     if not isinstance(content, list) or not content:
-        raise InvalidRecordError(
-            f'an odd "{form.text}"; it must be a text, or a list of parts with a "type"'
-        )
+        raise InvalidRecordError(f'an odd "{form.text}"; it must be a text or parts with a "type"')
     return "".join(_read_part(part, items) for part in content)
 
 
@@ -163,9 +161,7 @@ def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
     medium, names = _MEDIA_PARTS[kind]
     unknown = [key for key in given if key not in names]
     if unknown:
-        raise InvalidRecordError(
-            f'a part of type {kind} with "{unknown[0]}", which is not understood; remove it'
-        )
+        raise InvalidRecordError(f'a part of type {kind} with unknown "{unknown[0]}"; remove it')
     if len(given) > 1:
         raise InvalidRecordError(f"a part of type {kind} with {', '.join(given)}; give one of them")
     for value in given.values():

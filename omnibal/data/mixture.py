@@ -111,9 +111,7 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
             limit = f"most_epochs = {max_epochs:g}"
             notes.append(f"{limit} limits {words(limited)}, whatever the weights are")
     if mixture.samples is not None and seen.sum() < mixture.samples:
-        notes.append(
-            f"the mixture has {seen.sum():,} samples, not {mixture.samples:,}, by most_epochs"
-        )
+        notes.append(f"samples are {seen.sum():,}, not {mixture.samples:,}, by most_epochs")
     unseen = [
         name
         for name, rule, samples in zip(names, rules, seen.tolist(), strict=True)

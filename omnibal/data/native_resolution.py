@@ -264,9 +264,7 @@ def _choose_frames(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
         total = len(video.frames)
         return SeenVideo(tuple(range(total)), total, 1.0)
     if rule.video is None:
-        raise UserError(
-            f"{sample.where}: shows the video file {video} to a model of images; name its frames"
-        )
+        raise UserError(f"{sample.where}: shows {video} to a model of images; name its frames")
     try:
         if video.file is None:
             total, path = len(video.frames), video.frames[0].path
@@ -294,9 +292,7 @@ def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Sho
             else:
                 shown.append(Shown(image_grid(*image_size(item), rule)))
         except OddImage as error:
-            raise UserError(
-                f"{sample.where}: {item} {error}; crop it or remove the sample"
-            ) from error
+            raise UserError(f"{sample.where}: {item} {error}; crop or remove it") from error
     return shown
 
 

@@ -152,14 +152,10 @@ def _read_video(video: Any, media: RecordMedia) -> Video:
         return media.find("video", video)
     frames = _read_names(video, "video", _VIDEO_RULE)
     if not frames:
-        raise InvalidRecordError(
-            "has a video that is an empty list; name its frames or remove the video"
-        )
+        raise InvalidRecordError("has an empty list as a video; name its frames or remove it")
     of_video = next(filter(stored_files.is_video_file, frames), None)
     if of_video is not None:
-        raise InvalidRecordError(
-            f"has the video file {of_video} among frames of a video; name it alone"
-        )
+        raise InvalidRecordError(f"has the video file {of_video} among frames; name it alone")
     return Video(frames=tuple(media.find("image", name) for name in frames))
 
 
@@ -260,9 +256,7 @@ def _read_conversation(
         others += [turn.answer, *turn.results, turn.reasoning or "", *turn.calls]
     for mark in MARK_OF.values():
         if any(mark in text for text in others):
-            raise InvalidRecordError(
-                f"has {mark} in an answer or system message; only questions may have it"
-            )
+            raise InvalidRecordError(f"has {mark} in an answer or system message; move it")
     questions = [turn.question for turn in asked]
     _place_marks(questions, AUDIO, recordings, "recording")
     questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
@@ -271,9 +265,7 @@ def _read_conversation(
     kinds = record.get("kinds", [None] * len(questions))
     named = isinstance(kinds, list) and all(isinstance(kind, str | None) for kind in kinds)
     if not named or len(kinds) != len(questions):
-        raise InvalidRecordError(
-            f'must have in "kinds" one name for each of its {len(questions)} turn(s)'
-        )
+        raise InvalidRecordError(f'needs in "kinds" a name for each of {len(questions)} turn(s)')
     turns = tuple(
         turn
         if question == turn.question and kind is None
@@ -291,9 +283,7 @@ def _place_marks(questions: list[str], mark: str, count: int, noun: str) -> None
         questions[0] = f"{mark}\n{questions[0]}"
         placed = 1
     if placed != count:
-        raise InvalidRecordError(
-            f"has {placed} {mark} for {count} {noun}(s); write one {mark} for each {noun}"
-        )
+        raise InvalidRecordError(f"has {placed} {mark} for {count} {noun}(s); write one for each")
 
 
 def _assemble_turns(record: dict[str, Any], messages: RecordMessages) -> _Conversation:

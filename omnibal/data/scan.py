@@ -236,9 +236,7 @@ class _Scanner:
         except IsADirectoryError as error:
             of_video = sample.of_frames or any(image in v.frames for v in sample.videos)
             problem = "holds no frames; fill it" if of_video else "is no image; name one"
-            raise UserError(
-                f"{sample.where}: folder {image} {problem} or remove the sample"
-            ) from error
+            raise UserError(f"{sample.where}: folder {image} {problem} or remove it") from error
 
     def _read_header_once(self, file: File, sample: Sample, read: Callable[[File], After]) -> After:
         header = self.headers.get(file)
@@ -276,9 +274,7 @@ def _check_item_kinds(model: ModelConfig) -> None:
     assert COUNTED.names is not None
     others = [name for name in model.item_features if name not in COUNTED.names]
     if others:
-        raise UserError(
-            f"{model.name} takes {words(others)}, which no scan counts: plan with your own lengths"
-        )
+        raise UserError(f"{model.name} takes {words(others)}, which no scan counts: give lengths")
 
 
 def _make_origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:

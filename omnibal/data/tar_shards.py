@@ -149,9 +149,7 @@ class ShardSample(RecordMedia):
         """Read the JSON record; raises InvalidRecordError if absent."""
         record = next((member for member in self.members if member.suffix == _RECORD), None)
         if record is None:
-            raise InvalidRecordError(
-                f"has no {self.key}.{_RECORD}; every key needs one, with its conversations"
-            )
+            raise InvalidRecordError(f"has no {self.key}.{_RECORD}, its conversations; add it")
         with stored_files.open_range(self.shard, record.offset, record.size) as file:
             return file.read()
 
@@ -266,9 +264,7 @@ def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | 
 
 
 def stale_error(shard: Path, why: str) -> UserError:
-    return UserError(
-        f"{shard}: is not what Energon's index says of it ({why}); run `energon prepare` again"
-    )
+    return UserError(f"{shard}: differs from Energon's index ({why}); run `energon prepare` again")
 
 
 @contextmanager
@@ -321,9 +317,7 @@ def index_shard(shard: Shard) -> RecordIndex:
             "compressed, with the files of a key in a row"
         ) from error
     if shard.samples not in (None, len(keys)):
-        raise UserError(
-            f"{path}: holds {len(keys)} samples, not {shard.samples}; run `energon prepare` again"
-        )
+        raise UserError(f"{path}: {len(keys)} samples, not {shard.samples}; run `energon prepare`")
     return RecordIndex(
         path, version, np.array(start, np.int64), np.array(size, np.int64), bytes(digests)
     )
@@ -354,9 +348,7 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
         if not members:
             raise tarfile.ReadError("no file of a sample there")
     except (OSError, tarfile.TarError) as error:
-        raise UserError(
-            f"{shard}: cannot be read at byte {start} ({error}); restore the shard"
-        ) from error
+        raise UserError(f"{shard}: cannot be read at byte {start} ({error}); restore it") from error
     return ShardSample(shard, members)
 
 

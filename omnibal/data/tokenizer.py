@@ -130,9 +130,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
             )
         path = models[0]
     if not path.is_file():
-        raise UserError(
-            f"{path}: no such tokenizer; pass {FAST_FILE}, {_SENTENCEPIECE_FILE} or their folder"
-        )
+        raise UserError(f"{path}: no such tokenizer; pass {FAST_FILE} or {_SENTENCEPIECE_FILE}")
     content, settings = path.read_bytes(), _read_settings(path)
     if path.suffix == ".json":
         return _Fast(path, content, settings or _Settings())

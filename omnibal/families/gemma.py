@@ -48,9 +48,7 @@ class SiglipVision(LayersTable):
 
     def encoder(self, whole: GemmaTable, path: Path) -> ImagesEncoder:
         if self.vision_use_head:
-            raise ValueError(
-                "vision_config has an unused pooling head; vision_use_head must be false"
-            )
+            raise ValueError("vision_config has a pooling head; vision_use_head must be false")
         image = square(self.image_size, "image_size")
         patch = square(self.patch_size, "patch_size")
         side = image // patch  # in patches

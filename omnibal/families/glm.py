@@ -32,9 +32,7 @@ class GlmVision(VisionTable):
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
         if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must divide by {self.num_heads} heads"
-            )
+            raise ValueError(f"{self.num_heads} heads must divide hidden_size {self.hidden_size}")
         return super().encoder(whole, path)
 
 

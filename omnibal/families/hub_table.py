@@ -120,9 +120,7 @@ class HubTable(Numbered):
             known = [*cls.model_fields, *cls.section().must]
             near = get_close_matches(key, known, n=1, cutoff=0.8)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(
-                f"{key} is not understood{hint}; remove it if Transformers' class ignores it"
-            )
+            raise ValueError(f"{key} is not understood{hint}; remove it if Transformers ignores it")
 
 
 def _refuse_variants(given: Mapping[str, Any]) -> None:

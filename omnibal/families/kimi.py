@@ -38,9 +38,7 @@ class MoonVit(LayersTable):
             raise ValueError(f"merge_kernel_size {self.merge_kernel_size} must be a square")
         for width in (whole.projection_hidden_size, self.mm_hidden_size):
             if width not in (None, self.hidden_size):
-                raise ValueError(
-                    f"the projector takes width {width}; it must be the tower's {self.hidden_size}"
-                )
+                raise ValueError(f"projector width {width} must be the tower's {self.hidden_size}")
         merge_size = self.merge_kernel_size[0]
         sizes = {**self.layer_sizes, "patch_size": self.patch_size, "merge_size": merge_size}
         max_patches = read_processor(path, sizes).max_image_patches or self.max_patches

@@ -118,9 +118,7 @@ def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
         if isinstance(given, int) and given != sizes.get(name, given):
             raise UserError(f"{path}: has {name} {given}, and config.json {sizes[name]}; {remedy}")
     if not processor.do_resize:
-        raise UserError(
-            f"{path}: has do_resize false, so nothing limits an image; it must be true; {remedy}"
-        )
+        raise UserError(f"{path}: has do_resize false, which limits no image; {remedy}")
     return processor
 
 

@@ -202,7 +202,5 @@ def read_flat(
         # Some Transformers 4.5x write both; the inner table is read.
         for key in _SIZE_KEYS:
             if key in flat and key in table and flat[key] != table[key]:
-                raise ValueError(
-                    f"{key} is {flat[key]} outside and {table[key]} in text_config; make both equal"
-                )
+                raise ValueError(f"{key} is {flat[key]}, but {table[key]} in text_config")
     return read_vision_language(vision, Qwen25VLText, outer, name, path, checks_rope=True)

@@ -161,9 +161,7 @@ class LayeredText(TextTable):
     def _has_a_type_for_each_layer(self) -> "LayeredText":
         types, layers = self.layer_types, self.num_hidden_layers
         if types is not None and len(types) != layers:
-            raise ValueError(
-                f"layer_types has {len(types)} entries; it must have num_hidden_layers {layers}"
-            )
+            raise ValueError(f"layer_types has {len(types)} entries for num_hidden_layers {layers}")
         return self
 
     def full_layers(self, every: int) -> list[bool]:
@@ -227,9 +225,7 @@ class Phi3Text(GroupedText):
     def _has_no_window(self) -> "Phi3Text":
         window, longest = self.sliding_window, self.max_position_embeddings
         if window is not None and window < longest:
-            raise ValueError(
-                f"sliding_window {window} must not be below max_position_embeddings {longest}"
-            )
+            raise ValueError(f"sliding_window {window} is below max_position_embeddings {longest}")
         return self
 
 

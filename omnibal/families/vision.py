@@ -124,9 +124,7 @@ def _processor_fields(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
     if not (processor.do_rescale and processor.do_normalize):
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
     if processor.resample not in (None, _PILLOW_BICUBIC):
-        raise ValueError(
-            f"the processor's resample {processor.resample} must be bicubic: {_PILLOW_BICUBIC}"
-        )
+        raise ValueError(f"resample {processor.resample} must be bicubic: {_PILLOW_BICUBIC}")
     min_pixels, max_pixels = processor.area_limits
     given = {
         "min_pixels": min_pixels,

@@ -71,9 +71,7 @@ def write_report(
         not is_fake_replay(replay_directory) or (replay_directory / INFO_FILE).exists()
     ):
         if data is None:
-            raise UserError(
-                f"a plan without steps has no replay: give the plan of {replay_directory}"
-            )
+            raise UserError(f"a plan without steps has no replay: give that of {replay_directory}")
         cost, workload = job.cost_of_all(plan.pack_levels), job.workload(*data, plan.pack_levels)
         replay = read_replay(replay_directory, plan, cost, workload)
     report = ReportInput(
@@ -97,9 +95,7 @@ def _read_plan_run(
 ) -> tuple[runlog.RunInfo, list[runlog.StepRecord]]:
     """Return the run and its steps. UserError if its packs or stages are not the plan's."""
     if plan.data is None:
-        raise UserError(
-            f"a plan without data has no runs: give the plan of {run_directory}, or no run"
-        )
+        raise UserError(f"a plan without data has no runs: give the plan of {run_directory}")
     info = runlog.read_run_info(run_directory)
     if info.packs_sha256 != plan.data.packs_sha256:
         raise UserError(

@@ -212,9 +212,7 @@ def list_terms(
         rows = np.flatnonzero(workload.step == record.step)  # sorted by slot
         times = passes.forward_ms, passes.backward_ms
         if any(list(map(len, parts)) != [len(rows)] * len(plan.stages) for parts in times):
-            raise UserError(
-                f"step {record.step} of the run had other micro-batches or parts: give its plan"
-            )
+            raise UserError(f"step {record.step} had other micro-batches or parts: give its plan")
         passes_ms = np.array(times)  # [2 (forward, backward), parts, rows]
         stages = np.broadcast_to(stage_of_parts[:, None], passes_ms.shape)
         ranks = np.full(passes_ms.size, passes.dp_rank)

@@ -60,13 +60,9 @@ def replan(
     """
     plan, job = files.plan, files.job
     if plan.data is None or plan.made_for is not None:
-        raise UserError(
-            "pretrain_vlm.py has not run a plan of shapes or another trainer: give a run's plan"
-        )
+        raise UserError("a plan of shapes or of another trainer has no run: give a run's plan")
     if after is not None and after > plan.data.steps:
-        raise UserError(
-            f"{after} trained steps exceed the plan's {plan.data.steps}: give the checkpoint's"
-        )
+        raise UserError(f"{after} trained steps exceed the plan's {plan.data.steps}: give fewer")
     fit = None if run is None else _fit_costs(files, run, after)
     if fit is not None:
         refit = fit.refit

@@ -199,8 +199,8 @@ USER = {"role": "user", "content": "a"}
         (talk("gpt", "gpt", "human", "gpt"), "must alternate"),
         (talk("user", "model"), 'message 2 "from" "model"; it must be one of'),
         (talk("system", "human", "gpt", system="<image>"), "<image> in an answer or system"),
-        (record_of(kinds=["a", "b"]), 'in "kinds" one name for each of its 1'),
-        (record_of(kinds="a"), 'in "kinds" one name'),
+        (record_of(kinds=["a", "b"]), 'in "kinds" a name for each of 1'),
+        (record_of(kinds="a"), 'in "kinds" a name'),
     ],
 )
 def test_mistakes_in_a_line_name_file_and_line(tmp_path, record, message):

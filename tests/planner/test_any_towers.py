@@ -104,7 +104,7 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("towers", "frozen", "message"),
     [
-        ("vision language", "audio", "small vision language has only the parts vision"),
+        ("vision language", "audio", "the parts are only vision"),
         ("vision audio language", "projector", "vision, vision_projector, audio, audio_projector,"),
         ("language", "language", "leaves no part to train"),
     ],

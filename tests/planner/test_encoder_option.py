@@ -115,7 +115,7 @@ def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
     assert first.startswith("error: in the pipeline: internvl-digits on 1 pipeline stages needs")
     assert "GiB" in second and second != first
     error = failure(capsys, f"{command} --lengths {tmp_path / 'none.parquet'}")
-    assert error.count("no such lengths file") == 1
+    assert error.count("no such file; make one") == 1
     assert not (tmp_path / "plan").exists()
 
 

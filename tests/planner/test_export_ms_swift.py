@@ -276,7 +276,7 @@ def test_the_check_of_packs_tells_what_differs(tmp_path):
     other = [*tokens[:row], tokens[row] - 1, *tokens[row + 1 :]]
     told, status = verdict(other, tokens, packs)
     assert status == 0 and f"1 of 300 lengths differ (row {row} has {other[row]} for" in told
-    assert difference(tokens[:-1], tokens, packs).startswith("299 rows were counted, and the plan")
+    assert difference(tokens[:-1], tokens, packs).startswith("299 rows were counted, not the plan")
     swapped, other = tokens.copy(), packs.index(1)
     swapped[0], swapped[other] = tokens[other], tokens[0]
     told = difference(swapped, tokens, packs)

@@ -58,7 +58,7 @@ def test_spellings_of_other_versions_are_the_same_model(tmp_path):
     }
     assert load(tmp_path / "m", newer) == load(tmp_path / "m", flat)
     assert load(tmp_path / "m", flat | newer) == load(tmp_path / "m", flat)
-    with pytest.raises(UserError, match="hidden_size is 9 outside and 2048 in text_config"):
+    with pytest.raises(UserError, match="hidden_size is 9, but 2048 in text_config"):
         load(tmp_path / "m", flat | newer | {"hidden_size": 9})
     own = config_of("kimi-k2.5")
     vision = {
@@ -122,7 +122,7 @@ def test_values_and_frames_of_the_processors_next_to_it(tmp_path):
     assert tower.pixel_scale == 0.5
     for change, message in (
         ({"do_normalize": False}, "do_normalize of the image processor must be true"),
-        ({"resample": 2}, "the processor's resample 2"),
+        ({"resample": 2}, "resample 2 must be"),
     ):
         with pytest.raises(UserError, match=message):
             load(tmp_path / "d", newer, preprocessor_config=change)

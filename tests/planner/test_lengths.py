@@ -110,7 +110,7 @@ def test_public_json_and_its_meta(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("absent.parquet", None, "no such lengths file"),
+        ("absent.parquet", None, "no such file; make one"),
         ("text.parquet", "hello", "not a Parquet file"),
         ("half.json", "[{", "half.json: Invalid JSON"),
         ("keys.json", '[{"vit_num": 1}]', "token_num"),

@@ -213,10 +213,10 @@ def test_mixtures_that_cannot_be_are_refused(given, message):
         ),
         (
             weights(1, 1, 1, samples=1000, most_epochs=2),
-            ["limits web, books and ocr,", "has 294 samples, not 1,000"],
+            ["limits web, books and ocr,", "samples are 294, not 1,000"],
         ),
         (weights(1, 1, 1, books=NONE, ocr={"epochs": 0.05}), ["no sample of ocr is seen"]),
-        (ROUNDED, ["limits web", "has 29 samples, not 1,000"]),
+        (ROUNDED, ["limits web", "samples are 29, not 1,000"]),
     ],
 )
 def test_what_a_mixture_cannot_be_is_said(given, expected):

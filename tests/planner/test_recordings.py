@@ -215,7 +215,7 @@ def test_recordings_of_a_record(tmp_path, form):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (record_of(audio=["a.wav", "b.wav"]), r"has 0 <audio> for 2 recording\(s\); write one <au"),
+        (record_of(audio=["a.wav", "b.wav"]), r"has 0 <audio> for 2 recording\(s\); write one for"),
         (record_of("<audio><audio>", audio="a.wav"), "has 2 <audio> for 1"),
         (record_of("x", "<audio>", audio="a.wav"), "has <audio> in an answer"),
         (record_of("x <audio>"), r"has 1 <audio> for 0 recording\(s\)"),

@@ -215,7 +215,7 @@ def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
     capsys.readouterr()
     anew = ("replan", tmp_path / "plan", "-o")
     told = failure(capsys, *anew, tmp_path / "new", "--nodes", MAX_DEVICES)
-    assert "above 1,000,000: give fewer nodes" in told
+    assert "above 1,000,000 devices: give fewer" in told
     told = failure(capsys, *anew, tmp_path / "plan" / "new", "--gpus", 4)
     assert "an input of this command" in told
 

@@ -122,9 +122,7 @@ def _check_exported_data(files: PlanFiles, annotations: Annotations) -> None:
     """Raise unless `--data` is the data whose lengths were planned."""
     plan = files.plan
     if plan.data is None:
-        raise UserError(
-            "--data was given for a plan of shapes; leave it out, or plan with --lengths"
-        )
+        raise UserError("--data is given for a plan of shapes; leave it out or plan with --lengths")
     if plan.data.origin is not None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
         return
@@ -153,9 +151,7 @@ def _unpredicted_costs(given: ExportInput) -> Iterator[str]:
     plan, target = given.plan, given.target
     planned, stages = trainer_of(plan.made_for), plan.parallel.pipeline
     # The prediction is that of the planned trainer; exporting does not predict again.
-    left_out = (
-        "which this plan, not made for it, does not predict: expect less speed and more memory."
-    )
+    left_out = "which this plan does not predict: expect less speed and more memory."
     if target.packs.padded.applies(stages) and not planned.packs.padded.applies(stages):
         yield f"{target.title} pads every pack to the longest and computes the padding, {left_out}"
     replicates = target.stages.encoders_whole and not planned.stages.encoders_whole

@@ -179,9 +179,7 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
         "For other numbers export again with --workers."
     )
     if f"{ENERGON_FOLDER}/samples.jsonl" not in files:
-        yield (
-            "Samples are read by key from your shards: keep them on a disk with fast random reads."
-        )
+        yield "Samples are read by key from your shards: keep them on a disk of fast random reads."
         return
     yield (
         "The samples are single files, and Energon reads tar shards: run `python "

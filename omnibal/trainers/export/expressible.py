@@ -62,9 +62,7 @@ def _adapter_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
 
 def _level_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     if plan.has_shared_packs:
-        yield (
-            f"packs have several context-parallel sizes, and {target.title} takes one for all packs"
-        )
+        yield f"packs have several context-parallel sizes, and {target.title} takes one for all"
     elif len(plan.levels) > 1:
         yield f"the plan has {len(plan.levels)} levels of caps, and {target.title} takes one"
     if plan.data_parallel_encoders is not None:
@@ -82,9 +80,7 @@ def _placement_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str
             place = f"stage {schedule.placement.stage_of(number, stages)}"
             if schedule.chunks > 1:
                 place = f"chunk {number // stages} of {place}"
-            yield (
-                f"{place} holds {away[0]}, and {target.title} has encoders on its first stage only"
-            )
+            yield f"{place} holds {away[0]}, and {target.title} has encoders on stage 0 only"
     if not plan.stages[0].holds("language embed"):
         yield f"the first stage does not hold the language embed, and {target.title} needs it there"
 
@@ -100,9 +96,7 @@ def _recompute_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str
                 f"{target.title} recomputes the first min(n, held) of each stage, with one n"
             )
         elif not numbered and all_or_none(stages, tower) is None:
-            yield (
-                f"{sum(counts)} layers of {tower} are recomputed: {target.title} takes all or none"
-            )
+            yield f"{sum(counts)} layers of {tower} are recomputed: {target.title} does all or none"
 
 
 def _sharding_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:

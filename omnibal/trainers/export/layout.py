@@ -103,9 +103,7 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) 
     """
     first = "language embed"
     if not stages[0].holds(first):
-        raise UserError(
-            "stage 0 does not hold the language embed: put all encoders there, as `plan --for`"
-        )
+        raise UserError("stage 0 does not hold the language embed: put all encoders there")
     words = [
         (EMBEDDING,) * stage.holds(first)
         + (DECODER,) * len(stage.layers(LANGUAGE))

@@ -140,9 +140,7 @@ def _bridge_deviations(plan: Plan, batch: core.Batch, has_packs: bool) -> Iterat
         )
     unknown = ", ".join(part for part in plan.frozen if part not in _FROZEN)
     if unknown:
-        yield (
-            f"The plan freezes {unknown}, without a field of Megatron-Bridge: set it in the model."
-        )
+        yield f"The plan freezes {unknown}, with no field of Megatron-Bridge: set it in the model."
 
 
 def _bridge_notes(plan: Plan, has_packs: bool) -> Iterator[str]:

@@ -51,13 +51,9 @@ def write_rows(
 def row_of(sample: Sample, *, of_tiles: bool = False) -> SwiftRow:
     """Return a sample as ms-swift's row, with absolute paths. Raise if ms-swift cannot read it."""
     if sample.greeting is not None:
-        raise UserError(
-            f"{sample.where} begins with the assistant, and ms-swift needs a question first"
-        )
+        raise UserError(f"{sample.where} begins with the assistant; ms-swift needs a question")
     if of_tiles and any(video.file is None for video in sample.videos):
-        raise UserError(
-            f"{sample.where} has a video of frames, and ms-swift reads video files; leave it out"
-        )
+        raise UserError(f"{sample.where} has a video of frames; ms-swift reads files: leave it out")
     messages: list[SwiftRow] = []
     if sample.system is not None:
         messages.append({"role": "system", "content": sample.system})

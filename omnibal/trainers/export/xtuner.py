@@ -36,9 +36,7 @@ def export(given: ExportInput) -> Exported:
     for path in () if given.annotations is None else given.annotations.files:
         if path.suffix == ".tar" or is_array(path):
             kind = "a tar shard" if path.suffix == ".tar" else "a JSON array"
-            raise UserError(
-                f"{path}: is {kind}, and XTuner reads JSONL; write that, scan and plan again"
-            )
+            raise UserError(f"{path}: is {kind}, and XTuner reads JSONL; write that and plan again")
     return Exported(
         files=_pack_files(given),
         variables=launch_variables(given, CONFIG="$EXPORT/config.py"),

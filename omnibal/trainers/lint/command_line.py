@@ -81,9 +81,7 @@ def _find_launch(commands: Sequence[ScriptCommand], line_number: int | None) -> 
         )
     lines = joined_words([str(command.line) for command in launches])
     if len(launches) == 1:
-        raise UserError(
-            f"--line-number {line_number}: the only launch line is line {lines}; leave it out"
-        )
+        raise UserError(f"--line-number {line_number}: the launch line is {lines}; leave it out")
     choice = "none was" if line_number is None else f"line {line_number} was"
     raise UserError(f"the script has launch lines {lines}, and {choice} chosen; give --line-number")
 
@@ -118,9 +116,7 @@ def _infer_launcher(
     """Return the trainer by the program, else by the style of flags. Raise for DeepSpeed."""
     program = " ".join(word for word in words if not word.startswith("-"))
     if _DEEPSPEED.search(program):
-        raise UserError(
-            "`swift sft` starts DeepSpeed, without Megatron flags; give a line of `megatron sft`"
-        )
+        raise UserError("`swift sft` starts DeepSpeed; give a launch line of `megatron sft`")
     for launcher, pattern in PROGRAMS.items():
         if pattern.search(program):
             return launcher

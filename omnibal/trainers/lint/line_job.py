@@ -117,9 +117,7 @@ def make_line_job(
     levels, packs, lengths = _make_micro_batches(line, job, samples, caps, size)
     layers = layers_by_chunk(line)
     if (held := sum(map(sum, layers))) != model.language.layers:
-        raise UserError(
-            f"the line's stages hold {held} of {model.language.layers} layers: correct its split"
-        )
+        raise UserError(f"stages hold {held} of {model.language.layers} layers: correct the split")
     parts, schedule = _chunk_parts(line, job.model, layers)
     return LineJob(
         line=line,
@@ -228,9 +226,7 @@ def _check_predictable(line: LaunchLine) -> None:
         name, (built, known) = next(iter(changed.items()))
         raise UserError(f"the line's model has {name} {built:,}, the named {known:,}; correct one")
     if launch.gpus and line.data is None:
-        raise UserError(
-            f"{launch.gpus} GPUs are no multiple of TP x PP x CP, {line.grid}: correct a number"
-        )
+        raise UserError(f"{launch.gpus} GPUs are no multiple of TP x PP x CP, {line.grid}: mend it")
     if line.data and launch.global_batch and line.micro_batches is None and launch.micro_batch:
         raise UserError(
             f"global batch size {launch.global_batch} is no multiple of the "
@@ -296,17 +292,13 @@ def _sample_caps(
     tokens = launch.sequence_length // (launch.context if cuts_samples(line) else 1)
     if samples is not None:
         if cuts_samples(line):
-            raise UserError(
-                f"CP {launch.context} of this model is not predicted with --lengths; leave them out"
-            )
+            raise UserError(f"CP {launch.context} is not predicted with --lengths here; omit them")
         return plan_data.caps_of_tokens(
             samples, plan_data.limited_features(model), tokens * launch.micro_batch
         )
     others = [tower.feature for tower in model.encoders.values() if not tower.of_images]
     if others:
-        raise UserError(
-            f"{model.name} takes {words(others)}, and mock samples have none; give --lengths"
-        )
+        raise UserError(f"{model.name} takes {words(others)}, not in mock samples; give --lengths")
     return Caps.of(**plan_data.shape_caps(model, {"tokens": tokens // pack_samples}, image_share))
 
 

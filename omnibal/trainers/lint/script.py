@@ -113,9 +113,7 @@ class _ScriptReader:
             before = " ".join(self.values.get(name, ())) if is_added else ""
             value = (before + "".join(self._expand(text, splits=False)),)
         if sum(map(len, value)) > _MAX_LETTERS:
-            raise UserError(
-                f"the script gives {name} more than {_MAX_LETTERS:,} letters; give only the command"
-            )
+            raise UserError(f"{name} has more than {_MAX_LETTERS:,} letters; give only the command")
         return value
 
     def _expand(self, raw: str, splits: bool = True) -> list[str]:

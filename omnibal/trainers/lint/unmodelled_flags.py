@@ -20,9 +20,7 @@ def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool
     launch = line.launch
     if line.expert_tensor > 1 and expert_counts(model):
         ranks = launch.expert * line.expert_tensor
-        yield (
-            f"expert tensor size {line.expert_tensor} is predicted as {ranks} expert-parallel ranks"
-        )
+        yield f"expert tensor size {line.expert_tensor} is predicted as expert size {ranks}"
     if line.virtual is not None and not chunks_are_simulated:
         yield f"{line.virtual} chunks a stage are predicted as one, with more idle and less memory"
     elif line.virtual is not None and line.chunk_group != launch.pipeline:
@@ -56,9 +54,7 @@ def _notes_on_ranks(line: LaunchLine) -> Iterator[str]:
             "as divided over these ranks, which not every trainer does"
         )
     if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
-        yield (
-            "the line has neither --bf16 nor --fp16: Megatron trains it in fp32, predicted is bf16"
-        )
+        yield "the line has neither --bf16 nor --fp16: it trains in fp32, predicted is bf16"
     yield from notes_on_precision(line)
     if is_adapter(line):
         yield (

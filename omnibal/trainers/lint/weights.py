@@ -97,9 +97,7 @@ def weight_shards(line: LaunchLine, data: int) -> int:
     if line.text(_COMPOSER) == "HYBRID_SHARD":  # shards within nodes, of 8 GPUs
         replicas = max(data // 8, 1)
     if data % replicas:
-        raise UserError(
-            f"{replicas} replicas of weights do not divide {data} data-parallel ranks; correct them"
-        )
+        raise UserError(f"{replicas} replicas do not divide {data} data-parallel ranks; mend them")
     return data // replicas
 
 

@@ -48,9 +48,7 @@ def difference(counted: list[int], planned: list[int], packs: list[int]) -> str 
     By row: tokens `counted` by ms-swift, tokens `planned`, and number in `packs` of the plan.
     """
     if len(counted) != len(planned):
-        return (
-            f"{len(counted)} rows were counted, and the plan has {len(planned)}: rows are missing"
-        )
+        return f"{len(counted)} rows were counted, not the plan's {len(planned)}: rows are missing"
     sums: dict[int, int] = {}
     for pack, tokens in zip(packs, planned, strict=True):
         sums[pack] = sums.get(pack, 0) + tokens
