@@ -180,10 +180,7 @@ class JobOptions:
         model = named_model(self.model)
         if self.expert_imbalance is not None:
             if not expert_counts(model):
-                raise UserError(
-                    f"--expert-imbalance {self.expert_imbalance:g} was given, and {model.name} has "
-                    "no experts: leave it out, or choose a model with a mixture of experts"
-                )
+                raise UserError(f"--expert-imbalance: {model.name} has no experts, leave it out")
             model = with_imbalance(model, self.expert_imbalance)
         cluster = changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
         source = CostSource(None if self.profile is None else read_profile(self.profile))

@@ -171,8 +171,7 @@ class PlanDataOptions:
             others = [option_of(name) for name in given if name != "tokens"]
             if others:
                 raise UserError(
-                    f"{words(others)} cannot be given with --for: the trainer packs by tokens "
-                    "alone, and would not keep packs below it; leave it out, or lower --max-tokens"
+                    f"{words(others)} cannot be given with --for, which packs by tokens"
                 )
             # Other features get the max that a pack of the given tokens can hold.
             return caps_of_tokens(packed_by_tokens, needed, given["tokens"])
@@ -180,8 +179,7 @@ class PlanDataOptions:
             is_full = set(given).issuperset(needed)
             if is_full and self.image_share is not None:
                 raise UserError(
-                    f"--image-share {self.image_share} was given with caps of all that a pack "
-                    f"holds, {words(needed)}, which decide it: leave it or the caps of items out"
+                    f"--image-share and caps of {words(needed)} are exclusive: drop one"
                 )
             share = DEFAULT_IMAGE_SHARE if self.image_share is None else self.image_share
             given = shape_caps(model, given, share)

@@ -131,10 +131,7 @@ def profile(
 
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         if not _is_installed(module):
-            raise UserError(
-                f"{package} is not installed, and `omnibal profile` runs the model's layers; "
-                'install it with: pip install ".[train]" in its repository'
-            )
+            raise UserError(f'{package} is not installed; install it with: pip install ".[train]"')
     # Check all inputs here: later every process would report the same mistake.
     lengths = length_files(measured.lengths or [])
     presets = [] if preset.cluster is None else [config_file("clusters", preset.cluster)]

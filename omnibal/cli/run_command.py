@@ -92,8 +92,7 @@ def run(
     more = [word for pair in rates.items() if pair[1] is not None for word in map(str, pair)]
     if for_other_trainer and (asked.weights or asked.from_scratch or more):
         raise UserError(
-            "--weights, --from-scratch, --lr and --vision-lr are for this project's trainer; leave "
-            f"them out with --for {strategy.made_for}"
+            "--weights, --from-scratch, --lr and --vision-lr exclude --for: drop either"
         )
     output, model, weights, is_on_hub = asked.output, given.model, None, False
     model = str(Path(model).absolute()) if Path(model).exists() else model

@@ -61,10 +61,7 @@ def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[s
         data = result.plan.data
         size = int(np.bincount(result.data[0].step).max())  # packs of the fullest step
         if size < data.packs_per_step:
-            notes.append(
-                f"the data is less than a step of {data.packs_per_step:,} packs: steps have "
-                f"{size:,}; fewer --micro-batches or lower caps would fill more"
-            )
+            notes.append(f"the data is less than a step: {size:,} packs of {data.packs_per_step:,}")
         if data.left_out:
             notes.append(
                 f"{data.left_out:,} of {data.epochs * data.samples:,} samples are left out of the "

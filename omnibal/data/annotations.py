@@ -337,10 +337,7 @@ class Annotations:
         with _name_record_errors(self.where(index)):
             content, media, name = self._read_content(index)
         if isinstance(media, ParquetRow) and media.holds_files:
-            raise UserError(
-                f"{self.where(index)} has images or recordings inside, and other trainers' files "
-                "name them; write them as files, or as tar shards, and scan these"
-            )
+            raise UserError(f"{self.where(index)} has media inside; scan them as files")
         return StoredRecord(content, name, in_shard)
 
     def _read_content(self, index: int) -> tuple[bytes, RecordMedia, str]:

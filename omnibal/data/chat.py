@@ -194,10 +194,7 @@ class _InternVLTemplate:
 
     def miscount(self, where: str, *_: int) -> UserError:
         """Return the error if token ids have more or fewer control tokens than the text."""
-        return UserError(
-            f"{where}: the tokenizer makes control tokens of the chat template from its text; "
-            "spell or remove what looks like <|im_end|>, <|end|>, <img> or <IMG_CONTEXT>"
-        )
+        return UserError(f"{where}: has control tokens in its text, as <|im_end|>; remove them")
 
     def _check(self, sample: Sample) -> None:
         """Raise on tools and reasoning, which the template cannot write, and on reserved pieces."""

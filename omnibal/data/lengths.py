@@ -222,8 +222,7 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
     limit = model.language.max_positions
     if limit is not None and tokens > limit:
         raise UserError(
-            f"{what} has {tokens:,} tokens, but language.max_positions of {model.name} is "
-            f"{limit:,}, as RoPE is not scaled beyond it here; {remedy}"
+            f"{what} has {tokens:,} tokens, above language.max_positions {limit:,}; {remedy}"
         )
 
 

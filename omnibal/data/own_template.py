@@ -193,8 +193,7 @@ class OwnTemplate:
                 f"({', '.join(_IMAGE_TEXTS)}); choose a model of images, or its own tokenizer"
             )
         return UserError(
-            f"{where}: the chat template of {path} writes {places} "
-            f"{' and '.join(self.repeated_pieces)} for {images} images; it must write one for each"
+            f"{where}: the chat template of {path} writes {places} pieces for {images} images"
         )
 
     def _check(self, sample: Sample) -> None:

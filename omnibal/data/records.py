@@ -220,8 +220,7 @@ def _read_path(name: Any, key: str) -> Any:
         fields = {field: value for field, value in name.items() if value is not None}
         if list(fields) != ["path"]:
             raise InvalidRecordError(
-                f'has in "{key}" an item with {", ".join(fields) or "nothing"}; it must be a path, '
-                "or have a path alone: write bytes to a file"
+                f'has in "{key}" {", ".join(fields) or "nothing"} in place of a path; write a file'
             )
         name = fields["path"]
     if isinstance(name, str) and (

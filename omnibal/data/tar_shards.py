@@ -191,10 +191,7 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
     try:
         names = expand_urls(notation)
     except (ValueError, AssertionError) as error:  # including unset environment variables
-        raise UserError(
-            f'"shards": {notation!r} is not what webdataset expands ({error}); write it as in '
-            "train-{000..003}.tar"
-        ) from error
+        raise UserError(f'"shards": {notation!r} cannot be expanded ({error})') from error
     return [Shard(named_from(folder, name, cache)) for name in names]
 
 
@@ -313,8 +310,7 @@ def index_shard(shard: Shard) -> RecordIndex:
         # webdataset appends to the arguments of exceptions that pass through it.
         problem = error if isinstance(error, OSError) else error.args[0]
         raise UserError(
-            f"{path}: cannot be read as a shard ({problem}); it must be a complete tar, not "
-            "compressed, with the files of a key in a row"
+            f"{path}: cannot be read as a shard ({problem}); it must be a complete, plain tar"
         ) from error
     if shard.samples not in (None, len(keys)):
         raise UserError(f"{path}: {len(keys)} samples, not {shard.samples}; run `energon prepare`")
@@ -418,8 +414,7 @@ def _is_cut_off(file: BinaryIO) -> bool:
     while content := file.read(_CHECK_BYTES):
         if any(content):
             raise tarfile.ReadError(
-                f"it goes on behind its end at byte {end}, as two tars joined by cat do; join "
-                "them with `tar --concatenate`, or name both"
+                f"it goes on behind its end at byte {end}; use `tar --concatenate`, or name both"
             )
     return False
 

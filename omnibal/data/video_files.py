@@ -111,8 +111,7 @@ def _open_video(video: VideoFile) -> Iterator[tuple[Any, Any]]:
         import av
     except ImportError as error:
         raise UserError(
-            f"{video}: videos in files are read with PyAV, which is not installed; install it: "
-            'pip install "omnibal[video]", or name a folder of frames'
+            f'{video}: is read with PyAV: pip install "omnibal[video]", or name a folder of frames'
         ) from error
     try:
         with video.open() as file:

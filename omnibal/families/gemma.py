@@ -54,10 +54,7 @@ class SiglipVision(LayersTable):
         side = image // patch  # in patches
         tokens_per_side = round(whole.mm_tokens_per_image**0.5)
         if tokens_per_side**2 != whole.mm_tokens_per_image or side % tokens_per_side:
-            raise ValueError(
-                f"mm_tokens_per_image {whole.mm_tokens_per_image} must be a square of a divisor of "
-                f"the {side} patches per side"
-            )
+            raise ValueError(f"mm_tokens_per_image must be a square of a divisor of {side}")
         merge_size = side // tokens_per_side
         sizes = {**self.layer_sizes, "patch_size": patch, "merge_size": merge_size}
         given_side = read_processor(path, sizes).side

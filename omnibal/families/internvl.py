@@ -60,10 +60,7 @@ class TransformersVision(VisionTower):
     @model_validator(mode="after")
     def _has_one_eps(self) -> "TransformersVision":
         if self.qk_norm and self.layer_norm_eps != TRANSFORMERS_QK_NORM_EPS:
-            raise ValueError(
-                f"layer_norm_eps {self.layer_norm_eps} with use_qk_norm must be "
-                f"{TRANSFORMERS_QK_NORM_EPS}, which q and k norms always have there"
-            )
+            raise ValueError(f"layer_norm_eps with use_qk_norm must be {TRANSFORMERS_QK_NORM_EPS}")
         return self
 
 

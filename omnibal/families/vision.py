@@ -155,8 +155,7 @@ def read_vision_language(
     encoder = tower.encoder(whole, path)
     if tower.output_size(language) != language.hidden_size:
         raise ValueError(
-            f"the projector's output width {tower.output_size(language)} must be the language "
-            f"model's hidden_size {language.hidden_size}"
+            f"projector width {tower.output_size(language)} must be {language.hidden_size}"
         )
     return ModelConfig(
         name=name,

@@ -355,7 +355,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (PLAN + " --freeze vision --freeze projector --freeze language -o p", "leaves no part to"),
         (PLAN + " --method bmp --recompute cheapest -o p", "cheapest belongs to omnibal"),
         (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
-        (PLAN + " --image-share 0.3 -o p", "which decide it: leave it"),
+        (PLAN + " --image-share 0.3 -o p", "are exclusive: drop one"),
         (PLAN + " --gpus 3 --lengths {lengths} -o p", "3 GPUs are no multiple of --pp 2"),
         (PLAN + " --gpus 4 --micro-batches 2 -o p", "cannot be given with --gpus 4"),
         (PLAN + " --samples-per-step 4 --micro-batches 2 -o p", "both say how large a step is"),
@@ -497,7 +497,7 @@ def test_profile_that_measures_nothing_fails(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     error = failure(capsys, *command)
     assert "megatron-core is not installed" in error
-    assert 'pip install ".[train]" in its repository' in error
+    assert 'pip install ".[train]"' in error
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
     failed = subprocess.CompletedProcess([], 3)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)

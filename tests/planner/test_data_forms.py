@@ -284,7 +284,7 @@ BAD = [
     (talk("q", "a", image="x", images=["y"]), 'in "image" and in "images"; give each item in one'),
     (talk("<image>q", "a", images=["http://a/x.png"]), "'http://a/x.png', which is no file"),
     (talk("<image>q", "a", images=["data:image/png;base64,AA"]), "which is no file"),
-    (talk("<image>q", "a", images=[{"bytes": "AA"}]), 'in "images" an item with bytes'),
+    (talk("<image>q", "a", images=[{"bytes": "AA"}]), 'in "images" bytes in place of a path'),
     (talk("<image>q", "a", images=[7]), 'odd "images"'),
     (talk("q", "a", images=["x", "y"]), "has 0 <image> for 2 image"),
     (talk("<video>q", "a", videos=["v", "w"]), "has 1 <video> for 2 video"),
@@ -465,7 +465,7 @@ def test_rows_with_images_inside_are_not_exported(row_folder):
     """Prevents exporting annotations that name embedded images."""
     folder, records = row_folder
     inside = open_meta(folder, a={"annotation": "inside.parquet"})
-    with pytest.raises(UserError, match="row 2 has images or recordings inside"):
+    with pytest.raises(UserError, match="row 2 has media inside"):
         inside.read_stored(1)
     assert json.loads(inside.read_stored(0).content)["id"] == records[0]["id"]
     named = open_meta(folder, a={"annotation": "named.parquet", "root": "pictures"})

@@ -160,7 +160,7 @@ def test_shards_are_read_where_they_are(tmp_path):
     last = len(write_shards(tmp_path, records)) - 1
     meta.write_text(json.dumps({"a": {"shards": f"train-{{000..{last:03}}}.tar"}}))
     given = make_input(Annotations.open(meta))
-    with pytest.raises(UserError, match=r"source 'a' have no index"):
+    with pytest.raises(UserError, match=r"its shards have no index"):
         energon_files(given)
     (tmp_path / ".nv-meta").mkdir()
     files = energon_files(given)

@@ -163,7 +163,7 @@ def test_a_plan_without_a_full_step():
     lengths = lengths_of(tokens=np.arange(10, 13), tiles=np.zeros(3))
     packs = random_packs(3, 1, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
-    told = "3 packs for 4 data-parallel ranks: no step is full"
+    told = "3 packs fill no step of 4 ranks"
     with pytest.raises(UserError, match=told):
         megatron_lm.export(given_of(files, TargetName.MEGATRON_LM))
 

@@ -313,7 +313,7 @@ def test_what_is_left_out_is_in_no_figure(capsys, tmp_path, micro_batches, sampl
     options = f"{DIGITS} {options} --for ms-swift --lengths"
     _, notes = run(capsys, options, tmp_path / "lengths.parquet", "-o", plan)
     assert ("24 of 600 samples are left out" in notes) == (samples == 576)
-    assert ("less than a step of 160 packs" in notes) == (samples == 600)
+    assert ("packs of 160" in notes) == (samples == 600)
     assert "can be studied" not in notes
     made = run(capsys, "export", plan, "--to", tmp_path / "export")[0]["expected"]
     packs, found = open_plan(plan).steps[0], open_plan(plan).plan

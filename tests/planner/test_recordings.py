@@ -519,7 +519,7 @@ def test_without_pyav_a_line_says_what_to_install(tmp_path, monkeypatch):
     """Prevents a traceback if the extra is not installed."""
     monkeypatch.setitem(sys.modules, "av", None)
     [sample] = open_jsonl(tmp_path, {"messages": ASKED, "videos": ["a.mp4"]})
-    with pytest.raises(UserError, match=r'not installed; install it: pip install "omnibal\[video'):
+    with pytest.raises(UserError, match=r'read with PyAV: pip install "omnibal\[video'):
         seen_videos(sample, MODELS["qwen3-vl-2b"].images)
 
 

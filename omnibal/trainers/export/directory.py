@@ -131,8 +131,7 @@ def _check_exported_data(files: PlanFiles, annotations: Annotations) -> None:
     samples = len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
     if samples != len(annotations):
         raise UserError(
-            f"--data has {len(annotations):,} samples, and the plan's lengths are of {samples:,}; "
-            "give the data that was counted, or plan with its own lengths"
+            f"--data has {len(annotations):,} samples, and the plan {samples:,}; give its own"
         )
 
 

@@ -43,8 +43,7 @@ def whole_steps(given: ExportInput) -> ScheduledPacks | None:
         return None
     if not given.full_steps:
         raise UserError(
-            f"the plan has {len(given.order):,} packs for {given.plan.parallel.data:,} "
-            "data-parallel ranks: no step is full; plan for fewer ranks, or more samples"
+            f"{len(given.order):,} packs fill no step of {given.plan.parallel.data:,} ranks"
         )
     return given.order.take(np.arange(given.full_steps * given.packs_per_step))
 
@@ -129,10 +128,7 @@ def _find_prepared_folder(annotations: Annotations, source: int) -> Path:
     for folder in (root, *root.parents):
         if (folder / _NV_META).is_dir():
             return folder
-    raise UserError(
-        f"{root}: the shards of source {annotations.sources[source]!r} have no index {_NV_META} "
-        "there or in a parent folder; run `energon prepare` on their folder"
-    )
+    raise UserError(f"{root}: its shards have no index {_NV_META}; run `energon prepare` there")
 
 
 def _write_offsets(path: Path) -> None:

@@ -187,8 +187,7 @@ def _common_value(parts: Mapping[str, bool], verb: str) -> bool:
         some = [name for name, holds in parts.items() if holds]
         others = [name for name, holds in parts.items() if not holds]
         raise UserError(
-            f"the plan {verb} {', '.join(some)} and not {', '.join(others)}, and ms-swift has one "
-            "switch for all; plan with the same for all"
+            f"the plan {verb} {', '.join(some)}, not {', '.join(others)}; ms-swift has one switch"
         )
     return any(parts.values())
 

@@ -130,8 +130,7 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
         path, root = annotations.files[file].absolute(), annotations.roots[source].absolute()
         if roots.setdefault(path, root) != root:
             raise UserError(
-                f"{path}: has images in {roots[path]} and {root}, and XTuner takes one folder per "
-                "file: copy the file for one source"
+                f"{path}: has images in {roots[path]} and {root}; XTuner takes one folder per file"
             )
     return roots
 

@@ -75,10 +75,7 @@ def _find_launch(commands: Sequence[ScriptCommand], line_number: int | None) -> 
     if not launches:
         flags = [word for command in commands for word in command.words if word.startswith("--")]
         given = f" among {show_unknown(joined_words(flags[:3]))}" if flags else ""
-        raise UserError(
-            f"the launch line has no known flag of a Megatron trainer{given}, such as "
-            "--tensor-model-parallel-size; give a command, the path of a script, or flags"
-        )
+        raise UserError(f"the launch line has no known flag of a Megatron trainer{given}")
     lines = joined_words([str(command.line) for command in launches])
     if len(launches) == 1:
         raise UserError(f"--line-number {line_number}: the launch line is {lines}; leave it out")

@@ -24,16 +24,10 @@ def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool
     if line.virtual is not None and not chunks_are_simulated:
         yield f"{line.virtual} chunks a stage are predicted as one, with more idle and less memory"
     elif line.virtual is not None and line.chunk_group != launch.pipeline:
-        yield (
-            f"groups of {line.chunk_group} micro-batches are predicted as groups of "
-            f"{launch.pipeline}, the number of stages: larger groups keep more activations"
-        )
+        yield f"groups of {line.chunk_group} micro-batches are predicted as {launch.pipeline}"
     is_full, unit = launch.recompute == "full", launch.recompute_layers or 1
     if is_full and launch.recompute_method == "uniform" and unit > 1:
-        yield (
-            f"uniform recomputation in units of {unit} layers keeps an input per unit; the "
-            "prediction keeps one per layer, somewhat more memory"
-        )
+        yield f"uniform recomputation by {unit} layers is predicted per layer, with more memory"
     if is_full and launch.launcher is Launcher.LOONGFORGE:
         yield "LoongForge's numbers of recomputed layers are assumed to hold for encoders too"
     yield from _notes_on_ranks(line)
@@ -57,10 +51,7 @@ def _notes_on_ranks(line: LaunchLine) -> Iterator[str]:
         yield "the line has neither --bf16 nor --fp16: it trains in fp32, predicted is bf16"
     yield from notes_on_precision(line)
     if is_adapter(line):
-        yield (
-            "the line trains adapters, predicted on linears of the language model, as this "
-            "project's trainer runs them; all other weights are predicted as frozen"
-        )
+        yield "the line trains adapters, predicted on language linears with all else frozen"
     if line.on("overlap-moe-expert-parallel-comm"):
         yield (
             "with --overlap-moe-expert-parallel-comm a tenth of the exchange of tokens is "
