@@ -64,8 +64,7 @@ def recompute_recomputes(line: LaunchLine) -> Problems:
     """A stage recomputes layers with an index below the number: none if it is 0 or less."""
     number = _full_layers(line, "block")
     if number is not None and number <= 0 and line.launch.recompute_by_stage is None:
-        given = f"block recomputation of {number} layers"
-        yield given, "give 1 or more, or leave recomputation out"
+        yield f"block recomputation of {number} layers", "give 1 or more, or leave it out"
 
 
 @core_config("1179")
@@ -73,8 +72,7 @@ def selective_without_number(line: LaunchLine) -> Problems:
     """A number of layers is for full recomputation."""
     number = line.launch.recompute_layers
     if line.launch.recompute == "selective" and number is not None:
-        change = "leave the number out, or use full"
-        yield f"selective recomputation with a number of layers, {number}", change
+        yield f"selective recomputation with {number} layers", "leave the number out, or use full"
 
 
 @rule(f"{VALIDATE_ARGS}; megatron_args.py:849, {SWIFT}", launchers=ARGPARSE | {Launcher.MS_SWIFT})
@@ -82,8 +80,7 @@ def selective_without_method(line: LaunchLine) -> Problems:
     """A method is for full recomputation."""
     method = line.text("recompute-method")
     if line.launch.recompute == "selective" and method is not None:
-        change = "leave the method out, or use full"
-        yield f"selective recomputation with method {method}", change
+        yield f"selective recomputation with method {method}", "leave it out, or use full"
 
 
 def _selected_modules(line: LaunchLine) -> tuple[str, ...]:
@@ -121,8 +118,7 @@ def recompute_within_stage(line: LaunchLine) -> Problems:
     limit = -(-line.sizes.layers // launch.pipeline // (line.virtual or 1))
     is_block = launch.recompute_method == "block" and not launch.recompute_by_stage
     if is_block and line.has_even_split and number is not None and number > limit:
-        given = f"{number} recomputed layers for chunks of at most {limit}"
-        yield given, f"give {limit}, which is the same"
+        yield f"{number} recomputed layers for chunks of {limit}", f"give {limit}, the same"
 
 
 @rule("this command, --model", severity="warning")

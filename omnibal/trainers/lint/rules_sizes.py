@@ -31,8 +31,7 @@ def gpus_known(line: LaunchLine) -> Problems:
     """Rules of GPUs, batch and data-parallel size are unchecked without."""
     if line.launch.gpus is None:
         multiple = lcm(line.grid, line.expert_grid)
-        change = f"give --gpus; its sizes allow multiples of {multiple:,}"
-        yield "the number of GPUs is unknown", change
+        yield "the number of GPUs is unknown", f"give --gpus, a multiple of {multiple:,}"
 
 
 @rule("this command", severity="warning", launchers={Launcher.MEGATRON_BRIDGE})
@@ -40,8 +39,7 @@ def recipe_settings(line: LaunchLine) -> Problems:
     """Settings of a recipe are not read, and are checked as if absent."""
     recipe = line.text(*RECIPES)
     if recipe is not None:
-        change = "add the recipe's parallel sizes, split and recomputation to the line"
-        yield f"the recipe {recipe} has settings of its own", change
+        yield f"the recipe {recipe} has settings of its own", "add them to the line"
 
 
 @rule(f"{_PARALLEL_STATE}:740, {CORE}")
@@ -50,10 +48,7 @@ def gpus_divide_grid(line: LaunchLine) -> Problems:
     launch = line.launch
     if launch.gpus is not None and launch.gpus % line.grid:
         sizes = f"TP {launch.tensor} x PP {launch.pipeline} x CP {launch.context} = {line.grid}"
-        yield (
-            f"{launch.gpus:,} GPUs and {sizes}",
-            f"use a multiple of {line.grid}, or smaller sizes",
-        )
+        yield f"{launch.gpus:,} GPUs and {sizes}", f"use a multiple of {line.grid}"
 
 
 @rule(f"{_PARALLEL_STATE}:793, {CORE}")
@@ -88,8 +83,8 @@ def rank_order(line: LaunchLine) -> Problems:
         return
     copies = gpus // line.expert_grid
     if line.on(flag) and copies != line.data:
-        change = "leave it out, or choose ETP and EP with ETP x EP = TP x CP"
-        yield f"--{flag} with data-parallel size {line.data} and {copies} expert replicas", change
+        given = f"--{flag} with data-parallel size {line.data} and {copies} expert replicas"
+        yield given, "leave it out, or choose ETP x EP = TP x CP"
 
 
 @rule(f"core/num_microbatches_calculator.py:340, {CORE}; megatron_args.py:1003, {SWIFT}")
@@ -110,8 +105,7 @@ def batch_divides(line: LaunchLine) -> Problems:
 def rampup_by_samples(line: LaunchLine) -> Problems:
     """A ramp-up of the batch needs training by samples."""
     if line.number("train-iters") and "rampup-batch-size" in line.flags:
-        change = "train by --train-samples, or leave the ramp-up out"
-        yield "--rampup-batch-size with --train-iters", change
+        yield "--rampup-batch-size with --train-iters", "train by --train-samples"
 
 
 @rule(f"{_CORE_SCHEDULES}:995-1003, {CORE}", severity="refused-at-first-step")
@@ -218,8 +212,7 @@ def end_stages_hold_layers(line: LaunchLine) -> Problems:
     """The first and the last stage must hold a layer."""
     wrong = {end: count for end, count in _ends_without_layout(line).items() if count <= 0}
     if wrong:
-        change = "give it at least 1, or write a layout, in which a stage may have 0"
-        yield _describe_ends(wrong), change
+        yield _describe_ends(wrong), "give it at least 1, or write a layout, which may have 0"
 
 
 @core_config("1371, :1390")
@@ -228,8 +221,7 @@ def end_stages_divide_chunks(line: LaunchLine) -> Problems:
     chunks = line.virtual or 1
     wrong = {end: count for end, count in _ends_without_layout(line).items() if count % chunks}
     if wrong:
-        given = f"{_describe_ends(wrong)} in {chunks} chunks"
-        yield given, f"use multiples of {chunks}, or a layout"
+        yield f"{_describe_ends(wrong)} in {chunks} chunks", f"use multiples of {chunks}"
 
 
 def _count_middle(line: LaunchLine) -> tuple[int, int]:
@@ -285,8 +277,7 @@ def middle_layers_divide_chunks(line: LaunchLine) -> Problems:
         return
     share = layers // stages
     if share % line.virtual:
-        given = f"{share} layers of every middle stage in {line.virtual} chunks"
-        yield given, _advise_ends(line)
+        yield f"{share} layers of middle stages in {line.virtual} chunks", _advise_ends(line)
 
 
 @core_config("1294")
@@ -321,8 +312,7 @@ def one_way_of_chunks(line: LaunchLine) -> Problems:
 def sized_chunks_exclude_ends(line: LaunchLine) -> Problems:
     """Layers per chunk exclude layers of the first or last stage."""
     if line.launch.layers_per_virtual_stage is not None and _given_ends(line):
-        given = f"{_SIZED_CHUNKS} with layers of the first or last stage"
-        yield given, f"give {_COUNTED_CHUNKS} instead"
+        yield f"{_SIZED_CHUNKS} with layers of an end stage", f"give {_COUNTED_CHUNKS} instead"
 
 
 @validate_args()
@@ -368,8 +358,7 @@ def layout_divides_stages(line: LaunchLine) -> Problems:
         if chunks % size == 0 and chunks // size > 1
     ]
     fitting = " or ".join(possible) or "one stage"
-    given = f"the layout has {chunks} chunks for PP {stages}"
-    yield given, f"set {fitting}, or give another layout"
+    yield f"the layout has {chunks} chunks for PP {stages}", f"set {fitting}, or another layout"
 
 
 @core_config("1344", launchers=MEGATRON - {Launcher.MS_SWIFT})
@@ -378,8 +367,7 @@ def layout_chunks(line: LaunchLine) -> Problems:
     layout, given = _valid_layout(line), line.launch.virtual
     if layout is not None and given is not None and given != layout.virtual:
         chunks = f"the layout has {layout.virtual} chunks for each of {layout.pipeline} stages"
-        change = f"leave the size out, or give a layout of {given * layout.pipeline} chunks"
-        yield f"{chunks}, and the virtual pipeline size is {given}", change
+        yield f"{chunks}, and the virtual pipeline size is {given}", "leave the size out"
 
 
 @rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers={Launcher.MS_SWIFT})
@@ -488,8 +476,7 @@ def listed_layers_add_up(line: LaunchLine) -> Problems:
     layers, given = line.sizes.layers, line.launch.layers_by_stage
     if given is not None and sum(given) != layers:
         numbers = f"{_list_flag(line)} {','.join(map(str, given))} adds up to {sum(given)}"
-        change = "correct the numbers, or check that the configuration is the model's"
-        yield f"{numbers}, the model has {layers} layers", change
+        yield f"{numbers}, the model has {layers} layers", "correct the numbers or the model"
 
 
 @rule(_LISTS, launchers={Launcher.LOONGFORGE})
