@@ -415,9 +415,8 @@ def _print_plan(
         notes.append(windows.note)
     if search is not None and search.gap:
         notes.append(
-            f"{search.planned:,} of {search.choices:,} choices of sizes and caps were planned, "
-            "those with the least estimated times; by lower bounds, which count neither memory nor "
-            f"recomputation, another may be at most {search.gap:.0%} faster"
+            f"{search.planned:,} of {search.choices:,} choices of sizes and caps were planned; by "
+            f"lower bounds another may be at most {search.gap:.0%} faster"
         )
     print_notes(notes)
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits

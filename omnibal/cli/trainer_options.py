@@ -64,9 +64,8 @@ def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[s
             notes.append(f"the data is less than a step: {size:,} packs of {data.packs_per_step:,}")
         if data.left_out:
             notes.append(
-                f"{data.left_out:,} of {data.epochs * data.samples:,} samples are left out of the "
-                f"plan: they would be a last step that is not full, which {target.title} does not "
-                "train; other --micro-batches or caps may fill it"
+                f"{data.left_out:,} of {data.epochs * data.samples:,} samples are left out, "
+                "of a step that is not full; other --micro-batches or caps may fill it"
             )
     return notes
 

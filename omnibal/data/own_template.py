@@ -247,9 +247,8 @@ class OwnTemplate:
         message = conversation.messages[place]
         if "reasoning_content" in message or _REASONING_END in message["content"]:
             raise UserError(
-                f"{where}: has an answer with reasoning before another question, and the chat "
-                f"template of {path} leaves the reasoning out, so that it cannot be learned; make "
-                "a sample of each answer, with the messages before it, or remove the reasoning"
+                f"{where}: has an answer with reasoning before another question, which the chat "
+                f"template of {path} leaves out; make a sample of each answer, or remove it"
             )
         # The answer is where the same text surrounds a stand-in for it.
         stand_in = [*conversation.messages]

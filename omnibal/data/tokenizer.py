@@ -102,9 +102,8 @@ def _find_reserved(special: tuple[str, ...], pieces: tuple[str, ...]) -> re.Patt
 
 def lacking_pieces(pieces: Sequence[str]) -> str:
     return (
-        f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "
-        "the tokenizer in the folder of the released checkpoint, with its tokenizer_config.json or "
-        "added_tokens.json, add them to it, or choose another chat_template"
+        f"lacks the piece(s) {' '.join(pieces)} of the chat template; pass the folder of the "
+        "released checkpoint, with its tokenizer_config.json or added_tokens.json"
     )
 
 

@@ -74,9 +74,8 @@ def _preset_or_path(given: str) -> str:
     near = get_close_matches(given.lower(), presets, n=1)
     hint = f" (the nearest preset is {presets[near[0]]!r})" if near else ""
     raise UserError(
-        f"{given!r} is neither a file nor a folder, nor the hub id of a preset{hint}, and nothing "
-        "is downloaded; download config.json of that model into a folder, for images with its "
-        "preprocessor_config.json, and to count samples with its tokenizer's files "
+        f"{given!r} is neither a file nor a folder, nor the hub id of a preset{hint}; download its "
+        "config.json into a folder, with its preprocessor_config.json and tokenizer's files "
         "(tokenizer.json, tokenizer_config.json), and pass it as --model and --tokenizer-model"
     )
 

@@ -262,9 +262,8 @@ def choose_weights(
     if weights is None and not Path(model).is_dir():
         named_model(model)
         raise UserError(
-            f"--model {model} has no weights to start from: give the folder of a released "
-            "checkpoint, or its name on a hub such as OpenGVLab/InternVL3-8B, as --model, or "
-            "--weights FOLDER, or --from-scratch for random weights"
+            f"--model {model} has no weights to start from: give a released checkpoint's folder or "
+            "name on a hub as --model, or --weights FOLDER, or --from-scratch for random ones"
         )
     folder = weights or Path(model)
     if not has_released_weights(folder) and not any(folder.glob("iter_*")):

@@ -257,7 +257,9 @@ def test_reasoning(folders, template):
 
         expectation = f"{begin}r\n</think>\n\na<|im_end|>"
         assert learned(answer) == [expectation] and learned(other, answer)[-1] == expectation
-        with pytest.raises(UserError, match=r"x\.jsonl: line 1: .*leaves the reasoning out"):
+        with pytest.raises(
+            UserError, match=r"x\.jsonl: line 1: .*reasoning before another question"
+        ):
             learned(answer, other)
         assert len(learned(replace(answer, learned=False), other)) == 1
 

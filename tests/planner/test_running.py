@@ -148,7 +148,7 @@ def test_first_weights_are_released_given_or_none(tmp_path):
     assert choose_weights("internvl3-8b", None, from_scratch=True) == (None, False)
     assert find_tokenizer("internvl3-8b", trained) == trained / "tokenizer"
     assert find_tokenizer(str(released), trained) == released
-    with pytest.raises(UserError, match="--from-scratch for random weights"):
+    with pytest.raises(UserError, match="--from-scratch for random ones"):
         choose_weights("internvl3-8b", None, from_scratch=False)
     with pytest.raises(UserError, match="leave one out"):
         choose_weights("internvl3-8b", trained, from_scratch=True)

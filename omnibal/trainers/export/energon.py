@@ -171,8 +171,7 @@ def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[s
     )
     yield (
         f"`{ENERGON_FOLDER}/packs.jsonl` is for {given.plan.parallel.data:,} data-parallel rank(s) "
-        f"with {max(given.workers, 1)} loader process(es) each: `--num-workers {given.workers}`. "
-        "For other numbers export again with --workers."
+        f"with `--num-workers {given.workers}`. For other numbers export again with --workers."
     )
     if f"{ENERGON_FOLDER}/samples.jsonl" not in files:
         yield "Samples are read by key from your shards: keep them on a disk of fast random reads."

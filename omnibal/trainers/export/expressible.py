@@ -54,9 +54,8 @@ def _adapter_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     others = set(model_parts(plan.model)) - {LANGUAGE}
     if adapters.parts != (LANGUAGE,) or others - set(plan.frozen):
         yield (
-            f"the plan has adapters of {', '.join(adapters.parts)}, frozen "
-            f"{', '.join(plan.frozen) or 'nothing'}, and {target.title} takes adapters of "
-            "the language model, with all other parts frozen"
+            f"the plan has adapters of {', '.join(adapters.parts)}, and "
+            f"{target.title} takes them in the language model, with all other parts frozen"
         )
 
 

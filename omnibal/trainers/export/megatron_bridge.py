@@ -134,9 +134,8 @@ def _bridge_deviations(plan: Plan, batch: core.Batch, has_packs: bool) -> Iterat
     encoders = core.recomputed_encoders(plan)
     if encoders:
         yield (
-            f"All layers of {encoders} are recomputed in the plan, and not by the command: "
-            "Megatron-Bridge has no such field for all models. Set your model provider's own, or "
-            "the first stage takes more memory than planned."
+            f"All layers of {encoders} are recomputed in the plan, not by the command: set your "
+            "model provider's own field, or the first stage takes more memory than planned."
         )
     unknown = ", ".join(part for part in plan.frozen if part not in _FROZEN)
     if unknown:

@@ -43,8 +43,7 @@ def write_rows(
     if late:
         raise UserError(
             f'the first row with "{late[0]}" begins {begins[late[0]] / 2**20:.1f} MiB into '
-            f"{path.name}, and the reader infers columns from the first {_TYPED_BYTES >> 20} MiB: "
-            "plan with another --seed, to have such a sample earlier"
+            f"{path.name}, behind the {_TYPED_BYTES >> 20} MiB of types: plan with another --seed"
         )
 
 

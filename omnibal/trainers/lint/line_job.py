@@ -265,9 +265,8 @@ def _parallel_sizes(line: LaunchLine, model: ModelConfig) -> Parallel:
     expert = launch.expert * line.expert_tensor if expert_counts(model) else 1
     if tensor * data % expert or (expert % tensor and tensor % expert):
         raise UserError(
-            f"{expert} expert-parallel ranks (expert size {launch.expert} x expert tensor size "
-            f"{line.expert_tensor}) cannot be predicted for TP {tensor} and DP {data}; give "
-            "--expert-tensor-parallel-size 1 and an EP that divides TP, or is a multiple of it"
+            f"ETP {line.expert_tensor} x EP {launch.expert} is not predicted for TP {tensor} and "
+            f"DP {data}; give ETP 1 and an EP that divides TP, or is a multiple of it"
         )
     return Parallel(
         tensor=tensor,

@@ -172,7 +172,6 @@ class _ScriptReader:
 
     def _refuse(self, text: str) -> NoReturn:
         raise UserError(
-            f"line {self.line} of the launch line or script has {text}, and only NAME=value, "
-            "$NAME, ${NAME}, ${NAME:-value}, arrays and plain commands are supported: quote it if "
-            "it is text, or give the command that `bash -x SCRIPT` prints"
+            f"line {self.line} of the launch line or script has {text}, and only assignments, "
+            "${NAME:-value}, arrays and plain commands are read: quote it, or use `bash -x SCRIPT`"
         )

@@ -44,8 +44,7 @@ def _notes_on_ranks(line: LaunchLine) -> Iterator[str]:
     elif launch.context > 1:
         yield (
             f"{launch.context} context-parallel ranks exchange by --cp-comm-type "
-            f"{' '.join(line.exchanges)}, with a2a+p2p predicted as a ring. Encoders are predicted "
-            "as divided over these ranks, which not every trainer does"
+            f"{' '.join(line.exchanges)}, a2a+p2p predicted as a ring, and encoders as divided"
         )
     if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
         yield "the line has neither --bf16 nor --fp16: it trains in fp32, predicted is bf16"

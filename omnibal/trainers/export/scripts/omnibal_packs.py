@@ -89,9 +89,8 @@ def planned_dataset(task_encoder: Any, worker_config: WorkerConfig, **more: Any)
     given = worker_config.world_size, max(worker_config.num_workers, 1)
     if given != (written["ranks"], written["workers"]):
         raise ValueError(
-            f"{PACKS_FOLDER}: packs.jsonl is for {written['ranks']} data-parallel ranks with "
-            f"{written['workers']} loader process(es) each, and there are {given[0]} with "
-            f"{given[1]}; export a plan for {given[0]} ranks with --workers {given[1]}"
+            f"{PACKS_FOLDER}: packs.jsonl is for {written['ranks']} ranks of {written['workers']} "
+            f"workers, and there are {given[0]} of {given[1]}; export a plan for these"
         )
     return get_train_dataset(
         str(PACKS_FOLDER / "meta.yaml"),
