@@ -153,10 +153,9 @@ def read_vision_language(
     if checks_rope:
         language.check_rope()
     encoder = tower.encoder(whole, path)
-    if tower.output_size(language) != language.hidden_size:
-        raise ValueError(
-            f"projector width {tower.output_size(language)} must be {language.hidden_size}"
-        )
+    width = tower.output_size(language)
+    if width != language.hidden_size:
+        raise ValueError(f"projector width {width} must be hidden_size {language.hidden_size}")
     return ModelConfig(
         name=name,
         encoders={"vision": encoder},

@@ -87,7 +87,7 @@ def test_one_of_several_launch_lines_is_chosen():
     """Prevents a verdict on a line that the user did not choose."""
     script = "N=1\na.py --micro-batch-size $N\n\n  b.py --micro-batch-size 2"
     assert [read_launch(script, {}, line_number=line).micro_batch for line in (2, 4)] == [1, 2]
-    with pytest.raises(UserError, match="on lines 2 and 4, and line 3 was chosen"):
+    with pytest.raises(UserError, match="launch lines 2 and 4, and line 3 was chosen"):
         read_launch(script, {}, line_number=3)
 
 
@@ -164,7 +164,7 @@ def test_overrides_and_short_flags_are_one_language():
     ("line", "message"),
     [
         ("echo hello", "no known flag of a Megatron trainer"),
-        ("a --micro-btch-size 1", "trainer among --micro-btch-size, such as"),
+        ("a --micro-btch-size 1", "trainer among --micro-btch-size"),
         ("a --micro-batch-size 1\nb --micro-batch-size 2", "launch lines 1 and 2"),
         ("a --micro-batch-size two", "must be a whole number"),
         ("a --tensor-model-parallel-size 0", "must be from 1"),
