@@ -241,9 +241,9 @@ def test_llama_factorys_description_of_a_dataset(tmp_path):
         _ = described(plain)[0]
     for changes, message in (
         ({"ranking": True}, "preference data"),
-        ({"formatting": None}, "columns: has 'messages'; it must be one of prompt"),
-        ({"columns": {"chosen": "c"}}, "demo: columns: has 'chosen'; it must be one of messages"),
-        ({"tags": {"user": "c"}}, "demo: tags: has 'user'; it must be one of role_tag"),
+        ({"formatting": None}, "columns: 'messages' must be one of prompt"),
+        ({"columns": {"chosen": "c"}}, "demo: columns: 'chosen' must be one of messages"),
+        ({"tags": {"user": "c"}}, "demo: tags: 'user' must be one of role_tag"),
     ):
         with pytest.raises(UserError, match=message):
             described(record, **changes)

@@ -364,7 +364,7 @@ def test_the_command_reads_it_without_a_tokenizer(tmp_path, capsys):
     ("rows", "said"),
     [
         ([{"images": [{"bytes": b"no", "path": None}], "lengths": [90]}], "row 0: image"),
-        ([{"images": [{"bytes": None, "path": None}], "lengths": [90]}], "without path"),
+        ([{"images": [{"bytes": None, "path": None}], "lengths": [90]}], "lacks an image"),
         ([{"videos": ["a.mp4"], "lengths": [90]}], "videos"),
         ([{"lengths": [0]}], "no whole number above 0"),
         ([], "has no rows"),
