@@ -294,5 +294,5 @@ def test_missing_pieces_are_named(tmp_path, template, missing):
     model = load_model("internvl2-2b").model_copy(update={"chat_template": template})
     with pytest.raises(UserError) as caught:
         check_tokenizer(model, open_tokenizer(path))
-    assert f"lacks the piece(s) {missing};" in str(caught.value)
+    assert f"lacks the piece(s) {missing} of" in str(caught.value)
     assert "tokenizer_config.json" in str(caught.value)
