@@ -369,7 +369,7 @@ def test_what_a_prediction_leaves_out_is_told(tmp_path):
         files = replace(files, plan=plan, job=JobSpec.of_plan(plan))
         given = export_input(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
         exported = make_export(given, lambda given: Exported(files={}, command="")).exported
-        told[made_for] = [each for each in exported.deviations if "not made for it" in each]
+        told[made_for] = [each for each in exported.deviations if "does not predict" in each]
     assert ["encoders" in each for each in told[None]] == [True, False]
     assert ["encoders" in each for each in told[TargetName.MEGATRON_LM]] == [True]
     assert told[SWIFT] == []
