@@ -105,7 +105,7 @@ def test_pixels_of_the_processor_next_to_it(tmp_path):
     kimi = config_of("kimi-vl-a3b")
     limited = load(tmp_path / "k", kimi, preprocessor_config={"in_token_limit": 16_384})
     assert limited.encoders["vision"].max_pixels == 16_384 * 14**2
-    with pytest.raises(UserError, match="patch_size 14, and config.json 16"):
+    with pytest.raises(UserError, match=r"patch_size 14, and config\.json 16"):
         load(tmp_path / "p", given, preprocessor_config={"patch_size": 14})
 
 
