@@ -201,7 +201,7 @@ def test_other_lines_are_in_bf16(text, told):
             "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
             "2 language layers stay in bf16",
         ),
-        (MX + "--first-last-layers-bf16 --num-layers-at-start-in-bf16 4", "5 layers"),
+        (MX + "--first-last-layers-bf16 --num-layers-at-start-in-bf16 4", "5 language"),
         ("--fp8-format hybrid --fp8-dot-product-attention", "attention is predicted in bf16"),
         ("--fp8-format hybrid --no-fp8-wgrad", "gradients of weights are predicted in FP8"),
     ],
