@@ -64,15 +64,15 @@ class PartResult(Frozen):
 
 class Proof(Frozen):
     machine: Machine
-    pretended: bool  # whether it ran without a GPU
+    on_fake_device: bool  # whether it ran without a GPU
     parts: tuple[PartResult, ...]
 
 
-def describe_machine(pretended: bool) -> Machine:
+def describe_machine(on_fake_device: bool) -> Machine:
     """Return the device and versions of packages."""
     # In a separate process, so that this one holds no device memory.
     about = {"device": None, "memory_gib": None, "cuda": None}
-    if not pretended:
+    if not on_fake_device:
         answer = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
         if answer.returncode == 0:
             about = json.loads(answer.stdout)
@@ -104,7 +104,7 @@ def card_text(proof: Proof) -> str:
         facts.insert(0, ("Device memory", f"{machine.memory_gib:.1f} GiB"))
     if machine.cuda is not None:
         facts.append(("CUDA of torch", machine.cuda))
-    title = f"Fake device\n\n{FAKE}" if proof.pretended else machine.device
+    title = f"Fake device\n\n{FAKE}" if proof.on_fake_device else machine.device
     blocks = [f"# {title}", _table(["", ""], facts)]
     compared = [
         (part.name, row.of, row.unit, row.predicted, row.measured, row.measured / row.predicted)

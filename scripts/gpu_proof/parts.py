@@ -104,7 +104,7 @@ def checks_of(output: str) -> dict[str, JsonValue]:
 
 def profile(context: Context) -> None:
     """Measure layers, matrix products and a copy, and write a cluster file of the rates."""
-    model = _SMALL_MODEL if context.pretended else context.settings.model
+    model = _SMALL_MODEL if context.on_fake_device else context.settings.model
     _run(context, "profile", model=model)
     measured = read_profile(context.output / "profile.json")
     assert measured.rates is not None
@@ -120,7 +120,7 @@ def profile(context: Context) -> None:
         slowest_tflops=min(rates),
         worst_median_fit_error=max(residual.median_error for residual in times),
     )
-    if context.pretended:
+    if context.on_fake_device:
         return
     assumed_tflops = cluster.tflops(measured.precision) * cluster.matmul_efficiency
     context.compare("matrix products", "TFLOP/s", assumed_tflops, median(rates))
@@ -151,7 +151,7 @@ def replay(context: Context) -> None:
     files = open_plan(output / "plan")
     context.figures["plan"] = f"{files.plan.model.name}, {files.plan.parallel}"
     for stage in settings.replayed:
-        fake = ["--fake-device"] if context.pretended else ["--steps", 1, "--repetitions", 2]
+        fake = ["--fake-device"] if context.on_fake_device else ["--steps", 1, "--repetitions", 2]
         _run(context, "replay", *fake, log=f"replay_{stage}", stage=stage)
         _compare_stage(context, files, stage)
 
@@ -159,7 +159,7 @@ def replay(context: Context) -> None:
 def _compare_stage(context: Context, files: PlanFiles, stage: int) -> None:
     """Add measured or counted figures of a stage, with predictions."""
     folder, plan, name = context.output / "replay", files.plan, f"stage {stage}"
-    if context.pretended:
+    if context.on_fake_device:
         [counted] = [fake for fake in read_fake_stages(folder, plan) if fake.stage == stage]
         rates = Roofline.of_cluster(plan.cluster, plan.precision)
         assert counted.predicted_gib is not None, "the plan predicts its stages"
@@ -243,7 +243,7 @@ def train(context: Context) -> None:
     )
     prediction = open_plan(folder / _PRECISION).plan.known_prediction
     context.compare("step", "ms", prediction.step_ms, _step_ms(records))
-    if not context.pretended:
+    if not context.on_fake_device:
         peak_gib = records[-1].stages[0].peak_gib
         context.compare("step", "GiB", prediction.stages[0].memory.peak_gib, peak_gib)
     steps = settings.trained_steps

@@ -47,7 +47,7 @@ def prove(given: Namespace) -> Proof:
     check_folder("OUT", given.output, [])
     settings = FAKE_DEVICE if given.fake_device else REAL
     proof = Proof(
-        machine=describe_machine(given.fake_device), pretended=given.fake_device, parts=()
+        machine=describe_machine(given.fake_device), on_fake_device=given.fake_device, parts=()
     )
     if not given.fake_device and proof.machine.device is None:
         raise UserError(
@@ -61,7 +61,7 @@ def prove(given: Namespace) -> Proof:
         context = Context(
             output=given.output.resolve(),
             settings=settings,
-            pretended=given.fake_device,
+            on_fake_device=given.fake_device,
             digits=given.digits.resolve() if given.digits else None,
             end_s=time.monotonic() + settings.limits_s[name],
         )

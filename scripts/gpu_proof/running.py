@@ -60,7 +60,7 @@ class Context:
 
     output: Path
     settings: Settings
-    pretended: bool
+    on_fake_device: bool
     digits: Path | None  # dataset, or None to make it
     end_s: float  # deadline on the monotonic clock
     figures: dict[str, JsonValue] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Context:
             output.flush()  # before the program's own output
             path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
             changes = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
-            changes |= {"GPUS_PER_NODE": "1"} | (_NO_DEVICE if self.pretended else {})
+            changes |= {"GPUS_PER_NODE": "1"} | (_NO_DEVICE if self.on_fake_device else {})
             changes["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             code = run_within(command, output, self.end_s, {**os.environ, **changes}, until)
         if code is None:

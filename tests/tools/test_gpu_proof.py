@@ -28,9 +28,9 @@ TINY = replace(
 NO_MACHINE = Machine(device=None, memory_gib=None, cuda=None, python="3", versions={})
 
 
-def make_context(folder: Path, limit_s=60.0, pretended=True) -> Context:
+def make_context(folder: Path, limit_s=60.0, on_fake_device=True) -> Context:
     end_s = time.monotonic() + limit_s
-    given = {"settings": TINY, "pretended": pretended, "digits": None, "end_s": end_s}
+    given = {"settings": TINY, "on_fake_device": on_fake_device, "digits": None, "end_s": end_s}
     return Context(output=folder, **given)
 
 
@@ -124,25 +124,25 @@ def test_all_parts_fit_into_ten_minutes_of_a_device():
     assert list(PARTS) == ["tests", "train", "replay", "checkpoint", "profile", "providers"]
 
 
-@pytest.mark.parametrize("pretended", [True, False])
-def test_the_card_shows_all_that_was_found(tmp_path, pretended):
+@pytest.mark.parametrize("on_fake_device", [True, False])
+def test_the_card_shows_all_that_was_found(tmp_path, on_fake_device):
     """Prevents cards without a figure or a prediction ratio, raw markup, fake devices as GPUs."""
     rows = [Comparison(of="stage 0", unit="ms", predicted=100, measured=123.4)]
     part = PartResult(
         name="replay", status="failed", reason="<b> | more", seconds=3, limit_s=9, comparisons=rows,
         figures={"plan": "a model", "stage 0 MFU": 0.412, "test_one[x]": None},
     )  # fmt: skip
-    machine = NO_MACHINE.model_copy(update={"device": None if pretended else "H100 / 80"})
-    proof = Proof(machine=machine, pretended=pretended, parts=(part,))
+    machine = NO_MACHINE.model_copy(update={"device": None if on_fake_device else "H100 / 80"})
+    proof = Proof(machine=machine, on_fake_device=on_fake_device, parts=(part,))
     write_card(proof, tmp_path / "cards", "card")
     card = (tmp_path / "cards" / "card.md").read_text()
     lines = ("| stage 0 | ms | 100 | 123 | 1.23 |", "| replay | stage 0 MFU | 0.412 |")
     for text in (r"\<b\> \| more", "| plan | a model |", r"| test_one\[x\] |  |", *lines):
         assert text in card
-    title, said = ("# Fake device", True) if pretended else ("# H100 / 80", False)
+    title, said = ("# Fake device", True) if on_fake_device else ("# H100 / 80", False)
     assert card.startswith(f"{title}\n") and ("No figure is of a GPU" in card) == said
     assert Proof.model_validate_json((tmp_path / "cards" / "card.json").read_text()) == proof
-    assert pretended or card_name(proof) == "H100-80"
+    assert on_fake_device or card_name(proof) == "H100-80"
 
 
 def test_without_a_device_it_says_so(tmp_path):
@@ -157,7 +157,7 @@ def test_without_a_device_it_says_so(tmp_path):
 def test_only_a_device_and_all_parts_make_a_card_of_the_project(tmp_path, monkeypatch, options):
     """Prevents docs/ cards of fake devices or partial proofs, and mixed results of two proofs."""
     seen = NO_MACHINE.model_copy(update={"device": None if "--fake-device" in options else "B1 x"})
-    monkeypatch.setattr(prove, "describe_machine", lambda pretended: seen)
+    monkeypatch.setattr(prove, "describe_machine", lambda on_fake_device: seen)
     monkeypatch.setattr(prove, "PARTS", {"tests": lambda context: None})
     monkeypatch.setattr(prove, "REPOSITORY", tmp_path)
     monkeypatch.setattr(sys, "argv", ["gpu_proof.sh", str(tmp_path / "out"), *options])
@@ -195,7 +195,7 @@ def test_a_stage_is_tried_without_a_device(tmp_path, fork_programs):
 
 def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, fork_programs):
     """Prevents figures of packs or stages that were not replayed."""
-    context = make_context(tmp_path, limit_s=900, pretended=False)
+    context = make_context(tmp_path, limit_s=900, on_fake_device=False)
     result = run_part("replay", PARTS["replay"], context)
     assert result.status == "ok", result.reason
     time_ms, memory = result.comparisons

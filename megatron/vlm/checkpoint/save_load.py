@@ -108,7 +108,7 @@ class CheckpointWriter:
         self._pending: _PendingSave | None = None
         self._removal: Future[None] | None = None
         self._is_validated = False
-        step = _agree_or_refuse(lambda: latest_step(directory), self._group)
+        step = _agree(lambda: latest_step(directory), self._group)
         self.newest_step: int | None = _gather(step, self._group)[0]
         self.failures: list[str] = []
         """Reasons of the consecutive failed saves up to now. Empty after a success."""
@@ -241,7 +241,7 @@ class CheckpointWriter:
 
     def _drop_save(self, step: int, error: "_RankError") -> None:
         """Log and count a failed save, and remove its files; no rank is writing them."""
-        line = f"step {step} is not saved: {error}; "
+        line = f"step {step} is not saved: rank {error.rank}: {error}; "
         if self.newest_step is None:
             line += "there is no checkpoint yet"
         else:
@@ -274,12 +274,12 @@ class _PendingSave:
     files: "list[Future[_WrittenFile]]"
 
 
-class _RankError(Exception):
+class _RankError(UserError):
     """A failure of one rank, raised on all ranks."""
 
     def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank}: {reason}")
-        self.reason = reason
+        super().__init__(reason)
+        self.rank = rank
 
 
 def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -294,14 +294,6 @@ def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         if other is not None:
             raise _RankError(rank, other)
     return result
-
-
-def _agree_or_refuse(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return this rank's `work()`; collective. Any rank's failure is a UserError on all."""
-    try:
-        return _agree(work, group)
-    except _RankError as error:
-        raise UserError(error.reason) from error
 
 
 def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
@@ -473,7 +465,7 @@ def load_checkpoint(
             state.load_optimizer(stored, loaded["optimizer"])
             scheduler.load_state_dict(loaded["scheduler"])
 
-    _agree_or_refuse(load)
+    _agree(load)
     return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
 
 
@@ -495,7 +487,7 @@ def load_opened_weights(
         with checkpoint_errors(identity.path):
             state.load_weights(StoredTensors(identity.path), adapters=has_adapters)
 
-    _agree_or_refuse(load)
+    _agree(load)
 
 
 def _select_common(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -512,7 +504,7 @@ def _copy_plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _open_checked(directory: Path, plan: Plan) -> CheckpointIdentity:
     """Open the newest checkpoint; collective. UserError if it is of another model or adapters."""
     model = plan.model
-    identity = open_newest(directory, _agree_or_refuse, dist.get_rank(), dist.get_world_size())
+    identity = open_newest(directory, _agree, dist.get_rank(), dist.get_world_size())
     different = architecture_differences(identity.model, model)
     if different:
         raise UserError(

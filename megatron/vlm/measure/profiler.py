@@ -14,18 +14,17 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from rich.console import Console
 from rich.progress import track
 
@@ -45,7 +44,7 @@ from megatron.vlm.measure.reading import Reading, read_in_background
 from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
-from megatron.vlm.model.stage import ByTower, VLMStage, items_of
+from megatron.vlm.model.stage import ByTower, VLMStage
 from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, record_moment
 from megatron.vlm.step.links import PipelineLinks
@@ -76,12 +75,9 @@ from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_clu
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CollectiveTime
 from omnibal.model.units import (
-    HEAD,
-    LANGUAGE,
-    LANGUAGE_EMBED,
-    deepstack_of,
     layer_names,
-    projector_name,
+    unit_kinds,
+    unit_names,
 )
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
@@ -171,6 +167,10 @@ class Profiler:
             del shallow, update
             gc.collect()  # free the shallow stage before building the deep one
         self._trainer = build(depth=deep)
+        for block in self._trainer.stage.blocks.values():
+            # Core counts layers from the pipeline's first, but every process holds a whole model.
+            for number, layer in enumerate(block.layers, 1):
+                layer.layer_number = number
         self._shares = list(
             shares_of_process(job, options.contexts, options.max_tokens, options.tokens_per_sample)
         )
@@ -188,28 +188,35 @@ class Profiler:
         samples_ms: Round = defaultdict(list)
         stage = self._trainer.stage
         for index, batch in enumerate(self._batches):
-            for unit, forward_ms, backward_ms in _times_ms(_list_stage_units(stage, batch)):
+            for unit, forward_ms, backward_ms in _times_ms(stage, partial(stage, batch)):
                 samples_ms[index, unit, "forward"].append(forward_ms)
                 samples_ms[index, unit, "backward"].append(backward_ms)
-            for unit, *both_ms in _times_ms(_list_stage_units(stage, batch), recompute=True):
+            self._set_recomputation(every_layer=True)
+            for unit, *both_ms in _times_ms(stage, partial(stage, batch)):
                 if _is_layer_unit(unit):
                     samples_ms[index, unit, "recomputing"].append(sum(both_ms))
+            self._set_recomputation(every_layer=False)
             if self._reading is not None:
                 self._reading.take(2 * batch.tokens)  # the pack ran twice
         for index, share in enumerate(self._shares):
-            layers = _list_language_units(stage, share.batch, {})
             hidden_S1E = torch.randn(
                 (share.batch.tokens, 1, stage.config.hidden_size),
                 dtype=stage.config.params_dtype,
                 device=current_device(),
             )
-            for unit, forward_ms, backward_ms in _times_ms(layers, hidden_S1E.requires_grad_()):
+            run = partial(stage.language, hidden_S1E.requires_grad_(), None)
+            arguments = stage.packing(share.batch)
+            for unit, forward_ms, backward_ms in _times_ms(stage, partial(run, **arguments)):
                 samples_ms["share", index, unit, "forward"].append(forward_ms)
                 samples_ms["share", index, unit, "backward"].append(backward_ms)
         samples_ms["optimizer"].append(self._update.timed_ms())
         for size in _LINK_BYTES if self._links.size > 1 else ():
             samples_ms["link", size] += _one_way_ms(self._links, size)
         return samples_ms
+
+    def _set_recomputation(self, *, every_layer: bool) -> None:
+        for block in self._trainer.stage.blocks.values():
+            block.set_levels([range(len(block.layers)) if every_layer else ()])
 
     def result(self, rounds: Sequence[Round]) -> Profile:
         """Return means over processes and rounds, less the fastest and slowest tenth of rounds."""
@@ -304,125 +311,65 @@ def find_device_name() -> str:
     return names[0] if names else "CPU"
 
 
-class TimedUnit(NamedTuple):
-    """Forward of one unit of a stage."""
+def _list_unit_names(stage: VLMStage) -> list[str]:
+    """Return the measured name of every unit of a complete stage, in order."""
+    layers = {tower: len(block.layers) for tower, block in stage.blocks.items()}
+    model = stage.model_config.with_layers(**layers)
+    measured = {kind.name: kind.measured_name for kind in unit_kinds(model)}
+    return [measured[name] for name in unit_names(model)]
 
-    name: str
-    run: Callable[[Any], Any]  # forward of the previous unit's output; run twice if recomputed
-    # Converts the output to the next unit's input: stores or adds deepstack features.
-    finish: Callable[[Any], torch.Tensor] = lambda output: output
 
-
-def _list_stage_units(whole: VLMStage, batch: MicroBatch) -> Iterator[TimedUnit]:
-    """Yield the units of a complete stage's forward, in order."""
+@contextmanager
+def _following_units(whole: VLMStage, begin: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `begin` as each unit of a complete stage but the first begins, with its input."""
     stage: Any = whole  # Any: no unit is None here
-    encoded: dict[str, torch.Tensor] = {}  # features [K, E] by encoder or deepstack feature
-    for name in stage.encoders:
-        yield from _list_encoder_units(stage, name, batch, encoded)
-
-    def embed_tokens(last_features_KE: torch.Tensor | None) -> torch.Tensor:
-        if last_features_KE is not None:  # may be a copy, detached from its encoder's graph
-            encoded[list(stage.encoders)[-1]] = last_features_KE
-        return stage.embed_tokens(batch, encoded)
-
-    yield TimedUnit(LANGUAGE_EMBED, embed_tokens)
-    yield from _list_language_units(stage, batch, encoded)
-    yield TimedUnit(HEAD, lambda x: stage.head_output(batch, stage.language.final_layernorm(x)))
-
-
-def _list_encoder_units(
-    stage: VLMStage, name: str, batch: MicroBatch, encoded: dict[str, torch.Tensor]
-) -> Iterator[TimedUnit]:
-    """Yield the units of an encoder, which write features into `encoded`."""
-    units: Any = stage.encoders[name]  # Any: no unit is None here
-    places = units.places(batch.image_grids)
-    arguments = units.layer_arguments(places)
-    deepstack = iter(
-        features.name for features in deepstack_of(stage.model_config) if features.tower == name
-    )
-
-    def project(hidden_VBH: torch.Tensor | None) -> torch.Tensor:
-        encoded[name] = units.projector(hidden_VBH, *places)
-        return encoded[name]
-
-    def run_with_projector(
-        layer: Any, projector: torch.nn.Module, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        output = _run_layer(layer, arguments, hidden)
-        return output, projector(output, *places)
-
-    def store(features: str, outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        hidden, encoded[features] = outputs
-        return hidden.view_as(hidden)  # a view, to time the hidden states' backward
-
-    yield TimedUnit(
-        f"{name}_embed", lambda _: units.embedding(items_of(batch, units.tower), *places)
-    )
-    kinds = layer_names(stage.model_config, name)
-    # Core offsets layer numbers by stage, but every process holds the first layers.
-    for place, (layer, kind) in enumerate(zip(units.layers.layers, kinds, strict=False)):
-        projector = units.deepstack_projectors.get(place)
-        if projector is None:
-            yield TimedUnit(kind, partial(_run_layer, layer, arguments))
-        else:
-            run = partial(run_with_projector, layer, projector)
-            yield TimedUnit(kind, run, partial(store, next(deepstack)))
-    yield TimedUnit(projector_name(stage.model_config, name), project)
-
-
-def _list_language_units(
-    whole: VLMStage, batch: MicroBatch, encoded: Mapping[str, torch.Tensor]
-) -> Iterator[TimedUnit]:
-    """Yield the language layers; the first layers add deepstack features."""
-    stage: Any = whole
-    names = layer_names(stage.model_config, LANGUAGE)
-    arguments = stage.packing(batch)
-
-    def add_features(features: str, hidden: torch.Tensor) -> torch.Tensor:
-        return stage.add_features(batch, encoded[features], hidden)
-
-    for place, (layer, name) in enumerate(zip(stage.language.layers, names, strict=False)):
-        unit = TimedUnit(name, partial(_run_layer, layer, arguments))
-        for features in stage.deepstack_names[place : place + 1]:
-            unit = unit._replace(finish=partial(add_features, features))
-        yield unit
+    towers = [(*units.layers.layers, units.projector) for units in stage.encoders.values()]
+    modules = [module for tower in towers for module in tower]
+    modules += (*stage.language.layers, stage.language.final_layernorm)
+    with ExitStack() as hooks:
+        for module in modules:
+            hook = module.register_forward_pre_hook(lambda _, inputs: begin(inputs[0]))
+            hooks.callback(hook.remove)
+        # The next unit embeds items or tokens: its first module may have no input with a gradient.
+        for units in stage.encoders.values():
+            hook = units.projector.register_forward_hook(lambda _, __, output: begin(output))
+            hooks.callback(hook.remove)
+        yield
 
 
 def _is_layer_unit(unit: str) -> bool:
     return "_layer" in unit
 
 
-def _run_layer(layer: Any, arguments: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
-    return layer(hidden, None, **arguments)[0]
-
-
 def _times_ms(
-    row: Iterable[TimedUnit], first_input: torch.Tensor | None = None, *, recompute: bool = False
+    stage: VLMStage, run: Callable[[], torch.Tensor]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield name, forward and backward time of every unit, from one pass over a pack."""
+    """Yield name, forward and backward time of every unit, from one pass over a pack.
+
+    Args:
+        run: forward of the stage, or of its language layers and norm.
+    """
     dist.barrier()
-    units: list[str] = []
-    hidden: Any = first_input
     forward, backward = [record_moment()], []
-    for unit in row:
-        if recompute and _is_layer_unit(unit.name):
-            # `False`: do not distribute the saved input over tensor-parallel ranks.
-            output = tensor_parallel.checkpoint(unit.run, False, hidden)
-        else:
-            output = unit.run(hidden)
-        hidden = unit.finish(output)
-        # Backward passes this point when the unit's own backward is about to begin.
-        hidden.register_hook(lambda gradient: backward.append(record_moment()))
-        units.append(unit.name)
-        forward.append(record_moment())
-    hidden.backward(torch.ones_like(hidden))
+
+    def record(hidden: torch.Tensor) -> None:
+        if not backward:  # else a layer is recomputed
+            # Backward passes this point when the previous unit's own backward is about to begin.
+            hidden.register_hook(lambda gradient: backward.append(record_moment()))
+            forward.append(record_moment())
+
+    with _following_units(stage, record):
+        output = run()
+        record(output)
+        output.backward(torch.ones_like(output))
     backward.append(record_moment())
     if has_cuda():
         torch.cuda.synchronize()
     slowdown = _slowdown(elapsed_ms(forward[0], backward[-1]))
     backward_ms = reversed([slowdown * elapsed_ms(*ends) for ends in pairwise(backward)])
     forward_ms = [slowdown * elapsed_ms(*ends) for ends in pairwise(forward)]
-    return zip(units, forward_ms, backward_ms, strict=True)
+    names = _list_unit_names(stage)[-len(forward_ms) :]
+    return zip(names, forward_ms, backward_ms, strict=True)
 
 
 def _slowdown(own_ms: float) -> float:
@@ -540,17 +487,15 @@ def _record_stage(stage: Any, kept: KeptActivations) -> Iterator[None]:
 
 def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
     """Return bytes saved by autograd by unit name, input included; layers of one name as a mean."""
-    kept, graphs = KeptActivations(stage), []  # graphs keep all units' tensors until the end
+    kept, ends = KeptActivations(stage), [0]
+    following = _following_units(stage, lambda _: ends.append(kept.now_bytes))
+    with kept.recording(), following:
+        graph = stage(batch)  # keeps all units' tensors until the end
+    ends.append(kept.now_bytes)
+    del graph
     by_unit: dict[str, list[int]] = defaultdict(list)
-    hidden: torch.Tensor | None = None
-    for unit in _list_stage_units(stage, batch):
-        before = kept.now_bytes
-        with kept.recording():
-            # Detached, so that a unit's graph ends at its input.
-            given = None if hidden is None else hidden.detach().requires_grad_()
-            hidden = unit.finish(unit.run(given))
-        graphs.append(hidden)
-        by_unit[unit.name].append(kept.now_bytes - before)
+    for unit, (begin, end) in zip(_list_unit_names(stage), pairwise(ends), strict=True):
+        by_unit[unit].append(end - begin)
     return {unit: round(float(np.mean(sizes))) for unit, sizes in by_unit.items()}
 
 

@@ -4,8 +4,7 @@ Processes meet at a store, not in a process group: `act_as_stage` makes a fake g
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from omnibal.job.replay import (
     AnyStageResult,
     ReplayInfo,
     StageFiles,
+    StageReplay,
     choose_steps,
     heaviest_rows,
 )
@@ -189,81 +189,81 @@ def replay_stages(
     launch: RankLaunch,
     store: dist.Store,
 ) -> None:
-    """Write replays of unfinished stages, one process each; wait for all. UserError of failures."""
+    """Replay unfinished stages, as `run_stages`."""
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
     else:
         torch.set_num_threads(1)  # as each CPU process of a job
-    left = list_unfinished_stages(REPLAY_FILES, info, job, stages, output, launch, store)
-    work = {stage: job.work_of(stage, info) for stage in left}
-    runs = sum(stage_work.runs for stage_work in work.values())
-    with shared_progress("replaying steps of single ranks", launch, store, runs) as on_run:
-        for stage in left[launch.rank :: launch.world_size]:
-            try:
-                replayed = replay_stage(
-                    job.plan, stage, work[stage], job.rows_of(stage), on_run, info.provider
-                )
-                REPLAY_FILES.write(replayed, output)
-            except UserError as error:
-                # Other stages still run. Only text: the error would keep this stage's memory alive.
-                store.set(f"failed {stage}", str(error))
-    failures = [
-        store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
-    ]
-    store.add("finished", 1)
-    if launch.rank == 0:  # rank 0 may serve the store, so it leaves last
-        wait_for_all(store, "finished", launch.world_size)
-    if failures and launch.rank == 0:
-        raise UserError("; ".join(failures))
+
+    def prepare(stage: int) -> StageRun[StageReplay]:
+        work = job.work_of(stage, info)
+        return work.runs, lambda on_run: replay_stage(
+            job.plan, stage, work, job.rows_of(stage), on_run, info.provider
+        )
+
+    title = "replaying steps of single ranks"
+    run_stages(title, REPLAY_FILES, info, prepare, stages, output, launch, store)
 
 
-def list_unfinished_stages(
+# Number of a stage's runs, and a function that runs it and calls its argument after each run.
+StageRun = tuple[int, Callable[[Callable[[], None]], AnyStageResult]]
+
+
+def run_stages(
+    title: str,
     files: StageFiles[AnyIdentity, AnyStageResult],
     info: AnyIdentity,
-    job: ReplayJob,
+    prepare: Callable[[int], StageRun[AnyStageResult]],
     stages: Sequence[int],
     output: Path,
     launch: RankLaunch,
     store: dist.Store,
-) -> list[int]:
-    """Return the unfinished stages of an output, which rank 0 creates if absent."""
+) -> None:
+    """Write results of unfinished stages, one process each; wait for all. UserError of failures.
+
+    Rank 0 creates `output` if absent, and shows the progress of all processes.
+    """
     if launch.rank == 0:
         files.open(output, info)
         store.set("output", "open")
     store.wait(["output"])
     files.open(output, info)
-    finished = {result.stage for result in files.read_stages(output, job.plan.parallel.pipeline)}
+    finished = {result.stage for result in files.read_stages(output, max(stages) + 1)}
     # No process writes before all have read, so that all list the same stages.
-    store_barrier(store, "read", launch.world_size)
-    return [stage for stage in stages if stage not in finished]
+    _arrive(store, "read", launch)
+    runs = {stage: prepare(stage) for stage in stages if stage not in finished}
+    with progress_of_rank(launch.rank) as progress:
+        task = progress.add_task(title, total=sum(count for count, _ in runs.values()))
+
+        def on_run(count: int = 1) -> None:
+            progress.update(task, completed=store.add("runs", count))
+
+        for stage in list(runs)[launch.rank :: launch.world_size]:
+            try:
+                files.write(runs[stage][1](on_run), output)
+            except UserError as error:
+                # Other stages still run. Only text: the error would keep this stage's memory alive.
+                store.set(f"failed {stage}", str(error))
+        _arrive(store, "done", launch, meanwhile=lambda: on_run(0))
+    failures = [
+        store.get(f"failed {stage}").decode() for stage in runs if store.check([f"failed {stage}"])
+    ]
+    # Rank 0 may serve the store, so it leaves last.
+    _arrive(store, "finished", launch, waits=launch.rank == 0)
+    if failures and launch.rank == 0:
+        raise UserError("; ".join(failures))
 
 
-def store_barrier(
-    store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
+def _arrive(
+    store: dist.Store,
+    name: str,
+    launch: RankLaunch,
+    *,
+    waits: bool = True,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait for all processes, calling `meanwhile`; the store's own barrier has a time limit."""
+    """Count this process, and wait for all; the store's own barrier has a time limit."""
     store.add(name, 1)
-    wait_for_all(store, name, processes, meanwhile)
-
-
-def wait_for_all(
-    store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
-) -> None:
-    while store.add(name, 0) < processes:
+    while waits and store.add(name, 0) < launch.world_size:
         meanwhile()
         time.sleep(_STORE_POLL_S)
-
-
-@contextmanager
-def shared_progress(
-    title: str, launch: RankLaunch, store: dist.Store, total: int
-) -> Iterator[Callable[..., None]]:
-    """Yield a function that counts runs for rank 0's progress bar; at the end wait for all."""
-    with progress_of_rank(launch.rank) as progress:
-        task = progress.add_task(title, total=total)
-
-        def on_run(runs: int = 1) -> None:
-            progress.update(task, completed=store.add("runs", runs))
-
-        yield on_run
-        store_barrier(store, "done", launch.world_size, lambda: on_run(0))

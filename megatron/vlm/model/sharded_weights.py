@@ -138,10 +138,6 @@ class MainRange:
     main: torch.Tensor  # flat float32 main weights, which key the optimizer's state
     flat: FlatWeights
 
-    @property
-    def is_expert(self) -> bool:
-        return not vars(self.own.parameter).get("allreduce", True)  # core's mark
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardedUnit:

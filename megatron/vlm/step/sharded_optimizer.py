@@ -7,11 +7,13 @@ Shapes: Q values of a rank's shard of one FlatWeights.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig
 from torch.nn.utils import get_total_norm
 
 from megatron.vlm.backend import current_device
@@ -27,49 +29,41 @@ class ShardedAdam:
     Args:
         gradients: float32 gradients of each trained FlatWeights.
         tensor_group: tensor-parallel ranks, with shards at the same offsets.
-        settings: of parameter groups, for torch's AdamW and core's scheduler.
-        others: parameters in groups with other settings, such as the vision tower's.
-        other_settings: overrides of `settings` in the groups of `others`.
+        settings: of all groups.
+        groups: core's parameter groups, of full parameters; may be empty.
     """
 
     def __init__(
         self,
         gradients: Mapping[FlatWeights, FlatGradients],
         tensor_group: dist.ProcessGroup,
-        settings: Mapping[str, Any],
-        others: Collection[torch.nn.Parameter] = (),
-        other_settings: Mapping[str, Any] | None = None,
+        settings: OptimizerConfig,
+        groups: Sequence[Mapping[str, Any]],
     ) -> None:
         self._gradients, self._tensor_group = gradients, tensor_group
         # Float32 weights; `float` returns the shard itself if it is float32.
         self._main_of = {flat: flat.own_Q.float() for flat in gradients}
         self.ranges = list[MainRange]()
+        mains_of = defaultdict[torch.nn.Parameter, list[torch.Tensor]](list)
         for flat, main_Q in self._main_of.items():
             for own in flat.ranges():
                 main = main_Q[own.place]
                 main.grad = gradients[flat].own_Q[own.place]
                 self.ranges.append(MainRange(own=own, main=main, flat=flat))
-        # Groups as in core: vectors do not decay, and experts and `others` are separate. Default
-        # groups come first, even if empty.
-        groups: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
-        for is_expert in sorted({part.is_expert for part in self.ranges} | {False}):
-            groups |= {(is_expert, False, is_vector): [] for is_vector in (False, True)}
-        for part in self.ranges:
-            weight = part.own.parameter
-            key = part.is_expert, weight in others, weight.dim() == 1
-            groups.setdefault(key, []).append(part.main)
-        group_settings = [
-            {
-                **settings,
-                **((other_settings or {}) if is_other else {}),
-                "params": parameters,
-                "is_expert_parallel": is_expert,
-                "wd_mult": 0.0 if is_vector else 1.0,
-            }
-            for (is_expert, is_other, is_vector), parameters in groups.items()
+                mains_of[own.parameter].append(main)
+        own_groups = [
+            {**group, "params": [main for weight in group["params"] for main in mains_of[weight]]}
+            for group in groups
         ]
-        # Fused: one kernel without temporary tensors.
-        self.inner = torch.optim.AdamW(group_settings, fused=True, foreach=False)
+        self.inner = torch.optim.AdamW(
+            own_groups or [{"params": [], "default_config": False}],
+            lr=settings.lr,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            fused=True,  # one kernel without temporary tensors
+            foreach=False,
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

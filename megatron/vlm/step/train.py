@@ -16,6 +16,7 @@ from megatron.core.optimizer import (
     ChainedOptimizer,
     OptimizerConfig,
     ParamKey,
+    _get_param_groups,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -341,10 +342,7 @@ def _wrap_replicated(
         DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
         for stage in chunks
     ]
-    overrides = get_standard_config_overrides(settings)
-    if vision_settings:
-        is_vision = ParamPredicate("vision tower", _list_vision_weights(chunks).__contains__)
-        overrides[ParamKey(predicate=is_vision)] = vision_settings
+    overrides = _group_overrides(chunks, settings, vision_settings)
     optimizer = get_megatron_optimizer(
         settings, models, overrides, use_gloo_process_groups=False, pg_collection=groups
     )
@@ -364,11 +362,19 @@ def _wrap_replicated(
     )
 
 
-def _list_vision_weights(chunks: Sequence[VLMStage]) -> set[torch.nn.Parameter]:
-    """Return the weights of the vision tower, without its projector and adapters."""
+def _group_overrides(
+    chunks: Sequence[VLMStage], settings: OptimizerConfig, vision_settings: dict[str, Any]
+) -> dict[ParamKey, dict[str, Any]]:
+    """Return core's settings of parameter groups: vectors do not decay, and `vision_settings` are
+    of the vision tower without its projector and adapters."""
     named = (item for stage in chunks for item in stage.named_parameters())
     towers = ("vision_embedding.", "vision.")
-    return {weight for name, weight in named if name.startswith(towers) and ADAPTERS not in name}
+    vision = {weight for name, weight in named if name.startswith(towers) and ADAPTERS not in name}
+    overrides = get_standard_config_overrides(settings)
+    if vision_settings:
+        is_vision = ParamPredicate("vision tower", vision.__contains__)
+        overrides[ParamKey(predicate=is_vision)] = vision_settings
+    return overrides
 
 
 def _wrap_sharded(
@@ -392,21 +398,10 @@ def _wrap_sharded(
         assert stage.sharded is not None
         models.append(ShardedStage(stage, stage.sharded))
     gradients = {flat: own for model in models for flat, own in model.gradients.items()}
-    group_settings = {
-        "lr": settings.lr,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_eps,
-        "weight_decay": settings.weight_decay,
-        # Core's own settings of parameter groups.
-        "max_lr": settings.lr,
-        "min_lr": settings.min_lr,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
-        "default_config": True,
-    }
-    vision = _list_vision_weights(chunks) if vision_settings else set()
-    vision_settings = {**vision_settings, "default_config": False}
-    optimizer = ShardedAdam(gradients, chunks[0].tp_group, group_settings, vision, vision_settings)
+    groups = _get_param_groups(
+        models, settings, _group_overrides(chunks, settings, vision_settings)
+    )
+    optimizer = ShardedAdam(gradients, chunks[0].tp_group, settings, groups)
     return Sharded(models=models, optimizer=optimizer, tied=tied)
 
 

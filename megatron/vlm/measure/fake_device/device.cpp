@@ -7,7 +7,7 @@ namespace {
 
 const c10::Device kDevice(c10::kCUDA, 0);
 
-struct PretendedGuard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+struct FakeGuard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
   c10::Device getDevice() const override { return kDevice; }
   c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
@@ -20,7 +20,7 @@ struct PretendedGuard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   static c10::Stream stream() noexcept { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
 };
 
-struct PretendedHooks : at::CUDAHooksInterface {
+struct FakeHooks : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -32,11 +32,11 @@ struct PretendedHooks : at::CUDAHooksInterface {
 }  // namespace
 
 extern "C" void install() {
-  static PretendedGuard guard;
+  static FakeGuard guard;
   c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
   // torch keeps its hooks in a place of its own and gives no way to set them: the object there takes
   // the methods of ours.
-  static PretendedHooks ours;
+  static FakeHooks ours;
   auto& hooks = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
   *reinterpret_cast<void**>(&hooks) = *reinterpret_cast<void**>(&ours);
 }

@@ -18,7 +18,7 @@ from megatron.vlm.measure.fake_device.device import install_device
 from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.memory import Label
 from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cuda
-from megatron.vlm.measure.replay_job import ReplayJob, list_unfinished_stages, shared_progress
+from megatron.vlm.measure.replay_job import ReplayJob, StageRun, run_stages
 from megatron.vlm.measure.stage_replay import LoadRows, StageReplayer, act_as_stage
 from megatron.vlm.run.launch import RankLaunch
 from megatron.vlm.step.clock import Phase
@@ -175,18 +175,17 @@ def check_fake_device(precision: Precision, provider: Provider) -> None:
 def run_fake_stages(
     job: ReplayJob, stages: Sequence[int], output: Path, launch: RankLaunch, store: dist.Store
 ) -> None:
-    """Write the counts of unfinished stages to `output`, one process per stage; wait for all."""
+    """Count unfinished stages, as `run_stages`."""
     install_device()  # before an output is created, as it may fail
     torch.set_num_threads(1)
-    info = fake_replay_info(job.plan)
-    left = list_unfinished_stages(FAKE_REPLAY_FILES, info, job, stages, output, launch, store)
     cost, workload = job.cost, job.workload
     encoding = HeaviestEncoding.find(job.plan, job.planned.job, job.packs, job.lengths, workload)
-    windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
-    runs = sum(1 + len(windows[stage]) for stage in left)
-    with shared_progress("trying stages", launch, store, runs) as on_run:
-        for stage in left[launch.rank :: launch.world_size]:
-            counts = run_fake_stage(
-                job.plan, stage, windows[stage], job.rows_of(stage), on_run, encoding
-            )
-            FAKE_REPLAY_FILES.write(counts, output)
+
+    def prepare(stage: int) -> StageRun[FakeStage]:
+        windows = heaviest_windows(cost, job.plan, stage, workload)
+        return 1 + len(windows), lambda on_run: run_fake_stage(
+            job.plan, stage, windows, job.rows_of(stage), on_run, encoding
+        )
+
+    info = fake_replay_info(job.plan)
+    run_stages("trying stages", FAKE_REPLAY_FILES, info, prepare, stages, output, launch, store)
