@@ -36,7 +36,7 @@ from megatron.vlm.measure.stage_replay import (
     random_rows,
 )
 from megatron.vlm.run.gather import gather_stage_records
-from megatron.vlm.run.launch import RankLaunch, initialize_distributed
+from megatron.vlm.run.launch import RankLaunch, initialize_distributed, open_store
 from megatron.vlm.step.clock import Phase, phase_times_ms
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
@@ -152,9 +152,8 @@ class TrainWorker:
     ) -> None:
         torch.set_num_threads(1)
         launch = RankLaunch(rank=rank, world_size=PAIR, local_rank=rank)
-        links = initialize_distributed(
-            launch, Parallel(pipeline=PAIR), seed=0, init_method=f"file://{meeting}"
-        )
+        store = open_store(launch, f"file://{meeting}")
+        links = initialize_distributed(launch, Parallel(pipeline=PAIR), seed=0, store=store)
         job, options = profiled
         self._profiler = Profiler(job, links, options)
         self._rounds: list[Any] = []

@@ -95,20 +95,26 @@ class ImmediateStream:
     wait_stream = wait_event = record = wait = synchronize = _do_nothing
 
 
+def immediate_cuda_calls() -> dict[str, Any]:
+    """Return replacements of functions of `torch.cuda` that wait or make streams."""
+    # A new function per name: torch's compiler keys its rules by function object.
+    waits = ("set_device", "synchronize", "empty_cache")
+    calls: dict[str, Any] = {name: lambda *args, **kwargs: None for name in waits}
+    for name in ("current_stream", "default_stream"):
+        calls[name] = lambda *args, **kwargs: ImmediateStream()
+    calls["stream"] = lambda stream=None: contextlib.nullcontext()
+    return calls | {"Stream": ImmediateStream, "Event": ImmediateStream}
+
+
 def _route_cuda_calls_to_cpu() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: _CPU  # core passes the result on as a device
-    # A new function per name: torch's compiler keys its rules by function object.
-    for name in ("set_device", "synchronize", "empty_cache"):
-        setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
         setattr(cuda, name, lambda *args, **kwargs: 0)
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
-    for name in ("current_stream", "default_stream"):
-        setattr(cuda, name, lambda *args, **kwargs: ImmediateStream())
-    cuda.stream = lambda stream=None: contextlib.nullcontext()
-    cuda.Stream = cuda.Event = ImmediateStream
+    for name, call in immediate_cuda_calls().items():
+        setattr(cuda, name, call)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 

@@ -31,7 +31,6 @@ from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
 from megatron.vlm.measure.fake_device.mode import fake_cuda
 from megatron.vlm.measure.stage_replay import (
     StageReplayer,
-    StandInLinks,
     act_as_stage,
     random_rows,
     state_bytes_of,
@@ -41,6 +40,7 @@ from megatron.vlm.model.initialize import first_values
 from megatron.vlm.model.sharded_units import divide_weights
 from megatron.vlm.model.sharded_weights import without_matrices
 from megatron.vlm.model.stage import VLMStage, build_stage
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import FakeStage, heaviest_windows
@@ -519,7 +519,7 @@ def levels() -> None:
         assert abs(counted.allocated_gib - counted.predicted_gib) < apart / 5, "levels count little"
 
 
-def _checked_replayer(stage: int, plan: Plan, links: StandInLinks, **more: Any) -> StageReplayer:
+def _checked_replayer(stage: int, plan: Plan, links: PipelineLinks, **more: Any) -> StageReplayer:
     """Return a replayer after asserting its state bytes: the planned state, padding in buffers or
     sharded units, step counts, and rotary frequencies."""
     replayer = StageReplayer(plan, links, **more)

@@ -126,10 +126,14 @@ def run_on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
         batch = replace(batch, **{name: fake_device.fake(each) for name, each in fields.items()})
         memory = fake_device.device.memory
         gc.collect()  # frees the previous case's model
-        before, before_bytes = memory.live(), memory.now_bytes
+        memory.watch()
+        memory.settle(Label("", "", ""))  # a maximum
+        before, before_bytes = memory.contents(), memory.now_bytes
         output = trainer.models[0](batch.to(torch.device("cuda")))
         found: dict[tuple[str, str], int] = defaultdict(int)
-        for label, (_, size) in memory.live().items():
+        memory.watch()
+        memory.settle(Label("", "", ""))
+        for label, (_, size) in memory.contents().items():
             found[label.where, label.operation] += size - before.get(label, (0, 0))[1]
         most: dict[str, int] = defaultdict(int)
         settle, memory.settle = memory.settle, partial(_settle, memory, most)

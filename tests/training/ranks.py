@@ -76,7 +76,8 @@ def _save_result(work: Work, path: Path) -> None:
 
 def _rank(rank: int, parallel: Parallel, seed: int, work: Work, arguments: tuple, folder: Path):
     launch = RankLaunch(rank=rank, world_size=parallel.world_size, local_rank=rank)
-    links = initialize_distributed(launch, parallel, seed, f"file://{folder / 'store'}")
+    store = torch.distributed.FileStore(str(folder / "store"), parallel.world_size)
+    links = initialize_distributed(launch, parallel, seed, store)
     result = work(links, *arguments)
     shut_down_distributed()
     return result

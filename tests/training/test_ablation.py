@@ -138,7 +138,8 @@ def gradients(links, plan, batch):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=0)
     trainer.models[0].zero_grad_buffer()
     batches = MicroBatchStream.of([batch])
-    losses = run_forward_backward(plan, trainer.models, links, batches, PhaseClock())
+    begin = trainer.data_parallel.begin_pass
+    losses = run_forward_backward(plan, trainer.models, links, batches, PhaseClock(), begin)
     grads = {name: p.main_grad.clone() for name, p in trainer.stage.named_parameters()}
     return torch.stack(losses).sum().item(), grads
 

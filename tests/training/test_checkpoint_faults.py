@@ -321,7 +321,7 @@ def kill_at_operation(directory, number):
 def train_until_killed(rank, plan, directory, asynchronous, store, kill):
     """Resume, then train and save after every step; record both."""
     launch = RankLaunch(rank=rank, world_size=2, local_rank=rank)
-    links = initialize_distributed(launch, plan.parallel, 0, f"file://{store}")
+    links = initialize_distributed(launch, plan.parallel, 0, dist.FileStore(str(store), 2))
     trainer, parts, writer = start(links, plan, directory, asynchronous, keep_last=2)
     step = 0
     if latest_step(directory) is not None:

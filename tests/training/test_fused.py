@@ -54,8 +54,8 @@ def test_storages_are_counted_from_birth_to_end():
     one = torch.empty(100)
     tracker.hold(one.untyped_storage(), label)
     tracker.hold(one[10:].untyped_storage(), label)
-    assert tracker.now_bytes == BLOCK_BYTES and tracker.live() == {label: (1, BLOCK_BYTES)}
     tracker.settle(label)
+    assert tracker.now_bytes == BLOCK_BYTES and tracker.contents() == {label: (1, BLOCK_BYTES)}
     del one
     assert tracker.now_bytes == 0 and tracker.peak_bytes == BLOCK_BYTES
     assert tracker.contents() == {label: (1, BLOCK_BYTES)}

@@ -18,7 +18,6 @@ from tensor_parallel_cases import OPTIONS, Feed, compare_resumed, compare_with_o
 from toy import cut_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.schedule import run_forward
 from megatron.vlm.step.train import build_trainer
 
 MODELS = {
@@ -132,7 +131,7 @@ def train_and_eval_losses(links, plan):
     for is_training in (True, False):
         stage.train(is_training)
         batches = MicroBatchStream.of(list(packs_of(plan.model, 0, STEPS[0])))
-        losses = run_forward(plan, trainer.models, links, batches)
+        losses = trainer.run_forward(batches)
         found.append([loss.item() for loss in losses])
     return found
 

@@ -104,20 +104,12 @@ class MicroBatch:
         if not answers:
             fields = {"loss_positions_L": nothing, "labels_L": nothing}
             fields["loss_weights_L"] = torch.zeros(0, device=device)
-        if model.takes_images:
-            side = model.vision.image_size
-            fields["pixels_TCPP"] = torch.zeros((0, 3, side, side), device=device)
-            fields["image_positions_M"] = nothing
-        if model.images is not None:
-            values = model.images.values_per_patch
-            fields["patches_YX"] = torch.zeros((0, values), device=device)
-            fields["image_positions_M"] = nothing
+        for name, (feature, shape) in encoder_inputs(model).items():
+            fields[name] = torch.zeros((0, *shape), device=device)
+            places = "audio_positions_N" if feature == "clips" else "image_positions_M"
+            fields[places] = nothing
         if model.language.rope_sections is not None:
             fields["rope_positions_3S"] = nothing.expand(3, 0)
-        if model.takes_audio:
-            sizes = (0, model.audio.mel_bins, model.audio.frames)
-            fields["frames_CBF"] = torch.zeros(sizes, device=device)
-            fields["audio_positions_N"] = nothing
         return cls(tiles=0, tokens=0, segment_tokens=(), token_ids_S=nothing, **fields)
 
     @property
@@ -141,7 +133,7 @@ class MicroBatch:
 
     def for_units(self, units: Stage) -> "MicroBatch":
         """Return a copy without the encoder inputs (by far the largest) that no unit embeds."""
-        absent = [name for name, unit in _EMBEDDING_UNITS.items() if not units.holds(unit)]
+        absent = [name for name, unit in EMBEDDING_UNITS.items() if not units.holds(unit)]
         nothing: dict[str, Any] = dict.fromkeys(absent)
         return replace(self, **nothing)
 
@@ -204,11 +196,23 @@ ITEM_FIELDS = {
     "clips": ("frames_CBF",),
     "image_tokens": ("patches_YX",),
 }
-_EMBEDDING_UNITS = {
+EMBEDDING_UNITS = {
     "pixels_TCPP": "vision embed",
     "patches_YX": "vision embed",
     "frames_CBF": "audio embed",
 }
+
+
+def encoder_inputs(model: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return feature and shape of an item (or patch) of each encoder's inputs, by field."""
+    inputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if model.takes_images:
+        inputs["pixels_TCPP"] = "tiles", (3, model.vision.image_size, model.vision.image_size)
+    if model.images is not None:
+        inputs["patches_YX"] = "image_tokens", (model.images.values_per_patch,)
+    if model.takes_audio:
+        inputs["frames_CBF"] = "clips", (model.audio.mel_bins, model.audio.frames)
+    return inputs
 
 
 def borders_of(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron.vlm.inputs.augment import Purpose, compress_as_jpeg, jpeg_qualities, tile_keys
-from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.batch import EMBEDDING_UNITS, MicroBatch, encoder_inputs
 from megatron.vlm.inputs.native_images import (
     ImageNeeds,
     NativeImages,
@@ -134,14 +134,12 @@ class PackDataset(torch.utils.data.Dataset):
         self.sharing = sharing
         self._takes_tiles, self._native = reader.model.takes_images, reader.model.images
         self._needs = ImageNeeds.of_stage(reader.model, stage)
-        self._embedded: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._embedded = {
+            name: (feature, shape)
+            for name, (feature, shape) in encoder_inputs(reader.model).items()
+            if feature != "image_tokens" and stage.holds(EMBEDDING_UNITS[name])
+        }
         """Feature and item shape of tiles and clips that the stage embeds, by field."""
-        if self._takes_tiles and stage.holds("vision embed"):
-            side = reader.model.vision.image_size
-            self._embedded["pixels_TCPP"] = "tiles", (3, side, side)
-        if stage.holds("audio embed"):
-            audio = reader.model.audio
-            self._embedded["frames_CBF"] = "clips", (audio.mel_bins, audio.frames)
 
     def __len__(self) -> int:
         return len(self.rows)

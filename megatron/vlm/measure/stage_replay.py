@@ -10,9 +10,9 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ from megatron.vlm.step.clock import (
     phase_times_ms,
     record_moment,
 )
-from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
-from megatron.vlm.step.stage_messages import Channel, StageMessage
+from megatron.vlm.step.links import Inbox, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
@@ -77,27 +76,8 @@ class _RandomInbox(Inbox):
         tensor.normal_()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StandInLinks(PipelineLinks):
-    """Pipeline links of a stage with simulated neighbours."""
-
-    # Wait before every operation of the stage in a step, or empty for no waits.
-    waits_ms: list[float] = field(default_factory=list)
-
-    def inbox(
-        self,
-        channel: Channel,
-        messages: Sequence[StageMessage],
-        shapes: Sequence[MessageShapes],
-        dtype: torch.dtype,
-    ) -> Inbox:
-        """Return an inbox that fills its own tensors after their waits."""
-        source, group = self.ranks[channel.source], self.group(channel)
-        return _RandomInbox(self.waits_ms, messages, shapes, dtype, source, group)
-
-
 @contextmanager
-def act_as_stage(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
+def act_as_stage(parallel: Parallel, stage: int) -> Iterator[PipelineLinks]:
     """Yield the links of a stage's first rank in a job of these sizes; others are simulated."""
     prepare_megatron_core()
     # The fake backend's collectives return at once and leave their outputs as they are.
@@ -106,7 +86,7 @@ def act_as_stage(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
     )
     try:
         make_groups(parallel, seed=0)
-        yield cast(StandInLinks, create_pipeline_links(StandInLinks))
+        yield create_pipeline_links()
     finally:
         shut_down_distributed()
 
@@ -205,12 +185,14 @@ class StageReplayer:
     def __init__(
         self,
         plan: Plan,
-        links: StandInLinks,
+        links: PipelineLinks,
         on_phase: OnPhase | None = None,
         provider: Provider = "local",
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
-        self._links = links
+        # Wait before every operation of the stage in a step, or empty for no waits.
+        self._waits_ms = list[float]()
+        links = replace(links, make_inbox=partial(_RandomInbox, self._waits_ms))
         self.trainer = build_for_times(plan, links, provider=provider)
         self._update = RepeatedUpdate(self.trainer)
         self._clock = _RecomputeClock(self.trainer, on_phase)
@@ -224,13 +206,12 @@ class StageReplayer:
         self, batches: Sequence[MicroBatch], waits_ms: Sequence[float] = ()
     ) -> MicroBatchTimes:
         """Return times of a rank's step without update. On a CPU receives wait `waits_ms` first."""
-        links = self._links
         # An idle CPU computes more slowly at first. On CUDA the stream would wait, not the host.
         if not has_cuda():
-            links.waits_ms[:] = waits_ms
+            self._waits_ms[:] = waits_ms
         self.trainer.zero_gradients()
         self._run(batches)
-        links.waits_ms.clear()
+        self._waits_ms.clear()
         self.trainer.discard_gradients()
         return self._clock.times()
 

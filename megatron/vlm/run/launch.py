@@ -87,15 +87,13 @@ def initialize_distributed(
     launch: RankLaunch,
     parallel: Parallel,
     seed: int,
-    init_method: str = "env://",
     store: dist.Store | None = None,
 ) -> PipelineLinks:
     """Make the process group and core's groups; return this stage's links; collective."""
     prepare_megatron_core()
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
-    if store is None:
-        store = open_store(launch, init_method)
+    store = store or open_store(launch)
     store.set_timeout(COLLECTIVE_TIMEOUT)
     dist.init_process_group(
         "nccl" if has_cuda() else "gloo",

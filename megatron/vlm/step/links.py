@@ -1,6 +1,6 @@
 """A stage's channels to other stages; shapes are planned, so only values are sent."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -31,6 +31,7 @@ class PipelineLinks:
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     # Activations to earlier stages and gradients to later stages, if interleaved.
     other_way: Sequence[dist.ProcessGroup] = ()
+    make_inbox: "Callable[..., Inbox]" = lambda *given: Inbox(*given)  # of `Inbox`'s arguments
 
     @property
     def size(self) -> int:
@@ -68,7 +69,8 @@ class PipelineLinks:
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
     ) -> "Inbox":
-        return Inbox(messages, shapes, dtype, self.ranks[channel.source], self.group(channel))
+        source, group = self.ranks[channel.source], self.group(channel)
+        return self.make_inbox(messages, shapes, dtype, source, group)
 
     def outbox(self, channel: Channel, *, waits: bool) -> "Outbox":
         return Outbox(self.ranks[channel.target], self.group(channel), waits=waits)
@@ -91,10 +93,10 @@ def all_pipelines() -> list[list[int]]:
     return [list(range(first, pipelines * size, pipelines)) for first in range(pipelines)]
 
 
-def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> PipelineLinks:
+def create_pipeline_links() -> PipelineLinks:
     """Create this stage's links, after `initialize_model_parallel`; collective over all ranks."""
     activations, gradients = _create_group_pair()
-    links = kind(
+    links = PipelineLinks(
         rank=parallel_state.get_pipeline_model_parallel_rank(),
         ranks=dist.get_process_group_ranks(activations),
         activations=activations,

@@ -36,10 +36,6 @@ Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]  # returns features by 
 BeginPass = Callable[[Literal["forward", "backward", "both"], int], None]
 
 
-def _need_no_weights(_: str, __: int) -> None:
-    """Do nothing: a replicated stage is ready for any pass."""
-
-
 class _HeldBatches:
     """Micro-batches of a step, read once and held until all chunks took them."""
 
@@ -323,9 +319,9 @@ def run_forward_backward(
     links: PipelineLinks,
     batches: MicroBatchStream,
     clock: PhaseClock,
+    begin_pass: BeginPass,
     before_last_backward: Callable[[int], None] | None = None,
     encoders: EncoderStep | None = None,
-    begin_pass: BeginPass = _need_no_weights,
 ) -> list[torch.Tensor]:
     """Run a step's forwards and backwards in the planned schedule.
 
@@ -349,8 +345,8 @@ def run_forward(
     models: Sequence[Any],
     links: PipelineLinks,
     batches: MicroBatchStream,
+    begin_pass: BeginPass,
     encode: Encode | None = None,
-    begin_pass: BeginPass = _need_no_weights,
 ) -> list[torch.Tensor]:
     """Run forwards only; return head outputs per micro-batch, empty without the last part."""
     mail = _Mail(plan, FORWARD_ONLY[links.schedule.placement], links, batches)

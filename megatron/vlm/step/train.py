@@ -160,9 +160,9 @@ class Trainer:
                 self.links,
                 batches,
                 clock,
+                wrapper.begin_pass,
                 before_last_backward,
                 encoding,
-                wrapper.begin_pass,
             )
         if encoding is not None:
             encoding.finish()
@@ -210,7 +210,7 @@ class Trainer:
         encode = None if self.encoders is None else self.encoders.encode
         begin_pass = self.data_parallel.begin_pass
         with self.data_parallel.running(batches, trains=False):
-            return run_forward(self.plan, self.models, self.links, batches, encode, begin_pass)
+            return run_forward(self.plan, self.models, self.links, batches, begin_pass, encode)
 
     def _requantize_fp8_weights(self) -> None:
         # Transformer Engine keeps quantised weights until the first micro-batch after an update.

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import cpp_extension
 
-from megatron.vlm.backend import ImmediateStream, is_core_on_cpu, route_random_state_to_cpu
+from megatron.vlm.backend import immediate_cuda_calls, is_core_on_cpu, route_random_state_to_cpu
 from megatron.vlm.measure.fake_device.memory import MemoryTracker
 from omnibal.base.errors import UserError
 
@@ -105,8 +105,7 @@ def _list_patches(
     def gather_object(objects: list[Any], own: Any, group: object = None) -> None:
         objects[:] = [own] * len(objects)
 
-    stream = ImmediateStream()
-    cuda = {
+    cuda = immediate_cuda_calls() | {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
@@ -120,15 +119,7 @@ def _list_patches(
         "max_memory_allocated": lambda *_: memory.peak_bytes,
         "reset_peak_memory_stats": lambda *_: memory.reset_peak(),
         "memory_stats": lambda *_: {},
-        "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
-        "stream": lambda *_: contextlib.nullcontext(),
-        "Stream": ImmediateStream,
-        "Event": ImmediateStream,
-        "set_device": nothing(),
-        "synchronize": nothing(),
         "is_current_stream_capturing": lambda: False,
-        "empty_cache": nothing(),
         "set_per_process_memory_fraction": nothing(),
     }
     return [

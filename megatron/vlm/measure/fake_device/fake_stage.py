@@ -82,7 +82,7 @@ def run_fake_stage(
                     shares, passes = encoding.work_of_stage(stage, window.rows)
                     encoding_work = shares, [_drop_data(batch, fake_device) for batch in passes]
                 step = partial(replayer.activation_bytes, batches, encoding_work)
-                run = _count_step(fake_device.device, replayer, window.rows, step, plan, stage)
+                run = _count_step(fake_device.device, replayer, window.rows, step)
                 if worst is None or run.allocated_gib > worst.allocated_gib:
                     worst, worst_predicted_gib = run, window.predicted_gib
             on_run()
@@ -102,11 +102,10 @@ def _count_step(
     replayer: StageReplayer,
     rows: np.ndarray,
     step: Callable[[], int],
-    plan: Plan,
-    stage: int,
 ) -> FakeStage:
     """Run `step`, one rank's forwards, backwards and update; return its counts and peak memory."""
     memory, counts = device.memory, device.counts
+    plan, stage = replayer.trainer.plan, replayer.trainer.links.rank
     counts.clear()
     memory.watch()
     step()

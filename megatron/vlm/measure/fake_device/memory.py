@@ -105,28 +105,17 @@ class MemoryTracker:
             if allocation.label.phase != label.phase:
                 allocation.label = label
 
-    def live(self) -> dict[Label, tuple[int, int]]:
-        """Return the number and bytes of live storages by label."""
-        return _count_by_label(allocation for _, allocation in self._live.values())
-
     def contents(self) -> dict[Label, tuple[int, int]]:
         """Return the number and bytes of storages and workspace by label at `highest_bytes`."""
-        moment = self._highest_moment
-        by_label = _count_by_label(
-            allocation
-            for allocation in self._made
-            if allocation.born <= moment and (allocation.died is None or allocation.died > moment)
-        )
+        moment, counts, sizes = self._highest_moment, Counter[Label](), Counter[Label]()
+        for allocation in self._made:
+            died = allocation.died
+            if allocation.born <= moment and (died is None or died > moment):
+                counts[allocation.label] += 1
+                sizes[allocation.label] += allocation.size
+        by_label = {label: (counts[label], sizes[label]) for label in sizes}
         label = self.highest_label
         if label is not None and self._highest_working:
             working = replace(label, operation=f"{label.operation} (working memory)")
             by_label[working] = (1, self._highest_working)
         return by_label
-
-
-def _count_by_label(allocations: Iterable[_Allocation]) -> dict[Label, tuple[int, int]]:
-    counts, sizes = Counter[Label](), Counter[Label]()
-    for allocation in allocations:
-        counts[allocation.label] += 1
-        sizes[allocation.label] += allocation.size
-    return {label: (counts[label], sizes[label]) for label in sizes}
