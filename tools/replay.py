@@ -124,8 +124,15 @@ def replay(
         provider=options.provider,
     )
     replay_stages(job, info, numbers, output, launch, open_store(launch))
-    if launch.rank == 0:
-        _print_result(job, output)
+    if launch.rank != 0:
+        return
+    replays = REPLAY_FILES.read_stages(output, job.plan.parallel.pipeline)
+    tables: list[Table | None] = [replayed_stages_table(job.plan, replays)]
+    # A step can be composed only of all stages.
+    if len(replays) == job.plan.parallel.pipeline:
+        summary = read_replay(output, job.plan, job.cost, job.workload)
+        tables += [stages_table(job.plan, None, summary), peak_table(job.plan, None, summary)]
+    print_result(False, {}, *filter(None, tables), f"replay: {output}")
 
 
 def _check_options(options: ReplayOptions) -> None:
@@ -163,16 +170,6 @@ def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_j
     tables = [fake_device_table(plan, counted), fake_device_launches_table(counted, rates)]
     tables += [contents_table(stage) for stage in counted]
     print_result(as_json, result, *tables, f"fake-device replay: {output}")
-
-
-def _print_result(job: ReplayJob, output: Path) -> None:
-    replays = REPLAY_FILES.read_stages(output, job.plan.parallel.pipeline)
-    tables: list[Table | None] = [replayed_stages_table(job.plan, replays)]
-    # A step can be composed only of all stages.
-    if len(replays) == job.plan.parallel.pipeline:
-        summary = read_replay(output, job.plan, job.cost, job.workload)
-        tables += [stages_table(job.plan, None, summary), peak_table(job.plan, None, summary)]
-    print_result(False, {}, *filter(None, tables), f"replay: {output}")
 
 
 def main() -> None:

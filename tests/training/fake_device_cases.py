@@ -113,7 +113,7 @@ def memory() -> None:
         assert now() == 2.5 * MIB
         normed_TD = F.rms_norm(y_TD, (512,), on_device(512), 1e-6)
         assert now() == 3.5 * MIB + 1024 + 4 * 1024, "its output, weight and a number a row"
-        watch = fake_device.device.memory
+        watch = fake_device.memory
         watch.watch()
         normed_TD.backward(torch.empty_like(normed_TD))
         # Input, weight and both results, and gradients of input and weight.
@@ -131,7 +131,7 @@ def attention() -> None:
         out = varlen_attn(*qkv, borders, borders, 512, 512, window_size=(-1, 0))
         kept = torch.cuda.memory_allocated() - before
         assert kept == MIB + 4 * 8 * 1024 + 512, kept
-        fake_device.device.memory.watch()
+        fake_device.memory.watch()
         gradient = torch.empty_like(out)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -148,7 +148,7 @@ def attention() -> None:
         heads(vision[0], vision[1][:, :2], vision[2][:, :2], is_causal=True, enable_gqa=True)
         [flash] = [
             one
-            for one in fake_device.device.counts.operations()
+            for one in fake_device.counts.operations()
             if one.operation == "aten::_scaled_dot_product_flash_attention"
         ]
         # Two products over all pairs, or half if causal, with grouped queries too.
@@ -184,7 +184,7 @@ def refusals() -> None:
 def host_reads() -> None:
     """Device values that the host waits for, by code position. Host tensors do not count."""
     with fake_cuda() as fake_device:
-        host_reads, tensor = fake_device.device.counts.host_reads, on_device(4)
+        host_reads, tensor = fake_device.counts.host_reads, on_device(4)
         torch.tensor([1, 2, 3]).tolist()
         assert not host_reads()
         tensor.sum().item()
@@ -198,7 +198,7 @@ def host_reads() -> None:
 def counts() -> None:
     """Launches, FLOPs and bytes of operations, counted by hand."""
     with fake_cuda() as fake_device:
-        counts = fake_device.device.counts
+        counts = fake_device.counts
         left, right = on_device(64, 32), on_device(32, 16)
         left.view(-1)
         assert not counts.operations()
@@ -561,7 +561,7 @@ def device_checks() -> None:
             both = cuda_checks.attend_both_ways(*sizes)
             shapes = [[one.shape for one in way] for way in both]
             assert shapes[0] == shapes[1]
-        assert {one.phase for one in fake_device.device.counts.operations()} == {"build"}
+        assert {one.phase for one in fake_device.counts.operations()} == {"build"}
     for precision in ("fp32", "bf16"):
         plan = pipeline_plan().model_copy(update={"precision": precision})
         with fake_cuda(), act_as_stage(plan.parallel, 0) as links:

@@ -16,7 +16,7 @@ import torch
 from toy import OPTIONS
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
-from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
+from megatron.vlm.measure.fake_device.mode import FakeDevice, fake_cuda
 from megatron.vlm.measure.random_batches import random_batch
 from megatron.vlm.measure.stage_replay import act_as_stage
 from megatron.vlm.step.train import build_trainer
@@ -112,11 +112,11 @@ class OnDevice(NamedTuple):
     """Peak bytes above the start while a unit runs backward, by module."""
 
 
-def run_on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
+def run_on_device(fake_device: FakeDevice, plan: Plan) -> OnDevice:
     """Run a micro-batch forward and backward."""
     with act_as_stage(plan.parallel, 0) as links:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
-        fake_device.device.places.name(trainer.stage)
+        fake_device.places.name(trainer.stage)
         tiles = TILES if plan.model.takes_images else 0
         clips = CLIPS if plan.model.takes_audio else 0
         images = IMAGES if plan.model.images is not None else ()
@@ -124,7 +124,7 @@ def run_on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
         batch = random_batch(plan.model, *sizes, clips=clips, images=images)
         fields = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
         batch = replace(batch, **{name: fake_device.fake(each) for name, each in fields.items()})
-        memory = fake_device.device.memory
+        memory = fake_device.memory
         gc.collect()  # frees the previous case's model
         memory.watch()
         memory.settle(Label("", "", ""))  # a maximum
@@ -159,7 +159,7 @@ def name_origin(where: str, operation: str) -> str:
     return "" if made in INPUTS else mixture.get(made, made)
 
 
-def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
+def check(fake_device: FakeDevice, name: str, *layout: object) -> None:
     """Assert that the device memory equals each line of the cost table, within blocks."""
     plan = one_stage_plan(name, *layout)
     found = run_on_device(fake_device, plan)

@@ -129,15 +129,14 @@ class _RecomputeClock(PhaseClock):
     def __init__(self, trainer: Trainer, on_phase: OnPhase | None) -> None:
         super().__init__()
         self._links, self._on_phase = trainer.links, on_phase
-        # By backward: start and end of every recomputed layer's forward.
-        self._recomputations: list[list[tuple[object, object]]] = []
-        self._begun: object = None
+        # By backward: start and end of every recomputed layer's forward, in turn.
+        self._recomputations: list[list[object]] = []
         self._in_backward = False
         for block in (block for stage in trainer.chunks for block in stage.blocks.values()):
             for layer in block.layers:
                 if any(layer.layer_number - 1 in layers for layers in block.recompute_layers):
-                    layer.register_forward_pre_hook(self._begin)
-                    layer.register_forward_hook(self._end)
+                    layer.register_forward_pre_hook(self._record)
+                    layer.register_forward_hook(self._record)
 
     def switch(self, phase: Phase) -> None:
         super().switch(phase)
@@ -150,13 +149,9 @@ class _RecomputeClock(PhaseClock):
         if self._on_phase is not None:
             self._on_phase(phase)
 
-    def _begin(self, *_: object) -> None:
+    def _record(self, *_: object) -> None:
         if self._in_backward:
-            self._begun = record_moment()
-
-    def _end(self, *_: object) -> None:
-        if self._in_backward:
-            self._recomputations[-1].append((self._begun, record_moment()))
+            self._recomputations[-1].append(record_moment())
 
     def times(self) -> MicroBatchTimes:
         """Stop the clock; return the times of micro-batches since the last stop."""
@@ -166,7 +161,9 @@ class _RecomputeClock(PhaseClock):
         late_ms = phase_times_ms(intervals, Phase.BACKWARD_WEIGHT)
         sort = partial(by_micro_batch, self._links)  # [micro-batches, chunks]
         weight_ms = sort(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * backward_ms
-        recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in recomputations]
+        recompute_ms = [
+            sum(map(elapsed_ms, moments[::2], moments[1::2])) for moments in recomputations
+        ]
         return MicroBatchTimes(
             forward_ms=forward_ms.ravel(),
             backward_ms=backward_ms.ravel(),

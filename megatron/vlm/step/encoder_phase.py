@@ -276,8 +276,16 @@ class EncoderStep:
         self._finished.reverse()
         while self._finished:  # popped, so that every pass's graph is freed after its backward
             finished = self._finished.pop()
-            self._differentiate(finished, gradients_SE[start : start + finished.rows])
+            own_SE = gradients_SE[start : start + finished.rows]
             start += finished.rows
+            if finished.rows:
+                self._clock.switch(Phase.ENCODER)
+            self._begin_pass(finished.encoder, finished.is_kept, backward=True)
+            if finished.output is not None:
+                custom_backward(finished.output, own_SE)  # accepts an output with freed data
+            elif finished.batch is not None:
+                torch.autograd.backward(self._run(finished.encoder, finished.batch), own_SE)
+            del finished
         self._finish_pass()
         self._clock.switch(Phase.WAIT)
 
@@ -310,15 +318,6 @@ class EncoderStep:
         elif is_trained:
             self._finished.append(_FinishedPass(name, is_kept, len(rows_SE), batch=batch))
         return rows_SE
-
-    def _differentiate(self, finished: _FinishedPass, gradients_SE: torch.Tensor) -> None:
-        if finished.rows:
-            self._clock.switch(Phase.ENCODER)
-        self._begin_pass(finished.encoder, finished.is_kept, backward=True)
-        if finished.output is not None:
-            custom_backward(finished.output, gradients_SE)  # accepts an output with freed data
-        elif finished.batch is not None:
-            torch.autograd.backward(self._run(finished.encoder, finished.batch), gradients_SE)
 
     def _run(self, encoder: str, batch: MicroBatch) -> torch.Tensor:
         """Run an encoder; return the rows of all outputs, the rows of a token together."""

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.vlm.measure.device import install_device
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.measure.fake_device.device import install_device
 from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.memory import Label
-from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cuda
+from megatron.vlm.measure.fake_device.mode import FakeDevice, fake_cuda
 from megatron.vlm.measure.replay_job import ReplayJob, StageRun, run_stages
 from megatron.vlm.measure.stage_replay import LoadRows, StageReplayer, act_as_stage
 from megatron.vlm.run.launch import RankLaunch
@@ -58,14 +58,14 @@ def run_fake_stage(
             `_MAX_SPREAD` below the window with the largest allocation so far.
         on_run: called after building the stage, and after every window, run or skipped.
     """
-    with fake_cuda() as fake_device, act_as_stage(plan.parallel, stage) as links:
+    with fake_cuda() as device, act_as_stage(plan.parallel, stage) as links:
 
         def follow(phase: Phase) -> None:
-            fake_device.device.phase = phase.value
+            device.phase = phase.value
 
         replayer = StageReplayer(plan, links, on_phase=follow)
-        memory = fake_device.device.memory
-        fake_device.device.places.name(*replayer.trainer.stages)
+        memory = device.memory
+        device.places.name(*replayer.trainer.stages)
         memory.relabel_all(Label("", "optimizer state", "state"))  # before weights and gradients
         for wrapper in replayer.trainer.wrappers:
             memory.relabel(wrapper.weights(), Label("", "weights", "state"))
@@ -76,13 +76,13 @@ def run_fake_stage(
         for window in heaviest:
             expected = window.predicted_gib / max(worst_predicted_gib, 1e-12)
             if worst is None or expected * (1 + _MAX_SPREAD) >= 1:
-                batches = [_drop_data(batch, fake_device) for batch in load(window.rows)]
+                batches = [_drop_data(batch, device) for batch in load(window.rows)]
                 encoding_work = None
                 if encoding is not None:
                     shares, passes = encoding.work_of_stage(stage, window.rows)
-                    encoding_work = shares, [_drop_data(batch, fake_device) for batch in passes]
+                    encoding_work = shares, [_drop_data(batch, device) for batch in passes]
                 step = partial(replayer.activation_bytes, batches, encoding_work)
-                run = _count_step(fake_device.device, replayer, window.rows, step)
+                run = _count_step(device, replayer, window.rows, step)
                 if worst is None or run.allocated_gib > worst.allocated_gib:
                     worst, worst_predicted_gib = run, window.predicted_gib
             on_run()
@@ -92,9 +92,9 @@ def run_fake_stage(
     return worst
 
 
-def _drop_data(batch: MicroBatch, fake_device: FakeCuda) -> MicroBatch:
+def _drop_data(batch: MicroBatch, device: FakeDevice) -> MicroBatch:
     tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
-    return replace(batch, **{name: fake_device.fake(value) for name, value in tensors.items()})
+    return replace(batch, **{name: device.fake(value) for name, value in tensors.items()})
 
 
 def _count_step(

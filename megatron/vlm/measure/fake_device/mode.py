@@ -1,9 +1,8 @@
 """A fake device as a context: operations allocate and do not compute."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +39,7 @@ class FakeDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.tensors = _FakeTensors(allow_non_fake_inputs=True)
         self.memory = MemoryTracker()
         self.counts = LaunchCounts()
         self.places = Places()
@@ -62,6 +62,11 @@ class FakeDevice(TorchDispatchMode):
         results = (operation.results or func)(*args, **kwargs)
         self._count(func, operation, args, kwargs, results)
         return results
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor of a host tensor's size and type."""
+        is_fake = self.tensors.is_our_fake(tensor)
+        return tensor if is_fake else self.tensors.from_tensor(tensor)
 
     def count_body(self, name: str, body: Body) -> Body:
         """Return `body`, whose calls count as one launch and keep only the results' memory."""
@@ -141,33 +146,22 @@ def _find_calling_line() -> str:
     return "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class FakeCuda:
-    """A fake CUDA device, and the conversion of host tensors."""
-
-    device: FakeDevice
-    fake: Callable[[torch.Tensor], torch.Tensor]  # host tensor to fake tensor of its size and type
-
-
 @contextmanager
-def fake_cuda() -> Iterator[FakeCuda]:
+def fake_cuda() -> Iterator[FakeDevice]:
     """Run the body on a fake CUDA device: tensors have sizes and no data.
 
     Megatron-core and torch find a device, and allocations on it are counted. Use a separate process
     that has not prepared Megatron-core for the CPU, as the compiled part stays installed.
     """
     install_device()
-    device, tensors = FakeDevice(), _FakeTensors(allow_non_fake_inputs=True)
+    device = FakeDevice()
     with ExitStack() as stack:
         stack.enter_context(patch_torch_cuda(device.memory, device.resize))
         stack.enter_context(use_device_kernels(device.read_scalar))
         stack.enter_context(route_evenly(device.count_routing_read))
         stack.enter_context(patch.object(compiled, "compile_body", device.count_body))
         stack.enter_context(patch.object(initialize, "_draw_box", lambda *_: None))
-        stack.enter_context(tensors)
+        stack.enter_context(device.tensors)
         stack.enter_context(device.places.follow())
         stack.enter_context(device)  # last, so that it sees operations before the fake tensors
-        yield FakeCuda(
-            device,
-            lambda tensor: tensor if tensors.is_our_fake(tensor) else tensors.from_tensor(tensor),
-        )
+        yield device

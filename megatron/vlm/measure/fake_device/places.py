@@ -6,30 +6,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-
-class _ModulesByNode:
-    """Module paths by ranges of the sequence numbers of a thread's autograd nodes."""
-
-    def __init__(self) -> None:
-        self.numbers = [0]  # first number of every range
-        self.places = [""]
-
-    def append(self, number: int, place: str) -> None:
-        """Assign nodes from `number` on to a module, until the next call."""
-        if number == self.numbers[-1]:
-            self.places[-1] = place
-        elif number > self.numbers[-1]:
-            self.numbers.append(number)
-            self.places.append(place)
-
-    def find(self, number: int) -> str:
-        return self.places[bisect_right(self.numbers, number) - 1]
 
 
 class Places:
@@ -43,7 +25,8 @@ class Places:
         self._names: dict[int, str] = {}
         self._inside: list[str] = []
         self._main = threading.get_ident()
-        self._nodes: dict[int, _ModulesByNode] = defaultdict(_ModulesByNode)  # by thread
+        # By thread, ranges of sequence numbers: a range's first number, and its nodes' module.
+        self._nodes = defaultdict[int, list[tuple[int, str]]](lambda: [(0, "")])
 
     def name(self, *modules: torch.nn.Module) -> None:
         """Use the names of submodules as paths, instead of earlier ones."""
@@ -64,7 +47,8 @@ class Places:
                 thread = threading.get_ident()
                 break
             frame = frame.f_back
-        return self._nodes[thread].find(node._sequence_nr())
+        nodes = self._nodes[thread]
+        return nodes[bisect_right(nodes, node._sequence_nr(), key=itemgetter(0)) - 1][1]
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -87,5 +71,8 @@ class Places:
         self._note()
 
     def _note(self) -> None:
-        where = self._inside[-1] if self._inside else ""
-        self._nodes[threading.get_ident()].append(torch.autograd._get_sequence_nr(), where)
+        number, nodes = torch.autograd._get_sequence_nr(), self._nodes[threading.get_ident()]
+        if number == nodes[-1][0]:
+            nodes.pop()
+        if not nodes or number > nodes[-1][0]:
+            nodes.append((number, self._inside[-1] if self._inside else ""))
