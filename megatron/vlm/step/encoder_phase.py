@@ -285,7 +285,6 @@ class EncoderStep:
                 custom_backward(finished.output, own_SE)  # accepts an output with freed data
             elif finished.batch is not None:
                 torch.autograd.backward(self._run(finished.encoder, finished.batch), own_SE)
-            del finished
         self._finish_pass()
         self._clock.switch(Phase.WAIT)
 
