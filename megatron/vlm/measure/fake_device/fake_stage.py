@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.vlm.measure.device import install_device
 
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.measure.fake_device.device import install_device
 from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.memory import Label
 from megatron.vlm.measure.fake_device.mode import FakeDevice, fake_cuda
