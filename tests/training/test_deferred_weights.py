@@ -8,14 +8,7 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from overlap_cases import STEPS as UNEVEN_STEPS
 from ranks import run_ranks
-from tensor_parallel_cases import (
-    MODELS,
-    OPTIONS,
-    STEPS,
-    TIED,
-    assert_same_training,
-    train_steps,
-)
+from tensor_parallel_cases import MODELS, OPTIONS, STEPS, TIED, assert_same_training, train_steps
 from toy import stages_of, toy_batch, toy_plan
 
 from megatron.vlm.model.deferred_weights import DeferredWeights

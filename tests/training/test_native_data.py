@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import torch
 from data_cases import SKIP
-from native_data_cases import (
-    CUTS,
-    NativeData,
-    data_of,
-    native_models,
-    picture,
-    talk,
-    write_records,
-)
+from native_data_cases import CUTS, NativeData, data_of, native_models, picture, talk, write_records
 from PIL import Image
 from toy import stages_of
 

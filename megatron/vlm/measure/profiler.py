@@ -74,11 +74,7 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_cluster
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CollectiveTime
-from omnibal.model.units import (
-    layer_names,
-    unit_kinds,
-    unit_names,
-)
+from omnibal.model.units import layer_names, unit_kinds, unit_names
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # from latency to bandwidth

@@ -24,11 +24,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
 from megatron.vlm.inputs.encoder_share import StepShares
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.measure.profiler import (
-    RepeatedUpdate,
-    build_for_times,
-    peak_activation_bytes,
-)
+from megatron.vlm.measure.profiler import RepeatedUpdate, build_for_times, peak_activation_bytes
 from megatron.vlm.measure.random_batches import image_sizes, random_batch
 from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import (
