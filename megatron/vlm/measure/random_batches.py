@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.batch import EMBEDDING_UNITS, MicroBatch, encoder_inputs
 from megatron.vlm.inputs.pack_share import PackShare
-from megatron.vlm.model.embeddings import IMAGE_CHANNELS
 from omnibal.base.errors import UserError
 from omnibal.cost.context import exchange_mistake
 from omnibal.cost.share_features import part_features
@@ -157,17 +156,16 @@ def random_batch(
     def holds(unit: str) -> bool:
         return stage is None or stage.holds(unit)
 
+    rows = {"tiles": tiles, "clips": clips, "image_tokens": image_tokens}
     if model.images is not None:
-        fields |= _image_fields(model, model.images, images, stage, generator)
+        fields |= _image_fields(model, model.images, images, stage)
+        rows["image_tokens"] *= model.images.positions_per_item
     if model.language.rope_sections is not None and (stage is None or stage.layers(LANGUAGE)):
         positions_S = torch.cat([torch.arange(length) for length in segment_tokens])
         fields["rope_positions_3S"] = positions_S.expand(3, -1).contiguous()  # as in text
-    if model.takes_images and holds("vision embed"):
-        shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
-        fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
-    if model.takes_audio and holds("audio embed"):
-        frames = (clips, model.audio.mel_bins, model.audio.frames)
-        fields["frames_CBF"] = torch.randn(frames, generator=generator)
+    for name, (feature, shape) in encoder_inputs(model).items():
+        if holds(EMBEDDING_UNITS[name]):
+            fields[name] = torch.randn((rows[feature], *shape), generator=generator)
     ids_S = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if holds("language embed"):
         # Images are first, then recordings.
@@ -193,7 +191,6 @@ def _image_fields(
     tower: ImagesEncoder,
     sizes: Sequence[int],
     stage: Stage | None,
-    generator: torch.Generator,
 ) -> dict[str, Any]:
     merge, grids = tower.merge_size, list[Grid]()
     for size in sizes:
@@ -201,9 +198,6 @@ def _image_fields(
         rows = max(count for count in range(1, math.isqrt(size) + 1) if size % count == 0)
         grids.append(Grid(1, rows * merge, size // rows * merge))
     fields: dict[str, Any] = {"image_tokens": sum(sizes), "image_grids": tuple(grids)}
-    if stage is None or stage.holds("vision embed"):
-        shape = (sum(sizes) * tower.positions_per_item, tower.values_per_patch)
-        fields["patches_YX"] = torch.randn(shape, generator=generator)
     # For stages that insert image features or add deepstack features, in the first layers.
     deepstack = {*range(len(deepstack_of(model)))}
     if stage is None or stage.holds("language embed") or deepstack & {*stage.layers(LANGUAGE)}:
