@@ -182,7 +182,7 @@ class Profiler:
     def round(self) -> Round:
         """Return this process's times: units on packs and shares, an update, transfers by size."""
         samples_ms: Round = defaultdict(list)
-        stage = self._trainer.stage
+        stage: Any = self._trainer.stage  # Any: no unit is None here
         for index, batch in enumerate(self._batches):
             for unit, forward_ms, backward_ms in _times_ms(stage, partial(stage, batch)):
                 samples_ms[index, unit, "forward"].append(forward_ms)
@@ -346,7 +346,7 @@ def _times_ms(
         run: forward of the stage, or of its language layers and norm.
     """
     dist.barrier()
-    forward, backward = [record_moment()], []
+    forward, backward = [record_moment()], list[Any]()
 
     def record(hidden: torch.Tensor) -> None:
         if not backward:  # else a layer is recomputed

@@ -81,7 +81,7 @@ def _time_collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Coll
             if group is not None:
                 buffer_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
                 begin = _prepare_collective(kind, buffer_E, ranks, group)
-                own_ms = [_median_ms(lambda begin=begin: begin().wait(), group)]
+                own_ms = [_median_ms(partial(_run_collective, begin), group)]
             yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=mean_ms(own_ms))
 
 
@@ -117,6 +117,10 @@ def _hidden_share(size: int, dtype: torch.dtype) -> float | None:
     exchange_ms, compute_ms, both_ms = np.sum(times, axis=0).tolist()
     # 1 if the overlap takes as long as the computation, 0 if it takes the sum.
     return float(np.clip((exchange_ms + compute_ms - both_ms) / exchange_ms, 0, 1))
+
+
+def _run_collective(begin: Callable[[], dist.Work]) -> None:
+    begin().wait()
 
 
 def _time_overlap(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[float]:
