@@ -139,7 +139,7 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path, sizes):
         ("--for xtuner --pp 2", "--pp 2 was given for XTuner v1, with pipeline size 1 at most"),
         ("--for ms-swift-deepspeed --tp 2", "`omnibal plan --for ms-swift-deepspeed --tp 1`"),
         ("--for ms-swift --max-tiles 8", "--max-tiles cannot be given with --for"),
-        ("--for ms-swift --limit loss_tokens=99", "packs by tokens alone"),
+        ("--for ms-swift --limit loss_tokens=99", "packs by tokens"),
         *(
             (f"--for megatron-lm {option}", f"{option} cannot be given with --for megatron-lm")
             for option in (
