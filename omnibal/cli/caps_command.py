@@ -6,19 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+import omnibal.cli.options as shared
 from omnibal.cli.console import print_notes, print_result, progress
-from omnibal.cli.options import (
-    MOST_PROCESSES,
-    JobOptions,
-    JsonOption,
-    LengthsArgument,
-    LimitOption,
-    PackingRuleOption,
-    SeedOption,
-    SizeOptions,
-    count_option,
-    limits_given,
-)
 from omnibal.data.lengths import read_lengths
 from omnibal.families.named import model_notes
 from omnibal.model.limits import SEARCH_SAMPLES
@@ -31,28 +20,30 @@ from omnibal.steps.pack_settings import PackSettings
 class SearchOptions:
     samples_per_step: Annotated[
         int | None,
-        count_option("global batch size (default: that of `omnibal plan`)"),
+        shared.count_option("global batch size (default: that of `omnibal plan`)"),
     ] = None
-    limit: LimitOption = None
+    limit: shared.LimitOption = None
     rule: Annotated[
         Literal["time", "paper"],
         typer.Option(help="min time per sample, or the paper's"),
     ] = "time"
-    samples: Annotated[int, count_option("min samples to pack")] = SEARCH_SAMPLES
+    samples: Annotated[int, shared.count_option("min samples to pack")] = SEARCH_SAMPLES
     processes: Annotated[
         int | None,
-        count_option("parallel worker processes (default: usable cores)", most=MOST_PROCESSES),
+        shared.count_option(
+            "parallel worker processes (default: usable cores)", most=shared.MOST_PROCESSES
+        ),
     ] = None
 
 
 def caps(
-    lengths: LengthsArgument,
-    given: JobOptions,
-    sizes: SizeOptions,
+    lengths: shared.LengthsArgument,
+    given: shared.JobOptions,
+    sizes: shared.SizeOptions,
     search: SearchOptions,
-    packing: PackingRuleOption = PackingMethod.BALANCED,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
+    packing: shared.PackingRuleOption = PackingMethod.BALANCED,
+    seed: shared.SeedOption = 0,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Search --max-tiles and --max-tokens for min time per sample."""
     from omnibal.base.worker_pool import usable_cores
@@ -74,7 +65,7 @@ def caps(
         settings=PackSettings(packing=packing, seed=seed),
         samples_per_step=search.samples_per_step or usual,
         samples=search.samples,
-        fixed_caps=limits_given(search.limit),
+        fixed_caps=shared.limits_given(search.limit),
     )
     with progress("trying caps", most_candidates(request, search.rule)) as advance:
         outcome = search_caps(request, search.rule, advance, search.processes or usable_cores())

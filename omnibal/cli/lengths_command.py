@@ -12,21 +12,13 @@ from typing import Annotated, Literal
 import typer
 from pydantic import ValidationError
 
+import omnibal.cli.options as shared
 from omnibal.base.errors import UserError
 from omnibal.base.files import complaint, is_stream
 from omnibal.base.outputs import check_files
 from omnibal.base.remote_path import location
 from omnibal.base.worker_pool import LocalPool, Pool, usable_cores
 from omnibal.cli.console import print_notes, print_result, progress
-from omnibal.cli.options import (
-    MOST_PROCESSES,
-    DataRootOption,
-    JsonOption,
-    ModelOption,
-    TemplateOption,
-    TokenizerOption,
-    count_option,
-)
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.families.named import model_notes, named_model, named_model_file
 from omnibal.model.config import ModelConfig
@@ -40,13 +32,13 @@ _PARQUET_MAGIC = b"PAR1"  # first bytes of every Parquet file
 class ImageSizeOptions:
     max_dynamic_patch: Annotated[
         int | None,
-        count_option("max tiles per image (default: the model's)", most=MAX_TILES_OF_IMAGE),
+        shared.count_option("max tiles per image (default: the model's)", most=MAX_TILES_OF_IMAGE),
     ] = None
     min_pixels: Annotated[
-        int | None, count_option("min pixels, native resolution (default: the model's)")
+        int | None, shared.count_option("min pixels, native resolution (default: the model's)")
     ] = None
     max_pixels: Annotated[
-        int | None, count_option("max pixels, native resolution (default: the model's)")
+        int | None, shared.count_option("max pixels, native resolution (default: the model's)")
     ] = None
 
     def apply(self, model: ModelConfig) -> ModelConfig:
@@ -83,7 +75,9 @@ class ImageSizeOptions:
 class PoolOptions:
     processes: Annotated[
         int | None,
-        count_option("parallel worker processes (default: usable cores)", most=MOST_PROCESSES),
+        shared.count_option(
+            "parallel worker processes (default: usable cores)", most=shared.MOST_PROCESSES
+        ),
     ] = None
     engine: Annotated[
         Literal["local", "ray"],
@@ -117,8 +111,8 @@ class ScanOptions:
         Path | None,
         typer.Option(help="index to write or extend, to open large data fast"),
     ] = None
-    data_root: DataRootOption = None
-    template: TemplateOption = None
+    data_root: shared.DataRootOption = None
+    template: shared.TemplateOption = None
     on_error: Annotated[
         Literal["stop", "skip"],
         typer.Option(help="at a bad sample: stop, or list it"),
@@ -134,13 +128,13 @@ def lengths(
             parser=location,
         ),
     ],
-    model: ModelOption,
+    model: shared.ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     image_sizes: ImageSizeOptions,
     pool: PoolOptions,
     scan: ScanOptions,
-    tokenizer_model: TokenizerOption = None,
-    as_json: JsonOption = False,
+    tokenizer_model: shared.TokenizerOption = None,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Count tokens and images of every sample of a dataset.
 

@@ -8,23 +8,12 @@ from typing import Annotated
 import numpy as np
 import typer
 
+import omnibal.cli.options as shared
 from omnibal.base.errors import UserError
 from omnibal.base.files import is_stream
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.mixing import MixtureOption, draw_mixture
-from omnibal.cli.options import (
-    PRESET,
-    JsonOption,
-    LengthsArgument,
-    LimitOption,
-    NeededMaxTilesOption,
-    PackingRuleOption,
-    SeedOption,
-    count_option,
-    limits_given,
-    size_option,
-)
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import config_file, load_cluster
@@ -46,12 +35,12 @@ from omnibal.steps.pack_settings import PackSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitOptions:
-    max_tiles: NeededMaxTilesOption = None
-    max_tokens: Annotated[int | None, count_option("max language tokens per pack")] = None
-    limit: LimitOption = None
+    max_tiles: shared.NeededMaxTilesOption = None
+    max_tokens: Annotated[int | None, shared.count_option("max language tokens per pack")] = None
+    limit: shared.LimitOption = None
 
     def caps(self, lengths: Lengths) -> Caps:
-        given = limits_given(self.limit, self.max_tiles, self.max_tokens)
+        given = shared.limits_given(self.limit, self.max_tiles, self.max_tokens)
         item_names = [name for name in lengths.item_names if lengths.items[name].any()]
         check_limits(given, item_names, "samples", others=ITEM_FEATURES)
         return Caps.of(**given)
@@ -59,12 +48,12 @@ class LimitOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOptions:
-    dp: Annotated[int, size_option("data-parallel size")]
+    dp: Annotated[int, shared.size_option("data-parallel size")]
     micro_batches: Annotated[
-        int, count_option("packs per rank and step", most=MAX_PACKS_PER_STEP)
+        int, shared.count_option("packs per rank and step", most=MAX_PACKS_PER_STEP)
     ] = DEFAULT_MICRO_BATCHES
-    packing: PackingRuleOption = PackingMethod.BALANCED
-    seed: SeedOption = 0
+    packing: shared.PackingRuleOption = PackingMethod.BALANCED
+    seed: shared.SeedOption = 0
     mixture: MixtureOption = None
 
 
@@ -73,15 +62,15 @@ class LoadOptions:
     """Model and cluster whose predicted times are balanced."""
 
     model: Annotated[
-        str, typer.Option(metavar="NAME", help=f"of the times to balance: {PRESET}")
+        str, typer.Option(metavar="NAME", help=f"of the times to balance: {shared.PRESET}")
     ] = "internvl-chat-1.5-6b-20b"
     cluster: Annotated[
-        str, typer.Option(metavar="NAME", help=f"of the times to balance: {PRESET}")
+        str, typer.Option(metavar="NAME", help=f"of the times to balance: {shared.PRESET}")
     ] = "a100-80g"
 
 
 def pack(
-    lengths: LengthsArgument,
+    lengths: shared.LengthsArgument,
     limits: LimitOptions,
     steps: StepOptions,
     load: LoadOptions,
@@ -90,7 +79,7 @@ def pack(
         Path | None, typer.Option("--output", "-o", help="Parquet file to write")
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="SVG file to write: load of ranks")] = None,
-    as_json: JsonOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Pack samples, group packs into steps, and measure the balance."""
     from omnibal.job.job import JobSpec

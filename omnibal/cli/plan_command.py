@@ -7,28 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import omnibal.cli.options as shared
+import omnibal.cli.plan_results as results
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.help_groups import given_options
 from omnibal.cli.mixing import MixtureOption, draw_mixture
-from omnibal.cli.options import (
-    JobOptions,
-    JsonOption,
-    LimitOption,
-    PackingRuleOption,
-    SeedOption,
-    SizeOptions,
-    count_option,
-    limits_given,
-)
-from omnibal.cli.plan_results import (
-    Dispatch,
-    balance_of,
-    levels_of_plan,
-    levels_table,
-    window_facts,
-)
 from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import model_notes
@@ -84,15 +69,15 @@ class PlanDataOptions:
         ),
     ] = "auto"
     curriculum_steps: Annotated[
-        int, count_option("first steps on the smallest level only", least=0)
+        int, shared.count_option("first steps on the smallest level only", least=0)
     ] = 0
     max_tiles: Annotated[
-        int | None, count_option("max image tiles per pack (default: searched)")
+        int | None, shared.count_option("max image tiles per pack (default: searched)")
     ] = None
     max_tokens: Annotated[
-        int | None, count_option("max language tokens per pack (default: searched)")
+        int | None, shared.count_option("max language tokens per pack (default: searched)")
     ] = None
-    limit: LimitOption = None
+    limit: shared.LimitOption = None
     image_share: Annotated[
         float | None,
         typer.Option(
@@ -111,24 +96,26 @@ class PlanDataOptions:
     ] = None
     micro_batches: Annotated[
         int | None,
-        count_option(
+        shared.count_option(
             f"packs per DP rank and step (default without data: {DEFAULT_MICRO_BATCHES})",
             most=MAX_PACKS_PER_STEP,
         ),
     ] = None
-    epochs: Annotated[int, count_option("passes over the data", most=MAX_EPOCHS)] = 1
-    seed: SeedOption = 0
-    packing: PackingRuleOption = PackingMethod.BALANCED
+    epochs: Annotated[int, shared.count_option("passes over the data", most=MAX_EPOCHS)] = 1
+    seed: shared.SeedOption = 0
+    packing: shared.PackingRuleOption = PackingMethod.BALANCED
     mixture: MixtureOption = None
-    portion_samples: Annotated[int, count_option("max samples packed at once")] = PORTION_SAMPLES
+    portion_samples: Annotated[int, shared.count_option("max samples packed at once")] = (
+        PORTION_SAMPLES
+    )
     window: Annotated[
         int | None,
-        count_option("samples per step in file order (default: shuffle)"),
+        shared.count_option("samples per step in file order (default: shuffle)"),
     ] = None
     dispatch: Annotated[
-        Dispatch,
+        results.Dispatch,
         typer.Option(help="balance each --window over ranks"),
-    ] = Dispatch.ON
+    ] = results.Dispatch.ON
     steps_of: Annotated[
         Path | None,
         typer.Option(
@@ -163,7 +150,7 @@ class PlanDataOptions:
         """
         from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
 
-        given = limits_given(self.limit, self.max_tiles, self.max_tokens)
+        given = shared.limits_given(self.limit, self.max_tiles, self.max_tokens)
         if not given and self.lengths:
             return None
         needed = limited_features(model)
@@ -220,7 +207,7 @@ class PlanDataOptions:
                 lengths=samples,
                 caps=caps,
                 window=self.window,
-                is_dispatched=self.dispatch is Dispatch.ON,
+                is_dispatched=self.dispatch is results.Dispatch.ON,
                 epochs=self.epochs,
             )
         return Samples(
@@ -282,15 +269,15 @@ class PlacementOptions:
 
 def plan(
     context: typer.Context,
-    given: JobOptions,
+    given: shared.JobOptions,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="plan directory to write")
     ],
     data: PlanDataOptions,
     strategy: StrategyOptions,
-    sizes: SizeOptions,
+    sizes: shared.SizeOptions,
     partition: PlacementOptions,
-    as_json: JsonOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Plan packs, parallel sizes, stages and recomputation."""
     from omnibal.job.plan_files import check_replaceable, save_plan
@@ -354,10 +341,10 @@ def _check_options(
 
 
 def _make_goal(
-    given: JobOptions,
+    given: shared.JobOptions,
     data: PlanDataOptions,
     strategy: StrategyOptions,
-    sizes: SizeOptions,
+    sizes: shared.SizeOptions,
     partition: PlacementOptions,
 ) -> "Goal":
     from omnibal.search.goal import Free, Goal
@@ -410,7 +397,7 @@ def _print_plan(
     if gap:
         notes.append(f"the stage search ended early: stages up to {gap:.2%} faster may exist")
     packs = None if result.data is None else result.data[0]
-    windows = window_facts(result)
+    windows = results.window_facts(result)
     if windows is not None:
         notes.append(windows.note)
     if search is not None and search.gap:
@@ -422,7 +409,8 @@ def _print_plan(
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else plan_tables.share_of_images(plan)
     summary["window"] = None if windows is None else asdict(windows)
-    summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
+    summary["levels"] = results.levels_of_plan(plan, packs)
+    summary |= results.balance_of(plan, result.data)
     if plan.model.encoders:
         summary["encoder"] = {
             "placement": choice.chosen.value,
@@ -461,7 +449,7 @@ def _print_plan(
         strategies += [] if close is None else [close]
     memory, lost = plan_tables.peak_table(plan), plan_tables.lost_time_table(prediction)
     assert memory is not None
-    pack_tables = levels_table(plan, packs), phases_table(phases)
+    pack_tables = results.levels_table(plan, packs), phases_table(phases)
     print_result(
         as_json,
         summary,

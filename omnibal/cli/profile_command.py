@@ -10,23 +10,12 @@ from typing import Annotated
 
 import typer
 
+import omnibal.cli.options as shared
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.base.frozen import MAX_LAYERS
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result
-from omnibal.cli.options import (
-    MOST_PROCESSES,
-    PRESET,
-    JsonOption,
-    LimitOption,
-    ModelOption,
-    NeededMaxTilesOption,
-    ProviderOption,
-    TokenizerOption,
-    count_option,
-    limits_given,
-)
 from omnibal.data.lengths import length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import PlainPrecision, config_file, config_toml, load_cluster
@@ -39,7 +28,7 @@ _MAX_REPETITIONS = 10_000  # hours of timing; more is a typo
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
     tokens_per_sample: Annotated[
-        int | None, count_option("of a typical sample (default: mean of --lengths)")
+        int | None, shared.count_option("of a typical sample (default: mean of --lengths)")
     ] = None
     lengths: Annotated[
         list[Path] | None, typer.Option(help="file of `omnibal lengths` (repeatable)")
@@ -48,16 +37,18 @@ class MeasureOptions:
         Path | None,
         typer.Option(help="samples to read meanwhile, to time reading"),
     ] = None
-    tokenizer_model: TokenizerOption = None
+    tokenizer_model: shared.TokenizerOption = None
     layers: Annotated[
-        int | None, count_option("layers of each tower to build (default: few)", most=MAX_LAYERS)
+        int | None,
+        shared.count_option("layers of each tower to build (default: few)", most=MAX_LAYERS),
     ] = None
     repetitions: Annotated[
-        int | None, count_option("timed runs of each pack (default: few)", most=_MAX_REPETITIONS)
+        int | None,
+        shared.count_option("timed runs of each pack (default: few)", most=_MAX_REPETITIONS),
     ] = None
-    provider: ProviderOption = "local"
+    provider: shared.ProviderOption = "local"
     processes: Annotated[
-        int, count_option("processes (devices) that measure", most=MOST_PROCESSES)
+        int, shared.count_option("processes (devices) that measure", most=shared.MOST_PROCESSES)
     ] = 1
 
     def typical_tokens(self) -> int:
@@ -97,9 +88,9 @@ def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCaps:
-    max_tokens: Annotated[int, count_option("max language tokens per pack")]
-    max_tiles: NeededMaxTilesOption = None
-    limit: LimitOption = None
+    max_tokens: Annotated[int, shared.count_option("max language tokens per pack")]
+    max_tiles: shared.NeededMaxTilesOption = None
+    limit: shared.LimitOption = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +99,7 @@ class MeasuredClusterOptions:
 
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"{PRESET} or TOML to extend"),
+        typer.Option(metavar="NAME", help=f"{shared.PRESET} or TOML to extend"),
     ] = None
     cluster_output: Annotated[
         Path | None,
@@ -117,13 +108,13 @@ class MeasuredClusterOptions:
 
 
 def profile(
-    model: ModelOption,
+    model: shared.ModelOption,
     limits: MeasuredCaps,
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     measured: MeasureOptions,
     preset: MeasuredClusterOptions,
     precision: Annotated[PlainPrecision, typer.Option(help="fp8 is not measured")] = "bf16",
-    as_json: JsonOption = False,
+    as_json: shared.JsonOption = False,
 ) -> None:
     """Measure the model's layers on this device, and fit costs."""
     from omnibal.cost.profile import fit_residuals, read_profile, with_measured_rates
@@ -143,7 +134,7 @@ def profile(
     )
     base = None if preset.cluster is None else load_cluster(preset.cluster)
     profiled_model = named_model(model)
-    caps = limits_given(limits.limit, limits.max_tiles, limits.max_tokens)
+    caps = shared.limits_given(limits.limit, limits.max_tiles, limits.max_tokens)
     obstacle = model_obstacle(profiled_model)
     if obstacle is not None:
         raise UserError(f"{obstacle}, so it cannot be measured: plan it without --profile")

@@ -7,17 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+import omnibal.cli.options as shared
 from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cli.console import print_notes
 from omnibal.cli.help_groups import given_options
-from omnibal.cli.options import (
-    DataRootOption,
-    JobOptions,
-    SizeOptions,
-    TemplateOption,
-    TokenizerOption,
-)
 from omnibal.cli.plan_command import PlacementOptions, PlanDataOptions, StrategyOptions
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
@@ -33,9 +27,9 @@ class RunCommandOptions:
 
     data: Annotated[Path, typer.Option(help="annotation file, or meta JSON of several")]
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of all results")]
-    tokenizer_model: TokenizerOption = None
-    data_root: DataRootOption = None
-    template: TemplateOption = None
+    tokenizer_model: shared.TokenizerOption = None
+    data_root: shared.DataRootOption = None
+    template: shared.TemplateOption = None
     weights: Annotated[
         Path | None,
         typer.Option(help="checkpoint or run to start from (default: --model)"),
@@ -65,10 +59,10 @@ class RunCommandOptions:
 def run(
     context: typer.Context,
     asked: RunCommandOptions,
-    given: JobOptions,
+    given: shared.JobOptions,
     data: PlanDataOptions,
     strategy: StrategyOptions,
-    sizes: SizeOptions,
+    sizes: shared.SizeOptions,
     partition: PlacementOptions,
 ) -> None:
     """Fine-tune a released checkpoint, from scan to export.
@@ -148,7 +142,9 @@ def _count_gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _choose_gpus(cluster: ClusterConfig, strategy: StrategyOptions, sizes: SizeOptions) -> int:
+def _choose_gpus(
+    cluster: ClusterConfig, strategy: StrategyOptions, sizes: shared.SizeOptions
+) -> int:
     """Return the number of devices: as given, this machine's GPUs, or a node of CPUs."""
     if strategy.gpus is not None:
         return strategy.gpus
