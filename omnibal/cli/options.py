@@ -16,17 +16,8 @@ from omnibal.base.remote_path import location
 from omnibal.cli.help_groups import COUNT, HelpAllOption
 from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
+from omnibal.model import config
 from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig, adapters_of
-from omnibal.model.config import (
-    ChatTemplateName,
-    ClusterConfig,
-    ModelConfig,
-    Precision,
-    Provider,
-    config_file,
-    load_cluster,
-    with_imbalance,
-)
 from omnibal.model.layer_kinds import MAX_IMBALANCE
 from omnibal.model.limits import FEATURE_NAME, USABLE_MEMORY_FRACTION
 from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
@@ -61,7 +52,7 @@ DataRootOption = Annotated[
     ),
 ]
 TemplateOption = Annotated[
-    ChatTemplateName | None,
+    config.ChatTemplateName | None,
     typer.Option(metavar="NAME", help="chat template, or tokenizer (default: the model's)"),
 ]
 ModelOption = Annotated[
@@ -80,7 +71,7 @@ LimitOption = Annotated[
 NeededMaxTilesOption = Annotated[
     int | None, count_option("max image tiles per pack (required with tiles)")
 ]
-ProviderOption = Annotated[Provider, typer.Option(help="local, or Transformer Engine")]
+ProviderOption = Annotated[config.Provider, typer.Option(help="local, or Transformer Engine")]
 SeedOption = Annotated[int, count_option("random seed of packs and order", most=MAX_SEED, least=0)]
 MemoryOption = Annotated[
     float | None,
@@ -96,7 +87,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print a JSON object in
 
 def changed_cluster(
     name: str, memory_gib: float | None, network_gb_per_s: float | None = None
-) -> ClusterConfig:
+) -> config.ClusterConfig:
     """Return a preset or TOML cluster, with memory and network rate overridden if given."""
     given = {
         "memory_gib": ("--memory-gib", memory_gib),
@@ -109,7 +100,7 @@ def changed_cluster(
         if not (math.isfinite(value) and value <= _MAX_RATE):
             raise UserError(f"{option} {value}: must be finite and at most {_MAX_RATE:,.0f}")
         changes[field] = value
-    return load_cluster(name).model_copy(update=changes)
+    return config.load_cluster(name).model_copy(update=changes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +131,7 @@ class JobOptions:
         bool, typer.Option("--lora-rslora", help="scale LoRA by alpha / sqrt(rank)")
     ] = False
     precision: Annotated[
-        Precision,
+        config.Precision,
         typer.Option(help="fp8: bf16 with FP8 language GEMMs"),
     ] = "bf16"
     profile: Annotated[
@@ -168,8 +159,8 @@ class JobOptions:
     help_all: HelpAllOption = False
 
     def files(self) -> list[Path]:
-        profiles = [] if self.profile is None else [self.profile]
-        return [named_model_file(self.model), config_file("clusters", self.cluster), *profiles]
+        cluster = config.config_file("clusters", self.cluster)
+        return [named_model_file(self.model), cluster, *filter(None, [self.profile])]
 
     def job(self, parallel: Parallel | None = None, trainer: TrainerConstraints = OWN) -> "JobSpec":
         """Return the job at these parallel sizes, by default 1 or the profile's tensor size."""
@@ -181,7 +172,7 @@ class JobOptions:
         if self.expert_imbalance is not None:
             if not expert_counts(model):
                 raise UserError(f"--expert-imbalance: {model.name} has no experts, leave it out")
-            model = with_imbalance(model, self.expert_imbalance)
+            model = config.with_imbalance(model, self.expert_imbalance)
         cluster = changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
         source = CostSource(None if self.profile is None else read_profile(self.profile))
         if parallel is None:
@@ -198,7 +189,7 @@ class JobOptions:
             trainer=trainer,
         )
 
-    def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
+    def _frozen(self, model: config.ModelConfig) -> tuple[str, ...]:
         """Return the frozen parts in model order. LoRA alone freezes all parts without adapters."""
         parts = model_parts(model)
         if self.lora_rank is not None and self.freeze is None:

@@ -21,19 +21,12 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
+from omnibal.base import remote_path as remote
 from omnibal.base.arrays import rows_of
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import read_json_model, real_path
 from omnibal.base.frozen import Frozen
-from omnibal.base.remote_path import (
-    RemotePath,
-    change_error,
-    kept_below,
-    location,
-    named_from,
-    versions_of,
-)
 from omnibal.data.data_index import DataFile, DataIndex, Holds
 from omnibal.data.forms import Naming
 from omnibal.data.messages import InvalidRecordError, Medium
@@ -136,12 +129,12 @@ class _Folder(RecordMedia):
     below: Path | None
 
     def find(self, medium: Medium, name: str) -> ImageFile | Video | AudioFile:
-        path = kept_below(named_from(self.root, name, self.cache), self.below)
+        path = remote.kept_below(remote.named_from(self.root, name, self.cache), self.below)
         if medium != "video":
             return ImageFile(path) if medium == "image" else AudioFile(path)
         video = video_at(path)
         for frame in video.frames:
-            kept_below(frame.path, self.below)
+            remote.kept_below(frame.path, self.below)
         return video
 
     def list_unnamed(self, medium: Medium) -> tuple[()]:
@@ -229,8 +222,8 @@ class Annotations:
             index: known record positions; unknown files are read, or refused if it is `complete`.
             below: folder or bucket that must contain all files, links resolved.
         """
-        if isinstance(meta_path, RemotePath):
-            meta_path = location(str(meta_path), cache)
+        if isinstance(meta_path, remote.RemotePath):
+            meta_path = remote.location(str(meta_path), cache)
         entries = read_meta(meta_path)
         digest = hashlib.sha256()
         sources: list[_Source] = []
@@ -297,14 +290,14 @@ class Annotations:
     def check_unchanged(self) -> None:
         """Raise StorageError if a file changed since it was indexed, or cannot be read."""
         try:
-            now = versions_of(self.files)
+            now = remote.versions_of(self.files)
         except OSError as error:
             raise StorageError(
                 f"{error.filename}: cannot be read ({error.strerror}); restore the file"
             ) from error
         for path, then, version in zip(self.files, self.versions, now, strict=True):
             if then != version:
-                raise change_error(path)
+                raise remote.change_error(path)
 
     def where(self, index: int) -> str:
         """Return file and record number, the prefix of error messages."""
@@ -345,7 +338,7 @@ class Annotations:
         source, version = self.entries[self.source[index]], self.versions[self.file[index]]
         path, start, size = self.files[self.file[index]], int(self.start[index]), self.size[index]
         # Local files are not checked: a stat per record costs too much. Remote versions are cached.
-        if isinstance(path, RemotePath):
+        if isinstance(path, remote.RemotePath):
             path.check_version(version)
         if source.in_shards:
             sample = read_shard_sample(path, start, int(size))
@@ -397,7 +390,7 @@ def _open_source(
     if entry.naming is not None:
         entry.naming.check(name)
     if entry.in_file is not None:
-        annotation = kept_below(named_from(folder, entry.in_file, cache), below)
+        annotation = remote.kept_below(remote.named_from(folder, entry.in_file, cache), below)
         try:
             holds: Holds = "lines"
             if is_rows(annotation) or is_array(annotation):
@@ -408,15 +401,15 @@ def _open_source(
             raise UserError(
                 f"{annotation}: cannot be read ({error.strerror}); correct its path or permission"
             ) from error
-        root = named_from(folder, entry.root or "", cache)
+        root = remote.named_from(folder, entry.root or "", cache)
     else:
         if entry.energon is not None:
-            dataset = kept_below(named_from(folder, entry.energon, cache), below)
+            dataset = remote.kept_below(remote.named_from(folder, entry.energon, cache), below)
             shards = energon_shards(dataset, entry.split or "train")
         else:
             shards = webdataset_shards(entry.shards or "", folder, cache)
         for shard in shards:
-            kept_below(shard.path, below)
+            remote.kept_below(shard.path, below)
         rows = all(is_rows(shard.path) for shard in shards)
         files = [
             DataFile(shard.path, "rows") if rows else DataFile(shard.path, "shard", shard)
