@@ -190,8 +190,8 @@ def test_core_builds_the_layers_of_the_flags():
 def test_errors_name_the_place():
     """Prevents an error that does not name the wrong letter, chunk or number of stages."""
     for layout, pipeline, message in (
-        ("Ett|txt|L", 1, "'x' in chunk 1, expanded to 'txt'"),
-        ("Ett|t|L", 2, "3 chunks for 2 pipeline stages"),
+        ("Ett|txt|L", 1, "'x' in chunk 1, 'txt'"),
+        ("Ett|t|L", 2, "3 chunks for 2 stages"),
         ([["embedding"], ["layer", "loss"]], 2, "chunk 1 of the layout has 'layer'"),
         ("Et*999999999|L", 2, "999,999,999 letters"),
         ("t*" + "9" * 4_999, 1, "5,001 letters"),

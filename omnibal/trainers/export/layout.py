@@ -158,8 +158,7 @@ def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> PPLayou
     chunks = _parse_letters(given) if isinstance(given, str) else _parse_words(given)
     if len(chunks) % pipeline:
         raise LayoutError(
-            f"the layout has {len(chunks)} chunks for {pipeline} pipeline stages, and every stage "
-            "must have equally many",
+            f"the layout has {len(chunks)} chunks for {pipeline} stages of equally many",
             f"write a multiple of {pipeline} chunks",
         )
     return PPLayout(pipeline=pipeline, chunks=chunks)
@@ -178,10 +177,8 @@ def _parse_letters(text: str) -> tuple[Chunk, ...]:
         wrong = next((letter for letter in chunk if letter not in _UNIT_OF_LETTER), None)
         if wrong is not None:
             raise LayoutError(
-                f"the layout {_shorten(text)} has {wrong!r} in chunk {number}, expanded to "
-                f"{_shorten(chunk)}",
-                "use only E, t, m, L and |, repeated as x*3 or (xy)*3, without blanks or nested "
-                "groups",
+                f"the layout {_shorten(text)} has {wrong!r} in chunk {number}, {_shorten(chunk)}",
+                "use only E, t, m, L and |, repeated as x*3 or (xy)*3, without blanks or nesting",
             )
     return tuple(tuple(_UNIT_OF_LETTER[letter] for letter in chunk) for chunk in chunks)
 

@@ -172,19 +172,13 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
 SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _read_switch)
 # Flags for the tokens of a sample or a pack; the first given is used.
 LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
-FROZEN = {  # frozen part by switch
-    "freeze-llm": "language",
-    "freeze-vit": "vision",
-    "freeze-aligner": "projector",
-    "freeze-LM": "language",
-    "freeze-ViT": "vision",
-    "freeze-language-model": "language",
-    "freeze-vision-model": "vision",
-    "freeze-vision-projection": "projector",
-    "model.foundation.freeze": "language",
-    "model.image-encoder.freeze": "vision",
-    "model.image-projector.freeze": "projector",
+_SWITCHES_THAT_FREEZE = {
+    "language": "freeze-llm freeze-LM freeze-language-model model.foundation.freeze",
+    "vision": "freeze-vit freeze-ViT freeze-vision-model model.image-encoder.freeze",
+    "projector": "freeze-aligner freeze-vision-projection model.image-projector.freeze",
 }
+# Frozen part by switch.
+FROZEN = {name: part for part, names in _SWITCHES_THAT_FREEZE.items() for name in names.split()}
 DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
     # ms-swift 4.6.0, megatron_args.py:470-504.
     Launcher.MS_SWIFT: {
