@@ -19,13 +19,11 @@ from omnibal.steps.pack_settings import PackSettings
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
     samples_per_step: Annotated[
-        int | None,
-        shared.count_option("global batch size (default: that of `omnibal plan`)"),
+        int | None, shared.count_option("global batch size (default: that of `omnibal plan`)")
     ] = None
     limit: shared.LimitOption = None
     rule: Annotated[
-        Literal["time", "paper"],
-        typer.Option(help="min time per sample, or the paper's"),
+        Literal["time", "paper"], typer.Option(help="min time per sample, or the paper's")
     ] = "time"
     samples: Annotated[int, shared.count_option("min samples to pack")] = SEARCH_SAMPLES
     processes: Annotated[

@@ -25,22 +25,14 @@ def export(
     target: Annotated[
         TargetName | None,
         typer.Option(
-            "--for",
-            metavar="TRAINER",
-            help=f"{', '.join(TargetName)} (default: the plan's)",
+            "--for", metavar="TRAINER", help=f"{', '.join(TargetName)} (default: the plan's)"
         ),
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="data of the lengths (default: export no samples)"),
+        Path | None, typer.Option(help="data of the lengths (default: export no samples)")
     ] = None,
     workers: Annotated[
-        int,
-        count_option(
-            "data loader processes per rank",
-            most=_MOST_WORKERS,
-            least=0,
-        ),
+        int, count_option("data loader processes per rank", most=_MOST_WORKERS, least=0)
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:

@@ -80,8 +80,7 @@ class PoolOptions:
         ),
     ] = None
     engine: Annotated[
-        Literal["local", "ray"],
-        typer.Option(help="processes here, or a Ray cluster"),
+        Literal["local", "ray"], typer.Option(help="processes here, or a Ray cluster")
     ] = "local"
     address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster (default: found by Ray)")
@@ -108,14 +107,12 @@ class PoolOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanOptions:
     data_index: Annotated[
-        Path | None,
-        typer.Option(help="index to write or extend, to open large data fast"),
+        Path | None, typer.Option(help="index to write or extend, to open large data fast")
     ] = None
     data_root: shared.DataRootOption = None
     template: shared.TemplateOption = None
     on_error: Annotated[
-        Literal["stop", "skip"],
-        typer.Option(help="at a bad sample: stop, or list it"),
+        Literal["stop", "skip"], typer.Option(help="at a bad sample: stop, or list it")
     ] = "stop"
 
 
@@ -123,9 +120,7 @@ def lengths(
     meta: Annotated[
         Path,
         typer.Argument(
-            metavar="DATA",
-            help="annotations or meta JSON, path or URL",
-            parser=location,
+            metavar="DATA", help="annotations or meta JSON, path or URL", parser=location
         ),
     ],
     model: shared.ModelOption,

@@ -19,25 +19,16 @@ _MAX_SCRIPT_BYTES = 2**20  # larger files are data
 
 def lint(
     line: Annotated[
-        str,
-        typer.Argument(
-            metavar="LINE",
-            help="quoted command or flags, or a script's path",
-        ),
+        str, typer.Argument(metavar="LINE", help="quoted command or flags, or a script's path")
     ],
     cost: CostOptions,
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="as in `omnibal plan` (default: the line's)",
-        ),
+        str | None, typer.Option(metavar="NAME", help="as in `omnibal plan` (default: the line's)")
     ] = None,
     launcher: Annotated[
         Launcher | None,
         typer.Option(
-            metavar="TRAINER",
-            help=f"{', '.join(Launcher)} (default: by program and flags)",
+            metavar="TRAINER", help=f"{', '.join(Launcher)} (default: by program and flags)"
         ),
     ] = None,
     gpus: Annotated[int | None, size_option("GPUs of the job (default: the line's)")] = None,

@@ -29,18 +29,13 @@ class CostOptions:
     memory_gib: MemoryOption = None
     lengths: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="lengths to pack (repeatable; default: full samples)",
-        ),
+        typer.Option(metavar="FILE", help="lengths to pack (repeatable; default: full samples)"),
     ] = None
     image_share: Annotated[
-        float,
-        typer.Option(min=0, max=1, metavar="X", help="image tokens / tokens without data"),
+        float, typer.Option(min=0, max=1, metavar="X", help="image tokens / tokens without data")
     ] = DEFAULT_IMAGE_SHARE
     sample_tokens: Annotated[
-        int | None,
-        count_option("tokens per sample without data (default: full)"),
+        int | None, count_option("tokens per sample without data (default: full)")
     ] = None
     cost: Annotated[bool, typer.Option("--cost/--no-cost", help="predict memory and step time")] = (
         True

@@ -61,8 +61,7 @@ ModelOption = Annotated[
 ClusterOption = Annotated[str, typer.Option(metavar="NAME", help=f"{PRESET} or TOML file")]
 PackingRuleOption = Annotated[PackingMethod, typer.Option(help="min packs, or the paper's ISF")]
 LengthsArgument = Annotated[
-    list[Path],
-    typer.Argument(metavar="LENGTHS...", help="of `omnibal lengths`, or OmniBal's JSON"),
+    list[Path], typer.Argument(metavar="LENGTHS...", help="of `omnibal lengths`, or OmniBal's JSON")
 ]
 LimitOption = Annotated[
     list[str] | None,
@@ -112,12 +111,10 @@ class JobOptions:
         typer.Option(metavar="PART", help="frozen part, vision or projector, say (repeatable)"),
     ] = None
     lora_rank: Annotated[
-        int | None,
-        count_option("LoRA rank; without --freeze, only adapters train", most=2**16),
+        int | None, count_option("LoRA rank; without --freeze, only adapters train", most=2**16)
     ] = None
     lora_alpha: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="LoRA alpha: scale x rank (default: 2 x rank)"),
+        float | None, typer.Option(metavar="X", help="LoRA alpha: scale x rank (default: 2 x rank)")
     ] = None
     lora_targets: Annotated[
         str | None,
@@ -131,8 +128,7 @@ class JobOptions:
         bool, typer.Option("--lora-rslora", help="scale LoRA by alpha / sqrt(rank)")
     ] = False
     precision: Annotated[
-        config.Precision,
-        typer.Option(help="fp8: bf16 with FP8 language GEMMs"),
+        config.Precision, typer.Option(help="fp8: bf16 with FP8 language GEMMs")
     ] = "bf16"
     profile: Annotated[
         Path | None,
@@ -142,9 +138,7 @@ class JobOptions:
     network_gb_per_s: Annotated[
         float | None,
         typer.Option(
-            min=0.001,
-            metavar="X",
-            help="inter-node GB/s per GPU (default: the cluster's)",
+            min=0.001, metavar="X", help="inter-node GB/s per GPU (default: the cluster's)"
         ),
     ] = None
     expert_imbalance: Annotated[

@@ -63,9 +63,7 @@ class PlanDataOptions:
     levels: Annotated[
         str,
         typer.Option(
-            "--packing-levels",
-            metavar="auto|hbp|N",
-            help="context-parallel sizes; 1: no CP",
+            "--packing-levels", metavar="auto|hbp|N", help="context-parallel sizes; 1: no CP"
         ),
     ] = "auto"
     curriculum_steps: Annotated[
@@ -89,10 +87,7 @@ class PlanDataOptions:
     ] = None
     lengths: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="data (repeatable; default: packs of --max-tokens)",
-        ),
+        typer.Option(metavar="FILE", help="data (repeatable; default: packs of --max-tokens)"),
     ] = None
     micro_batches: Annotated[
         int | None,
@@ -109,19 +104,13 @@ class PlanDataOptions:
         PORTION_SAMPLES
     )
     window: Annotated[
-        int | None,
-        shared.count_option("samples per step in file order (default: shuffle)"),
+        int | None, shared.count_option("samples per step in file order (default: shuffle)")
     ] = None
-    dispatch: Annotated[
-        results.Dispatch,
-        typer.Option(help="balance each --window over ranks"),
-    ] = results.Dispatch.ON
+    dispatch: Annotated[results.Dispatch, typer.Option(help="balance each --window over ranks")] = (
+        results.Dispatch.ON
+    )
     steps_of: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="plan whose steps are kept, for other sizes",
-        ),
+        Path | None, typer.Option(metavar="DIR", help="plan whose steps are kept, for other sizes")
     ] = None
 
     @property
@@ -230,8 +219,7 @@ class PlacementOptions:
         PartitionMethod.OMNIBAL
     )
     recompute: Annotated[
-        RecomputeRule | None,
-        typer.Option(help="recomputed layers (default: by --method)"),
+        RecomputeRule | None, typer.Option(help="recomputed layers (default: by --method)")
     ] = None
     sharding: Annotated[
         Literal["auto", "replicated", "full", "hybrid"] | None,
@@ -244,10 +232,9 @@ class PlacementOptions:
         Literal["auto", "pipeline", "data-parallel"] | None,
         typer.Option(help="encoders (default: auto with --gpus, else pipeline)"),
     ] = None
-    schedule: Annotated[
-        Literal["auto", ScheduleName],
-        typer.Option(help="auto: the fastest"),
-    ] = ONE_FORWARD_ONE_BACKWARD.name
+    schedule: Annotated[Literal["auto", ScheduleName], typer.Option(help="auto: the fastest")] = (
+        ONE_FORWARD_ONE_BACKWARD.name
+    )
 
     @property
     def schedule_name(self) -> ScheduleName | None:

@@ -34,8 +34,7 @@ class MeasureOptions:
         list[Path] | None, typer.Option(help="file of `omnibal lengths` (repeatable)")
     ] = None
     data: Annotated[
-        Path | None,
-        typer.Option(help="samples to read meanwhile, to time reading"),
+        Path | None, typer.Option(help="samples to read meanwhile, to time reading")
     ] = None
     tokenizer_model: shared.TokenizerOption = None
     layers: Annotated[
@@ -98,12 +97,10 @@ class MeasuredClusterOptions:
     """Cluster file with measured rates, to plan other models on the device."""
 
     cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"{shared.PRESET} or TOML to extend"),
+        str | None, typer.Option(metavar="NAME", help=f"{shared.PRESET} or TOML to extend")
     ] = None
     cluster_output: Annotated[
-        Path | None,
-        typer.Option(help="TOML to write: --cluster with rates"),
+        Path | None, typer.Option(help="TOML to write: --cluster with rates")
     ] = None
 
 

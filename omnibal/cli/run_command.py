@@ -31,8 +31,7 @@ class RunCommandOptions:
     data_root: shared.DataRootOption = None
     template: shared.TemplateOption = None
     weights: Annotated[
-        Path | None,
-        typer.Option(help="checkpoint or run to start from (default: --model)"),
+        Path | None, typer.Option(help="checkpoint or run to start from (default: --model)")
     ] = None
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="random initial weights")] = (
         False
@@ -51,8 +50,7 @@ class RunCommandOptions:
         bool, typer.Option("--start/--no-start", help="train here, if it has the GPUs")
     ] = True
     export: Annotated[
-        bool,
-        typer.Option("--export/--no-export", help="write OUTPUT/hf, as --model is"),
+        bool, typer.Option("--export/--no-export", help="write OUTPUT/hf, as --model is")
     ] = True
 
 

@@ -25,21 +25,13 @@ _IMAGES_LOST = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions:
-    gpus: Annotated[
-        int | None,
-        size_option("number of GPUs; unset sizes are searched"),
-    ] = None
+    gpus: Annotated[int | None, size_option("number of GPUs; unset sizes are searched")] = None
     samples_per_step: Annotated[
-        int | None,
-        count_option("global batch size (default: 128 to 512, by --gpus)"),
+        int | None, count_option("global batch size (default: 128 to 512, by --gpus)")
     ] = None
     made_for: Annotated[
         TargetName | None,
-        typer.Option(
-            "--for",
-            metavar="TRAINER",
-            help=f"{', '.join(TargetName)} (default: own)",
-        ),
+        typer.Option("--for", metavar="TRAINER", help=f"{', '.join(TargetName)} (default: own)"),
     ] = None
     compare: Annotated[bool, typer.Option(help="cost of the limits of --for")] = True
 
