@@ -49,7 +49,9 @@ def prepare_megatron_core() -> None:
     if not has_cuda():
         _route_cuda_calls_to_cpu()
         _route_cuda_tensors_to_cpu()
-        route_random_state_to_cpu()
+        for owner, calls in random_state_calls():
+            for name, call in calls.items():
+                setattr(owner, name, call)
         _route_split_sizes_to_cpu()
         # Core compiles small fusions with Inductor: minutes of g++ on a CPU.
         torch._dynamo.config.disable = True
@@ -159,8 +161,8 @@ def _route_cuda_tensors_to_cpu() -> None:
     torch.Tensor.to, torch.Tensor.type = to, type_
 
 
-def route_random_state_to_cpu() -> None:
-    """Redirect core's CUDA random state to the CPU's generator."""
+def random_state_calls() -> list[tuple[Any, dict[str, Any]]]:
+    """Return owners of CUDA's random state, with replacements by name: the CPU's generator."""
     from megatron.core.tensor_parallel import random as core_random
 
     def set_seed(value: int) -> None:
@@ -178,14 +180,17 @@ def route_random_state_to_cpu() -> None:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outside)
 
-    for owner in (torch.cuda, torch.cuda.random):
-        owner.manual_seed = owner.manual_seed_all = set_seed
-        owner.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-        owner.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.cuda.default_generators = (torch.default_generator,)
-    core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    core_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    core_random.CudaRNGStatesTracker.fork = fork
+    get_state = lambda *args, **kwargs: torch.get_rng_state()  # noqa: E731
+    set_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # noqa: E731
+    calls: dict[str, Any] = {"manual_seed": set_seed, "manual_seed_all": set_seed}
+    calls |= {"get_rng_state": get_state, "set_rng_state": set_state}
+    core_calls = {"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state}
+    return [
+        (torch.cuda, calls | {"default_generators": (torch.default_generator,)}),
+        (torch.cuda.random, calls),
+        (core_random, core_calls),
+        (core_random.CudaRNGStatesTracker, {"fork": fork}),
+    ]
 
 
 def _route_split_sizes_to_cpu() -> None:

@@ -15,13 +15,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import random as core_random
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import cpp_extension
 
-from megatron.vlm.backend import immediate_cuda_calls, is_core_on_cpu, route_random_state_to_cpu
+from megatron.vlm.backend import immediate_cuda_calls, is_core_on_cpu, random_state_calls
 from megatron.vlm.measure.fake_device.memory import MemoryTracker
 from omnibal.base.errors import UserError
 
@@ -69,22 +68,11 @@ def patch_torch_cuda(
             "Megatron-core is prepared for the CPU in this process; make a fake device in a "
             "separate process, before anything is built"
         )
-    random_calls = ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")
     with contextlib.ExitStack() as replaced:
-        for owner, calls in _list_patches(memory, resized):
+        for owner, calls in (*_list_patches(memory, resized), *random_state_calls()):
             replaced.enter_context(patch.multiple(owner, **calls))
-        for owner, names in (
-            (torch.cuda, (*random_calls, "default_generators")),
-            (torch.cuda.random, random_calls),
-            (core_random, ("_get_cuda_rng_state", "_set_cuda_rng_state")),
-            (core_random.CudaRNGStatesTracker, ("fork",)),
-        ):
-            # Patched with themselves, to undo `route_random_state_to_cpu` at the end.
-            originals = {name: vars(owner)[name] for name in names}
-            replaced.enter_context(patch.multiple(owner, **originals))
         # Run functions uncompiled that core would compile.
         replaced.enter_context(torch._dynamo.config.patch(disable=True))
-        route_random_state_to_cpu()
         yield
 
 
