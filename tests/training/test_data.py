@@ -37,6 +37,7 @@ from shard_cases import make_samples, write_shards
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron.vlm.inputs.augment import Purpose, jpeg_qualities, tile_keys
+from megatron.vlm.inputs.batch import MicroBatchShape
 from megatron.vlm.inputs.data import LossWeighting, MicroBatchOptions, PackDataset, load_batches
 from megatron.vlm.inputs.read_ahead import _begin_worker
 from megatron.vlm.inputs.reader import SampleReader
@@ -370,7 +371,8 @@ def test_validation_packs_hold_every_sample_once(data):
     seen, labels = Counter(), Counter()
     for rank in range(RANKS):
         dataset = packs.dataset(data.reader, WHOLE, rank, options)
-        shapes = packs.shapes(rank)
+        held = packs.scheduled, packs.lengths, dataset.rows
+        shapes = MicroBatchShape.of_shares(*held, packs.sharing(rank))
         assert len(shapes) == len(dataset) > 1
         for batch, shape in zip(dataset, shapes, strict=True):
             assert shape.tiles <= CAPS["tiles"] and shape.tokens <= CAPS["tokens"]

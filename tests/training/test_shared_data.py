@@ -11,6 +11,7 @@ from data_cases import FIRST, LAST, SKIP, TEXT, Data, assert_same, shares
 from native_data_cases import CUTS, NativeData, data_of
 from toy import share_of, stages_of
 
+from megatron.vlm.inputs.batch import MicroBatchShape
 from megatron.vlm.inputs.data import LossWeighting, MicroBatchOptions
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
@@ -176,8 +177,10 @@ def test_validation_packs_are_shared_too(shown, data: Data):
         packs, batches = pack_validation(held_out.reader, count, one, ranks), []
         for rank in range(ranks):
             options = MicroBatchOptions(drop_path=not is_native)
-            own = list(packs.dataset(held_out.reader, held_out.whole, rank, options))
-            assert [batch.shape for batch in own] == packs.shapes(rank)
+            dataset = packs.dataset(held_out.reader, held_out.whole, rank, options)
+            own, held = list(dataset), (packs.scheduled, packs.lengths, dataset.rows)
+            shapes = MicroBatchShape.of_shares(*held, packs.sharing(rank))
+            assert [batch.shape for batch in own] == shapes
             assert all(batch.shape.context == one.context for batch in own)
             batches += own
         assert len(packs.lengths) + packs.left_out == count

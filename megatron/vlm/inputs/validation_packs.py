@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.vlm.inputs.batch import MicroBatchShape
 from megatron.vlm.inputs.data import MicroBatchOptions, PackDataset
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
@@ -12,7 +11,6 @@ from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.data.scan import scan_lengths
 from omnibal.model.levels import Level
-from omnibal.model.parallel import Parallel
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.stage_units import Stage
@@ -29,28 +27,16 @@ class ValidationPacks:
     level: Level
     left_out: int  # number of samples that exceed a cap
 
+    def sharing(self, rank: int) -> Sharing:
+        return Sharing(dp_rank=rank, levels=[self.level])
+
     def dataset(
         self, reader: SampleReader, stage: Stage, rank: int, options: MicroBatchOptions
     ) -> PackDataset:
         """Return a data-parallel rank's dataset, without augmentation and drop path."""
-        plain = replace(options, augment=False, drop_path=False)
-        packs, rows, sharing = self.scheduled, self._rows(rank), self._sharing(rank)
-        return PackDataset(reader, packs, self.lengths, rows, stage, plain, sharing)
-
-    def shapes(self, rank: int) -> list[MicroBatchShape]:
-        return MicroBatchShape.of_shares(
-            self.scheduled, self.lengths, self._rows(rank), self._sharing(rank)
-        )
-
-    def slots(self, rank: int, parallel: Parallel) -> int:
-        """Return the rank's number of micro-batches, with empty ones to join other ranks."""
-        return self._sharing(rank).slots(self.scheduled, parallel)
-
-    def _rows(self, rank: int) -> np.ndarray:
-        return self._sharing(rank).rows(self.scheduled, 0, 1)
-
-    def _sharing(self, rank: int) -> Sharing:
-        return Sharing(dp_rank=rank, levels=[self.level])
+        plain, sharing = replace(options, augment=False, drop_path=False), self.sharing(rank)
+        rows = sharing.rows(self.scheduled, 0, 1)
+        return PackDataset(reader, self.scheduled, self.lengths, rows, stage, plain, sharing)
 
 
 def pack_validation(

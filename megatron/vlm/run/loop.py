@@ -37,6 +37,7 @@ from omnibal.job.runlog import (
 from omnibal.packing.packs import ScheduledPacks
 
 TRACE_FOLDER = "traces"
+_RECORDED = ("tiles", "clips", "image_tokens", "tokens")  # features of a step, in its record
 _log = logging.getLogger(__name__)
 
 
@@ -179,10 +180,7 @@ class TrainingLoop:
             loss=result.loss,
             loss_tokens=result.loss_tokens,
             samples=samples,
-            tiles=int(scheduled.column("tiles")[rows].sum()),
-            clips=int(scheduled.column("clips")[rows].sum()),
-            image_tokens=int(scheduled.column("image_tokens")[rows].sum()),
-            tokens=int(scheduled.tokens[rows].sum()),
+            **{name: int(scheduled.column(name)[rows].sum()) for name in _RECORDED},
             samples_sha256=samples_digest(
                 scheduled.packs.samples[offsets[rows[0]] : offsets[rows[-1] + 1]]
             ),

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint.run_folders import name_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
-from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.batch import MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
 from megatron.vlm.inputs.pack_share import Sharing
@@ -491,12 +491,13 @@ def _make_validation(run: TrainingRun, trainer: Trainer) -> Validation | None:
         _log.info(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
     stage, rank = trainer.forward_units, parallel_state.get_data_parallel_rank()
     dataset = packs.dataset(reader, stage, rank, arguments.samples)
-    shapes, workers = packs.shapes(rank), arguments.num_workers
+    sharing, workers = packs.sharing(rank), arguments.num_workers
+    shapes = MicroBatchShape.of_shares(packs.scheduled, packs.lengths, dataset.rows, sharing)
     return Validation(
         batches=lambda: MicroBatchStream(
             batches=load_batches(dataset, workers, current_device()), shapes=shapes
         ),
-        slots=packs.slots(rank, run.plan.parallel),
+        slots=sharing.slots(packs.scheduled, run.plan.parallel),
     )
 
 
