@@ -83,13 +83,14 @@ def _grouped_query(
         moments = FP32_BYTES * (query + widths.key) / language.head_width * norms
         rotated_bytes = tokens * ((query + widths.key) * size + moments) / t
         kept[:1] = [
-            Kept("product with q, k and v", qkv, own_bytes),
+            # The gate is taken out of the product.
+            Kept("product with q, k and v", by if gate else qkv, own_bytes),
             Kept("rotated q and k", f"{by}.norm_and_rotate", rotated_bytes),
         ]
     if not is_rotary and not language.qk_norm:
         del kept[1]
     if gate:
-        kept.append(Kept(projected, "gate", gated_bytes, for_weights=True))
+        kept.append(Kept(projected, by, gated_bytes, for_weights=True))
     copies: Kernels = ()
     if language.kv_heads < t:
         # All ranks' q, k and v are gathered, and each rank copies its heads (Megatron-core
@@ -233,20 +234,24 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
     # Recomputed w, u, values, states, and all gradients.
     running = heads * ((2 * d + 3 * e + 2 * d * e / CHUNK) + (d + 2 * e) + e) / t
-    # Bytes per token kept by core's module with flash-linear-attention and fused norms.
-    kept = {
-        "into the convolution": mixed * size,
-        "normed q and k, and their scales": 2 * keys * size + 2 * linear.key_heads * FP32_BYTES,
-        # Repeated per value head, if there are more value heads.
-        "q and k of every head": 2 * heads * d * size * (heads > linear.key_heads),
-        "v": values * size,
-        # Of beta, value and input; of the decay, input, value and cumulative sum.
-        "beta and decay": heads * (2 * size + 3 * FP32_BYTES),
-        "inverse of a chunk's triangle": heads * CHUNK * size,
-        "rule's output and its norm's moments": values * size + heads * FP32_BYTES,
-        "output's gate": values * size,
-        "gated output": values * size,
-    }
+    # Bytes per token kept with flash-linear-attention and fused norms, and what makes them.
+    is_core = device.runtime.transformer_engine  # Megatron-core's module, with Transformer Engine
+    unit_bytes = 2 * keys * size + 2 * linear.key_heads * FP32_BYTES
+    rule_bytes = (heads * CHUNK + values) * size
+    kept = [
+        ("into the convolution", "", mixed * size),
+        ("v", "", values * size),
+        ("output's gate", "", values * size),
+        ("rows of beta and decay", "", 2 * heads * size),
+        ("normed q and k, and their scales", "normalize_heads", unit_bytes),
+        # Core's sum of decays is another tensor.
+        ("beta and decay", "decay_and_rate", heads * (3 * FP32_BYTES if is_core else size + 4)),
+        ("rule's output, and inverses of chunks' triangles", "run_rule", rule_bytes),
+        ("norm's scales", "gated_norm", heads * FP32_BYTES),
+        ("gated output", "gated_norm", values * size),
+    ]
+    if is_core and heads > linear.key_heads:  # core repeats them for the kernel
+        kept.append(("q and k of every head", "", 2 * heads * d * size))
     return Work(
         kernels=(
             *product(tokens, h, made / t),
@@ -263,9 +268,12 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
         gathered_bytes=device.gather_buffer(tokens * h * size),
         kept=tuple(
             Kept(
-                name, "self_attention", tokens * token_bytes / t, for_weights=name == "gated output"
+                name,
+                f"self_attention.{by}".strip("."),
+                tokens * token_bytes / t,
+                for_weights=name == "gated output",
             )
-            for name, token_bytes in kept.items()
+            for name, by, token_bytes in kept
         ),
         working=(Working(tokens * (h * device.sequence_share + running) * size),),
         other_parameters=(convolution + 2 * heads) / t + e,

@@ -153,14 +153,15 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
         of_shared = ("shared_experts",)
         kernels += in_module("shared_experts", _mlp(device, tokens, h, shared))
         kernels += element_wise(3 * part_bytes, 0 * part_bytes)
-        first, second = "mlp.shared_experts.linear_fc1", "mlp.shared_experts"
+        first, second = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.swiglu"
         kept += [
             Kept("shared gate and value", first, 2 * shared_bytes, modules=of_shared),
             Kept("shared product", second, shared_bytes, True, of_shared),
         ]
     if experts.shared_gate:
         kernels += [*product(own, h, 1), *element_wise(3 * part_bytes, 6 * part_bytes, 2)]
-        kept.append(Kept("shared output and its gate", "mlp.shared_experts", own * (h + 1) * size))
+        kept.append(Kept("shared output", "mlp.shared_experts.linear_fc2", own * h * size))
+        kept.append(Kept("gate of the shared output", "mlp.shared_experts", own * size))
     weighted = ("weighted product",)
     active = (*weighted, "weights of rows")
     all_freed = (*active, "gate and value")

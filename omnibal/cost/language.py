@@ -147,9 +147,17 @@ def head(language: LanguageConfig, device: Device) -> CountedUnit:
     units = (*(_join_embeddings(language, device), layer, last) * number, last)
     unit = chain_units([(f"{place}: ", unit) for place, unit in enumerate(units)])
     # Predictions share the head's weights.
-    copied = -number * last.products[0].outer
-    copied += 0 if language.tied_head else language.words_of_rank(device.tensor)
-    return replace(unit, other_parameters=unit.other_parameters + copied * h)
+    words = language.words_of_rank(device.tensor)
+    copied = -number * last.products[0].outer + (0 if language.tied_head else words)
+    # The gradient of the head's weight waits for that of its other use; their sum is a copy.
+    of_loss = {line.what for line in last.kept} - {"input", "norm's moments"}
+    freed = tuple(line.what for line in unit.kept if line.what.partition(": ")[2] in of_loss)
+    working = (
+        *(replace(moment, weight=moment.weight + words * h) for moment in unit.working),
+        Working(layer.output_bytes, weight=3 * words * h, freed=freed),
+    )
+    parameters = unit.other_parameters + copied * h
+    return replace(unit, working=working, other_parameters=parameters)
 
 
 def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:

@@ -18,6 +18,9 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LinearAttention
 _UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}  # "mrope" is Qwen2-VL's
 
 
+_ROTATED_SHARE = 0.25  # of a head, Transformers' default of Qwen3.5
+
+
 class SectionedText(text.TextTable):
     """Language model with multimodal RoPE over time, row and column."""
 
@@ -110,10 +113,12 @@ class Qwen35Vision(Qwen3VLVision):
     deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
 
 
-class HybridText(text.LayeredText):
+# Pydantic takes the first base's fields.
+class HybridText(text.LayeredText, SectionedText):
     """Language model of Qwen3.5: three gated-delta-rule layers, then one attention layer."""
 
     states_head_size = True
+    default_sections = (11, 11, 10)  # of the first quarter of a head
 
     intermediate_size: PositiveInt | None = 12_288
     num_key_value_heads: PositiveInt = 4
@@ -127,6 +132,22 @@ class HybridText(text.LayeredText):
     linear_num_value_heads: PositiveInt = 32
     mtp_num_hidden_layers: int = Field(default=0, ge=0)
     mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)  # [] in dense releases
+
+    def check_rope(self) -> None:
+        """Raise ValueError for a scaled RoPE, or sections of another share of a head."""
+        if self.rope.kind not in _UNSCALED:
+            raise ValueError(
+                f"RoPE of type {self.rope.kind!r} is not trained; to plan, leave the scaling out: "
+                "it costs nothing"
+            )
+        sections = self.rope_fields["rope_sections"]
+        rotated = 2 * (sections.time + sections.rows + sections.columns)
+        share = self.rope.partial_rotary_factor or self.partial_rotary_factor or _ROTATED_SHARE
+        if rotated != int(self.head_dim * share):
+            raise ValueError(
+                f"mrope_section rotates {rotated} of {self.head_dim} values of a head, and "
+                f"partial_rotary_factor {share} {int(self.head_dim * share)}; they must be equal"
+            )
 
     @property
     def experts(self) -> ExpertsConfig | None:

@@ -17,7 +17,7 @@ from omnibal.job.plan_portions import count_through_run, portion_of_step, read_p
 from omnibal.job.planner import predict_memories, predict_plan, scale_prediction
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
-from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
+from omnibal.model.layer_kinds import ExpertsConfig
 from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of
@@ -48,11 +48,9 @@ _TRAINED_SETTINGS: Mapping[type, Mapping[str, object]] = {
         "bias": False,
         "norm_bias": False,
         "sinks": False,
-        "output_gate": False,
         "post_norms": False,
-        "prediction_layers": 0,
     },
-    ExpertsConfig: {"shared_ffn_hidden_size": None, "selection_bias": False},
+    ExpertsConfig: {"selection_bias": False},
 }
 _REPLAN = "make the plan again with `omnibal plan`"
 _FIGURE_TOLERANCE = 1e-6  # relative: BLAS of two machines sums in different orders
@@ -230,6 +228,7 @@ def training_obstacles(plan: Plan) -> list[str]:
         return [] if plan.data is not None else [only_shapes]
     schedule, stages, adapters = plan.schedule, plan.parallel.pipeline, plan.adapters
     foreign, unquantised = model_obstacle(plan.model), precision_obstacle(plan)
+    is_hybrid = plan.model.language.is_hybrid
     studied, shares = "the plan can be studied but not trained", "context-parallel packs"
     obstacles = {
         only_shapes: plan.data is None,
@@ -252,6 +251,8 @@ def training_obstacles(plan: Plan) -> list[str]:
         "micro-batches: plan with levels of context 1, or with --schedule interleaved": (
             plan.has_shared_packs and not schedule.rule(stages, schedule.chunks, 1).is_prefix_closed
         ),
+        f"{shares} of {plan.model.name} need states of its gated delta layers exchanged, which the "
+        "trainer does not: plan with --packing-levels 1": plan.has_shared_packs and is_hybrid,
         f"{shares} of {plan.model.name} need its audio features exchanged, which the trainer does "
         "not: plan with levels of context 1": plan.has_shared_packs and plan.model.takes_audio,
         f"{shares} of {plan.model.name} need features of data-parallel encoders of images at "
@@ -269,6 +270,7 @@ def precision_obstacle(plan: Plan) -> str | None:
         return None
     obstacles = {
         "experts, which the trainer multiplies in bf16 only": bool(expert_counts(plan.model)),
+        "gated delta layers": plan.model.language.is_hybrid,
         "context-parallel packs, as Transformer Engine lacks their attention": (
             plan.has_shared_packs
         ),
@@ -291,18 +293,21 @@ def model_obstacle(model: ModelConfig) -> str | None:
     foreign_kinds = [
         f"layers of kind {kind.name}{_foreign_experts(kind.experts)}"
         for kind in kinds
-        if kind != LayerKind(experts=kind.experts) or _foreign_experts(kind.experts)
+        if kind.window or kind.latent or _foreign_experts(kind.experts)
     ]
-    if not foreign_kinds and len(kinds) > 1:
+    if len({kind.linear for kind in kinds} - {None}) > 1 or len({k.experts for k in kinds}) > 1:
         names = " and ".join(kind.name for kind in kinds)
         foreign_kinds = [f"layers of kinds {names} together"]
     foreign += [*foreign_kinds, *_foreign_settings(LANGUAGE, model.language)]
+    if model.language.prediction_layers > 1:
+        foreign.append(f"{model.language.prediction_layers} prediction layers")
     if not foreign:
         return None
     return (
         f"not trainable here: {model.name} has {', '.join(foreign)} (supported: encoder vision of "
-        "tiles, or of images as in Qwen2-VL, Qwen2.5-VL and Qwen3-VL; encoder audio of clips; full "
-        "attention with rotary positions; gated feed-forwards, or Qwen3's experts, in all layers)"
+        "tiles, or of images as in Qwen2-VL to Qwen3.5; encoder audio of clips; full attention "
+        "with rotary positions, gated delta layers; gated feed-forwards, or Qwen's experts, in all "
+        "layers; a prediction layer)"
     )
 
 

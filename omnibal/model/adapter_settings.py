@@ -268,7 +268,18 @@ def _language_linears(language: LanguageConfig, kind: LayerKind) -> tuple[Linear
         [piece(name, wide, inner) for name in ("gate_proj", "up_proj")[-language.gates :]],
         piece("down_proj", inner, wide),
     )
-    attention = () if kind.latent or kind.linear else linears[:2]
+    attention = () if kind.latent else linears[:2]
+    if kind.linear is not None:
+        keys = kind.linear.key_heads * kind.linear.key_head_size
+        values = kind.linear.value_heads * kind.linear.value_head_size
+        heads = kind.linear.value_heads
+        widths = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+        made = [piece(f"in_proj_{n}", wide, w, block="linear_attn") for n, w in widths.items()]
+        out = piece("out_proj", values, wide, block="linear_attn")
+        attention = (
+            Linear("self_attention.in_proj", tuple(made)),
+            Linear("self_attention.out_proj", (out,), divides_inputs=True),
+        )
     return (*attention, *(linears[2:] if kind.experts is None else ()))
 
 

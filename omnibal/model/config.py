@@ -66,7 +66,10 @@ class RopeScaling(Frozen):
 
 
 class RopeSections(Frozen):
-    """Multimodal RoPE sections (Qwen2-VL, arXiv 2409.12191, 2.1) of half a head."""
+    """Multimodal RoPE sections (Qwen2-VL, arXiv 2409.12191, 2.1) of half a head, or less.
+
+    With fewer than half of a head, the rest of the head has no position (partial RoPE).
+    """
 
     time: Width
     rows: Width
@@ -108,6 +111,9 @@ class LanguageConfig(Frozen):
         False, "attention's output is gated by a projection of the layer's input (Qwen3.5)"
     )
     post_norms: bool = written_unless(False, "a norm after each block too (Gemma 3)")
+    zero_centered_norms: bool = written_unless(
+        False, "weights of norms are stored minus 1 (Qwen3.5)"
+    )
     norm_eps: PositiveFloat = 1e-5
     rope_base: Annotated[int, Field(ge=1, le=10**15)] = 1_000_000
     max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
@@ -131,6 +137,9 @@ class LanguageConfig(Frozen):
     prediction_layers: Annotated[int, Field(ge=0, le=16)] = written_unless(
         0, "layers of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)"
     )
+    prediction_loss: Annotated[float, Field(ge=0, le=1e3)] = written_unless(
+        0.1, "weight of the prediction layers' loss: --mtp-loss-scaling-factor"
+    )
     runs: tuple[LayerRun, ...] = Field(
         default=(),
         description="runs of layer kinds, repeated up to `layers`; left out: full attention and "
@@ -146,6 +155,11 @@ class LanguageConfig(Frozen):
     def gates(self) -> int:
         """Matrices before a dense feed-forward's activation: 2 if gated (SwiGLU)."""
         return 2 if self.activation == "gated" else 1
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether layers have linear attention."""
+        return any(kind.linear for kind in self.kinds)
 
     def words_of_rank(self, tensor: int) -> int:
         """Return vocabulary rows per tensor-parallel rank, padded to _VOCABULARY_MULTIPLE."""
@@ -170,9 +184,10 @@ class LanguageConfig(Frozen):
             raise ValueError("rope_factor and rope_scaling are exclusive; drop one")
         if (rope := self.rope_sections) is not None:
             counts = (rope.time, rope.rows, rope.columns)
-            if 2 * sum(counts) != self.head_width:
+            if 2 * sum(counts) > self.head_width:
                 raise ValueError(
-                    f"rope_sections {counts} must add up to half of a head, {self.head_width // 2}"
+                    f"rope_sections {counts} must add up to at most half of a head, "
+                    f"{self.head_width // 2}"
                 )
         kinds = set(self.kinds)
         if len({kind.name for kind in kinds}) < len(kinds):  # costs are keyed by name

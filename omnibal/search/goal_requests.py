@@ -182,8 +182,10 @@ class GoalRequests:
             )
 
     def may_have_levels(self, request: StrategyRequest) -> bool:
-        """Return whether to search levels: shared packs may be faster, and OmniBal trains."""
-        return self.goal.job.trainer.name is None and need_levels(request, self.goal.free.levels)
+        """Return whether to search levels: shared packs may be faster, and OmniBal trains them."""
+        job = self.goal.job
+        trains = job.trainer.name is None and not job.model.language.is_hybrid
+        return trains and need_levels(request, self.goal.free.levels)
 
     def plan_request(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
         """Return the plan request of a strategy, on all data."""

@@ -49,6 +49,7 @@ DEEP = {"layers": 4}
 
 
 LONG = {"max_positions": 640}
+FURTHER = LONG | {"prediction_layers": 1}
 """Required in configurations of Transformers."""
 
 
@@ -73,6 +74,7 @@ def kinds() -> dict[str, Kind]:
     text = ModelConfig(
         name="text", language=mixture.language.model_copy(update={"runs": (), **LONG})
     )
+    hybrid = native.qwen3_5(**FURTHER).model_copy(update={"encoders": {}})
     audio = {"audio": toy_audio_encoder(layers=2)}
     return {
         "tiles": Kind(tiles.with_tower("language", **DEEP), TensorLayout.INTERNVL_QWEN2),
@@ -83,6 +85,10 @@ def kinds() -> dict[str, Kind]:
         "qwen3-vl": Kind(native.qwen3_vl(**LONG), TensorLayout.QWEN3_VL),
         "qwen3-vl-tied": Kind(native.qwen3_vl(**LONG, tied_head=True), TensorLayout.QWEN3_VL),
         "qwen3-vl-moe": Kind(native.qwen3_vl_moe(**LONG), TensorLayout.QWEN3_VL_MOE_STACKED),
+        "qwen3.5": Kind(native.qwen3_5(**FURTHER), TensorLayout.QWEN3_5),
+        "qwen3.5-tied": Kind(native.qwen3_5(**FURTHER, tied_head=True), TensorLayout.QWEN3_5),
+        "qwen3.5-moe": Kind(native.qwen3_5_moe(**FURTHER), TensorLayout.QWEN3_5_MOE),
+        "qwen3.5-text": Kind(hybrid, TensorLayout.QWEN3_5_TEXT),
         "qwen2.5-vl": Kind(native.qwen2_5_vl(**LONG, kv_heads=2), TensorLayout.QWEN2_5_VL),
     }
 
@@ -279,7 +285,7 @@ def draw_combination(seed: int, folder: Path) -> tuple[Drawn, Plan]:
     name = draw.choice(names)
     kind = kinds()[name]
     trained = draw_trained(draw, kind)
-    can_share = not kind.is_native and not kind.model.takes_audio
+    can_share = not (kind.is_native or kind.model.takes_audio or kind.model.language.is_hybrid)
     is_shared = can_share and draw.random() < 0.3
     own = partial(draw_plan, draw, name, trained, is_shared)
     (folder / "own").mkdir()

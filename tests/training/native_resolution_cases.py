@@ -20,7 +20,7 @@ from omnibal.data.native_resolution import Grid
 from omnibal.families.folder import CONFIG_FILE
 from omnibal.model.config import LanguageConfig, ModelConfig, RopeSections
 from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
-from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun, LinearAttention
 
 IMAGE, VIDEO, START, END = 0, 1, 2, 3
 """Tokens of images, of videos, and around both."""
@@ -66,6 +66,37 @@ def qwen3_vl_moe(**language: Any) -> ModelConfig:
     """Return a toy sparse Qwen3-VL."""
     experts = ExpertsConfig(experts=6, experts_per_token=2, ffn_hidden_size=12)
     return qwen3_vl(runs=(LayerRun(layers=1, experts=experts),), **language)
+
+
+DELTA = LinearAttention(
+    key_heads=2, value_heads=4, key_head_size=12, value_head_size=10, convolution_width=3
+)
+
+
+def qwen3_5(**language: Any) -> ModelConfig:
+    """Return a toy Qwen3.5: gated delta layers, then one with a gated output and partial RoPE."""
+    runs = (LayerRun(layers=2, linear=DELTA), LayerRun(layers=1))
+    own = {
+        "qk_norm": True, "qkv_bias": False, "output_gate": True, "zero_centered_norms": True,
+        "norm_eps": 1e-2, "runs": runs, **language,
+    }  # fmt: skip
+    tower = {
+        "activation": "gelu_tanh",
+        "learned_positions": 25,
+        "video": VideoConfig(times="before"),
+    }
+    sections = RopeSections(time=2, rows=1, columns=1, interleaved=True)
+    return _model("toy-qwen3.5", sections, tower, own)
+
+
+def qwen3_5_moe(**language: Any) -> ModelConfig:
+    """Return a toy sparse Qwen3.5, with a gated shared expert."""
+    experts = ExpertsConfig(
+        experts=6, experts_per_token=2, ffn_hidden_size=12, shared_ffn_hidden_size=20,
+        shared_gate=True,
+    )  # fmt: skip
+    runs = (LayerRun(layers=2, linear=DELTA, experts=experts), LayerRun(layers=1, experts=experts))
+    return qwen3_5(runs=runs, **language)
 
 
 def qwen2_5_vl(vision: dict[str, Any] | None = None, **language: Any) -> ModelConfig:
@@ -208,6 +239,9 @@ def packs_of(model: ModelConfig, number: int, packs: Sequence[Pack]) -> Iterator
 
 _LAYOUTS = {
     "toy-qwen3-vl": TensorLayout.QWEN3_VL,
+    "toy-qwen3-vl-moe": TensorLayout.QWEN3_VL_MOE_STACKED,
+    "toy-qwen3.5": TensorLayout.QWEN3_5,
+    "toy-qwen3.5-moe": TensorLayout.QWEN3_5_MOE,
     "toy-qwen2.5-vl": TensorLayout.QWEN2_5_VL,
     "toy-qwen2-vl": TensorLayout.QWEN2_VL,
 }
@@ -219,8 +253,7 @@ _IDS = {
 
 def transformers_model(model: ModelConfig) -> Any:
     """Return Transformers' model of these sizes, with random weights."""
-    has_experts = model.language.kinds[0].experts is not None
-    layout = TensorLayout.QWEN3_VL_MOE_STACKED if has_experts else _LAYOUTS[model.name]
+    layout = _LAYOUTS[model.name + ("-moe" if model.language.kinds[0].experts else "")]
     files = qwen_files(model, model.images, layout, "float32", _IDS)
     config = AutoConfig.for_model(**files[CONFIG_FILE])
     return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")

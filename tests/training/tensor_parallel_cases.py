@@ -237,10 +237,12 @@ def compare_resumed(folder, *layouts, steps=STEPS, rel=1e-5, **options):
 DIVIDED_AXIS = {
     "word_embeddings.weight": 0, "head.weight": 0, "linear_qkv.weight": 0, "linear_qkv.bias": 0,
     "q_layernorm.weight": 0, "k_layernorm.weight": 0, "linear_proj.weight": 1,
-    "linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1,
+    "linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1, "in_proj.weight": 0,
+    "conv_weight": 0, "A_log": 0, "dt_bias": 0, "out_proj.weight": 1, "eh_proj.weight": 0,
 }  # fmt: skip
 
 
+LANGUAGE_PARTS = ("language.", "prediction.")
 ROW_PIECES = ("o_proj", "down_proj", "proj", "out_proj", "fc2", "linear_fc2", "linear_2")
 """Adapters of row-parallel linears."""
 
@@ -252,13 +254,13 @@ def axis_of(name):
         return None if divides_inputs == (matrix == "lora_b") else int(divides_inputs)
     if name.startswith(("projector.norm.", "vision_embedding.")) or ".experts." in name:
         return None
-    if name.startswith("language.") and "_layernorm" in name:  # shared by all heads
+    if name.startswith(LANGUAGE_PARTS) and "_layernorm" in name:  # shared by all heads
         return None
     [axis] = [axis for end, axis in DIVIDED_AXIS.items() if name.endswith(end)] or [None]
     return axis
 
 
-def whole(name, parts, gated=("language.",)):
+def whole(name, parts, gated=()):
     """Return a tensor merged from its tensor-parallel shards; replicas must be equal.
 
     Args: `gated`: name prefixes of towers with gated feed-forwards.
@@ -268,7 +270,7 @@ def whole(name, parts, gated=("language.",)):
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=1e-5, atol=1e-7, msg=name)
         return parts[0]
-    if name.startswith(gated) and "linear_fc1" in name:
+    if name.startswith((*LANGUAGE_PARTS, *gated)) and "linear_fc1" in name:
         gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat([*gates, *ups])
     return torch.cat(parts, axis)
@@ -287,7 +289,7 @@ def assert_equal_whole(ranks, plan, expected):
             found.add(name)
             copies = [[part] for part in parts] if full_name.startswith(ENCODERS) else [parts]
             for own in copies:
-                value, other = whole(name, own, ("language.", *gated)), expected[name]
+                value, other = whole(name, own, gated), expected[name]
                 real = value[tuple(map(slice, other.shape))]
                 atol = 1e-4 * other.abs().max().item()
                 torch.testing.assert_close(real, other, rtol=1e-4, atol=atol, msg=name)

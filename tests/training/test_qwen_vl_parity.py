@@ -24,6 +24,8 @@ from native_resolution_cases import (
     pixel_arguments,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_vl,
     qwen3_vl_moe,
     sample_of,
@@ -50,10 +52,13 @@ KINDS = {
     "qwen3-vl-moe": (qwen3_vl_moe(), TensorLayout.QWEN3_VL_MOE_STACKED),
     "qwen2.5-vl": (qwen2_5_vl(kv_heads=2), TensorLayout.QWEN2_5_VL_PREFIXED),
     "qwen2-vl": (qwen2_vl(kv_heads=2), TensorLayout.QWEN2_VL_PREFIXED),
+    "qwen3.5": (qwen3_5(), TensorLayout.QWEN3_5),
+    "qwen3.5-tied": (qwen3_5(tied_head=True), TensorLayout.QWEN3_5),
+    "qwen3.5-moe": (qwen3_5_moe(), TensorLayout.QWEN3_5_MOE),
 }
 """Models, and layouts with Transformers' module names."""
 MODELS = {name: model for name, (model, _) in KINDS.items()}
-GATED = {"qwen2.5-vl": ("language.", "vision.")}
+GATED = {"qwen2.5-vl": ("vision.",)}
 
 
 def packs_of(model: ModelConfig) -> list[list[ImageSample]]:
@@ -104,7 +109,17 @@ LAYOUTS = {
 }
 CASES = [(name, "one-process") for name in MODELS]
 CASES += [(name, "pp2-tp2") for name in ("qwen3-vl", "qwen2.5-vl")]
-CASES += [(name, "pp2-tp2-sp") for name in ("qwen3-vl-tied", "qwen3-vl-moe", "qwen2-vl")]
+CASES += [
+    (name, "pp2-tp2-sp")
+    for name in (
+        "qwen3-vl-tied",
+        "qwen3-vl-moe",
+        "qwen2-vl",
+        "qwen3.5",
+        "qwen3.5-tied",
+        "qwen3.5-moe",
+    )
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -112,13 +127,13 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout):
     """Prevents reordered q, k, v or gate and up rows, swapped experts, mergers or norms, and an
     epsilon, activation, window or RoPE other than the folder's."""
     cuts, sizes = LAYOUTS[layout]
-    if (layout, name) == ("pp2-tp2-sp", "qwen3-vl-moe"):
+    if layout == "pp2-tp2-sp" and name.endswith("moe"):
         sizes = sizes | {"expert": 2}
     run = import_run(name, tmp_path)
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
     ranks = run_ranks(plan.parallel, observe, plan, run, batches_of(name))
-    assert_computes(plan, ranks, reference(name), KINDS[name][1], GATED.get(name, ("language.",)))
+    assert_computes(plan, ranks, reference(name), KINDS[name][1], GATED.get(name, ()))
 
 
 def logits_of_folder(links, folder: Path, model: ModelConfig):
@@ -139,6 +154,8 @@ def logits_of_packs(hf_model: torch.nn.Module, model: ModelConfig) -> list[torch
         ("qwen3-vl-tied", TensorLayout.QWEN3_VL, (3,), 2),
         ("qwen3-vl-moe", TensorLayout.QWEN3_VL_MOE_STACKED, (), 1),
         ("qwen2.5-vl", TensorLayout.QWEN2_5_VL, (9,), 2),
+        ("qwen3.5-tied", TensorLayout.QWEN3_5, (9,), 2),
+        ("qwen3.5-moe", TensorLayout.QWEN3_5_MOE, (8,), 1),
     ],
 )
 def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts, tensor):
@@ -177,6 +194,7 @@ def adapter_logits(links, folder: Path, name: str):
         ("qwen3-vl-moe", TensorLayout.QWEN3_VL_MOE_STACKED),
         ("qwen2.5-vl", TensorLayout.QWEN2_5_VL),
         ("qwen2-vl", TensorLayout.QWEN2_VL),
+        ("qwen3.5", TensorLayout.QWEN3_5),
     ],
 )
 def test_an_exported_adapter_computes_what_training_does(tmp_path, name, layout):

@@ -28,12 +28,13 @@ from megatron.vlm.conversion.released_config import check_exportable
 from megatron.vlm.conversion.released_files import ReleasedFiles, check_tensors, write_file, writing
 from megatron.vlm.conversion.tensor_map import (
     Arrangement,
+    GroupedRows,
     Parameter,
     Parts,
-    QueryKeyValue,
     Shape,
     TensorLayout,
     find_released,
+    layer_parameter,
 )
 from megatron.vlm.model.adapters import OutputRows
 from omnibal.base.errors import UserError
@@ -72,12 +73,12 @@ def list_adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator
         for linear in adapted_linears(model, kind, adapters):
             outputs = sum(part.outputs for part in linear.pieces)
             for make, piece in product(_list_constructors(model, kind), linear.adapted_pieces):
-                name, tower = f"adapters.{piece.name}", model.encoders.get(kind.tower)
+                name = f"adapters.{piece.name}"
                 yield AdaptedPiece(
                     base=make(f"{linear.module}.weight", (outputs, piece.inputs)),
                     linear=linear,
                     piece=piece,
-                    groups=model.language.kv_heads if tower is None else tower.heads,
+                    groups=_count_groups(model, kind),
                     lora_a=make(f"{name}.lora_a", (adapters.rank, piece.inputs)),
                     lora_b=make(f"{name}.lora_b", (piece.outputs, adapters.rank)),
                 )
@@ -91,12 +92,16 @@ def _list_constructors(
         owner = "projector" if kind.tower == "vision" else f"{kind.tower}_projector"
         return [lambda name, shape: Parameter(key=f"{owner}.{name}", shape=shape)]
     tower = model.language if kind.tower == LANGUAGE else model.encoders[kind.tower]
+    numbers = filter(kind.has_layer, range(tower.layers))
+    return [partial(layer_parameter, model, kind.tower, number) for number in numbers]
 
-    def of_layer(number: int, name: str, shape: Shape) -> Parameter:
-        key = f"{kind.tower}.layers.{name}"
-        return Parameter(key=key, shape=shape, layer=number, layers=tower.layers)
 
-    return [partial(of_layer, number) for number in filter(kind.has_layer, range(tower.layers))]
+def _count_groups(model: ModelConfig, kind: UnitKind) -> int:
+    """Return the groups of heads in the rows of a layer's first linear."""
+    if kind.tower != LANGUAGE:
+        return model.encoders[kind.tower].heads
+    linear = None if kind.layer is None else kind.layer.linear
+    return model.language.kv_heads if linear is None else linear.key_heads
 
 
 class MergedWeights:
@@ -146,16 +151,22 @@ def _find_modules(piece: AdaptedPiece, model: ModelConfig, layout: TensorLayout)
     made_of = find_released(piece.base, model, prefixed[0] if prefixed else layout)
     names = tuple(name.removesuffix(".weight") for name in made_of.names)
     pieces = piece.linear.pieces
+    arrangement = made_of.arrangement
     # q, k and v of tiles are arranged differently, or in several modules.
-    if len(pieces) == 1 and isinstance(made_of.arrangement, QueryKeyValue):
-        return _Modules(piece=piece, names=names, arrangement=made_of.arrangement)
+    if len(pieces) == 1 and isinstance(arrangement, GroupedRows):
+        return _Modules(piece=piece, names=names, arrangement=arrangement)
     if len(names) != len(pieces):
         raise UserError(
             f"layout {layout} has {names[0]} in one module, but the adapters of "
             f"{', '.join(part.name for part in pieces)} are separate: choose another layout"
         )
-    own = names[[part.name for part in pieces].index(piece.piece.name)]
-    return _Modules(piece=piece, names=(own,), arrangement=Parts(piece.lora_b.shape))
+    own = [part.name for part in pieces].index(piece.piece.name)
+    arrangement = (
+        arrangement.of_piece(own)
+        if isinstance(arrangement, GroupedRows)
+        else Parts(piece.lora_b.shape)
+    )
+    return _Modules(piece=piece, names=(names[own],), arrangement=arrangement)
 
 
 def export_adapter(

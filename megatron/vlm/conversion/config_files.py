@@ -48,6 +48,8 @@ _QWEN_NAMES = {
     "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2_5_VL", "Qwen2VL"),
     "qwen3_vl": ("Qwen3VL", "Qwen3VL", "Qwen3VL"),
     "qwen3_vl_moe": ("Qwen3VLMoe", "Qwen3VL", "Qwen3VL"),
+    "qwen3_5": ("Qwen3_5", "Qwen3VL", "Qwen3VL"),
+    "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3VL", "Qwen3VL"),
 }
 _INTERNVL_PIECES = {
     "start_image_token": "<img>",
@@ -96,6 +98,9 @@ def configurations(
             **_language_entries(model.language, layout.language),
             **_rope_entries(model.language),
         }
+        if layout.is_hybrid:
+            name = "Qwen3_5ForCausalLM" if "moe" not in layout else "Qwen3_5MoeForCausalLM"
+            language |= {"architectures": [name], "model_type": layout.family}
     elif layout.is_original:
         files[CONFIG_FILE] = _make_internvl_config(model, layout, dtype)
         language = files[CONFIG_FILE]["llm_config"]
@@ -165,6 +170,21 @@ def _language_entries(language: LanguageConfig, kind: LanguageType) -> dict[str,
             "output_router_logits": experts.auxiliary_loss > 0,
             "router_aux_loss_coef": coefficient,
         }
+        if experts.shared_ffn_hidden_size is not None:
+            entries |= {"shared_expert_intermediate_size": experts.shared_ffn_hidden_size}
+    linear = next((kind.linear for kind in language.kinds if kind.linear is not None), None)
+    if linear is not None:
+        names = ("full_attention", "linear_attention")
+        entries |= {
+            "attn_output_gate": language.output_gate,
+            "layer_types": [names[kind.linear is not None] for kind in language.kinds],
+            "linear_conv_kernel_dim": linear.convolution_width,
+            "linear_key_head_dim": linear.key_head_size,
+            "linear_num_key_heads": linear.key_heads,
+            "linear_num_value_heads": linear.value_heads,
+            "linear_value_head_dim": linear.value_head_size,
+            "mtp_num_hidden_layers": language.prediction_layers,
+        }
     return entries
 
 
@@ -181,10 +201,16 @@ def _rope_scaling(language: LanguageConfig) -> dict[str, Any]:
     scaling, sections = language.rope_scaling, language.rope_sections
     if sections is not None:
         interleaved = {"mrope_interleaved": True} if sections.interleaved else {}
-        return interleaved | {
-            "rope_type": "default",
-            "mrope_section": [sections.time, sections.rows, sections.columns],
-        }
+        share = 2 * (sections.time + sections.rows + sections.columns) / language.head_width
+        partial = {"partial_rotary_factor": share} if share < 1 else {}
+        return (
+            interleaved
+            | partial
+            | {
+                "rope_type": "default",
+                "mrope_section": [sections.time, sections.rows, sections.columns],
+            }
+        )
     if scaling is not None:
         return {
             "rope_type": SCALES_WAVES,

@@ -27,7 +27,10 @@ from omnibal.model.config import ModelConfig
 WEIGHTS_STEP = 0
 # Core stores the extra state of a head even if it is tied to the embedding.
 _HEAD_STATE = "head._extra_state/shard_0_1"
-_LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+_LINEARS = (
+    *("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"),
+    *("in_proj.weight", "out_proj.weight", "eh_proj.weight"),
+)
 
 
 def write_weights(

@@ -2,7 +2,8 @@
 
 Reads the original InternVLChatConfig, Transformers' InternVLConfig, Qwen2VLConfig,
 Qwen2_5_VLConfig, Qwen3VLConfig and Qwen3VLMoeConfig (`omnibal.families`), and the text-only
-LlamaConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig. Unsupported settings raise an error.
+LlamaConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig, and Qwen3.5's with and without images.
+Unsupported settings raise an error.
 """
 
 import tempfile
@@ -49,10 +50,11 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, T
         )
     name, stated = model_name(directory), given.get("model_type")
     with config_errors(path):
-        for family in {layout.family for layout in TensorLayout if layout.is_qwen_vl}:
+        named = [layout for layout in TensorLayout if layout.is_qwen_vl or layout.is_hybrid]
+        for family in {layout.family for layout in named}:
             if stated == family:
                 model = read_config_table(given, name, path)
-                if len(set(model.language.kinds)) > 1:
+                if len({kind.experts for kind in model.language.kinds}) > 1:
                     raise ValueError(
                         "has a decoder_sparse_step or mlp_only_layers that leave layers without "
                         "experts; they must be 1 and []: experts in every layer"
@@ -120,8 +122,11 @@ def check_exportable(model: ModelConfig, layout: TensorLayout) -> None:
     is_qwen3 = kind in ("qwen3", "qwen3_moe")
     # Layers with the fields that config.json has, and `imbalance`, which only the cost model uses.
     fields = {"experts", "experts_per_token", "ffn_hidden_size", "normalized", "auxiliary_loss"}
+    if layout.is_hybrid:
+        fields |= {"shared_ffn_hidden_size", "shared_gate"}
     known = experts and ExpertsConfig(**experts.model_dump(include={*fields, "imbalance"}))
-    released_kind = LayerKind(experts=known)
+    linears = {kind.linear for kind in language.kinds if layout.is_hybrid}
+    released_kinds = {LayerKind(experts=known, linear=linear) for linear in {None, *linears}}
     obstacles = [
         (layout.is_text_only and bool(model.encoders), "an encoder"),
         (not (layout.is_text_only or model.encoders), "no encoder"),
@@ -134,9 +139,14 @@ def check_exportable(model: ModelConfig, layout: TensorLayout) -> None:
             (experts is not None) != (kind == "qwen3_moe"),
             "dense feed-forwards" if experts is None else "experts",
         ),
-        (set(language.kinds) != {released_kind}, "layers of another kind than Qwen3's"),
+        (not set(language.kinds) <= released_kinds, "layers of another kind than Qwen3's"),
+        (layout.is_hybrid != language.output_gate, "attention with another gate"),
+        (language.prediction_layers > layout.is_hybrid, "a prediction layer"),
         (kind == "internlm2" and language.head_size is not None, "a head_size"),
-        (not layout.is_qwen_vl and language.rope_sections is not None, "RoPE of rows and columns"),
+        (
+            not (layout.is_qwen_vl or layout.is_hybrid) and language.rope_sections is not None,
+            "RoPE of rows and columns",
+        ),
         # Transformers 5 could not infer their transposition.
         (layout.experts == "transposed" and is_square, "experts with square matrices"),
     ]

@@ -5,13 +5,15 @@
 
 Layouts: InternVL's own, with InternLM2, Llama, Qwen2 or Qwen3; Transformers'
 InternVLForConditionalGeneration; Qwen2-VL, Qwen2.5-VL and Qwen3-VL under released and Transformers'
-names; text-only Llama, Qwen2, Qwen3 and Qwen3Moe. Experts are separate tensors, except stacked and
-transposed in released Qwen3-VL, and stacked in Transformers 5. Whisper's encoder has its own
-checkpoint (`whisper_tensors`). Only rows and axes are rearranged, so round trips are bit-exact.
+names; Qwen3.5; text-only Llama, Qwen2, Qwen3, Qwen3Moe and Qwen3.5. Experts are separate tensors,
+except stacked and transposed in released Qwen3-VL, and stacked in Qwen3.5 and Transformers 5.
+Whisper's encoder has its own checkpoint (`whisper_tensors`). Only rows and axes are rearranged, so
+round trips are bit-exact.
 
-Shapes: R rows, with any trailing axes; G key/value heads (query groups); X experts.
+Shapes: R rows, with any trailing axes; G groups of heads; X experts.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,12 +31,14 @@ from omnibal.base.files import read_toml_model
 from omnibal.families.text import LanguageType
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
+from omnibal.model.layer_kinds import LayerKind, LinearAttention
 
 Shape = tuple[int, ...]
 LayoutFamily = Literal[
-    "internvl", "transformers", "text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
-]
-"""InternVL's own, Transformers' InternVL, text-only, or a Qwen-VL's model_type."""
+    "internvl", "transformers", "text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text",
+]  # fmt: skip
+"""InternVL's own, Transformers' InternVL, text-only, or a Qwen's model_type."""
 Root = Literal["language_model.model", "model.language_model", "model"]
 _NESTED: Final = "model.language_model"
 ExpertStorage = Literal["apart", "stacked", "transposed"]
@@ -44,6 +48,8 @@ _DEEPSTACK_KEY, _MERGERS = "vision_deepstack", "visual.deepstack_merger_list"
 _STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
 _WORD_TABLE = "embedding.word_embeddings.weight"
 _CONV_WIDTH = 3  # kernel of Whisper's convolutions
+_OF_LAYER = re.compile(r"^(\w+)\.(?:layers|transformer_layer)\.(?:\d+\.)?(.*)$")
+_PREDICTION = "prediction"  # prefix of the prediction layer's parameters
 
 
 class TensorLayout(StrEnum):
@@ -92,6 +98,15 @@ class TensorLayout(StrEnum):
     QWEN3_VL_MOE = "qwen3-vl-moe", "qwen3_vl_moe", "qwen3_moe", _NESTED, "transposed"
     QWEN3_VL_MOE_STACKED = "qwen3-vl-moe-stacked", "qwen3_vl_moe", "qwen3_moe", _NESTED, "stacked"
     QWEN3_VL_MOE_APART = "qwen3-vl-moe-apart", "qwen3_vl_moe", "qwen3_moe", _NESTED
+    QWEN3_5 = "qwen3.5", "qwen3_5", "qwen3", _NESTED
+    QWEN3_5_MOE = "qwen3.5-moe", "qwen3_5_moe", "qwen3_moe", _NESTED, "stacked"
+    QWEN3_5_MOE_APART = "qwen3.5-moe-apart", "qwen3_5_moe", "qwen3_moe", _NESTED
+    QWEN3_5_TEXT = "qwen3.5-text", "qwen3_5_text", "qwen3", "model"
+    QWEN3_5_MOE_TEXT = "qwen3.5-moe-text", "qwen3_5_moe_text", "qwen3_moe", "model", "stacked"
+
+    def storage_of(self, tower: str) -> ExpertStorage:
+        """Return the storage of a tower's experts. The prediction layer's are always apart."""
+        return "apart" if tower == _PREDICTION else self.experts
 
     @property
     def is_original(self) -> bool:
@@ -101,19 +116,28 @@ class TensorLayout(StrEnum):
     @property
     def is_text_only(self) -> bool:
         """Return whether models of the layout have no encoder."""
-        return self.family == "text"
+        return self.family.endswith("text")
 
     @property
     def is_qwen_vl(self) -> bool:
         """Return whether the layout is a Qwen-VL's, with native-resolution images."""
-        return self.family.startswith("qwen")
+        return self.family.startswith("qwen") and not self.is_text_only
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Return whether the layout is Qwen3.5's, with gated delta layers."""
+        return self.family.startswith("qwen3_5")
+
+
+# Families whose encoder has the names of another.
+_TOWERS_LIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
     """A parameter of the full model, independent of pipeline stages and tensor-parallel ranks."""
 
-    key: str  # key in this project's checkpoints, which stack a tower's layers in one tensor
+    key: str  # key in this project's checkpoints, which stack a tower's layers if they are equal
     shape: Shape  # shape of one layer's parameter
     layer: int | None = None  # number of the layer, from 0, or None outside layers
     layers: int | None = None  # number of layers stacked under `key`, or None outside layers
@@ -121,9 +145,15 @@ class Parameter:
     @property
     def name(self) -> str:
         """Return the name in the full model, as `initialize.global_parameter_name` does."""
-        if self.layer is None:
+        if self.layers is None:
             return self.key
         return self.key.replace(".layers.", f".layers.{self.layer}.", 1)
+
+    @property
+    def own_name(self) -> tuple[str, str]:
+        """Return a layer's tower (or "prediction") and the name in the layer, else "" and key."""
+        match = _OF_LAYER.match(self.key)
+        return ("", self.key) if match is None else (match[1], match[2])
 
 
 class Arrangement(ABC):
@@ -160,34 +190,60 @@ class Parts(Arrangement):
         return (self.shape,) * self.count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueryKeyValue(Arrangement):
-    """Rows of q, k, v. Released: all q, all k, all v. Here: q, k, v of group 0, of group 1, ..."""
+@dataclass(frozen=True, slots=True)
+class GroupedRows(Arrangement):
+    """Rows of several parts, as q, k and v. Released: one part after another. Here: all parts of
+    group 0, of group 1, ..., as Megatron-core, so that tensor-parallel ranks have whole groups.
+    """
 
-    heads: int
-    kv_heads: int
-    is_fused: bool  # whether the released q, k and v are one tensor
+    groups: int
+    parts: tuple[tuple[int, ...], ...]  # rows of each part, by released tensor
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        if self.is_fused:
-            pieces = pieces[0].split(self._rows(own[0]))
-        grouped = [piece.unflatten(0, (self.kv_heads, -1)) for piece in pieces]  # [G, R / G]
-        return torch.cat(grouped, dim=1).flatten(0, 1)  # interleaved by group, as in Megatron-core
+        parts = (
+            part
+            for piece, rows in zip(pieces, self.parts, strict=True)
+            for part in piece.split(rows)
+        )
+        grouped = [part.unflatten(0, (self.groups, -1)) for part in parts]  # [G, R / G]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        grouped_GR = tensor.unflatten(0, (self.kv_heads, -1))
-        rows = [rows // self.kv_heads for rows in self._rows(len(tensor))]
-        pieces = [piece.flatten(0, 1) for piece in grouped_GR.split(rows, dim=1)]
-        return (torch.cat(pieces),) if self.is_fused else tuple(pieces)
+        rows = [rows // self.groups for piece in self.parts for rows in piece]
+        parts = iter(tensor.unflatten(0, (self.groups, -1)).split(rows, dim=1))
+        pieces = ([next(parts).flatten(0, 1) for _ in piece] for piece in self.parts)
+        return tuple(torch.cat(own) if len(own) > 1 else own[0] for own in pieces)
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        if self.is_fused:
-            return (own,)
-        return tuple((rows, *own[1:]) for rows in self._rows(own[0]))
+        return tuple((sum(rows), *own[1:]) for rows in self.parts)
 
-    def _rows(self, own_rows: int) -> list[int]:
-        size = own_rows // (self.heads + 2 * self.kv_heads)
-        return [self.heads * size, self.kv_heads * size, self.kv_heads * size]
+    def of_piece(self, index: int) -> "GroupedRows":
+        """Return the arrangement of released tensor `index` alone."""
+        return GroupedRows(self.groups, (self.parts[index],))
+
+
+def query_key_value(
+    rows: int, heads: int, kv_heads: int, *, is_fused: bool, is_gated: bool = False
+) -> GroupedRows:
+    """Return the arrangement of `rows` of q, k and v, released as one tensor or three.
+
+    `is_gated`: each head of q is followed by its output gate.
+    """
+    queries = heads * (1 + is_gated)
+    size = rows // (queries + 2 * kv_heads)
+    parts = (queries * size, kv_heads * size, kv_heads * size)
+    return GroupedRows(kv_heads, (parts,) if is_fused else tuple((part,) for part in parts))
+
+
+def delta_rows(linear: LinearAttention) -> tuple[GroupedRows, GroupedRows]:
+    """Return the arrangements of a gated delta layer's input projections and convolution."""
+    keys = linear.key_heads * linear.key_head_size
+    values = linear.value_heads * linear.value_head_size
+    mixed, heads = (keys, keys, values), (linear.value_heads,)
+    return (
+        GroupedRows(linear.key_heads, (mixed, (values,), heads, heads)),
+        GroupedRows(linear.key_heads, (mixed,)),
+    )
 
 
 class Transposed(Arrangement):
@@ -263,10 +319,34 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     if model.takes_audio:
         yield from audio_parameters(model)
     yield Parameter(key=_WORD_TABLE, shape=(language.vocab_size, width))
-    yield from _make_layers("language", language.layers, _language_shapes(language))
+    for number, kind in enumerate(language.kinds):
+        for name, shape in _language_shapes(language, kind):
+            yield layer_parameter(model, "language", number, name, shape)
     yield Parameter(key="language.final_layernorm.weight", shape=(width,))
     if not language.tied_head:
         yield Parameter(key="head.weight", shape=(language.vocab_size, width))
+    if language.prediction_layers:
+        yield from _make(_prediction_shapes(language))
+
+
+def _prediction_shapes(language: LanguageConfig) -> _NamedShapes:
+    width = language.hidden_size
+    for norm in ("enorm", "hnorm", "final_layernorm"):
+        yield f"{_PREDICTION}.{norm}.weight", (width,)
+    yield f"{_PREDICTION}.eh_proj.weight", (width, 2 * width)
+    for name, shape in _language_shapes(language, language.kinds[-1]):
+        yield f"{_PREDICTION}.transformer_layer.{name}", shape
+
+
+def layer_parameter(
+    model: ModelConfig, tower: str, number: int, name: str, shape: Shape
+) -> Parameter:
+    """Return a parameter of a tower's layer. Core stores layers of several kinds by number."""
+    language = model.language
+    if tower == "language" and language.is_hybrid:
+        return Parameter(key=f"language.layers.{number}.{name}", shape=shape)
+    layers = language.layers if tower == "language" else model.encoders[tower].layers
+    return Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=number, layers=layers)
 
 
 def _tile_parameters(tower: TilesEncoder, width: int) -> Iterator[Parameter]:
@@ -347,16 +427,13 @@ def _encoder_shapes(tower: EncoderLayers) -> _NamedShapes:
         yield "mlp_bda.scale", (width,)
 
 
-def _language_shapes(language: LanguageConfig) -> _NamedShapes:
-    width, inner, size = language.hidden_size, language.ffn_hidden_size, language.head_width
-    experts = language.kinds[0].experts
-    qkv_rows = (language.heads + 2 * language.kv_heads) * size
+def _language_shapes(language: LanguageConfig, kind: LayerKind) -> _NamedShapes:
+    width, inner, experts = language.hidden_size, language.ffn_hidden_size, kind.experts
     yield "input_layernorm.weight", (width,)
-    yield from _linear("self_attention.linear_qkv", qkv_rows, width, bias=language.qkv_bias)
-    if language.qk_norm:
-        yield "self_attention.q_layernorm.weight", (size,)
-        yield "self_attention.k_layernorm.weight", (size,)
-    yield "self_attention.linear_proj.weight", (width, language.heads * size)
+    attention = (
+        _attention_shapes(language) if kind.linear is None else _delta_shapes(kind.linear, width)
+    )
+    yield from ((f"self_attention.{name}", shape) for name, shape in attention)
     yield "pre_mlp_layernorm.weight", (width,)
     if experts is None:
         yield "mlp.linear_fc1.weight", (2 * inner, width)
@@ -366,6 +443,31 @@ def _language_shapes(language: LanguageConfig) -> _NamedShapes:
         yield "mlp.router.weight", (count, width)
         yield "mlp.experts.linear_fc1.weight", (count, 2 * inner, width)
         yield "mlp.experts.linear_fc2.weight", (count, width, inner)
+        shared = experts.shared_ffn_hidden_size
+        if shared is not None:
+            yield "mlp.shared_experts.linear_fc1.weight", (2 * shared, width)
+            yield "mlp.shared_experts.linear_fc2.weight", (width, shared)
+        if experts.shared_gate:
+            yield "mlp.shared_experts.gate_weight", (1, width)
+
+
+def _attention_shapes(language: LanguageConfig) -> _NamedShapes:
+    width, size = language.hidden_size, language.head_width
+    rows = (language.heads * (1 + language.output_gate) + 2 * language.kv_heads) * size
+    yield from _linear("linear_qkv", rows, width, bias=language.qkv_bias)
+    if language.qk_norm:
+        yield "q_layernorm.weight", (size,)
+        yield "k_layernorm.weight", (size,)
+    yield "linear_proj.weight", (width, language.heads * size)
+
+
+def _delta_shapes(linear: LinearAttention, width: int) -> _NamedShapes:
+    made_of, convolved = delta_rows(linear)
+    values, heads = linear.value_heads * linear.value_head_size, (linear.value_heads,)
+    yield "in_proj.weight", (sum(map(sum, made_of.parts)), width)
+    yield "conv_weight", (sum(map(sum, convolved.parts)), 1, linear.convolution_width)
+    yield from (("A_log", heads), ("dt_bias", heads), ("norm_weight", (linear.value_head_size,)))
+    yield "out_proj.weight", (width, values)
 
 
 def find_released(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> Sources:
@@ -387,7 +489,8 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> S
     if len(modules) > 1 and part == "bias":
         modules, arrangement = (modules[0], modules[2]), QueryValueBias(audio.heads)  # k has none
     elif len(modules) > 1:
-        arrangement = QueryKeyValue(heads=audio.heads, kv_heads=audio.heads, is_fused=False)
+        rows = parameter.shape[0]
+        arrangement = query_key_value(rows, audio.heads, audio.heads, is_fused=False)
     layer = f"{tower.path}.{parameter.layer}." if own else ""
     return Sources.of((f"{prefix}{layer}{name}.{part}" for name in modules), arrangement, parameter)
 
@@ -403,20 +506,30 @@ def embedding_parameter(model: ModelConfig) -> Parameter:
 
 
 def _arrange(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> Arrangement:
-    tower, _, own = parameter.key.partition(".layers.")
+    tower, own = parameter.own_name
+    rows, *inner = parameter.shape
     if tower == "vision" and own.startswith("self_attention.linear_qkv"):
         heads, is_fused = model.encoders[tower].heads, layout.is_original or layout.is_qwen_vl
-        return QueryKeyValue(heads=heads, kv_heads=heads, is_fused=is_fused)
+        return query_key_value(rows, heads, heads, is_fused=is_fused)
     if layout.language != "internlm2" and own.startswith("self_attention.linear_qkv"):
         language = model.language
-        return QueryKeyValue(heads=language.heads, kv_heads=language.kv_heads, is_fused=False)
-    rows, *inner = parameter.shape
-    is_gated = tower == "language" or layout.family == "qwen2_5_vl"
-    if is_gated and own.startswith("mlp.linear_fc1"):
+        return query_key_value(
+            rows,
+            language.heads,
+            language.kv_heads,
+            is_fused=False,
+            is_gated=language.output_gate,
+        )
+    if own in ("self_attention.in_proj.weight", "self_attention.conv_weight"):
+        linear = next(kind.linear for kind in model.language.kinds if kind.linear is not None)
+        return delta_rows(linear)["conv" in own]
+    is_gated = tower in ("language", _PREDICTION) or layout.family == "qwen2_5_vl"
+    if is_gated and own.startswith(("mlp.linear_fc1", "mlp.shared_experts.linear_fc1")):
         return Parts((rows // 2, *inner), 2)  # gate, up
-    if own.startswith("mlp.experts.") and layout.experts == "transposed":
+    storage = layout.storage_of(tower)
+    if own.startswith("mlp.experts.") and storage == "transposed":
         return Transposed()
-    if own.startswith("mlp.experts.") and layout.experts == "apart":
+    if own.startswith("mlp.experts.") and storage == "apart":
         parts = 2 if "linear_fc1" in own else 1  # gate, up
         return Parts((inner[0] // parts, *inner[1:]), rows * parts)
     images = model.images
@@ -432,16 +545,19 @@ def _arrange(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> 
 
 
 def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ...]:
-    tower, _, own = parameter.key.partition(".layers.")
+    tower, own = parameter.own_name
     towers = _read_tower_names()
-    vision = towers.get(layout.family, _TowerNames())
+    vision = towers.get(_TOWERS_LIKE.get(layout.family, layout.family), _TowerNames())
     language = towers["internlm2" if layout.language == "internlm2" else "llama"]
-    if parameter.layer is None:
-        prefix, own, names = "", parameter.key, vision.outside | language.outside
+    if not tower:
+        prefix, names = "", vision.outside | language.outside
+    elif tower == _PREDICTION:
+        prefix, names = "mtp.layers.0.", language.layer
     else:
         side = vision if tower == "vision" else language
-        prefix, names = f"{side.path}.{parameter.layer}.", side.layer
-    if layout.experts != "apart":
+        number = parameter.name.removeprefix(f"{tower}.layers.").partition(".")[0]
+        prefix, names = f"{side.path}.{number}.", side.layer
+    if layout.storage_of(tower) != "apart":
         names = names | towers["stacked"].layer
     module, part = (own, "") if own in names else own.rsplit(".", 1)
     if module.startswith(_DEEPSTACK_KEY):  # numbered, and otherwise named like the projector
@@ -453,8 +569,8 @@ def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ..
         numbers = map(str, range(parameter.shape[0]))
         modules = [name.replace("*", number) for number in numbers for name in modules]
     released = [f"{prefix}{name}{f'.{part}' if part else ''}" for name in modules]
-    # tensor_names.toml has the root of InternVL's own layout.
-    if layout.root == "language_model.model":
+    # tensor_names.toml has the root of InternVL's own layout, and no root of prediction layers.
+    if layout.root == "language_model.model" or released[0].startswith("mtp."):
         return tuple(released)
     if layout.root == "model" or released[0].startswith("language_model.lm_head"):
         return tuple(name.removeprefix("language_model.") for name in released)

@@ -383,6 +383,8 @@ class PackDataset(torch.utils.data.Dataset):
                 labels.append(texts[sample].token_ids[first + 1 : stop + 1][learned])
                 weights.append(np.full(len(learned), weight_of[sample], np.float32))
                 start += stop - first
+            predicts = self.reader.model.language.prediction_layers > 0
+            fields |= {"token_ids_S": token_ids_S} if predicts else {}
             fields["loss_positions_L"] = torch.from_numpy(np.concatenate(positions))
             fields["labels_L"] = torch.from_numpy(np.concatenate(labels))
             fields["loss_weights_L"] = torch.from_numpy(np.concatenate(weights))

@@ -177,6 +177,7 @@ def random_batch(
             stop = first + clips * model.audio.tokens_per_item
             fields["audio_positions_N"] = torch.arange(first, stop)
     if holds("head"):
+        fields |= {"token_ids_S": ids_S} if model.language.prediction_layers else {}
         positions_L = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
         fields["loss_positions_L"] = positions_L
         fields["labels_L"] = ids_S[positions_L]

@@ -123,6 +123,9 @@ class PackedAttention(SelfAttention):
         qkv_T1X, _ = self.linear_qkv(hidden_states)
         groups, ranks = self.num_query_groups_per_partition, self.tp_group.size()
         queries_per_group = self.config.num_attention_heads // ranks // groups
+        own_heads = queries_per_group
+        if self.config.attention_output_gate:
+            own_heads *= 2  # each query's gate follows it
         if self.config.num_query_groups < ranks:
             # Core divides the weight's rows, so that a group's heads are on several ranks, and each
             # needs its k and v. The gather's backward sums the gradients of these copies.
@@ -132,12 +135,18 @@ class PackedAttention(SelfAttention):
             size = self.hidden_size_per_attention_head
             all_T1GND = all_T1X.unflatten(-1, (self.config.num_query_groups, -1, size))
             heads_T1ND = all_T1GND[:, :, own]  # queries, then k and v
-            queries = slice(part * queries_per_group, (part + 1) * queries_per_group)
+            queries = slice(part * own_heads, (part + 1) * own_heads)
             qkv_T1X = torch.cat([heads_T1ND[:, :, queries], heads_T1ND[:, :, -2:]], 2).flatten(2)
         qkv_TGX = qkv_T1X.squeeze(1).unflatten(-1, (groups, -1))
+        gate_TW = None
+        if self.config.attention_output_gate:
+            heads_TGND = qkv_TGX.unflatten(-1, (own_heads + 2, -1))
+            queries_TGQ2D = heads_TGND[:, :, :-2].unflatten(2, (-1, 2))
+            gate_TW = queries_TGQ2D[:, :, :, 1].flatten(1)
+            qkv_TGX = torch.cat([queries_TGQ2D[:, :, :, 0], heads_TGND[:, :, -2:]], 2).flatten(2)
         if self.config.qk_layernorm:
-            eps = self.config.layernorm_epsilon
-            norms = HeadWeights(self.q_layernorm.weight, self.k_layernorm.weight, eps)
+            weights = self.q_layernorm.weights, self.k_layernorm.weights
+            norms = HeadWeights(weights[0].weight_H, weights[1].weight_H, weights[0].eps)
             heads = split_norm_and_rotate(qkv_TGX, queries_per_group, rotary_pos_emb, norms)
         else:
             heads = split_and_rotate(qkv_TGX, queries_per_group, rotary_pos_emb)
@@ -151,6 +160,8 @@ class PackedAttention(SelfAttention):
             attention_bias=None,
             packed_seq_params=packed_seq_params,
         )
+        if gate_TW is not None:
+            context_TW = context_TW.reshape(gate_TW.shape) * gate_TW.sigmoid()
         return self.linear_proj(context_TW.reshape(len(query_TND), 1, -1))
 
 

@@ -56,7 +56,10 @@ def language_transformer_config(
     model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
     """Return the language model's config on a stage."""
-    language, moe = model.language, dict[str, Any]()
+    language, moe, of_kinds = model.language, dict[str, Any](), dict[str, Any]()
+    if language.is_hybrid:
+        # Core then stores each layer by its number.
+        of_kinds = {"linear_attention_freq": [int(bool(kind.linear)) for kind in language.kinds]}
     experts = language.kinds[0].experts
     if experts is not None:
         moe = {
@@ -73,6 +76,8 @@ def language_transformer_config(
             "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": parallel.expert,
             "expert_tensor_parallel_size": 1,
+            "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+            "moe_shared_expert_gate": experts.shared_gate,
         }
     return TransformerConfig(
         num_layers=language.layers,
@@ -86,6 +91,8 @@ def language_transformer_config(
         add_bias_linear=False,
         add_qkv_bias=language.qkv_bias,
         qk_layernorm=language.qk_norm,
+        attention_output_gate=language.output_gate,
+        layernorm_zero_centered_gamma=language.zero_centered_norms,
         gated_linear_unit=True,
         sequence_parallel=parallel.sequence_parallel,
         activation_func=F.silu,
@@ -93,6 +100,7 @@ def language_transformer_config(
         # Encoders run in bf16: FP8 needs multiples of 16 positions (`FP8_MULTIPLE`).
         **({"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe} if precision == "fp8" else {}),
         **moe,
+        **of_kinds,
         **_common_options(parallel, precision),
     )
 

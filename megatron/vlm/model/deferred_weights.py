@@ -109,13 +109,14 @@ class DeferredWeights:
     @torch.no_grad()
     def add(self, late: list[LateProduct], *, is_last: bool) -> None:
         """Run and drop products in order; collective over ranks that divide the sequence."""
+        last = {product.weight: product for product in late}  # a head may be used twice
         late.reverse()  # popped from the end, so that a product's tensors are freed after it
         following = late.pop().begin() if late else None
         while following is not None:
             # The next product's exchange overlaps with this product.
             product, following = following, late.pop().begin() if late else None
             product.add()
-            if is_last and self.on_gradient is not None:
+            if is_last and self.on_gradient is not None and product is last[product.weight]:
                 self.on_gradient(product.weight)
 
 

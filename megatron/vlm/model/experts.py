@@ -18,11 +18,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import current_device
@@ -72,7 +78,7 @@ class Router(TopKRouter):
         balance = (scores_for_aux_loss.sum(0) * counts_E).sum()
         factor = self.config.num_moe_experts * self.config.moe_aux_loss_coeff / self.topk
         loss = balance * (factor * self.loss_weight) / tokens.square()
-        weighted: torch.Tensor = _WithLoss.apply(probs, loss)
+        weighted: torch.Tensor = WithLoss.apply(probs, loss)
         return weighted
 
     def _apply_expert_bias(
@@ -85,7 +91,7 @@ class Router(TopKRouter):
             self.tokens_of_experts_E += counted.sum(0)
 
 
-class _WithLoss(torch.autograd.Function):
+class WithLoss(torch.autograd.Function):
     """Identity; backward also adds the auxiliary loss's gradient."""
 
     # Core's `MoEAuxLossAutoScaler` launches another kernel, for a scale of 1.
@@ -168,11 +174,25 @@ class StackedExperts(MegatronModule):
         return state
 
 
+class SharedExpert(SharedExpertMLP):
+    """Core's shared expert with a fused activation."""
+
+    def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        inner, _ = self.linear_fc1(hidden_SBH)
+        output_SBH, _ = self.linear_fc2(swiglu(inner, None))
+        if self.gate_weight is None:
+            return output_SBH
+        return output_SBH * F.linear(hidden_SBH, self.gate_weight).sigmoid()
+
+
 class MixtureOfExperts(MoELayer):
     """Core's layer of router, dispatcher and experts."""
 
     def __init__(self, config: TransformerConfig, layer_number: int | None = None) -> None:
-        super().__init__(config, MoESubmodules(experts=StackedExperts, router=Router), layer_number)
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        shared = ModuleSpec(SharedExpert, submodules=linears)
+        parts = MoESubmodules(experts=StackedExperts, router=Router, shared_experts=shared)
+        super().__init__(config, parts, layer_number)
 
     def forward(  # type: ignore[override]
         self, hidden_SBH: torch.Tensor, routing: Routing | None = None
@@ -207,7 +227,8 @@ def take_expert_balance(
     counts_LE = torch.zeros(config.num_layers, config.num_moe_experts, device=current_device())
     for router in (router for stage in chunks for router in routers(stage)):
         assert router.layer_number is not None
-        counts_LE[router.layer_number - 1] = router.tokens_of_experts_E
+        if router.layer_number <= config.num_layers:  # not of the prediction layer
+            counts_LE[router.layer_number - 1] = router.tokens_of_experts_E
         router.tokens_of_experts_E.zero_()
     dist.all_reduce(counts_LE)
     # Neighbouring experts are on one rank.

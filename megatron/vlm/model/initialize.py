@@ -23,7 +23,7 @@ from omnibal.model.units import LANGUAGE
 
 _LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
 _EXPERTS_NAME = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12]\.weight)$")
-_RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+_RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 _MAX_SINGLE_TILE = 1 << 20  # max values of a matrix drawn as one tile
 _TILE = (512, 256)  # rows and columns of a larger matrix's tiles
 
@@ -34,7 +34,7 @@ FirstWeights: TypeAlias = Literal["seeded", "loaded", "measured"]
 
 def global_parameter_name(stage: VLMStage, name: str) -> str:
     """Return the parameter's name in the full model, with global layer numbers from 0."""
-    if name == "head.weight" and stage.holds_tied_copy:
+    if name == stage.copy_name:
         return TIED_NAME
     match = _LAYER_NAME.match(name)
     if match is None:
@@ -64,8 +64,8 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
     def write(parameter: torch.nn.Parameter, own: range, values: torch.Tensor) -> None:
         name = global_parameter_name(stage, names[parameter])
         if parameter.dim() < 2 or (origin == "loaded" and ADAPTERS not in name):
-            # Norms' weights and layer scales keep their modules' values.
-            keeps = parameter.dim() < 2 and not name.endswith("bias")
+            # Norms' weights, layer scales and delta layers' vectors keep their modules' values.
+            keeps = parameter.dim() < 2 and not name.endswith(".bias")
             values.copy_(parameter[own.start : own.stop]) if keeps else values.zero_()
             return
         # Runs of this rank's rows: (matrix, own row, the matrix's row, length). Columns likewise.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -22,6 +23,7 @@ from megatron.vlm.model.attention import (
     PackedAttention,
     TileAttention,
 )
+from megatron.vlm.model.delta_net import GatedDeltaNet
 from megatron.vlm.model.experts import MixtureOfExperts, Routing
 from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
@@ -36,6 +38,7 @@ from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
 from megatron.vlm.model.shared_attention import SharedAttention
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder
+from omnibal.model.layer_kinds import LayerKind
 
 _GELU = {"gelu": Gelu.EXACT, "gelu_tanh": Gelu.TANH, "quick_gelu": Gelu.QUICK}
 
@@ -45,8 +48,11 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
+        first = 0.0 if self.is_zero_centered else 1.0
+        self.weight = torch.nn.Parameter(
+            torch.full((hidden_size,), first, dtype=config.params_dtype)
+        )
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
@@ -56,7 +62,9 @@ class Norm(torch.nn.Module):
 
     @property
     def weights(self) -> NormWeights:
-        return NormWeights(self.weight, self.bias, self.eps)
+        # Stored minus 1 (core's zero-centered gamma); not rounded after the addition.
+        weight = 1 + self.weight.float() if self.is_zero_centered else self.weight
+        return NormWeights(weight, self.bias, self.eps)
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         return norm(hidden_SBH, self.weights)
@@ -165,10 +173,17 @@ def encoder_layer_spec(
     return _layer_spec(config, attention, parts, tower.layer_scale_init)
 
 
-def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """Return the spec of a decoder layer: causal attention in a sample, MLP or experts."""
+def language_layer_spec(
+    config: TransformerConfig, kind: LayerKind, parts: LayerParts
+) -> ModuleSpec:
+    """Return the spec of a decoder layer: attention within a sample, MLP or experts."""
     qk_norm = HeadNorm if config.qk_layernorm else None
     attention = _attention_spec(PackedAttention, parts, AttnMaskType.causal, qk_norm=qk_norm)
+    if kind.linear is not None:
+        projections = GatedDeltaNetSubmodules(
+            in_proj=parts.column_linear, out_proj=parts.row_linear
+        )
+        attention = ModuleSpec(GatedDeltaNet, {"linear": kind.linear}, projections)
     has_experts = config.num_moe_experts is not None
     return _layer_spec(config, attention, parts, None, MixtureOfExperts if has_experts else None)
 

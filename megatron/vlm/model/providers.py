@@ -74,6 +74,7 @@ def check_provider_of(plan: Plan, provider: Provider) -> None:
         "--packing-levels 1": plan.has_shared_packs,
         "data-parallel encoders, which only provider local supports; plan with --encoder "
         "pipeline": plan.data_parallel_encoders is not None,
+        "gated delta layers, which only provider local supports": plan.model.language.is_hybrid,
         "adapters, which only provider local supports; plan without them": bool(plan.adapters),
         f"schedule {plan.schedule.name}, whose split backward only provider local supports; plan "
         "with --schedule 1f1b": plan.schedule.in_two,

@@ -79,4 +79,10 @@ def _list_units(stage: VLMStage) -> Iterator[tuple[str, tuple[torch.nn.Module, .
     if stage.language is not None:
         yield from ((LANGUAGE, (layer,)) for layer in stage.language.layers)
         if stage.head is not None:
-            yield LANGUAGE, (stage.language.final_layernorm, stage.head)
+            modules = (
+                stage.language.final_layernorm,
+                stage.word_copy,
+                stage.prediction,
+                stage.head,
+            )
+            yield LANGUAGE, tuple(module for module in modules if module is not None)

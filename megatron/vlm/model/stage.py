@@ -32,11 +32,13 @@ from megatron.vlm.model.configs import encoder_transformer_configs, language_tra
 from megatron.vlm.model.deferred_weights import PARALLEL_LINEARS, DeferredWeights, defer_linear
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
-from megatron.vlm.model.experts import Routing, StackedExperts, StackedLinear
+from megatron.vlm.model.experts import Routing, StackedExperts, StackedLinear, WithLoss
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
+from megatron.vlm.model.fused.gated_delta import places_of
 from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
 from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
+from megatron.vlm.model.prediction_layer import PredictionLayer
 from megatron.vlm.model.providers import check_provider_of, layer_parts
 from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
@@ -125,15 +127,27 @@ class VLMStage(MegatronModule):
         if stage.layers("language") or stage.holds("head"):
             self.language = PlannedBlock(
                 language_config,
-                [language_layer_spec(language_config, parts)] * len(stage.layers("language")),
+                [
+                    language_layer_spec(language_config, language.kinds[number], parts)
+                    for number in stage.layers("language")
+                ],
                 recompute_layers=[stage.recomputed_in("language")],
                 final_norm=stage.holds("head"),
             )
-            self.rotary_frequencies = _make_frequencies(language, language_config.kv_channels)
             self.rotary_axes = _list_axes(language.rope_sections)
+            self.rotary_frequencies = _make_frequencies(language)
         self.deepstack_names = tuple(feature.name for feature in deepstack_of(model))
-        self.head = None
+        self.head = self.prediction = self.word_copy = None
         if stage.holds("head"):
+            if language.prediction_layers:
+                self.prediction = PredictionLayer(language_config, language, parts, self.groups)
+            if language.prediction_layers and self.embedding is None:
+                self.word_copy = tensor_parallel.VocabParallelEmbedding(
+                    vocabulary,
+                    language.hidden_size,
+                    init_method=language_config.init_method,
+                    config=language_config,
+                )
             # The sequence is gathered before the head, which takes loss positions of all of it.
             head_config = copy.copy(language_config)
             head_config.sequence_parallel = False
@@ -143,7 +157,8 @@ class VLMStage(MegatronModule):
                 config=head_config,
                 init_method=head_config.init_method,
                 bias=False,
-                skip_weight_param_allocation=language.tied_head and stage.holds("language embed"),
+                skip_weight_param_allocation=language.tied_head
+                and (self.embedding is not None or self.word_copy is not None),
             )
             start = parallel_state.get_tensor_model_parallel_rank() * own_words
             self.own_words = OwnWords(
@@ -152,19 +167,20 @@ class VLMStage(MegatronModule):
                 group=parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
             )
         describe_partitions(self, parts)
-        tied: Any = self.shared_embedding_or_output_weight() if language.tied_head else None
+        words: Any = self.shared_embedding_or_output_weight()
         if self.holds_tied_copy:
             # Core's mark for an own bucket: data-parallel ranks then divide both copies alike.
-            tied.shared_embedding = True
+            words.shared_embedding = True
             # Only the embedding's copy counts in the gradient norm.
-            tied.shared = self.embedding is None
-        elif tied is not None:
+            words.shared = self.embedding is None
+        if self.head is not None and self.head.weight is None:
             # The head's fused product adds to core's buffer, then autograd adds the embedding's.
-            tied.zero_out_wgrad = True
+            words.zero_out_wgrad = True
         self.sharded: ShardedWeights | None = None  # None if replicated over data-parallel ranks
         self.deferred: DeferredWeights | None = None  # None if backward computes weight gradients
         self.context_groups: ContextGroups = {}
         self._input: ByTower = {}
+        self._word_embeddings: torch.Tensor | None = None  # of a micro-batch, for `predict`
 
     @property
     def blocks(self) -> dict[str, PlannedBlock]:
@@ -174,10 +190,19 @@ class VLMStage(MegatronModule):
         return {name: block for name, block in blocks.items() if block is not None}
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
-        """Return the token embedding's weight, else the head's, else None (core's name)."""
+        """Return the token embedding's weight or copy, else the head's or None (core's name)."""
         if self.embedding is not None:
             return self.embedding.word_embeddings.weight
+        if self.word_copy is not None:
+            return self.word_copy.weight
         return self.head.weight if self.head is not None else None
+
+    @property
+    def copy_name(self) -> str | None:
+        """Name here of a copy of another stage's token embedding, or None without one."""
+        if not self.holds_tied_copy or self.head is None:
+            return None
+        return "head.weight" if self.word_copy is None else "word_copy.weight"
 
     def set_input_tensor(self, input_tensor: ByTower | None) -> None:
         """Set the inputs of the next `forward` (core's name)."""
@@ -298,10 +323,9 @@ class VLMStage(MegatronModule):
             first = torch.tensor(firsts, dtype=torch.int32).to(device, non_blocking=True)
             shared = shared_attention(share, padding, self.context_groups[share.context], device)
         tokens = batch.tokens + padding
-        if self.rotary_axes is None:
+        if self.rotary_axes is None or batch.rope_positions_3S is None:  # text alone
             turns = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
         else:
-            assert batch.rope_positions_3S is not None
             positions_3S = F.pad(batch.rope_positions_3S, (0, padding))
             turns = sectioned_rotation(positions_3S, self.rotary_axes, self.rotary_frequencies)
         return {"rotary_pos_emb": turns, "packed_seq_params": shared or packed}
@@ -326,6 +350,8 @@ class VLMStage(MegatronModule):
         """Embed tokens and insert encoder features [K, E] at their positions; return [S, 1, E]."""
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
+        if self.prediction is not None and batch.labels_L is not None:
+            self._word_embeddings = embedded_S1E
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
         for name, places_M in places.items():
             if name not in features:
@@ -353,27 +379,66 @@ class VLMStage(MegatronModule):
         return all_to_all(self.context_groups[batch.share.context], sent_FE, received, sent)
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of losses, or without labels the likeliest next tokens [A]."""
+        """Return the weighted sum of losses, or without labels the likeliest next tokens [A].
+
+        The loss of the prediction layer is not in the sum; backward adds its gradients.
+        """
+        if batch.labels_L is None:
+            logits_AW = self.logits(hidden_S1E, batch.answer_positions_A)
+            hide_padding(logits_AW, self.own_words)
+            whole_AW = tensor_parallel.gather_from_tensor_model_parallel_region(logits_AW)
+            return whole_AW.argmax(-1)
+        assert batch.loss_positions_L is not None
+        if self.prediction is not None:
+            factor = self.model_config.language.prediction_loss
+            hidden_S1E = WithLoss.apply(hidden_S1E, factor * self.predict(batch, hidden_S1E))
+        logits_LW = self.logits(hidden_S1E, batch.loss_positions_L)
+        losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
+        weights_L = batch.loss_weights_L
+        return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
+
+    def logits(self, hidden_S1E: torch.Tensor, positions_L: torch.Tensor) -> torch.Tensor:
+        """Return this rank's logits of the words after some positions of the sequence, [L, W]."""
         if self.sequence_parts > 1:
             # The head's column-parallel backward sums the gradient over ranks already.
             hidden_S1E = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_S1E, tensor_parallel_output_grad=False
             )
-        # Only these positions have logits: few in packs with many images.
-        wanted = batch.loss_positions_L if batch.labels_L is not None else batch.answer_positions_A
         assert self.head is not None
         weight_WE = self.head.weight
         if weight_WE is None:
             weight_WE = self.shared_embedding_or_output_weight()
-        logits_L1W, _ = self.head(hidden_S1E.index_select(0, wanted), weight_WE)
-        logits_LW = logits_L1W.squeeze(1)
-        if batch.labels_L is None:
-            hide_padding(logits_LW, self.own_words)
-            whole_AW = tensor_parallel.gather_from_tensor_model_parallel_region(logits_LW)
-            return whole_AW.argmax(-1)
+        # Only these positions have logits: few in packs with many images.
+        logits_L1W, _ = self.head(hidden_S1E.index_select(0, positions_L), weight_WE)
+        return logits_L1W.squeeze(1)
+
+    def predict(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the prediction layer's losses on the batch's labels.
+
+        A label at position p + 1 is predicted from p - 1, unless p is the first of its sample.
+        """
+        assert self.prediction is not None and batch.token_ids_S is not None
+        positions_L, padding = batch.loss_positions_L, self._padding(batch)
+        assert positions_L is not None
+        packing = self.packing(batch, padding)
+        if self.word_copy is None:
+            # Not a second lookup, whose gradient of all words would wait for the first one's.
+            embedded_S1E, self._word_embeddings = self._word_embeddings, None
+        else:
+            embedded_S1E = self.word_copy(batch.token_ids_S.unsqueeze(1))
+        assert embedded_S1E is not None
+        embedded_S1E = F.pad(embedded_S1E.roll(-1, 0), (0, 0, 0, 0, 0, padding))
+        if self.sequence_parts > 1:
+            embedded_S1E = tensor_parallel.scatter_to_sequence_parallel_region(embedded_S1E)
+        routing = self.routing(batch, padding)
+        hidden_S1E = self.prediction(hidden_S1E, embedded_S1E, routing=routing, **packing)
+        logits_LW = self.logits(hidden_S1E, (positions_L - 1).clamp(min=0))
         losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
-        weights_L = batch.loss_weights_L
-        return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
+        places_S = places_of(packing["packed_seq_params"].cu_seqlens_q, batch.tokens + padding)
+        weights_L = (places_S[positions_L] > 0).to(losses_L.dtype)
+        if batch.loss_weights_L is not None:
+            weights_L = weights_L * batch.loss_weights_L
+        return torch.dot(losses_L, weights_L)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -384,18 +449,21 @@ class VLMStage(MegatronModule):
         for name, tensor in state.items():
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
                 tensor.allow_shape_mismatch = True
-        if self.holds_tied_copy and self.head is not None:
+        if self.copy_name is not None:
             # Saved by the embedding's stage; here it is a replica.
-            copy_of_embedding = state[f"{prefix}head.weight"]
+            copy_of_embedding = state[f"{prefix}{self.copy_name}"]
             copy_of_embedding.key = f"{prefix}{TIED_NAME}"
             copy_of_embedding.replica_id = (1, *copy_of_embedding.replica_id[1:])
         return state
 
 
-def _make_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:
-    """Return RoPE frequencies as core computes them, float32 [head_size / 2]."""
+def _make_frequencies(language: LanguageConfig) -> torch.Tensor:
+    """Return RoPE frequencies as core computes them, float32 [head_size / 2] or less."""
+    sections, rotated = language.rope_sections, language.head_width
+    if sections is not None:
+        rotated = 2 * (sections.time + sections.rows + sections.columns)
     rotary = RotaryEmbedding(
-        head_size,
+        rotated,
         rotary_percent=1.0,
         rotary_base=language.rope_base,
         use_cpu_initialization=not has_cuda(),
@@ -490,19 +558,23 @@ def build_encoders(
 
 
 def tied_copies(plan: Plan) -> tuple[int, ...]:
-    """Return the two parts with copies of the tied matrix; empty if untied or on one part."""
+    """Return the two parts with copies of the token embedding; empty if a part has all uses."""
     stages = enumerate(plan.stages)
     return tuple(index for index, stage in stages if _holds_tied_copy(plan.model, stage))
 
 
 def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
-    return model.language.tied_head and stage.holds("language embed") != stage.holds("head")
+    # A tied head and a prediction layer use the embedding on the last stage.
+    has_uses = model.language.tied_head or model.language.prediction_layers > 0
+    return has_uses and stage.holds("language embed") != stage.holds("head")
 
 
 def _freeze(stage: VLMStage, plan: Plan) -> None:
     """Freeze the plan's frozen parts and the base weights of adapted parts."""
     modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
-        LANGUAGE: (stage.embedding, stage.language, stage.head)
+        LANGUAGE: (
+            *(stage.embedding, stage.language, stage.head, stage.prediction, stage.word_copy),
+        )
     }
     for name, units in stage.encoders.items():
         modules[name] = (units.embedding, units.layers, units.deepstack)

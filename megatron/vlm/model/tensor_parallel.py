@@ -23,7 +23,7 @@ from megatron.vlm.model.experts import StackedLinear
 from megatron.vlm.model.providers import LayerParts
 from omnibal.model.config import ModelConfig
 
-_VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head)\.weight$")
+_VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head|word_copy)\.weight$")
 _HEADS_NAME = re.compile(
     r"^([a-z0-9]+)\.layers\.\d+\.(?:self_attention\."
     r"(?:linear_(qkv)\.(?:weight|bias)|linear_proj\.weight|[qk]_layernorm\.weight)"

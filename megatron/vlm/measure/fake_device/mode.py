@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.vlm.measure.fake_device.device import install_device, patch_torch_cuda
 from megatron.vlm.measure.fake_device.memory import Label, MemoryTracker
 from megatron.vlm.measure.fake_device.operations import (
+    DELTA_RULES,
     DeviceOperation,
     LaunchCounts,
     aten,
@@ -25,7 +26,7 @@ from megatron.vlm.measure.fake_device.operations import (
 )
 from megatron.vlm.measure.fake_device.places import Places
 from megatron.vlm.measure.fake_device.routing import route_evenly
-from megatron.vlm.model import initialize
+from megatron.vlm.model import delta_net, initialize
 from megatron.vlm.model.fused import compiled
 from megatron.vlm.model.fused.compiled import Body
 
@@ -68,9 +69,9 @@ class FakeDevice(TorchDispatchMode):
         is_fake = self.tensors.is_our_fake(tensor)
         return tensor if is_fake else self.tensors.from_tensor(tensor)
 
-    def count_body(self, name: str, body: Body) -> Body:
+    def count_body(self, name: str, body: Body, working_bytes: Any = None) -> Body:
         """Return `body`, whose calls count as one launch and keep only the results' memory."""
-        operation = DeviceOperation(f"omnibal::{name}")
+        operation = DeviceOperation(f"omnibal::{name}", working_bytes=working_bytes)
 
         def run(*arguments: Any) -> Any:
             check_one_device(operation.name, arguments)
@@ -160,6 +161,9 @@ def fake_cuda() -> Iterator[FakeDevice]:
         stack.enter_context(use_device_kernels(device.read_scalar))
         stack.enter_context(route_evenly(device.count_routing_read))
         stack.enter_context(patch.object(compiled, "compile_body", device.count_body))
+        stack.enter_context(patch.object(delta_net, "has_kernel", lambda: False))
+        for name, rule in DELTA_RULES.items():
+            stack.enter_context(patch.object(delta_net, name, device.count_body(name, *rule)))
         stack.enter_context(patch.object(initialize, "_draw_box", lambda *_: None))
         stack.enter_context(device.tensors)
         stack.enter_context(device.places.follow())

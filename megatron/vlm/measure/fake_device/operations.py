@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import FakeWork
 from torch.utils.flop_counter import flop_registry
 
+from megatron.vlm.model.delta_net import CHUNK
 from megatron.vlm.model.tensor_parallel import padded_size
 from omnibal.job.fake_replay import HostRead, OperationCount, OperationKind, UnalignedProduct
 
@@ -389,6 +390,30 @@ _RESULTS: dict[Any, Callable[..., Any]] = {
     aten.addmm.dtype_out: lambda *_, out, **__: out,
     aten._fused_rms_norm.default: _fused_rms_norm,
     aten._fused_rms_norm_backward.default: _fused_rms_norm_backward,
+}
+
+
+def _delta_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+    return torch.empty_like(value), value.new_empty(*value.shape[:2], CHUNK)
+
+
+def _delta_rule_gradients(_: Any, inputs: Sequence[torch.Tensor], *more: Any) -> Any:
+    return tuple(map(torch.empty_like, inputs))
+
+
+def _delta_rule_backward_bytes(args: Sequence[Any]) -> int:
+    """Return the workspace of flash-linear-attention's backward: w, u, values and states again,
+    and their gradients."""
+    _, (query, _, value, *_), *_ = args
+    size, value_size = query.shape[-1], value.shape[-1]
+    elements = 3 * size + 5 * value_size + 2 * size * value_size // CHUNK
+    return value.shape[0] * value.shape[1] * elements * value.element_size()
+
+
+# Results of `delta_net`'s functions, and their workspace, by name.
+DELTA_RULES: dict[str, tuple[Callable[..., Any], Callable[..., int] | None]] = {
+    "run_rule": (_delta_rule, None),
+    "run_rule_backward": (_delta_rule_gradients, _delta_rule_backward_bytes),
 }
 
 

@@ -15,7 +15,10 @@ PackedHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [T, N, D], k 
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of all tokens, float32 [T, D / 2]; made once per micro-batch."""
+    """Cosines and sines of all tokens, float32 [T, D / 2]; made once per micro-batch.
+
+    With partial RoPE they are fewer, and turn the first values of a head.
+    """
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -82,8 +85,10 @@ def split_norm_and_rotate(
 def _turn(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     # As Llama: the pairs are first and second half of a head, not neighbours.
     cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
-    first, second = heads_TND.chunk(2, -1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    half = cosines.shape[-1]
+    first, second, kept = heads_TND.split([half, half, heads_TND.shape[-1] - 2 * half], -1)
+    turned = first * cosines - second * sines, second * cosines + first * sines
+    return torch.cat((*turned, kept) if kept.shape[-1] else turned, dim=-1)
 
 
 def _turn_back(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
