@@ -976,7 +976,10 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
         [of_first, layer["working"], last["working"]] * 2 + [last["working"]]
     ):
         gone = sum(sum(part.values()) for part in parts[place + 1 :])
-        expected += [(there - gone, weight) for there, weight in moments]
+        # A gradient of the head's weight waits for the others.
+        expected += [(there - gone, weight + words) for there, weight in moments]
+    of_losses = sum(last["kept"].values()) - last["kept"]["input"] - last["kept"]["norm's moments"]
+    expected.append((2 * hidden - 3 * of_losses, 3 * words))
     check({"working": found["working"]}, {"working": expected})
     of_prediction = 2 * WIDTH + round_up(2 * WIDTH * WIDTH, t) + layer["parameters"] + WIDTH
     copy = 0 if tied else words

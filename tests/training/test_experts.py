@@ -193,7 +193,6 @@ def test_every_token_is_the_sum_of_its_experts(changes):
 @pytest.mark.parametrize(
     ("runs", "named"),
     [
-        ([{"shared_ffn_hidden_size": 12}], "shared_ffn_hidden_size"),
         ([{"selection_bias": True, "score": "sigmoid"}], "selection_bias"),
         ([{"score": "sigmoid", "normalized": False}], "not normalized"),
         ([{"experts_per_token": 1}], "one expert a token"),
