@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omnibal.base.errors import UserError
+from omnibal.base.files import is_stream
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.remote_path import location
 from omnibal.cli.help_groups import COUNT, HelpAllOption
@@ -82,6 +83,12 @@ MemoryOption = Annotated[
 ]
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print a JSON object instead of tables")]
+
+
+def check_picture(picture: Path | None) -> None:
+    """Raise UserError for a --picture that is not named as SVG."""
+    if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):
+        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")
 
 
 def changed_cluster(

@@ -9,8 +9,6 @@ import numpy as np
 import typer
 
 import omnibal.cli.options as shared
-from omnibal.base.errors import UserError
-from omnibal.base.files import is_stream
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.mixing import MixtureOption, draw_mixture
@@ -97,8 +95,7 @@ def pack(
         config_file("clusters", load.cluster),
     ]
     check_files({"-o": output, "--picture": picture}, inputs)
-    if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):
-        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")
+    shared.check_picture(picture)
     check_packs_per_step(steps.dp, steps.micro_batches)
     job = JobSpec(
         model=named_model(load.model),

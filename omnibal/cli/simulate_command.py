@@ -10,7 +10,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result, status
-from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
+from omnibal.cli.options import DirectoryArgument, JsonOption, check_picture, count_option
 from omnibal.job.plan import plan_files
 from omnibal.report import command_tables
 from omnibal.report.formatting import write_ascii
@@ -24,6 +24,9 @@ def simulate(
     step: Annotated[
         int | None, count_option("step of the trace, from 0 (default: the slowest)", least=0)
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="SVG file to write: the step of median load")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate all steps of a plan; report times and busy stages."""
@@ -31,7 +34,8 @@ def simulate(
     from omnibal.pipeline.simulate import simulate_levels
     from omnibal.report.trace import chrome_trace
 
-    check_files({"--trace": trace}, plan_files(directory))
+    check_files({"--trace": trace, "--picture": picture}, plan_files(directory))
+    check_picture(picture)
     files = open_plan(directory)
     planned, job, (packs, samples) = files.plan, files.job, files.steps
     workload = job.workload(packs, samples, planned.pack_levels)
@@ -45,6 +49,13 @@ def simulate(
     if trace is not None:
         events = chrome_trace(cost, stages_at, workload, shown, schedule)
         write_ascii(json.dumps(events) + "\n", trace)
+    if picture is not None:
+        from omnibal.report.drawing import svg_file
+        from omnibal.report.timeline import timeline_figure
+
+        figure = timeline_figure(planned, job, packs, samples)
+        assert figure.drawn is not None
+        write_ascii(svg_file(figure.drawn, figure.title), picture)
     result = {
         "steps": packs.steps,
         "step_ms_mean": float(steps.step_ms.mean()),

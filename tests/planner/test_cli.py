@@ -76,7 +76,7 @@ FLAGS = {
     "--encoder --schedule --sharding --mixture --portion-samples --for --compare --json --help-all",
     "replan": "--run --output -o --after --gpus --nodes --json",
     "presets": "--json",
-    "simulate": "--trace --step --json",
+    "simulate": "--trace --step --picture --json",
     "check": "--json",
     "export": "--to --for --data --workers --json",
     "report": "--output -o --run --replay --json",
@@ -269,7 +269,8 @@ def test_simulate_replays_every_step(capsys, tmp_path, saved_plan):
     events = json.loads(trace.read_text())["traceEvents"]
     last_ms = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 1e3
     assert 0.8 * told["step_ms_max"] < last_ms <= told["step_ms_max"]
-    assert "slowest step" in printed(capsys, "simulate", saved_plan[0], "--step", 0)
+    words = printed(capsys, "simulate", saved_plan[0], "--step", 0, "--picture", tmp_path / "a.svg")
+    assert "slowest step" in words and "stage 1" in (tmp_path / "a.svg").read_text()
 
 
 def test_options_replace_the_clusters(tmp_path):
