@@ -32,7 +32,7 @@ def before_and_after(title: str, steps: Sequence[ShownStep]) -> Figure:
     """Draw steps on one time axis, with their speed relative to the first step's."""
     stages = [step.recompute_ms.shape[1] for step in steps]
     figure = new_figure(WIDE, 60 + sum(110 + min(30 * count, 300) for count in stages))
-    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    figure.suptitle(title, x=0.99, ha="right", weight="bold")
     all_axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
     end_ms = max(step.step_ms for step in steps)
     for axes, step in zip(all_axes, steps, strict=True):
