@@ -184,7 +184,7 @@ def errors_by_kind(rows: Sequence[Compared]) -> list[PublishedErrors]:
 
 
 KINDS_COLUMNS = (
-    "kind", "device", "rows", "calibrate", "refused", "median of |error||.1%", "of error|+.1%",
+    "kind", "device", "rows", "calibrate", "refused", "median absolute error|.1%", "of error|+.1%",
     "range", "memory: median, most",
 )  # fmt: skip
 
