@@ -179,7 +179,7 @@ class Replicated:
     optimizer: ChainedOptimizer
     reduction_groups: ProcessGroupCollection | None = None  # None for core's; encoders have others
     tied: TiedCopies | None = None  # copies of a tied matrix on this stage, if any
-    overlap: DataParallelOverlap | None  # None for one data-parallel rank, and for encoders
+    overlap: DataParallelOverlap  # without models for one data-parallel rank, and for encoders
 
     def zero_gradients(self) -> None:
         for model in self.models:
@@ -194,7 +194,7 @@ class Replicated:
         self, batches: MicroBatchStream, *, trains: bool
     ) -> Iterator[Callable[[int], None] | None]:
         """Run micro-batches, and reduce gradients in each chunk's last backward if possible."""
-        if self.overlap is None or not trains:
+        if not trains:
             yield None
             return
         # Ranks must have one order of reductions and exchanges of shared packs, or NCCL deadlocks.
@@ -230,17 +230,14 @@ class Replicated:
 
     def begin_gather(self, changed: bool) -> None:
         """Begin to gather all weights if an update `changed` them; do nothing without overlap."""
-        if self.overlap is not None:
-            self.overlap.begin_gather(changed)
+        self.overlap.begin_gather(changed)
 
     def discard_gradients(self) -> None:
         """Finish reductions in progress, of gradients that no update uses."""
-        if self.overlap is not None:
-            self.overlap.finish_reduction()
+        self.overlap.finish_reduction()
 
     def wait_for_weights(self) -> None:
-        if self.overlap is not None:
-            self.overlap.wait_for_weights()
+        self.overlap.wait_for_weights()
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield all weights; trained weights are views of core's buffers."""

@@ -277,17 +277,9 @@ def build_trainer(
     else:
         for stage in chunks:
             initialize_parameters(stage, values_of(stage))
-        exchange = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=overlaps,
-            overlap_param_gather=overlaps,
-            # Core's hooks then wait for weights but do not begin the next gather.
-            align_param_gather=overlaps,
-            bucket_size=plan.parallel.bucket_parameters,
-        )
+        bucket = plan.parallel.bucket_parameters
         data_parallel = _wrap_replicated(
-            chunks, settings, options.vision_settings, exchange, tied=tied
+            chunks, settings, options.vision_settings, overlaps, bucket, tied=tied
         )
     encoders = _build_encoders(plan, options, settings, values_of)
     scheduler = OptimizerParamScheduler(
@@ -333,11 +325,21 @@ def _wrap_replicated(
     chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
     vision_settings: dict[str, Any],
-    exchange: DistributedDataParallelConfig,
+    overlaps: bool,
+    bucket_parameters: int | None = None,
     groups: ProcessGroupCollection | None = None,
     tied: TiedCopies | None = None,
 ) -> Replicated:
     """Return core's DDP and optimizer of chunks; `groups` replace core's process groups."""
+    exchange = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+        # Core's hooks then wait for weights but do not begin the next gather.
+        align_param_gather=overlaps,
+        bucket_size=bucket_parameters,
+    )
     models = [
         DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
         for stage in chunks
@@ -358,7 +360,7 @@ def _wrap_replicated(
         optimizer=optimizer,
         reduction_groups=groups,
         tied=tied,
-        overlap=DataParallelOverlap(models) if exchange.overlap_param_gather else None,
+        overlap=DataParallelOverlap(models if overlaps else ()),
     )
 
 
@@ -433,10 +435,8 @@ def _build_encoders(
         initialize_parameters(stage, values_of(stage))
     if trained and not is_sharded:
         # No overlap: nothing else runs during these exchanges.
-        exchange = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
-        )
-        wrapper = _wrap_replicated([stage], settings, options.vision_settings, exchange, groups)
+        vision = options.vision_settings
+        wrapper = _wrap_replicated([stage], settings, vision, overlaps=False, groups=groups)
     return Encoders(
         stage=stage,
         data_parallel=wrapper,
