@@ -287,7 +287,7 @@ class EncoderShares:
     gpus_per_node: int
     packs: ScheduledPacks
     levels: Sequence[Level]  # levels of the packs, with their context-parallel sizes
-    lengths: Lengths | None = None  # sample lengths, needed for encoders that never split a sample
+    lengths: Lengths  # of samples, for encoders that never split a sample
 
     @cached_property
     def _pack_shares(self) -> Shares:
@@ -298,7 +298,6 @@ class EncoderShares:
         """Return samples of all shares, by feature of encoders that never split a sample."""
         if not self.settings.square_ms:
             return {}
-        assert self.lengths is not None, "samples are dealt by their lengths"
         shares = self._pack_shares
         return samples_of_shares(self.model, self.packs, self.lengths, self.levels, shares)
 

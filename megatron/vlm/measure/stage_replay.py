@@ -122,9 +122,9 @@ OnPhase = Callable[[Phase], None]  # called when a phase of a step begins
 class _RecomputeClock(PhaseClock):
     """Phase clock that also times recomputation in every backward."""
 
-    def __init__(self, trainer: Trainer, on_phase: OnPhase | None) -> None:
+    def __init__(self, trainer: Trainer, announce: OnPhase) -> None:
         super().__init__()
-        self._links, self._on_phase = trainer.links, on_phase
+        self._links, self.announce = trainer.links, announce
         # By backward: start and end of every recomputed layer's forward, in turn.
         self._recomputations: list[list[object]] = []
         self._in_backward = False
@@ -140,10 +140,6 @@ class _RecomputeClock(PhaseClock):
         self._in_backward = phase is Phase.BACKWARD
         if self._in_backward:
             self._recomputations.append([])
-
-    def announce(self, phase: Phase) -> None:
-        if self._on_phase is not None:
-            self._on_phase(phase)
 
     def _record(self, *_: object) -> None:
         if self._in_backward:
@@ -179,7 +175,7 @@ class StageReplayer:
         self,
         plan: Plan,
         links: PipelineLinks,
-        on_phase: OnPhase | None = None,
+        on_phase: OnPhase = lambda phase: None,
         provider: Provider = "local",
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
