@@ -425,6 +425,7 @@ def _print_plan(
                 "parallel": strategy.parallel.model_dump(mode="json"),
                 "caps": strategy.caps.model_dump(mode="json"),
                 "lost": strategy.lost.model_dump(mode="json"),
+                "schedule": strategy.schedule.chosen.model_dump(mode="json"),
                 "levels": [level.model_dump(mode="json") for level in strategy.levels],
             }
             for strategy in search.ranking

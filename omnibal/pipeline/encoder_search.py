@@ -154,11 +154,14 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
     return replace(best, search=search)
 
 
-def estimate_placement_ms(problem: PlacementProblem, effort: float) -> float:
-    """Return an estimate, no bound, of the step with the shortest waits whose memory fits."""
+def estimate_placement(
+    problem: PlacementProblem, effort: float
+) -> tuple[DataParallelEncoders, float]:
+    """Return the encoders with the shortest waits whose memory fits, and the estimated step ms."""
     for choice in sorted(_make_choices(problem, effort), key=_Choice.shortest_ms):
         try:
-            return estimated_step_ms(*problem.make_stage_problem(choice.dp_encoders), effort=effort)
+            stage_problem = problem.make_stage_problem(choice.dp_encoders)
+            return choice.dp_encoders, estimated_step_ms(*stage_problem, effort=effort)
         except DoesNotFit:
             continue
     raise _no_placement_error(problem)

@@ -40,12 +40,14 @@ class BoundedTrials:
     processes: int
     advance: Callable[[int], None]
     least_ms: dict[Choice, float] = field(default_factory=dict)
-    """Lower bounds on 1F1B times per sample of choices with a pack for every rank. 0 if unknown."""
+    """Lower bounds on times per sample of choices with a pack for every rank. 0 if unknown."""
     bounds: dict[Choice, Bound] = field(default_factory=dict)
     """Bounds of choices with a state that may fit."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
     need_gib: dict[Choice, float] = field(default_factory=dict)
-    """Lower bound of memory per device, for choices that do not fit."""
+    """Lower bound of memory per device in 1F1B, for choices that do not fit."""
+    obstacles: dict[Choice, str] = field(default_factory=dict)
+    """Why choices that may fit in 1F1B can run in no schedule that was asked for."""
     estimated_ms: dict[Choice, float] = field(default_factory=dict)
     """Estimated times per sample of choices that fit, if not all are planned."""
 
@@ -87,16 +89,22 @@ class BoundedTrials:
     ) -> None:
         for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
             if isinstance(found, Need):
-                self.need_gib[choice] = found.gib
+                self._drop(choice, found)
             else:
                 self.planned[choice] = found
             self.advance(1)
+
+    def _drop(self, choice: Choice, need: Need) -> None:
+        """Record why a choice cannot be planned."""
+        self.need_gib[choice] = need.gib
+        if need.obstacle:
+            self.obstacles[choice] = need.obstacle
 
     def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
         """Return choices to plan, by their estimates: half of them of different sizes.
 
         First one choice per `_group_key` is estimated. Its ratio to its bound predicts the times of
-        the group, with other expert sizes and caps. Up to `most // 2` are added by other schedules.
+        the group, with other expert sizes and caps.
         """
         by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
         # A dict keeps the last choice of a group, here the one with the lowest bound.
@@ -121,8 +129,7 @@ class BoundedTrials:
         others = [
             choice
             for choice, ms in likely_ms.items()
-            if self.bounds[choice].share * self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms
-            and self.bounds[choice].share * ms <= _LIKELY * best_ms
+            if self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms and ms <= _LIKELY * best_ms
         ]
         others.sort(key=lambda choice: (likely_ms[choice], self._order(choice)))
         self.advance(len(likely_ms) - len(others))
@@ -132,26 +139,12 @@ class BoundedTrials:
         limit_ms = _PLANNED_SLACK * self.estimated_ms[by_ms[0]] if by_ms else 0.0
         near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
         some = _first_of_sizes(near)[: most - most // 2]  # caps vary less than sizes
-        chosen = some + [choice for choice in near if choice not in some][: most - len(some)]
-        return chosen + self._faster_in_other_schedules(by_ms, chosen)[: most // 2]
-
-    def _faster_in_other_schedules(
-        self, by_ms: Sequence[Choice], chosen: Sequence[Choice]
-    ) -> list[Choice]:
-        """First choice of further sizes that other schedules may make faster than the best 1F1B."""
-        sizings = {choice[0] for choice in chosen}
-        ms = {choice: self.bounds[choice].share * self.estimated_ms[choice] for choice in by_ms}
-        faster = [
-            choice
-            for choice in sorted(by_ms, key=lambda choice: ms[choice])
-            if self.bounds[choice].share < 1 and ms[choice] <= self.estimated_ms[by_ms[0]]
-        ]
-        return [choice for choice in _first_of_sizes(faster) if choice[0] not in sizings]
+        return some + [choice for choice in near if choice not in some][: most - len(some)]
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return choices without kinds clearly slower than the best kind.
 
-        Choices stay if their group has no estimate or another schedule may be faster.
+        Choices stay if their group has no estimate.
         """
         best_ms: dict[Hashable, float] = {}
         for choice, ms in self.estimated_ms.items():
@@ -163,9 +156,7 @@ class BoundedTrials:
         fast = [
             choice
             for choice in choices
-            if _kind_key(choice) not in slow
-            or _group_key(choice) not in seen
-            or self.bounds[choice].share < 1  # another schedule may be faster
+            if _kind_key(choice) not in slow or _group_key(choice) not in seen
         ]
         self.advance(
             sum(choice not in self.estimated_ms for choice in choices if choice not in fast)
@@ -194,18 +185,14 @@ class BoundedTrials:
                 return
             result, bound = found[choice], self.bounds[choice]
             if isinstance(result, Need):
-                self.need_gib[choice] = result.gib
+                self._drop(choice, result)
             else:
                 self.estimated_ms[choice] = result * bound.about_ms
                 fitting += 1
 
-    def share(self, choice: Choice) -> float:
-        """Min time in another schedule over the time in 1F1B. 1 if only 1F1B may run."""
-        return self.bounds[choice].share if choice in self.bounds else 1.0
-
     def is_clearly_slower(self, choice: Choice) -> bool:
-        """Whether a choice's bound is over `CLEARLY_WORSE`, in any schedule."""
-        return self.share(choice) * self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
+        """Whether a choice's bound is over `CLEARLY_WORSE`."""
+        return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def rank_strategies(self) -> list[Strategy]:
         """Return the best plan of sizes that may win by bounds and one of a few more, sorted."""
@@ -233,7 +220,7 @@ class BoundedTrials:
         return min(known) / self.estimated_ms.get(best, best_ms) * best_ms
 
     def gap(self) -> float:
-        """Max share of the best time that an unplanned choice may save in 1F1B, at least 0."""
+        """Max share of the best time that an unplanned choice may save, at least 0."""
         known = self.planned.keys() | self.need_gib.keys()
         # Choices that are neither planned nor too large for memory.
         bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)

@@ -29,7 +29,6 @@ from omnibal.model.limits import (
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import PackRules
 from omnibal.packing.packing import PackingMethod, pack_samples
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.goal import Earlier, Goal, Listener, Samples, ShapesAlone, Stream
 from omnibal.search.level_estimates import LevelEstimates, most_shared, top_caps
@@ -113,8 +112,9 @@ class GoalRequests:
             split=goal.free.split,
             caps=caps,
             given=given,
-            schedule=goal.free.schedule or ONE_FORWARD_ONE_BACKWARD.name,
-            other_schedules=self.schedules,
+            schedules=job.trainer.schedules
+            if goal.free.schedule is None
+            else frozenset({goal.free.schedule}),
         )
 
     def with_step(self, request: StrategyRequest) -> tuple[StrategyRequest, str]:
@@ -270,13 +270,6 @@ class GoalRequests:
 
     def _request(self, job: JobSpec, data: PlanData) -> PlanRequest:
         return PlanRequest(job=job, data=data, split=self.goal.free.split)
-
-    @property
-    def schedules(self) -> frozenset[str]:
-        """Return the names of schedules to compare with 1F1B."""
-        name = self.goal.free.schedule
-        names = self.goal.job.trainer.schedules if name is None else {name}
-        return frozenset(names) - {ONE_FORWARD_ONE_BACKWARD.name}
 
 
 def with_encoder_shardings(goal: Goal) -> Goal:

@@ -27,7 +27,7 @@ from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import MOST_IN_GRID, cap_space
 from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
-from omnibal.search.schedule_choice import check_may_run, may_run
+from omnibal.search.schedule_choice import CannotRunSchedule, able_schedules, check_may_run
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
@@ -189,14 +189,14 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 
 def _able(request: StrategyRequest, layouts: Sequence[Parallel]) -> list[Parallel]:
-    """Return the layouts that can run the schedule. UserError if none can."""
-    if request.schedule == ONE_FORWARD_ONE_BACKWARD.name:
+    """Return the layouts that can run a schedule. UserError if none can."""
+    if ONE_FORWARD_ONE_BACKWARD.name in request.schedules:
         # Every layout runs 1F1B. One shows errors of all: counting costs takes 50 ms per layout.
         request.job.with_sizes(layouts[0])
         return list(layouts)
     jobs = [request.job.with_sizes(parallel) for parallel in layouts]
-    check_may_run(jobs, request.schedule)
-    return [job.parallel for job in jobs if may_run(job, request.schedule)]
+    check_may_run(jobs, request.schedules)
+    return [job.parallel for job in jobs if able_schedules(request.schedules, job)]
 
 
 def layouts_of(
@@ -370,6 +370,9 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
             why=f"at best {bound_ms / best.ms_per_sample - 1:+.0%}",
             estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
         )
+    for choice in choices:
+        if choice in trials.obstacles:
+            return RuledOut(sizing=sizing, why=trials.obstacles[choice])
     need_gib = min(trials.need_gib[choice] for choice in choices)
     cap_gib = trials.setting.request.job.memory_cap_gib
     why = f"needs at least {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
@@ -399,6 +402,8 @@ def unusable(trials: BoundedTrials, sizings: Sequence[Sizing]) -> UserError:
             f"and {request.sizes.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which "
             f"each must have one: give {remedy}fewer GPUs"
         )
+    if trials.obstacles:
+        return CannotRunSchedule(next(iter(trials.obstacles.values())))
     (sizing, caps), need_gib = min(trials.need_gib.items(), key=lambda need: need[1])
     cap_gib = request.job.memory_cap_gib
     looked_at = len({sizing for sizing, _ in trials.least_ms})

@@ -23,7 +23,7 @@ from omnibal.search.goal_requests import GoalRequests, with_encoder_shardings
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.level_sets import levels_total, search_with_levels
 from omnibal.search.parallel_sizes import StrategySearch, progress_total
-from omnibal.search.schedule_choice import ScheduleChoice
+from omnibal.search.schedule_choice import CannotRunSchedule, ScheduleChoice
 from omnibal.search.step_size import COMPARED_SIZES, StepRate, step_rates
 from omnibal.search.strategy import StrategyRequest
 from omnibal.search.weight_sharding import ShardingChoice
@@ -205,8 +205,8 @@ def _search_goal(requests: GoalRequests) -> Planned:
         with requests.listener.progress("trying strategies", total) as advance:
             strategies = search_with_levels(request, rule, advance, usable_cores())
         best = finalists.plan(request, strategies)
-    except UserError:
-        if not request.layouts:
+    except UserError as error:
+        if not request.layouts or isinstance(error, CannotRunSchedule):
             raise
         result, sizing = finalists.plan_first(request)  # usually raises DoesNotFit again
         if not isinstance(requests.goal.data, Earlier):

@@ -1,42 +1,39 @@
 """Choice of the fastest pipeline schedule under the same memory cap.
 
-The 1F1B plan's encoders, packs and sizes are kept. Its idle time and recomputation bound the gain;
-if that is small, no other schedule is tried. Otherwise a quick search ranks schedules, and the
-fastest is planned in full.
+The 1F1B plan's encoders and packs are kept. Its idle time and recomputation bound the gain: others
+are planned by the length of their bubbles, while they may be faster than the best.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.job.job import JobSpec
-from omnibal.job.planner import (
-    DealtPacks,
-    PlanRequest,
-    PlanResult,
-    make_plan,
-    order_plan,
-    search_chunks,
-)
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.limits import words
-from omnibal.pipeline.prediction import relative_ms
+from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.workload import Workload
 
-_QUICK_EFFORT = 0.1
-"""Effort of the quick search. The fastest schedule is searched again in full."""
+_TRIAL_SHARE = 0.25
+"""Effort of searching another schedule than 1F1B in trials, as a share of 1F1B's."""
+_LEAST_BUBBLE = 0.5  # min share left of the bubble of equal stages, as stages may be uneven
 MIN_SCHEDULE_GAIN = 0.005
 """Min share of the step time saved over 1F1B, which is simpler for trainers and links."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CannotRunSchedule(UserError):
+    """No schedule that was asked for can run or fits, but 1F1B may fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleChoice:
     """Chosen schedule and the schedules it was compared with."""
 
     chosen: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     steps_ms: Mapping[PipelineSchedule, float] = field(default_factory=dict)
-    """Step times, as planned if chosen or 1F1B (scaled by reordering), else of a quick search."""
+    """Step times, as planned if chosen or 1F1B (scaled by reordering), else of a trial, scaled."""
     idle: Mapping[PipelineSchedule, float] = field(default_factory=dict)
     """Idle share of the step, of 1F1B and the chosen schedule. Empty if 1F1B is chosen."""
     refused: Mapping[PipelineSchedule, str] = field(default_factory=dict)
@@ -72,12 +69,34 @@ class ScheduleChoice:
             },
         }
 
+    def with_trial(self, trial: Self, ordered: Prediction) -> Self:
+        """Return the comparison with a trial's other schedules, scaled to the plan after ordering.
+
+        Args:
+            ordered: prediction of the chosen plan, with its micro-batches reordered.
+        """
+        planned_ms = self.steps_ms[self.chosen]
+        from_trial = planned_ms / trial.steps_ms.get(self.chosen, planned_ms)
+        steps_ms = {s: ms * from_trial for s, ms in trial.steps_ms.items()} | dict(self.steps_ms)
+        steps_ms = {s: ms * ordered.step_ms / planned_ms for s, ms in steps_ms.items()}
+        steps_ms[self.chosen] = ordered.step_ms
+        return replace(
+            self,
+            steps_ms=steps_ms if len(steps_ms) > 1 else {},
+            idle=self.idle and {**self.idle, self.chosen: ordered.bubble_fraction},
+            refused={**trial.refused, **self.refused},
+        )
+
 
 def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]:
-    """Return schedules of these names, without 1F1B, that fit a job's stages and layers."""
+    """Return schedules of these names that fit a job's stages and layers, as 1F1B always does."""
     stages, layers = job.parallel.pipeline, job.pipeline_model.layers
-    every = PipelineSchedule.candidates(names)
-    return [schedule for schedule in every if 1 < stages and stages * schedule.chunks <= layers]
+    return [
+        schedule
+        for schedule in PipelineSchedule.candidates(names)
+        if schedule == ONE_FORWARD_ONE_BACKWARD
+        or (1 < stages and stages * schedule.chunks <= layers)
+    ]
 
 
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
@@ -96,7 +115,7 @@ def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: in
 
 def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
     """Return why a job cannot run a schedule, whatever its data. None if nothing prevents it."""
-    if job.trainer.name is not None:
+    if job.trainer.name is not None or schedule == ONE_FORWARD_ONE_BACKWARD:
         # Other trainers' ranks have equal numbers of micro-batches, so lockstep is kept.
         return None
     if job.parallel.lockstep_ranks > 1:
@@ -104,137 +123,107 @@ def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
     return job.split_obstacle(schedule)
 
 
-def remaining_share(job: JobSpec, names: Collection[str], micro_batches: float) -> float:
-    """Return a lower bound on the step time of the best of some schedules, over 1F1B's.
+def able_schedules(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]:
+    """Return schedules of these names that a job's model, sizes and precision allow."""
+    return [s for s in schedules_of(names, job) if _obstacle_of_job(job, s) is None]
 
-    1F1B of n micro-batches on p equal stages takes n + p - 1 passes. v chunks divide the bubble of
-    p - 1 by v (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), backwards in two parts by 3
-    (Qi et al. 2023, arXiv 2401.10241, table 1).
+
+def bubble_divisor(schedule: PipelineSchedule) -> int:
+    """Return how many times shorter the bubble of equal stages is than in 1F1B.
+
+    v chunks divide it by v (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), backwards in two
+    parts by 3 (Qi et al. 2023, arXiv 2401.10241, table 1).
     """
-    able = [s for s in schedules_of(names, job) if _obstacle_of_job(job, s) is None]
+    return schedule.chunks * (3 if schedule.in_two else 1)
+
+
+def least_share(job: JobSpec, names: Collection[str], micro_batches: float) -> float:
+    """Return a lower bound on the step time in the best of some schedules, over 1F1B's.
+
+    1F1B of n micro-batches on p equal stages takes n + p - 1 passes, a bubble of p - 1.
+    """
     bubble, passes = job.parallel.pipeline - 1, max(micro_batches, 1.0)
-    divisor = max((schedule.chunks * (3 if schedule.in_two else 1) for schedule in able), default=1)
+    divisor = max(map(bubble_divisor, able_schedules(names, job)), default=1)
     return (passes + bubble / divisor) / (passes + bubble)
 
 
-def may_run(job: JobSpec, name: str) -> bool:
-    """Whether a job's model, sizes and precision allow a schedule of this name, not 1F1B."""
-    return any(_obstacle_of_job(job, schedule) is None for schedule in schedules_of({name}, job))
-
-
-def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
-    """Raise UserError if no job may run this schedule, before any search."""
-    if not any(may_run(job, name) for job in jobs):
+def check_may_run(jobs: Sequence[JobSpec], names: Collection[str]) -> None:
+    """Raise UserError if no job may run a schedule of these names, before any search."""
+    if not any(able_schedules(names, job) for job in jobs):
         job = max(jobs, key=lambda job: (job.parallel.pipeline, job.pipeline_model.layers))
-        whys = (_obstacle_of_job(job, schedule) for schedule in schedules_of({name}, job))
-        raise _cannot_be(job, name, [why for why in whys if why])
+        whys = (_obstacle_of_job(job, schedule) for schedule in schedules_of(names, job))
+        raise _cannot_be(job, [why for why in whys if why], names)
 
 
-def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
-    """Error of a job that cannot run a schedule, with these reasons or for too few layers."""
+def _cannot_be(job: JobSpec, whys: Sequence[str], names: Collection[str]) -> CannotRunSchedule:
+    """Error of a job that cannot run schedules, with these reasons or for too few layers."""
     few = (
         "it needs 2 pipeline stages at least, with a layer in every chunk, and here are "
         f"{job.parallel.pipeline} with {job.pipeline_model.layers} layers together"
     )
     why = words(list(dict.fromkeys(whys))) if whys else few
-    return UserError(f"--schedule {name} cannot be: {why}; give --schedule 1f1b")
+    return CannotRunSchedule(
+        f"--schedule {words(sorted(names))} cannot be: {why}; give --schedule 1f1b"
+    )
 
 
-def in_best_schedule(
+def plan_in_best_schedule(
     request: PlanRequest,
-    planned: PlanResult,
-    names: Collection[str],
-    *,
-    is_forced: bool,
-    is_ordered: bool,
-) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
-    """Return request and plan of the fastest of 1F1B and these schedules, and the comparison.
+    schedules: Sequence[PipelineSchedule],
+    effort: float = 1.0,
+    micro_batches: int | None = None,
+) -> tuple[PlanResult, ScheduleChoice]:
+    """Return the plan in the fastest of some schedules, and the comparison.
+
+    1F1B is planned first, for its encoders and dealt packs. It is chosen if it is one of the
+    schedules, unless another is clearly faster.
 
     Args:
-        is_forced: whether 1F1B is excluded. Else it is kept unless another is clearly faster.
-        is_ordered: whether all plans reorder micro-batches (`order_plan`).
+        effort: of the 1F1B search, below 1 for a trial.
+        micro_batches: of a rank and step in the plan of a trial, whose own steps may differ.
 
     Raises:
-        UserError: if forced and none is possible, or the fastest does not fit.
+        DoesNotFit: not even 1F1B fits.
+        CannotRunSchedule: 1F1B is not one of the schedules, and no other can run or fits.
     """
-    usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
-    before = planned.plan.known_prediction
+    usual, planned = ONE_FORWARD_ONE_BACKWARD, make_plan(request, effort)
+    others = [schedule for schedule in schedules if schedule != usual]
+    is_forced, before = usual not in schedules, planned.plan.known_prediction
+    count = micro_batches or planned.micro_batches
+    refused = {s: why for s in others if (why := obstacle(request, s, count))}
+    # Another schedule gains at most the time lost between stages, except for its own bubble.
+    lost = before.lost
+    busy_ms = before.step_ms - lost.stage_imbalance_ms - lost.recompute_ms - lost.communication_ms
     job, encoders = request.job, planned.plan.data_parallel_encoders
     job = job if encoders is None else replace(job, data_parallel_encoders=encoders)
-    free, refused = dict[PipelineSchedule, PlanRequest](), dict[PipelineSchedule, str]()
-    for schedule in schedules_of(names, request.job):
-        why = obstacle(request, schedule, planned.micro_batches)
-        if why is None:
-            free[schedule] = replace(request, job=job, schedule=schedule)
-        else:
-            refused[schedule] = why
-    choice = ScheduleChoice(steps_ms={usual: before.step_ms}, refused=refused)
-    if is_forced and not free:
-        raise _cannot_be(request.job, next(iter(names)), list(refused.values()))
-    # Another schedule gains at most the time lost between stages.
-    lost = before.lost
-    gain_ms = lost.bubble_ms + lost.stage_imbalance_ms + lost.recompute_ms + lost.communication_ms
-    is_fast = search is None or gain_ms < MIN_SCHEDULE_GAIN * before.step_ms
-    if not is_forced and (not free or is_fast):
-        return request, planned, choice
-    dealt = planned.dealt or request.data.schedule(request.job)  # the same packs on the same ranks
-    # one choice needs no comparison
-    quick = {} if is_forced and len(free) == 1 else _quick_steps_ms(free, dealt)
-    best = min(quick, key=lambda schedule: quick[schedule]) if quick else next(iter(free))
-    if not is_forced and search is not None:
-        # Quick searches cover some steps of the run, so scale to the plan.
-        scale = before.step_ms / search.step_ms
-        quick_ms = {schedule: ms * scale for schedule, ms in quick.items()}
-        choice = replace(choice, steps_ms={**choice.steps_ms, **quick_ms})
-        if not quick or quick[best] >= search.step_ms:
-            return request, planned, choice
-    try:
-        result = make_plan(free[best], dealt=dealt)
-    except DoesNotFit as error:
+    share = 1.0 if effort == 1 else _TRIAL_SHARE
+    results, errors = {usual: planned}, list[DoesNotFit]()
+    best_ms = math.inf if is_forced else (1 - MIN_SCHEDULE_GAIN) * before.step_ms
+    for schedule in sorted(others, key=bubble_divisor, reverse=True):
+        least_ms = busy_ms - lost.bubble_ms * (1 - _LEAST_BUBBLE / bubble_divisor(schedule))
+        if schedule in refused or least_ms >= best_ms:
+            continue
+        try:
+            asked = replace(request, job=job, schedule=schedule)
+            results[schedule] = make_plan(asked, share * effort, dealt=planned.dealt)
+            best_ms = min(best_ms, results[schedule].plan.known_prediction.step_ms)
+        except DoesNotFit as error:
+            errors.append(error)
+    steps_ms = {s: result.plan.known_prediction.step_ms for s, result in results.items()}
+    choice = ScheduleChoice(steps_ms=steps_ms, refused=refused)
+    if len(results) == 1:
         if not is_forced:
-            return request, planned, choice
-        # The job fits in 1F1B, so advice on memory would mislead.
-        raise UserError(str(error)) from error
-    result = order_plan(free[best], result) if is_ordered else result
-    after = result.plan.known_prediction
-    choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
-    if not is_forced and relative_ms(after) >= (1 - MIN_SCHEDULE_GAIN) * relative_ms(before):
-        return request, planned, choice
-    idle = {usual: before.bubble_fraction, best: after.bubble_fraction}
-    return free[best], result, replace(choice, chosen=best, idle=idle)
-
-
-def in_order(
-    request: PlanRequest, result: PlanResult, choice: ScheduleChoice
-) -> tuple[PlanResult, ScheduleChoice]:
-    """Reorder the chosen plan's micro-batches, and scale other schedules' step times alike."""
-    ordered = order_plan(request, result)
-    now, dealt = ordered.plan.known_prediction, result.plan.known_prediction
-    steps_ms = {
-        schedule: ms * now.step_ms / dealt.step_ms for schedule, ms in choice.steps_ms.items()
-    }
-    idle = choice.idle and {**choice.idle, choice.chosen: now.bubble_fraction}
-    return ordered, replace(choice, steps_ms={**steps_ms, choice.chosen: now.step_ms}, idle=idle)
-
-
-def _quick_steps_ms(
-    requests: Mapping[PipelineSchedule, PlanRequest], dealt: DealtPacks
-) -> dict[PipelineSchedule, float]:
-    """Return step times of the schedules that fit memory, by quick searches in parallel."""
-    # Requests differ only in their schedule.
-    first = next(iter(requests.values()))
-    workload = first.job.workload(*dealt, first.data.levels)
-    tasks = [(request, workload) for request in requests.values()]
-    found = dict(map_unordered(_quick_step_ms, tasks, min(usable_cores(), len(tasks))))
-    return {schedule: ms for schedule in requests if (ms := found[schedule]) is not None}
-
-
-def _quick_step_ms(task: tuple[PlanRequest, Workload]) -> tuple[PipelineSchedule, float | None]:
-    request, workload = task
-    try:
-        return request.schedule, search_chunks(request, workload, _QUICK_EFFORT).step_ms
-    except DoesNotFit:
-        return request.schedule, None
+            return planned, choice
+        if errors:
+            # The job fits in 1F1B, so advice on memory would mislead.
+            raise CannotRunSchedule(str(errors[0]))
+        raise _cannot_be(request.job, list(refused.values()), {s.name for s in others})
+    best = min(list(results)[1:], key=lambda schedule: steps_ms[schedule])
+    if not is_forced and steps_ms[best] >= (1 - MIN_SCHEDULE_GAIN) * before.step_ms:
+        return planned, choice
+    result = results[best]
+    idle = {usual: before.bubble_fraction, best: result.plan.known_prediction.bubble_fraction}
+    return result, replace(choice, chosen=best, idle=idle)
 
 
 def _schedule_text(schedule: PipelineSchedule) -> str:

@@ -22,11 +22,18 @@ from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.prediction import LostTime, PredictedStep
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import try_all
 from omnibal.search.memory_need import least_need_gib, least_state_gib
-from omnibal.search.schedule_choice import remaining_share
+from omnibal.search.schedule_choice import (
+    CannotRunSchedule,
+    ScheduleChoice,
+    able_schedules,
+    least_share,
+    plan_in_best_schedule,
+    schedules_of,
+)
 from omnibal.search.trial import (
     MIN_STEPS,
     GivenTrial,
@@ -35,7 +42,6 @@ from omnibal.search.trial import (
     estimated_over_bound,
     mean_samples,
     micro_batches_at,
-    time_per_sample,
 )
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import pack_epochs
@@ -82,9 +88,8 @@ class StrategyRequest:
     """Given layouts, in every sharding to choose from. Empty for all layouts of `sizes`."""
     split: SplitRule = JOINT
     """Rules for splitting the model over stages and choosing recomputed layers."""
-    schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
-    """Schedule that sizes must allow. Sizes are planned in 1F1B."""
-    other_schedules: frozenset[str] = frozenset()  # names of schedules that may replace 1F1B
+    schedules: frozenset[str] = frozenset({ONE_FORWARD_ONE_BACKWARD.name})
+    """Names of pipeline schedules to choose from."""
     caps: Caps | None = None
     """Caps of every strategy. None to search for caps."""
     fixed_caps: Mapping[str, int] = field(default_factory=dict)
@@ -160,6 +165,7 @@ class Strategy:
     lost: LostTime
     """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""
     peak_gib: float  # peak memory per device of the fullest stage, at `micro_batches`
+    schedule: ScheduleChoice  # fastest schedule of the trial, and its alternatives
     bubble_fraction: float  # idle share of device time, for any cause, at `micro_batches`
     recomputed_layers: int  # recomputed layers of all stages, at `micro_batches`
     why: str  # causes of the slowdown relative to the best strategy
@@ -194,16 +200,21 @@ class Need:
     """Min memory per device of a choice that does not fit."""
 
     gib: float
+    obstacle: str = ""  # why no schedule can run although the choice may fit in 1F1B
+
+    @classmethod
+    def after(cls, error: UserError, gib: float) -> Self:
+        """Return the need of a choice that was not planned for this error."""
+        return cls(gib=gib, obstacle=str(error) if isinstance(error, CannotRunSchedule) else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
     """Bounds on the time per sample."""
 
-    least_ms: float  # lower bound on the time per sample
-    about_ms: float  # time per sample if steps and data-parallel encoders reach their bounds
-    share: float
-    """Share of the time in 1F1B that another schedule may leave. 1 if only 1F1B may run."""
+    least_ms: float  # lower bound on the time per sample in the best schedule
+    about_ms: float
+    """Time per sample in 1F1B if steps and data-parallel encoders reach their bounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -297,11 +308,9 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     )
     # 0 if encoders are in the pipeline.
     before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, samples)
-    least_ms = step_ms / samples
-    share = remaining_share(job, request.other_schedules, setting.micro_batches(choice))
-    return choice, Bound(
-        least_ms=least_ms + before_ms, about_ms=least_ms + encoders_ms, share=share
-    )
+    share = least_share(job, request.schedules, setting.micro_batches(choice))
+    step_ms /= samples
+    return choice, Bound(least_ms=share * step_ms + before_ms, about_ms=step_ms + encoders_ms)
 
 
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
@@ -312,10 +321,11 @@ def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
         return choice, Need(gib=need_gib)
     _, encoders_ms = encoders_ms_per_sample(sized.job, setting.request.lengths, samples)
     try:
-        return choice, estimated_over_bound(sized, samples * encoders_ms)
-    except DoesNotFit:
+        schedules = able_schedules(setting.request.schedules, sized.job)
+        return choice, estimated_over_bound(sized, samples * encoders_ms, schedules)
+    except (DoesNotFit, CannotRunSchedule) as error:
         # The encoder placements of an estimate may leave less memory than every split needs.
-        return choice, Need(gib=need_gib)
+        return choice, Need.after(error, need_gib)
 
 
 def plan_choice(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
@@ -327,22 +337,31 @@ def plan_choice(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, S
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return choice, Need(gib=need_gib)
         return choice, planned_strategy(setting, sizing, setting.trial(choice))
-    except DoesNotFit:
-        return choice, Need(gib=least_need_gib(setting.request_of(choice), is_exact=False))
+    except (DoesNotFit, CannotRunSchedule) as error:
+        need_gib = least_need_gib(setting.request_of(choice), is_exact=False)
+        return choice, Need.after(error, need_gib)
 
 
 def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:
-    timed = time_per_sample(trial, setting.request.samples_per_step, _TRIAL_EFFORT)
+    """Plan a trial in its best schedule, and return its time per sample at the requested step."""
+    wanted = setting.request.samples_per_step
+    request, micro_batches = trial.request(wanted), max(round(trial.micro_batches(wanted)), 1)
+    schedules = schedules_of(setting.request.schedules, request.job)
+    result, schedule = plan_in_best_schedule(request, schedules, _TRIAL_EFFORT, micro_batches)
+    plan, predicted = result.plan, result.plan.known_prediction
+    samples = mean_samples(request)
+    ms_per_sample = predicted.step_ms / samples
     return Strategy(
         parallel=sizing.parallel,
         placement=sizing.placement,
-        levels=timed.plan.pack_levels,
-        micro_batches=timed.micro_batches,
-        samples_per_second=1e3 / timed.ms_per_sample,
-        ms_per_sample=timed.ms_per_sample,
-        lost=timed.lost,
-        peak_gib=max(stage.memory.peak_gib for stage in timed.plan.known_prediction.stages),
-        bubble_fraction=timed.plan.known_prediction.bubble_fraction,
-        recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages_at_levels[-1]),
+        levels=plan.pack_levels,
+        micro_batches=micro_batches,
+        samples_per_second=1e3 / ms_per_sample,
+        ms_per_sample=ms_per_sample,
+        lost=LostTime(**{name: ms / samples for name, ms in predicted.lost}),
+        peak_gib=max(stage.memory.peak_gib for stage in predicted.stages),
+        schedule=schedule,
+        bubble_fraction=predicted.bubble_fraction,
+        recomputed_layers=sum(stage.recomputed_layers for stage in plan.stages_at_levels[-1]),
         why="",
     )

@@ -5,25 +5,27 @@ some jobs larger steps with less bubble.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from omnibal.base.errors import DoesNotFit
 from omnibal.cost.encoder_phase_costs import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import Plan
 from omnibal.job.plan_data import SampleData
-from omnibal.job.planner import PlanRequest, make_plan, placement_problem
+from omnibal.job.planner import PlanRequest, placement_problem, search_chunks
 from omnibal.model.encoders import squares_of
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
-from omnibal.pipeline.encoder_search import estimate_placement_ms
+from omnibal.pipeline.encoder_search import estimate_placement
 from omnibal.pipeline.partition import estimated_step_ms
-from omnibal.pipeline.prediction import LostTime
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage_memory import GIB
+from omnibal.search.schedule_choice import CannotRunSchedule, bubble_divisor
 
 MIN_STEPS = 8  # min number of steps in the evaluation samples
 _ESTIMATED_STEPS = 4  # steps to simulate for an estimate
@@ -87,23 +89,44 @@ def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int
     return round(min(samples_per_step, samples) * packs / samples / ranks, 9)
 
 
-def estimated_over_bound(request: PlanRequest, encoders_ms: float) -> float:
-    """Return a quick estimate of the step time over its lower bound, from a few steps.
+def estimated_over_bound(
+    request: PlanRequest, encoders_ms: float, schedules: Sequence[PipelineSchedule]
+) -> float:
+    """Return a quick estimate of the step time over its lower bound in 1F1B, from a few steps.
 
-    `encoders_ms` is a lower bound on the time of data-parallel encoders per step.
+    Args:
+        encoders_ms: lower bound on the time of data-parallel encoders per step.
+        schedules: possible schedules. Of 1F1B and the shortest bubble that fits, the faster counts.
+
+    Raises:
+        DoesNotFit: no split fits in 1F1B.
+        CannotRunSchedule: 1F1B is not one of the schedules, and none of them fits.
     """
     job, levels = request.job, request.data.levels
     some = request.workload().some_steps(_ESTIMATED_STEPS)  # the ratio hardly depends on the steps
     cost, model, stages = job.cost_of_all(levels), job.pipeline_model, job.parallel.pipeline
     least_ms = min_step_ms(cost, model, some, stages, job.trainer.stages) + encoders_ms
+    others = [schedule for schedule in schedules if schedule != ONE_FORWARD_ONE_BACKWARD]
     if job.has_data_parallel_encoders:
         problem = placement_problem(job, some, levels)
-        return estimate_placement_ms(problem, _ESTIMATE_EFFORT) / least_ms
-    cap_bytes, rules = job.memory_cap_gib * GIB, job.trainer.stages
-    step_ms = estimated_step_ms(
-        cost, model, some, stages, cap_bytes, rules=rules, effort=_ESTIMATE_EFFORT
-    )
-    return step_ms / least_ms
+        encoders, step_ms = estimate_placement(problem, _ESTIMATE_EFFORT)
+        if others:
+            job = replace(job, data_parallel_encoders=encoders)
+            some = problem.with_encoders(encoders)
+    else:
+        cap_bytes, rules = job.memory_cap_gib * GIB, job.trainer.stages
+        step_ms = estimated_step_ms(
+            cost, model, some, stages, cap_bytes, rules=rules, effort=_ESTIMATE_EFFORT
+        )
+    steps_ms = [step_ms] if ONE_FORWARD_ONE_BACKWARD in schedules else []
+    for schedule in sorted(others, key=bubble_divisor, reverse=True):
+        with suppress(DoesNotFit):
+            asked = replace(request, job=job, schedule=schedule)
+            steps_ms.append(search_chunks(asked, some, _ESTIMATE_EFFORT).step_ms)
+            break  # longer bubbles are hardly faster
+    if not steps_ms:
+        raise CannotRunSchedule(f"--schedule {schedules[0].name} fits no cut; give --schedule 1f1b")
+    return min(steps_ms) / least_ms
 
 
 def encoders_ms_per_sample(
@@ -125,27 +148,3 @@ def encoders_ms_per_sample(
     ranks = job.parallel.world_size  # encoders run on every rank
     once_ms = min(cost.gather_ms + cost.reduction_ms for cost in costs) / samples_per_step
     return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Timed:
-    """Plan of a trial, and its predicted time per sample."""
-
-    plan: Plan
-    micro_batches: int  # `micro_batches` of the trial, rounded, at least 1
-    ms_per_sample: float
-    lost: LostTime
-    """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""
-
-
-def time_per_sample(trial: Trial | GivenTrial, samples_per_step: int, effort: float = 1.0) -> Timed:
-    """Plan a trial and predict its time per sample at `samples_per_step` samples per step."""
-    request = trial.request(samples_per_step)
-    plan, samples = make_plan(request, effort).plan, mean_samples(request)
-    predicted = plan.known_prediction
-    return Timed(
-        plan=plan,
-        micro_batches=max(round(trial.micro_batches(samples_per_step)), 1),
-        ms_per_sample=predicted.step_ms / samples,
-        lost=LostTime(**{name: ms / samples for name, ms in predicted.lost}),
-    )

@@ -29,7 +29,7 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.job.plan import read_plan
-from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.job.planner import PlanRequest, PlanResult
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
@@ -46,6 +46,7 @@ from omnibal.search.parallel_sizes import (
     progress_total,
     search_strategies,
 )
+from omnibal.search.schedule_choice import ScheduleChoice, plan_in_best_schedule
 from omnibal.search.step_size import (
     StepRate,
     default_samples_per_step,
@@ -388,14 +389,14 @@ def run_plan(monkeypatch, lengths: Path, directory: Path, unfit: int) -> tuple[i
     """Return exit code and tried sizes if the first `unfit` strategies do not fit all data."""
     tried: list[Parallel] = []
 
-    def plan_or_fail(planned: PlanRequest) -> PlanResult:
+    def plan_or_fail(planned: PlanRequest, schedules) -> tuple[PlanResult, ScheduleChoice]:
         tried.append(planned.job.parallel)
         if len(tried) <= unfit:
             stages = planned.job.parallel.pipeline
             raise DoesNotFit(f"needs too much on {stages} stages", "buy memory")
-        return make_plan(planned)
+        return plan_in_best_schedule(planned, schedules)
 
-    monkeypatch.setattr("omnibal.search.finalists.make_ordered_plan", plan_or_fail)
+    monkeypatch.setattr("omnibal.search.finalists.plan_in_best_schedule", plan_or_fail)
     # Plan only the best at a time, in this process.
     monkeypatch.setattr("omnibal.search.finalists._FINALISTS", 1)
     return status(PLAN, lengths, "-o", directory / "plan"), tried
@@ -433,11 +434,11 @@ def test_given_layouts_are_planned_once_each(monkeypatch, lengths_file, tmp_path
     """Prevents a sharding given up unplanned because another sharding did not fit all data."""
     tried = []
 
-    def unfit(planned: PlanRequest) -> PlanResult:
+    def unfit(planned: PlanRequest, *schedules) -> PlanResult:
         tried.append((planned.job.parallel, planned.job.placement))
         raise DoesNotFit("needs too much", "buy memory")
 
-    for name in ("make_ordered_plan", "make_plan"):
+    for name in ("make_ordered_plan", "plan_in_best_schedule"):
         monkeypatch.setattr(f"omnibal.search.finalists.{name}", unfit)
     monkeypatch.setattr("omnibal.search.finalists.usable_cores", lambda: 1)
     given = "--pp 1 --dp 4 --encoder auto --sharding auto --lengths"
