@@ -53,7 +53,7 @@ setup(
     install_requires=PLANNER,
     extras_require={
         "train": TRAINER,
-        "cuda": [*TRAINER, "transformer-engine[pytorch]"],
+        "cuda": [*TRAINER, "transformer-engine[pytorch]", "flash-linear-attention>=0.6"],
         "webdataset": WEBDATASET,
         "energon": ENERGON,
         "video": VIDEO,

@@ -1,23 +1,31 @@
 #!/usr/bin/env bash
-# Train and evaluate a small Qwen3-VL on two CPU cores: makes .venv, scanned digits in images of many
-# sizes and a tokenizer with Qwen's chat template, then plans, trains, evaluates on held-out scans,
-# exports for Transformers and trains adapters on the export, printing each command. Finished steps
-# are kept; a stopped training resumes.
+# Train and evaluate a small Qwen3-VL, or with --model qwen3.5 a small Qwen3.5, on two CPU cores: makes
+# .venv, scanned digits in images of many sizes and a tokenizer with Qwen's chat template, then plans,
+# trains, evaluates on held-out scans, exports for Transformers and trains adapters on the export,
+# printing each command. Finished steps are kept; a stopped training resumes.
 set -euo pipefail
+model=qwen3-vl
+[[ ${1-} == --model ]] && model=${2-}
+if [[ $# -ne 0 && $# -ne 2 || ! $model =~ ^qwen3(-vl|\.5)$ ]]; then
+    echo "$0 $*: give --model qwen3-vl (default) or --model qwen3.5" >&2
+    exit 2
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-work=work/quickstart_qwen tokenizer=work/quickstart_qwen/digits/tokenizer
+work=work/quickstart_qwen
+[[ $model == qwen3.5 ]] && work=work/quickstart_qwen3.5
+tokenizer=$work/digits/tokenizer
 plan=$work/plan run=$work/run
 source scripts/quickstart_steps.sh
 
 make "$data" python tools/make_native_digits.py --output "$data" --samples 6000
 
 caps=(--limit image_tokens=160 --max-tokens 320)
-scan_and_plan qwen3-vl-digits 12
+scan_and_plan $model-digits 12
 
 train_and_evaluate 16
 
-make $work/exported python tools/convert.py export "$run" --layout qwen3-vl \
+make $work/exported python tools/convert.py export "$run" --layout $model \
     --tokenizer-model "$tokenizer" -o $work/exported
 
 show omnibal report "$plan" --run "$run" -o $work/report.html

@@ -103,6 +103,8 @@ class StepRecord(Frozen):
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
     experts: ExpertBalance | None = written_unless(None)  # expert load, or None without experts
+    # As `loss`, of the prediction layer (weight `prediction_loss` of the model); 0 without one.
+    prediction_loss: _MaybeDiverged = written_unless(0.0)
     stages: tuple[StageRecord, ...]
     passes: PassTimes | None = written_unless(None)  # or None in most steps (`is_timed`)
 

@@ -181,6 +181,7 @@ class VLMStage(MegatronModule):
         self.context_groups: ContextGroups = {}
         self._input: ByTower = {}
         self._word_embeddings: torch.Tensor | None = None  # of a micro-batch, for `predict`
+        self._prediction_losses: list[torch.Tensor] = []  # of micro-batches, weighted sums
 
     @property
     def blocks(self) -> dict[str, PlannedBlock]:
@@ -350,7 +351,7 @@ class VLMStage(MegatronModule):
         """Embed tokens and insert encoder features [K, E] at their positions; return [S, 1, E]."""
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
-        if self.prediction is not None and batch.labels_L is not None:
+        if self.prediction is not None and torch.is_grad_enabled():
             self._word_embeddings = embedded_S1E
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
         for name, places_M in places.items():
@@ -389,13 +390,20 @@ class VLMStage(MegatronModule):
             whole_AW = tensor_parallel.gather_from_tensor_model_parallel_region(logits_AW)
             return whole_AW.argmax(-1)
         assert batch.loss_positions_L is not None
-        if self.prediction is not None:
+        if self.prediction is not None and torch.is_grad_enabled():
+            further = self.predict(batch, hidden_S1E)
+            self._prediction_losses.append(further.detach())
             factor = self.model_config.language.prediction_loss
-            hidden_S1E = WithLoss.apply(hidden_S1E, factor * self.predict(batch, hidden_S1E))
+            hidden_S1E = WithLoss.apply(hidden_S1E, factor * further)
         logits_LW = self.logits(hidden_S1E, batch.loss_positions_L)
         losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
         weights_L = batch.loss_weights_L
         return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
+
+    def take_prediction_losses(self) -> list[torch.Tensor]:
+        """Return the prediction layer's losses of the micro-batches since the last call."""
+        taken, self._prediction_losses = self._prediction_losses, []
+        return taken
 
     def logits(self, hidden_S1E: torch.Tensor, positions_L: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits of the words after some positions of the sequence, [L, W]."""

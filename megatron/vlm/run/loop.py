@@ -193,6 +193,7 @@ class TrainingLoop:
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
             experts=result.experts,
+            prediction_loss=result.prediction_loss,
             stages=stages,
             passes=passes,
         )

@@ -86,6 +86,8 @@ def step_values(record: StepRecord) -> dict[str, float]:
         "speed/samples_per_s": samples_per_s,
         "speed/mfu": record.mfu,
     }
+    if record.prediction_loss:
+        values["train/prediction_loss"] = record.prediction_loss
     if record.experts is not None:
         values |= {f"experts/{name}": value for name, value in record.experts}
     for number, stage in enumerate(record.stages):

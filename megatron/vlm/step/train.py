@@ -498,6 +498,7 @@ class StepResult:
     replaced_samples: int  # unreadable samples in the global batch
     stop_requested: bool
     experts: ExpertBalance | None  # balance of tokens over experts, or None without experts
+    prediction_loss: float  # as `loss`, of the prediction layer; 0 without one
     intervals: tuple[Interval, ...]  # phases of this rank in order, several per micro-batch
 
     @property
@@ -524,7 +525,8 @@ def train_step(
     losses = trainer.run_step(seen.count(batches), clock)
     # All stages need the weight sum. They wait for each other here, outside the optimizer's phase.
     clock.switch(Phase.WAIT)
-    sums = global_sums(trainer.links, losses, seen, stop_requested)
+    predicted = [loss for stage in trainer.chunks for loss in stage.take_prediction_losses()]
+    sums = global_sums(trainer.links, losses, seen, stop_requested, predicted)
     clock.switch(Phase.OPTIMIZER)
     for error in seen.list_errors(trainer.links):
         _log.warning(f"passed over: {error}")
@@ -549,6 +551,7 @@ def train_step(
         replaced_samples=int(sums.replaced_samples),
         stop_requested=sums.stop_requests > 0,
         experts=take_expert_balance(trainer.chunks, trainer.plan.parallel),
+        prediction_loss=sums.prediction_loss / sums.divisor,
         intervals=clock.stop(),
     )
 
@@ -587,6 +590,7 @@ class GlobalSums:
     loss_tokens: float
     replaced_samples: float
     stop_requests: float
+    prediction_loss: float
 
     @property
     def divisor(self) -> float:
@@ -602,6 +606,7 @@ def global_sums(
     losses: Sequence[torch.Tensor],
     seen: SeenBatches,
     stop_requested: bool = False,
+    prediction_losses: Sequence[torch.Tensor] = (),
 ) -> GlobalSums:
     """Sum all ranks' counts and losses in one all-reduce; collective over all ranks."""
     # Tensor-parallel ranks see the same micro-batches, and the first of them counts.
@@ -610,10 +615,12 @@ def global_sums(
     replaced = len(seen.list_errors(links))
     # float64: a float32 sum would lose counts above 2^24.
     own = torch.tensor(
-        [0, 0, tokens, replaced, stop_requested], dtype=torch.float64, device=current_device()
+        [0, 0, tokens, replaced, stop_requested, 0], dtype=torch.float64, device=current_device()
     )
     if counts and links.is_last and losses:
         own[0] = torch.stack(losses).sum(dtype=torch.float64)
+    if counts and prediction_losses:
+        own[5] = torch.stack(list(prediction_losses)).sum(dtype=torch.float64)
     if counts and links.is_last and seen.loss_weights:
         own[1] = torch.cat(seen.loss_weights).sum(dtype=torch.float64)
     dist.all_reduce(own)
