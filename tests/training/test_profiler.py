@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from native_resolution_cases import qwen2_5_vl, qwen3_vl
+from native_resolution_cases import qwen2_5_vl, qwen3_5, qwen3_vl
 from pipeline_cases import MODEL, pipeline_plan
 from ranks import run_ranks
 from rich.console import Console
@@ -135,8 +135,9 @@ IMAGES = (0, (90, 10), 7), {"images": (24, 16, 12)}, OF_IMAGES
         # Means over unequal layers. Plain torch saves more than fused operations.
         (qwen3_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
         (qwen2_5_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
+        (qwen3_5(prediction_layers=1), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
     ],
-    ids=["audio", "Qwen3-VL", "Qwen2.5-VL"],
+    ids=["audio", "Qwen3-VL", "Qwen2.5-VL", "Qwen3.5"],
 )
 def test_units_of_encoders_add_up_and_are_measured(model, batch, item, tolerance, ratios):
     """Prevents swapped or free encoder units, and uncounted deepstack projectors."""

@@ -135,7 +135,7 @@ class Profiler:
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
         # At least one layer of each kind.
-        kinds = [len(set(layer_names(job.model, tower))) for tower in job.model.encoders]
+        kinds = [len(set(layer_names(job.model, tower))) for tower in job.model.towers]
         deep = max(deep, *kinds, 1)
 
         def build(depth: int) -> Trainer:

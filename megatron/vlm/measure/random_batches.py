@@ -25,6 +25,7 @@ from omnibal.data.native_resolution import Grid
 from omnibal.job.job import JobSpec
 from omnibal.model.config import ModelConfig, Provider
 from omnibal.model.encoders import ImagesEncoder, squares_of
+from omnibal.model.layer_kinds import LayerRun
 from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -226,7 +227,11 @@ def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
 
 
 def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
-    """Return the model with every kind of its encoder layers among the first `layers`."""
+    """Return the model with every kind of its layers among `layers`, or the last language kinds."""
+    kinds = list(dict.fromkeys(model.language.kinds))
+    if len(kinds) > 1:
+        runs = tuple(LayerRun(layers=1, **dict(kind)) for kind in kinds[-layers:])
+        model = model.with_tower(LANGUAGE, runs=runs)
     for name, tower in model.encoders.items():
         if isinstance(tower, ImagesEncoder):
             deepstack = (0,) if tower.deepstack_layers else ()
