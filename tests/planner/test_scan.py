@@ -149,7 +149,7 @@ def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
     free = scan(annotations, tokenizer).lengths
     most = int(np.median(free.tokens))
     model = DIGITS.with_tower("language", max_positions=most)
-    said = rf"a\.jsonl: line \d+: the sample has \d+ tokens.* {most},"
+    said = rf"a\.jsonl: line \d+: the sample has \d+ tokens.* {most};"
     with pytest.raises(UserError, match=said):
         scan(annotations, tokenizer, model)
     kept = scan(annotations, tokenizer, model, on_error="skip").lengths
