@@ -1,6 +1,6 @@
 """Time, proven gap and gain of the search of split and recomputed layers.
 
-    python benchmarks/search.py [--quick] [--levels]
+    python benchmarks/search.py [--quick] [--levels] [--average-layer]
 
 InternVL-Chat 1.5 and larger versions on A100s, TP 4, DP 2, 32 micro-batches of up to 9 tiles and
 4,096 tokens, synthetic or equal, with ample memory and multiples of the min peak of all splits. The
@@ -8,16 +8,23 @@ gain is over the optimal split for mean micro-batches in the steady state, `(m -
 
 With `--levels`, packs of two to four levels: Llama 3.1 70B on H100s, TP 8, 16 packs per rank of
 100,000 samples of the mixture `tulu3-longcite`, with and without proof.
+
+With `--average-layer`, Qwen3.5 on 64 H100s, whose layers are of two kinds: plans searched as if
+all layers were the average layer, simulated with the true costs.
 """
 
 import argparse
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from goals import Job
 from rich.console import Console
 from rich.table import Table
 
@@ -38,9 +45,9 @@ from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_sets
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.pipeline.stage_memory import GIB, pareto_tables
+from omnibal.pipeline.stage_memory import GIB, pareto_tables, stage_memories
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
+from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps
@@ -60,6 +67,13 @@ LEVEL_STAGES = (1, 2, 4, 8)
 LEVEL_RANKS = 8
 LEVEL_PACKS = 16  # per rank and step
 LEVEL_CAP_FACTOR = 1.25
+AVERAGE_LAYER_SIZES = {  # TP, PP, DP, EP by model and tokens of a pack
+    ("qwen3.5-27b", 8_192): ((4, 4, 4, 1), (2, 8, 4, 1)),
+    ("qwen3.5-27b", 131_072): ((4, 4, 4, 1), (4, 8, 2, 1)),
+    ("qwen3.5-35b-a3b", 8_192): ((1, 4, 16, 8), (1, 8, 8, 8)),
+    ("qwen3.5-35b-a3b", 131_072): ((2, 4, 8, 8), (2, 8, 4, 8)),
+}
+AVERAGE_LAYER_TAILS = {8_192: 1.3, 131_072: 2.0}  # `Job.tail`
 PLENTY_GIB = 1_000.0
 CAP_FACTORS = (1.6, 1.25, 1.05)  # of the min peak of all splits
 
@@ -236,11 +250,77 @@ def level_table(lengths: Lengths) -> Table:
     return table
 
 
+def with_average_layer(cost: CostModel, model: ModelConfig) -> CostModel:
+    """Return costs with every language layer's time and memory at the mean of all."""
+    sequence, first = unit_names(model), model.language.kinds[0].name
+    numbers = {kind.name: sequence.count(kind.name) for kind in cost.kinds if kind.layer}
+    units = [cost.units[name] for name in numbers]
+    means: dict[str, Any] = {}
+    for field in fields(units[0]):
+        values = [getattr(unit, field.name) for unit in units]
+        if field.name in ("transient_bytes", "two_part_bytes"):  # [moments, features]
+            values = [value.max(axis=0, keepdims=True) for value in values]
+        if not isinstance(values[0], tuple | None):
+            means[field.name] = np.average(values, axis=0, weights=[*numbers.values()])
+    average = replace(cost.units[first], **means)
+    return replace(cost, units=cost.units | dict.fromkeys(numbers, average))
+
+
+def recompute_again(
+    cost: CostModel, model: ModelConfig, packs: Workload, stages: tuple[Stage, ...], cap: float
+) -> tuple[Stage, ...]:
+    """Return the stages with the recomputed layers that take least on the mean micro-batch."""
+    mean, layers = packs.features.mean(axis=0), layer_kinds(cost.kinds)
+    layer_ms = np.array([unit.recompute_ms @ mean for unit in cost.units.values()])[layers]
+    recomputed = []
+    for table, stage in zip(pareto_tables(cost, packs, len(stages)), stages, strict=True):
+        counts = unit_counts(cost.kinds, stage)[None]
+        sets = useful_sets(table, counts, np.stack([layer_ms, layer_ms]), cap).fitting.layers
+        recomputed.append(sets[(sets @ layer_ms).argmin()].tolist())
+    cuts = np.cumsum([stage.size for stage in stages])[:-1].tolist()
+    return stages_from_cuts(model, cuts, recomputed)
+
+
+def average_layer_rows() -> Iterator[tuple[str, ...]]:
+    """Yield model, tokens, sizes, steps of the plan and of the average layer's plan, with its own
+    and with new recomputed layers, and its peak memory."""
+    for ((name, tokens), sizes_of), index in product(AVERAGE_LAYER_SIZES.items(), (0, 1)):
+        tensor, pipeline, data, expert = sizes_of[index]
+        parallel = Parallel(
+            tensor=tensor, pipeline=pipeline, data=data, expert=expert, sequence_parallel=tensor > 1
+        )
+        tail = AVERAGE_LAYER_TAILS[tokens]
+        made = Job(name, name, "h100-80g", 64, None, tail, tokens, "image_tokens", "-")
+        levels = (Level(caps=Caps.of(tokens=tokens, image_tokens=tokens // 2)),)
+        packed = SampleData(
+            lengths=made.lengths(), settings=PackSettings(), levels=levels, packs_per_step=16 * data
+        )
+        model, cluster = load_model(name), load_cluster(made.cluster)
+        job = JobSpec(model=model, cluster=cluster, parallel=parallel, precision="bf16")
+        packs, cost = job.workload(*packed.schedule(job), levels), job.cost
+        cap = job.memory_cap_gib * GIB
+        best = search_stages(cost, model, packs, pipeline, cap).stages
+        average = with_average_layer(cost, model)
+        found = search_stages(average, model, packs, pipeline, cap).stages
+        again = recompute_again(cost, model, packs, found, cap)
+        peak = max(memory.peak_gib for memory in stage_memories(cost, [found], packs))
+        best_ms = simulated_ms(cost, best, packs)
+        slower = [f"{simulated_ms(cost, s, packs) / best_ms - 1:+.1%}" for s in (found, again)]
+        fits = f"{peak:.1f} of {job.memory_cap_gib:.1f}"
+        yield name, f"{tokens // 1024}K", parallel.text, f"{best_ms / 1e3:.2f}", *slower, fits
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only the smallest model")
     parser.add_argument("--levels", action="store_true", help="search packs of several levels")
+    parser.add_argument("--average-layer", action="store_true", help="Qwen3.5's two layer kinds")
     arguments = parser.parse_args()
+    if arguments.average_layer:
+        print("model, tokens, sizes, step s, average layer: slower, recomputed again, peak GiB")
+        for row in average_layer_rows():
+            print(f"| {' | '.join(row)} |", flush=True)
+        return
     if arguments.levels:
         lengths = make_lengths("tulu3-longcite", 100_000, seed=0)
         Console(width=120).print(level_table(lengths))

@@ -173,7 +173,10 @@ def test_published_steps_are_predicted_as_the_table_says(measured):
 
 
 def test_layouts_are_ranked_and_judged(measured):
-    """Prevents choosing a layout that is not the fastest measured, or runs out of memory."""
+    """Prevents choosing a layout that is not the fastest measured, or runs out of memory, and
+    tables that cannot be printed."""
+    for table in (measured_gpus.KINDS_COLUMNS, measured_gpus.RANKING_COLUMNS):
+        measured_gpus.print_table("", table, [[1] * len(table)])
     small, large = measured_gpus.ranking_table(measured)
     assert [row[3] for row in (small, large)] == pytest.approx([0, 0], abs=0.01)
     assert [row[4] for row in (small, large)] >= [0.9, 0.85]
