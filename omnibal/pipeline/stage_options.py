@@ -1,12 +1,11 @@
 """Options of every pipeline stage: a run of units with its recomputed layers.
 
-With one level all useful sets that fit are options, or the sets given by a trainer's numbers
-(`omnibal.pipeline.recompute_ways`). With several levels also all if few, else a grid with
-optimistic sets that bound the rest (`omnibal.pipeline.recompute`).
+Options have all useful sets of layers that fit, or the sets of a trainer's recompute numbers
+(`omnibal.pipeline.recompute_ways`). With many sets at several levels they have a grid of sets, and
+optimistic sets bound the rest (`omnibal.pipeline.recompute`).
 
-A split is a path through a graph whose nodes are positions of cuts. Numbers of recomputed layers
-that all stages share make one copy of the inner positions for every number, so a path keeps to one
-number.
+A split is a path through a graph whose nodes are positions of cuts. If all stages share a recompute
+number, the graph has a copy of the inner positions for every number, so that no path mixes numbers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,12 +32,12 @@ class StageOptions:
 
     start: np.ndarray  # position of the first unit; this and the next four are [options]
     end: np.ndarray  # position after the last unit
-    tail: np.ndarray  # node of the cut before the stage; without shared numbers the position
+    tail: np.ndarray  # node of the cut before the stage; the position, unless numbers are shared
     head: np.ndarray  # node of the cut after the stage
-    shared: np.ndarray  # key of the numbers that all stages share, 0 if none
-    recomputed: np.ndarray  # recomputed layers, [options, levels * layer kinds]
+    shared: np.ndarray  # key of the way and number that all stages share, 0 if not shared
+    recomputed: np.ndarray  # counts of recomputed layers, [options, levels * layer kinds]
     terms: np.ndarray  # cost terms with recomputation, [options, terms]
-    bound_ms: np.ndarray  # lower bound on the step: longest structural path, [options]
+    bound_ms: np.ndarray  # lower bound on step time: longest structural path, [options]
 
     def __len__(self) -> int:
         return len(self.start)
@@ -48,13 +47,13 @@ class StageOptions:
         return self.tail, self.head
 
     def place(self, option: "StageOptions") -> int:
-        """Return the index of a single option, or -1 if absent."""
+        """Return the index of an equal option, or -1 if absent; `option` is a single one."""
         same = (self.start == option.start) & (self.end == option.end)
         same &= (self.shared == option.shared) & (self.recomputed == option.recomputed).all(axis=1)
         return int(same.argmax()) if same.any() else -1
 
     def including(self, option: "StageOptions") -> "StageOptions":
-        """Return the options with a single option added."""
+        """Return the options with a single option added if absent."""
         return self if self.place(option) >= 0 else join_options([self, option])
 
     def take(self, kept: np.ndarray) -> "StageOptions":
@@ -63,7 +62,7 @@ class StageOptions:
 
 
 def join_options(options: Sequence[StageOptions]) -> StageOptions:
-    """Return all options, sorted so that each run's smallest bound comes first."""
+    """Return all options, sorted by tail, head, bound and recomputed layers."""
     columns = {
         column.name: np.concatenate([getattr(of_stage, column.name) for of_stage in options])
         for column in fields(StageOptions)
@@ -80,15 +79,15 @@ class SearchProblem:
 
     model: ModelConfig
     structure: Structure
-    tables: Sequence[MemoryTable]  # of every stage
+    tables: Sequence[MemoryTable]  # [stages]
     memory_cap_bytes: float
     simulator: PipelineSimulator
-    extreme_ms: np.ndarray  # [extremes, levels * layer kinds]; see `useful_sets`
+    extreme_ms: np.ndarray  # see `recompute_extremes_ms`, [extremes, levels * layer kinds]
     levels: int
     same_at_levels: bool  # whether a stage recomputes the same layers at all levels
     rules: StageRules = FREE
     numbers: Sequence[FittingNumbers] | None = None  # [stages]; None: any layers may be recomputed
-    slowness: np.ndarray | None = None  # at least 1, so that bounds over units hold, [stages]
+    slowness: np.ndarray | None = None  # factor on compute, >= 1 for bounds to hold, [stages]
 
     @property
     def stages(self) -> int:
@@ -106,15 +105,15 @@ class Choices:
     fitting: list[StageOptions]
     optimistic: list[StageOptions]  # bound all fitting options; equal to them if `complete`
     complete: bool
-    nodes: int  # node of the last cut; node 0 is the first
+    nodes: int  # last node, after all units; node 0 is before them
 
 
 def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
-    """Return the options of every stage that may be in a split of at most `limit_ms`."""
+    """Return each stage's options that, by bounds, may be in a split of at most `limit_ms`."""
     complete, nodes = True, problem.units
-    # First the runs that a stage may hold within the limit without recomputation.
+    # First leave out runs that exceed the limit even without recomputation.
     structure, runs = problem.structure, problem.structure.runs
-    candidates = np.flatnonzero(structure.own_ms <= limit_ms)  # quick, before the stages' own paths
+    candidates = np.flatnonzero(structure.own_ms <= limit_ms)  # a quick filter
     fast = [
         candidates[structure.longest_of_runs_ms(stage, candidates) <= limit_ms]
         for stage in range(problem.stages)
@@ -143,10 +142,10 @@ def _numbered_options(
     usable: Sequence[np.ndarray],
     limit_ms: float,
 ) -> tuple[list[StageOptions], int]:
-    """Return every stage's options by recompute numbers, and the last node."""
+    """Return every stage's fitting options by recompute numbers, and the last node."""
     units = problem.units
     if not numbers[0].ways.is_shared:
-        # More recomputation only costs time, so every run has its min number.
+        # A larger number only costs time, so each run has one option.
         fewest = _min_fitting_numbers(numbers, usable, 0)
         fits = [of_stage < NO_NUMBER for of_stage in fewest]
         usable, fewest = (
@@ -179,8 +178,8 @@ def _shared_numbers(
     usable: Sequence[np.ndarray],
     limit_ms: float,
 ) -> Iterator[list[StageOptions]]:
-    """Yield every stage's fitting options with each number that some split of at most `limit_ms`
-    needs: a split that fits neither a smaller number nor one encoder less."""
+    """Yield every stage's fitting options for each way and number that may be best: a split of at
+    most `limit_ms` fits with it, but not with a smaller number or an encoder fewer recomputed."""
     ways, runs, units = numbers[0].ways, problem.structure.runs, problem.units
     assert isinstance(ways, TowerNumbers)  # other ways are not shared
     edges = [(runs.start[chosen], runs.end[chosen]) for chosen in usable]
@@ -188,7 +187,7 @@ def _shared_numbers(
     for way, fewest in enumerate(min_numbers):
         smaller = -1
         for number in ways.shared_numbers(fewest):
-            # One option per usable run, in order, whether it fits or not.
+            # One option per usable run, also if it does not fit, in the order of `fewest`.
             equal = [np.full(len(chosen), number) for chosen in usable]
             options = _recompute_numbers(problem, numbers, usable, way, equal)
             sizes_ms = [of_stage.bound_ms for of_stage in options]
@@ -196,7 +195,7 @@ def _shared_numbers(
                 break  # larger numbers take no less time
             fits = [of_stage <= number for of_stage in fewest]
             sizes_ms = [np.where(f, ms, np.inf) for f, ms in zip(fits, sizes_ms, strict=True)]
-            # Some run must need more than the smaller number, and some run every encoder.
+            # With the smaller number, and with each smaller way, some run must not fit.
             needs = [[of_stage > smaller for of_stage in fewest]]
             for fewer in ways.smaller_ways(way):
                 needs.append([of_stage > number for of_stage in min_numbers[fewer]])
@@ -215,7 +214,7 @@ def _shared_numbers(
 def _min_fitting_numbers(
     numbers: Sequence[FittingNumbers], usable: Sequence[np.ndarray], way: int
 ) -> list[np.ndarray]:
-    """Return the min number of each run to fit at every stage. [runs] each"""
+    """Return for every stage the min number to fit of each usable run, or `NO_NUMBER`. [runs]"""
     return [
         of_stage.find(chosen[:, None], np.full(len(chosen), way))
         for of_stage, chosen in zip(numbers, usable, strict=True)
@@ -229,7 +228,7 @@ def _recompute_numbers(
     way: int,
     number: Sequence[np.ndarray],
 ) -> list[StageOptions]:
-    """Return an option for each run [runs] at every stage, with its number [runs] in a way."""
+    """Return an option for each usable run of every stage, with its number [runs] in `way`."""
     options = []
     for stage, (chosen, of_stage) in enumerate(zip(usable, number, strict=True)):
         ways = numbers[stage].ways
@@ -241,7 +240,7 @@ def _recompute_numbers(
 def stage_choices(
     problem: SearchProblem, stage: int, chosen: np.ndarray
 ) -> tuple[StageOptions, StageOptions, bool]:
-    """Return fitting and optimistic options of chosen runs, and whether they are complete."""
+    """Return fitting and optimistic options of chosen runs, and whether the former are all."""
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     sets = useful_sets(
@@ -264,7 +263,7 @@ def stage_choices(
 
 
 def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:
-    """Return options of a single option's run, with recomputed layers near its own."""
+    """Return fitting options of a single option's run, with recomputed layers near its own."""
     runs = problem.structure.runs
     run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
     fit = LevelFit.build(
@@ -280,7 +279,7 @@ def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> St
 def recompute_options(
     problem: SearchProblem, stage: int, run: np.ndarray, recomputed: np.ndarray
 ) -> StageOptions:
-    """Return options of runs [n] with recomputed layers [n, levels * layer kinds]."""
+    """Return sorted options of runs [n] with recomputed layers [n, levels * layer kinds]."""
     structure, runs = problem.structure, problem.structure.runs
     terms = runs.terms[run]
     layout = structure.layout
@@ -303,7 +302,7 @@ def recompute_options(
 
 
 def on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
-    """Return masks of each stage's (starts, ends) on a path through all stages."""
+    """Return each stage's mask of (start, end) edges on a path from 0 to `units`. [edges]"""
     ahead = [np.arange(units + 1) == 0]
     for start, end in edges:
         reached = np.zeros(units + 1, bool)
@@ -319,12 +318,13 @@ def on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list
 
 
 def recompute_extremes_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels: int) -> np.ndarray:
-    """Return recompute times per layer kind that span every micro-batch's times, for `recompute_ms`
-    [levels * layer kinds, levels * features]. [extremes, levels * layer kinds], each of one level.
+    """Return relative recompute times per layer of each kind, [extremes, levels * layer kinds].
 
-    Every kind has a min share of the recompute time over a level's micro-batches. An extreme gives
-    all kinds their min share and one kind the remaining time, so every micro-batch is a mean of
-    extremes. With two kinds the extremes are two micro-batches.
+    Every micro-batch's times are a non-negative combination of the extremes of its level. An
+    extreme gives all kinds their min share of a micro-batch's total time, and one kind the rest.
+
+    Args:
+        recompute_ms: ms per feature, [levels * layer kinds, levels * features].
     """
     real = np.arange(steps.features.shape[1]) < steps.counts[:, None]
     layers_ms = steps.features[real] @ recompute_ms.T

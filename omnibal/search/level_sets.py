@@ -41,10 +41,10 @@ from omnibal.search.trial import encoders_ms_per_sample
 _SIMULATED_SAMPLES = 12_000  # samples of a simulation: more change packs by about 1 %
 _MOVE_ROUNDS = 2  # rounds of moves around the best set
 MIN_LEVELS_GAIN = 0.01  # share of time that a set of levels must save over one level
-_SHARED_PACKS = 2_000  # max packs of a level of given steps for choosing its form
+_SHARED_PACKS = 2_000  # max packs of a level to estimate its context sizes on, for given steps
 _MOST_OF_SIZING = 4
-"""Max sets of levels to simulate per choice of sizes, before moves. `_MOST_SIMULATED` if sizes are
-given."""
+"""Max sets of levels to simulate per choice of sizes, before moves. `_MOST_SIMULATED` if layouts
+are given."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
 """Max sets to simulate, in moves per round, and to plan: at most half a minute in total."""
 _SIMULATED_SLACK = 1.2
@@ -61,17 +61,17 @@ class LevelSetting:
     """Samples for trials of levels at all sizes, picklable for worker processes."""
 
     setting: Setting
-    some: Setting  # fewer samples, which are packed by ISF, for simulations
+    some: Setting  # fewer samples, packed by ISF, for simulations
     data: SampleData  # the setting's samples, with the caps of the longest packs
     rule: LevelRule
     longest: Caps  # min caps that fit every sample of the plan
-    packed: Packed = field(default_factory=dict)
+    packed: Packed = field(default_factory=dict)  # cache for all sizes
 
     @classmethod
     def for_request(
         cls, setting: Setting, request: StrategyRequest, rule: LevelRule
     ) -> "LevelSetting":
-        """Return the setting's samples with the caps of the request's longest packs."""
+        """Return the trials' samples, with the caps of the longest packs of all samples."""
         drawn = setting.request
         fewer = replace(drawn, samples=_SIMULATED_SAMPLES).draw_samples()
         # ISF makes a few percent more packs, but is much faster.
@@ -85,7 +85,7 @@ class LevelSetting:
         )
 
     def tokens_per_step(self, sizing: Sizing) -> float:
-        """Return the mean tokens per rank in a step of the requested samples."""
+        """Return the mean tokens per data-parallel rank in a step of `samples_per_step`."""
         samples = min(self.setting.request.samples_per_step, len(self.data.lengths))
         return samples * float(self.data.lengths.tokens.mean()) / sizing.parallel.data
 
@@ -101,14 +101,14 @@ class LevelSetting:
 
 
 def _top(request: StrategyRequest) -> Caps:
-    """Return the caps of the longest packs."""
+    """Return the requested caps, or those chosen for the longest packs."""
     return request.caps or top_caps(request.lengths, request.limited_features)
 
 
 def _estimate_sets(
     levels: LevelSetting, most: int, sizing: Sizing
 ) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
-    """Return up to `most` sets by estimated ms per sample, and a lower bound on all sets."""
+    """Return `sizing`, up to `most` sets with estimated ms per sample, and a bound on all sets."""
     setting = levels.setting
     job, request = setting.job(sizing), setting.request
     if not fits_cap(least_state_gib(job), job.memory_cap_gib):
@@ -123,7 +123,7 @@ def _estimate_sets(
 def plan_levels(
     setting: Setting, longest: Caps, choice: LevelChoice
 ) -> tuple[LevelChoice, Strategy | UserError]:
-    """Return the plan with the levels that get packs of the setting's samples, or its error.
+    """Return `choice`, and its plan without levels that get no packs, or the error.
 
     Args:
         longest: min caps that fit every sample, of the setting or not.
@@ -145,7 +145,7 @@ def plan_levels(
                 f"{sizing.parallel.data:,} data-parallel ranks: give a larger --samples-per-step"
             )
         if request.settings.curriculum_steps:
-            short = int((of_packs == 0).sum()) * levels[0].context  # shares of ranks
+            short = int((of_packs == 0).sum()) * levels[0].context  # packs times their ranks
             _check_curriculum(request, len(levels), short / sizing.parallel.data / micro_batches)
         return choice, planned_strategy(setting, sizing, trial)
     except UserError as error:
@@ -153,7 +153,7 @@ def plan_levels(
 
 
 def _check_curriculum(request: StrategyRequest, levels: int, short_steps: float) -> None:
-    """Raise unless `short_steps`, of the drawn samples' short packs, suffice for the curriculum."""
+    """Raise unless `short_steps` steps of drawn short packs suffice, scaled to all samples."""
     if levels < 2:
         raise UserError(
             "a curriculum begins with packs of the shortest level, and there is one level; leave "
@@ -171,7 +171,7 @@ def _check_curriculum(request: StrategyRequest, levels: int, short_steps: float)
 def search_with_levels(
     request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
 ) -> StrategySearch:
-    """Return ranked strategies of one level, unless forced to several, and of several levels."""
+    """Return ranked strategies of one and of several levels, as far as `rule` allows them."""
     if rule.count == 1:
         return search_strategies(request, on_progress, processes)
     plain: StrategySearch | None = None
@@ -264,7 +264,7 @@ def _search_sets(
 
 
 def _rank_sets(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> list[LevelChoice]:
-    """Return simulated sets of levels with packs that the rule allows, fastest first."""
+    """Return allowed simulated sets, without levels that got no packs, fastest first."""
     best: dict[LevelChoice, float] = {}
     for (sizing, _), trial in trials.found.items():
         if levels.rule.allows(trial.levels):
@@ -273,14 +273,14 @@ def _rank_sets(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> l
 
 
 def _by_hbp(levels: LevelSetting, sizing: Sizing) -> list[LevelChoice]:
-    """Return HBP's set of levels at these sizes, which the search simulates too."""
-    with suppress(UserError):  # no length fits
+    """Return HBP's set of levels at these sizes, empty if no length fits."""
+    with suppress(UserError):
         return [(sizing, levels.estimates(sizing).by_hbp())]
     return []
 
 
 def _tops(levels: LevelSetting, sizings: Sequence[Sizing]) -> list[LevelChoice]:
-    """Return sets of one level, one per context size, for few packs or little free memory."""
+    """Return sets of one level for all sizes and context sizes, also at lower caps if not given."""
     may_lower = levels.setting.request.caps is None
     return [
         (sizing, top)
@@ -292,7 +292,7 @@ def _tops(levels: LevelSetting, sizings: Sequence[Sizing]) -> list[LevelChoice]:
 def _moves(
     levels: LevelSetting, simulated: LevelChoice, estimated: Sequence[LevelChoice]
 ) -> list[LevelChoice]:
-    """Return the best simulated set with one level changed, and at further fast sizes."""
+    """Return sets for more trials: `simulated` with one level changed, or at other fast sizes."""
     sizing, best = simulated
     moved = [(sizing, moved_set) for moved_set in levels.estimates(sizing).moves(best)]
     others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
@@ -304,10 +304,10 @@ def _moves(
 
 
 def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
-    """Whether to search sets: for new joint plans, if requested or one level may not be best.
+    """Return whether to search sets: for new joint plans, if requested or possibly faster.
 
     Raises:
-        UserError: more levels are requested than have samples.
+        UserError: more levels are requested than can have samples.
     """
     if rule.count == 1 or request.given is not None or not request.split.is_joint:
         return False
@@ -328,7 +328,7 @@ def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
 
 
 def _is_one_best(job: JobSpec, data: SampleData, samples_per_step: int) -> bool:
-    """Whether unshared packs (context size 1) are best for samples of similar lengths.
+    """Return whether unshared packs (context size 1) are best for samples of similar lengths.
 
     True if they make packs for all ranks, and a full pack fits one rank without recomputation or
     its halves would be small.
@@ -344,7 +344,7 @@ def _is_one_best(job: JobSpec, data: SampleData, samples_per_step: int) -> bool:
 
 
 def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
-    """Whether packs at the caps are enough for every rank."""
+    """Return whether samples make a pack at the caps for every data-parallel rank."""
     ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
     if tokens >= ranks * data.caps["tokens"]:
         return True
@@ -353,9 +353,9 @@ def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
 
 
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
-    """Return given steps with the levels' fastest context sizes for this job's ranks.
+    """Return data of given steps with the levels' fastest context sizes for this job's ranks.
 
-    Steps, packs and caps do not change. Raises DoesNotFit if a level fits no context size.
+    Steps, packs and caps do not change. DoesNotFit if a level fits at no context size.
     """
     if data.steps is None:
         return data
@@ -395,5 +395,5 @@ def levels_in_use(
 
 
 def _holds(caps: Caps, other: Caps) -> bool:
-    """Return whether caps are at least `other` for every feature of it."""
+    """Return whether `caps` are at least `other` for every feature in `other`."""
     return all(caps[name] >= other[name] for name in other.names)

@@ -1,4 +1,4 @@
-"""A rank's weights and optimizer state, stored as equal tensors if replicated or sharded.
+"""A rank's saved weights and optimizer state, in the same format whether replicated or sharded.
 
 Shapes: Q values of a rank's shard of a flat tensor.
 """
@@ -29,19 +29,19 @@ class PartOptimizer(Protocol):
 
 # Optimizer of a replicated or a sharded stage.
 Optimizer: TypeAlias = ChainedOptimizer | PartOptimizer
-# Parameter, its flat range (first, end), the range's state by kind, and the replica's index.
+# Parameter, first and end of a range of its flat values, state by kind, and the replica's index.
 _StateRange: TypeAlias = tuple[torch.nn.Parameter, int, int, Mapping[str, torch.Tensor], int]
 
 
 class State:
-    """A rank's saved and loaded tensors, of all its stages."""
+    """Tensors of all stages of a rank, to save and to load."""
 
     def __init__(self, stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None]) -> None:
         self._stages = list(map(_StageState, stages, optimizers))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return core's sharded state dict by stage, and joined settings as `optimizer` if any."""
-        # The stages' keys are of this dict alone: files have the tensors' own keys.
+        # Stage numbers are keys of this dict only: files have the tensors' own keys.
         state = {str(n): stage.sharded_state_dict() for n, stage in enumerate(self._stages)}
         settings = [own for stage in self._stages for own in stage.list_settings()]
         return state | ({"optimizer": join_settings(settings)} if settings else {})
@@ -56,7 +56,7 @@ class State:
         stored.read_blocks(block for block in blocks if adapters or ADAPTERS not in block.key)
 
     def load_optimizer(self, stored: StoredTensors, settings: dict[str, Any]) -> None:
-        """Read all optimizers' state, and steps from saved `settings`, but no learning rates."""
+        """Read main weights and moments; of saved `settings` use the step, not learning rates."""
         groups = settings["optimizer"]["param_groups"]
         # A checkpoint from before the first step has no step counts.
         [step] = {group["step"] for group in groups if group.get("step") is not None} or {0}
@@ -81,8 +81,8 @@ class _StageState:
         self._distributed: list[DistributedOptimizer] = []
         self._sharded: PartOptimizer | None = None
         if isinstance(optimizer, ChainedOptimizer):
-            # `allreduce` is False for core's expert-parallel parameters, which have an optimizer of
-            # their own. Optimizers without trained parameters are left out.
+            # Core has a separate optimizer for expert-parallel parameters (`allreduce` is False).
+            # Keep only optimizers that train parameters of this stage.
             of_experts = [
                 not vars(parameter).get("allreduce", True)
                 for parameter in stage.parameters()
@@ -96,7 +96,7 @@ class _StageState:
 
     @property
     def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return torch's optimizers. A frozen stage has none."""
+        """Return torch's optimizers, none for a frozen stage."""
         sharded = [] if self._sharded is None else [self._sharded.inner]
         return [*(optimizer.optimizer for optimizer in self._distributed), *sharded]
 
@@ -108,7 +108,7 @@ class _StageState:
         return {"model": self._replicated_entries(), "parts": blocks}
 
     def list_settings(self) -> list[dict[str, Any]]:
-        """Return param groups and step counts of optimizers with state, as core's state dicts."""
+        """Return param groups with step counts of optimizers with state, in core's format."""
         if self._sharded is None or not self._sharded.inner.state:
             return [optimizer.state_dict() for optimizer in self._distributed]
         inner = self._sharded.inner
@@ -141,7 +141,7 @@ class _StageState:
                 state["step"].fill_(step)
 
     def _replicated_entries(self) -> dict[str, Any]:
-        """Return core's sharded state dict without the parameters of flat tensors."""
+        """Return core's sharded state dict without sharded parameters."""
         flat = {parameter for flat in self._flats for parameter in flat.parameters}
         entries = self._stage.sharded_state_dict().items()
         return {
@@ -205,7 +205,7 @@ def _by_tensor(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
 
 
 def join_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one state dict with all distinct param groups. Other entries are the last's."""
+    """Return one state dict with all distinct param groups; other entries are from the last."""
     joined: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for own in settings:

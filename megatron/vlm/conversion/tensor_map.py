@@ -38,11 +38,11 @@ LayoutFamily = Literal[
     "internvl", "transformers", "text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
     "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text",
 ]  # fmt: skip
-"""InternVL's own, Transformers' InternVL, text-only, or a Qwen's model_type."""
+"""InternVL's own, Transformers' InternVL, text-only before Qwen3.5, or a Qwen's model_type."""
 Root = Literal["language_model.model", "model.language_model", "model"]
 _NESTED: Final = "model.language_model"
 ExpertStorage = Literal["apart", "stacked", "transposed"]
-"""A tensor per expert, a layer's experts as one tensor, or as one tensor of transposed matrices."""
+"""A tensor per expert, one tensor per layer, or one tensor per layer of transposed matrices."""
 
 _DEEPSTACK_KEY, _MERGERS = "vision_deepstack", "visual.deepstack_merger_list"
 _STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
@@ -105,7 +105,7 @@ class TensorLayout(StrEnum):
     QWEN3_5_MOE_TEXT = "qwen3.5-moe-text", "qwen3_5_moe_text", "qwen3_moe", "model", "stacked"
 
     def storage_of(self, tower: str) -> ExpertStorage:
-        """Return the storage of a tower's experts. The prediction layer's are always apart."""
+        """Return how a tower's experts are stored: always apart in the prediction layer."""
         return "apart" if tower == _PREDICTION else self.experts
 
     @property
@@ -115,12 +115,12 @@ class TensorLayout(StrEnum):
 
     @property
     def is_text_only(self) -> bool:
-        """Return whether models of the layout have no encoder."""
+        """Return whether the layout has no encoder."""
         return self.family.endswith("text")
 
     @property
     def is_qwen_vl(self) -> bool:
-        """Return whether the layout is a Qwen-VL's, with native-resolution images."""
+        """Return whether the layout is Qwen-VL's or Qwen3.5's, with native-resolution images."""
         return self.family.startswith("qwen") and not self.is_text_only
 
     @property
@@ -129,7 +129,7 @@ class TensorLayout(StrEnum):
         return self.family.startswith("qwen3_5")
 
 
-# Families whose encoder has the names of another.
+# Families whose encoder has the tensor names of another family.
 _TOWERS_LIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl")
 
 
@@ -137,10 +137,10 @@ _TOWERS_LIKE = dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_
 class Parameter:
     """A parameter of the full model, independent of pipeline stages and tensor-parallel ranks."""
 
-    key: str  # key in this project's checkpoints, which stack a tower's layers if they are equal
-    shape: Shape  # shape of one layer's parameter
-    layer: int | None = None  # number of the layer, from 0, or None outside layers
-    layers: int | None = None  # number of layers stacked under `key`, or None outside layers
+    key: str  # key in this project's checkpoints, which stack a tower's layers if all are equal
+    shape: Shape  # shape in one layer
+    layer: int | None = None  # number of the layer, from 0, if stacked under `key`, else None
+    layers: int | None = None  # number of layers stacked under `key`, or None if not stacked
 
     @property
     def name(self) -> str:
@@ -151,7 +151,7 @@ class Parameter:
 
     @property
     def own_name(self) -> tuple[str, str]:
-        """Return a layer's tower (or "prediction") and the name in the layer, else "" and key."""
+        """Return tower (or "prediction") and name in the layer; "" and the key outside layers."""
         match = _OF_LAYER.match(self.key)
         return ("", self.key) if match is None else (match[1], match[2])
 
@@ -192,8 +192,8 @@ class Parts(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows(Arrangement):
-    """Rows of several parts, as q, k and v. Released: one part after another. Here: all parts of
-    group 0, of group 1, ..., as Megatron-core, so that tensor-parallel ranks have whole groups.
+    """Rows of several parts, such as q, k and v. Released: part after part. Here: all parts of
+    group 0, of group 1, ..., as in Megatron-core, so that each tensor-parallel rank has groups.
     """
 
     groups: int
@@ -225,7 +225,7 @@ class GroupedRows(Arrangement):
 def query_key_value(
     rows: int, heads: int, kv_heads: int, *, is_fused: bool, is_gated: bool = False
 ) -> GroupedRows:
-    """Return the arrangement of `rows` of q, k and v, released as one tensor or three.
+    """Return the arrangement of q, k and v, in total `rows`, released as one tensor or three.
 
     `is_gated`: each head of q is followed by its output gate.
     """
@@ -236,7 +236,7 @@ def query_key_value(
 
 
 def delta_rows(linear: LinearAttention) -> tuple[GroupedRows, GroupedRows]:
-    """Return the arrangements of a gated delta layer's input projections and convolution."""
+    """Return arrangements of a gated delta layer's in_proj (qkv, gate, beta, decay) and conv."""
     keys = linear.key_heads * linear.key_head_size
     values = linear.value_heads * linear.value_head_size
     mixed, heads = (keys, keys, values), (linear.value_heads,)
@@ -261,7 +261,7 @@ class Transposed(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class QueryValueBias(Arrangement):
-    """Bias of q, k, v, interleaved by head. Whisper releases none of k: zeros here."""
+    """Bias of q, k and v, interleaved by head. Released without k's, which is 0 here (Whisper)."""
 
     heads: int
 
@@ -310,7 +310,7 @@ _NamedShapes = Iterable[tuple[str, Shape]]  # keys and shapes of parameters
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yield the full model's parameters, in forward order; a tied head is left out."""
+    """Yield the full model's parameters, in forward order, without a tied head."""
     language, width = model.language, model.language.hidden_size
     if model.takes_images:
         yield from _tile_parameters(model.vision, width)
@@ -341,7 +341,7 @@ def _prediction_shapes(language: LanguageConfig) -> _NamedShapes:
 def layer_parameter(
     model: ModelConfig, tower: str, number: int, name: str, shape: Shape
 ) -> Parameter:
-    """Return a parameter of a tower's layer. Core stores layers of several kinds by number."""
+    """Return a parameter of layer `number`, which is in the key if the language model is hybrid."""
     language = model.language
     if tower == "language" and language.is_hybrid:
         return Parameter(key=f"language.layers.{number}.{name}", shape=shape)
@@ -388,7 +388,7 @@ def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
 def _projector_shapes(
     name: str, normed: int, cell: int, inner: int, width: int, *, bias: bool = True
 ) -> _NamedShapes:
-    """Yield a norm of `normed` channels, with `bias` if a LayerNorm, and two linears."""
+    """Yield a norm over `normed` channels, with `bias` if a LayerNorm, and two linears."""
     yield from _linear(f"{name}.norm", normed, bias=bias)
     yield from _linear(f"{name}.linear_fc1", inner, cell)
     yield from _linear(f"{name}.linear_fc2", width, inner)
@@ -477,7 +477,7 @@ def find_released(parameter: Parameter, model: ModelConfig, layout: TensorLayout
 
 
 def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Sources | None:
-    """Return Whisper's tensors of an audio parameter, or None for the projector's linears."""
+    """Return an audio parameter's tensors in Whisper, or None for the projector's linears."""
     _, _, own = parameter.key.partition(".layers.")
     module, _, part = (own or parameter.key).rpartition(".")
     tower = _read_tower_names()["whisper"]
@@ -496,7 +496,7 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> S
 
 
 def head_name(layout: TensorLayout) -> str:
-    """Return the head's released name. A checkpoint of a tied head may have a copy under it."""
+    """Return the head's released name, under which checkpoints of tied heads may have a copy."""
     return _released_names(Parameter(key="head.weight", shape=()), layout)[0]
 
 

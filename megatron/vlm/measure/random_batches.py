@@ -1,4 +1,4 @@
-"""Micro-batches to measure: with random content, and shares of context-parallel packs.
+"""Micro-batches to measure: random content, or a context-parallel rank's share of a pack.
 
 Shapes: T tiles of C channels and P x P pixels, Y patches of X values, C clips of B bins and F
 frames, S tokens, M image tokens, N audio tokens, L tokens with loss.
@@ -39,14 +39,14 @@ _MIN_IMAGE_TOKENS = 16  # of an image among several of a pack: smaller images ar
 
 
 class _PackShape(NamedTuple):
-    """Sizes of a pack to measure, as shares of caps."""
+    """Sizes of a pack to measure, as shares of the caps."""
 
     tiles: float  # share of the cap of tiles, or of image tokens at native resolution
     tokens: float
-    loss: float  # share of its tokens with loss
+    loss: float  # share of the pack's tokens with loss
     clips: float
-    is_even: bool  # equally long samples, or a first sample with over a third of the tokens
-    samples: int | None = None  # None for samples of the mean length
+    is_even: bool  # equally long samples, else the first has over a third of the tokens
+    samples: int | None = None  # number of samples, or None for the mean length
 
 
 _PACKS = (
@@ -71,7 +71,7 @@ class ProfileOptions:
     max_tiles: int
     max_tokens: int
     tokens_per_sample: int  # mean sample length of the packs; attention's cost depends on it
-    layers: int  # layers of each tower in the measured stage; at most the model's
+    layers: int  # per tower in the measured stage; at most the model's, at least one per kind
     repetitions: int  # timed rounds of all micro-batches, after a warm-up round
     provider: Provider = "local"
     max_clips: int = 0  # for models with recordings
@@ -79,7 +79,7 @@ class ProfileOptions:
     contexts: tuple[int, ...] = ()  # context-parallel sizes to measure language layers with
 
     def caps(self, model: ModelConfig) -> Caps:
-        """Return the caps, with tiles and clips only if the model has them."""
+        """Return the caps, with items (tiles, clips, image tokens) only if the model has them."""
         items = {
             "tiles": self.max_tiles,
             "clips": self.max_clips,
@@ -104,7 +104,7 @@ class ProfileOptions:
 
 
 def make_profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
-    """Yield a micro-batch per entry of `_PACKS`, with random content, on the device."""
+    """Yield a micro-batch per shape in `_PACKS`, with random content, on the device."""
     for shape in _PACKS:
         tokens = max(round(options.max_tokens * shape.tokens), 1)
         samples = shape.samples or max(round(tokens / options.tokens_per_sample), 1)
@@ -146,11 +146,11 @@ def random_batch(
     """Return a micro-batch of these sizes with random content, on the host.
 
     Args:
-        stage: units whose fields are made, or None for all fields.
-        images: tokens of images at native resolution; they come first.
+        stage: units that need fields, or None for all fields.
+        images: tokens of each native-resolution image, at the first positions.
     """
     tokens, image_tokens = sum(segment_tokens), sum(images)
-    # Equal sizes have equal content on all stages and processes.
+    # Seeded by sizes, so that all stages and processes make the same content.
     seed = clips * 104_729 + (tiles + image_tokens) * 7919 + tokens
     generator, fields = torch.Generator().manual_seed(seed), dict[str, Any]()
 
@@ -196,11 +196,11 @@ def _image_fields(
 ) -> dict[str, Any]:
     merge, grids = tower.merge_size, list[Grid]()
     for size in sizes:
-        # As near to a square as possible.
+        # As close to a square as possible.
         rows = max(count for count in range(1, math.isqrt(size) + 1) if size % count == 0)
         grids.append(Grid(1, rows * merge, size // rows * merge))
     fields: dict[str, Any] = {"image_tokens": sum(sizes), "image_grids": tuple(grids)}
-    # For stages that insert image features or add deepstack features, in the first layers.
+    # For stages that insert image features, or add deepstack features in the first layers.
     deepstack = {*range(len(deepstack_of(model)))}
     if stage is None or stage.holds("language embed") or deepstack & {*stage.layers(LANGUAGE)}:
         fields["image_positions_M"] = torch.arange(sum(sizes))
@@ -208,7 +208,7 @@ def _image_fields(
 
 
 def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
-    """Return image sizes, in tokens, with about each sample's sums of tokens and squares."""
+    """Return image sizes in tokens that give about each sample's tokens and squared tokens."""
     feature = ImagesEncoder.feature
     names = (feature, squares_of(feature))
     tokens, squares = (lengths.column(name)[samples] for name in names)
@@ -222,12 +222,13 @@ def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
 
 
 def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
+    """Return the squared tokens of each image or frame group, in total."""
     sizes = ((grid.times, grid.rows * grid.columns // tower.positions_per_item) for grid in grids)
-    return sum(times * tokens**2 for times, tokens in sizes)  # over images and frame groups
+    return sum(times * tokens**2 for times, tokens in sizes)
 
 
 def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
-    """Return the model with every kind of its layers among `layers`, or the last language kinds."""
+    """Return the model with all kinds of layer in its first `layers`, or the last kinds if few."""
     kinds = list(dict.fromkeys(model.language.kinds))
     if len(kinds) > 1:
         runs = tuple(LayerRun(layers=1, **dict(kind)) for kind in kinds[-layers:])
@@ -245,11 +246,11 @@ class MeasuredShare:
     batch: MicroBatch  # without content, which a layer does not need
     context: int
     exchange: ContextExchange
-    features: dict[str, int]  # of the largest share in the rank's block: all ranks wait for it
+    features: dict[str, int]  # of the largest share of the pack, as all its ranks wait for it
 
 
 def context_sizes(processes: int) -> tuple[int, ...]:
-    """Return the powers of two from 2 on that divide the number of processes."""
+    """Return the powers of two above 1 that divide the number of processes."""
     powers = (2**exponent for exponent in range(1, processes.bit_length()))
     return tuple(size for size in powers if processes % size == 0)
 
@@ -257,12 +258,11 @@ def context_sizes(processes: int) -> tuple[int, ...]:
 def shares_of_process(
     job: JobSpec, contexts: Iterable[int], max_tokens: int, tokens_per_sample: int
 ) -> Iterator[MeasuredShare]:
-    """Yield this process's shares, by context-parallel size and exchange that the heads allow."""
+    """Yield this process's shares, for each context-parallel size and exchange the model allows."""
     for context, exchange, size in product(contexts, ContextExchange, _SHARES):
         tokens = max(round(max_tokens * size), 1) * context
         several = max(round(tokens / tokens_per_sample), 1)
-        # A single sample exchanges all tokens, typical samples only tokens at the cuts: so fits can
-        # separate the costs of exchanged tokens.
+        # A single sample exchanges all tokens, several only those at cuts: fits tell costs apart.
         for samples, cut in ((1, CutRule.ZIGZAG), (several, CutRule.CONTIGUOUS)):
             level = Level(caps=Caps.of(tokens=tokens), context=context, exchange=exchange, cut=cut)
             if exchange_mistake(job.model, Parallel(pipeline=1), level) is None:

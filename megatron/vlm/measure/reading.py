@@ -1,6 +1,6 @@
 """Read samples while layers are timed, as loaders do in training, and measure the reading.
 
-One low-priority loader process per rank reads random samples for all stages. Times are its own CPU
+One low-priority loader process per rank reads all content of random samples. Times are its own CPU
 time, so that other load on the machine does not count.
 """
 
@@ -26,16 +26,16 @@ _READ_KINDS = ("tiles", "image_tokens", "clips", "tokens")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadSamples:
-    """One item of the loader process: some samples, their item counts and CPU times."""
+    """One item of the loader process: content of some samples, with counts and CPU times."""
 
     content: tuple[torch.Tensor, ...]  # pixels, patches, frames, token ids: sent like a micro-batch
     samples: int
     counts: np.ndarray  # tiles, image tokens, clips and tokens, float64 [4]
-    ms: np.ndarray  # CPU time of each, float64 [4]
+    ms: np.ndarray  # CPU time to read and transfer each kind, float64 [4]
 
 
 class SampleDraws(torch.utils.data.Dataset):
-    """Endless passes over one random order. An item is `samples` samples, or a UserError."""
+    """Endless passes over one random order; items are `samples` samples, or a UserError."""
 
     def __init__(self, reader: SampleReader, samples: int) -> None:
         self._reader, self._samples = reader, samples
@@ -75,7 +75,7 @@ class SampleDraws(torch.utils.data.Dataset):
         texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in contents]
         tokens = torch.from_numpy(np.concatenate(texts))
         moments_s.append(time.process_time())
-        # CPU time since the last item went into transferring it: spread over the kinds.
+        # Also the CPU time since the last item, which transferred that item: spread over the kinds.
         before_s, self._ended_s = self._ended_s or moments_s[0], moments_s[-1]
         scale = 1e3 * (moments_s[-1] - before_s) / (moments_s[-1] - moments_s[0])
         counts = np.array([len(pixels), cells, len(frames), len(tokens)], np.float64)
@@ -84,7 +84,7 @@ class SampleDraws(torch.utils.data.Dataset):
 
 
 class Reading:
-    """Consumer of the loader's samples, as many tokens as the timed passes compute."""
+    """Consumer of the loader's samples at the rate of the timed passes' tokens."""
 
     def __init__(self, items: Iterator[ReadSamples | UserError]) -> None:
         self._items = items
@@ -93,7 +93,7 @@ class Reading:
         self._counts, self._ms = np.zeros((2, len(_READ_KINDS)))
 
     def take(self, tokens: int) -> None:
-        """Take samples that hold all tokens due, now `tokens` more. UserError if unreadable."""
+        """Take samples for `tokens` more tokens, less any surplus. UserError if unreadable."""
         self._due_tokens += tokens
         while self._due_tokens > 0:
             item = next(self._items)
@@ -105,7 +105,7 @@ class Reading:
             self._ms += item.ms
 
     def result(self) -> ReadingMeasurement:
-        """Return mean CPU times per item and token, over all ranks' loaders; collective."""
+        """Return mean CPU times per item of each kind and per token, over all ranks; collective."""
         totals = torch.tensor(
             [self._samples, *self._counts, *self._ms], dtype=torch.float64, device=current_device()
         )
@@ -124,7 +124,7 @@ class Reading:
 
 @contextmanager
 def read_in_background(reader: SampleReader, samples: int) -> Iterator[Reading]:
-    """Yield a Reading, whose loader reads `samples` per item until the context ends."""
+    """Yield a Reading whose loader reads items of `samples` samples until the context ends."""
     draws = SampleDraws(reader, samples)
     with closing(read_ahead(draws, 1, lambda item: item)) as items:
         yield Reading(items)

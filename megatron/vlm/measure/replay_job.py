@@ -53,7 +53,7 @@ _STORE_POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplayJob:
-    """A checked plan and its replay's samples."""
+    """A checked plan, its packs and the source of their content."""
 
     planned: PlanFiles
     packs: ScheduledPacks
@@ -70,7 +70,7 @@ class ReplayJob:
 
     @property
     def workload(self) -> Workload:
-        """Return the computation of every pack, a row each, without empty micro-batches."""
+        """Return the workload with row i for pack i, without empty micro-batches."""
         whole = self.planned.job.workload(self.packs, self.lengths, self.plan.pack_levels)
         return whole.rows(~whole.is_empty)
 
@@ -80,8 +80,8 @@ class ReplayJob:
         return read_rows(self.plan, stage, self.packs, self.lengths, self.reader)
 
     def work_of(self, stage: int, info: ReplayInfo) -> StageWork:
-        """Return a stage's work: every rank's part of the chosen steps, and the heaviest parts."""
-        # A rank's entire step, so that micro-batches in flight are the job's.
+        """Return each data-parallel rank's part of the chosen steps, and the heaviest parts."""
+        # All micro-batches of a rank's step, so that as many are in flight as in the job.
         rows = np.flatnonzero(np.isin(self.packs.step, info.steps))
         place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
         steps = np.split(rows, np.flatnonzero(np.diff(place)) + 1)
@@ -189,11 +189,11 @@ def replay_stages(
     launch: RankLaunch,
     store: dist.Store,
 ) -> None:
-    """Replay unfinished stages, as `run_stages`."""
+    """Replay unfinished stages and write results; see `run_stages`."""
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
     else:
-        torch.set_num_threads(1)  # as each CPU process of a job
+        torch.set_num_threads(1)  # as training does on CPUs
 
     def prepare(stage: int) -> StageRun[StageReplay]:
         work = job.work_of(stage, info)
@@ -205,7 +205,7 @@ def replay_stages(
     run_stages(title, REPLAY_FILES, info, prepare, stages, output, launch, store)
 
 
-# Number of a stage's runs, and a function that runs it and calls its argument after each run.
+# Number of a stage's runs, and a function that runs them and calls its argument after each run.
 StageRun = tuple[int, Callable[[Callable[[], None]], AnyStageResult]]
 
 
@@ -219,9 +219,9 @@ def run_stages(
     launch: RankLaunch,
     store: dist.Store,
 ) -> None:
-    """Write results of unfinished stages, one process each; wait for all. UserError of failures.
+    """Run unfinished stages, dealt out to processes, and write results; wait for all processes.
 
-    Rank 0 creates `output` if absent, and shows the progress of all processes.
+    Rank 0 creates `output` if absent, shows all progress, and raises a UserError of all failures.
     """
     if launch.rank == 0:
         files.open(output, info)
@@ -229,7 +229,7 @@ def run_stages(
     store.wait(["output"])
     files.open(output, info)
     finished = {result.stage for result in files.read_stages(output, max(stages) + 1)}
-    # No process writes before all have read, so that all list the same stages.
+    # Wait before writing, so that all processes list the same unfinished stages.
     _arrive(store, "read", launch)
     runs = {stage: prepare(stage) for stage in stages if stage not in finished}
     with progress_of_rank(launch.rank) as progress:
@@ -262,7 +262,7 @@ def _arrive(
     waits: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Count this process, and wait for all; the store's own barrier has a time limit."""
+    """Count this process at `name`; wait for all if `waits` (the store's barrier times out)."""
     store.add(name, 1)
     while waits and store.add(name, 0) < launch.world_size:
         meanwhile()

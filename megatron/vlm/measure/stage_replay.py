@@ -1,4 +1,4 @@
-"""Run one rank of a plan on a single device, with simulated neighbours.
+"""Run one rank of a plan on a single device, without the other ranks.
 
 Megatron-core's groups have the job's sizes, over torch's fake backend, so model and optimizer
 shards are the job's. The rank runs the trainer's schedule on the plan's packs; received tensors are
@@ -74,7 +74,7 @@ class _RandomInbox(Inbox):
 
 @contextmanager
 def act_as_stage(parallel: Parallel, stage: int) -> Iterator[PipelineLinks]:
-    """Yield the links of a stage's first rank in a job of these sizes; others are simulated."""
+    """Yield the links of a stage's first rank in a job of these sizes, without other ranks."""
     prepare_megatron_core()
     # The fake backend's collectives return at once and leave their outputs as they are.
     dist.init_process_group(
@@ -89,9 +89,9 @@ def act_as_stage(parallel: Parallel, stage: int) -> Iterator[PipelineLinks]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatchTimes:
-    forward_ms: np.ndarray  # [micro-batches * chunks], as the others
-    backward_ms: np.ndarray  # with weight gradients and recomputation
-    weight_ms: np.ndarray  # of weight-gradient passes, 0 if backward is not split
+    forward_ms: np.ndarray  # all arrays are [micro-batches * chunks]
+    backward_ms: np.ndarray  # including weight gradients and recomputation
+    weight_ms: np.ndarray  # weight-gradient passes, 0 if backward is not split
     recompute_ms: np.ndarray
 
     @classmethod
@@ -120,12 +120,12 @@ OnPhase = Callable[[Phase], None]  # called when a phase of a step begins
 
 
 class _RecomputeClock(PhaseClock):
-    """Phase clock that also times recomputation in every backward."""
+    """Phase clock that also times the recomputation of every backward."""
 
     def __init__(self, trainer: Trainer, announce: OnPhase) -> None:
         super().__init__()
         self._links, self.announce = trainer.links, announce
-        # By backward: start and end of every recomputed layer's forward, in turn.
+        # Per backward: alternating start and end of each recomputed layer's forward.
         self._recomputations: list[list[object]] = []
         self._in_backward = False
         for block in (block for stage in trainer.chunks for block in stage.blocks.values()):
@@ -146,7 +146,7 @@ class _RecomputeClock(PhaseClock):
             self._recomputations[-1].append(record_moment())
 
     def times(self) -> MicroBatchTimes:
-        """Stop the clock; return the times of micro-batches since the last stop."""
+        """Stop the clock; return the times of all micro-batches since the last stop."""
         intervals, recomputations = self.stop(), self._recomputations
         self._recomputations = []
         forward_ms, backward_ms = forward_and_backward_ms(self._links, intervals)
@@ -164,7 +164,7 @@ class _RecomputeClock(PhaseClock):
         )
 
 
-# This rank's share of data-parallel encoding in a step, and the batches of its passes in order.
+# This rank's share of data-parallel encoding in a step, and its encoder batches in order.
 EncodingWork = tuple[StepShares, list[MicroBatch]]
 
 
@@ -179,7 +179,7 @@ class StageReplayer:
         provider: Provider = "local",
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
-        # Wait before every operation of the stage in a step, or empty for no waits.
+        # Waits before the step's operations, or empty. Changed in place, as inboxes hold the list.
         self._waits_ms = list[float]()
         links = replace(links, make_inbox=partial(_RandomInbox, self._waits_ms))
         self.trainer = build_for_times(plan, links, provider=provider)
@@ -195,7 +195,7 @@ class StageReplayer:
         self, batches: Sequence[MicroBatch], waits_ms: Sequence[float] = ()
     ) -> MicroBatchTimes:
         """Return times of a rank's step without update. On a CPU receives wait `waits_ms` first."""
-        # An idle CPU computes more slowly at first. On CUDA the stream would wait, not the host.
+        # An idle CPU is slower at first, so waits are real. On CUDA the stream waits, not the host.
         if not has_cuda():
             self._waits_ms[:] = waits_ms
         self.trainer.zero_gradients()
@@ -207,7 +207,7 @@ class StageReplayer:
     def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
         shares, passes = (None, []) if encoding is None else encoding
         stream = MicroBatchStream(
-            # Copied one by one. Training prefetches, which keeps up to two more on the device.
+            # One batch on the device at a time. Training prefetches up to two more.
             batches=(batch.to(current_device()) for batch in (*passes, *batches)),
             shapes=[batch.shape for batch in batches],
             encoding=shares,
@@ -218,7 +218,7 @@ class StageReplayer:
     def activation_bytes(
         self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None
     ) -> int:
-        """Return peak bytes of a step (on CUDA, or of its update); see `peak_activation_bytes`."""
+        """Return `peak_activation_bytes` of a step, or on CUDA of its update if larger."""
         self.trainer.zero_gradients()
         peak = peak_activation_bytes(self.trainer, partial(self._run, batches, encoding))
         self.trainer.discard_gradients()
@@ -233,7 +233,7 @@ class StageReplayer:
 
 
 def state_bytes_of(trainer: Trainer) -> int:
-    """Return the bytes of weights, gradients and optimizer state, each storage once."""
+    """Return the bytes of weights, buffers, gradients and optimizer state, each storage once."""
     tensors = [buffer for stage in trainer.stages for buffer in stage.buffers()]
     for wrapper in trainer.wrappers:
         tensors += [*wrapper.weights(), *wrapper.gradients(), *wrapper.optimizer_state()]
@@ -241,13 +241,13 @@ def state_bytes_of(trainer: Trainer) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
-# Returns micro-batches of rows of the packs, as one stage needs them, on the host.
+# Loads the micro-batches of these rows of packs, with one stage's fields, on the host.
 LoadRows = Callable[[np.ndarray], list[MicroBatch]]
 
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
-    """Return a loader of random content with the packs' sizes and context-parallel sizes."""
-    # Lengths without loss tokens give all tokens, as the plan assumes too.
+    """Return a loader of random content with the packs' sizes and levels."""
+    # All tokens have loss if lengths do not say, as in the plan.
     loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
     held = plan.units_of(stage)
 
@@ -266,7 +266,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
 def read_rows(
     plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths, reader: SampleReader
 ) -> LoadRows:
-    """Return a loader of the packs' samples, which raises UserError for unreadable data."""
+    """Return a loader of the packs' samples; it raises UserError for unreadable data."""
     every_row = np.arange(len(packs))
     dataset = PackDataset(reader, packs, lengths, every_row, plan.units_of(stage))
 
@@ -281,9 +281,9 @@ def read_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageWork:
-    steps: tuple[np.ndarray, ...]  # rows of one rank's micro-batches, by timed step
-    heaviest: tuple[np.ndarray, ...]  # rows of each step of a rank that may have the peak memory
-    waits_ms: tuple[tuple[float, ...], ...]  # predicted, by step and operation of the stage
+    steps: tuple[np.ndarray, ...]  # pack rows of one rank in one step, by timed step
+    heaviest: tuple[np.ndarray, ...]  # pack rows likewise, of steps that may have the peak memory
+    waits_ms: tuple[tuple[float, ...], ...]  # predicted, by timed step and operation of the stage
     repetitions: int  # timed runs of every step; one warm-up precedes all
 
     @property
@@ -304,7 +304,7 @@ def replay_stage(
     failure = None
     try:
         with act_as_stage(plan.parallel, stage) as links:
-            # Not called here: a local variable would keep the stage alive while memory is freed.
+            # Built in the call: a local variable would keep the stage alive while memory is freed.
             built = partial(StageReplayer, plan, links, provider=provider)
             return _replay(built(), stage, work, load, on_run)
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""A fake device as a context: operations allocate and do not compute."""
+"""A fake CUDA device as a context: operations allocate counted memory and do not compute."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ _COPY_OPERATIONS = (aten._to_copy.default, aten.copy_.default)
 
 
 class FakeDevice(TorchDispatchMode):
-    """Counter of allocations, launches and host reads that raises a device's errors."""
+    """Dispatch mode that counts memory, launches and host reads, and raises CUDA's errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,17 +65,17 @@ class FakeDevice(TorchDispatchMode):
         return results
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor of a host tensor's size and type."""
+        """Return a fake tensor like `tensor`, or `tensor` itself if it is fake."""
         is_fake = self.tensors.is_our_fake(tensor)
         return tensor if is_fake else self.tensors.from_tensor(tensor)
 
     def count_body(self, name: str, body: Body, working_bytes: Any = None) -> Body:
-        """Return `body`, whose calls count as one launch and keep only the results' memory."""
+        """Return `body`, counting each call as one fused launch without intermediate tensors."""
         operation = DeviceOperation(f"omnibal::{name}", working_bytes=working_bytes)
 
         def run(*arguments: Any) -> Any:
             check_one_device(operation.name, arguments)
-            self._is_in_body = True  # operations of the body are fused, so do not count them
+            self._is_in_body = True  # its operations are fused: do not count them
             try:
                 results = body(*arguments)
             finally:
@@ -109,7 +109,7 @@ class FakeDevice(TorchDispatchMode):
             if output.device.type == "cuda":
                 label = label or Label(self.places.current(), operation.name, self.phase)
                 self.memory.hold(output.untyped_storage(), label)
-            # A host output of a device input: the host waits for the copy.
+            # The host waits for a copy from the device.
             elif (
                 func in _COPY_OPERATIONS
                 and args[1 if func is _COPY_OPERATIONS[1] else 0].device.type == "cuda"
@@ -133,7 +133,7 @@ class FakeDevice(TorchDispatchMode):
 class _FakeTensors(FakeTensorMode):
     @property
     def avoid_device_init(self) -> bool:
-        return True  # else torch would make a real tensor on the device
+        return True  # else torch would initialize CUDA with a real tensor
 
 
 def _find_calling_line() -> str:
@@ -152,7 +152,7 @@ def fake_cuda() -> Iterator[FakeDevice]:
     """Run the body on a fake CUDA device: tensors have sizes and no data.
 
     Megatron-core and torch find a device, and allocations on it are counted. Use a separate process
-    that has not prepared Megatron-core for the CPU, as the compiled part stays installed.
+    that has not prepared Megatron-core for the CPU: the compiled device cannot be removed.
     """
     install_device()
     device = FakeDevice()

@@ -11,10 +11,10 @@ Body = Callable[..., Any]  # returns new tensors; the first argument is a tensor
 
 
 def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
-    """Return a decorator that compiles a body for CUDA tensors, without autograd.
+    """Return a decorator that compiles a body without autograd for CUDA tensors, else calls it.
 
     Args:
-        name: operation's name, by which a fake device counts calls.
+        name: operation's name in a fake device's counts.
     """
 
     def decorate(body: Body) -> Body:
@@ -35,7 +35,7 @@ def compile_body(name: str, body: Body) -> Body:
 
     @functools.wraps(body)
     def run_detached(*arguments: Any) -> Any:
-        # Otherwise each combination of `requires_grad` would be compiled separately.
+        # Else torch would compile each combination of `requires_grad` separately.
         return run(*tree_map_only(torch.Tensor, torch.Tensor.detach, arguments))
 
     return run_detached

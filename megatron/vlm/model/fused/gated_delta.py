@@ -1,6 +1,7 @@
 """Element-wise operations around the gated delta rule, fused on CUDA.
 
-Shapes: T packed tokens, N heads, D head size, C channels, W convolution width.
+Shapes: T packed tokens, N heads, D head size, C channels, W convolution width. `borders` are the
+first tokens of samples, then the end, int32 [samples + 1].
 """
 
 import torch
@@ -8,18 +9,18 @@ import torch.nn.functional as F
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
-_LENGTH_EPS = 1e-6  # of q's and k's squared length, as in flash-linear-attention
+_LENGTH_EPS = 1e-6  # added to q's and k's squared length, as in flash-linear-attention
 
 
 def places_of(borders: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return each token's place in its sample, [T]; `borders` as for `rotation`."""
+    """Return each token's position in its sample, [T]; padding after the end counts from 0."""
     numbers_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
     return numbers_T - borders[torch.bucketize(numbers_T, borders[1:], right=True)]
 
 
 @compiled_on_cuda("normalize_heads")
 def normalize_heads(heads_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return heads of length 1, and their scales, float32 [T, N]."""
+    """Return heads scaled to length 1, and the scales, float32 [T, N]."""
     scale_TN = torch.rsqrt(heads_TND.float().square().sum(-1) + _LENGTH_EPS)
     return (heads_TND.float() * scale_TN.unsqueeze(-1)).to(heads_TND.dtype), scale_TN
 
@@ -28,13 +29,14 @@ def normalize_heads(heads_TND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def normalize_heads_backward(
     gradient_TND: torch.Tensor, unit_TND: torch.Tensor, scale_TN: torch.Tensor
 ) -> torch.Tensor:
+    """Return the gradient of the heads before `normalize_heads`."""
     gradient, unit = gradient_TND.float(), unit_TND.float()
     across = gradient - unit * (unit * gradient).sum(-1, keepdim=True)
     return (across * scale_TN.unsqueeze(-1)).to(gradient_TND.dtype)
 
 
 def _shift(rows_TC: torch.Tensor, by: int, places_T: torch.Tensor) -> torch.Tensor:
-    """Return the rows `by` tokens before each token, float32, 0 before its sample."""
+    """Return the row `by` tokens before each token, or 0 before its sample, float32 [T, C]."""
     shifted_TC = F.pad(rows_TC, (0, 0, by, 0))[: len(rows_TC)].float()
     return shifted_TC * (places_T >= by).unsqueeze(1)
 
@@ -42,8 +44,8 @@ def _shift(rows_TC: torch.Tensor, by: int, places_T: torch.Tensor) -> torch.Tens
 def _convolve(
     rows_TC: torch.Tensor, weight_C1W: torch.Tensor, places_T: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sums of each token's taps, float32 [T, C]."""
-    taps_WC = weight_C1W[:, 0].t().float().flip(0)  # of the token, of the one before, ...
+    """Return the causal convolution within samples before SiLU, float32 [T, C]."""
+    taps_WC = weight_C1W[:, 0].t().float().flip(0)  # the token's, then earlier tokens' weights
     sums_TC = rows_TC.float() * taps_WC[0]
     for by in range(1, len(taps_WC)):
         sums_TC = sums_TC + _shift(rows_TC, by, places_T) * taps_WC[by]
@@ -79,15 +81,13 @@ def _convolution_backward(
 
 
 def _silu_slope(values: torch.Tensor) -> torch.Tensor:
+    """Return the derivative of SiLU."""
     share = values.sigmoid()
     return share * (1 + values * (1 - share))
 
 
 class PackedConvolution(torch.autograd.Function):
-    """SiLU of a causal convolution per channel within samples, [T, C]; keeps its input.
-
-    `borders`: first tokens of samples, and the end, int32.
-    """
+    """Return SiLU of a causal convolution per channel within samples, [T, C]; keeps its input."""
 
     @staticmethod
     def forward(ctx, rows_TC, weight_C1W, borders):
@@ -131,7 +131,7 @@ def _decay_and_rate_backward(
 
 
 class DecayAndRate(torch.autograd.Function):
-    """Return log decays -exp(A_log) softplus(decay + bias), float32, and beta = sigmoid(rate)."""
+    """Return float32 log decays -exp(log_rate) softplus(decay + bias), and beta = sigmoid(rate)."""
 
     @staticmethod
     def forward(ctx, decay_TN, rate_TN, log_rate_N, bias_N):
@@ -148,7 +148,7 @@ class DecayAndRate(torch.autograd.Function):
 def _gated_norm(
     heads_TND: torch.Tensor, gate_TND: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normed heads times SiLU of the gate, and rstd of each head, float32 [T, N, 1]."""
+    """Return heads' RMSNorm times SiLU of the gate, and their 1 / RMS, float32 [T, N, 1]."""
     heads = heads_TND.float()
     rstds = torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
     gated = heads * rstds * weight_D * F.silu(gate_TND.float())
@@ -177,7 +177,7 @@ def _gated_norm_backward(
 
 
 class GatedNorm(torch.autograd.Function):
-    """RMSNorm of each head times SiLU of its gate, [T, N, D]."""
+    """Return RMSNorm of each head times SiLU of its gate, [T, N, D]."""
 
     @staticmethod
     def forward(ctx, heads_TND, gate_TND, weight_D, eps):

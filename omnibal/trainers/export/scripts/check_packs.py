@@ -19,7 +19,7 @@ MAX_LISTED = 3  # rows in a message
 
 
 def counted_lengths(folder: Path) -> list[int]:
-    """Return the tokens of every row of a cached dataset."""
+    """Return the tokens of every row of ms-swift's cached dataset."""
     rows: list[int | list[int]] = []
     for entry in json.loads((folder / "state.json").read_text())["_data_files"]:
         with pa.memory_map(str(folder / entry["filename"])) as source:
@@ -30,11 +30,11 @@ def counted_lengths(folder: Path) -> list[int]:
 
 
 def packs_of(lengths: list[int], packing_length: int) -> list[int]:
-    """Return the first row of every pack that next fit makes of the rows' tokens."""
+    """Return the first row of every pack that next fit makes of rows of these lengths."""
     begins: list[int] = []
     held = packing_length
     for row, length in enumerate(lengths):
-        # A full pack ends even before a row of no tokens.
+        # A full pack ends, even if the next row has no tokens.
         if held >= packing_length or held + length > packing_length:
             begins.append(row)
             held = 0
@@ -43,9 +43,9 @@ def packs_of(lengths: list[int], packing_length: int) -> list[int]:
 
 
 def difference(counted: list[int], planned: list[int], packs: list[int]) -> str | None:
-    """Return the first difference from the plan's packs in words, or None if equal.
+    """Return a message on the first difference from the plan's packs, or None if equal.
 
-    By row: tokens `counted` by ms-swift, tokens `planned`, and number in `packs` of the plan.
+    By row: tokens `counted` by ms-swift, tokens `planned`, and number of the plan's pack.
     """
     if len(counted) != len(planned):
         return f"{len(counted)} rows were counted, not the plan's {len(planned)}: rows are missing"
@@ -66,7 +66,7 @@ def difference(counted: list[int], planned: list[int], packs: list[int]) -> str 
 
 
 def other_lengths(counted: list[int], planned: list[int]) -> str | None:
-    """Return in words the number of rows with other tokens, and the first, or None without any."""
+    """Return a message on rows with other lengths: their number and the first; None if equal."""
     differ = [row for row, tokens in enumerate(planned) if counted[row] != tokens]
     if not differ:
         return None
@@ -76,7 +76,7 @@ def other_lengths(counted: list[int], planned: list[int]) -> str | None:
 
 
 def verdict(counted: list[int], planned: list[int], packs: list[int]) -> tuple[str, int]:
-    """Return the message and the exit status: 1 if packs differ, 0 even if only lengths do."""
+    """Return the message and the exit status: 1 if packs differ, else 0, even if lengths differ."""
     problem = difference(counted, planned, packs)
     if problem is not None:
         return problem, 1
