@@ -89,7 +89,7 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
-    """Return the best caps tried, the chosen first."""
+    """Return the best caps that were tried, the chosen caps first."""
     best, best_ms = search.candidates[0], search.candidates[0].strategy.ms_per_sample
     titles = ("per pack", "per step", "per rank", "recom-\nputed", f"GiB of {cap_gib:.2f}")
     rows = [
@@ -115,7 +115,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
-    """Return the fastest parallel sizes, followed by slower or infeasible sizes."""
+    """Return the fastest planned strategies, then ruled-out sizes with their bound or estimate."""
     tried = [strategy.sizing for strategy in search.ranking]
     tried += [candidate.sizing for candidate in search.ruled_out]
     names: list[str] = [*max((sizing.parallel.sizes for sizing in tried), key=len)]
@@ -167,7 +167,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
 
 
 def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str | None:
-    """Return a warning if the next sizes are slower by less than the median error, else None."""
+    """Return a warning if the next parallel sizes are slower by less than the median error."""
     best = search.ranking[0]
     others = [strategy for strategy in search.ranking if strategy.parallel != best.parallel]
     if isinstance(errors, str) or not others:
@@ -210,7 +210,7 @@ def simulation_facts(result: dict[str, Any]) -> Facts:
 
 
 def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
-    """Return times per micro-batch, weight update and peak memory of replayed stages."""
+    """Return replayed stages' ms per micro-batch and update, peak memory and predicted memory."""
     columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
         "stage": lambda replay: f"{replay.stage}",
         "packs": lambda replay: f"{len(replay.rows):,}",
@@ -229,7 +229,7 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
 
 
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
-    """Return number, means and maxima (None without samples) of samples in the mask `rows`."""
+    """Return samples in mask `rows`: count, and mean and max lengths (None without samples)."""
     statistics: dict[str, float | None] = {"samples": int(rows.sum())}
     for name in (*lengths.item_names, "tokens"):
         values = lengths.column(name)[rows]
@@ -246,7 +246,7 @@ def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
 
 
 def sources_table(lengths: Lengths, most: int | None = None) -> Table:
-    """Return samples, items and tokens by source (the `most` largest, and the rest), and in all."""
+    """Return counts, mean and max lengths of samples by source (`most` largest, rest), and all."""
     features, codes = (*lengths.item_names, "tokens"), np.arange(len(lengths.source_names))
     if most is not None:
         codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
@@ -270,7 +270,7 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
 
 
 def misprediction_table(fit: "RunFit") -> Table:
-    """Return predicted and measured times of passes by unit kind and stage, and slow devices."""
+    """Return predicted against fitted ms by unit kind, against measured by stage; slow devices."""
     kinds = [_factor_row(kind.name, kind.predicted_ms, kind.fitted_ms) for kind in fit.kinds]
     stages, slow, ranks = [], [], []
     for number, stage in enumerate(fit.stages):
@@ -357,7 +357,7 @@ def fake_device_table(plan: Plan, stages: Sequence["FakeStage"]) -> Table:
 
 
 def fake_device_launches_table(stages: Sequence["FakeStage"], rates: "Roofline") -> Table:
-    """Return kernels, FLOPs, bytes, roofline ms and host reads per micro-batch, by stage."""
+    """Return kernels, FLOPs, bytes, roofline ms, host reads, unaligned products per micro-batch."""
     rows = []
     for stage in stages:
         times, count = stage.step_ms(rates), stage.micro_batches
@@ -384,7 +384,7 @@ def fake_device_launches_table(stages: Sequence["FakeStage"], rates: "Roofline")
 
 
 def contents_table(stage: "FakeStage") -> Table:
-    """Return storages at a stage's peak, largest first, the smallest summed up."""
+    """Return storages at a stage's peak by operation, largest first, the smallest in one row."""
     rows = [
         [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
         for part in stage.contents[:_SHOWN_CONTENTS]

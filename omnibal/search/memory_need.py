@@ -1,4 +1,4 @@
-"""Min memory per device that a job needs, over all splits with all useful recomputation."""
+"""Min memory per device that a job needs, over all splits with any layers recomputed."""
 
 import math
 
@@ -14,11 +14,11 @@ _GIB_DIGITS = 3  # significant digits of GiB
 
 
 def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
-    """Return the minimal peak in GiB of the fullest device, over splits and recomputation.
+    """Return the min peak in GiB of the fullest device, over splits, recompute and encoder choices.
 
     Args:
-        is_exact: False if only fitting matters. Then the peak of any split that fits the memory cap
-            may be returned, or else a lower bound on all peaks.
+        is_exact: False to decide only whether the memory cap suffices. May then return an upper
+            bound within the cap on the peak of some split, or else a lower bound on all peaks.
     """
     job, workload, levels = request.job, request.workload(), request.data.levels
     if job.has_data_parallel_encoders and job.data_parallel_encoders is None:
@@ -29,14 +29,14 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
 
 
 def least_state_gib(job: JobSpec) -> float:
-    """Return weights, gradients and optimizer state per device in GiB, if stages were equal."""
-    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]  # of all stages
-    state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
+    """Return weights, gradients and optimizer state in GiB per device, mean over stages."""
+    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
+    state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)  # with a tied matrix twice
     return (state_bytes - unit_bytes(job.cost, None)) / job.parallel.pipeline / GIB
 
 
 def gib_text(gib: float) -> str:
-    """Format GiB with three significant digits.
+    """Format GiB with three significant digits, or more from 1,000 on.
 
     Example:
         >>> gib_text(125.06), gib_text(72.0), gib_text(0.00123)

@@ -1,4 +1,4 @@
-"""The rank of an encoding group that encodes each tile or clip of a step's packs.
+"""Assign each tile or clip of a step's packs to a rank of its encoding group.
 
 Shapes: P packs, G groups (steps, and blocks of pipelines), L pipelines of a group, R ranks of a
 pipeline, N = L x R ranks of a group.
@@ -8,7 +8,7 @@ with minimal load. With two encoders the busiest rank is at most one shorter ite
 Then items are assigned as runs, preferably to ranks on their *home*: the node of the pipeline's
 first stage, which embeds tokens, so that features stay within the node.
 
-Encoders with attention between items take whole samples, dealt before (`steps/whole_samples.py`).
+Encoders with attention between items get full samples, dealt before (`steps/whole_samples.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from typing import Self
 
 import numpy as np
 
-_LONGEST_UNITS = 1 << 20  # time of the longest item; integers make all machines agree
+_LONGEST_UNITS = 1 << 20  # integer time of the longest item, so that all machines agree
 MAX_UNITS = 1 << 40  # max units of a sample or item, so that sums fit 64-bit integers
 NO_LOAD = np.zeros((), np.int64)  # load of ranks without items
 
@@ -64,7 +64,7 @@ class ItemRuns:
 
 
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
-    """Return milliseconds per unit of time: a fraction of the longest item's. 0 without times."""
+    """Return 2^-20 of the longest item's ms, of encoders in `square_ms` if any. 0 without times."""
     whole = [item_ms[name] + per_square_ms for name, per_square_ms in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST_UNITS
 
@@ -85,13 +85,13 @@ def share_items(
     Deterministic, so planner and ranks agree without communication.
 
     Args:
-        items: of every pack by encoder, int [P], possibly 0 or empty.
+        items: number of items of every pack by encoder, int [P].
         pipeline_of_pack: 0 to `pipelines` - 1, int [P].
         ranks_of_pipeline: R. Rank r of the group belongs to pipeline r // R.
         item_ms: milliseconds of an item by encoder, at least 0. May name further encoders.
         load: initial load of every rank, int64 [1, N], in units of `unit_ms`.
         unit_ms: `unit_of_time`, if encoders were dealt before. None for that of `items`' encoders.
-        node: of every rank, int64 [N]. None if all are on one node.
+        node: node of every rank, int64 [N]. None if all are on one node.
     """
     pipeline_of_pack = np.asarray(pipeline_of_pack, np.int64)
     of_pipelines = {
@@ -165,9 +165,9 @@ def _fill_ranks(
 def items_at_home(
     held: np.ndarray, share: np.ndarray, homes: Homes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count items that `share_items` leaves at home, from pipelines' items and ranks' shares.
+    """Count pipelines' items `held` [G L] that `share_items` encodes at home by `share` [G N].
 
-    Returns items per rank for its own pipeline, per rank in total, and per pipeline.
+    Returns items per rank of its own pipeline and in total, [G N] each, and per pipeline, [G L].
     """
     pipeline = np.arange(len(held))
     # The first two rounds are at home.
@@ -178,7 +178,7 @@ def items_at_home(
 def _assign_runs(
     items: np.ndarray, pipeline_of_pack: np.ndarray, share: np.ndarray, homes: Homes
 ) -> ItemRuns:
-    """Assign the items of packs, [P], to ranks' shares, [N], nearest ranks first."""
+    """Return runs that fill ranks' shares, [N], with packs' items, [P], nearest ranks first."""
     packs = np.argsort(pipeline_of_pack, kind="stable")
     items, start, parts = items[packs], np.zeros(len(packs), np.int64), []
     for here, taken, order in nearest_first(items, pipeline_of_pack[packs], share, homes):
@@ -207,8 +207,8 @@ def nearest_first(
     rank (within one group only). No matching leaves fewer items away from home.
 
     Args:
-        items: of every entry (a pack or a pipeline), [entries].
-        pipeline: of every entry, ascending, [entries].
+        items: number of items of every entry (a pack or a pipeline), [entries].
+        pipeline: pipeline of every entry, ascending, [entries].
         room: items that every rank takes, with the same sum, [ranks].
 
     Yields:
@@ -235,7 +235,7 @@ def nearest_first(
 
 
 def take_first(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return the part of each count in the first `limit[g]` of its group g. `group` ascends."""
+    """Return how much of each count is in the first `limit[g]` of its group g. `group` ascends."""
     before = np.cumsum(counts) - counts
     of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
     before_in_group = before - (np.cumsum(of_group) - of_group)[group]

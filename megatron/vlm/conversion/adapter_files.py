@@ -4,8 +4,8 @@
     adapter_config.json         rank, scale and target modules
 
 If a parameter here is several released modules, as q, k and v of image tiles in Transformers, each
-module has a copy of A and its rows of B. Modules have their names in memory: Transformers' InternVL
-and Qwen-VL begin with `model.`.
+module has a copy of A and its rows of B. Modules have the names of a model that Transformers has
+loaded: `model.` precedes those of InternVL and Qwen-VL.
 
 Shapes: r rank, R ranks of a linear's adapters together, I inputs, O outputs, P outputs of a piece.
 """
@@ -47,7 +47,7 @@ WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 # PEFT's initializations that leave the base's weights unchanged. Others, as pissa, change them.
 _KNOWN_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
-# Entries that name the adapted modules, which the tensors' names show, or only concern training.
+# Ignored entries: names of adapted modules, which tensors' names show, and training settings.
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "task_type"),
@@ -62,13 +62,13 @@ class AdaptedPiece:
     base: Parameter  # weight of the linear
     linear: Linear
     piece: Piece  # part of the linear that the pair adapts
-    groups: int  # number of query groups in the rows of q, k and v
+    groups: int  # query groups (encoders: heads), if the linear has q, k and v
     lora_a: Parameter
     lora_b: Parameter
 
 
 def list_adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[AdaptedPiece]:
-    """Yield every pair of a model's adapters, in forward order."""
+    """Yield every pair of a model's adapters, by unit kind, then linear, then layer."""
     for kind in unit_kinds(model):
         for linear in adapted_linears(model, kind, adapters):
             outputs = sum(part.outputs for part in linear.pieces)
@@ -87,7 +87,7 @@ def list_adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator
 def _list_constructors(
     model: ModelConfig, kind: UnitKind
 ) -> list[Callable[[str, Shape], Parameter]]:
-    """Return a function from name and shape to Parameter for each unit of a kind."""
+    """Return a constructor of parameters, from name and shape, for each unit of a kind."""
     if not kind.is_layer:
         owner = "projector" if kind.tower == "vision" else f"{kind.tower}_projector"
         return [lambda name, shape: Parameter(key=f"{owner}.{name}", shape=shape)]
@@ -97,7 +97,7 @@ def _list_constructors(
 
 
 def _count_groups(model: ModelConfig, kind: UnitKind) -> int:
-    """Return the groups of heads in the rows of a layer's first linear."""
+    """Return the query groups in q, k and v of a layer: key heads, or an encoder's heads."""
     if kind.tower != LANGUAGE:
         return model.encoders[kind.tower].heads
     linear = None if kind.layer is None else kind.layer.linear
@@ -105,7 +105,7 @@ def _count_groups(model: ModelConfig, kind: UnitKind) -> int:
 
 
 class MergedWeights:
-    """Reader of a checkpoint's parameters, with its adapters, if any, merged into them."""
+    """Reader of a checkpoint's parameters, which merges its adapters, if any, into the weights."""
 
     def __init__(self, stored: CheckpointIdentity) -> None:
         self._weights, self._adapters = StoredWeights(stored.path), stored.adapters
@@ -132,11 +132,11 @@ class MergedWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Modules:
-    """The released modules of one pair."""
+    """The released modules that one pair of A and B adapts."""
 
     piece: AdaptedPiece
     names: tuple[str, ...]
-    arrangement: Arrangement  # arrangement of B's rows in the modules
+    arrangement: Arrangement  # of B's rows in the modules
 
     def tensor_names(self) -> Iterator[tuple[str, str]]:
         """Yield the names of A and B of each module."""
@@ -152,7 +152,7 @@ def _find_modules(piece: AdaptedPiece, model: ModelConfig, layout: TensorLayout)
     names = tuple(name.removesuffix(".weight") for name in made_of.names)
     pieces = piece.linear.pieces
     arrangement = made_of.arrangement
-    # q, k and v of tiles are arranged differently, or in several modules.
+    # q, k and v of tiles are one piece, but released in another row order or as three modules.
     if len(pieces) == 1 and isinstance(arrangement, GroupedRows):
         return _Modules(piece=piece, names=names, arrangement=arrangement)
     if len(names) != len(pieces):
@@ -231,7 +231,7 @@ class _PeftConfig(BaseModel, extra="allow"):
     init_lora_weights: bool | str = True
 
     def obstacles(self) -> list[str]:
-        """Return settings of methods other than LoRA, and unknown settings that are not empty."""
+        """Return settings that plain LoRA lacks, and unknown settings that are not empty."""
         has = {
             f"peft_type {self.peft_type}": self.peft_type != "LORA",
             f"bias {self.bias}": self.bias != "none",
@@ -245,7 +245,7 @@ class _PeftConfig(BaseModel, extra="allow"):
 
 
 def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
-    """Return the checkpoint with a PEFT folder's adapters added. UserError unless plain LoRA."""
+    """Return the checkpoint with a PEFT folder's adapters. Raise UserError unless plain LoRA."""
     given = read_json_model(_PeftConfig, folder / CONFIG_FILE, "give a folder that PEFT has saved")
     obstacles = given.obstacles()
     if obstacles:
@@ -289,7 +289,7 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
 def _read_pair_later(
     source: ReleasedCheckpoint, files: ReleasedFiles, own: _Modules
 ) -> Iterator[Addition]:
-    """Yield A and B of a pair, in the type of the linear's weight."""
+    """Yield additions that read A and B of a pair later, in the type of the linear's weight."""
     dtype = source.dtype(own.piece.base)
 
     def read_a() -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Configuration files of an exported model; tests read them with Transformers 4.57.3 and 5.23.
+"""Configuration files of an exported model, for Transformers 4 and 5; tests read them with 5.23.
 
 config.json of text-only models, of InternVL in its own and in Transformers' format, and of
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with their processors' settings.
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with their processors' settings.
 """
 
 import json
@@ -32,14 +32,14 @@ from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
-PROCESSOR_FILE = "processor_config.json"  # instead of the last two in Transformers 5
+PROCESSOR_FILE = "processor_config.json"  # replaces the two above in Transformers 5
 # Settings of every image processor.
 _PROCESSOR: dict[str, Any] = dict.fromkeys(
     ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True
 )
 _PILLOW_BICUBIC = 3
-# Of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit. Serving tools use
-# it as context length; unscaled RoPE does not depend on it.
+# max_position_embeddings of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a
+# limit. Serving tools use it as context length; unscaled RoPE does not depend on it.
 _DEFAULT_POSITIONS = 32_768
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
 # Class names of model, processor and video processor by family, without common suffixes.
@@ -57,7 +57,7 @@ _INTERNVL_PIECES = {
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
-# As messages in training. The processor replaces <IMG_CONTEXT> by an image's tokens.
+# Renders messages as in training. The processor replaces <IMG_CONTEXT> by an image's tokens.
 _INTERNVL_TEMPLATE = "internvl_processor.jinja"
 
 
@@ -85,8 +85,8 @@ def configurations(
 ) -> dict[str, str]:
     """Return the contents of an exported model's configuration files, by file name.
 
-    Tiles equal training's, with two exceptions. Transformers' preprocessor always adds a thumbnail
-    to several tiles, and may choose another grid of two that are equally near to the aspect ratio.
+    Tiles equal training's, but Transformers' InternVL preprocessor always adds a thumbnail to
+    several tiles, and may choose another of two grids equally near to the aspect ratio.
     """
     files: dict[str, dict[str, Any]] = {}
     item_ids = {} if ids is None else ids.items
@@ -132,7 +132,7 @@ def configurations(
 
 
 def kind_of(language: LanguageConfig) -> LanguageType:
-    """Return the kind of Transformers' language model with these layers."""
+    """Return Transformers' type of a language model, by its norms, biases and experts."""
     if language.qk_norm:
         return "qwen3" if language.kinds[0].experts is None else "qwen3_moe"
     return "qwen2" if language.qkv_bias else "llama"

@@ -24,7 +24,7 @@ from omnibal.pipeline.stage_units import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """Planned sizes of a micro-batch, or of one rank's share of a pack."""
+    """Sizes of a micro-batch, or of one rank's share of a pack."""
 
     tiles: int
     tokens: int  # of all samples, without padding. A share may have 0.
@@ -86,7 +86,7 @@ class MicroBatch:
     image_positions_M: torch.Tensor | None = None  # for the language embed and deepstack layers
     frames_CBF: torch.Tensor | None = None  # log-mel frames of clips, float32, for the audio embed
     audio_positions_N: torch.Tensor | None = None  # for the language embed
-    # In shared packs: own image features in sending order, int64, and numbers by rank.
+    # In shared packs: indices of own image features in sending order, int64, and counts by rank.
     sent_features_F: torch.Tensor | None = None
     feature_counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # sent, received
     labels_L: torch.Tensor | None = None  # next token at each loss position, for the head
@@ -98,7 +98,7 @@ class MicroBatch:
 
     @classmethod
     def empty(cls, model: ModelConfig, device: torch.device, *, answers: bool) -> "MicroBatch":
-        """Return a pack without samples, with all stages' fields for `answers`, or else a loss."""
+        """Return a pack without samples, with all stages' fields for either answers or a loss."""
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         fields: dict[str, Any] = {"answer_positions_A": nothing}
         if not answers:
@@ -125,20 +125,20 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return a copy on `device`, but for drop-path keys; asynchronous from pinned memory."""
+        """Return a copy on `device`, but drop-path keys on the host. Asynchronous if pinned."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
         return self._map_tensors(torch.Tensor.pin_memory)
 
     def for_units(self, units: Stage) -> "MicroBatch":
-        """Return a copy without the encoder inputs (by far the largest) that no unit embeds."""
+        """Return a copy without encoder inputs (by far the largest) that `units` do not embed."""
         absent = [name for name, unit in EMBEDDING_UNITS.items() if not units.holds(unit)]
         nothing: dict[str, Any] = dict.fromkeys(absent)
         return replace(self, **nothing)
 
     def split_items(self, feature: str, max_items: int) -> "list[MicroBatch]":
-        """Return one or more parts of at most `max_items` of `feature`, or of one larger image."""
+        """Return one or more parts: each at most `max_items` of `feature`, or one larger image."""
         if feature == "image_tokens":
             return self._split_images(max_items)
         count, parts = vars(self)[feature], list[MicroBatch]()

@@ -2,8 +2,8 @@
 
     S_t = exp(decay_t) S_(t-1) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        o_t = S_t q_t
 
-States and convolutions start anew with every sample of a pack. On CUDA the rule is
-flash-linear-attention's kernel, else its chunked form (section 3.3) in plain torch.
+States and convolutions restart at every sample of a pack. On CUDA the rule is the kernel of
+flash-linear-attention if installed, else the chunked form (section 3.3) in plain torch.
 
 Shapes: T packed tokens, G key heads and N value heads of this rank, D key and E value head size,
 W convolution width, C = G (2 D) + N E convolved channels, K chunks of B tokens.
@@ -33,18 +33,18 @@ from megatron.vlm.model.fused.gated_delta import (
 from megatron.vlm.model.tensor_parallel import divide
 from omnibal.model.layer_kinds import LinearAttention
 
-CHUNK = 64  # tokens; also flash-linear-attention's
-# Initial rates exp(A_log) up to this, and steps softplus(dt_bias), as Mamba-2 draws them
+CHUNK = 64  # tokens, as in flash-linear-attention
+# Max of initial rates exp(A_log), and range of initial steps softplus(dt_bias), as in Mamba-2
 # (arXiv 2405.21060).
 _MAX_DECAY_RATE, _STEPS = 16, (1e-3, 1e-1)
 _GOLDEN_RATIO = 0.618034
 
 
 class GatedDeltaNet(MegatronModule):
-    """Linear attention of a language layer, with core's names of parts.
+    """Linear attention of a language layer, with core's names of submodules.
 
-    Rows of `in_proj` are grouped by key head, so that tensor-parallel ranks have neighbouring rows:
-    q, k, v of its value heads, their gates, then a row per value head for beta and one for decay.
+    Rows of `in_proj` are by key head, so that tensor-parallel ranks have consecutive rows. A head
+    has q, k, v of its value heads, their gates, a row per value head for beta and one for decay.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GatedDeltaNet(MegatronModule):
         for parameter in (self.conv_weight, self.dt_bias, self.A_log):
             divide(parameter, dim=0)
         norm_E: Any = torch.nn.Parameter(torch.ones(linear.value_head_size, dtype=dtype))
-        norm_E.sequence_parallel = ranks > 1  # a rank sees its own heads
+        norm_E.sequence_parallel = ranks > 1  # core sums the ranks' gradients
         self.norm_weight = norm_E
         self.out_proj = build_module(
             submodules.out_proj,
@@ -106,7 +106,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSeqParams,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output [T, 1, hidden], or this rank's part of T, and no bias."""
+        """Return output [T, 1, hidden] (this rank's T if sequence-parallel), and None as bias."""
         linear, groups = self.linear, self.num_query_groups_per_partition
         size, value_size = linear.key_head_size, linear.value_head_size
         per_group = linear.value_heads // linear.key_heads
@@ -114,7 +114,7 @@ class GatedDeltaNet(MegatronModule):
         rows_TGX = rows_T1X.squeeze(1).unflatten(-1, (groups, -1))
         values = per_group * value_size
         widths = [2 * size + values, values, per_group, per_group]
-        # Copies: a view kept for backward would keep all rows.
+        # Copies: a view saved for backward would keep all rows in memory.
         mixed_TC, gate_TX, rate_TN, decay_TN = (
             rows.flatten(1).contiguous() for rows in rows_TGX.split(widths, -1)
         )
@@ -135,7 +135,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the checkpoint state (core's name), sharded by key head."""
+        """Return the checkpoint's tensors, divided over tensor-parallel ranks but for the norm."""
         assert metadata is not None
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         tensors = dict(self.named_parameters(recurse=False))
@@ -157,7 +157,7 @@ def delta_rule(
     beta_TN: torch.Tensor,
     packed: PackedSeqParams,
 ) -> torch.Tensor:
-    """Return the rule's outputs [T, N, E], of q and k scaled to length 1, and q by D^-0.5.
+    """Return the rule's outputs [T, N, E], with q and k scaled to length 1, then q by D^-0.5.
 
     Args:
         decay_TN: logarithms of decays, float32, at most 0.
@@ -170,7 +170,7 @@ def delta_rule(
             *(x.unsqueeze(0) for x in inputs),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=packed.cu_seqlens_q.long(),
-            cu_seqlens_cpu=packed.cu_seqlens_q_padded.long(),  # else the host would wait for it
+            cu_seqlens_cpu=packed.cu_seqlens_q_padded.long(),  # else the host waits for a copy
         )
         return output_1TNE.squeeze(0)
     return DeltaRule.apply(*inputs, packed.cu_seqlens_q)
@@ -183,7 +183,7 @@ def has_kernel() -> bool:
 
 
 class DeltaRule(torch.autograd.Function):
-    """The rule in plain torch. Keeps what flash-linear-attention keeps, and runs it again."""
+    """The rule in plain torch. Saves the tensors that fla saves; backward runs the rule again."""
 
     @staticmethod
     def forward(ctx, query_TGD, key_TGD, value_TNE, decay_TN, beta_TN, borders):
@@ -204,7 +204,7 @@ class DeltaRule(torch.autograd.Function):
 
 
 class _KnownInverse(torch.autograd.Function):
-    """Inverse that was computed before, with the gradient of inverting `matrix`."""
+    """Return `inverse`, known from forward, of I + `matrix`, with the gradient of inverting it."""
 
     @staticmethod
     def forward(ctx, matrix, inverse):
@@ -223,7 +223,7 @@ def run_rule_backward(
     inverse_TNB: torch.Tensor,
     borders: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the inputs of `run_rule`."""
+    """Return the gradients of `inputs`, the first five of `run_rule`."""
     again = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
         query_TGD, key_TGD, value_TNE, decay_TN, beta_TN = again
@@ -242,12 +242,12 @@ def run_rule(
     borders: torch.Tensor,
     inverse_TNB: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [T, N, E], and inverses of the chunks' triangles [T, N, B], by rows.
+    """Return outputs [T, N, E], and the rows [T, N, B] of chunks' inverted triangles.
 
-    Chunks are of the pack, not of a sample: tokens of other samples are masked.
+    Heads of q and k have length 1. Chunks divide the pack; other samples' tokens are masked.
 
     Args:
-        inverse_TNB: inverses of an earlier run, if any.
+        inverse_TNB: rows of an earlier run, if any.
     """
     tokens, heads, _ = value_TNE.shape
     size, dtype = query_TGD.shape[-1], value_TNE.dtype

@@ -1,9 +1,9 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) behind the last layer.
 
-Position i joins its final hidden state with the embedding of token i + 1, runs a layer, and the
-model's head predicts token i + 2.
+Position i joins its hidden state after the final norm with the embedding of token i + 1, runs a
+layer, and the model's head predicts token i + 2.
 
-Shapes: S packed tokens of this rank, E hidden size, X columns of `eh_proj` on this rank.
+Shapes: S packed tokens of this rank, E hidden size, X outputs of `eh_proj`: this rank's, then all.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from omnibal.model.config import LanguageConfig
 
 
 class PredictionLayer(MegatronModule):
-    """Projection, layer of the model's last kind and norm, with core's names."""
+    """Projection, a layer like the model's last one, and norm, with core's names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Make the job that predicts a launch line; approximated and uncounted parts get notes."""
+"""Convert a launch line to a job for prediction, with notes on approximated and ignored parts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -43,28 +43,28 @@ ALL_LAYERS = 10**6  # more than any stage has
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LineJob:
-    """A line's job, micro-batches and stages."""
+    """Job, micro-batches and stages of a launch line."""
 
     line: LaunchLine
     job: JobSpec
-    levels: tuple[Level, ...]  # one, with the line's context-parallel size
-    packs: ScheduledPacks
-    lengths: Lengths
-    has_samples: bool
+    levels: tuple[Level, ...]  # one; its context is 1 if CP is predicted as shorter samples
+    packs: ScheduledPacks  # micro-batches of a dataset's steps, or of one mock step
+    lengths: Lengths  # of the packs' samples
+    has_samples: bool  # whether from a dataset; False for mock samples
     workload: Workload
     layers: tuple[tuple[int, ...], ...]  # counts of language layers, [stages][chunks]
     parts: tuple[Stage, ...]  # chunks in model order, or stages if chunks cannot be simulated
     schedule: PipelineSchedule  # interleaved if several chunks are simulated, else 1F1B
-    kind: JobKind
+    kind: JobKind  # selects the published errors of such predictions
     notes: tuple[str, ...]  # parts of the line that are approximated or not counted
 
     @property
     def has_all_chunks(self) -> bool:
-        """Whether stages are predicted in the line's chunks, not each stage as one chunk."""
+        """Whether all chunks of the line are simulated, rather than each stage as one chunk."""
         return self.schedule.chunks == len(self.layers[0])
 
     def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
-        """Return a plan of the line's job with these parts as stages, this schedule and no data."""
+        """Return a plan of the job with `parts` as stages, this schedule and no data."""
         return self.job.plan(schedule=schedule, stages=tuple(parts), data=None)
 
 
@@ -78,8 +78,8 @@ def make_line_job(
 ) -> LineJob:
     """Return the job of a valid line. Raise UserError if it cannot be predicted.
 
-    Without `samples`, equal mock samples of at least `sample_tokens` tokens fill the sequence
-    length (default: one sample), with `image_share` of the tokens from images.
+    Without `samples`, equal mock samples of at least `sample_tokens` tokens (default: the sequence
+    length) fill the sequence length, with `image_share` (0 to 1) of the tokens from images.
     """
     _check_predictable(line)
     launch, is_bridge = line.launch, line.launch.launcher is Launcher.MEGATRON_BRIDGE
@@ -147,7 +147,7 @@ def make_line_job(
 def _set_sample_tokens(
     line: LaunchLine, samples: Lengths | None, runtime: RuntimeOptions, sample_tokens: int
 ) -> RuntimeOptions:
-    """Return options with mock samples' `sample_tokens`, or a dataset's mean `ring_tokens`."""
+    """Return options with mock samples' `sample_tokens`, or a dataset's `ring_tokens` (rings)."""
     if samples is None:
         # A kernel has a rank's part of a sample, or all of it after an all-to-all (HEADS).
         parts = line.launch.context if line.exchange is ContextExchange.GATHER else 1
@@ -161,7 +161,7 @@ def _set_sample_tokens(
 
 
 def runtime_of(line: LaunchLine, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
-    """Return runtime options as the line's switches set them, for Megatron trainers."""
+    """Return runtime options by a line's flags or, outside Megatron, by its ZeRO stage alone."""
     # Megatron-Bridge recipes overlap communication and fuse the loss by default; Megatron-LM's
     # flags are opt-in; ms-swift's loss is per token, so gradients are summed.
     launch, stage = line.launch, weights.zero_stage(line)
@@ -220,7 +220,7 @@ def _notes_on_job(line: LaunchLine, samples: Lengths | None, job: JobSpec) -> It
 
 
 def _check_predictable(line: LaunchLine) -> None:
-    """Raise if the line builds another model, lacks settings, or has sizes that do not divide."""
+    """Raise UserError for sizes unlike the named model's or not divisible, and missing flags."""
     launch, changed = line.launch, line.changed_sizes
     if changed:
         name, (built, known) = next(iter(changed.items()))
@@ -350,7 +350,7 @@ def _build_stages(
     empty = [stage for stage, count in enumerate(held[1:-1], 1) if not count]
     if empty:
         raise UserError(f"stage {empty[0]} holds no layer of the language model: give it a layer")
-    # Units before the language layers: encoders, projectors, the word embedding. Behind: the head.
+    # Units before the language layers: encoders, projectors, the word embedding. After: the head.
     first = len(unit_spans(model)) - model.language.layers - 1
     cuts = list(accumulate(held[:-1], initial=first))[1:]
     stages = []
@@ -365,7 +365,7 @@ def _build_stages(
 def _chunk_parts(
     line: LaunchLine, model: ModelConfig, layers: Sequence[Sequence[int]]
 ) -> tuple[tuple[Stage, ...], PipelineSchedule]:
-    """Return chunks in model order, interleaved, or stages in 1F1B if one is empty or alone."""
+    """Return chunks in model order, interleaved, or 1F1B stages if a chunk is empty or alone."""
     chunks = len(layers[0])
     if chunks > 1:
         in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
@@ -376,7 +376,7 @@ def _chunk_parts(
 
 
 def _line_recompute_numbers(line: LaunchLine, stage: int) -> tuple[int, int]:
-    """Return counts of recomputed layers in a stage: language layers per chunk, and per encoder."""
+    """Return max recomputed layers of a stage: of the language model per chunk, and per encoder."""
     launch, number = line.launch, 0
     if launch.recompute == "full":
         number = launch.recompute_layers or 0
@@ -394,7 +394,7 @@ def _line_recompute_numbers(line: LaunchLine, stage: int) -> tuple[int, int]:
 
 
 def recompute_first(stage: Stage, of_language: int, of_encoders: int) -> Stage:
-    """Return a stage that recomputes its first `of_language` or `of_encoders` layers of a tower."""
+    """Return a stage that recomputes the first `of_language` or `of_encoders` layers per tower."""
     recompute = [
         Span(tower, layers)
         for tower in dict.fromkeys(span.name for span in stage.units if span.layers)

@@ -1,4 +1,4 @@
-"""All rules of launch lines, with their findings; rules of recomputation and the model here."""
+"""All rules of launch lines; this file adds rules of recomputation and the model's sizes."""
 
 from collections.abc import Sequence
 from typing import get_args

@@ -14,7 +14,7 @@ import torch
 
 
 class _Select(torch.autograd.Function):
-    """`masked_select` of a known number of values: a fake mask has none to count."""
+    """`masked_select` of a given number of values: a fake mask has no values to count."""
 
     @staticmethod
     def forward(ctx, values_ES, mask_ES, rows):
@@ -67,14 +67,14 @@ def _divide_evenly(total: int, parts: int) -> np.ndarray:
 
 
 def _spread_tokens(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
-    """Set token counts, as core's `preprocess`; return the counts of this rank's experts."""
+    """Set the token counts of core's `preprocess`; return the counts of this rank's experts."""
     ranks, experts = dispatcher.ep_size, dispatcher.num_local_experts
     dispatcher.num_out_tokens = len(routing_map_SE) * dispatcher.config.moe_router_topk
     # [ranks, experts of a rank]
     sent = _divide_evenly(dispatcher.num_out_tokens, dispatcher.num_experts).reshape(ranks, experts)
     if ranks > 1:
         dispatcher.input_splits = dispatcher.output_splits = sent.sum(1)
-    # Every rank sends as many rows as this rank, so that all ranks are equally full.
+    # This rank receives as many rows from a rank as it sends there: all ranks are equally full.
     own = np.stack([_divide_evenly(int(rows), experts) for rows in sent.sum(1)])
     dispatcher.num_global_tokens_per_local_expert = own
     return own.sum(0)
@@ -82,7 +82,7 @@ def _spread_tokens(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def route_evenly(read: Callable[[], None]) -> Iterator[None]:
-    """Make core's dispatcher spread tokens evenly; it calls `read` to copy counts to the host."""
+    """Make core's dispatcher spread tokens evenly; `read` replaces copies of counts to the host."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def synchronize(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:

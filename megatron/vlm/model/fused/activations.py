@@ -1,7 +1,6 @@
-"""SwiGLU and GELU of input plus bias, that keep only these two for backward.
+"""SwiGLU and GELU of input + bias; only the input and the bias are saved for backward.
 
-Shapes: R rows (any number of leading axes), F feed-forward width of this rank, I = 2F with the
-gate first, then the value.
+Shapes: R rows (all leading axes), F feed-forward width of this rank, I = 2F (gate, then value).
 """
 
 from enum import Enum
@@ -30,6 +29,7 @@ def swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.
 def bias_gelu(
     inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu = Gelu.EXACT
 ) -> torch.Tensor:
+    """Return GELU of inner + bias in this form, [..., F]."""
     return _Activation.apply(inner_RF, bias_F, form)
 
 
