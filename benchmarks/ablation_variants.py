@@ -29,6 +29,7 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -193,8 +194,8 @@ def _unbalanced_plan(
     cost = job.cost
     features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
-    full, pipeline = RecomputeRule.FULL, job.parallel.pipeline
-    stages = baseline_stages(method, full, cost, model, workload, pipeline, job.cap_bytes)
+    task = SplitTask(cost, model, workload, job.parallel.pipeline, job.cap_bytes)
+    stages = baseline_stages(SplitRule(method=method, recompute=RecomputeRule.FULL), task)
     plan = Plan(
         model=model,
         precision=job.precision,
@@ -245,9 +246,8 @@ def _search_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
     features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
-    search = search_stages(
-        recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
-    )
+    stages, again = job.parallel.pipeline, recomputing_cost(cost)
+    search = search_stages(SplitTask(again, model, workload, stages, job.cap_bytes))
     cuts = list(accumulate(stage.size for stage in search.stages[:-1]))
     layers = [(len(s.layers("vision")), len(s.layers("language"))) for s in search.stages]
     stages = stages_from_cuts(model, cuts, layers)  # the found stages, all layers recomputed

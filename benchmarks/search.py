@@ -44,6 +44,7 @@ from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_sets
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB, pareto_tables, stage_memories
 from omnibal.pipeline.stage_units import Stage
@@ -178,10 +179,10 @@ def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None
     cost = analytic_cost(model, load_cluster("a100-80g"), parallel, "bf16")
     packs = real_packs(cost, model, lengths)
     for name, workload in (("real", packs), ("equal", equal_packs(packs))):
-        min_gib = min_peak_of_splits(cost, model, workload, stages) / GIB
+        min_gib = min_peak_of_splits(SplitTask(cost, model, workload, stages)) / GIB
         for cap_gib in (PLENTY_GIB, *(factor * min_gib for factor in CAP_FACTORS)):
             start = time.perf_counter()
-            result = search_stages(cost, model, workload, stages, cap_gib * GIB)
+            result = search_stages(SplitTask(cost, model, workload, stages, cap_gib * GIB))
             seconds = time.perf_counter() - start
             searched_ms = simulated_ms(cost, result.stages, workload)
             steady = steady_state_stages(cost, model, workload, stages, cap_gib * GIB)
@@ -231,10 +232,12 @@ def level_table(lengths: Lengths) -> Table:
         job = JobSpec(model=model, cluster=cluster, parallel=parallel, precision="bf16")
         packs, levels = level_workload(job, lengths, sizes)
         cost = job.cost_of_all(levels)
-        cap_bytes = LEVEL_CAP_FACTOR * min_peak_of_splits(cost, model, packs, stages)
+        task = SplitTask(cost, model, packs, stages)
+        cap_bytes = LEVEL_CAP_FACTOR * min_peak_of_splits(task)
+        capped = SplitTask(cost, model, packs, stages, cap_bytes)
         for prove in (False, True):
             start = time.process_time()
-            result = search_stages(cost, model, packs, stages, cap_bytes, prove=prove)
+            result = search_stages(capped, prove=prove)
             seconds = time.process_time() - start
             table.add_row(
                 " ".join(f"{tokens // 1024}K/{context}" for tokens, context in sizes.items()),

@@ -36,7 +36,9 @@ from omnibal.pipeline.encoder_waits import with_encoders
 from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.schedules import PipelineSchedule
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.shares import shares_of
@@ -235,6 +237,17 @@ class JobSpec:
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
         """Return unit costs of all levels side by side, for predictions and checks."""
         return side_by_side(self.costs_at(levels))
+
+    def split_task(self, workload: Workload, levels: Sequence[Level]) -> SplitTask:
+        """Return the search for stages of the job's pipeline, by default in 1F1B."""
+        return SplitTask(
+            self.cost_of_all(levels),
+            self.pipeline_model,
+            workload,
+            self.parallel.pipeline,
+            self.memory_cap_gib * GIB,
+            self.trainer.stages,
+        )
 
     def workload(
         self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]

@@ -119,7 +119,7 @@ def make_plan(
     packs, lengths = dealt or request.data.schedule(job)
     levels = request.data.levels
     workload = job.workload(packs, lengths, levels)
-    search: SearchResult | None
+    search: SearchResult | None = None
     is_1f1b = request.schedule == ONE_FORWARD_ONE_BACKWARD
     # The encoder search simulates 1F1B. Another schedule keeps settings chosen before.
     if job.has_data_parallel_encoders and (is_1f1b or job.data_parallel_encoders is None):
@@ -128,14 +128,12 @@ def make_plan(
         stages_at, search = encoding.search.stages_at, encoding.search
         workload = job.workload(packs, lengths, levels)
     elif is_1f1b:
-        problem = job.cost_of_all(levels), job.model, workload, job.parallel.pipeline
-        cap_bytes, split = job.memory_cap_gib * GIB, request.split
-        if split.is_joint:
-            search = search_stages(*problem, cap_bytes, rules=job.trainer.stages, effort=effort)
+        task = job.split_task(workload, levels)
+        if request.split.is_joint:
+            search = search_stages(task, effort=effort)
             stages_at = search.stages_at
         else:
-            search = None
-            stages_at = (baseline_stages(split.method, split.recompute, *problem, cap_bytes),)
+            stages_at = (baseline_stages(request.split, task),)
     if not is_1f1b:
         search = search_chunks(replace(request, job=job), workload, effort)
         stages_at = search.stages_at
@@ -170,17 +168,8 @@ def make_plan(
 
 def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
     """Return the best chunks for the request's schedule; raise DoesNotFit if none fits memory."""
-    job = request.job
-    return search_parts(
-        job.cost_of_all(request.data.levels),
-        job.pipeline_model,
-        workload,
-        job.parallel.pipeline,
-        job.memory_cap_gib * GIB,
-        request.schedule,
-        rules=job.trainer.stages,
-        effort=Effort(share=effort),
-    )
+    task = request.job.split_task(workload, request.data.levels)
+    return search_parts(replace(task, schedule=request.schedule), Effort(share=effort))
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:

@@ -32,10 +32,10 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import UnitKind, unit_kinds, unit_names
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import GIB, fits_cap, pareto_tables
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
-from omnibal.pipeline.workload import Workload
 
 BMP_RADIUS = 3  # max units that a cut moves, enough in the paper
 BMP_RUNS = 15  # splits that are run, as in the paper
@@ -78,16 +78,10 @@ class SplitRule:
 JOINT = SplitRule()
 
 
-def baseline_stages(
-    method: PartitionMethod,
-    rule: RecomputeRule,
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    memory_cap_bytes: float,
-) -> tuple[Stage, ...]:
+def baseline_stages(split: SplitRule, task: SplitTask) -> tuple[Stage, ...]:
     """Return the stages of a baseline method and rule. Raise DoesNotFit if no tried split fits."""
+    method, rule, cost, model = split.method, split.recompute, task.cost, task.model
+    workload, memory_cap_bytes = task.workload, task.memory_cap_bytes
     if cost.levels > 1:
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "
@@ -100,11 +94,11 @@ def baseline_stages(
             "omnibal, which searches both, and front, full and none to the other methods: change "
             "--method or --recompute"
         )
-    tables = pareto_tables(cost, workload, pipeline_size)
+    tables = pareto_tables(cost, workload, task.stages)
     mean = workload.features.mean(axis=0)
     has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
     weights = unit_weights(method, cost, model, mean)
-    every_cuts = [balanced_cuts(weights, _layer_mask(model), pipeline_size)]
+    every_cuts = [balanced_cuts(weights, _layer_mask(model), task.stages)]
     if method == PartitionMethod.BMP:  # other candidates to run
         every_cuts += bmp_candidates(cost, model, mean, every_cuts[0])
     splits: list[_Split] = []
@@ -122,7 +116,7 @@ def baseline_stages(
         splits.append((stages_from_cuts(model, cuts, recomputed), np.array(peaks)))
     fitting = [stages for stages, held in splits if fits_cap(held.max(), memory_cap_bytes)]
     if not fitting:
-        raise _does_not_fit(method, rule, model, splits, memory_cap_bytes)
+        raise _does_not_fit(split, task, splits)
     if len(fitting) == 1:
         return fitting[0]
     sample = workload.some_steps(BMP_STEPS)
@@ -242,23 +236,17 @@ def _recompute_options(
     return np.array(options.get(rule, [*first, every]))
 
 
-def _does_not_fit(
-    method: PartitionMethod,
-    rule: RecomputeRule,
-    model: ModelConfig,
-    splits: Sequence[_Split],
-    memory_cap_bytes: float,
-) -> DoesNotFit:
+def _does_not_fit(rule: SplitRule, task: SplitTask, splits: Sequence[_Split]) -> DoesNotFit:
     """Return an error with the worst stage of the split nearest to fitting, and remedies."""
     stages, peaks = min(splits, key=lambda split: split[1].max())
     stage = int(peaks.argmax())
-    need, cap = peaks[stage] / GIB, memory_cap_bytes / GIB
+    need, cap = peaks[stage] / GIB, task.memory_cap_bytes / GIB
     tried = f" the nearest of {len(splits)} splits," if len(splits) > 1 else ""
-    remedy = "" if rule == RecomputeRule.FRONT else "recompute by the rule front, "
+    remedy = "" if rule.recompute == RecomputeRule.FRONT else "recompute by the rule front, "
     return DoesNotFit(
-        f"partition method {method} with recompute rule {rule} puts {need:.2f} GiB on stage "
-        f"{stage} of {len(stages)} of {model.name},{tried} and the memory cap of a device "
-        f"is {cap:.2f} GiB, which must hold every stage",
+        f"partition method {rule.method} with recompute rule {rule.recompute} puts {need:.2f} GiB "
+        f"on stage {stage} of {len(stages)} of {task.model.name},{tried} and the memory cap of a "
+        f"device is {cap:.2f} GiB, which must hold every stage",
         f"{remedy}partition by the method omnibal, raise the memory cap, use more pipeline stages "
         "or tensor parallelism, or pack to smaller caps",
     )

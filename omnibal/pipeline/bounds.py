@@ -15,16 +15,14 @@ import numpy as np
 from scipy.linalg import block_diag
 
 from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
-from omnibal.model.targets import FREE, StageRules
 from omnibal.model.units import unit_names
 from omnibal.pipeline.critical_path import SampledSteps, TermLayout
 from omnibal.pipeline.operation_graph import others_in_flight
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import per_step_costs_of_units
 from omnibal.pipeline.stage_rules import allowed_runs
 from omnibal.pipeline.unit_runs import layer_kinds
-from omnibal.pipeline.workload import Workload
 
 # Structural paths through a stage on one row per step. The first covers all of its work.
 _PATHS_PER_ROW = 8
@@ -61,15 +59,9 @@ class Structure:
     weights: np.ndarray  # of paths through each stage, mean over steps, [p, paths, p, terms]
 
     @classmethod
-    def build(
-        cls,
-        cost: CostModel,
-        model: ModelConfig,
-        steps: SampledSteps,
-        stages: int,
-        rules: StageRules = FREE,
-    ) -> "Structure":
-        """Compute the bounds for `stages` stages on these steps."""
+    def build(cls, task: SplitTask, steps: SampledSteps) -> "Structure":
+        """Compute the bounds on these steps."""
+        cost, stages = task.cost, task.stages
         layers, layout = layer_kinds(cost.kinds), steps.layout
         recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
         layer_terms = _unit_terms(cost)[layers]
@@ -90,7 +82,7 @@ class Structure:
         return cls(
             layout=layout,
             recompute_ms=block_diag(*np.split(recompute_ms[layers], cost.levels, axis=1)),
-            runs=possible_runs(cost, model, rules),
+            runs=possible_runs(task),
             weights=np.concatenate(paths, axis=1),
         )
 
@@ -162,17 +154,11 @@ def min_slowest_ms(structure: Structure) -> float:
     return min(min_largest(few, bounds_ms, runs.units), limit_ms)
 
 
-def min_step_ms(
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    rules: StageRules = FREE,
-) -> float:
+def min_step_ms(task: SplitTask) -> float:
     """Return a lower bound on the mean step of `predict` over all splits, ignoring memory and
     recomputation; much faster than the search."""
-    steps = SampledSteps.build(workload.some_steps(MAX_SIMULATED_STEPS), cost)
-    return min_slowest_ms(Structure.build(cost, model, steps, pipeline_size, rules))
+    steps = SampledSteps.build(task.workload.some_steps(MAX_SIMULATED_STEPS), task.cost)
+    return min_slowest_ms(Structure.build(task, steps))
 
 
 def min_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
@@ -239,8 +225,9 @@ def min_path_costs(
     return reached
 
 
-def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE) -> Runs:
+def possible_runs(task: SplitTask) -> Runs:
     """Return all allowed runs of units with at least one layer."""
+    cost, model, rules = task.cost, task.model, task.rules
     kinds, layout, unit_terms = cost.kinds, TermLayout.build(cost), _unit_terms(cost)
     indices = {kind.name: index for index, kind in enumerate(kinds)}
     sequence = np.array([indices[name] for name in unit_names(model)])

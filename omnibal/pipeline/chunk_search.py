@@ -18,9 +18,7 @@ import numpy as np
 
 from omnibal.base.arrays import rows_of
 from omnibal.base.errors import DoesNotFit
-from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
-from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
+from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import balanced_cuts
 from omnibal.pipeline.bounds import Runs, possible_runs
@@ -35,13 +33,12 @@ from omnibal.pipeline.recompute_ways import (
     RecomputeWays,
     TowerNumbers,
 )
-from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_search import move_cuts
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import PerStepCosts, per_step_costs_of_units, select_pass
 from omnibal.pipeline.stage_memory import GIB, fits_cap, heavy_tables, stage_memories, unit_bytes
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
-from omnibal.pipeline.workload import Workload
 
 _MAX_OPERATIONS = 250_000_000  # simulated, over all candidates and rows: about 5 s of a core
 _MAX_COMBINED_MOVES = 6  # best moves of a round that are combined
@@ -73,52 +70,38 @@ class CutCandidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartProblem:
-    """Model, schedule and costs of a search."""
+    """Parts of a schedule to search, and ways to recompute their layers."""
 
-    cost: CostModel
-    model: ModelConfig
-    schedule: PipelineSchedule
-    stages: int
+    task: SplitTask
     runs: Runs
     run_at: np.ndarray  # run between two positions, -1 if not allowed, [units + 1, units + 1]
     simulator: PipelineSimulator
     numbers: Sequence[FittingNumbers]  # recompute ways of every stage, and numbers that fit
 
     @classmethod
-    def build(
-        cls,
-        cost: CostModel,
-        model: ModelConfig,
-        workload: Workload,
-        stages: int,
-        memory_cap_bytes: float,
-        schedule: PipelineSchedule,
-        rules: StageRules = FREE,
-    ) -> "PartProblem":
-        """Return the problem of `search_parts`, whose `pipeline_size` is `stages`."""
-        runs = possible_runs(cost, model, rules)
+    def build(cls, task: SplitTask) -> "PartProblem":
+        """Return the problem of `search_parts`."""
+        cost, workload, stages, schedule = task.cost, task.workload, task.stages, task.schedule
+        runs, freedom = possible_runs(task), task.rules.recompute
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
         steps = SampledSteps.build(sampled_steps(workload), cost)
         ways: list[RecomputeWays]
-        if rules.recompute is RecomputeFreedom.LAYERS:
+        if freedom is RecomputeFreedom.LAYERS:
             mean = features_of(workload, cost).mean(axis=0)
             graph = schedule_graph(schedule, stages, int(workload.slot.max()) + 1)
             held = [held_in_passes(graph, stage).held for stage in range(stages)]
             in_flight = [np.diff(of_stage)[..., 0].max(axis=0) for of_stage in held]  # [chunks]
             ways = [LayerOrders.build(cost, runs, mean, of_stage) for of_stage in in_flight]
         else:
-            ways = [TowerNumbers.build(cost, model, runs, rules.recompute)] * stages
+            ways = [TowerNumbers.build(cost, task.model, runs, freedom)] * stages
         tables = heavy_tables(cost, workload, schedule, stages)
         return cls(
-            cost=cost,
-            model=model,
-            schedule=schedule,
-            stages=stages,
+            task=task,
             runs=runs,
             run_at=run_at,
             simulator=PipelineSimulator.build(steps, stages, schedule),
-            numbers=FittingNumbers.of_stages(model, tables, ways, memory_cap_bytes),
+            numbers=FittingNumbers.of_stages(task.model, tables, ways, task.memory_cap_bytes),
         )
 
     def with_caps(self, caps_bytes: np.ndarray) -> "PartProblem":
@@ -131,32 +114,24 @@ class PartProblem:
 
     @property
     def parts(self) -> int:
-        return self.stages * self.schedule.chunks
+        return self.task.stages * self.task.schedule.chunks
 
     @property
     def parts_of_stages(self) -> np.ndarray:
         """Parts of every stage, [p, chunks]."""
-        return np.array(self.schedule.parts_of(self.parts))
+        return np.array(self.task.schedule.parts_of(self.parts))
 
 
-def search_parts(
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    memory_cap_bytes: float,
-    schedule: PipelineSchedule,
-    *,
-    rules: StageRules = FREE,
-    effort: Effort = FULL_EFFORT,
-) -> SearchResult:
-    """Return the fastest parts found, in model order, or raise DoesNotFit if none is found."""
-    problem = PartProblem.build(
-        cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
-    )
+def search_parts(task: SplitTask, effort: Effort = FULL_EFFORT) -> SearchResult:
+    """Return the fastest parts found for the task's schedule, in model order.
+
+    Raises:
+        DoesNotFit: no fitting parts are found.
+    """
+    problem, cost, cap_bytes = PartProblem.build(task), task.cost, task.memory_cap_bytes
     # The search counts memory in heavy passes only. If a stage of the result exceeds the cap in
     # another pass, repeat with its cap lowered by the same factor.
-    best, simulated, caps_bytes = None, 0, np.full(pipeline_size, memory_cap_bytes)
+    best, simulated, caps_bytes = None, 0, np.full(task.stages, cap_bytes)
     for _ in range(_MAX_TIGHTENINGS):
         search = _Search(
             problem=problem,
@@ -168,20 +143,20 @@ def search_parts(
         simulated += search.simulated
         best = search.best
         if best is None:
-            raise _no_cut_error(problem, memory_cap_bytes)
+            raise _no_cut_error(problem)
         _, recomputed, _ = _fit_candidates(problem, [best])
         layers = recomputed[0][:, layer_kinds(cost.kinds)].tolist()
-        stages_at = (stages_from_cuts(model, best.edges[1:-1], layers),) * cost.levels
-        memories = stage_memories(cost, stages_at, workload, schedule)
+        stages_at = (stages_from_cuts(task.model, best.edges[1:-1], layers),) * cost.levels
+        memories = stage_memories(cost, stages_at, task.workload, task.schedule)
         peaks = np.array([memory.peak_gib for memory in memories]) * GIB
-        if fits_cap(peaks, memory_cap_bytes).all():
+        if fits_cap(peaks, cap_bytes).all():
             break
-        caps_bytes = caps_bytes * np.minimum(memory_cap_bytes / peaks, 1)
+        caps_bytes = caps_bytes * np.minimum(cap_bytes / peaks, 1)
         problem = problem.with_caps(caps_bytes)
     else:
-        raise _no_cut_error(problem, memory_cap_bytes)
-    packs = sampled_steps(workload)
-    step_ms = float(simulate_levels(cost, stages_at, packs, schedule).step_ms.mean())
+        raise _no_cut_error(problem)
+    packs = sampled_steps(task.workload)
+    step_ms = float(simulate_levels(cost, stages_at, packs, task.schedule).step_ms.mean())
     return SearchResult(
         stages_at=stages_at,
         step_ms=step_ms,
@@ -197,16 +172,16 @@ def min_work_ms(problem: PartProblem) -> float:
     steps, layout = simulator.steps, simulator.steps.layout
     # Part s begins after s parts of at least one layer.
     reach = [0]
-    while len(reach) < problem.stages:
+    while len(reach) < problem.task.stages:
         reach.append(int(runs.end[runs.start >= reach[-1]].min()))
     before, model = runs.prefix[reach], runs.prefix[-1]  # summed terms of units
     fill = before[:, layout.forward].sum(axis=0)
     drain = before[:, layout.backward].sum(axis=0)
-    if problem.schedule.in_two:
+    if problem.task.schedule.in_two:
         drain[:] = 0  # deferred weight gradients may fill the end
     row_ms = steps.features.sum(axis=1) @ (model[layout.forward] + model[layout.backward])
     row_ms += steps.first_features @ fill + steps.last_features @ drain
-    return float(row_ms[steps.rows].max(axis=1) @ steps.weight) / problem.stages
+    return float(row_ms[steps.rows].max(axis=1) @ steps.weight) / problem.task.stages
 
 
 def _fit_candidates(
@@ -275,22 +250,23 @@ class _Search:
         problem = self.problem
         steps = problem.simulator.steps
         mean = steps.features.sum(axis=(0, 1)) / max(steps.counts.sum(), 1)
-        names = unit_names(problem.model)
-        units = [problem.cost.units[name] for name in names]
+        names = unit_names(problem.task.model)
+        cost, stages = problem.task.cost, problem.task.stages
+        units = [cost.units[name] for name in names]
         forward_ms = np.array([unit.forward_ms @ mean for unit in units])
         backward_ms = np.array([unit.backward_ms @ mean for unit in units])
-        kinds = {kind.name: kind for kind in problem.cost.kinds}
+        kinds = {kind.name: kind for kind in cost.kinds}
         is_layer = np.array([kinds[name].is_layer for name in names])
-        orders = (0,) * problem.stages
+        orders = (0,) * stages
         # If memory is short, parts of even activations and state may fit.
         kept = np.array([unit.activation_bytes @ mean for unit in units])
-        state = np.array([unit_bytes(problem.cost, unit) for unit in units])
+        state = np.array([unit_bytes(cost, unit) for unit in units])
         # The minimum content of the first part by the rules counts as one unit here.
         first = int(problem.runs.end[problem.runs.start == 0].min())
         begins = np.r_[0, first : len(names)]
         has_layer = np.logical_or.reduceat(is_layer, begins)
         starts = []
-        for weights in (forward_ms + backward_ms, forward_ms, kept * problem.stages + state):
+        for weights in (forward_ms + backward_ms, forward_ms, kept * stages + state):
             cuts = balanced_cuts(np.add.reduceat(weights, begins), has_layer, problem.parts)
             starts.append(CutCandidate((0, *begins[list(cuts)].tolist(), len(names)), orders))
         return list(dict.fromkeys(starts))
@@ -363,20 +339,21 @@ def _candidate_costs(
     problem: PartProblem, runs: np.ndarray, recomputed: np.ndarray
 ) -> tuple[PartTerms, PerStepCosts]:
     """Return costs of candidates with runs [C, k] and recomputed layers [C, k, kinds]."""
-    table, layout = problem.runs, problem.simulator.steps.layout
+    table, layout, cost = problem.runs, problem.simulator.steps.layout, problem.task.cost
     terms = table.terms[runs]
-    again = np.stack([unit.recompute_ms for unit in problem.cost.units.values()])
-    weight = np.stack([unit.weight_ms for unit in problem.cost.units.values()])
+    again = np.stack([unit.recompute_ms for unit in cost.units.values()])
+    weight = np.stack([unit.weight_ms for unit in cost.units.values()])
     counts = table.counts[runs][:, problem.parts_of_stages].sum(axis=2)
-    slowness = problem.cost.slowness_of(problem.parts)[:, None]
+    slowness = cost.slowness_of(problem.parts)[:, None]
     forward = terms[..., layout.forward] * slowness
     backward = (terms[..., layout.backward] + recomputed @ again) * slowness
     weight_part = table.counts[runs] @ weight * slowness
-    passes = [select_pass(kind, forward, backward, weight_part) for kind in problem.schedule.passes]
+    times = forward, backward, weight_part
+    passes = [select_pass(kind, *times) for kind in problem.task.schedule.passes]
     links = [terms[:, :-1, layout.send], terms[:, :-1, layout.receive]]
     return (
         PartTerms(passes=np.stack(passes, axis=1), links=np.stack(links, axis=1)),
-        per_step_costs_of_units(problem.cost, counts),
+        per_step_costs_of_units(cost, counts),
     )
 
 
@@ -386,9 +363,9 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
     forward, backward = terms.passes[:, 0], terms.passes[:, 1:].sum(axis=1)
     of_stages = (forward + backward)[:, problem.parts_of_stages].sum(axis=2)  # [C, p, f]
     # Part s is the first of stage s.
-    fill, drain = ((ms.cumsum(axis=1) - ms)[:, : problem.stages] for ms in (forward, backward))
+    fill, drain = ((ms.cumsum(axis=1) - ms)[:, : problem.task.stages] for ms in (forward, backward))
     length = of_stages @ steps.features.sum(axis=1).T + fill @ steps.first_features.T
-    if not problem.schedule.in_two:
+    if not problem.task.schedule.in_two:
         length += drain @ steps.last_features.T
     return length.max(axis=1)[:, steps.rows].max(axis=2) @ steps.weight
 
@@ -409,11 +386,12 @@ def _combine_moves(at: CutCandidate, moves: Sequence[CutCandidate]) -> list[CutC
     return combined
 
 
-def _no_cut_error(problem: PartProblem, cap_bytes: float) -> DoesNotFit:
-    cap = cap_bytes / GIB
+def _no_cut_error(problem: PartProblem) -> DoesNotFit:
+    task = problem.task
     return DoesNotFit(
-        f"no cut of {problem.model.name} into {problem.parts} parts was found for schedule "
-        f"{problem.schedule.name} that fits the memory cap of {cap:.2f} GiB per device",
+        f"no cut of {task.model.name} into {problem.parts} parts was found for schedule "
+        f"{task.schedule.name} that fits the memory cap of {task.memory_cap_bytes / GIB:.2f} GiB "
+        "per device",
         "raise the memory cap, plan for schedule 1f1b, use more pipeline stages or tensor "
         "parallelism, or pack to smaller caps",
     )

@@ -30,6 +30,7 @@ from omnibal.pipeline.encoder_waits import (
 )
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import GIB, encoder_memory_of, fits_cap
 from omnibal.pipeline.workload import Workload
 
@@ -75,13 +76,15 @@ class PlacementProblem:
         shortest_ms = min(cost.update_ms for cost in self.encoders.values())
         return self.encoders[sharded].update_ms - shortest_ms
 
-    def make_stage_problem(
-        self, dp_encoders: DataParallelEncoders
-    ) -> tuple[CostModel, ModelConfig, Workload, int, float]:
-        """Return the arguments of a stage search, with the encoders' update, waits and memory."""
+    def task(self, workload: Workload) -> SplitTask:
+        """Return the stage search on a workload with encoders."""
+        return SplitTask(self.cost, self.model, workload, self.stages, self.memory_cap_bytes)
+
+    def make_stage_task(self, dp_encoders: DataParallelEncoders) -> SplitTask:
+        """Return the stage search with the encoders' update, waits and memory."""
         update_ms = self.cost.optimizer_ms_fixed + self.more_update_ms(dp_encoders.sharded)
         cost = replace(self.cost, optimizer_ms_fixed=update_ms)
-        return cost, self.model, self.with_encoders(dp_encoders), self.stages, self.memory_cap_bytes
+        return replace(self.task(self.with_encoders(dp_encoders)), cost=cost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -133,7 +136,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
             break
         choice, is_open[number] = choices[number], False
         try:
-            search = search_stages(*problem.make_stage_problem(choice.dp_encoders), effort=effort)
+            search = search_stages(problem.make_stage_task(choice.dp_encoders), effort=effort)
         except DoesNotFit:
             proven_ms[number] = np.inf
         else:
@@ -160,8 +163,8 @@ def estimate_placement(
     """Return the encoders with the shortest waits whose memory fits, and the estimated step ms."""
     for choice in sorted(_make_choices(problem, effort), key=_Choice.shortest_ms):
         try:
-            stage_problem = problem.make_stage_problem(choice.dp_encoders)
-            return choice.dp_encoders, estimated_step_ms(*stage_problem, effort=effort)
+            task = problem.make_stage_task(choice.dp_encoders)
+            return choice.dp_encoders, estimated_step_ms(task, effort)
         except DoesNotFit:
             continue
     raise _no_placement_error(problem)
@@ -183,14 +186,8 @@ def _first_bounds_ms(
     columns = [problem.features.index(name) for name in ENCODER_WAITS_MS]
     values[:, columns] = waits_at_ends(workload, steps, waits_ms)
     encoding = replace(workload.encoding, encoder_memory=encoder_memory)
-    search = search_stages(
-        problem.cost,
-        problem.model,
-        replace(workload, features=values, encoding=encoding),
-        problem.stages,
-        problem.memory_cap_bytes,
-        effort=effort,
-    )
+    bounding = replace(workload, features=values, encoding=encoding)
+    search = search_stages(problem.task(bounding), effort=effort)
     of_all = _Choice(dp_encoders=dp_encoders, encoder_memory=encoder_memory, waits_ms=waits_ms)
     return np.array([of_all.bound_ms(search.lower_bound_ms, choice) for choice in choices])
 
@@ -219,10 +216,7 @@ def min_peak_with_encoders(problem: PlacementProblem) -> float:
         if not any(other.is_within(memory) for other, _ in minimal):
             minimal = [pair for pair in minimal if not memory.is_within(pair[0])]
             minimal.append((memory, workload))
-    return min(
-        min_peak_of_splits(problem.cost, problem.model, workload, problem.stages)
-        for _, workload in minimal
-    )
+    return min(min_peak_of_splits(problem.task(workload)) for _, workload in minimal)
 
 
 def _smallest_choices(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
@@ -247,7 +241,7 @@ def _make_choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     features = EncoderMemory(features=encoder_memory_of(workload).features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     # The fullest stage without encoders, over all splits.
-    min_bytes = min_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
+    min_bytes = min_peak_of_splits(problem.task(alone))
     choices = list(_yield_choices(problem, min_bytes, are_few=are_few))
     if not choices:
         raise _no_placement_error(problem)

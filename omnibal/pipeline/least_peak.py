@@ -9,13 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
-from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Runs, min_largest, min_largest_path, possible_runs
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.passes import all_passes, largest_pass
 from omnibal.pipeline.recompute import all_layers, min_peak_bytes, min_peaks_of_stages
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import (
     MemoryTable,
     build_tables,
@@ -23,29 +21,23 @@ from omnibal.pipeline.stage_memory import (
     heaviest_passes,
     often_heaviest_tables,
 )
-from omnibal.pipeline.workload import Workload
 
 _EQUAL_BOUNDS_TOLERANCE = 1e-12  # relative tolerance of equal bounds
 
 
-def min_peak_of_splits(
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    rules: StageRules = FREE,
-    cap_bytes: float | None = None,
-) -> float:
+def min_peak_of_splits(task: SplitTask, *, is_exact: bool = True) -> float:
     """Return the smallest memory cap in bytes that some split and recompute sets fit.
 
-    All layers may be recomputed, regardless of the rules. With several levels `cap_bytes` is unused
-    and only often heavy passes are counted, which others may exceed slightly.
+    All layers may be recomputed, regardless of the rules. With several levels only often heavy
+    passes are counted, which others may exceed slightly.
 
     Args:
-        cap_bytes: a cap to decide, which is faster than the exact min. Returns an upper bound on
-            the peak of a split that fits it, or else a lower bound on all peaks.
+        is_exact: False only decides the task's cap, with one level, which is faster than the exact
+            min. Returns an upper bound on the peak of a split that fits it, or else a lower bound
+            on all peaks.
     """
-    runs = possible_runs(cost, model, rules)
+    cost, workload, pipeline_size = task.cost, task.workload, task.stages
+    runs, cap_bytes = possible_runs(task), None if is_exact else task.memory_cap_bytes
     if cost.levels > 1:
         return min_peak_of_tables(runs, often_heaviest_tables(cost, workload, pipeline_size))
     features, stages = features_of(workload, cost), range(pipeline_size)

@@ -22,9 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import DoesNotFit
-from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
-from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
+from omnibal.model.targets import RecomputeFreedom
 from omnibal.pipeline.bounds import Structure, min_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.least_peak import min_peak_of_splits, min_peak_of_tables
@@ -33,6 +31,7 @@ from omnibal.pipeline.operation_graph import graph_1f1b
 from omnibal.pipeline.passes import all_passes
 from omnibal.pipeline.recompute_ways import FittingNumbers, TowerNumbers
 from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, MIN_SPLIT_GAIN, SplitSearch
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import (
     GIB,
     build_tables,
@@ -86,18 +85,8 @@ class SearchResult:
         return 1 - self.lower_bound_ms / self.step_ms if self.step_ms else 0.0
 
 
-def search_stages(
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    memory_cap_bytes: float,
-    *,
-    rules: StageRules = FREE,
-    prove: bool = True,
-    effort: float = 1.0,
-) -> SearchResult:
-    """Return the stages with the min simulated step time found, and the proven lower bound.
+def search_stages(task: SplitTask, *, prove: bool = True, effort: float = 1.0) -> SearchResult:
+    """Return the 1F1B stages with the min simulated step time found, and the proven lower bound.
 
     Args:
         prove: False to return a good split quickly, bounded by the slowest stage only.
@@ -106,40 +95,27 @@ def search_stages(
     Raises:
         DoesNotFit: no split fits the memory cap.
     """
-    problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
-
-    def min_peak() -> float:
-        return min_peak_of_splits(cost, model, workload, pipeline_size, rules)
-
+    problem = _make_problem(task)
     # Bounds over options in a few passes hold for all passes, which only remove options.
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
-        search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, min_peak)
+        search, limit_ms = _first_split(
+            problem, _first_limit_ms(problem), effort, min_peak_of_splits
+        )
         if search.best_ms > limit_ms:
             search = search.with_options_of_better()
-        heavier = _add_heavier_passes(
-            problem, cost, workload, _stages_at(problem, search.best_options)
-        )
+        heavier = _add_heavier_passes(problem, _stages_at(problem, search.best_options))
         if heavier is None:
             result = _finish_search(problem, search, prove, effort)
-            heavier = _add_heavier_passes(problem, cost, workload, result.stages_at)
+            heavier = _add_heavier_passes(problem, result.stages_at)
     return result
 
 
-def estimated_step_ms(
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    memory_cap_bytes: float,
-    *,
-    rules: StageRules = FREE,
-    effort: float = 1.0,
-) -> float:
+def estimated_step_ms(task: SplitTask, effort: float = 1.0) -> float:
     """Return the step time of a good split, without proof and with memory checked in few passes.
     Arguments and errors as in `search_stages`."""
-    problem = _make_problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
+    problem = _make_problem(task)
     limit_ms = max(_first_limit_ms(problem), _slowest_limit_ms(problem))
     return _first_split(problem, limit_ms, effort)[0].best_ms
 
@@ -187,20 +163,20 @@ def _stages_at(
 ) -> tuple[tuple[Stage, ...], ...]:
     """Return the stages at every level, from the split's option of each stage."""
     cuts = [int(option.end[0]) for option in best[:-1]]
-    recomputed = [np.split(option.recomputed[0], problem.levels) for option in best]
+    model, levels = problem.task.model, problem.task.cost.levels
+    recomputed = [np.split(option.recomputed[0], levels) for option in best]
     return tuple(
-        stages_from_cuts(problem.model, cuts, [of_stage[level].tolist() for of_stage in recomputed])
-        for level in range(problem.levels)
+        stages_from_cuts(model, cuts, [of_stage[level].tolist() for of_stage in recomputed])
+        for level in range(levels)
     )
 
 
 def _add_heavier_passes(
-    problem: SearchProblem,
-    cost: CostModel,
-    workload: Workload,
-    stages_at: Sequence[Sequence[Stage]],
+    problem: SearchProblem, stages_at: Sequence[Sequence[Stage]]
 ) -> SearchProblem | None:
     """Add each stage's heaviest pass to the problem, or return None if `stages_at` fit."""
+    task = problem.task
+    cost, workload, cap_bytes = task.cost, task.workload, task.memory_cap_bytes
     kinds, runs_of = len(cost.kinds), stage_runs(cost, stages_at)
     counts, recomputed = map(np.stack, zip(*(contents_of(kinds, r) for r in runs_of), strict=True))
     features, stages = features_of(workload, cost), len(counts)
@@ -209,13 +185,13 @@ def _add_heavier_passes(
     tables = build_tables(cost, workload, passes)
     contents = zip(tables, counts, recomputed, strict=True)
     peaks = [table.peak_bytes(*content) for table, *content in contents]
-    if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
+    if fits_cap(np.array(peaks), cap_bytes).all():
         return None
     tables = [few.join_passes(more) for few, more in zip(problem.tables, tables, strict=True)]
     numbers = problem.numbers
     if numbers is not None:
         pairs = zip(numbers, tables, strict=True)
-        numbers = [of_stage.on([table], problem.memory_cap_bytes) for of_stage, table in pairs]
+        numbers = [of_stage.on([table], cap_bytes) for of_stage, table in pairs]
     return replace(problem, tables=tables, numbers=numbers)
 
 
@@ -226,38 +202,27 @@ def sampled_steps(workload: Workload) -> Workload:
     return workload.some_steps(int(wanted))
 
 
-def _make_problem(
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    memory_cap_bytes: float,
-    rules: StageRules = FREE,
-) -> SearchProblem:
+def _make_problem(task: SplitTask) -> SearchProblem:
+    cost, freedom = task.cost, task.rules.recompute
     simulator = PipelineSimulator.build(
-        SampledSteps.build(sampled_steps(workload), cost), pipeline_size
+        SampledSteps.build(sampled_steps(task.workload), cost), task.stages
     )
-    structure = Structure.build(cost, model, simulator.steps, pipeline_size, rules)
-    tables = often_heaviest_tables(cost, workload, pipeline_size)
+    structure = Structure.build(task, simulator.steps)
+    tables = often_heaviest_tables(cost, task.workload, task.stages)
     numbers = None
-    if rules.recompute is not RecomputeFreedom.LAYERS:
+    if freedom is not RecomputeFreedom.LAYERS:
         if cost.levels > 1:
             raise ValueError("recompute numbers need costs of one level, got several")
-        ways = [TowerNumbers.build(cost, model, structure.runs, rules.recompute)] * pipeline_size
+        ways = [TowerNumbers.build(cost, task.model, structure.runs, freedom)] * task.stages
         of_chunks = [[table] for table in tables]
-        numbers = FittingNumbers.of_stages(model, of_chunks, ways, memory_cap_bytes)
+        numbers = FittingNumbers.of_stages(task.model, of_chunks, ways, task.memory_cap_bytes)
     return SearchProblem(
-        model=model,
-        rules=rules,
+        task=task,
         structure=structure,
         tables=tables,
-        memory_cap_bytes=memory_cap_bytes,
         simulator=simulator,
         extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),
-        levels=cost.levels,
-        same_at_levels=workload.lockstep_ranks > 1,
         numbers=numbers,
-        slowness=cost.slowness_of(pipeline_size) if cost.slowness else None,
     )
 
 
@@ -265,7 +230,7 @@ def _first_split(
     problem: SearchProblem,
     limit_ms: float,
     effort: float,
-    min_peak: Callable[[], float] | None = None,
+    min_peak: Callable[[SplitTask], float] | None = None,
 ) -> tuple[SplitSearch, float]:
     """Raise the step time limit until a split fits; return that search and its limit.
 
@@ -280,15 +245,16 @@ def _first_split(
             return search, limit_ms
         if not tried:
             peak_bytes = min_peak_of_tables(problem.structure.runs, problem.tables)
-            if not fits_cap(peak_bytes, problem.memory_cap_bytes):
+            if not fits_cap(peak_bytes, problem.task.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise _no_split_error(problem, max(min_peak() if min_peak else 0.0, peak_bytes))
+    min_bytes = min_peak(problem.task) if min_peak else 0.0
+    raise _no_split_error(problem.task, max(min_bytes, peak_bytes))
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
     # Equal stages without communication: the longest chain of operations, half of it forwards.
-    steps, stages = problem.simulator.steps, problem.stages
+    steps, stages = problem.simulator.steps, problem.task.stages
     counts, row = np.unique(steps.counts, return_inverse=True)
     chain = np.array([graph_1f1b(stages, count).depths for count in counts.tolist()])[row]
     model, layout = problem.structure.runs.prefix[-1], steps.layout  # summed over all units
@@ -296,25 +262,25 @@ def _first_limit_ms(problem: SearchProblem) -> float:
     row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
     limit_ms = _FIRST_LIMIT * float(row_ms[steps.rows].max(axis=1) @ steps.weight)
     # The trainer's rules may leave no even stages.
-    return limit_ms if problem.rules.is_free else max(limit_ms, _slowest_limit_ms(problem))
+    return limit_ms if problem.task.rules.is_free else max(limit_ms, _slowest_limit_ms(problem))
 
 
 def _slowest_limit_ms(problem: SearchProblem) -> float:
     return _SLOWEST_SLACK * min_slowest_ms(problem.structure)
 
 
-def _no_split_error(problem: SearchProblem, peak_bytes: float) -> DoesNotFit:
+def _no_split_error(task: SplitTask, peak_bytes: float) -> DoesNotFit:
     """Return an error with the memory that the best split needs, and remedies."""
-    need, cap = peak_bytes / GIB, problem.memory_cap_bytes / GIB
-    limits = limits_in_words(problem.rules, problem.model, problem.stages)
-    stages = f"{problem.stages} pipeline stages{limits}"
+    need, cap = peak_bytes / GIB, task.memory_cap_bytes / GIB
+    limits = limits_in_words(task.rules, task.model, task.stages)
+    stages = f"{task.stages} pipeline stages{limits}"
     # Encoders stay on stage 0, which has more micro-batches in flight with more stages.
-    fixed = problem.rules.encoders_on_first and problem.model.encoders
+    fixed = task.rules.encoders_on_first and task.model.encoders
     sizes = (
         "other pipeline or tensor sizes" if fixed else "more pipeline stages or tensor parallelism"
     )
     return DoesNotFit(
-        f"{problem.model.name} on {stages} needs {need:.2f} GiB per device at best, with "
+        f"{task.model.name} on {stages} needs {need:.2f} GiB per device at best, with "
         f"recomputation where it helps: {need - cap:.2f} GiB more than the memory cap of "
         f"{cap:.2f} GiB, which must hold every stage",
         f"raise the memory cap, use {sizes}, or pack to smaller caps",

@@ -74,8 +74,8 @@ class SplitSearch:
         self.simulated = 0
         self.work = 0.0
         self.best_ms = np.inf
-        self.best = np.zeros(problem.stages, np.int64)
-        self.cuts = np.zeros((0, problem.stages, len(problem.structure.layout)))
+        self.best = np.zeros(problem.task.stages, np.int64)
+        self.cuts = np.zeros((0, problem.task.stages, len(problem.structure.layout)))
         self.seen: set[bytes] = set()
 
     def descend(self, max_work: float = MAX_DESCENT_WORK) -> bool:
@@ -262,7 +262,7 @@ class SplitSearch:
         )
         dropped: list[_Partials] = []
         dropped_ms = np.inf
-        for stage in range(self.problem.stages):
+        for stage in range(self.problem.task.stages):
             parent, option, bound_ms = self._children(bounds, stage, grown)
             chosen = np.flatnonzero(bound_ms < self._target_ms)
             if len(chosen) > width:
@@ -276,7 +276,7 @@ class SplitSearch:
             grown = _extend(bounds, stage, grown, *picked)
         order = np.argsort(grown.bound_ms, kind="stable")
         # Distinct completed prefixes, lowest bounds first.
-        no_splits = np.zeros((0, self.problem.stages), np.int64)
+        no_splits = np.zeros((0, self.problem.task.stages), np.int64)
         completed = np.concatenate([no_splits, *(few.splits for few in dropped)])
         completed_ms = np.concatenate([no_splits[:, 0], *(p.bound_ms for p in dropped)])
         completed, first = np.unique(completed, axis=0, return_index=True)
@@ -312,7 +312,7 @@ class SplitSearch:
 
     def _complete(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
         """Complete prefixes stage by stage with the option of min bound."""
-        for later in range(stage, self.problem.stages):
+        for later in range(stage, self.problem.task.stages):
             parent, option, bound_ms = self._children(bounds, later, grown)
             order = np.lexsort((option, bound_ms, parent))
             best = order[np.unique(parent[order], return_index=True)[1]]

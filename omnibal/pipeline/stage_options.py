@@ -15,12 +15,11 @@ import numpy as np
 from scipy.linalg import block_diag
 
 from omnibal.base.arrays import rows_of
-from omnibal.model.config import ModelConfig
-from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Structure, min_largest, min_largest_with_marked
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.recompute import LevelFit, sets_near, useful_sets
 from omnibal.pipeline.recompute_ways import NO_NUMBER, FittingNumbers, TowerNumbers
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import MemoryTable
 
 _MAX_OPTIONS = 20_000  # max recompute sets of a stage at several levels, over all runs of units
@@ -75,23 +74,19 @@ def join_options(options: Sequence[StageOptions]) -> StageOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SearchProblem:
-    """Model, bounds, memory and recompute choices of a split search."""
+    """Bounds, memory and recompute choices of a 1F1B split search."""
 
-    model: ModelConfig
+    task: SplitTask
     structure: Structure
     tables: Sequence[MemoryTable]  # [stages]
-    memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray  # see `recompute_extremes_ms`, [extremes, levels * layer kinds]
-    levels: int
-    same_at_levels: bool  # whether a stage recomputes the same layers at all levels
-    rules: StageRules = FREE
     numbers: Sequence[FittingNumbers] | None = None  # [stages]; None: any layers may be recomputed
-    slowness: np.ndarray | None = None  # factor on compute, >= 1 for bounds to hold, [stages]
 
     @property
-    def stages(self) -> int:
-        return len(self.tables)
+    def same_at_levels(self) -> bool:
+        """Whether a stage recomputes the same layers at all levels."""
+        return self.task.workload.lockstep_ranks > 1
 
     @property
     def units(self) -> int:
@@ -116,7 +111,7 @@ def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
     candidates = np.flatnonzero(structure.own_ms <= limit_ms)  # a quick filter
     fast = [
         candidates[structure.longest_of_runs_ms(stage, candidates) <= limit_ms]
-        for stage in range(problem.stages)
+        for stage in range(problem.task.stages)
     ]
     on_path = on_paths([(runs.start[f], runs.end[f]) for f in fast], problem.units)
     usable = [f[is_on] for f, is_on in zip(fast, on_path, strict=True)]
@@ -241,14 +236,14 @@ def stage_choices(
     problem: SearchProblem, stage: int, chosen: np.ndarray
 ) -> tuple[StageOptions, StageOptions, bool]:
     """Return fitting and optimistic options of chosen runs, and whether the former are all."""
-    runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
+    runs, levels = problem.structure.runs, problem.task.cost.levels
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     sets = useful_sets(
-        table,
+        problem.tables[stage],
         counts,
         problem.extreme_ms,
-        cap_bytes,
-        np.inf if problem.levels == 1 else max(_MAX_OPTIONS // max(len(chosen), 1), 1),
+        problem.task.memory_cap_bytes,
+        np.inf if levels == 1 else max(_MAX_OPTIONS // max(len(chosen), 1), 1),
         same_at_levels=problem.same_at_levels,
     )
     options = []
@@ -269,7 +264,7 @@ def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> St
     fit = LevelFit.build(
         problem.tables[stage],
         runs.counts[run],
-        problem.memory_cap_bytes,
+        problem.task.memory_cap_bytes,
         same_at_levels=problem.same_at_levels,
     )
     sets = sets_near(fit, option.recomputed[0])
@@ -284,8 +279,9 @@ def recompute_options(
     terms = runs.terms[run]
     layout = structure.layout
     terms[:, layout.backward] += recomputed @ structure.recompute_ms
-    if problem.slowness is not None:
-        terms[:, layout.forward.start : layout.backward.stop] *= problem.slowness[stage]
+    if problem.task.cost.slowness:  # at least 1, so that bounds over units hold
+        slowness = problem.task.cost.slowness_of(problem.task.stages)
+        terms[:, layout.forward.start : layout.backward.stop] *= slowness[stage]
     terms = structure.with_buckets(terms, stage)
     start, end = runs.start[run], runs.end[run]
     options = StageOptions(

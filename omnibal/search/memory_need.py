@@ -23,9 +23,8 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
     job, workload, levels = request.job, request.workload(), request.data.levels
     if job.has_data_parallel_encoders and job.data_parallel_encoders is None:
         return min_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
-    sizes = job.pipeline_model, workload, job.parallel.pipeline, job.trainer.stages
-    cap_bytes = None if is_exact or not are_plain(levels) else job.memory_cap_gib * GIB
-    return min_peak_of_splits(job.cost_of_all(levels), *sizes, cap_bytes) / GIB
+    is_exact = is_exact or not are_plain(levels)
+    return min_peak_of_splits(job.split_task(workload, levels), is_exact=is_exact) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:

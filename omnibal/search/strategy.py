@@ -299,13 +299,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     sized = setting.request_of(choice)
     samples = mean_samples(sized)
     # Data-parallel encoders are added below.
-    step_ms = min_step_ms(
-        job.cost_of_all(sized.data.levels),
-        job.pipeline_model,
-        sized.workload(),
-        job.parallel.pipeline,
-        job.trainer.stages,
-    )
+    step_ms = min_step_ms(job.split_task(sized.workload(), sized.data.levels))
     # 0 if encoders are in the pipeline.
     before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, samples)
     share = least_share(job, request.schedules, setting.micro_batches(choice))

@@ -24,7 +24,6 @@ from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.encoder_search import estimate_placement
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.schedule_choice import CannotRunSchedule, bubble_divisor
 
 MIN_STEPS = 8  # min number of steps in the evaluation samples
@@ -104,8 +103,8 @@ def estimated_over_bound(
     """
     job, levels = request.job, request.data.levels
     some = request.workload().some_steps(_ESTIMATED_STEPS)  # the ratio hardly depends on the steps
-    cost, model, stages = job.cost_of_all(levels), job.pipeline_model, job.parallel.pipeline
-    least_ms = min_step_ms(cost, model, some, stages, job.trainer.stages) + encoders_ms
+    task = job.split_task(some, levels)
+    least_ms = min_step_ms(task) + encoders_ms
     others = [schedule for schedule in schedules if schedule != ONE_FORWARD_ONE_BACKWARD]
     if job.has_data_parallel_encoders:
         problem = placement_problem(job, some, levels)
@@ -114,10 +113,7 @@ def estimated_over_bound(
             job = replace(job, data_parallel_encoders=encoders)
             some = problem.with_encoders(encoders)
     else:
-        cap_bytes, rules = job.memory_cap_gib * GIB, job.trainer.stages
-        step_ms = estimated_step_ms(
-            cost, model, some, stages, cap_bytes, rules=rules, effort=_ESTIMATE_EFFORT
-        )
+        step_ms = estimated_step_ms(task, _ESTIMATE_EFFORT)
     steps_ms = [step_ms] if ONE_FORWARD_ONE_BACKWARD in schedules else []
     for schedule in sorted(others, key=bubble_divisor, reverse=True):
         with suppress(DoesNotFit):

@@ -83,10 +83,8 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
             request = PlanRequest(job=sized, data=data.with_steps(sized, packed))
             if best is not None:
                 # Skip the search of stages if its lower bound is no better.
-                bound_ms = min_step_ms(
-                    sized.cost, sized.pipeline_model, request.workload(), parallel.pipeline
-                )
-                if bound_ms >= best.known_prediction.step_ms:
+                task = sized.split_task(request.workload(), request.data.levels)
+                if min_step_ms(task) >= best.known_prediction.step_ms:
                     continue
             plan = make_plan(request).plan
         except UserError:

@@ -33,9 +33,10 @@ from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, unit_names
 from omnibal.packing.packing import PackingMethod, pack_samples
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.stage_units import Stage
@@ -205,10 +206,11 @@ class Predicted:
         """Return stages by a method and a rule, with `capped` within the memory cap."""
         workload = epoch.workload(self.job.parallel.data)
         cap_bytes = self.cap_bytes if capped else np.inf
-        pipeline = self.job.parallel.pipeline
+        stages = self.job.parallel.pipeline
+        task = SplitTask(self.cost, self.model, workload, stages, cap_bytes)
         if method is PartitionMethod.OMNIBAL:
-            return search_stages(self.cost, self.model, workload, pipeline, cap_bytes).stages
-        return baseline_stages(method, rule, self.cost, self.model, workload, pipeline, cap_bytes)
+            return search_stages(task).stages
+        return baseline_stages(SplitRule(method=method, recompute=rule), task)
 
     def step_ms(self, stages: Sequence[Stage], epoch: Epoch) -> float:
         """Return the mean time of steps of `MICRO_BATCHES_PER_STEP` micro-batches."""

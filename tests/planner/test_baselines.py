@@ -18,7 +18,7 @@ from omnibal.pipeline import baselines
 from omnibal.pipeline.baselines import (
     PartitionMethod,
     RecomputeRule,
-    Workload,
+    SplitRule,
     balanced_cuts,
     baseline_stages,
     bmp_candidates,
@@ -26,6 +26,7 @@ from omnibal.pipeline.baselines import (
 )
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_units import Span, Stage, merge_spans
@@ -35,6 +36,7 @@ from omnibal.pipeline.unit_runs import (
     stage_units,
     stages_from_cuts,
 )
+from omnibal.pipeline.workload import Workload
 
 MODEL = load_model("internvl-chat-1.5-6b-20b")
 PACK = np.array([1.0, 9, 4096, 4096**2, 4096])
@@ -48,6 +50,10 @@ FORWARD_MS = {
     "head": 1.02,
 }
 """The paper's forward times of vision and language layers. Others are guesses."""
+
+
+def split_rule(method: str, recompute: str = "none") -> SplitRule:
+    return SplitRule(method=PartitionMethod(method), recompute=RecomputeRule(recompute))
 
 
 def random_workload(rng: np.random.Generator, steps: int, m: int, features: int = 5) -> Workload:
@@ -90,9 +96,7 @@ def test_splits_are_the_most_even_of_all(method: str):
             squares = sum(load**2 for load in loads)
             ranked.append((round(max(loads), 6), round(squares, 6), cuts_of(stages)))
         ranked.sort()
-        stages = baseline_stages(
-            PartitionMethod(method), RecomputeRule.NONE, cost, model, workload, p, np.inf
-        )
+        stages = baseline_stages(split_rule(method), SplitTask(cost, model, workload, p))
         check_stages(model, stages)
         assert cuts_of(stages) == ranked[0][-1]
         tied += len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]
@@ -111,9 +115,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
         cost = random_cost(rng, model)
         workload = random_workload(rng, 3, int(rng.integers(1, 5)), len(cost.features))
         p = int(rng.integers(1, min(2, model.layers) + 1))
-        bare = baseline_stages(
-            PartitionMethod.LAYER, RecomputeRule.NONE, cost, model, workload, p, np.inf
-        )
+        bare = baseline_stages(split_rule("layer"), SplitTask(cost, model, workload, p))
         peaks = [peaks_from_the_front(cost, bare, index, workload) for index in range(p)]
         low, high = max(map(min, peaks)), max(map(max, peaks))
         cap = rng.uniform(low - 0.1 * (high - low), high + 0.1 * (high - low))
@@ -123,7 +125,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
             RecomputeRule.FRONT: [list(range(len(of_stage))) for of_stage in peaks],
         }
         for rule, allowed in expected.items():
-            given = (PartitionMethod.LAYER, rule, cost, model, workload, p, cap)
+            given = split_rule("layer", rule), SplitTask(cost, model, workload, p, cap)
             fitting = [
                 [n for n in numbers if of_stage[n] <= cap]
                 for numbers, of_stage in zip(allowed, peaks, strict=True)
@@ -205,9 +207,7 @@ def test_bmp_keeps_the_fastest_of_its_runs():
     for _ in range(20):
         model, cost = small_model(*(int(n) for n in rng.integers(3, 6, 2))), random_cost(rng)
         p, workload = int(rng.integers(2, 5)), random_workload(rng, 3, 4)
-        profile = baseline_stages(
-            PartitionMethod.PROFILE, RecomputeRule.NONE, cost, model, workload, p, np.inf
-        )
+        profile = baseline_stages(split_rule("profile"), SplitTask(cost, model, workload, p))
         mean = workload.features.mean(axis=0)
         candidates = bmp_candidates(cost, model, mean, cuts_of(profile))
         runs = list(dict.fromkeys([cuts_of(profile), *candidates]))
@@ -215,7 +215,7 @@ def test_bmp_keeps_the_fastest_of_its_runs():
         times, peaks = zip(*every, strict=True)
         cap = rng.choice([rng.uniform(0.8 * min(peaks), max(peaks)), np.inf])
         fitting = [ms for peak, ms in zip(peaks, times, strict=True) if peak <= cap]
-        given = (PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, p, cap)
+        given = split_rule("bmp"), SplitTask(cost, model, workload, p, cap)
         if not fitting:
             outcomes["too large"] += 1
             with pytest.raises(UserError, match=f"nearest of {len(runs)} splits"):
@@ -237,10 +237,10 @@ def test_bmp_runs_its_anchor_where_the_ranking_does_not():
         model, cost = small_model(*(int(n) for n in rng.integers(4, 8, 2))), random_cost(rng)
         cost = replace(cost, link_ms_per_byte=100 * cost.link_ms_per_byte)
         workload = random_workload(rng, 1, 4)
-        given = (RecomputeRule.NONE, cost, model, workload, 4)
-        anchor = baseline_stages(PartitionMethod.PROFILE, *given, np.inf)
+        task = SplitTask(cost, model, workload, 4)
+        anchor = baseline_stages(split_rule("profile"), task)
         cap = planners_figures(cost, anchor, workload)[1] * (1 + 1e-9)
-        stages = baseline_stages(PartitionMethod.BMP, *given, cap)
+        stages = baseline_stages(split_rule("bmp"), replace(task, memory_cap_bytes=cap))
         mean = workload.features.mean(axis=0)
         if cuts_of(anchor) not in bmp_candidates(cost, model, mean, cuts_of(anchor)):
             kept += stages == anchor
@@ -259,7 +259,7 @@ def test_bmp_simulates_whole_steps_of_the_entire_run(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(baselines, "simulate_levels", record_step)
     model, cost = small_model(4, 4), random_cost(rng)
-    baseline_stages(PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, 3, np.inf)
+    baseline_stages(split_rule("bmp"), SplitTask(cost, model, workload, 3))
     assert len(simulated) in (15, 16)
     for step in simulated:
         steps, packs = np.unique(step, return_counts=True)
@@ -285,8 +285,7 @@ def test_the_public_code_s_anchor_for_the_published_times():
 def test_splits_of_the_paper_s_model(method: str, layers: list[tuple[int, int]], mib: float):
     """Prevents baselines that differ from OmniBal's splits and Table 4's communication volumes."""
     cost, steps = paper_cost(1.0), workload_of_a_step(np.tile(PACK, (4, 1)))
-    given = PartitionMethod(method), RecomputeRule.NONE, cost, MODEL, steps, 4, np.inf
-    stages = baseline_stages(*given)
+    stages = baseline_stages(split_rule(method), SplitTask(cost, MODEL, steps, 4))
     held = [(len(stage.layers("vision")), len(stage.layers("language"))) for stage in stages]
     assert held == layers
     volume = cut_bytes(cost, MODEL, cuts_of(stages), PACK).sum()
@@ -314,9 +313,9 @@ def test_the_joint_search_is_not_a_baseline(method: str, rule: str, levels: int,
     rng = np.random.default_rng(0)
     cost = random_cost(rng)
     costs = side_by_side([cost] * levels) if levels > 1 else cost
-    given = PartitionMethod(method), RecomputeRule(rule), costs, small_model(2, 2)
+    task = SplitTask(costs, small_model(2, 2), random_workload(rng, 1, 2), 2)
     with pytest.raises(UserError, match=message):
-        baseline_stages(*given, random_workload(rng, 1, 2), 2, np.inf)
+        baseline_stages(split_rule(method, rule), task)
 
 
 @pytest.mark.parametrize("rule", ["front", "full"])
@@ -325,9 +324,8 @@ def test_frozen_layers_are_not_recomputed(rule: str):
     model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
     cost = analytic_cost(model, cluster, Parallel(pipeline=2), "fp32", ("vision",))
     workload = random_workload(np.random.default_rng(0), 3, 2)
-    stages = baseline_stages(
-        PartitionMethod.LAYER, RecomputeRule(rule), cost, model, workload, 2, 1e12
-    )
+    task = SplitTask(cost, model, workload, 2, 1e12)
+    stages = baseline_stages(split_rule("layer", rule), task)
     assert all(not stage.recomputed_in("vision") for stage in stages)
     recomputed = sum(len(stage.recomputed_in("language")) for stage in stages)
     assert recomputed == (model.language.layers if rule == "full" else 0)

@@ -324,15 +324,14 @@ def test_search_finds_the_fastest_choice() -> None:
     problem = placement_problem(asked.job, asked.workload(), asked.data.levels)
     choices = list(every_choice(problem, 256))
     works = [problem.with_encoders(choice) for choice in choices]
-    split = problem.cost, problem.model
-    least = [min_peak_of_splits(*split, workload, problem.stages) for workload in works]
+    least = [min_peak_of_splits(problem.task(workload)) for workload in works]
     # All choices fit, or only some.
     for cap in (np.inf, float(np.quantile(least, 0.6))):
         least_ms, left_out = np.inf, 0
-        for choice, workload in zip(choices, works, strict=True):
-            cost, *_ = problem.make_stage_problem(choice)
+        for choice in choices:
+            task = replace(problem.make_stage_task(choice), memory_cap_bytes=cap)
             try:
-                found = search_stages(cost, problem.model, workload, problem.stages, cap)
+                found = search_stages(task)
                 least_ms = min(least_ms, found.step_ms)
             except DoesNotFit:
                 left_out += 1

@@ -18,6 +18,7 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import min_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -93,10 +94,11 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
         cap = np.inf
         if len(model.language.runs) == 1:  # consecutive kinds make the count an upper bound
             low, high = peaks.min(), peaks.max()
-            assert min_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+            least = min_peak_of_splits(SplitTask(cost, model, packs, p))
+            assert least == pytest.approx(low, rel=1e-9)
             cap = rng.uniform(low, low + 0.8 * (high - low)) * (1 + 1e-9)
         best_ms = times[peaks <= cap].min()
-        result = search_stages(cost, model, packs, p, cap)
+        result = search_stages(SplitTask(cost, model, packs, p, cap))
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
         step_ms, _ = walk_all(costs, result.stages_at, packs)
         assert result.step_ms == pytest.approx(step_ms, rel=1e-9)
@@ -104,7 +106,7 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
         waits += alone_ms < best_ms * (1 - 1e-6)
         held = [stage_units(cost.kinds, stage) for stage in result.stages_at[0]]
         without_experts += not all(LAYER in units for units in held)
-        assert 0 < min_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
+        assert 0 < min_step_ms(SplitTask(cost, model, packs, p)) <= best_ms * (1 + 1e-9)
     assert waits >= cases / 3
     assert without_experts
 

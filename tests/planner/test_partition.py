@@ -35,8 +35,9 @@ from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps, simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
@@ -106,9 +107,7 @@ def tie_head(cost: CostModel) -> CostModel:
     return replace(cost, units=units, tied_parameters=3_000_000)
 
 
-def large_case(
-    layers: tuple[int, int], p: int, share_of_least: float
-) -> tuple[CostModel, ModelConfig, Workload, int, float]:
+def large_case(layers: tuple[int, int], p: int, share_of_least: float) -> SplitTask:
     """Return InternVL with these layers, on packs that all differ, and a memory cap."""
     base = load_model("internvl-chat-1.5-6b-20b")
     model = base.with_layers(vision=layers[0], language=layers[1])
@@ -119,7 +118,8 @@ def large_case(
     sizes = Parallel(tensor=4, pipeline=p, data=2)
     cost = analytic_cost(model, load_cluster("a100-80g"), sizes, "bf16")
     packs = equal_steps((4, 2, 16), features)
-    return cost, model, packs, p, share_of_least * min_peak_of_splits(cost, model, packs, p)
+    task = SplitTask(cost, model, packs, p)
+    return replace(task, memory_cap_bytes=share_of_least * min_peak_of_splits(task))
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, 
             cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else most)
         times, peaks_of_all = brute_force([cost], model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
-        assert min_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+        assert min_peak_of_splits(SplitTask(cost, model, packs, p)) == pytest.approx(low, rel=1e-9)
         cap = rng.uniform(low - (0 if towers else 0.1) * (high - low), low + 0.8 * (high - low))
         if cap < low:
             outcomes["infeasible"] += 1
             with pytest.raises(UserError, match="more than the memory cap") as raised:
-                search_stages(cost, model, packs, p, cap)
+                search_stages(SplitTask(cost, model, packs, p, cap))
             stated = float(re.search(r"needs ([\d.]+) GiB", str(raised.value))[1])
             assert stated == pytest.approx(low / GIB, abs=0.005)
         cap = max(cap, low * (1 + 1e-9))
-        result = search_stages(cost, model, packs, p, cap)
+        result = search_stages(SplitTask(cost, model, packs, p, cap))
         check_stages(model, result.stages)
         best_ms = times[peaks_of_all <= cap].min()
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
@@ -196,21 +196,21 @@ def test_the_search_over_levels_equals_brute_force(
         cost, packs = side_by_side(costs), packs.in_groups_of(lockstep_ranks)
         times, peaks = brute_force(costs, model, packs, p, alike=lockstep_ranks > 1)
         low, high = peaks.min(), peaks.max()
-        assert min_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+        assert min_peak_of_splits(SplitTask(cost, model, packs, p)) == pytest.approx(low, rel=1e-9)
         cap = rng.uniform(low - 0.2 * (high - low), low + 0.8 * (high - low))
         if cap < low:
             infeasible += 1
             with pytest.raises(UserError, match="more than the memory cap"):
-                search_stages(cost, model, packs, p, cap)
+                search_stages(SplitTask(cost, model, packs, p, cap))
             cap = low * (1 + 1e-9)
         best_ms = times[peaks <= cap].min()
-        result = search_stages(cost, model, packs, p, cap)
+        result = search_stages(SplitTask(cost, model, packs, p, cap))
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
         unlike += len(set(map(str, result.stages_at))) > 1
-        quick = search_stages(cost, model, packs, p, cap, prove=False)
+        quick = search_stages(SplitTask(cost, model, packs, p, cap), prove=False)
         with monkeypatch.context() as coarsely:
             coarsely.setattr(stage_options, "_MAX_OPTIONS", 1)
-            coarse = search_stages(cost, model, packs, p, cap)
+            coarse = search_stages(SplitTask(cost, model, packs, p, cap))
         for found in (result, quick, coarse):
             for stages in found.stages_at:
                 check_stages(model, stages)
@@ -219,7 +219,7 @@ def test_the_search_over_levels_equals_brute_force(
             assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
             assert max(of_stages) <= cap * (1 + 1e-9)
         cut_short += coarse.gap > 0
-        assert 0 < min_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
+        assert 0 < min_step_ms(SplitTask(cost, model, packs, p)) <= best_ms * (1 + 1e-9)
     assert unlike == 0 if lockstep_ranks > 1 else unlike >= cases / 4
     assert infeasible
     assert cut_short or "vision" not in towers or lockstep_ranks > 1
@@ -259,8 +259,8 @@ def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stage
     squares = share * tokens[level] * rng.uniform(0.2, 1, len(level))
     features = np.stack([np.ones(len(level)), share, squares, share / 2], axis=1)
     packs = equal_steps((2, 8, 12), features, level=level, context=contexts[level])
-    cap = 1.25 * min_peak_of_splits(of_all, model, packs, stages)
-    results = [search_stages(of_all, model, packs, stages, cap) for _ in range(2)]
+    cap = 1.25 * min_peak_of_splits(SplitTask(of_all, model, packs, stages))
+    results = [search_stages(SplitTask(of_all, model, packs, stages, cap)) for _ in range(2)]
     assert results[0].stages_at == results[1].stages_at
     assert results[0].gap < 0.1
     recomputed = [sum(s.recomputed_layers for s in at) for at in results[0].stages_at]
@@ -288,7 +288,8 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
         times, peaks_of_all = brute_force([cost], model, packs, 1)
         cap = peaks_of_all.min() + rng.uniform(0.2, 0.6) * np.ptp(peaks_of_all)
         fitting = times[peaks_of_all <= cap]
-        assert search_stages(cost, model, packs, 1, cap).step_ms == pytest.approx(fitting.min())
+        result = search_stages(SplitTask(cost, model, packs, 1, cap))
+        assert result.step_ms == pytest.approx(fitting.min())
         several += fitting.max() > 1.01 * fitting.min()
     assert several >= 20
 
@@ -301,7 +302,7 @@ def test_steps_that_take_no_time_are_searched():
     units = {name: replace(unit, **nothing) for name, unit in cost.units.items()}
     model, packs = small_model(2, 2), random_packs(rng, 3)
     cost = replace(cost, units=units)
-    result = search_stages(cost, model, packs, 2, 1e15)
+    result = search_stages(SplitTask(cost, model, packs, 2, 1e15))
     times, _ = brute_force([cost], model, packs, 2)
     assert result.step_ms == pytest.approx(times.min())
 
@@ -310,12 +311,13 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
     """Prevents a feasible cap refused, searched endlessly or given slower stages."""
     for seed in (44, 67, 111, 246, 303, 329):
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
-        least = min_peak_of_splits(cost, model, packs, p)
+        least = min_peak_of_splits(SplitTask(cost, model, packs, p))
         for share in (0.3, 0.99, 1, 1.01, 1.5, 4):
-            found = min_peak_of_splits(cost, model, packs, p, cap_bytes=(cap := share * least))
+            task = SplitTask(cost, model, packs, p, cap := share * least)
+            found = min_peak_of_splits(task, is_exact=False)
             assert least * (1 - 1e-12) <= found <= cap if share >= 1 else cap < found <= least
         exact, roomy = (
-            search_stages(cost, model, packs, p, cap) for cap in (least, least * (1 + 1e-9))
+            search_stages(replace(task, memory_cap_bytes=least * more)) for more in (1, 1 + 1e-9)
         )
         assert exact.step_ms == pytest.approx(roomy.step_ms, rel=2e-9)
 
@@ -335,8 +337,8 @@ def test_every_path_is_a_lower_bound():
     compared = tight = 0
     for _ in range(60):
         cost, model, packs, p = random_case(rng, 6)
-        cap = rng.uniform(1, 1.5) * min_peak_of_splits(cost, model, packs, p)
-        problem = partition._make_problem(cost, model, packs, p, cap)
+        cap = rng.uniform(1, 1.5) * min_peak_of_splits(SplitTask(cost, model, packs, p))
+        problem = partition._make_problem(SplitTask(cost, model, packs, p, cap))
         options = [
             stage_choices(problem, stage, np.arange(len(problem.structure.runs.start)))[0]
             for stage in range(p)
@@ -376,13 +378,13 @@ def every_split(options: list[StageOptions], units: int) -> np.ndarray:
 def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
     """Prevents an inexact result reported as proven, and an unlimited effort."""
     case = large_case((30, 50), 8, 1.3)
-    best, little = (search_stages(*case, effort=effort) for effort in (1.0, 1e-6))
+    best, little = (search_stages(case, effort=effort) for effort in (1.0, 1e-6))
     assert best.lower_bound_ms == best.step_ms
     assert little.simulated < best.simulated
     assert little.lower_bound_ms <= best.step_ms <= little.step_ms
     for limit in ("_FIRST_WIDTH", "_MAX_WIDTH", "_MAX_GROWTH_ROUNDS"):
         monkeypatch.setattr(split_search, limit, 1)
-    cut_short = search_stages(*case)
+    cut_short = search_stages(case)
     assert cut_short.lower_bound_ms < cut_short.step_ms
     assert cut_short.lower_bound_ms <= best.step_ms * (1 + 1e-9)
     assert cut_short.step_ms >= best.step_ms * (1 - 1e-9)
@@ -393,11 +395,11 @@ def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
     """Prevents a search of minutes if the bounds do not meet."""
     case = large_case((30, 50), 20, 1.2)
     monkeypatch.setattr(partition, "MAX_WORK", 1e6)
-    first, again = (search_stages(*case) for _ in range(2))
+    first, again = (search_stages(case) for _ in range(2))
     assert first.lower_bound_ms < first.step_ms
     assert (first.stages, first.lower_bound_ms) == (again.stages, again.lower_bound_ms)
     monkeypatch.setattr(partition, "MAX_WORK", 1e8)
-    longer = search_stages(*case)
+    longer = search_stages(case)
     assert longer.lower_bound_ms > first.lower_bound_ms
     assert first.lower_bound_ms <= longer.step_ms <= first.step_ms
 
@@ -408,7 +410,7 @@ def test_a_narrow_search_is_proven_by_what_it_learns(monkeypatch, share_of_least
     known."""
     for limit in ("_FIRST_WIDTH", "_MAX_WIDTH"):
         monkeypatch.setattr(split_search, limit, 40)
-    result = search_stages(*large_case((45, 80), 8, share_of_least))
+    result = search_stages(large_case((45, 80), 8, share_of_least))
     assert result.step_ms < result.lower_bound_ms * 1.004
 
 
@@ -424,15 +426,15 @@ def test_the_bound_of_a_long_run_is_below_its_prediction():
         simulate_levels(cost, [stages_from_cuts(model, (cut,))], simulated).step_ms.mean()
         for cut in (3, 4, 5)
     ]
-    assert 0 < min_step_ms(cost, model, packs, 2) <= min(predicted_ms) * (1 + 1e-9)
+    assert 0 < min_step_ms(SplitTask(cost, model, packs, 2)) <= min(predicted_ms) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("share_of_least", [10.0, 1.3])
 def test_a_large_model_is_searched_with_few_simulations(share_of_least: float):
     """Prevents bounds too weak for a search of seconds, and results that change."""
     case = large_case((45, 80), 8, share_of_least)
-    result, again = search_stages(*case), search_stages(*case)
-    check_stages(case[1], result.stages)
+    result, again = search_stages(case), search_stages(case)
+    check_stages(case.model, result.stages)
     assert result.lower_bound_ms == result.step_ms
     assert result.simulated < 2_000
     assert again.stages == result.stages
@@ -448,11 +450,11 @@ def test_only_sampled_steps_are_simulated_but_all_packs_fit():
     assert len(np.unique(sampled.step)) == partition.MAX_SAMPLED_STEPS
     heaviest = 37
     assert not (sampled.features == features[step == heaviest][0]).all(axis=1).any()
-    light = min_peak_of_splits(cost, model, packs, 2)
+    light = min_peak_of_splits(SplitTask(cost, model, packs, 2))
     features[step == heaviest] = 8
-    assert min_peak_of_splits(cost, model, packs, 2) > light
+    assert min_peak_of_splits(SplitTask(cost, model, packs, 2)) > light
     with pytest.raises(UserError, match="more than the memory cap"):
-        search_stages(cost, model, packs, 2, light)
+        search_stages(SplitTask(cost, model, packs, 2, light))
 
 
 @pytest.mark.parametrize(
@@ -525,7 +527,7 @@ def test_without_a_cap_the_best_of_all_cuts_is_found(seed, layers, stages, sched
     rng = np.random.default_rng(seed)
     model, cost = small_model(3, layers), random_cost(rng)
     packs = ragged_steps(rng, int(rng.integers(2, 7)), int(rng.integers(1, 3)))
-    found = search_parts(cost, model, packs, stages, np.inf, schedule)
+    found = search_parts(SplitTask(cost, model, packs, stages, schedule=schedule))
     assert found.step_ms == pytest.approx(predicted_ms(cost, found.stages, packs, schedule))
     cuts = all_cuts(model, stages * schedule.chunks)
     best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in cuts)
@@ -539,8 +541,8 @@ def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
         rng = np.random.default_rng(seed)
         model, cost = small_model(4, 8), random_cost(rng)
         packs = ragged_steps(rng, 6, 2)
-        exact = search_stages(cost, model, packs, 3, 1e12)
-        found = search_parts(cost, model, packs, 3, 1e12, ONE_FORWARD_ONE_BACKWARD)
+        exact = search_stages(SplitTask(cost, model, packs, 3, 1e12))
+        found = search_parts(SplitTask(cost, model, packs, 3, 1e12))
         assert found.step_ms == pytest.approx(exact.step_ms)
 
 
@@ -578,7 +580,7 @@ def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) ->
     packs = steps_of(rng, 4)
     options = [each for cut in all_cuts(model, 4) for each in recompute_options(cost, cut)]
     cap_bytes, _, best_ms = cap_options(cost, packs, options, 0.2)
-    found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS)
+    found = search_parts(SplitTask(cost, model, packs, 2, cap_bytes, schedule=TWO_CHUNKS))
     assert peak_bytes(cost, found.stages, packs) <= cap_bytes * (1 + 1e-9)
     assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
 
@@ -589,7 +591,8 @@ def test_the_bound_is_below_every_cut() -> None:
         rng = np.random.default_rng(seed)
         model, cost = small_model(2, 4), random_cost(rng)
         packs = steps_of(rng, int(rng.integers(1, 6)))
-        bound_ms = min_work_ms(PartProblem.build(cost, model, packs, 2, np.inf, TWO_CHUNKS))
+        task = SplitTask(cost, model, packs, 2, schedule=TWO_CHUNKS)
+        bound_ms = min_work_ms(PartProblem.build(task))
         steps = [predicted_ms(cost, parts, packs) for parts in all_cuts(model, 4)]
         assert 0 < bound_ms <= min(steps)
 
@@ -608,6 +611,6 @@ def test_numbers_that_a_trainer_is_told_are_nearly_the_best(freedom: str, on_fir
         # Both parts of a device recompute equal numbers of layers.
         options = {tuple(map(recomputing, cut, 2 * each)) for cut in cuts for each in every}
         cap_bytes, fitting, best_ms = cap_options(cost, packs, options, 0.3)
-        found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS, rules=rules)
+        found = search_parts(SplitTask(cost, model, packs, 2, cap_bytes, rules, TWO_CHUNKS))
         assert found.stages in fitting
         assert found.step_ms <= best_ms * 1.03

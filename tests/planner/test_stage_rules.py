@@ -29,6 +29,7 @@ from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import held_units, trained_parameters
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_spans
@@ -97,20 +98,20 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
         packs = random_packs(rng, int(rng.integers(1, 5)), len(cost.features))
         times, peaks = brute_force(cost, model, packs, p, rules)
         low, high = peaks.min(), peaks.max()
-        least = min_peak_of_splits(cost, model, packs, p, rules=rules)
+        least = min_peak_of_splits(SplitTask(cost, model, packs, p, rules=rules))
         assert least == pytest.approx(low, rel=1e-9)
         cap = low * (1 + 1e-9) + rng.uniform(-0.1, 0.6) * (high - low)
         if cap < low:
             refused += 1
             with pytest.raises(DoesNotFit, match=r"pipeline stages.* needs .* more than the"):
-                search_stages(cost, model, packs, p, cap, rules=rules)
+                search_stages(SplitTask(cost, model, packs, p, cap, rules))
         cap = max(cap, low * (1 + 1e-9))
         best_ms = times[peaks <= cap].min()
-        result = search_stages(cost, model, packs, p, cap, rules=rules)
+        result = search_stages(SplitTask(cost, model, packs, p, cap, rules))
         check_stages(model, result.stages)
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
-        assert min_step_ms(cost, model, packs, p, rules) <= best_ms * (1 + 1e-9)
-        quick = search_stages(cost, model, packs, p, cap, rules=rules, prove=False)
+        assert min_step_ms(SplitTask(cost, model, packs, p, rules=rules)) <= best_ms * (1 + 1e-9)
+        quick = search_stages(SplitTask(cost, model, packs, p, cap, rules), prove=False)
         assert quick.lower_bound_ms <= best_ms * (1 + 1e-9) <= quick.step_ms * (1 + 2e-9)
         recomputed += any(stage.recompute for stage in result.stages)
     assert recomputed >= 5 and refused, (recomputed, refused)

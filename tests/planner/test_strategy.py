@@ -36,6 +36,7 @@ from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report import command_tables
 from omnibal.search import bounded, parallel_sizes
@@ -530,7 +531,7 @@ def test_bound_is_the_time_where_nothing_is_lost():
     split = stages_from_cuts(model, (3, 5, 9))
     assert [stage.layer_count for stage in split] == [2, 2, 2, 2]
     simulated = simulate_levels(free, [split], workload).step_ms.mean()
-    assert min_step_ms(free, model, workload, 4) == pytest.approx(simulated, rel=1e-9)
+    assert min_step_ms(SplitTask(free, model, workload, 4)) == pytest.approx(simulated, rel=1e-9)
 
 
 def test_table_fits_a_terminal():

@@ -123,17 +123,17 @@ def _search_fitting(
     line_job: LineJob, schedule: PipelineSchedule, limit_ms: float
 ) -> Costed | None:
     """Return the fastest stages that fit and take at most `limit_ms`, or None."""
-    job, rules = line_job.job, line_job.job.trainer.stages
+    job = line_job.job
     memory_gib, cap_gib = job.cluster.memory_gib, job.memory_cap_gib
-    cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
+    task = replace(job.split_task(line_job.workload, line_job.levels), schedule=schedule)
     # The search limits tensors; memory of the allocator and libraries is only known afterwards.
     for _ in range(_MAX_FIT_SEARCHES):
-        task = (cost, job.model, line_job.workload, stages, cap_gib * GIB)
+        task = replace(task, memory_cap_bytes=cap_gib * GIB)
         try:
             if schedule == ONE_FORWARD_ONE_BACKWARD:
-                parts = search_stages(*task, rules=rules, prove=False).stages
+                parts = search_stages(task, prove=False).stages
             else:
-                parts = search_parts(*task, schedule, rules=rules, effort=_EFFORT).stages
+                parts = search_parts(task, _EFFORT).stages
         except DoesNotFit:
             return None
         costed = predict_stages(line_job, parts, schedule)
