@@ -132,7 +132,7 @@ class CostModel:
 
     @property
     def levels(self) -> int:
-        """Number of packing levels in the features (`omnibal.pipeline.level_costs`)."""
+        """Number of packing levels in the features (`side_by_side`)."""
         return self.features.count(self.features[0])
 
     @property
@@ -166,6 +166,33 @@ class CostModel:
             return 0.0
         gradient_bytes = self.rates.gradient_bytes * self.tied_trained_parameters
         return 2 * self.link_latency_ms + self.link_ms_per_byte * gradient_bytes
+
+
+def side_by_side(costs: Sequence[CostModel]) -> CostModel:
+    """Return one cost model of all levels, features concatenated.
+
+    A share has its features in its level's block and zeros elsewhere (`Workload.features_of`), so
+    times and bytes stay one product of features and coefficients. Once-per-step costs, parameters
+    and links are equal at all levels and come from the first.
+    """
+    first = costs[0]
+    if len(costs) == 1:
+        return first
+    units = {name: _join_costs([cost.units[name] for cost in costs]) for name in first.units}
+    return replace(first, features=first.features * len(costs), units=units)
+
+
+def _join_costs(units: Sequence[UnitCost]) -> UnitCost:
+    joined: dict[str, Any] = {}
+    for column in fields(UnitCost):
+        values = [getattr(unit, column.name) for unit in units]
+        if column.name in ("transient_bytes", "two_part_bytes"):  # [moments, features]
+            # Moments that a level does not have cost nothing.
+            moments = max(map(len, values))
+            values = [np.pad(value, ((0, moments - len(value)), (0, 0))) for value in values]
+        if isinstance(values[0], np.ndarray):
+            joined[column.name] = np.concatenate(values, axis=-1)
+    return replace(units[0], **joined)
 
 
 def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:

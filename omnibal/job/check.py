@@ -167,10 +167,7 @@ def _check_fewest(data: DataPlan) -> list[str]:
         return []
     packs = sum(portion.packs for portion in data.portions[: data.portions_per_epoch])
     if packs < bound and not data.left_out:
-        raise UserError(
-            f"data.fewest_packs is {bound:,}, and an epoch has {packs:,} packs: correct it, or "
-            f"{_REPLAN}"
-        )
+        raise _data_error("fewest_packs", bound, f"an epoch has {packs:,} packs")
     return [f"an epoch has {packs:,} packs, {packs / bound - 1:.3%} above the lower bound"]
 
 
@@ -443,15 +440,10 @@ def _check_packs(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledP
         ("epochs", len(np.unique(packs.epoch)), data.epochs),
     ):
         if counted != planned:
-            raise UserError(
-                f"plan.json says {planned:,} {name}, its files hold {counted:,}: correct "
-                f"data.{name}, or {_REPLAN}"
-            )
+            raise _data_error(name, planned, f"the plan's files hold {counted:,}")
     if data.curriculum_steps > packs.steps:
-        raise UserError(
-            f"data.curriculum_steps is {data.curriculum_steps:,}, and may be no more than the "
-            f"plan's {packs.steps:,} steps; correct it, or {_REPLAN}"
-        )
+        limit = f"may be no more than the plan's {packs.steps:,} steps"
+        raise _data_error("curriculum_steps", data.curriculum_steps, limit)
     samples = _check_samples(data, lengths, packs)
     names = [*lengths.item_names, "tokens"]
     for name in names:
@@ -504,10 +496,7 @@ def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> s
                 f"{len(samples) - len(inside):,} that do not exist; {_REPLAN}"
             )
     if left_out != data.left_out:
-        raise UserError(
-            f"plan.json says that {data.left_out:,} samples are left out, and packs leave out "
-            f"{left_out:,}: correct data.left_out, or {_REPLAN}"
-        )
+        raise _data_error("left_out", data.left_out, f"packs leave out {left_out:,} samples")
     if left_out:
         return f"no sample comes twice in an epoch, and {left_out:,} are left out, as planned"
     return f"every one of {len(lengths):,} samples comes exactly once in each epoch"
@@ -574,10 +563,8 @@ def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
         passed, actual = _check_windows(data, data.window, packs), steps.window_sha256
     if actual != data.steps_sha256:
         # A resumed run takes over another plan only if these hashes agree.
-        raise UserError(
-            f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
-            f"{actual[:12]}: correct it, or {_REPLAN}"
-        )
+        found = f"the packs' steps have {actual[:12]}"
+        raise _data_error("steps_sha256", data.steps_sha256[:12], found)
     return f"{passed}, as plan.json says"
 
 
@@ -588,10 +575,7 @@ def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
         ("micro_batches_per_step", data.micro_batches_per_step, int(packs.slot.max()) + 1),
     ):
         if given != actual:
-            raise UserError(
-                f"data.{name} is {given:,}, and the maximum over steps is {actual:,}: correct it, "
-                f"or {_REPLAN}"
-            )
+            raise _data_error(name, given, f"the maximum over steps is {actual:,}")
     windows = -(-data.samples // window)
     sizes = np.diff(packs.packs.offsets)
     read_at = packs.packs.samples // window + np.repeat(packs.epoch, sizes) * windows
@@ -608,25 +592,26 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     """Raise unless all steps of an epoch but one have `packs_per_step` packs, or may vary."""
     if data.samples_per_step is not None:
         return f"steps have {len(packs.packs.samples) / packs.steps:,.0f} samples in the mean"
-    slots = -(-data.packs_per_step // plan.parallel.data)
+    ranks = plan.parallel.data
+    slots = -(-data.packs_per_step // ranks)
     if data.micro_batches_per_step != slots:
-        raise UserError(
-            f"data.micro_batches_per_step is {data.micro_batches_per_step}, and must be {slots}: "
-            f"{data.packs_per_step} packs_per_step over {plan.parallel.data} ranks; correct it, or "
-            f"{_REPLAN}"
-        )
+        found = f"must be {slots}: {data.packs_per_step} packs_per_step over {ranks} ranks"
+        raise _data_error("micro_batches_per_step", data.micro_batches_per_step, found)
     # A shared pack counts once for each rank.
     sizes = np.bincount(packs.step, weights=_context_sizes(plan, packs)).astype(np.int64)
     epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
     others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
     # With levels, steps may be kept from a plan with other context sizes, so counts may differ.
     if data.method != "other" and not plan.levels and others.max() > 1:
-        raise UserError(
-            f"data.packs_per_step is {data.packs_per_step:,}, and {others.max():,} steps of an "
-            "epoch have another number of packs; only one may: correct data.packs_per_step, or "
-            f"{_REPLAN}"
-        )
+        found = f"{others.max():,} steps of an epoch have another number of packs; only one may"
+        raise _data_error("packs_per_step", data.packs_per_step, found)
     return f"steps are of {data.packs_per_step:,} packs"
+
+
+def _data_error(name: str, given: int | str, found: str) -> UserError:
+    """Return the error of a field of `data` that its files or other fields contradict."""
+    value = given if isinstance(given, str) else f"{given:,}"
+    return UserError(f"data.{name} is {value}, and {found}; correct it, or {_REPLAN}")
 
 
 def _refuse_outside(column: np.ndarray, name: str, count: int) -> None:

@@ -16,7 +16,6 @@ from omnibal.cost.model import CostModel
 from omnibal.job.plan import Plan
 from omnibal.job.replay import ReplayIdentity, StageFiles, StageResult
 from omnibal.model.config import ClusterConfig, Precision
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import held_in_passes, schedule_graph
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage_memory import GIB, PassBytes, bytes_of_passes, fits_cap
@@ -201,7 +200,7 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
     Candidates are the predicted peak, and the peaks if one feature had `_FEATURE_ERROR` more
     memory. `cost` is of all levels, `workload` of all the plan's packs.
     """
-    features = features_of(workload, cost)
+    features = workload.features_of(cost)
 
     def passes_with(factors: np.ndarray) -> PassBytes:
         scaled = features * np.tile(factors, cost.levels)

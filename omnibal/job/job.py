@@ -12,7 +12,7 @@ from omnibal.cost.analytic import layer_products
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.encoder_phase_costs import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.host_waits import host_waits, with_host_waits
-from omnibal.cost.model import CostModel, pack_features, trained_features
+from omnibal.cost.model import CostModel, pack_features, side_by_side, trained_features
 from omnibal.cost.sharding_costs import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
@@ -34,7 +34,6 @@ from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.encoder_waits import with_encoders
 from omnibal.pipeline.filling import worth_filling
-from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import model_ms

@@ -19,7 +19,6 @@ from omnibal.cost.model import CostModel
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
 from omnibal.pipeline.schedules import PipelineSchedule
@@ -210,7 +209,7 @@ def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:
     """Return workload rows of the (step, rank) at peak memory, and of max activations if other."""
-    features = features_of(workload, cost)
+    features = workload.features_of(cost)
     passes = bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, features)
     worst = {int(passes.row[memory.argmax()]) for memory in (passes.needed, passes.held)}
     places = {(int(workload.step[row]), int(workload.dp_rank[row])) for row in worst}

@@ -23,7 +23,6 @@ from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import balanced_cuts
 from omnibal.pipeline.bounds import Runs, possible_runs
 from omnibal.pipeline.critical_path import PartTerms, PipelineSimulator, SampledSteps
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import held_in_passes, schedule_graph
 from omnibal.pipeline.partition import SearchResult, sampled_steps
 from omnibal.pipeline.recompute_ways import (
@@ -88,7 +87,7 @@ class PartProblem:
         steps = SampledSteps.build(sampled_steps(workload), cost)
         ways: list[RecomputeWays]
         if freedom is RecomputeFreedom.LAYERS:
-            mean = features_of(workload, cost).mean(axis=0)
+            mean = workload.features_of(cost).mean(axis=0)
             graph = schedule_graph(schedule, stages, int(workload.slot.max()) + 1)
             held = [held_in_passes(graph, stage).held for stage in range(stages)]
             in_flight = [np.diff(of_stage)[..., 0].max(axis=0) for of_stage in held]  # [chunks]

@@ -10,7 +10,7 @@ the gradient reduction (`omnibal.pipeline.stage_cost.PerStepCosts`).
 Ranks that share a pack run in lockstep at the slowest rank's time, so a path may switch ranks.
 Expert-parallel ranks do so only in stages with experts: the term `without_experts` voids such a
 path for candidates without them. Costs and features are concatenated over levels
-(`omnibal.pipeline.level_costs`).
+(`omnibal.cost.model.side_by_side`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ import numpy as np
 
 from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import schedule_graph
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import (
@@ -124,7 +123,7 @@ class SampledSteps:
         _, step_index = np.unique(workload.step, return_inverse=True)
         ranks = workload.data_parallel_size
         block = max(int(workload.context.max()), workload.lockstep_ranks)
-        of_packs = features_of(workload, cost)
+        of_packs = workload.features_of(cost)
         micro_batches, features = int(workload.slot.max()) + 1, of_packs.shape[1]
         shape = int(step_index[-1]) + 1, ranks, micro_batches
         table, context = np.zeros((*shape, features)), np.ones(shape, np.int64)

@@ -48,6 +48,9 @@ class EncoderMemory:
         return (*in_step, self.evaluating, self.evaluating + self.evaluation)
 
 
+NO_ENCODERS = EncoderMemory()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderWaits:
     """Encoder times before a pipeline's first forward and after its last backward, in ms.

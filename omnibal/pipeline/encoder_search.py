@@ -31,7 +31,7 @@ from omnibal.pipeline.encoder_waits import (
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
 from omnibal.pipeline.split_task import SplitTask
-from omnibal.pipeline.stage_memory import GIB, encoder_memory_of, fits_cap
+from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 _MAX_KEPT_CHOICES = 12  # max numbers of kept items tried besides none
@@ -212,7 +212,7 @@ def min_peak_with_encoders(problem: PlacementProblem) -> float:
     minimal = list[tuple[EncoderMemory, Workload]]()
     for dp_encoders in _smallest_choices(problem):
         workload = problem.with_encoders(dp_encoders)
-        memory = encoder_memory_of(workload)
+        memory = workload.encoder_memory
         if not any(other.is_within(memory) for other, _ in minimal):
             minimal = [pair for pair in minimal if not memory.is_within(pair[0])]
             minimal.append((memory, workload))
@@ -238,7 +238,7 @@ def _make_choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     workload = problem.with_encoders(next(_smallest_choices(problem)))
     assert workload.encoding is not None
     # Pipeline features do not depend on the encoding ranks.
-    features = EncoderMemory(features=encoder_memory_of(workload).features)
+    features = EncoderMemory(features=workload.encoder_memory.features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     # The fullest stage without encoders, over all splits.
     min_bytes = min_peak_of_splits(problem.task(alone))

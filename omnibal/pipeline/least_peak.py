@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnibal.pipeline.bounds import Runs, min_largest, min_largest_path, possible_runs
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.passes import all_passes, largest_pass
 from omnibal.pipeline.recompute import all_layers, min_peak_bytes, min_peaks_of_stages
 from omnibal.pipeline.split_task import SplitTask
@@ -40,7 +39,7 @@ def min_peak_of_splits(task: SplitTask, *, is_exact: bool = True) -> float:
     runs, cap_bytes = possible_runs(task), None if is_exact else task.memory_cap_bytes
     if cost.levels > 1:
         return min_peak_of_tables(runs, often_heaviest_tables(cost, workload, pipeline_size))
-    features, stages = features_of(workload, cost), range(pipeline_size)
+    features, stages = workload.features_of(cost), range(pipeline_size)
     if cap_bytes is not None:
         # One pass that bounds all passes often shows that a split fits.
         bounding = [largest_pass(features, workload, pipeline_size, stage) for stage in stages]

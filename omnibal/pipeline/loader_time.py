@@ -15,7 +15,6 @@ from omnibal.cost.model import CostModel
 from omnibal.cost.profile import ReadingMeasurement
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import HEAD
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.prediction import Prediction, ReadingPrediction
 from omnibal.pipeline.simulate import StepTimes
 from omnibal.pipeline.stage_units import Stage
@@ -69,7 +68,7 @@ class StageReading:
     ) -> tuple[ReadingPrediction, StepTimes]:
         """Return mean read times, and `simulated` with steps no shorter than the cores need."""
         steps, index = np.unique(workload.step, return_inverse=True)
-        row_ms = features_of(workload, cost) @ np.tile(self.ms, (cost.levels, 1))
+        row_ms = workload.features_of(cost) @ np.tile(self.ms, (cost.levels, 1))
         read_ms = np.zeros((len(steps), self.ms.shape[1]))
         np.add.at(read_ms, index, row_ms / workload.data_parallel_size)
         taken_ms = read_ms + (simulated.busy_ms if self.is_shared else 0.0)

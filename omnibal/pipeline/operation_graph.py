@@ -10,12 +10,12 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.pipeline.schedules import (
+    ONE_FORWARD_ONE_BACKWARD,
     ChunkPass,
     Pass,
     PipelineSchedule,
     ScheduleRule,
     StepSchedule,
-    one_forward_one_backward,
 )
 
 
@@ -30,7 +30,6 @@ class OperationGraph:
     micro_batch: np.ndarray
     before: np.ndarray  # the stage's previous operation, or the number of operations if none
     source: np.ndarray  # producer of the operation's input, or the number of operations if none
-    depths: int  # length of the longest dependency chain
     in_turn: np.ndarray  # a topological order with long runs of one stage, for cache locality
 
     @classmethod
@@ -58,7 +57,6 @@ class OperationGraph:
         backward &= part < schedule.parts - 1
         gradient = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_INPUT])
         source[backward] = gradient[micro_batch[backward], part[backward] + 1]
-        depths, in_turn = _sort_topologically(schedule, source)
         return cls(
             schedule=schedule,
             kind=kind,
@@ -67,8 +65,7 @@ class OperationGraph:
             micro_batch=micro_batch,
             before=before,
             source=source,
-            depths=depths,
-            in_turn=in_turn,
+            in_turn=_sort_topologically(schedule, source),
         )
 
     def __len__(self) -> int:
@@ -94,11 +91,6 @@ def operation_graph(
 def schedule_graph(schedule: PipelineSchedule, stages: int, micro_batches: int) -> OperationGraph:
     """Return a schedule's operations with `micro_batches` of a rank in a step."""
     return operation_graph(schedule.rule, stages, schedule.chunks, micro_batches)
-
-
-def graph_1f1b(stages: int, micro_batches: int) -> OperationGraph:
-    """Return the operations of 1F1B, checked and cached."""
-    return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
 
 
 def listed_micro_batches(
@@ -169,7 +161,7 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
 def others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
     """Return the number of other micro-batches that each stage holds in each forward and backward
     of 1F1B. [p, 2, m]"""
-    graph = graph_1f1b(pipeline_size, micro_batches)
+    graph = schedule_graph(ONE_FORWARD_ONE_BACKWARD, pipeline_size, micro_batches)
     others = np.empty((pipeline_size, 2, micro_batches), np.int64)
     for stage, of_stage in enumerate(others):
         passes = held_in_passes(graph, stage)
@@ -223,11 +215,10 @@ def _check_and_index(
     return index
 
 
-def _sort_topologically(schedule: StepSchedule, source: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the length of the longest chain, and a topological order with long runs of stages.
-    [operations]"""
+def _sort_topologically(schedule: StepSchedule, source: np.ndarray) -> np.ndarray:
+    """Return a topological order with long runs of stages. [operations]"""
     count, sources = len(source), source.tolist()
-    depth = [-1] * (count + 1)  # sentinel for operations without dependencies
+    is_done = [False] * count + [True]  # sentinel for operations without dependencies
     stop = np.cumsum([len(operations) for operations in schedule.operations], dtype=int).tolist()
     first = [0, *stop[:-1]]
     at, order = first.copy(), list[int]()
@@ -235,14 +226,8 @@ def _sort_topologically(schedule: StepSchedule, source: np.ndarray) -> tuple[int
     while before_round < len(order) < count:
         before_round = len(order)
         for stage, index in enumerate(at):
-            ended = depth[index - 1] if index > first[stage] else -1
-            while index < stop[stage]:
-                needed = sources[index]
-                arrived = depth[needed]
-                if arrived < 0 and needed < count:
-                    break
-                ended = max(ended, arrived) + 1
-                depth[index] = ended
+            while index < stop[stage] and is_done[sources[index]]:
+                is_done[index] = True
                 index += 1
             order += range(at[stage], index)
             at[stage] = index
@@ -255,4 +240,4 @@ def _sort_topologically(schedule: StepSchedule, source: np.ndarray) -> tuple[int
             for stage, index in enumerate(at)
         )
         raise ValueError(f"{schedule.name}: deadlock of stages: {waiting}")
-    return max(depth) + 1, np.array(order, np.int64)
+    return np.array(order, np.int64)

@@ -26,8 +26,6 @@ from omnibal.model.targets import RecomputeFreedom
 from omnibal.pipeline.bounds import Structure, min_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.least_peak import min_peak_of_splits, min_peak_of_tables
-from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.operation_graph import graph_1f1b
 from omnibal.pipeline.passes import all_passes
 from omnibal.pipeline.recompute_ways import FittingNumbers, TowerNumbers
 from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, MIN_SPLIT_GAIN, SplitSearch
@@ -57,8 +55,7 @@ from omnibal.pipeline.workload import Workload
 MAX_SAMPLED_STEPS = 32  # max steps simulated per split
 _MIN_SAMPLED_STEPS = 4  # min steps simulated per split
 _SAMPLED_PACKS = 2_048  # packs to sample, within the two limits above
-_FIRST_LIMIT = 1.15  # first time limit relative to an even split; excludes slower stages at first
-# Likewise relative to `min_slowest_ms`, if stages cannot be even or a split is needed at once.
+# First time limit relative to `min_slowest_ms`; excludes slower stages at first.
 _SLOWEST_SLACK = 1.02
 _LIMIT_STEP = 1.3  # growth factor of the limit while no split is within it
 _MAX_LIMITS = 16  # limits tried before searching without one
@@ -116,8 +113,7 @@ def estimated_step_ms(task: SplitTask, effort: float = 1.0) -> float:
     """Return the step time of a good split, without proof and with memory checked in few passes.
     Arguments and errors as in `search_stages`."""
     problem = _make_problem(task)
-    limit_ms = max(_first_limit_ms(problem), _slowest_limit_ms(problem))
-    return _first_split(problem, limit_ms, effort)[0].best_ms
+    return _first_split(problem, _first_limit_ms(problem), effort)[0].best_ms
 
 
 def _finish_search(
@@ -179,7 +175,7 @@ def _add_heavier_passes(
     cost, workload, cap_bytes = task.cost, task.workload, task.memory_cap_bytes
     kinds, runs_of = len(cost.kinds), stage_runs(cost, stages_at)
     counts, recomputed = map(np.stack, zip(*(contents_of(kinds, r) for r in runs_of), strict=True))
-    features, stages = features_of(workload, cost), len(counts)
+    features, stages = workload.features_of(cost), len(counts)
     heaviest = enumerate(heaviest_passes(cost, workload, counts, recomputed))
     passes = [all_passes(features, workload, stages, s, np.array([index])) for s, index in heaviest]
     tables = build_tables(cost, workload, passes)
@@ -253,19 +249,6 @@ def _first_split(
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
-    # Equal stages without communication: the longest chain of operations, half of it forwards.
-    steps, stages = problem.simulator.steps, problem.task.stages
-    counts, row = np.unique(steps.counts, return_inverse=True)
-    chain = np.array([graph_1f1b(stages, count).depths for count in counts.tolist()])[row]
-    model, layout = problem.structure.runs.prefix[-1], steps.layout  # summed over all units
-    work_ms = steps.features.sum(axis=1) @ (model[layout.forward] + model[layout.backward])
-    row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
-    limit_ms = _FIRST_LIMIT * float(row_ms[steps.rows].max(axis=1) @ steps.weight)
-    # The trainer's rules may leave no even stages.
-    return limit_ms if problem.task.rules.is_free else max(limit_ms, _slowest_limit_ms(problem))
-
-
-def _slowest_limit_ms(problem: SearchProblem) -> float:
     return _SLOWEST_SLACK * min_slowest_ms(problem.structure)
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import (
-    graph_1f1b,
     held_in_passes,
     listed_micro_batches,
     schedule_graph,
@@ -25,6 +24,7 @@ from omnibal.pipeline.operation_graph import (
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.workload import Workload
 
+_PASSES_AT_ONCE = 4_096  # passes computed at a time
 _PACKS_AT_ONCE = 50_000  # micro-batches per batch of passes: limits memory to a few hundred MB
 
 # Groups of P2P tensors sharing one buffer: index in `CUT_TENSORS`, and chunk.
@@ -52,6 +52,11 @@ class Passes:
     def take(self, chosen: np.ndarray | slice) -> "Passes":
         """Select passes."""
         return rows_of(self, chosen, "largest")
+
+    def batches(self) -> Iterator["Passes"]:
+        """Yield all passes in turn, few at a time, which limits memory."""
+        for first in range(0, len(self.row), _PASSES_AT_ONCE):
+            yield self.take(slice(first, first + _PASSES_AT_ONCE))
 
     @property
     def in_two(self) -> bool:
@@ -151,8 +156,9 @@ def all_passes(
 
 def largest_pass(features: np.ndarray, workload: Workload, stages: int, stage: int) -> Passes:
     """Return a made-up pass that bounds all of a stage in 1F1B, as bytes grow with features."""
-    held = held_in_passes(graph_1f1b(stages, int(workload.slot.max()) + 1), stage).held[:, 0]
-    largest, buffers = features.max(axis=0), link_buffers(ONE_FORWARD_ONE_BACKWARD, stages, stage)
+    schedule, micro_batches = ONE_FORWARD_ONE_BACKWARD, int(workload.slot.max()) + 1
+    held = held_in_passes(schedule_graph(schedule, stages, micro_batches), stage).held[:, 0]
+    largest, buffers = features.max(axis=0), link_buffers(schedule, stages, stage)
     return Passes(
         chunk=0,
         chunks=1,

@@ -11,7 +11,6 @@ from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import ENCODER_WAITS_MS, unit_names
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import (
@@ -72,7 +71,7 @@ def workload_times(
 ) -> StageTimes:
     """Return the times of every row of a workload, slow ranks included, on the stages of its level
     [levels, stages], with or without padding to the longest pack. [rows, ...]"""
-    features = features_of(workload, cost, without_padding=without_padding)
+    features = workload.features_of(cost, without_padding=without_padding)
     parts = len(stages_at[0])
     slowness = cost.slowness_of(parts)
     slow_ranks = cost.slowness_of_ranks(workload.data_parallel_size, parts)

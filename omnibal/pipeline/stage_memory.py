@@ -4,8 +4,8 @@ A device holds weights, gradients and optimizer state, the activations of micro-
 P2P buffers and the working memory of the running unit. The peak is the maximum over all passes and
 kinds of unit. In a backward, later units have already freed their activations. A recomputed layer
 keeps only its input until its backward. Costs, features and recompute counts are per level,
-concatenated (`omnibal.pipeline.level_costs`); unit counts are not. Passes, with their micro-batches
-in flight, are in `omnibal.pipeline.passes`.
+concatenated (`omnibal.cost.model.side_by_side`); unit counts are not. Passes, with their
+micro-batches in flight, are in `omnibal.pipeline.passes`.
 """
 
 from collections import defaultdict
@@ -19,8 +19,7 @@ import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.model.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
-from omnibal.pipeline.encoder_loads import EncoderMemory
-from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.encoder_loads import NO_ENCODERS, EncoderMemory
 from omnibal.pipeline.passes import (
     LinkBuffers,
     Passes,
@@ -45,7 +44,6 @@ from omnibal.pipeline.workload import Workload
 
 GIB = 1024**3  # bytes
 _CAP_TOLERANCE = 1e-12  # relative tolerance; sums of the same bytes in another order differ by less
-_PASSES_AT_ONCE = 4_096  # passes computed at a time
 _MAX_SAMPLED_STAGES = 9  # max stages per pipeline searched for their heaviest passes
 _DRAWN_STAGES, _DRAWN_STAGES_OF_LEVELS = 8, 32  # random stages for a table of one level, of several
 _FULL_RECOMPUTE_PERIOD = 4  # every n-th drawn stage recomputes all layers
@@ -347,7 +345,7 @@ def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
 
 
 def build_table(
-    cost: CostModel, passes: Passes, encoder_memory: EncoderMemory | None = None
+    cost: CostModel, passes: Passes, encoder_memory: EncoderMemory = NO_ENCODERS
 ) -> MemoryTable:
     """Return the memory table of passes, with data-parallel encoders' memory, by default none."""
     units, buffers = [*cost.units.values()], cost.library_buffers
@@ -399,7 +397,7 @@ def build_table(
         expert_bytes=cost.expert_peer_bytes * cost.of_experts,
         has_backward=np.array([unit.has_backward for unit in units]),
         tied_gradient_bytes=matrix_bytes * cost.weight_parts * np.array(tied),
-        encoder_memory=encoder_memory or EncoderMemory(),
+        encoder_memory=encoder_memory,
         largest_working_bytes=_max_of_moments(largest, working).max(axis=0),
         others_kept_bytes=kept_bytes,
         others_input_bytes=input_bytes,
@@ -521,8 +519,7 @@ def bytes_of_passes(
     content = contents_of(len(cost.kinds), runs_of)
     size, batches = len(stages_at[0]) // schedule.chunks, []
     for passes in stage_passes(features, workload, schedule, size, stage):
-        for first in range(0, len(passes.row), _PASSES_AT_ONCE):
-            some = passes.take(slice(first, first + _PASSES_AT_ONCE))
+        for some in passes.batches():
             table = build_table(cost, some)
             needed, held = table.stage_bytes(runs_of), table.activation_bytes(*content)
             if schedule == ONE_FORWARD_ONE_BACKWARD:
@@ -553,8 +550,8 @@ def stage_memories(
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> list[StageMemory]:
     """Return every stage's peak memory per device over all passes, with state and encoders."""
-    features, memories = features_of(workload, cost), []
-    table = build_table(cost, largest_pass(features, workload, 1, 0), encoder_memory_of(workload))
+    features, memories = workload.features_of(cost), []
+    table = build_table(cost, largest_pass(features, workload, 1, 0), workload.encoder_memory)
     for stage, runs_of in enumerate(stage_runs(cost, stages_at, schedule)):
         passes = bytes_of_passes(cost, stages_at, workload, schedule, stage, features)
         counts, _ = contents_of(len(cost.kinds), runs_of)
@@ -589,16 +586,11 @@ def stage_memory(
     )
 
 
-def encoder_memory_of(workload: Workload) -> EncoderMemory:
-    """Return data-parallel encoders' memory per device, or zero if there are none."""
-    return EncoderMemory() if workload.encoding is None else workload.encoding.encoder_memory
-
-
 def build_tables(
     cost: CostModel, workload: Workload, passes: Iterable[Passes]
 ) -> list[MemoryTable]:
     """Return a memory table for each of `passes`, of stages or chunks."""
-    return [build_table(cost, of_chunk, encoder_memory_of(workload)) for of_chunk in passes]
+    return [build_table(cost, of_chunk, workload.encoder_memory) for of_chunk in passes]
 
 
 def heaviest_passes(
@@ -606,13 +598,10 @@ def heaviest_passes(
 ) -> list[int]:
     """Return the index of each stage's heaviest pass in 1F1B, for stages with `counts` [stages,
     kinds] and `recomputed` [stages, levels * kinds]."""
-    features, heaviest = features_of(workload, cost), []
+    features, heaviest = workload.features_of(cost), []
     for stage, content in enumerate(zip(counts, recomputed, strict=True)):
         passes = all_passes(features, workload, len(counts), stage)
-        needed = []
-        for first in range(0, len(passes.row), _PASSES_AT_ONCE):
-            some = passes.take(slice(first, first + _PASSES_AT_ONCE))
-            needed.append(build_table(cost, some).pass_bytes(*content))
+        needed = [build_table(cost, some).pass_bytes(*content) for some in passes.batches()]
         heaviest.append(int(np.concatenate(needed).argmax()))
     return heaviest
 
@@ -620,7 +609,7 @@ def heaviest_passes(
 def pareto_tables(cost: CostModel, workload: Workload, stages: int) -> list[MemoryTable]:
     """Return every stage's memory table of one level in 1F1B, with each pass that may be the peak:
     the Pareto-maximal passes by memory features, as bytes never decrease with features."""
-    units, features = cost.units.values(), features_of(workload, cost)
+    units, features = cost.units.values(), workload.features_of(cost)
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
     grows = kept.max(axis=(0, 1)) > 0  # features that activations grow with
     worked = [[*unit.transient_bytes, unit.passing_bytes] for unit in units]
@@ -654,7 +643,7 @@ def often_heaviest_tables(cost: CostModel, workload: Workload, stages: int) -> l
     Plans based on them must be checked in all passes (`heaviest_passes`). With many stages only
     some are sampled, and a stage between two samples has the passes of both.
     """
-    features, last = features_of(workload, cost), stages - 1
+    features, last = workload.features_of(cost), stages - 1
     drawn = _draw_stages(cost, features.max(axis=0))
     sampled = np.linspace(0, last, min(stages, _MAX_SAMPLED_STAGES)).round().astype(np.int64)
     heaviest = [
@@ -677,16 +666,15 @@ def heaviest_for(drawn: np.ndarray, passes: Passes) -> np.ndarray:
         drawn: bytes per feature of each chunk's other micro-batches, of the running micro-batch, of
             its backward in addition, and of each P2P tensor. [stages, columns]
     """
-    peaks, heaviest = np.full(len(drawn), -np.inf), np.zeros(len(drawn), np.int64)
-    for first in range(0, len(passes.row), _PASSES_AT_ONCE):
-        some = passes.take(slice(first, first + _PASSES_AT_ONCE))
+    peaks, heaviest, first = np.full(len(drawn), -np.inf), np.zeros(len(drawn), np.int64), 0
+    for some in passes.batches():
         backward = some.own * some.is_backward[:, None]
         columns = [some.others.reshape(len(backward), -1), some.own, backward, some.links]
         bytes_ = drawn @ np.concatenate(columns, axis=1).T  # [stages, passes]
         place = bytes_.argmax(axis=1)
         largest = bytes_[np.arange(len(drawn)), place]
         heaviest = np.where(largest > peaks, first + place, heaviest)
-        peaks = np.maximum(largest, peaks)
+        peaks, first = np.maximum(largest, peaks), first + len(some.row)
     return np.unique(heaviest)
 
 
@@ -731,7 +719,7 @@ def heavy_tables(
 ) -> list[list[MemoryTable]]:
     """Return memory tables in any schedule, [stage][chunk], with the passes that are the heaviest
     of their kind for some drawn stage."""
-    features, tables = features_of(workload, cost), []
+    features, tables = workload.features_of(cost), []
     for stage in range(stages):
         drawn = _draw_contents(cost, schedule, len(link_buffers(schedule, stages, stage)))
         heaviest = defaultdict[int, dict[int, Passes]](dict)  # by chunk and kind of pass

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from omnibal.base.arrays import rows_of
-from omnibal.pipeline.encoder_loads import Encoding
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.encoder_loads import NO_ENCODERS, EncoderMemory, Encoding
 from omnibal.steps.shares import Shares, empty_slots
 from omnibal.steps.whole_samples import SampleItems
 
@@ -73,6 +74,11 @@ class Workload:
         """Whether context-parallel ranks share any pack."""
         return bool((self.context > 1).any())
 
+    @property
+    def encoder_memory(self) -> EncoderMemory:
+        """Memory of data-parallel encoders per device."""
+        return NO_ENCODERS if self.encoding is None else self.encoding.encoder_memory
+
     def in_groups_of(self, lockstep_ranks: int) -> "Workload":
         """Pad `lockstep_ranks` neighbours to equal slots with empty rows; drops `encoding`."""
         if lockstep_ranks == 1:
@@ -95,6 +101,19 @@ class Workload:
             is_empty=np.arange(len(step)) >= len(self),
         )
         return padded.rows(np.lexsort((slot, dp_rank, step)))
+
+    def features_of(self, cost: CostModel, *, without_padding: bool = False) -> np.ndarray:
+        """Return each row's features in its level's block, 0 elsewhere, with or without padding to
+        the longest pack. [rows, levels * features]"""
+        features = self.features
+        if without_padding and self.unpadded is not None:
+            features = self.unpadded
+        if cost.levels == 1:
+            return features
+        rows, count = features.shape
+        blocks = np.zeros((rows, cost.levels, count))
+        blocks[np.arange(rows), self.level] = features
+        return blocks.reshape(rows, -1)
 
     @property
     def runs_together(self) -> bool:

@@ -11,7 +11,6 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.report.table import Table
@@ -40,7 +39,7 @@ def phases_of_plan(
         .reshape(-1, ranks)
         for name, tower in plan.model.encoders.items()
     }
-    language_ms = model_ms(cost, plan.model.without_encoders(), features_of(workload, cost))
+    language_ms = model_ms(cost, plan.model.without_encoders(), workload.features_of(cost))
     samples = {
         name: workload.samples[tower.feature]
         for name, tower in plan.model.encoders.items()

@@ -23,7 +23,6 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.runlog import RunInfo, StepRecord
 from omnibal.model.units import ENCODER_WAITS_MS
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.unit_runs import recomputed_counts, unit_counts
 from omnibal.pipeline.workload import Workload
@@ -236,7 +235,7 @@ def _terms_of_rows(
     """Return times of all terms, [2 (forward, backward), parts, rows, c], and their names."""
     levels, slowness = cost.levels, cost.slowness_of(len(plan.stages))
     base = cost.features[: len(cost.features) // levels]
-    features = features_of(workload, cost).reshape(len(workload), levels, -1)
+    features = workload.features_of(cost).reshape(len(workload), levels, -1)
     # Logged passes exclude the wait for encoders.
     features = np.where(np.isin(base, ENCODER_WAITS_MS), 0.0, features)
     held = np.stack([unit_counts(cost.kinds, stage) for stage in plan.stages])

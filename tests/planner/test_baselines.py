@@ -11,7 +11,7 @@ from partition_cases import all_cuts, equal_steps, planners_figures
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel
+from omnibal.cost.model import CostModel, side_by_side
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline import baselines
@@ -24,7 +24,6 @@ from omnibal.pipeline.baselines import (
     bmp_candidates,
     cut_bytes,
 )
-from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import stage_times

@@ -9,12 +9,11 @@ from level_cases import brute_force, random_costs, random_level_packs, walk_all
 from schedule_cases import lost_time, simulate_1f1b
 from shared_pack_cases import contexts_of, joint_event_loop, random_step
 
-from omnibal.cost.model import CostModel, ParameterRates
+from omnibal.cost.model import CostModel, ParameterRates, side_by_side
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Structure, min_step_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import min_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import simulate_levels

@@ -22,7 +22,7 @@ from partition_cases import (
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel
+from omnibal.cost.model import CostModel, side_by_side
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import RecomputeFreedom, StageRules
@@ -32,7 +32,6 @@ from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.chunk_search import PartProblem, min_work_ms, search_parts
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.least_peak import min_peak_of_splits
-from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedules import PipelineSchedule

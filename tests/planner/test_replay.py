@@ -13,7 +13,7 @@ from replay_cases import replay_info, write_replay
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel, pack_features, side_by_side
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import heaviest_windows
 from omnibal.job.plan import Plan, PlannedLevel
@@ -23,7 +23,6 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -343,7 +342,7 @@ def test_heaviest_packs_are_found_at_their_own_levels(small: Job) -> None:
     lighter = 0
     for stage, memory in enumerate(stage_memories(cost, plan.stages_at_levels, workload)):
         max_gib = memory.activations_gib + memory.transient_gib
-        features = features_of(workload, cost)
+        features = workload.features_of(cost)
         arguments = cost, plan.stages_at_levels, workload, plan.schedule, stage, features
         needed = bytes_of_passes(*arguments).needed.reshape(2, -1) / GIB
         chosen = np.concatenate(heaviest_rows(cost, plan, stage, workload))

@@ -8,8 +8,7 @@ from cost_cases import random_cost, small_model
 from partition_cases import frozen as frozen_unit
 from schedule_cases import BI, BW, SCHEDULES, F, held_in_list, workload_of
 
-from omnibal.cost.model import CostModel
-from omnibal.pipeline.level_costs import features_of, side_by_side
+from omnibal.cost.model import CostModel, side_by_side
 from omnibal.pipeline.schedules import ChunkPass, PipelineSchedule
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_units import Stage
@@ -144,7 +143,7 @@ def test_memory_is_that_of_a_walk_over_the_operations(schedule: PipelineSchedule
             names = "output_bytes", "output_gradient_bytes"
             nothing |= dict.fromkeys(names, nothing["shared_bytes"])
         units = {name: replace(unit, **nothing) for name, unit in cost.units.items()}
-        cost, features = replace(cost, units=units), features_of(workload, cost)
+        cost, features = replace(cost, units=units), workload.features_of(cost)
         memories = stage_memories(cost, stages_at, workload, schedule)
         for stage, parts in enumerate(schedule.parts_of(len(stages_at[0]))):
             own = [[stages[part] for stages in stages_at] for part in parts]

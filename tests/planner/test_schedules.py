@@ -9,7 +9,6 @@ from schedule_cases import BI, BW, B, F, Held, held_in_list
 
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
-    graph_1f1b,
     held_in_passes,
     operation_graph,
     others_in_flight,
@@ -138,11 +137,10 @@ def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_bat
 def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
     """Prevents warm-ups of a wrong length: p - s in flight, and p - 1 - s forwards ahead."""
     for m, p in SIZES:
-        graph = graph_1f1b(p, m)
+        graph = operation_graph(one_forward_one_backward, p, 1, m)
         for stage in range(p):
             held = [len(kept) for _, kept, _ in held_in_list(graph.schedule.operations[stage])]
             assert max(held) == min(p - stage, m)
-        assert graph.depths == 2 * (m + p - 1)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,7 @@ def test_lists_that_say_so_hold_for_fewer_micro_batches(rule, chunks):
 def test_others_in_flight_count_passes_of_every_shorter_step():
     """Prevents step-time bounds with missing passes or passes that do not run."""
     for m, p in SIZES:
-        graph = graph_1f1b(p, m)
+        graph = operation_graph(one_forward_one_backward, p, 1, m)
         for stage in range(p):
             others, count = others_in_flight(p, m)[stage], np.arange(1, m + 1)
             ahead, behind = [], []
@@ -228,6 +226,6 @@ def test_what_a_list_lacks_is_named_by_what_relies_on_it():
 
 def test_nothing_to_run_is_a_schedule_too():
     """Prevents a rank without micro-batches from failing while other ranks have some."""
-    graph = graph_1f1b(3, 0)
+    graph = operation_graph(one_forward_one_backward, 3, 1, 0)
     assert graph.schedule.operations == ((), (), ())
-    assert (len(graph), graph.depths) == (0, 0)
+    assert len(graph) == 0

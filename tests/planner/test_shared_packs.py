@@ -8,8 +8,8 @@ from cost_cases import random_cost, random_features, small_model
 from schedule_cases import lost_time, simulate_1f1b
 from shared_pack_cases import Step, contexts_of, joint_event_loop, random_step
 
+from omnibal.cost.model import side_by_side
 from omnibal.pipeline import simulate
-from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import predict_steps, simulate_levels
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, stage_times, workload_times
