@@ -28,6 +28,7 @@ from rich.table import Table
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
+from omnibal.cost.setting import CostSetting
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_cluster, load_model
@@ -52,7 +53,7 @@ RANKS = 8
 MICRO_BATCHES = (1, 8)
 MODEL = load_model("internvl-chat-1.5-6b-20b")
 CLUSTER = load_cluster("a100-80g")
-COST = analytic_cost(MODEL, CLUSTER, Parallel(pipeline=1, data=RANKS), "bf16")
+COST = analytic_cost(CostSetting(MODEL, CLUSTER, Parallel(pipeline=1, data=RANKS), "bf16"))
 PUBLISHED = REPOSITORY.parent / "shared" / "data" / "lengths"
 SIZES = (126_782, 1_267_819, 10_000_000)
 

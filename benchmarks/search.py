@@ -30,6 +30,7 @@ from rich.table import Table
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.setting import CostSetting
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
@@ -176,7 +177,7 @@ def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None
     base = load_model("internvl-chat-1.5-6b-20b")
     model = base.with_layers(vision=vision, language=language)
     parallel = Parallel(tensor=4, pipeline=stages, data=DATA_PARALLEL)
-    cost = analytic_cost(model, load_cluster("a100-80g"), parallel, "bf16")
+    cost = analytic_cost(CostSetting(model, load_cluster("a100-80g"), parallel, "bf16"))
     packs = real_packs(cost, model, lengths)
     for name, workload in (("real", packs), ("equal", equal_packs(packs))):
         min_gib = min_peak_of_splits(SplitTask(cost, model, workload, stages)) / GIB

@@ -40,14 +40,14 @@ from omnibal.cost.linears import (
 )
 from omnibal.cost.link_rates import message_line, ring_ms_per_byte, state_group
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.work import CountedUnit, Kept
 from omnibal.model.adapter_settings import AdapterConfig, adapted_linears, has_adapters
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster
+from omnibal.model.config import ModelConfig, Precision, load_cluster
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel
-from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, unit_names
 
 # Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1).
@@ -111,31 +111,22 @@ class _PlacedUnit:
         return self.kind.tower == LANGUAGE and not self.kind.is_embed
 
 
-def analytic_cost(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    frozen: Collection[str] = (),
-    *,
-    adapters: AdapterConfig | None = None,
-    runtime: RuntimeOptions = OWN_RUNTIME,
-) -> CostModel:
-    """Return the counted cost of every unit on one device under the given parallel sizes."""
-    element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
-    device = Device.from_cluster(model, cluster, parallel, precision, runtime)
-    send = message_line(cluster, parallel.world_size, precision)
-    placed = list(_place_units(model, device, frozen, adapters))
+def analytic_cost(setting: CostSetting) -> CostModel:
+    """Return the counted cost of every unit on one device."""
+    model, cluster, parallel = setting.model, setting.cluster, setting.parallel
+    runtime = setting.runtime
+    device = Device.from_setting(setting)
+    send = message_line(cluster, parallel.world_size, setting.precision)
+    placed = list(_place_units(model, device, setting.frozen, setting.adapters))
     units = {item.kind.name: _unit_cost(device, item) for item in placed}
     trained = {item.kind.name: item.unit for item in placed if item.trained and item.is_language}
     language = model.language
     has_copy = language.tied_head or language.prediction_layers > 0
     word_parameters = language.words_of_rank(parallel.tensor) * language.hidden_size
     rates, expert_rates = (
-        _parameter_rates(cluster, precision, device, parallel, of_experts=are_experts)
-        for are_experts in (False, True)
+        _parameter_rates(setting, device, of_experts=are_experts) for are_experts in (False, True)
     )
-    measured = cluster.measured_rates(precision)
+    measured = cluster.measured_rates(setting.precision)
     of_device = f" of {measured.device}" if measured else ""
     # Tables of rates exist only for measured quantities.
     basis = "fitted" if cluster.basis == "fitted" else "measured" if measured else "assumed"
@@ -153,19 +144,17 @@ def analytic_cost(
         expert_rates=expert_rates,
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {basis} rates{of_device}",
-        library_buffers=library_buffers(trained, element_bytes) if engine else (),
+        library_buffers=(
+            library_buffers(trained, device.element_bytes)
+            if runtime.accumulates_in_products
+            else ()
+        ),
     )
 
 
-def _parameter_rates(
-    cluster: ClusterConfig,
-    precision: Precision,
-    device: Device,
-    parallel: Parallel,
-    *,
-    of_experts: bool,
-) -> ParameterRates:
+def _parameter_rates(setting: CostSetting, device: Device, *, of_experts: bool) -> ParameterRates:
     """Return memory and time per parameter of experts, or per other parameter."""
+    cluster, parallel, precision = setting.cluster, setting.parallel, setting.precision
     runtime, size = device.runtime, ELEMENT_BYTES[precision]
     group, divides_gradients = state_group(parallel, of_experts=of_experts), parallel.sharded > 1
     gradient_bytes = runtime.gradient_bytes
@@ -287,7 +276,8 @@ def _counting_device(
 ) -> Device:
     """Return a device for counts, whose rates do not matter; by default not parallel."""
     cluster = _load_cluster_once("h100-80g")  # any: counts do not depend on rates
-    return Device.from_cluster(model, cluster, parallel or Parallel(pipeline=1), precision)
+    sizes = parallel or Parallel(pipeline=1)
+    return Device.from_setting(CostSetting(model, cluster, sizes, precision))
 
 
 def _place_units(

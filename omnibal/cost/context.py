@@ -15,7 +15,7 @@ Both run at the group's slowest link, are not overlapped, and are padded to the 
 replace them if the profile has the context size and exchange. A ring overlaps compute (`_ring_ms`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,12 +26,13 @@ from omnibal.cost.kernels import ELEMENT_BYTES, unit_vectors
 from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import fit_exchange_ms
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.adapter_settings import trained_kinds
+from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.parallel import Parallel
-from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import (
     EXCHANGED,
     LANGUAGE,
@@ -42,14 +43,6 @@ from omnibal.model.units import (
 )
 
 _RING_KERNELS = 4  # kernels per further part of a ring, including attention
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeSource:
-    """Measured or analytic times, and the options of the runtime that exchanges."""
-
-    costs: CostSource = ANALYTIC  # with or without measured layers on shares
-    runtime: RuntimeOptions = OWN_RUNTIME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,20 +100,16 @@ def _ring_ms(
 
 
 def costs_at(
-    cost: CostModel,
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    trained: Collection[str],
-    levels: Sequence[Level],
-    source: ExchangeSource,
+    cost: CostModel, setting: CostSetting, levels: Sequence[Level], source: CostSource = ANALYTIC
 ) -> tuple[CostModel, ...]:
     """Return unit costs per level, with all levels' features, from those at context size 1."""
+    setting = source.with_rates(setting)
+    model, cluster, parallel = setting.model, setting.cluster, setting.parallel
+    precision, runtime = setting.precision, setting.runtime
     added = feature_names_at(cost.features, levels)[len(cost.features) :]
     if added:
         cost = with_features(cost, added)
-    kinds, runtime = unit_kinds(model), source.runtime
+    trained, kinds = trained_kinds(model, setting.frozen, setting.adapters), unit_kinds(model)
     encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
     features, size = unit_vectors(cost.features), ELEMENT_BYTES[precision]
 
@@ -145,8 +134,8 @@ def costs_at(
                 exchange = _attention_exchange(of_token, level, features, in_ring=in_ring)
                 times_ms = exchange.times_ms(line, cluster)
                 # Shares are measured within one node only.
-                if group.is_within(cluster) and source.costs.profile is not None:
-                    measured_ms = fit_exchange_ms(source.costs.profile, model, kind, level)
+                if group.is_within(cluster) and source.profile is not None:
+                    measured_ms = fit_exchange_ms(source.profile, model, kind, level)
                     times_ms = times_ms if measured_ms is None else measured_ms
                 # Only the exchange of heads adds time to recomputation.
                 times_ms = times_ms[[0, 1, 0]] * [[1], [1], [not is_gather]]

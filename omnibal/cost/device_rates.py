@@ -20,10 +20,10 @@ from omnibal.cost.kernels import (
     unit_vectors,
 )
 from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import TILE, AttentionPass, AttentionTimes, LinearTime, ProductTimes
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.fp8 import Fp8
-from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CopyKind, CopyTime, ProductPass, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import feature_names
@@ -61,15 +61,10 @@ class Device:
     ring_host_ms: float = 0.0  # additional time of the host per ring pass
 
     @classmethod
-    def from_cluster(
-        cls,
-        model: ModelConfig,
-        cluster: ClusterConfig,
-        parallel: Parallel,
-        precision: Precision,
-        runtime: RuntimeOptions = OWN_RUNTIME,
-    ) -> Self:
+    def from_setting(cls, setting: CostSetting) -> Self:
         """Return a device of the cluster, with measured rates if available."""
+        model, cluster, parallel = setting.model, setting.cluster, setting.parallel
+        precision, runtime = setting.precision, setting.runtime
         rates, element_bytes = cluster.measured_rates(precision), ELEMENT_BYTES[precision]
         fp8, flops_per_ms = None, dict[str | None, float]()
         if precision == "fp8":

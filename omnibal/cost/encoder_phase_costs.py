@@ -14,7 +14,7 @@ forward, both exposed. Sharded encoders gather and reduce per unit in every pass
 that follows. Replicas of a shard sum gradients once a step.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,11 +22,11 @@ import numpy as np
 from omnibal.cost.kernels import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.link_rates import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import LinearTime, collective_line
 from omnibal.cost.sharding_costs import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.model.adapter_settings import AdapterConfig
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.config import ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CollectiveTime, Place
@@ -152,29 +152,22 @@ class EncodersCost:
 
 
 def encoders_cost(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    frozen: Collection[str] = (),
-    source: CostSource = ANALYTIC,
-    *,
-    adapters: AdapterConfig | None = None,
-    sharded: int = 1,
+    setting: CostSetting, source: CostSource = ANALYTIC, *, sharded: int = 1
 ) -> EncodersCost:
     """Return costs of data-parallel encoders with weights sharded over `sharded` ranks."""
+    model, cluster, parallel = setting.model, setting.cluster, setting.parallel
+    precision = setting.precision
     # Encoders are replicated or sharded over all ranks, at tensor size 1.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
-    whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
-    shards = source.fill_rates(cluster), copies, precision, OWN_RUNTIME
-    rates = source.fill_rates(cluster).measured_rates(precision)
+    alone = source.with_rates(replace(setting, parallel=copies, runtime=OWN_RUNTIME))
+    whole, rates = source.costs(alone), alone.cluster.measured_rates(precision)
     link = None if source.profile is None else source.profile.link
     encoders, units, cost = dict[str, EncoderCost](), list[UnitCost](), whole
     towers = {kind.name: kind.tower for kind in unit_kinds(model)}
     for name in model.encoders:
         names, exchange = [unit for unit in unit_names(model) if towers[unit] == name], None
         if sharded > 1:
-            cost, exchange = sharded_cost(whole, names, *shards)
+            cost, exchange = sharded_cost(whole, names, alone)
         own = [cost.units[unit] for unit in names]
         encoders[name] = _encoder_cost(model, cost, name, own, precision, exchange)
         units += own

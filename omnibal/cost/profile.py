@@ -6,7 +6,6 @@ unit depends on, with rows divided by their measured value, to minimise the rela
 
 import hashlib
 import json
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -20,8 +19,8 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost, count_undivided_unit
 from omnibal.cost.link_rates import state_group
 from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import LinearTime, collective_line, fit_line, weighted_nnls
-from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
@@ -33,7 +32,7 @@ from omnibal.model.config import (
 from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import Rates
-from omnibal.model.runtime import RuntimeOptions
+from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import EXCHANGED, UnitKind, feature_names, unit_kinds
 
 # Config fields that no measured unit cost depends on.
@@ -177,34 +176,21 @@ def read_profile(path: Path) -> Profile:
     return read_json_model(Profile, path, f"measure one with `omnibal profile -o {path}`")
 
 
-def fit_cost(
-    profile: Profile,
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    frozen: Collection[str],
-    *,
-    adapters: AdapterConfig | None,
-    runtime: RuntimeOptions,
-) -> CostModel:
+def fit_cost(profile: Profile, setting: CostSetting) -> CostModel:
     """Return costs with unit times, activations, update and links fitted to the profile.
 
     Other quantities are counted. Profiles hold trained units without expert parallelism: frozen
     units and adapters are scaled by counted shares, expert parallelism adds a counted difference.
     Raise UserError if model, precision or tensor size is not the profile's.
     """
-    _check_match(profile, model, parallel, precision)
-    cost = analytic_cost(
-        model, cluster, parallel, precision, frozen, adapters=adapters, runtime=runtime
-    )
-    trained = analytic_cost(model, cluster, parallel, precision).units
+    model, parallel = setting.model, setting.parallel
+    _check_match(profile, model, parallel, setting.precision)
+    cost, own = analytic_cost(setting), replace(setting, runtime=OWN_RUNTIME)
+    trained = analytic_cost(replace(own, frozen=(), adapters=None)).units
     expert_parallel = single = cost.units
     if parallel.expert > 1:
-        expert_parallel, single = (
-            analytic_cost(model, cluster, sizes, precision, frozen, adapters=adapters).units
-            for sizes in (parallel, parallel.model_copy(update={"expert": 1}))
-        )
+        alone = replace(own, parallel=parallel.model_copy(update={"expert": 1}))
+        expert_parallel, single = (analytic_cost(part).units for part in (own, alone))
     units = dict[str, UnitCost]()
     for kind in cost.kinds:
         sources = cost.units, trained, expert_parallel, single
@@ -225,7 +211,7 @@ def fit_cost(
         fixed_ms = line.fixed_ms
         cost = replace(cost, optimizer_ms_fixed=fixed_ms, rates=rates, expert_rates=expert_rates)
     # Links are measured within one machine, so jobs on several nodes keep the cluster's rates.
-    if (link := profile.link) and parallel.world_size <= cluster.gpus_per_node:
+    if (link := profile.link) and parallel.world_size <= setting.cluster.gpus_per_node:
         rings = () if profile.rates is None else profile.rates.collectives
         # If collectives are not measured, they have the measured rate of sends.
         slower = 1.0 if collective_line(rings, 2) else link.each_ms / cost.link_ms_per_byte

@@ -38,10 +38,9 @@ from omnibal.cost.link_rates import (
     state_group,
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
-from omnibal.model.config import ClusterConfig, Precision
+from omnibal.cost.setting import CostSetting
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import RingKind
-from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 
 
@@ -54,11 +53,9 @@ class _ShardedParameters:
     parameters: np.ndarray  # [K]
     trained: np.ndarray  # `parameters`, 0 for frozen units, [K]
 
-    def shard_rates(
-        self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
-    ) -> ParameterRates:
+    def shard_rates(self, rates: ParameterRates, setting: CostSetting) -> ParameterRates:
         """Return rates per complete parameter: a shard's bytes, and the replicas' all-reduce."""
-        ranks = self.group.ranks
+        ranks, cluster, precision = self.group.ranks, setting.cluster, setting.precision
         # Replicas all-reduce gradient shards once a step: two ring passes.
         pass_ms = ring_ms_per_byte(cluster, self.copies, precision) * rates.gradient_bytes
         return replace(
@@ -157,16 +154,10 @@ class ShardedExchange:
 
 
 def _count_exchange(
-    cost: CostModel,
-    names: Sequence[str],
-    sent: float,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    *,
-    keeps_weights: bool,
+    cost: CostModel, names: Sequence[str], sent: float, setting: CostSetting
 ) -> ShardedExchange:
     """Return the exchange of units `names` in order, with `sent` bytes per gradient element."""
+    cluster, parallel, precision = setting.cluster, setting.parallel, setting.precision
     units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
     rates = cluster.measured_rates(precision)
 
@@ -189,7 +180,7 @@ def _count_exchange(
         forward_ms=np.stack([unit.forward_ms - unit.collective_ms[0] for unit in units]),
         backward_ms=np.stack([unit.backward_ms - unit.collective_ms[1] for unit in units]),
         gather_ms=gather_ms,
-        gather_back_ms=gather_ms * is_back * (not keeps_weights),
+        gather_back_ms=gather_ms * is_back * (not setting.runtime.keeps_weights),
         hops_ms=hops_ms(cluster, state_group(parallel)),
         reduce_ms=reduce_ms,
         hidden=1.0 if rates is None or rates.hidden is None else rates.hidden,
@@ -201,10 +192,7 @@ def _count_exchange(
 def sharded_cost(
     cost: CostModel,
     names: Sequence[str],
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    runtime: RuntimeOptions,
+    setting: CostSetting,
     *,
     has_one_loss: bool = True,
 ) -> tuple[CostModel, ShardedExchange]:
@@ -219,22 +207,20 @@ def sharded_cost(
         has_one_loss: whether the head's backward begins with its only loss, false with multi-token
             prediction.
     """
+    runtime, parallel = setting.runtime, setting.parallel
     others, experts = _sharded_parameters(cost, parallel)
     ranks, copies, expert_ranks = others.group.ranks, others.copies, experts.group.ranks
     in_weights = runtime.scatters_weights_precision
     sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
-    bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
+    bytes_per_ms = streamed_bytes_per_ms(setting.cluster, setting.precision)
     shared = with_features(cost, ())
     for part in (others, experts):
         # Complete gradients are zeroed, and their shards accumulated.
         moved = sent + (sent + 2 * cost.rates.gradient_bytes) / part.group.ranks
         for unit, trained in zip(shared.units.values(), part.trained, strict=True):
             unit.backward_ms[0] += moved * trained / bytes_per_ms
-    keeps = runtime.keeps_weights
-    exchange = _count_exchange(
-        shared, names, sent, cluster, parallel, precision, keeps_weights=keeps
-    )
-    whole = _whole_bytes(shared, exchange.sequence, sent, parallel, keeps_weights=keeps)
+    exchange = _count_exchange(shared, names, sent, setting)
+    whole = _whole_bytes(shared, exchange.sequence, sent, setting)
     shared = with_features(shared, EXPOSED_MS)
     units, shares = dict[str, UnitCost](), exchange.shares()
     for place, (name, unit) in enumerate(shared.units.items()):
@@ -245,15 +231,15 @@ def sharded_cost(
         unit.forward_ms[-2], unit.backward_ms[-1] = shares[:, place]
         unit.collective_ms[[0, 1], [-2, -1]] = shares[:, place]
         units[name] = replace(unit, whole_bytes=float(whole[place, 1]))
-    is_hidden = copies.ranks > 1 and others.group.is_within(cluster)
+    is_hidden = copies.ranks > 1 and others.group.is_within(setting.cluster)
     in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
     of_experts = f", experts over {expert_ranks}" if cost.of_experts.any() else ""
     shared = replace(
         shared,
         units=units,
-        rates=others.shard_rates(cost.rates, cluster, precision),
+        rates=others.shard_rates(cost.rates, setting),
         bucket_parameters=parallel.bucket_parameters if is_hidden else np.inf,
-        expert_rates=experts.shard_rates(cost.expert_rates, cluster, precision),
+        expert_rates=experts.shard_rates(cost.expert_rates, setting),
         runs_in_lockstep=True,
         weight_parts=ranks,
         source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}"
@@ -263,12 +249,7 @@ def sharded_cost(
 
 
 def _whole_bytes(
-    cost: CostModel,
-    sequence: Sequence[int],
-    sent: float,
-    parallel: Parallel,
-    *,
-    keeps_weights: bool,
+    cost: CostModel, sequence: Sequence[int], sent: float, setting: CostSetting
 ) -> np.ndarray:
     """Return peak bytes of gathered weights and gradients per unit kind and pass, [K, 2].
 
@@ -277,8 +258,8 @@ def _whole_bytes(
     Args:
         sequence: kind index of every sharded unit, in execution order.
         sent: bytes of a gradient element in the reduce-scatter.
-        keeps_weights: whether all weights stay from forward to backward.
     """
+    parallel = setting.parallel
     # In forward the next unit's weights are there too; in backward the previous unit's weights, and
     # the next unit's gradients with their shard. A tied matrix has gradients from the head's
     # backward to the embedding's.
@@ -301,7 +282,7 @@ def _whole_bytes(
         waiting = tied_bytes * (is_layer[here] and kinds[here].tower == LANGUAGE) + summed[after]
         backward = read_back[here] + read_back[before] + gradients[here] + waiting
         passes = [weights[here] + weights[after], backward]
-        if keeps_weights:
+        if setting.runtime.keeps_weights:
             all_weights = weights[list(sequence)].sum()
             passes = [all_weights, all_weights + gradients[here] + waiting]
         # Any layer may be next to a cut, but a layer next to an embedding or head shares its stage.

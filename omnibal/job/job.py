@@ -2,23 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
-from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.context import costs_at
 from omnibal.cost.encoder_phase_costs import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.host_waits import host_waits, with_host_waits
 from omnibal.cost.model import CostModel, pack_features, side_by_side, trained_features
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.sharding_costs import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
-from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake, trained_kinds
+from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import (
     DataParallelEncoders,
@@ -28,6 +28,7 @@ from omnibal.model.data_parallel_encoders import (
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
+from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.targets import FREE, OWN, TrainerConstraints, trainer_of
 from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake, is_time, unit_names
 from omnibal.packing.by_level import levels_of_packs
@@ -80,16 +81,14 @@ class JobSpec:
         self.check_sizes(self.parallel)
         cost, exchange = with_host_waits(self._unit_costs()), None
         if self.parallel.sharded > 1:
-            cluster = self.cost_source.fill_rates(self.cluster)
-            shards = cluster, self.parallel, self.precision, self.trainer.runtime
+            setting = self.cost_source.with_rates(self.cost_setting)
             names = unit_names(self.pipeline_model)
             has_one_loss = not self.model.language.prediction_layers
-            cost, exchange = sharded_cost(cost, names, *shards, has_one_loss=has_one_loss)
+            cost, exchange = sharded_cost(cost, names, setting, has_one_loss=has_one_loss)
         encoders: dict[int, EncodersCost] = {}
         if self.has_data_parallel_encoders:
-            sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
             encoders = {
-                n: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=n)
+                n: encoders_cost(self.cost_setting, self.cost_source, sharded=n)
                 for n in self._encoder_shards()
             }
             # The search may still choose any sharding, so the bound is the fastest update.
@@ -122,19 +121,15 @@ class JobSpec:
 
     def _unit_costs(self) -> CostModel:
         """Return unsharded costs of all units, with encoders as the trainer splits them."""
-        costs = partial(
-            self.cost_source.costs,
-            precision=self.precision,
-            frozen=self.frozen,
-            adapters=self.adapters,
-        )
-        cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
+        setting = self.cost_setting
+        cost = self.cost_source.costs(setting)
         is_divided = self.model.encoders and self.parallel.tensor > 1
         if not (is_divided and self.trainer.stages.encoders_whole):
             return cost
         # This trainer replicates encoders: all tensor-parallel ranks compute them from equal
         # inputs, so gradients need no all-reduce.
-        undivided = costs(self.model, self.cluster, Parallel(pipeline=1)).units
+        alone = replace(setting, parallel=Parallel(pipeline=1), runtime=OWN_RUNTIME)
+        undivided = self.cost_source.costs(alone).units
         encoders = {
             kind.name: undivided[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE
         }
@@ -193,6 +188,11 @@ class JobSpec:
         return None
 
     @property
+    def cost_setting(self) -> CostSetting:
+        sizes = self.model, self.cluster, self.parallel, self.precision
+        return CostSetting(*sizes, self.frozen, self.adapters, self.trainer.runtime)
+
+    @property
     def encoders_cost(self) -> EncodersCost | None:
         """Costs of the chosen data-parallel encoders, or None if absent or not chosen yet."""
         encoders = self.data_parallel_encoders
@@ -227,11 +227,7 @@ class JobSpec:
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Return unit costs per level with context exchanges, at measured rates if any."""
-        cluster = self.cost_source.fill_rates(self.cluster)
-        trained = trained_kinds(self.model, self.frozen, self.adapters)
-        sizes = self.model, cluster, self.parallel, self.precision, trained
-        source = ExchangeSource(costs=self.cost_source, runtime=self.trainer.runtime)
-        return costs_at(self.cost, *sizes, levels, source)
+        return costs_at(self.cost, self.cost_setting, levels, self.cost_source)
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
         """Return unit costs of all levels side by side, for predictions and checks."""

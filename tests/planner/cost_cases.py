@@ -5,7 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.cost import analytic, encoder_phase_costs
+from omnibal.cost.encoder_phase_costs import EncodersCost
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
+from omnibal.cost.setting import CostSetting
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.layer_kinds import LayerRun
@@ -20,6 +23,14 @@ ENCODERS = {
     "vision": TilesEncoder(**ENCODER, layers=1, image_size=8, patch_size=2),
     "audio": ClipsEncoder(**ENCODER, layers=1, frames=8, mel_bins=4),
 }
+
+
+def analytic_cost(*sizes: Any, **options: Any) -> CostModel:
+    return analytic.analytic_cost(CostSetting(*sizes, **options))
+
+
+def encoders_cost(*sizes: Any, sharded: int = 1) -> EncodersCost:
+    return encoder_phase_costs.encoders_cost(CostSetting(*sizes), sharded=sharded)
 
 
 def small_model(vision_layers: int, language_layers: int) -> ModelConfig:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
+from cost_cases import analytic_cost
 
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import (
     LinkMeasurement,

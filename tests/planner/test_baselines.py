@@ -12,6 +12,7 @@ from partition_cases import all_cuts, equal_steps, planners_figures
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, side_by_side
+from omnibal.cost.setting import CostSetting
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline import baselines
@@ -64,7 +65,7 @@ def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
 
 
 def paper_cost(language_layer_ms: float) -> CostModel:
-    cost = analytic_cost(MODEL, load_cluster("a100-80g"), Parallel(pipeline=4), "bf16")
+    cost = analytic_cost(CostSetting(MODEL, load_cluster("a100-80g"), Parallel(pipeline=4), "bf16"))
     fixed = np.eye(5)[0] * language_layer_ms
     times_ms = {name: fixed * ms for name, ms in FORWARD_MS.items()}
     units = {name: replace(unit, forward_ms=times_ms[name]) for name, unit in cost.units.items()}
@@ -321,7 +322,7 @@ def test_the_joint_search_is_not_a_baseline(method: str, rule: str, levels: int,
 def test_frozen_layers_are_not_recomputed(rule: str):
     """Prevents recomputation time for frozen layers, which have no backward."""
     model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
-    cost = analytic_cost(model, cluster, Parallel(pipeline=2), "fp32", ("vision",))
+    cost = analytic_cost(CostSetting(model, cluster, Parallel(pipeline=2), "fp32", ("vision",)))
     workload = random_workload(np.random.default_rng(0), 3, 2)
     task = SplitTask(cost, model, workload, 2, 1e12)
     stages = baseline_stages(split_rule("layer", rule), task)

@@ -4,9 +4,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import workload_of_a_step
+from cost_cases import analytic_cost, workload_of_a_step
 
-from omnibal.cost.analytic import analytic_cost, model_flops
+from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
 from omnibal.model.layer_kinds import ExpertsConfig, LayerRun

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost
+from cost_cases import encoders_cost, model_of, random_cost
 from encoder_cases import choice_of
 from feature_exchange_cases import (
     equal_passes,
@@ -23,7 +23,6 @@ from schedule_cases import event_loop, lost_time, needed_ms, workload_of
 from omnibal.cost.encoder_phase_costs import (
     EncoderCost,
     EncodersCost,
-    encoders_cost,
     pipeline_cost,
 )
 from omnibal.cost.shaped_rates import LinearTime

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cost_cases import analytic_cost, encoders_cost
 from encoder_cases import choice_of
 from exchange_cases import simulated_ms
 from plan_cases import example_lengths
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.device_rates import streamed_bytes_per_ms
-from omnibal.cost.encoder_phase_costs import encoders_cost
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan

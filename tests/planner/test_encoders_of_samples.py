@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost_cases import encoders_cost
 from feature_exchange_cases import (
     Passes,
     equal_passes,
@@ -19,7 +20,7 @@ from feature_exchange_cases import (
 from length_cases import lengths_of
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.encoder_phase_costs import EncodersCost, encoders_cost
+from omnibal.cost.encoder_phase_costs import EncodersCost
 from omnibal.data.lengths import Lengths
 from omnibal.job.check import check_plan
 from omnibal.job.job import JobSpec

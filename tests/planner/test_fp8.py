@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from cost_cases import assumed_h100
+from cost_cases import analytic_cost, assumed_h100
 from launch_cases import of_line
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost, layer_products
+from omnibal.cost.analytic import layer_products
 from omnibal.cost.model import UnitCost
 from omnibal.job.check import training_obstacles
 from omnibal.job.job import JobSpec

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cli_cases import run
-from cost_cases import passes_of
+from cost_cases import analytic_cost, passes_of
 from PIL import Image
 from tokenizer_cases import byte_level_bpe
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +22,7 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qw
 from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
-from omnibal.cost.analytic import analytic_cost, unit_flops
+from omnibal.cost.analytic import unit_flops
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
 from omnibal.data.native_resolution import image_segments

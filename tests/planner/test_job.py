@@ -59,8 +59,8 @@ def test_a_wrong_job_cannot_be_made(wrong: dict, message: str) -> None:
 def test_costs_are_those_of_its_source(frozen: tuple[str, ...]) -> None:
     """Prevents costs computed for other settings than the job's."""
     counted, measured = job_spec(frozen=frozen), job_spec(frozen=frozen, cost_source=MEASURED)
-    sizes = MODEL, counted.cluster, counted.parallel, counted.precision, frozen
-    every = (counted, analytic_cost(*sizes)), (measured, MEASURED.costs(*sizes))
+    setting = counted.cost_setting
+    every = (counted, analytic_cost(setting)), (measured, MEASURED.costs(setting))
     for job, expected in every:
         assert job.cost.source == expected.source
         for unit, cost in expected.units.items():

@@ -23,6 +23,7 @@ from partition_cases import (
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, side_by_side
+from omnibal.cost.setting import CostSetting
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import RecomputeFreedom, StageRules
@@ -115,7 +116,7 @@ def large_case(layers: tuple[int, int], p: int, share_of_least: float) -> SplitT
     tokens = 4096 - rng.integers(0, 400, 128)
     features = np.stack([np.ones(128), tiles, tokens, tokens**2 / 3, tokens / 4], axis=1)
     sizes = Parallel(tensor=4, pipeline=p, data=2)
-    cost = analytic_cost(model, load_cluster("a100-80g"), sizes, "bf16")
+    cost = analytic_cost(CostSetting(model, load_cluster("a100-80g"), sizes, "bf16"))
     packs = equal_steps((4, 2, 16), features)
     task = SplitTask(cost, model, packs, p)
     return replace(task, memory_cap_bytes=share_of_least * min_peak_of_splits(task))
@@ -249,7 +250,7 @@ def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stage
     model = load_model("llama3.1-70b")
     parallel = Parallel(tensor=8, pipeline=stages, data=8, sequence_parallel=True)
     cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 1000.0})
-    of_all = side_by_side([analytic_cost(model, cluster, parallel, "bf16")] * 3)
+    of_all = side_by_side([analytic_cost(CostSetting(model, cluster, parallel, "bf16"))] * 3)
     rng = np.random.default_rng(0)
     contexts, tokens = np.array([1, 2, 8]), np.array([4096, 16384, 32768])
     # One level per slot of a step, on all ranks.

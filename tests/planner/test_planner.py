@@ -6,10 +6,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from cost_cases import analytic_cost
 from plan_cases import MODEL, example_lengths, job_spec, origin_of, request
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
 from omnibal.job.check import check_plan, training_obstacles
 from omnibal.job.plan import read_plan

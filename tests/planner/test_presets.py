@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 
 import pytest
+from cost_cases import analytic_cost
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost, model_parameters
+from omnibal.cost.analytic import model_parameters
 from omnibal.model.config import ModelConfig, load_cluster, load_model, preset_names
 from omnibal.model.parallel import Parallel, check_parallel
 

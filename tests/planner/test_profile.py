@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost_cases import analytic_cost
 from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measure, measurements_of, true_cost
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile, fit_residuals, model_sha256, read_profile, write_profile
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.source import CostSource
 from omnibal.model.config import ModelConfig, RopeScaling
 from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
@@ -35,7 +36,7 @@ def make_profile(model: ModelConfig, parallel: Parallel, **changed: object) -> P
 
 
 def costs(profile: Profile, parallel: Parallel = PARALLEL, model: ModelConfig = MODEL) -> CostModel:
-    return CostSource(profile).costs(model, CLUSTER, parallel, "fp32")
+    return CostSource(profile).costs(CostSetting(model, CLUSTER, parallel, "fp32"))
 
 
 def test_exact_measurements_give_back_the_true_costs():

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost_cases import random_cost
+from cost_cases import analytic_cost, random_cost
 from packing_cases import scheduled_packs
 from plan_cases import request
 from replay_cases import replay_info, write_replay
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features, side_by_side
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import heaviest_windows

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import REPOSITORY
+from cost_cases import analytic_cost
 from length_cases import lengths_of
 from plan_cases import MODEL, origin_of
 from replay_cases import write_replay
@@ -22,7 +23,6 @@ from typer.main import get_command
 
 from omnibal.base.errors import UserError
 from omnibal.cli import app
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job import runlog

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_cases import assumed_h100
+from cost_cases import analytic_cost, assumed_h100
 
-from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.context import costs_at
 from omnibal.cost.link_rates import Group, all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
+from omnibal.cost.setting import CostSetting
 from omnibal.families.named import named_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
@@ -86,9 +86,9 @@ def ring_ms(ring_tokens: int | None, tokens: int, context: int = 4) -> float:
     level = Level(caps=Caps.of(tokens=tokens), context=context)
     parallel = Parallel(pipeline=1, data=context)
     cost = analytic_cost(MODEL, CLUSTER, parallel, "bf16")
-    sizes = MODEL, CLUSTER, parallel, "bf16", ()
-    source = ExchangeSource(runtime=alter(ring_tokens=ring_tokens))
-    (shared,) = costs_at(cost, *sizes, (level,), source)
+    runtime = alter(ring_tokens=ring_tokens)
+    setting = CostSetting(MODEL, CLUSTER, parallel, "bf16", runtime=runtime)
+    (shared,) = costs_at(cost, setting, (level,))
     added = shared.units[LAYER].context_ms[0]
     values = {"fixed": 1.0, "tokens": tokens / context, "exchanged_tokens": tokens / context}
     return float(added @ [values.get(name, 0.0) for name in shared.features])

@@ -5,12 +5,11 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from cost_cases import assumed_h100
+from cost_cases import analytic_cost, assumed_h100
 from hypothesis import given
 from hypothesis import strategies as st
 from rate_cases import ring_ms, tiled_ms, tiled_rates
 
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, load_model

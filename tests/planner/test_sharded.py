@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cost_cases import analytic_cost
 from exchange_cases import simulated_ms
 from expert_cases import DIGITS, expert_model
 from plan_cases import example_lengths
 from schedule_cases import lost_time
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost
+from omnibal.cost import sharding_costs
 from omnibal.cost.link_rates import Group, pass_line
 from omnibal.cost.model import CostModel, UnitCost, trained_features
-from omnibal.cost.sharding_costs import sharded_cost
+from omnibal.cost.setting import CostSetting
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
@@ -62,6 +63,11 @@ def data_of(lengths: Lengths, packs_per_step: int, tiles=30, tokens=8192) -> Sam
     return SampleData(lengths=lengths, levels=levels, packs_per_step=packs_per_step)
 
 
+def sharded_cost(cost, model, cluster, sizes, runtime=OWN_RUNTIME):
+    setting = CostSetting(model, cluster, sizes, "bf16", runtime=runtime)
+    return sharding_costs.sharded_cost(cost, unit_names(model), setting)
+
+
 def measured_cluster(hidden: float | None) -> ClusterConfig:
     """Return devices with measured collectives (reductions slower than gathers) and overlap."""
     measured = {"all_reduce": 4.0, "all_gather": 2.0, "reduce_scatter": 0.5}
@@ -76,10 +82,8 @@ def measured_cluster(hidden: float | None) -> ClusterConfig:
 @pytest.mark.parametrize(("hidden", "is_serial"), [(None, False), (1.0, False), (0.0, True)])
 def test_exchanges_have_the_times_and_the_overlap_that_were_measured(hidden, is_serial):
     """Prevents one rate for both gathers and reductions if both were measured."""
-    _, exchange = sharded_cost(
-        analytic_cost(MODEL, load_cluster("h100-80g"), fsdp(8), "bf16"),
-        *(unit_names(MODEL), measured_cluster(hidden), fsdp(8), "bf16", OWN_RUNTIME),
-    )
+    cost = analytic_cost(MODEL, load_cluster("h100-80g"), fsdp(8), "bf16")
+    _, exchange = sharded_cost(cost, MODEL, measured_cluster(hidden), fsdp(8))
     # Eight ranks send 7/8: bf16 weights at 2 GB/s, fp32 gradients at 0.5.
     gather_ms, reduce_ms = exchange.gather_ms[0] - 0.05, exchange.reduce_ms[0] - 0.05
     assert reduce_ms == pytest.approx(2 * 4 * gather_ms, rel=1e-6)
@@ -98,7 +102,7 @@ def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: 
     """Prevents exchange counted as hidden without computation to hide it, or hidden twice."""
     cluster = slow_cluster(gb_per_s)
     cost = analytic_cost(MODEL, cluster, fsdp(8), "bf16", frozen)
-    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, fsdp(8), "bf16", IN_BF16)
+    _, exchange = sharded_cost(cost, MODEL, cluster, fsdp(8), IN_BF16)
     draw = np.random.default_rng(0)
     scale = np.where(np.array(cost.features) == "fixed", 1, 4_000)
     features = np.abs(draw.normal(size=(5, len(cost.features)))) * scale
@@ -129,7 +133,7 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
     cluster = slow_cluster(5.0).model_copy(update={"link_latency_us": 30, "link_efficiency": 0.5})
     frozen = ("vision", "projector")
     cost = analytic_cost(MODEL, cluster, fsdp(ranks), "bf16", frozen)
-    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, fsdp(ranks), "bf16", runtime)
+    _, exchange = sharded_cost(cost, MODEL, cluster, fsdp(ranks), runtime)
     gradient_bytes = 2 if runtime is IN_BF16 else 4
     for place, kind in enumerate(cost.kinds):
         # A rank receives all shards except its own.
@@ -200,7 +204,7 @@ def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
     cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     model = MODEL.with_tower("language", tied_head=tied)
     whole = analytic_cost(model, cluster, fsdp(8), "bf16", frozen)
-    shared, _ = sharded_cost(whole, unit_names(model), cluster, fsdp(8), "bf16", runtime)
+    shared, _ = sharded_cost(whole, model, cluster, fsdp(8), runtime)
     assert (whole.tied_trained_parameters > 0) == tied
     assert shared.features == (*whole.features, "exposed_forward_ms", "exposed_backward_ms")
     names, gradient_bytes = unit_names(model), 2 if runtime is IN_BF16 else 4
@@ -240,7 +244,7 @@ def test_experts_are_whole_for_a_while(expert: int, expert_ranks: int) -> None:
     model, cluster, sizes = expert_model(), load_cluster("h100-80g"), fsdp(8, expert=expert)
     whole = analytic_cost(model, cluster, sizes, "bf16")
     names = unit_names(model)
-    shared, _ = sharded_cost(whole, names, cluster, sizes, "bf16", OWN_RUNTIME)
+    shared, _ = sharded_cost(whole, model, cluster, sizes)
     forward = walked_forward(whole, names, expert_ranks)
     backward = walked_backward(whole, names, 4, expert_ranks)
     for name in names:

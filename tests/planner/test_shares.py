@@ -10,7 +10,7 @@ from plan_cases import MODEL, example_profile, job_spec
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
-from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.context import costs_at
 from omnibal.cost.model import CostModel, UnitCost, pack_features
 from omnibal.cost.profile import Profile, ShareMeasurement, model_sha256
 from omnibal.cost.share_features import share_features
@@ -366,10 +366,9 @@ def test_layers_without_a_backward_exchange_forward_alone() -> None:
     nothing = 0 * trained.backward_ms
     alone = replace(trained, backward_ms=nothing, recompute_ms=nothing)
     frozen = replace(job.cost, units=job.cost.units | {"language_layer": alone})
-    given = job.model, job.cluster, job.parallel, job.precision, ()
     for exchange in ContextExchange:
         one = level(4, exchange=exchange)
-        (cost,) = costs_at(frozen, *given, [one], ExchangeSource())
+        (cost,) = costs_at(frozen, job.cost_setting, [one])
         unit, other = cost.units["language_layer"], layer_of(job, one)
         np.testing.assert_array_equal(unit.context_ms[0], other.context_ms[0])
         assert not unit.context_ms[1:].any()
@@ -384,9 +383,8 @@ def test_a_ring_is_walked_step_by_step(sample_tokens: int) -> None:
     """Prevents waiting for keys and values hidden by attention, or none if attention is shorter."""
     cluster = SLOW.model_copy(update={"link_latency_us": 20})
     job, context = text_job(2, cluster=cluster), 4
-    source = ExchangeSource(runtime=RuntimeOptions(ring_tokens=sample_tokens))
-    given = job.model, cluster, job.parallel, job.precision, job.frozen
-    (cost,) = costs_at(job.cost, *given, [level(context)], source)
+    setting = replace(job.cost_setting, runtime=RuntimeOptions(ring_tokens=sample_tokens))
+    (cost,) = costs_at(job.cost, setting, [level(context)])
     unit, alone = cost.units["language_layer"], job.cost.units["language_layer"]
     own, kv, q = sample_tokens / context, 2 * 8 * 128 / 2, 6144 / 2
     rate = 450e6 * cluster.link_efficiency

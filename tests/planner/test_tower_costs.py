@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost_cases import assumed_h100
+from cost_cases import analytic_cost, assumed_h100
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import ENCODER_UNITS, analytic_cost, model_flops
+from omnibal.cost.analytic import ENCODER_UNITS, model_flops
 from omnibal.cost.context import exchange_mistake
 from omnibal.cost.model import CostModel
 from omnibal.job.job import JobSpec

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from cost_cases import analytic_cost
 from plan_cases import MODEL as DIGITS
 from plan_cases import example_profile, job_spec
 
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import UnitCost
 from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import ANALYTIC, CostSource

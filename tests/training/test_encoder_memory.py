@@ -20,6 +20,7 @@ from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.encoder_phase_costs import encoders_cost
+from omnibal.cost.setting import CostSetting
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.steps.items import shares_of_ranks
 
@@ -87,7 +88,7 @@ def peak_of_a_step(links, plan, packs):
 
 def planned_bytes(plan):
     """Return planned feature bytes of an encoder without activation memory, and a tolerance."""
-    cost = encoders_cost(plan.model, plan.cluster, plan.parallel, "fp32", plan.frozen)
+    cost = encoders_cost(CostSetting(plan.model, plan.cluster, plan.parallel, "fp32", plan.frozen))
     nothing = {"kept_bytes": np.zeros(2), "working_bytes": np.zeros((2, 2)), "input_bytes": 0.0}
     cost = replace(cost, encoders={"vision": replace(cost.encoders["vision"], **nothing)})
     encoders, ranks = plan.data_parallel_encoders, cost.ranks_of_pipeline

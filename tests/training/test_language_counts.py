@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
 from omnibal.cost.attention_costs import CHUNK
+from omnibal.cost.setting import CostSetting
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
 from omnibal.model.parallel import Parallel
@@ -155,7 +156,7 @@ def test_parameters_and_operations_are_those_of_transformers(family):
     """Prevents a weight or a product of a family's layers that is missed, counted twice or of
     another size."""
     language, module = family.model.language, family.module(family.model.language.layers)
-    cost = analytic_cost(family.model, CLUSTER, ONE, "bf16")
+    cost = analytic_cost(CostSetting(family.model, CLUSTER, ONE, "bf16"))
     names = unit_names(family.model)
     parameters = sum(cost.units[name].parameters for name in names) - cost.tied_parameters
     assert parameters == sum(parameter.numel() for parameter in module.parameters())

@@ -14,6 +14,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step import links as links_module
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.setting import CostSetting
 from omnibal.model.units import model_parts
 from omnibal.pipeline.unit_runs import stage_units
 
@@ -122,7 +123,7 @@ def test_what_crosses_cuts_is_what_the_planner_counts_and_frozen_parts_stay(froz
     plan, one = cut_plan(MODEL, 4, 6, 9, frozen=frozen), cut_plan(MODEL)
     [(_, _, expected)] = run_ranks(one.parallel, count_sent, one, STEPS[0])
     ranks = run_ranks(plan.parallel, count_sent, plan, STEPS[0])
-    cost = analytic_cost(MODEL, plan.cluster, plan.parallel, "fp32", frozen)
+    cost = analytic_cost(CostSetting(MODEL, plan.cluster, plan.parallel, "fp32", frozen))
     sent = [(before[0][0], after[0][1]) for before, after in pairwise(ranks)]
     assert sent == planned_bytes(cost, plan, STEPS[0])
     for _, moved, loss in ranks:

@@ -35,6 +35,7 @@ from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.measured_sizes import MeasuredSizes
 from omnibal.cost.profile import fit_residuals
+from omnibal.cost.setting import CostSetting
 from omnibal.cost.source import CostSource
 from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange
@@ -149,8 +150,8 @@ def test_units_of_encoders_add_up_and_are_measured(model, batch, item, tolerance
     names = [kinds[name] for name in unit_names(model)]
     assert set(by_unit) == set(names) == {one.unit for one in fit_residuals(profile, model)}
     assert sum(by_unit[name] for name in names) == pytest.approx(whole, **tolerance)
-    cost = CostSource(profile).costs(model, plan.cluster, plan.parallel, "fp32")
-    counted = analytic_cost(model, plan.cluster, plan.parallel, "fp32")
+    cost = CostSource(profile).costs(CostSetting(model, plan.cluster, plan.parallel, "fp32"))
+    counted = analytic_cost(CostSetting(model, plan.cluster, plan.parallel, "fp32"))
     own, tile = (np.array([name == one for name in cost.features]) for one in (feature, "tiles"))
     for name, unit in cost.units.items():
         assert unit.forward_ms.any() and unit.backward_ms.any(), name
@@ -195,7 +196,8 @@ def peaks_and_profiles(name):
 def test_predicted_peak_activations_are_those_of_a_step(name):
     """Prevents plans that exceed memory or recompute needlessly in a 1F1B step of unequal packs."""
     (plan, packs, _, rel), ranks = PEAKS[name], peaks_and_profiles(name)
-    cost = CostSource(ranks[0][1]).costs(plan.model, plan.cluster, plan.parallel, "fp32")
+    setting = CostSetting(plan.model, plan.cluster, plan.parallel, "fp32")
+    cost = CostSource(ranks[0][1]).costs(setting)
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
     slot = np.arange(len(packs))
     one_rank = {"step": 0 * slot, "dp_rank": 0 * slot, "slot": slot, "data_parallel_size": 1}
