@@ -246,8 +246,8 @@ def _search_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
     features = pack_features(packs.packs, lengths, cost.features)
     workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
-    stages, again = job.parallel.pipeline, recomputing_cost(cost)
-    search = search_stages(SplitTask(again, model, workload, stages, job.cap_bytes))
+    pipeline, again = job.parallel.pipeline, recomputing_cost(cost)
+    search = search_stages(SplitTask(again, model, workload, pipeline, job.cap_bytes))
     cuts = list(accumulate(stage.size for stage in search.stages[:-1]))
     layers = [(len(s.layers("vision")), len(s.layers("language"))) for s in search.stages]
     stages = stages_from_cuts(model, cuts, layers)  # the found stages, all layers recomputed
