@@ -106,7 +106,7 @@ class PartProblem:
     def with_caps(self, caps_bytes: np.ndarray) -> "PartProblem":
         """Return the problem with other memory caps of stages [p]."""
         numbers = [
-            of_stage.on([cap.table for cap in of_stage.caps], cap_bytes)
+            of_stage.on(of_stage.tables, cap_bytes)
             for of_stage, cap_bytes in zip(self.numbers, caps_bytes.tolist(), strict=True)
         ]
         return replace(self, numbers=numbers)

@@ -21,7 +21,6 @@ from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.unit_runs import layer_kinds
 
 _MAX_PEAK_ENTRIES = 4_000_000  # entries of [stages, passes] counted at once: about 100 MB
-_MAX_DIRECT_ENTRIES = 20_000  # [stages, passes] up to which checking all passes is as fast as a few
 _ADDED_LAYERS = (1, 2, 4, 8)  # layer increments tried in one column around a set
 
 
@@ -79,40 +78,11 @@ def all_layers(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -
     return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MemoryCap:
-    """A memory cap, with bounds that decide the fit of almost all stages."""
-
-    cap_bytes: float
-    under: MemoryTable  # upper bound: the max of all passes, by level
-    over: MemoryTable  # lower bound: one or two heavy passes
-    table: MemoryTable  # all passes
-
-    @classmethod
-    def build(cls, table: MemoryTable, cap_bytes: float) -> "MemoryCap":
-        """Return the cap; `over` has the passes of max kept and of max own plus working bytes."""
-        others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
-        heavy = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
-        return cls(
-            cap_bytes=cap_bytes,
-            under=table.at_most(),
-            over=table.of_passes(np.unique(heavy)),
-            table=table,
-        )
-
-    def holds(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Return whether every stage fits. [stages]"""
-        if len(counts) * len(self.table.working_bytes) <= _MAX_DIRECT_ENTRIES:
-            return fits_cap(_count_peaks(self.table, counts, recomputed), self.cap_bytes)
-        # A stage that fits the upper bound fits, and one that exceeds the lower bound does not.
-        # Only the remaining stages are counted in all passes.
-        fits = fits_cap(_count_peaks(self.under, counts, recomputed), self.cap_bytes)
-        unsure = np.flatnonzero(~fits)
-        for table in (self.over, self.table):
-            peaks = _count_peaks(table, counts[unsure], recomputed[unsure])
-            fits[unsure] = fits_cap(peaks, self.cap_bytes)
-            unsure = unsure[fits[unsure]]
-        return fits
+def fit_within(
+    table: MemoryTable, cap_bytes: float, counts: np.ndarray, recomputed: np.ndarray
+) -> np.ndarray:
+    """Return whether stages [stages, kinds] fit a memory cap. bool [stages]"""
+    return fits_cap(_count_peaks(table, counts, recomputed), cap_bytes)
 
 
 def _count_peaks(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
@@ -143,7 +113,8 @@ def bisect_min_fitting(
 class LevelFit:
     """Possible stages, and the test of whether they fit with given recompute counts."""
 
-    cap: MemoryCap
+    table: MemoryTable
+    cap_bytes: float
     groups: LayerGroups
     counts: np.ndarray  # units, [stages, kinds]
     held: np.ndarray  # recomputable layers, by own set and group: [stages, columns]
@@ -162,7 +133,8 @@ class LevelFit:
         groups = LayerGroups.build(table.kinds)
         own_sets = 1 if same_at_levels else table.levels
         return cls(
-            cap=MemoryCap.build(table, memory_cap_bytes),
+            table=table,
+            cap_bytes=memory_cap_bytes,
             groups=groups,
             counts=counts,
             held=np.tile(groups.sum_groups(counts[:, layer_kinds(table.kinds)]), own_sets),
@@ -171,26 +143,26 @@ class LevelFit:
 
     def holds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Return whether stages [n] fit with recomputed `layers` [n, columns]. [n]"""
-        counts, levels = self.counts[stage], self.cap.table.levels
+        counts, levels = self.counts[stage], self.table.levels
         recomputed = np.zeros((len(stage), levels, counts.shape[1]), np.int64)
-        kinds = layer_kinds(self.cap.table.kinds)
+        kinds = layer_kinds(self.table.kinds)
         # Sizes instead of -1, as there may be no stages.
         of_kinds = self.of_kinds(stage, layers).reshape(len(stage), levels, len(kinds))
         recomputed[..., kinds] = of_kinds
         recomputed = recomputed.reshape(len(stage), levels * counts.shape[1])
-        return self.cap.holds(counts, recomputed)
+        return fit_within(self.table, self.cap_bytes, counts, recomputed)
 
     def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Return `layers` [n, columns] of stages [n] by kind. [n, levels * layer kinds]"""
-        held = self.counts[stage][:, None, layer_kinds(self.cap.table.kinds)]
+        held = self.counts[stage][:, None, layer_kinds(self.table.kinds)]
         of_groups = layers.reshape(len(stage), self.own_sets, len(self.groups.groups))
         of_sets = self.groups.split_groups(np.repeat(held, self.own_sets, axis=1), of_groups)
         of_sets = of_sets.reshape(len(stage), self.own_sets * held.shape[-1])
-        return np.tile(of_sets, self.cap.table.levels // self.own_sets)
+        return np.tile(of_sets, self.table.levels // self.own_sets)
 
     def of_groups(self, layers: np.ndarray) -> np.ndarray:
         """Return layers of kinds [sets, levels * layer kinds] by column. [sets, columns]"""
-        of_levels = layers.reshape(len(layers), self.cap.table.levels, -1)
+        of_levels = layers.reshape(len(layers), self.table.levels, -1)
         return self.groups.sum_groups(of_levels[:, : self.own_sets]).reshape(len(layers), -1)
 
     def fewest(

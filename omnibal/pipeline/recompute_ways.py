@@ -21,7 +21,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Runs
-from omnibal.pipeline.recompute import MemoryCap, bisect_min_fitting
+from omnibal.pipeline.recompute import bisect_min_fitting, fit_within
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.unit_runs import layer_kinds
 
@@ -173,7 +173,8 @@ RecomputeWays = LayerOrders | TowerNumbers
 class FittingNumbers:
     """Min numbers of one stage to fit memory, cached."""
 
-    caps: Sequence[MemoryCap]  # memory caps of the passes of every chunk
+    tables: Sequence[MemoryTable]  # of the passes of every chunk
+    cap_bytes: float
     ways: RecomputeWays
     alike: np.ndarray  # first run with the same sequence of units, [runs]
     known: dict[bytes, int] = field(default_factory=dict)  # by the runs of all chunks and the way
@@ -193,7 +194,8 @@ class FittingNumbers:
         alike = [firsts.setdefault(names[start:end], run) for run, (start, end) in enumerate(spans)]
         return [
             cls(
-                caps=[MemoryCap.build(table, cap_bytes) for table in of_chunks],
+                tables=of_chunks,
+                cap_bytes=cap_bytes,
                 ways=of_stage,
                 alike=np.array(alike, np.int64),
             )
@@ -202,7 +204,7 @@ class FittingNumbers:
 
     def on(self, tables: Sequence[MemoryTable], cap_bytes: float) -> Self:
         """Return an empty cache for other tables of the chunks and another memory cap."""
-        return replace(self, caps=[MemoryCap.build(table, cap_bytes) for table in tables], known={})
+        return replace(self, tables=tables, cap_bytes=cap_bytes, known={})
 
     def find(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
         """Return the min number in `way` for runs `chosen` [n, c] to fit, or `NO_NUMBER`. [n]"""
@@ -215,13 +217,14 @@ class FittingNumbers:
         return np.array([self.known[key] for key in keys], np.int64)
 
     def _bisect(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
-        levels = self.caps[0].table.levels
+        levels = self.tables[0].levels
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
             counts = self.ways.runs.counts[chosen[rows]].reshape(len(rows), -1)
             recomputed = self.ways.count_recomputed(chosen[rows], way[rows], number)
             recomputed = np.tile(recomputed, levels).reshape(len(rows), -1)
-            return np.all([cap.holds(counts, recomputed) for cap in self.caps], axis=0)
+            fits = [fit_within(t, self.cap_bytes, counts, recomputed) for t in self.tables]
+            return np.all(fits, axis=0)
 
         rows, high = np.arange(len(chosen)), self.ways.max_number(chosen)
         fits_with_none = fit(rows, 0 * high)

@@ -277,21 +277,14 @@ class MemoryTable:
                 peak = np.where(held, np.maximum(peak, running), peak)
         return peak
 
-    def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
-        return self._map_passes(lambda of_passes: of_passes[chosen])
-
     def join_passes(self, more: "MemoryTable") -> "MemoryTable":
         others = iter([getattr(more, name) for name in _PASS_FIELDS])
         return self._map_passes(lambda of_passes: np.concatenate([of_passes, next(others)]))
 
-    def at_most(self) -> "MemoryTable":
-        """Return a table of one pass per level, the max of its passes in every field."""
-        at = [self._own_level == level for level in np.unique(self._own_level)]
-        return self._map_passes(lambda of_passes: np.stack([of_passes[a].max(axis=0) for a in at]))
-
     def of_level(self, level: int) -> "MemoryTable":
         """Return a one-chunk table's passes with a micro-batch of `level`, plus an empty pass."""
-        chosen = self._own_level == level
+        kept = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
+        chosen = kept.sum(axis=2).argmax(axis=1) == level  # 0 if the micro-batch keeps nothing
         columns = slice(level * len(self.kinds), (level + 1) * len(self.kinds))
         at_levels = len(self.kinds) * self.levels
 
@@ -303,12 +296,6 @@ class MemoryTable:
             return np.concatenate([of_own, np.zeros((1, of_own.shape[1]))])
 
         return self._map_passes(change)
-
-    @property
-    def _own_level(self) -> np.ndarray:
-        """Level of the running micro-batch, 0 if it keeps nothing. [passes]"""
-        kept = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
-        return kept.sum(axis=2).argmax(axis=1)
 
     def _map_passes(self, change: Callable[[np.ndarray], np.ndarray]) -> "MemoryTable":
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _PASS_FIELDS}

@@ -121,7 +121,7 @@ def test_a_path_bounds_every_split():
         slow = replace(layer, forward_ms=9 * layer.forward_ms, backward_ms=9 * layer.backward_ms)
         cost = replace(cost, units=cost.units | {"vision_layer": slow})
         simulator = PipelineSimulator.build(SampledSteps.build(packs, cost), 2)
-        structure = Structure.build(cost, model, simulator.steps, 2)
+        structure = Structure.build(SplitTask(cost, model, packs, 2), simulator.steps)
         runs = structure.runs
         first, ends = np.flatnonzero(runs.start == 0), runs.end == runs.units
         second = [np.flatnonzero((runs.start == end) & ends) for end in runs.end[first]]
