@@ -93,14 +93,17 @@ class PartProblem:
             in_flight = [np.diff(of_stage)[..., 0].max(axis=0) for of_stage in held]  # [chunks]
             ways = [LayerOrders.build(cost, runs, mean, of_stage) for of_stage in in_flight]
         else:
-            ways = [TowerNumbers.build(cost, task.model, runs, freedom)] * stages
+            ways = [TowerNumbers.build(task, runs)] * stages
         tables = heavy_tables(cost, workload, schedule, stages)
         return cls(
             task=task,
             runs=runs,
             run_at=run_at,
             simulator=PipelineSimulator.build(steps, stages, schedule),
-            numbers=FittingNumbers.of_stages(task.model, tables, ways, task.memory_cap_bytes),
+            numbers=[
+                FittingNumbers(tables=of_chunks, cap_bytes=task.memory_cap_bytes, ways=of_stage)
+                for of_chunks, of_stage in zip(tables, ways, strict=True)
+            ],
         )
 
     def with_caps(self, caps_bytes: np.ndarray) -> "PartProblem":

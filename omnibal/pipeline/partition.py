@@ -209,9 +209,10 @@ def _make_problem(task: SplitTask) -> SearchProblem:
     if freedom is not RecomputeFreedom.LAYERS:
         if cost.levels > 1:
             raise ValueError("recompute numbers need costs of one level, got several")
-        ways = [TowerNumbers.build(cost, task.model, structure.runs, freedom)] * task.stages
-        of_chunks = [[table] for table in tables]
-        numbers = FittingNumbers.of_stages(task.model, of_chunks, ways, task.memory_cap_bytes)
+        ways, cap_bytes = TowerNumbers.build(task, structure.runs), task.memory_cap_bytes
+        numbers = [
+            FittingNumbers(tables=[table], cap_bytes=cap_bytes, ways=ways) for table in tables
+        ]
     return SearchProblem(
         task=task,
         structure=structure,

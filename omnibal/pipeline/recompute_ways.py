@@ -17,11 +17,11 @@ from typing import Self
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Runs
 from omnibal.pipeline.recompute import bisect_min_fitting, fit_within
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.unit_runs import layer_kinds
 
@@ -98,13 +98,12 @@ class TowerNumbers:
     language_layers: int | None = None  # of the model if all or none are recomputed, else None
 
     @classmethod
-    def build(
-        cls, cost: CostModel, model: ModelConfig, runs: Runs, freedom: RecomputeFreedom
-    ) -> Self:
-        """Return the numbers that a trainer of this freedom takes. An encoder's number is 0 or all
-        if shared, and 0 without a backward, as recomputation would cost nothing."""
+    def build(cls, task: SplitTask, runs: Runs) -> Self:
+        """Return the numbers that the task's trainer takes. An encoder's number is 0 or all if
+        shared, and 0 without a backward, as recomputation would cost nothing."""
+        cost, freedom = task.cost, task.rules.recompute
         layers = [cost.kinds[index] for index in layer_kinds(cost.kinds)]
-        names = np.array(unit_names(model))
+        names = np.array(unit_names(task.model))
         has_backward = {kind.tower: cost.units[kind.name].has_backward for kind in layers}
         places = [
             np.flatnonzero(np.isin(names, [kind.name for kind in layers if kind.tower == tower]))
@@ -176,31 +175,7 @@ class FittingNumbers:
     tables: Sequence[MemoryTable]  # of the passes of every chunk
     cap_bytes: float
     ways: RecomputeWays
-    alike: np.ndarray  # first run with the same sequence of units, [runs]
     known: dict[bytes, int] = field(default_factory=dict)  # by the runs of all chunks and the way
-
-    @classmethod
-    def of_stages(
-        cls,
-        model: ModelConfig,
-        tables: Sequence[Sequence[MemoryTable]],
-        ways: Sequence[RecomputeWays],
-        cap_bytes: float,
-    ) -> list[Self]:
-        """Return an empty cache per stage, from its memory tables by chunk and its ways."""
-        runs, firsts = ways[0].runs, dict[tuple[str, ...], int]()
-        names = unit_names(model)
-        spans = zip(runs.start.tolist(), runs.end.tolist(), strict=True)
-        alike = [firsts.setdefault(names[start:end], run) for run, (start, end) in enumerate(spans)]
-        return [
-            cls(
-                tables=of_chunks,
-                cap_bytes=cap_bytes,
-                ways=of_stage,
-                alike=np.array(alike, np.int64),
-            )
-            for of_chunks, of_stage in zip(tables, ways, strict=True)
-        ]
 
     def on(self, tables: Sequence[MemoryTable], cap_bytes: float) -> Self:
         """Return an empty cache for other tables of the chunks and another memory cap."""
@@ -208,7 +183,7 @@ class FittingNumbers:
 
     def find(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
         """Return the min number in `way` for runs `chosen` [n, c] to fit, or `NO_NUMBER`. [n]"""
-        keys = [row.tobytes() for row in np.column_stack([self.alike[chosen], way])]
+        keys = [row.tobytes() for row in np.column_stack([chosen, way])]
         new = {key: row for row, key in enumerate(keys) if key not in self.known}
         if new:
             rows = [*new.values()]
