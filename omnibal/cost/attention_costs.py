@@ -153,13 +153,9 @@ def _latent(
     """
     t, size, by = device.tensor, device.element_bytes, "self_attention"
     h, tokens, rank = language.hidden_size, device.feature("tokens"), latent.key_value_rank
-    own, query_rank, rotary = (
-        tokens * device.sequence_share,
-        latent.query_rank,
-        latent.rotary_head_size,
-    )
+    own, rotary = tokens * device.sequence_share, latent.rotary_head_size
     up_from, down, ranks = h, [rank + rotary], [rank]
-    if query_rank is not None:
+    if (query_rank := latent.query_rank) is not None:
         up_from, down, ranks = query_rank, [query_rank, *down], [query_rank, rank]
     up_to = language.heads * (latent.head_size + latent.value_head_size)
     # One kernel concatenates the rotated parts: it reads and writes q, k and v.
@@ -218,11 +214,8 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
     with q and k heads repeated per value head.
     """
     t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
-    h, heads, d, e = (
-        language.hidden_size,
-        linear.value_heads,
-        *(linear.key_head_size, linear.value_head_size),
-    )
+    h, heads = language.hidden_size, linear.value_heads
+    d, e = linear.key_head_size, linear.value_head_size
     keys, values = linear.key_heads * d, heads * e
     mixed = 2 * keys + values  # q, k and v before the convolution
     made = mixed + values + 2 * heads  # with gate, beta and decay

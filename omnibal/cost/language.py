@@ -163,11 +163,8 @@ def head(language: LanguageConfig, device: Device) -> CountedUnit:
 def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
     """Return the projection of concatenated embeddings of next tokens and hidden states."""
     t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
-    h, own, sequence = (
-        language.hidden_size,
-        tokens * device.sequence_share,
-        device.sequence_parallel,
-    )
+    h, sequence = language.hidden_size, device.sequence_parallel
+    own = tokens * device.sequence_share
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
     block_bytes = tokens * h * size
     embedded = 1 if sequence else 2  # scattered or all-reduced

@@ -233,9 +233,8 @@ def _operand_bytes(
     # Under sequence parallelism tensors between blocks wait sharded, and are gathered when used.
     rows = product.rows * device.element_bytes
     input_bytes, output_bytes = rows * product.inner, rows * product.outer
-    width = (
-        float(unit.boundary_bytes.max()) / device.element_bytes / device.sequence_share
-    )  # hidden size
+    hidden_bytes = float(unit.boundary_bytes.max()) / device.sequence_share
+    width = hidden_bytes / device.element_bytes  # hidden size
     is_divided = device.sequence_share < 1 and kind.tower == LANGUAGE and kind.name != HEAD
     is_whole = product.groups == 1 and product.rows.max() >= 1
     if not (is_divided and is_whole and width in (product.inner, product.outer)):

@@ -35,11 +35,10 @@ from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.encoder_waits import with_encoders
 from omnibal.pipeline.filling import worth_filling
-from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.split_task import SplitTask
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.split_task import SplitTask, check_stage_rules
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.shares import shares_of
 from omnibal.steps.whole_samples import samples_of_shares
@@ -233,16 +232,16 @@ class JobSpec:
         """Return unit costs of all levels side by side, for predictions and checks."""
         return side_by_side(self.costs_at(levels))
 
-    def split_task(self, workload: Workload, levels: Sequence[Level]) -> SplitTask:
-        """Return the search for stages of the job's pipeline, by default in 1F1B."""
-        return SplitTask(
-            self.cost_of_all(levels),
-            self.pipeline_model,
-            workload,
-            self.parallel.pipeline,
-            self.memory_cap_gib * GIB,
-            self.trainer.stages,
-        )
+    def split_task(
+        self,
+        workload: Workload,
+        levels: Sequence[Level],
+        schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+    ) -> SplitTask:
+        """Return the search for stages of the job's pipeline."""
+        limits = self.parallel.pipeline, self.memory_cap_gib * GIB, self.trainer.stages
+        cost, model = self.cost_of_all(levels), self.pipeline_model
+        return SplitTask(cost, model, workload, *limits, schedule)
 
     def workload(
         self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]

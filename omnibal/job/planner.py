@@ -168,8 +168,8 @@ def make_plan(
 
 def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
     """Return the best chunks for the request's schedule; raise DoesNotFit if none fits memory."""
-    task = request.job.split_task(workload, request.data.levels)
-    return search_parts(replace(task, schedule=request.schedule), Effort(share=effort))
+    task = request.job.split_task(workload, request.data.levels, request.schedule)
+    return search_parts(task, Effort(share=effort))
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:
@@ -198,15 +198,8 @@ def order_micro_batches(
     workload = job.workload(packs, lengths, plan.pack_levels)
     if workload.runs_together:
         return packs
-    slot = order_slots(
-        job.cost_of_all(plan.pack_levels),
-        plan.stages_at_levels,
-        workload,
-        job.memory_cap_gib * GIB,
-        plan.schedule,
-        effort=effort,
-    )
-    return apply_slots(packs, slot)
+    task = job.split_task(workload, plan.pack_levels, plan.schedule)
+    return apply_slots(packs, order_slots(task, plan.stages_at_levels, effort=effort))
 
 
 def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload) -> Prediction:

@@ -181,10 +181,8 @@ class ScaledRates(Frozen):
     products: Rate = 1.0
     grouped: Rate = 1.0
     attention: Rate = 1.0
-    attention_most: tuple[Fraction, Fraction] = (
-        1.0,
-        1.0,
-    )  # max shares of peak, forward and backward
+    # Max shares of peak, forward and backward.
+    attention_most: tuple[Fraction, Fraction] = (1.0, 1.0)
 
 
 class Rates(Frozen):

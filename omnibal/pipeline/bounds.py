@@ -19,9 +19,8 @@ from omnibal.model.units import unit_names
 from omnibal.pipeline.critical_path import SampledSteps, TermLayout
 from omnibal.pipeline.operation_graph import others_in_flight
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.split_task import SplitTask
+from omnibal.pipeline.split_task import SplitTask, allowed_runs
 from omnibal.pipeline.stage_cost import per_step_costs_of_units
-from omnibal.pipeline.stage_rules import allowed_runs
 from omnibal.pipeline.unit_runs import layer_kinds
 
 # Structural paths through a stage on one row per step. The first covers all of its work.
@@ -227,7 +226,7 @@ def min_path_costs(
 
 def possible_runs(task: SplitTask) -> Runs:
     """Return all allowed runs of units with at least one layer."""
-    cost, model, rules = task.cost, task.model, task.rules
+    cost, model = task.cost, task.model
     kinds, layout, unit_terms = cost.kinds, TermLayout.build(cost), _unit_terms(cost)
     indices = {kind.name: index for index, kind in enumerate(kinds)}
     sequence = np.array([indices[name] for name in unit_names(model)])
@@ -235,7 +234,7 @@ def possible_runs(task: SplitTask) -> Runs:
     np.cumsum(sequence[:, None] == np.arange(len(kinds)), axis=0, out=before[1:])
     start, end = np.triu_indices(len(sequence) + 1, k=1)
     counts = before[end] - before[start]
-    allowed = counts[:, layer_kinds(kinds)].any(axis=1) & allowed_runs(model, rules, start, end)
+    allowed = counts[:, layer_kinds(kinds)].any(axis=1) & allowed_runs(task, start, end)
     start, end, counts = start[allowed], end[allowed], counts[allowed]
     terms = counts @ unit_terms
     for link in (layout.send, layout.receive):

@@ -15,9 +15,8 @@ import numpy as np
 from omnibal.cost.encoder_phase_costs import EncoderCost
 from omnibal.steps.whole_samples import SamplePasses
 
-BytesOfWork = Callable[
-    [np.ndarray], np.ndarray
-]  # bytes of passes by their work, [passes, F] -> [passes]
+# Bytes of passes by their work, [passes, F] -> [passes].
+BytesOfWork = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ from omnibal.pipeline.least_peak import min_peak_of_splits, min_peak_of_tables
 from omnibal.pipeline.passes import all_passes
 from omnibal.pipeline.recompute_ways import FittingNumbers, TowerNumbers
 from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, MIN_SPLIT_GAIN, SplitSearch
-from omnibal.pipeline.split_task import SplitTask
+from omnibal.pipeline.split_task import SplitTask, limits_in_words
 from omnibal.pipeline.stage_memory import (
     GIB,
     build_tables,
@@ -47,7 +47,6 @@ from omnibal.pipeline.stage_options import (
     options_near,
     recompute_extremes_ms,
 )
-from omnibal.pipeline.stage_rules import limits_in_words
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -256,8 +255,7 @@ def _first_limit_ms(problem: SearchProblem) -> float:
 def _no_split_error(task: SplitTask, peak_bytes: float) -> DoesNotFit:
     """Return an error with the memory that the best split needs, and remedies."""
     need, cap = peak_bytes / GIB, task.memory_cap_bytes / GIB
-    limits = limits_in_words(task.rules, task.model, task.stages)
-    stages = f"{task.stages} pipeline stages{limits}"
+    stages = f"{task.stages} pipeline stages{limits_in_words(task)}"
     # Encoders stay on stage 0, which has more micro-batches in flight with more stages.
     fixed = task.rules.encoders_on_first and task.model.encoders
     sizes = (

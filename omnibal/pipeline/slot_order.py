@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.model import CostModel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import SimulatedRows
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
 from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.stage_units import Stage
@@ -32,22 +32,17 @@ _MIN_ORDER_GAIN = 1e-9  # relative gain required of a better order
 
 
 def order_slots(
-    cost: CostModel,
-    stages_at: Sequence[Sequence[Stage]],
-    workload: Workload,
-    memory_cap_bytes: float,
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
-    *,
-    effort: float = 1.0,
+    task: SplitTask, stages_at: Sequence[Sequence[Stage]], *, effort: float = 1.0
 ) -> np.ndarray:
-    """Return new slots of all micro-batches, for shorter steps. int32 [rows of `workload`]
+    """Return new slots of all micro-batches, for shorter steps. int32 [rows of the workload]
 
     Steps whose new order would exceed the memory cap keep their slots.
 
     Args:
-        workload: its ranks only wait for each other at a step's end (not `runs_together`).
-        memory_cap_bytes: per device; current slots meet it.
+        task: its ranks only wait for each other at a step's end (not `runs_together`), and current
+            slots meet its memory cap.
     """
+    cost, workload, schedule = task.cost, task.workload, task.schedule
     times = workload_times(cost, stages_at, workload)
     slot = search_slots(times, workload, schedule, effort=effort)
 
@@ -58,7 +53,7 @@ def order_slots(
         order = np.lexsort((new, changed.dp_rank, changed.step))
         changed = replace(changed.rows(order), slot=new[order])
         peaks = stage_memories(cost, stages_at, changed, schedule)
-        if fits_cap(max(peak.peak_gib for peak in peaks) * GIB, memory_cap_bytes):
+        if fits_cap(max(peak.peak_gib for peak in peaks) * GIB, task.memory_cap_bytes):
             return []
         if len(steps) == 1:
             return [int(steps[0])]

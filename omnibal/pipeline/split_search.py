@@ -13,12 +13,8 @@ from omnibal.pipeline.bounds import min_largest, min_path_costs
 from omnibal.pipeline.stage_options import Choices, SearchProblem, StageOptions, choices_within
 
 MIN_SPLIT_GAIN = 1e-9  # relative improvement below which the search ends
-_SEED_SLACKS = (
-    0.0,
-    0.003,
-    0.01,
-    0.03,
-)  # of a first split's slowest stage over the fastest possible
+# Of a first split's slowest stage over the fastest possible.
+_SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
 _MAX_GROWTH_ROUNDS = 60  # max rounds of growing splits
 _FIRST_WIDTH = 1_000  # partial splits kept in the first round
 _MAX_WIDTH = 8_000  # max partial splits kept while growing, doubled every round
@@ -41,10 +37,9 @@ class _Bounds:
 
     kept: list[StageOptions]
     costs: list[np.ndarray]  # [options, cuts] per stage
-    before: list[
-        np.ndarray
-    ]  # min cost of the stages before each node, [p + 1] of [nodes + 1, cuts]
-    after: list[np.ndarray]  # min cost of the stages after each node, [p + 1] of [nodes + 1, cuts]
+    # Min cost of the stages before and after each node, [p + 1] of [nodes + 1, cuts].
+    before: list[np.ndarray]
+    after: list[np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

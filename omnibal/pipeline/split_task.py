@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
+from omnibal.model.limits import words
 from omnibal.model.targets import FREE, StageRules
+from omnibal.model.units import LANGUAGE_EMBED, unit_names
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.workload import Workload
 
@@ -22,3 +25,47 @@ class SplitTask:
     memory_cap_bytes: float = np.inf  # per device
     rules: StageRules = FREE  # of the trainer
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
+
+
+def allowed_runs(task: SplitTask, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Return whether runs of units may be stages (the first, if `start` is 0), given the positions
+    of their first unit and after their last unit, [runs]. bool [runs]"""
+    names, rules = unit_names(task.model), task.rules
+    units, embed = len(names), names.index(LANGUAGE_EMBED)
+    allowed = np.ones(len(start), bool)
+    if rules.encoders_on_first:
+        allowed &= (end > embed) & ((start == 0) | (start > embed))
+    if rules.language_everywhere:
+        # Layers are between the language embed and the head, the last unit.
+        allowed &= (end > embed + 1) & (start < units - 1)
+    return allowed
+
+
+def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> None:
+    """Raise UserError if there are more stages than the rules allow."""
+    language = model.language.layers
+    if rules.language_everywhere:
+        limit, why = language, "every stage must hold a layer of the language model"
+    elif rules.encoders_on_first:
+        limit = language + any(encoder.layers for encoder in model.encoders.values())
+        why = "the first stage must hold all encoders, and every stage a layer"
+    else:
+        return
+    if stages > limit:
+        raise UserError(
+            f"pipeline size {stages} was given for {model.name}, whose language model has "
+            f"{language} layers; {why}: choose a pipeline size of at most {limit}"
+        )
+
+
+def limits_in_words(task: SplitTask) -> str:
+    """Return the stage limits in words for a memory error, such as ", with all encoders on the
+    first stage,", or "" if none apply. Limits of recomputation are left out."""
+    limits, rules, model, stages = list[str](), task.rules, task.model, task.stages
+    if rules.encoders_on_first and model.encoders and stages > 1:
+        limits.append("all encoders on the first stage")
+    if rules.encoders_whole and model.encoders:
+        limits.append("encoders whole on every tensor-parallel rank")
+    if rules.language_everywhere and stages > 1:
+        limits.append("a layer of the language model on every stage")
+    return f", with {words(limits)}," if limits else ""

@@ -125,7 +125,7 @@ def _search_fitting(
     """Return the fastest stages that fit and take at most `limit_ms`, or None."""
     job = line_job.job
     memory_gib, cap_gib = job.cluster.memory_gib, job.memory_cap_gib
-    task = replace(job.split_task(line_job.workload, line_job.levels), schedule=schedule)
+    task = job.split_task(line_job.workload, line_job.levels, schedule)
     # The search limits tensors; memory of the allocator and libraries is only known afterwards.
     for _ in range(_MAX_FIT_SEARCHES):
         task = replace(task, memory_cap_bytes=cap_gib * GIB)
