@@ -21,7 +21,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, DataPortion, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
 from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
-from omnibal.model.limits import Caps, check_limits, check_packs_per_step, in_canonical_order, words
+from omnibal.model.limits import Caps, check_packs_per_step, in_canonical_order, words
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -96,7 +96,6 @@ class SampleData:
 
     def check(self, job: JobSpec) -> None:
         """Raise for data that cannot be planned for a job."""
-        check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
         ranks = job.parallel.data
         if self.steps is None and (self.packs_per_step < 1 or self.packs_per_step % ranks):
@@ -176,10 +175,6 @@ class SampleData:
             packs = whole_steps(packs, packs_per_step, blocks)
         return packs, lengths
 
-    def smallest_caps(self) -> Caps:
-        """Return the smallest caps that every sample fits."""
-        return smallest_caps(self.lengths, self.caps.names)
-
     def describe(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         """Return the `data` of plan.json for scheduled packs."""
         settings = self.settings
@@ -238,8 +233,7 @@ class MockData(_SingleLevelData):
     image_tokens: int | None = None  # per image at native resolution, None for one image per pack
 
     def check(self, job: JobSpec) -> None:
-        """Raise for too many packs per step, or limits unsuitable for the model."""
-        check_limits(self.caps.names, job.model.item_features, job.model.name)
+        """Raise for too many packs per step."""
         check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
 
     @property
@@ -252,10 +246,6 @@ class MockData(_SingleLevelData):
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
         """Return the only step: equally many full packs on every rank."""
         return data_at_caps(self.describe(), job.parallel.data)
-
-    def smallest_caps(self) -> Caps:
-        """Return minimal caps, as mock samples fit any."""
-        return Caps.of(**dict.fromkeys(self.caps.names, 1))
 
     def describe(self, packs: object = None, job: object = None) -> Shapes:
         return Shapes(
@@ -289,7 +279,6 @@ class StreamData(_SingleLevelData):
 
     def check(self, job: JobSpec) -> None:
         """Raise for data that cannot be planned for a job."""
-        check_limits(self.caps.names, job.model.item_features, job.model.name)
         ranks, samples = job.parallel.data, min(self.window, len(self.lengths))
         if samples < ranks:
             raise UserError(
@@ -317,10 +306,6 @@ class StreamData(_SingleLevelData):
             epochs=self.epochs,
         )
         return packs, self.lengths
-
-    def smallest_caps(self) -> Caps:
-        """Return the smallest caps that every sample fits."""
-        return smallest_caps(self.lengths, self.caps.names)
 
     def describe(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         packs_per_step, micro_batches = max_packs_of_step(packs, self.levels)
@@ -373,8 +358,10 @@ def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float)
     return caps
 
 
-def smallest_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
-    """Return the smallest caps that every sample fits."""
+def smallest_caps(lengths: Lengths | None, names: Sequence[str]) -> Caps:
+    """Return the smallest caps that every sample fits. Mock samples, without lengths, fit any."""
+    if lengths is None:
+        return Caps.of(**dict.fromkeys(names, 1))
     return Caps.of(**{name: max(int(lengths.column(name).max()), 1) for name in names})
 
 

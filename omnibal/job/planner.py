@@ -12,7 +12,7 @@ from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
 from omnibal.job.plan_data import PlanData, model_of_lengths
 from omnibal.job.plan_portions import AllPortions
 from omnibal.model.levels import Level, are_plain
-from omnibal.model.limits import Caps
+from omnibal.model.limits import Caps, check_limits
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -41,6 +41,8 @@ class PlanRequest:
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD  # another needs the joint split
 
     def __post_init__(self) -> None:
+        model = self.job.model
+        check_limits(self.data.caps.names, model.item_features, model.name)
         self.data.check(self.job)
         trainer, has_levels = self.job.trainer, not are_plain(self.data.levels)
         # Features that baselines cannot plan, and the option that drops each. --packing-levels is

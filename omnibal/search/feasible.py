@@ -216,7 +216,8 @@ def _kinds_of_request(
     """Yield kinds of changes at given sizes. Some depend on the changes found before."""
     job, data, parallel = request.job, request.data, request.job.parallel
     if data.steps is None and are_plain(data.levels):  # caps of several levels are searched
-        yield _fewer_caps(data.caps, data.smallest_caps(), request.with_caps, fit)
+        least = smallest_caps(data.lengths, data.caps.names)
+        yield _fewer_caps(data.caps, least, request.with_caps, fit)
     experts = expert_sizes(job.model, parallel.tensor, parallel.data)
     larger = [{"expert": size} for size in experts if size > parallel.expert]
     yield "a larger --ep", _at_sizes(request, larger)
@@ -331,9 +332,8 @@ def _kinds_of_goal(goal: Goal, fit: Fit[Goal]) -> Iterator[Kind[Goal]]:
         frozen = ((part, replace(job, frozen=(part,))) for part in for_each)
         yield "--freeze", ((f"--freeze {part}", replace(goal, job=less)) for part, less in frozen)
     if not isinstance(data, Earlier) and data.caps is not None:
-        least = Caps.of(**dict.fromkeys(data.caps.names, 1))
-        if not isinstance(data, ShapesAlone):
-            least = smallest_caps(data.lengths, data.caps.names)
+        lengths = None if isinstance(data, ShapesAlone) else data.lengths
+        least = smallest_caps(lengths, data.caps.names)
         yield _fewer_caps(
             data.caps, least, lambda caps: replace(goal, data=replace(data, caps=caps)), fit
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
-from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_data import SampleData, smallest_caps
 from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan, order_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import are_plain
@@ -162,7 +162,8 @@ class Finalists:
             if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
                 return result, schedule
             # result.data has the packs of all data, unlike the search
-            used = levels_in_use(data.levels, result.data[0].level, data.smallest_caps())
+            least = smallest_caps(data.lengths, data.caps.names)
+            used = levels_in_use(data.levels, result.data[0].level, least)
             if used == data.levels:
                 return result, schedule
             for level in data.levels:

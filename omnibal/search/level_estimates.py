@@ -14,7 +14,7 @@ from omnibal.base.errors import UserError
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_data import SampleData, smallest_caps
 from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.packing.by_level import levels_of_samples
@@ -203,7 +203,7 @@ class LevelEstimates:
 
     def _lower_tops(self) -> list[Caps]:
         """Return the top caps, a middle value, and about the lowest that fit every sample."""
-        top, least = self.data.caps, self.data.smallest_caps()
+        top, least = self.data.caps, smallest_caps(self.data.lengths, self.data.caps.names)
         lowest = -(-least["tokens"] // _TOKENS_UNIT) * _TOKENS_UNIT
         middle = -(-(lowest + top["tokens"]) // 2 // _TOKENS_UNIT) * _TOKENS_UNIT
         found = [top]
