@@ -1,20 +1,28 @@
 """Costs and micro-batches of one or several levels, and plain walks over all splits."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import combinations, pairwise, product
 
 import numpy as np
+import pytest
 from cost_cases import LinksInTime, model_of, random_cost, random_features
 
+from omnibal.base.errors import DoesNotFit
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
+from omnibal.pipeline.bounds import min_step_ms
+from omnibal.pipeline.least_peak import min_peak_of_splits
+from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.schedules import ChunkPass, Pass, one_forward_one_backward
+from omnibal.pipeline.split_task import SplitTask
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import recomputed_counts, stage_units
+from omnibal.pipeline.unit_runs import check_stages, recomputed_counts, stage_units
 from omnibal.pipeline.workload import Workload
 
 
@@ -402,13 +410,43 @@ def walk_all(
     return float(split_ms(costs, runs, packs).ravel()[0]), peaks
 
 
+def random_model(rng: np.random.Generator, towers: str, most: int) -> ModelConfig:
+    """Return a model of these towers with at most `most` layers."""
+    number = len(towers.split())
+    layers = 1 + rng.multinomial(rng.integers(0, most - number + 1), [1 / number] * number)
+    return model_of(towers, *layers.tolist())
+
+
 def level_case(
     rng: np.random.Generator, towers: str, most: int, contexts: Sequence[int], ranks: int
 ) -> tuple[list[CostModel], ModelConfig, Workload, int]:
-    """Return costs per level, a model with at most `most` layers, packs and pipeline size."""
-    number = len(towers.split())
-    layers = 1 + rng.multinomial(rng.integers(0, most - number + 1), [1 / number] * number)
-    model = model_of(towers, *layers.tolist())
+    """Return costs per level, a `random_model`, packs and pipeline size."""
+    model = random_model(rng, towers, most)
     costs = random_costs(rng, model, len(contexts))
     packs = random_level_packs(rng, contexts, ranks, len(costs[0].features))
     return costs, model, packs, int(rng.integers(1, min(3, model.layers) + 1))
+
+
+def search_all(
+    task: SplitTask, times: np.ndarray, peaks: np.ndarray, share: float
+) -> tuple[SplitTask, SearchResult, bool]:
+    """Return the task with a memory cap, stages found, and whether a first cap was refused.
+
+    The cap is that share of the way from the least to the greatest of the peaks of all splits, and
+    must be refused below the least. Results are compared with all splits' `times` and `peaks`.
+    """
+    low, high = peaks.min(), peaks.max()
+    assert min_peak_of_splits(task) == pytest.approx(low, rel=1e-9)
+    cap, bound_ms = low * (1 + 1e-9) + share * (high - low), min_step_ms(task)
+    if is_refused := cap < low:
+        with pytest.raises(DoesNotFit, match=r"needs .* more than the memory cap") as raised:
+            search_stages(replace(task, memory_cap_bytes=cap))
+        stated = float(re.search(r"needs ([\d.]+) GiB", str(raised.value))[1])
+        assert stated == pytest.approx(low / GIB, abs=0.005)
+    task = replace(task, memory_cap_bytes=max(cap, low * (1 + 1e-9)))
+    result, best_ms = search_stages(task), times[peaks <= task.memory_cap_bytes].min()
+    assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
+    assert 0 < bound_ms <= best_ms * (1 + 1e-9)
+    for stages in result.stages_at:
+        check_stages(task.model, stages)
+    return task, result, is_refused

@@ -11,6 +11,7 @@ from omnibal.cost.model import CostModel, UnitCost
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import LANGUAGE, unit_names
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_units import Span, Stage
@@ -19,11 +20,14 @@ from omnibal.pipeline.workload import Workload
 
 
 def planners_figures(
-    cost: CostModel, stages: tuple[Stage, ...], packs: Workload
+    cost: CostModel,
+    stages: tuple[Stage, ...],
+    packs: Workload,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> tuple[float, float]:
     """Return predicted step ms and peak bytes."""
-    simulated = simulate_levels(cost, [stages], packs)
-    memories = stage_memories(cost, [stages], packs)
+    simulated = simulate_levels(cost, [stages], packs, schedule)
+    memories = stage_memories(cost, [stages], packs, schedule)
     return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
 
 

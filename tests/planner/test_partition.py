@@ -1,15 +1,14 @@
 """Searches for stages and schedule parts against brute force, and checks of stages."""
 
 import math
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost, random_features, small_model, workload_of_a_step
-from level_cases import brute_force, level_case, walk_all
+from cost_cases import analytic_cost, random_cost, random_features, small_model, workload_of_a_step
+from level_cases import brute_force, level_case, random_model, search_all, walk_all
 from partition_cases import (
     all_cuts,
     equal_steps,
@@ -21,10 +20,8 @@ from partition_cases import (
 )
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, side_by_side
-from omnibal.cost.setting import CostSetting
-from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import RecomputeFreedom, StageRules
 from omnibal.model.units import LANGUAGE_EMBED, unit_names
@@ -36,9 +33,8 @@ from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.simulate import predict_steps, simulate_levels
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_task import SplitTask
-from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
 from omnibal.pipeline.stage_units import Stage
@@ -54,8 +50,7 @@ from omnibal.pipeline.workload import Workload
 LAYERS = ("vision_layer", "language_layer")
 
 
-def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, ModelConfig, int]:
-    """Return random costs, model, packs and pipeline size."""
+def random_case(rng: np.random.Generator, most_layers: int) -> SplitTask:
     vision, language = rng.integers(1, most_layers, 2)
     model = small_model(int(vision), int(language))
     p = int(rng.integers(1, min(4, vision + language) + 1))
@@ -77,16 +72,12 @@ def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, 
         rates=replace(cost.rates, weight_gather_ms=10 ** apart.uniform(-7, -4.5)),
         bucket_parameters=math.inf if apart.random() < 0.2 else whole / apart.uniform(0.5, 8),
     )
-    return cost, model, packs, p
+    return SplitTask(cost, model, packs, p)
 
 
-def random_case_of(
-    rng: np.random.Generator, towers: str, most: int
-) -> tuple[CostModel, ModelConfig, Workload, int]:
+def random_case_of(rng: np.random.Generator, towers: str, most: int) -> SplitTask:
     """Return a `random_case` for these towers with at most `most` layers in all."""
-    number = len(towers.split())
-    layers = 1 + rng.multinomial(rng.integers(0, most - number + 1), [1 / number] * number)
-    model = model_of(towers, *layers.tolist())
+    model = random_model(rng, towers, most)
     cost = random_cost(rng, model)
     # Unlike feature ratios per layer, so that no layer is always the best to recompute.
     units = {
@@ -96,7 +87,7 @@ def random_case_of(
     cost = replace(cost, units=units)
     packs = random_packs(rng, int(rng.integers(1, 5)), len(cost.features))
     cost = tie_head(cost) if rng.random() < 0.3 else cost
-    return cost, model, packs, int(rng.integers(1, min(3, model.layers) + 1))
+    return SplitTask(cost, model, packs, int(rng.integers(1, min(3, model.layers) + 1)))
 
 
 def tie_head(cost: CostModel) -> CostModel:
@@ -116,7 +107,7 @@ def large_case(layers: tuple[int, int], p: int, share_of_least: float) -> SplitT
     tokens = 4096 - rng.integers(0, 400, 128)
     features = np.stack([np.ones(128), tiles, tokens, tokens**2 / 3, tokens / 4], axis=1)
     sizes = Parallel(tensor=4, pipeline=p, data=2)
-    cost = analytic_cost(CostSetting(model, load_cluster("a100-80g"), sizes, "bf16"))
+    cost = analytic_cost(model, load_cluster("a100-80g"), sizes, "bf16")
     packs = equal_steps((4, 2, 16), features)
     task = SplitTask(cost, model, packs, p)
     return replace(task, memory_cap_bytes=share_of_least * min_peak_of_splits(task))
@@ -137,28 +128,15 @@ def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, 
     rng = np.random.default_rng(0)
     outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0, "several": 0}
     for number in range(20 if towers else 55):
-        if towers:
-            cost, model, packs, p = random_case_of(rng, towers, most)
-        else:
-            cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else most)
-        times, peaks_of_all = brute_force([cost], model, packs, p)
-        low, high = peaks_of_all.min(), peaks_of_all.max()
-        assert min_peak_of_splits(SplitTask(cost, model, packs, p)) == pytest.approx(low, rel=1e-9)
-        cap = rng.uniform(low - (0 if towers else 0.1) * (high - low), low + 0.8 * (high - low))
-        if cap < low:
-            outcomes["infeasible"] += 1
-            with pytest.raises(UserError, match="more than the memory cap") as raised:
-                search_stages(SplitTask(cost, model, packs, p, cap))
-            stated = float(re.search(r"needs ([\d.]+) GiB", str(raised.value))[1])
-            assert stated == pytest.approx(low / GIB, abs=0.005)
-        cap = max(cap, low * (1 + 1e-9))
-        result = search_stages(SplitTask(cost, model, packs, p, cap))
-        check_stages(model, result.stages)
-        best_ms = times[peaks_of_all <= cap].min()
-        assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
+        size = 6 if number % 20 == 0 else most
+        task = random_case_of(rng, towers, most) if towers else random_case(rng, size)
+        cost, packs = task.cost, task.workload
+        every = brute_force([cost], task.model, packs, task.stages)
+        task, result, is_refused = search_all(task, *every, rng.uniform(0 if towers else -0.1, 0.8))
+        outcomes["infeasible"] += is_refused
         step_ms, peak = planners_figures(cost, result.stages, packs)
         assert result.step_ms == pytest.approx(step_ms, rel=1e-12)
-        assert peak <= cap * (1 + 1e-9)
+        assert peak <= task.memory_cap_bytes * (1 + 1e-9)
         walked_ms, peaks = walk_all([cost], [result.stages], packs)
         assert (step_ms, peak) == pytest.approx((walked_ms, max(peaks)), rel=1e-9)
         again = [np.count_nonzero(recomputed_counts(cost.kinds, s)) for s in result.stages]
@@ -194,32 +172,23 @@ def test_the_search_over_levels_equals_brute_force(
     for _ in range(cases):
         costs, model, packs, p = level_case(rng, towers, most, contexts, ranks)
         cost, packs = side_by_side(costs), packs.in_groups_of(lockstep_ranks)
-        times, peaks = brute_force(costs, model, packs, p, alike=lockstep_ranks > 1)
-        low, high = peaks.min(), peaks.max()
-        assert min_peak_of_splits(SplitTask(cost, model, packs, p)) == pytest.approx(low, rel=1e-9)
-        cap = rng.uniform(low - 0.2 * (high - low), low + 0.8 * (high - low))
-        if cap < low:
-            infeasible += 1
-            with pytest.raises(UserError, match="more than the memory cap"):
-                search_stages(SplitTask(cost, model, packs, p, cap))
-            cap = low * (1 + 1e-9)
-        best_ms = times[peaks <= cap].min()
-        result = search_stages(SplitTask(cost, model, packs, p, cap))
-        assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
+        task = SplitTask(cost, model, packs, p)
+        every = brute_force(costs, model, packs, p, alike=lockstep_ranks > 1)
+        task, result, is_refused = search_all(task, *every, rng.uniform(-0.2, 0.8))
+        infeasible += is_refused
         unlike += len(set(map(str, result.stages_at))) > 1
-        quick = search_stages(SplitTask(cost, model, packs, p, cap), prove=False)
+        quick = search_stages(task, prove=False)
         with monkeypatch.context() as coarsely:
             coarsely.setattr(stage_options, "_MAX_OPTIONS", 1)
-            coarse = search_stages(SplitTask(cost, model, packs, p, cap))
+            coarse = search_stages(task)
         for found in (result, quick, coarse):
             for stages in found.stages_at:
                 check_stages(model, stages)
             step_ms, of_stages = walk_all(costs, found.stages_at, packs)
             assert found.step_ms == pytest.approx(step_ms, rel=1e-9)
-            assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
-            assert max(of_stages) <= cap * (1 + 1e-9)
+            assert found.lower_bound_ms <= result.step_ms * (1 + 3e-9)
+            assert max(of_stages) <= task.memory_cap_bytes * (1 + 1e-9)
         cut_short += coarse.gap > 0
-        assert 0 < min_step_ms(SplitTask(cost, model, packs, p)) <= best_ms * (1 + 1e-9)
     assert unlike == 0 if lockstep_ranks > 1 else unlike >= cases / 4
     assert infeasible
     assert cut_short or "vision" not in towers or lockstep_ranks > 1
@@ -250,7 +219,7 @@ def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stage
     model = load_model("llama3.1-70b")
     parallel = Parallel(tensor=8, pipeline=stages, data=8, sequence_parallel=True)
     cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 1000.0})
-    of_all = side_by_side([analytic_cost(CostSetting(model, cluster, parallel, "bf16"))] * 3)
+    of_all = side_by_side([analytic_cost(model, cluster, parallel, "bf16")] * 3)
     rng = np.random.default_rng(0)
     contexts, tokens = np.array([1, 2, 8]), np.array([4096, 16384, 32768])
     # One level per slot of a step, on all ranks.
@@ -310,11 +279,11 @@ def test_steps_that_take_no_time_are_searched():
 def test_the_smallest_cap_that_anything_fits_is_searched():
     """Prevents a feasible cap refused, searched endlessly or given slower stages."""
     for seed in (44, 67, 111, 246, 303, 329):
-        cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
-        least = min_peak_of_splits(SplitTask(cost, model, packs, p))
+        task = random_case(np.random.default_rng(seed), 3)
+        least = min_peak_of_splits(task)
         for share in (0.3, 0.99, 1, 1.01, 1.5, 4):
-            task = SplitTask(cost, model, packs, p, cap := share * least)
-            found = min_peak_of_splits(task, is_exact=False)
+            capped = replace(task, memory_cap_bytes=(cap := share * least))
+            found = min_peak_of_splits(capped, is_exact=False)
             assert least * (1 - 1e-12) <= found <= cap if share >= 1 else cap < found <= least
         exact, roomy = (
             search_stages(replace(task, memory_cap_bytes=least * more)) for more in (1, 1 + 1e-9)
@@ -336,12 +305,12 @@ def test_every_path_is_a_lower_bound():
     rng = np.random.default_rng(4)
     compared = tight = 0
     for _ in range(60):
-        cost, model, packs, p = random_case(rng, 6)
-        cap = rng.uniform(1, 1.5) * min_peak_of_splits(SplitTask(cost, model, packs, p))
-        problem = partition._make_problem(SplitTask(cost, model, packs, p, cap))
+        task = random_case(rng, 6)
+        cap = rng.uniform(1, 1.5) * min_peak_of_splits(task)
+        problem = partition._make_problem(replace(task, memory_cap_bytes=cap))
         options = [
             stage_choices(problem, stage, np.arange(len(problem.structure.runs.start)))[0]
-            for stage in range(p)
+            for stage in range(task.stages)
         ]
         kept = on_paths([o.edges for o in options], problem.units)
         options = [option.take(k) for option, k in zip(options, kept, strict=True)]
@@ -504,17 +473,6 @@ def steps_of(rng: np.random.Generator, micro_batches: int, ranks: int = 1) -> Wo
     return equal_steps(shape, random_features(rng, 2 * ranks * micro_batches))
 
 
-def predicted_ms(
-    cost: CostModel,
-    parts: tuple[Stage, ...],
-    packs: Workload,
-    schedule: PipelineSchedule = TWO_CHUNKS,
-) -> float:
-    """Return the mean step time by the simulator of one plan."""
-    times, once = workload_times(cost, (parts,), packs), per_step_costs(cost, parts, schedule)
-    return float(predict_steps(times, packs, once, schedule).step_ms.mean())
-
-
 @pytest.mark.parametrize(
     ("seed", "layers", "stages", "schedule"),
     [
@@ -528,9 +486,10 @@ def test_without_a_cap_the_best_of_all_cuts_is_found(seed, layers, stages, sched
     model, cost = small_model(3, layers), random_cost(rng)
     packs = ragged_steps(rng, int(rng.integers(2, 7)), int(rng.integers(1, 3)))
     found = search_parts(SplitTask(cost, model, packs, stages, schedule=schedule))
-    assert found.step_ms == pytest.approx(predicted_ms(cost, found.stages, packs, schedule))
+    predicted_ms, _ = planners_figures(cost, found.stages, packs, schedule)
+    assert found.step_ms == pytest.approx(predicted_ms)
     cuts = all_cuts(model, stages * schedule.chunks)
-    best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in cuts)
+    best_ms, _ = min(planners_figures(cost, parts, packs, schedule) for parts in cuts)
     assert found.step_ms == pytest.approx(best_ms)
     assert found.lower_bound_ms <= best_ms
 
@@ -546,18 +505,12 @@ def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
         assert found.step_ms == pytest.approx(exact.step_ms)
 
 
-def peak_bytes(cost: CostModel, parts: tuple[Stage, ...], packs: Workload) -> float:
-    """Return the peak of the fullest stage, as plans are checked by it."""
-    memories = stage_memories(cost, [parts], packs, TWO_CHUNKS)
-    return max(memory.peak_gib for memory in memories) * GIB
-
-
 def cap_options(cost: CostModel, packs: Workload, options: Collection, share: float) -> tuple:
     """Return a cap that this share of options fits, these options and their fastest mean step."""
-    peaks = np.array([peak_bytes(cost, each, packs) for each in options])
+    step_ms, peaks = np.array([planners_figures(cost, e, packs, TWO_CHUNKS) for e in options]).T
     cap_bytes = float(np.quantile(peaks, share))
     fitting = [each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes]
-    return cap_bytes, fitting, min(predicted_ms(cost, each, packs) for each in fitting)
+    return cap_bytes, fitting, step_ms[peaks <= cap_bytes].min()
 
 
 def recompute_options(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
@@ -581,7 +534,8 @@ def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) ->
     options = [each for cut in all_cuts(model, 4) for each in recompute_options(cost, cut)]
     cap_bytes, _, best_ms = cap_options(cost, packs, options, 0.2)
     found = search_parts(SplitTask(cost, model, packs, 2, cap_bytes, schedule=TWO_CHUNKS))
-    assert peak_bytes(cost, found.stages, packs) <= cap_bytes * (1 + 1e-9)
+    _, peak = planners_figures(cost, found.stages, packs, TWO_CHUNKS)
+    assert peak <= cap_bytes * (1 + 1e-9)
     assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
 
 
@@ -593,8 +547,8 @@ def test_the_bound_is_below_every_cut() -> None:
         packs = steps_of(rng, int(rng.integers(1, 6)))
         task = SplitTask(cost, model, packs, 2, schedule=TWO_CHUNKS)
         bound_ms = min_work_ms(PartProblem.build(task))
-        steps = [predicted_ms(cost, parts, packs) for parts in all_cuts(model, 4)]
-        assert 0 < bound_ms <= min(steps)
+        cuts = all_cuts(model, 4)
+        assert 0 < bound_ms <= min(planners_figures(cost, c, packs, TWO_CHUNKS)[0] for c in cuts)
 
 
 @pytest.mark.parametrize("freedom", ["language", "stages"])
