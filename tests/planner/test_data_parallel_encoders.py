@@ -277,8 +277,8 @@ def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
         cuts = np.sort(rng.choice(np.arange(1, units), parallel.pipeline - 1, replace=False))
         stages = stages_from_cuts(problem.model, cuts.tolist())
         choice = random_choice(rng, problem.encoders, FEW)
-        cost, *_ = problem.make_stage_problem(choice)
-        simulated = simulate_levels(cost, [stages], problem.with_encoders(choice)).step_ms
+        task = problem.make_stage_task(choice)
+        simulated = simulate_levels(task.cost, [stages], task.workload).step_ms
         looped = [looped_steps_ms(problem, choice, stages, step)[0] for step in range(3)]
         np.testing.assert_allclose(simulated, looped, rtol=1e-9)
 
@@ -290,7 +290,8 @@ def test_parts_of_a_step_add_up():
         parallel = Parallel(pipeline=2, data=4)
         problem = random_problem(rng, "vision audio language", parallel, 2, ways=(1, 2, 8))
         choice = random_choice(rng, problem.encoders, FEW)
-        cost, _, workload, *_ = problem.make_stage_problem(choice)
+        task = problem.make_stage_task(choice)
+        cost, workload = task.cost, task.workload
         stages = stages_from_cuts(problem.model, [3])
         step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
         lost = lost_time(cost, [stages], workload, step_ms)
@@ -438,7 +439,8 @@ def all_choices(problem: PlacementProblem):
         for a, b in product(range(held[0] + 1), range(held[1] + 1)) if min(held) > 0 else ():
             splits.append(stages_from_cuts(problem.model, [cut], [[a], [b]]))
     for choice in every_choice(problem):
-        cost, _, workload, *_ = problem.make_stage_problem(choice)
+        task = problem.make_stage_task(choice)
+        cost, workload = task.cost, task.workload
         for stages in splits:
             yield planners_figures(cost, stages, workload)[::-1]
 
