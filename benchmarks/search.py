@@ -303,9 +303,9 @@ def average_layer_rows() -> Iterator[tuple[str, ...]]:
         job = JobSpec(model=model, cluster=cluster, parallel=parallel, precision="bf16")
         packs, cost = job.workload(*packed.schedule(job), levels), job.cost
         cap = job.memory_cap_gib * GIB
-        best = search_stages(cost, model, packs, pipeline, cap).stages
-        average = with_average_layer(cost, model)
-        found = search_stages(average, model, packs, pipeline, cap).stages
+        task = SplitTask(cost, model, packs, pipeline, cap)
+        average = replace(task, cost=with_average_layer(cost, model))
+        best, found = (search_stages(one).stages for one in (task, average))
         again = recompute_again(cost, model, packs, found, cap)
         peak = max(memory.peak_gib for memory in stage_memories(cost, [found], packs))
         best_ms = simulated_ms(cost, best, packs)

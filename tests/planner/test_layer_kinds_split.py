@@ -19,6 +19,7 @@ from omnibal.model.units import unit_kinds, unit_names
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import pareto_tables
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
@@ -146,7 +147,7 @@ def test_no_split_of_the_layers_in_order_is_faster(name, tokens, sizes, radius):
     job = made_job(load_model(name), *sizes)
     packs = packs_of(job, tokens, images=True)
     cost, model, p = job.cost, job.model, job.parallel.pipeline
-    found = search_stages(cost, model, packs, p, 1e15)
+    found = search_stages(SplitTask(cost, model, packs, p))
     bounds = stage_bounds_ms(*unit_ms(cost, model, packs), p)
     bounds = bounds_near(bounds, found.stages, radius)
     kinds = {kind.name: kind.is_layer for kind in unit_kinds(model)}
@@ -164,8 +165,8 @@ def test_no_split_with_its_cheapest_recomputed_layers_is_faster(tokens):
     job = made_job(whole, 4, 4, 2, 1)
     packs = packs_of(job, tokens, images=False)
     cost, model = job.cost, job.model
-    cap = 1.2 * min_peak_of_splits(cost, model, packs, 4)
-    found = search_stages(cost, model, packs, 4, cap)
+    cap = 1.2 * min_peak_of_splits(SplitTask(cost, model, packs, 4))
+    found = search_stages(SplitTask(cost, model, packs, 4, cap))
     tables, layers = pareto_tables(cost, packs, 4), layer_kinds(cost.kinds)
     mean_ms = np.array([unit.recompute_ms for unit in cost.units.values()]) @ packs.features.mean(0)
     best_ms, recomputing = np.inf, 0
