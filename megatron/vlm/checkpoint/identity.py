@@ -155,6 +155,8 @@ def architecture_differences(
 ) -> list[str]:
     """Return the differences that prevent loading one model's weights into the other."""
     sizes, own_sizes = (model_sizes(model, without=_NOT_ARCHITECTURE) for model in (there, here))
+    for model, own in ((there, sizes), (here, own_sizes)):
+        own["language"]["head_size"] = model.language.head_width  # left out or given
     lines = differences(sizes, own_sizes, place)
     for name in there.encoders.keys() & here.encoders.keys():
         towers = there.encoders[name], here.encoders[name]
