@@ -404,7 +404,7 @@ def test_steps_count_a_shared_pack_for_each_of_its_ranks(tmp_path):
 
 def test_simulation_and_report_are_of_the_levels(shared, levels_result, capsys):
     """Prevents figures that count a shared pack as one rank's, and hidden recomputation."""
-    simulate(shared, None, None, True)
+    simulate(shared, as_json=True)
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["step_ms_mean"] == pytest.approx(levels_result.plan.prediction.step_ms)
     table = stages_table(levels_result.plan)
